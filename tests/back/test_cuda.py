@@ -191,12 +191,23 @@ LOGPROBS = (
 """What decodes do themselves, one for each of the prompts."""
 
 
+MASKS = (
+    RowSampling(temperature=0.0, logit_bias={5: 2.0, 400: -3.0}),
+    RowSampling(seed=4, bad_words=((400,), (1, 2)), min_tokens=9, suppressed_ids=(0, 1)),
+    RowSampling(seed=5, allowed_ids=tuple(range(300, 900)), presence_penalty=0.5),
+    *LOGPROBS,
+)
+"""The same with masks, of grammars too."""
+
+
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("wishes", [EVERYTHING, LOGPROBS], ids=["behind steps", "within"])
+@pytest.mark.parametrize(
+    "wishes", [EVERYTHING, LOGPROBS, MASKS], ids=["behind steps", "within", "masked"]
+)
 def test_no_step_waits_for_the_device(wishes: tuple[RowSampling, ...]) -> None:
     """Decision 5 of the plan: whatever is sampled, launching a step asks the device for nothing."""
-    deferred = (GRAMMAR_HOOK,) if wishes is EVERYTHING else ()
+    deferred = () if wishes is LOGPROBS else (GRAMMAR_HOOK,)
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     executor = bundled("cuda", "bfloat16")
     driver = Driver(executor.facts)

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import torch
 
 from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch
-from headrace.back.kernels.greedy.op import Argmax
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
 from headrace.back.kernels.step_inputs.op import (
@@ -35,7 +33,7 @@ from headrace.back.kernels.step_inputs.op import (
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.runner.batch import GrowingTable, Rows, StepShape, done_in_step
 from headrace.back.runner.graph_usage import GraphUsage
-from headrace.back.runner.replay import Replay
+from headrace.back.runner.replay import RING, DeferredSampling, Replay, SampleRing, host_buffer
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
 from headrace.back.runner.steps import (
@@ -43,6 +41,7 @@ from headrace.back.runner.steps import (
     StepOutputs,
     StepResources,
     StepTensors,
+    TakeMasks,
 )
 from headrace.back.runner.verification import DraftVerification
 from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling, StepSamples
@@ -51,9 +50,6 @@ from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
 
-RING = 8
-"""Slots of messages and results; two steps are in flight at most, so a slot is long free when it is
-used again."""
 MOST_FRAMES = 512
 """Views of the static tensors that are kept, by size."""
 
@@ -115,8 +111,8 @@ class BucketSteps:
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
         self._exact = ExactSteps(resources, self.rows)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
-        self._argmax_ring = _Ring((2, max_tokens if drafter is not None else max_rows), device)
-        self._sampled_ring = _Ring((max_rows * MOST_WORDS,), device)
+        self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)
+        self._sampled_ring = SampleRing((max_rows * MOST_WORDS,), device)
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
         self._usage = usage or GraphUsage()
@@ -142,7 +138,10 @@ class BucketSteps:
         self._usage.save()
         if (bucket := self._next()) is not None:
             self._message.send_padding(bucket)
-            self._replay.record(bucket, self._step)
+            sampling = bucket.sampler_input
+            waits = isinstance(sampling, InStepSampling) and sampling.grammar
+            rest = DeferredSampling(lambda: None, self._sampled) if waits else None
+            self._replay.record(bucket, self._step, rest)
 
     def _next(self) -> Bucket | None:
         by_use = self._usage.by_use(self.buckets)
@@ -152,8 +151,9 @@ class BucketSteps:
         """Whether this model's steps take the bucket's form."""
         if bucket.verifies and self._speculation is None:
             return False
-        if isinstance(bucket.sampler_input, InStepSampling):
-            return self._resources.sample is not None
+        sample, sampling = self._resources.sample, bucket.sampler_input
+        if isinstance(sampling, InStepSampling):
+            return sample is not None and sampling.samples == sample.samples
         return bucket.sampler_input not in self._lacks
 
     def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
@@ -171,7 +171,7 @@ class BucketSteps:
         ring, slot = self._argmax_ring, self._message.slot
         self._speculation.verify(self._message.words, token_N, max_logit_N, ring.data)
         self._replay.read(ring.host[slot], ring.slots[slot])
-        return ring.samples(slot, 0).tokens[: shape.place.size]
+        return ring.samples(slot, 0, False).tokens[: shape.place.size]
 
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
@@ -182,32 +182,49 @@ class BucketSteps:
         return self._replay.compiling()
 
     def run(
-        self, plan: StepPlan, shape: StepShape, *, probe: AttentionProbe | None = None
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        *,
+        take_masks: TakeMasks,
+        probe: AttentionProbe | None = None,
     ) -> StepOutputs:
         """See Steps. One that is looked into is run by itself, over the same rows and cache."""
         if probe is not None:
-            return self._exact.run(plan, shape, probe=probe)
+            return self._exact.run(plan, shape, probe=probe, take_masks=take_masks)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
-        is_sampled = shape.needs == "argmax" or isinstance(shape.needs, InStepSampling)
+        needs = shape.needs
+        if shape.verifies and isinstance(needs, InStepSampling) and not needs.samples:
+            needs = "logits"  # where steps do not sample, the rows of drafts are not known in them
+        is_sampled = needs == "argmax" or isinstance(needs, InStepSampling)
         if shape.verifies:
             bucket = replace(bucket, verifies=True, commits=is_sampled)
-        in_step = bucket.verifies or done_in_step(shape.needs, decodes=bucket.decode)
-        if in_step and shape.needs not in self._lacks:
-            bucket = replace(bucket, sampler_input=shape.needs)
+        in_step = bucket.verifies or done_in_step(needs, decodes=bucket.decode)
+        if in_step and needs not in self._lacks:
+            bucket = replace(bucket, sampler_input=needs)
         if shape.every and not bucket.decode and not bucket.verifies:
             bucket = replace(bucket, every=True)
         if plan.step >= 0:
             self._usage.counts[bucket] += 1
         slot = self._message.send(bucket, plan, shape, self.rows)
-        out = self._replay.run(bucket, self._step)
-        words = (
-            bucket.sampler_input.words if isinstance(bucket.sampler_input, InStepSampling) else 0
-        )
-        ring = self._sampled_ring if words else self._argmax_ring
-        self._replay.read(ring.host[slot], ring.slots[slot])
-        is_sampled = shape.needs == "argmax" or isinstance(bucket.sampler_input, InStepSampling)
-        samples = ring.samples(slot, words) if is_sampled else None
+        sampling = bucket.sampler_input
+        if not isinstance(sampling, InStepSampling):
+            out = self._replay.run(bucket, self._step)
+            samples = self._read(self._argmax_ring, slot)
+            return StepOutputs(
+                out=out, index=shape.place, samples=samples if needs == "argmax" else None
+            )
+        rest = DeferredSampling(take_masks, self._sampled) if sampling.grammar else None
+        out = self._replay.run(bucket, self._step, rest)
+        ring = self._sampled_ring if sampling.words else self._argmax_ring
+        samples = self._read(ring, slot, sampling.words, sampling.masks)
         return StepOutputs(out=out, index=shape.place, samples=samples)
+
+    def _read(
+        self, ring: SampleRing, slot: int, words: int = 0, masked: bool = False
+    ) -> StepSamples:
+        self._replay.read(ring.host[slot], ring.slots[slot])
+        return ring.samples(slot, words, masked)
 
     def event(self) -> StepEvent:
         """See Steps."""
@@ -238,12 +255,12 @@ class BucketSteps:
         else:
             wanted = hidden_TE.index_select(0, frame.out.last_R) if bucket.every else hidden_TE
             logits_RV = model.logits(wanted)
+            if isinstance(bucket.sampler_input, InStepSampling):
+                tensors = StepTensors(hidden_TE=hidden_TE, logits_RV=logits_RV)
+                deferred = bucket.sampler_input.grammar
+                return tensors if deferred else self._sampled(bucket, tensors)
             argmax = self._resources.greedy(logits_RV)
-        token_R = argmax[0]
-        if isinstance(bucket.sampler_input, InStepSampling):
-            assert logits_RV is not None
-            token_R = self._sample(bucket, bucket.sampler_input, logits_RV, argmax)
-        self._put(bucket, words, token_R, argmax[1])
+        self._put(bucket, words, *argmax)
         return StepTensors(hidden_TE=hidden_TE, logits_RV=logits_RV, argmax=argmax)
 
     def _put(
@@ -256,20 +273,19 @@ class BucketSteps:
             assert self._speculation is not None
             self._speculation.verify(words, token_R, value_R, self._argmax_ring.data)
 
-    def _sample(
-        self, bucket: Bucket, in_step: InStepSampling, logits_RV: torch.Tensor, argmax: Argmax
-    ) -> torch.Tensor:
-        """The tokens of rows that ask for more than the argmax; what is reported of them goes into
-        the ring."""
+    def _sampled(self, bucket: Bucket, tensors: StepTensors) -> StepTensors:
+        """Samples the rows as they ask; what is reported of them goes into the ring."""
+        in_step, logits_RV = bucket.sampler_input, tensors.logits_RV
+        assert isinstance(in_step, InStepSampling) and logits_RV is not None
         assert self._resources.sample is not None
-        asked = self._asked(bucket)
-        slot = self._message.words[SLOT : SLOT + 1].long()
-        token_R, samples_RW = self._resources.sample(in_step, logits_RV, argmax, asked)
-        if samples_RW is not None:
-            self._sampled_ring.data[:, : samples_RW.numel()].index_copy_(
-                0, slot, samples_RW.view(1, -1)
+        chosen = self._resources.sample(in_step, logits_RV, self._asked(bucket))
+        words = self._message.words
+        if chosen.words_RW is not None:
+            self._sampled_ring.data[:, : chosen.words_RW.numel()].index_copy_(
+                0, words[SLOT : SLOT + 1].long(), chosen.words_RW.view(1, -1)
             )
-        return token_R
+        self._put(bucket, words, chosen.token_R, chosen.max_logit_R)
+        return tensors
 
     def _asked(self, bucket: Bucket) -> AskedRows:
         """The row of each token that is sampled, and its position; of verified ones all query
@@ -280,7 +296,12 @@ class BucketSteps:
         )
         position_R = self._kv_len(bucket, out)
         if not bucket.verifies:
-            return AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
+            return AskedRows(
+                row_R=row_R,
+                position_R=position_R,
+                sample_R=sample_R,
+                tokens_MC=self._tables.tokens_MC,
+            )
         place_T = torch.arange(bucket.tokens, dtype=torch.int32, device=row_R.device)
         index_T = torch.searchsorted(starts_R1[1:], place_T, right=True)
         index_T = index_T.clamp_(max=bucket.rows - 1)
@@ -288,6 +309,7 @@ class BucketSteps:
             row_R=row_R.index_select(0, index_T),
             position_R=(out.positions_T + 1).to(torch.int32),
             sample_R=torch.ones_like(place_T),
+            tokens_MC=self._tables.tokens_MC,
         )
 
     def _kv_len(self, bucket: Bucket, out: StepOut) -> torch.Tensor:
@@ -377,21 +399,6 @@ class _Static:
         )
 
 
-class _Ring:
-    """RING slots of what steps tell: `data` on the device, cut into `slots`; `host`, their copies;
-    `samples`: slot and W
-    -> what is read there. Cut once: each small operation of torch costs microseconds, and some give
-    up the interpreter's lock."""
-
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self.data = torch.zeros((RING, *shape), dtype=torch.int32, device=device)
-        self.slots = self.data.unbind()
-        host = device.type == "cpu"  # which reads the ring itself
-        self.host = self.slots if host else _host_buffer((RING, *shape), device).unbind()
-        arrays = [slot.numpy() for slot in self.host]
-        self.samples = cache(lambda slot, words: StepSamples.of(arrays[slot], words))
-
-
 class _Message:
     """The packed message (its layout: kernels/step_inputs/op.py), `words` on the device and RING
     slots on the host."""
@@ -408,7 +415,7 @@ class _Message:
             # wait long to get it back.
             self._host = [self.words.numpy()] * RING
         else:
-            self._slots = _host_buffer((RING, self.words.numel()), device)
+            self._slots = host_buffer((RING, self.words.numel()), device)
             self._host = list(self._slots.numpy())
         self.slot = 0
 
@@ -464,7 +471,3 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.int32, device=device)
     return torch.from_numpy(np.zeros(shape, np.int32))
-
-
-def _host_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.kernels.native.library import Arena, CpuGraph, NativeLibrary, Recorder, unowned
+from headrace.back.runner.replay import DeferredSampling
 from headrace.back.runner.results import PassedEvent, StepEvent
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import StepTensors
@@ -41,8 +42,11 @@ class ExactSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recorded:
+    """`rest`: what follows the masks, of a step that waits for them."""
+
     graph: CpuGraph
     outputs: StepTensors
+    rest: CpuGraph | None = None
 
 
 class CpuGraphs:
@@ -85,38 +89,66 @@ class CpuGraphs:
     def compiling(self) -> None:
         """See Replay."""
 
-    def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
+    def run(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None = None,
+    ) -> StepTensors:
         """See Replay."""
         recorded = self._graphs.get(bucket)
         if recorded is not None:
             recorded.graph.replay()
+            if rest is not None and recorded.rest is not None:
+                rest.take_masks()
+                recorded.rest.replay()
             return recorded.outputs
         small = self.wants(bucket)
         if small and bucket in self._seen:
-            return self._record(bucket, step)
+            return self._record(bucket, step, rest)
         if small:
             self._seen.add(bucket)
-        return step(bucket)
+        tensors = step(bucket)
+        return tensors if rest is None else rest(bucket, tensors)
 
     def wants(self, bucket: Bucket) -> bool:
         """See Replay."""
         small = (bucket.decode or bucket.verifies) and bucket.tokens <= MOST_ROWS
         return small and not self.foreign and bucket not in self._graphs
 
-    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> None:
+    def record(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None = None,
+    ) -> None:
         """See Replay. The step runs while it is recorded."""
-        self._record(bucket, step)
+        self._record(bucket, step, rest)
 
-    def _record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
+    def _record(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None,
+    ) -> StepTensors:
         """Runs the step and keeps what it did, unless an operation of torch had a part in it."""
-        recorder = Recorder(self._library, self._arena)
-        with recorder:
+        recorders = [Recorder(self._library, self._arena)]
+        with recorders[0]:
             outputs = step(bucket)
-        if recorder.foreign:
-            self.foreign = tuple(sorted(set(recorder.foreign)))
+        if rest is not None:
+            rest.take_masks()
+            recorders.append(Recorder(self._library, self._arena))
+            with recorders[1]:
+                outputs = rest.sample(bucket, outputs)
+        foreign = {name for recorder in recorders for name in recorder.foreign}
+        if foreign:
+            self.foreign = tuple(sorted(foreign))
             return outputs
+        graphs = [recorder.graph() for recorder in recorders]
         kept = outputs.aliases(unowned)
-        self._graphs[bucket] = _Recorded(graph=recorder.graph(), outputs=kept)
+        self._graphs[bucket] = _Recorded(
+            graph=graphs[0], outputs=kept, rest=graphs[1] if rest is not None else None
+        )
         return kept
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -20,9 +20,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from headrace.back.runner.replay import DeferredSampling
 from headrace.back.runner.results import DeviceEvent, StepEvent, recorded
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import StepTensors
@@ -33,8 +35,11 @@ MOST_GRAPHS = 192
 
 @dataclass(frozen=True, kw_only=True)
 class _Recorded:
+    """`rest`: what follows the masks, of a step that waits for them."""
+
     graph: torch.cuda.CUDAGraph
     outputs: StepTensors
+    rest: torch.cuda.CUDAGraph | None = None
 
 
 class CudaGraphs:
@@ -96,56 +101,81 @@ class CudaGraphs:
         finally:
             self._compiling = False
 
-    def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
+    def run(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None = None,
+    ) -> StepTensors:
         """See Replay."""
-        if self._compiling:
-            return step(bucket)
         recorded = self._graphs.get(bucket)
-        if recorded is None and bucket not in self._seen:
-            self._seen.add(bucket)
-            return step(bucket)
+        if self._compiling or (recorded is None and bucket not in self._seen):
+            if not self._compiling:
+                self._seen.add(bucket)
+            tensors = step(bucket)
+            return tensors if rest is None else rest(bucket, tensors)
         if recorded is None:
-            recorded = self._record(bucket, step)
+            recorded = self._record(bucket, step, rest)
         else:
             self._graphs.move_to_end(bucket)
         recorded.graph.replay()
+        if rest is not None and recorded.rest is not None:
+            rest.take_masks()
+            recorded.rest.replay()
         return recorded.outputs
 
     def wants(self, bucket: Bucket) -> bool:
         """See Replay. None goes for one that nobody waits for."""
         return bucket not in self._graphs and len(self._graphs) < MOST_GRAPHS
 
-    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> None:
+    def record(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None = None,
+    ) -> None:
         """See Replay. A step that has not run before runs first, which compiles its kernels."""
         if bucket not in self._seen:
-            self._seen.add(bucket)
-            step(bucket)
-        self._record(bucket, step)
+            self.run(bucket, step, rest)
+        self._record(bucket, step, rest)
 
-    def _record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> _Recorded:
+    def _record(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None,
+    ) -> _Recorded:
         """Records a step that has run before; nothing is executed."""
         while len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)
-        graph, begin = torch.cuda.CUDAGraph(), time.perf_counter()
+        begin = time.perf_counter()
         free, _ = torch.cuda.mem_get_info(self._stream.device)
+        graph, outputs = self._capture(partial(step, bucket))
+        behind = None
+        if rest is not None:  # what it reads is held while it is recorded: it gets other memory
+            behind = self._capture(partial(rest.sample, bucket, outputs))[0]
+        # The pool may give the outputs' memory to the next graph that is recorded: they are read
+        # before it runs.
+        aliases = outputs.aliases(_alias)
+        del outputs
+        self._graphs[bucket] = _Recorded(graph=graph, outputs=aliases, rest=behind)
+        left, _ = torch.cuda.mem_get_info(self._stream.device)
+        self._num_bytes += max(0, free - left)
+        self._record_s += time.perf_counter() - begin
+        return self._graphs[bucket]
+
+    def _capture(self, work: Callable[[], StepTensors]) -> tuple[torch.cuda.CUDAGraph, StepTensors]:
+        graph = torch.cuda.CUDAGraph()
         with _no_collection(), torch.cuda.stream(self._recording):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                outputs = step(bucket)
+                outputs = work()
             except BaseException:
                 with suppress(RuntimeError):  # says only that the recording is broken
                     graph.capture_end()
                 raise
             graph.capture_end()
-        # The pool may give the outputs' memory to the next graph that is recorded: they are read
-        # before it runs.
-        aliases = outputs.aliases(_alias)
-        del outputs
-        self._graphs[bucket] = _Recorded(graph=graph, outputs=aliases)
-        left, _ = torch.cuda.mem_get_info(self._stream.device)
-        self._num_bytes += max(0, free - left)
-        self._record_s += time.perf_counter() - begin
-        return self._graphs[bucket]
+        return graph, outputs
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Replay."""

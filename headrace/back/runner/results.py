@@ -75,7 +75,7 @@ def recorded() -> torch.cuda.Event:
 class SampledTokens:
     """The host's copies of what was sampled for N rows; `chosen_logit`: see sampler.Sampled.
 
-    `index`: where these rows are, if the copies hold more.
+    `index`: where these rows are, if the copies hold more. `masked`: see in_step.StepSamples.
     """
 
     tokens: np.ndarray
@@ -83,11 +83,16 @@ class SampledTokens:
     chosen_logit: np.ndarray | None = None
     logprobs: SampledLogprobs | None = None
     index: np.ndarray | EllipsisType = ...
+    masked: bool = False
 
     def read(self) -> tuple[np.ndarray, dict[int, HeadraceError]]:
         """The tokens int32 [N], and index into them -> why that row has none."""
+        max_logit = self.max_logit[self.index]
         chosen_logit = None if self.chosen_logit is None else self.chosen_logit[self.index]
-        return self.tokens[self.index], failures(self.max_logit[self.index], chosen_logit)
+        if self.masked:
+            chosen_logit = max_logit
+            max_logit = np.where(max_logit == -np.inf, np.float32(0.0), max_logit)
+        return self.tokens[self.index], failures(max_logit, chosen_logit)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class RunnerPlan:
 
 
 class Runner:
-    """One rank's share of the engine. Plans must come in order, and at most RING (buckets.py) of
+    """One rank's share of the engine. Plans must come in order, and at most RING (replay.py) of
     them before the first one's result is read.
 
     Invariants: a row's tokens and block tables are what the plans so far have said, plus the tokens
@@ -224,11 +224,15 @@ class Runner:
             self._steps.rows.apply(plan)
             return LaunchedStep(plan=plan)
         every = all_hidden or bool(self._prompts.rows or self._pooler.rows)
-        needs = "logits" if plan.deferred else self._sampler.needs(plan.rows[plan.sample])
+        needs = self._sampler.needs(plan.rows[plan.sample], grammar=bool(plan.deferred))
         plan = self._steps.begin(plan, needs)
         shape = dataclasses.replace(shape_of(plan), needs=needs, every=every)
         probe = capture_of(self._captured, shape) if self._captured else None
-        outputs = self._steps.run(plan, shape, probe=probe)
+
+        def take_masks() -> None:
+            self._sampler.take_masks(await_deferred(plan.step).get(GRAMMAR_HOOK, NOTHING))
+
+        outputs = self._steps.run(plan, shape, probe=probe, take_masks=take_masks)
         prompts, refused = (
             self._score_prompts(shape, outputs.out.hidden_TE) if self._prompts.rows else ([], {})
         )
@@ -284,6 +288,7 @@ class Runner:
                 chosen_logit=done.chosen_logit,
                 logprobs=logprobs,
                 index=at,
+                masked=done.masked,
             )
         deferred = await_deferred(plan.step) if plan.deferred else {}
         asked: SampledRows = {

@@ -30,6 +30,10 @@ from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
 
+TakeMasks = Callable[[], None]
+"""Waits for the grammar masks of a step and puts them where it reads them, behind what the device
+was given so far."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTensors:
@@ -152,9 +156,15 @@ class Steps(Protocol):
         ...
 
     def run(
-        self, plan: StepPlan, shape: StepShape, *, probe: AttentionProbe | None = None
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        *,
+        take_masks: TakeMasks,
+        probe: AttentionProbe | None = None,
     ) -> StepOutputs:
-        """Launches the step of a plan that has begun. With a probe the step is exact."""
+        """Launches the step of a plan that has begun. With a probe the step is exact. `take_masks`
+        is called by steps that apply grammar masks themselves."""
         ...
 
     def commit(
@@ -214,7 +224,12 @@ class ExactSteps:
         return to_host(token_N).numpy()
 
     def run(
-        self, plan: StepPlan, shape: StepShape, *, probe: AttentionProbe | None = None
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        *,
+        take_masks: TakeMasks,
+        probe: AttentionProbe | None = None,
     ) -> StepOutputs:
         """See Steps."""
         resources = self._resources

@@ -86,7 +86,7 @@ class DraftVerification:
             return self._propose(self._exact(plan))
         if not isinstance(needs, InStepSampling) and needs != "argmax":
             return self._exact(without_drafts(plan))
-        if isinstance(needs, InStepSampling) and needs.words:
+        if isinstance(needs, InStepSampling) and (needs.words or needs.grammar):
             plan = without_drafts(plan)
             decodes = max(plan.num_tokens.tolist()) == 1
             return plan if done_in_step(needs, decodes=decodes) else self._exact(plan)

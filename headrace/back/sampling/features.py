@@ -46,7 +46,10 @@ class Use(IntFlag):
 TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC
 SAMPLED_BY_OP = Use.RANDOM | Use.TOP_K | Use.TOP_P | Use.MIN_P
 """What op `sample` does on a device, in the step's own graph."""
-IN_STEP = SAMPLED_BY_OP | Use.PENALTIES | Use.LOGPROBS
+MASKED_BY_OP = Use.BIAS | Use.ALLOWED | Use.MIN_TOKENS | Use.BAD_WORDS
+"""What op `logit_masks` does in a recorded step, on every device, for rows whose lists it has room
+for."""
+IN_STEP = SAMPLED_BY_OP | MASKED_BY_OP | Use.PENALTIES | Use.LOGPROBS
 """What decodes can do there (in_step.py), of log-probabilities those that op `token_scores`
 gives."""
 
@@ -209,3 +212,14 @@ def failures(
     return failed | {
         int(i): NonFiniteLogits(message) for i in np.flatnonzero(~np.isfinite(max_logit_N))
     }
+
+
+def zero_failed(logits_NV: torch.Tensor, max_logit_N: torch.Tensor) -> None:
+    """Sets rows that are not finite to 0: nothing after this has to bear them. On a CPU it looks
+    first, as that costs nothing; elsewhere the device is not asked."""
+    if logits_NV.device.type != "cpu":
+        logits_NV.masked_fill_((max_logit_N - max_logit_N != 0.0)[:, None], 0.0)
+        return
+    failed = np.flatnonzero(~np.isfinite(max_logit_N.numpy()))
+    if failed.size:
+        logits_NV[failed] = 0.0

@@ -1,5 +1,5 @@
-"""What a step does for its rows in its own graph, on devices that record steps: penalties,
-sampling, log-probabilities.
+"""What a step does for its rows in its own graph: masks and biases, and on devices that sample
+there penalties, sampling, log-probabilities.
 
 Everything it reads of the rows lies on the device, found by row: the host says only which of these
 the step needs (`InStepSampling`), and what comes out is reported in one table. Rows that ask for
@@ -13,8 +13,8 @@ is not finite), then the scores (op token_scores).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from headrace.back.kernels.sample.op import NUMBERS, OP, SampleProblem, numbers
 from headrace.back.kernels.token_scores.op import MOST, ScoreTable, TokenScores
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import RowNumbers, Use
+from headrace.back.sampling.logit_masks import RowMasks
 from headrace.back.sampling.logprobs import Scores
 from headrace.back.sampling.penalties import Penalties
 
@@ -83,10 +84,14 @@ MOST_WORDS = SCORES + ScoreTable.words(1 + MOST)
 class InStepSampling:
     """What a step does beyond the argmax, and so which recording it takes. penalties: slots of the
     tables that they are read from, which move when they grow; 0: none. alternatives: of each row's
-    log-probabilities; None: none."""
+    log-probabilities; None: none. masks: rows have masks or biases. grammar: rows have masks of
+    grammars, which come while the step computes. samples: rows are sampled; else all are greedy."""
 
     penalties: int = 0
     alternatives: int | None = None
+    masks: bool = False
+    grammar: bool = False
+    samples: bool = True
 
     @property
     def words(self) -> int:
@@ -96,7 +101,9 @@ class InStepSampling:
         return SCORES if self.penalties else 0
 
     def __str__(self) -> str:
-        parts = ["sampled"]
+        parts = ["sampled"] if self.samples else ["greedy"]
+        if self.masks:
+            parts.append("masked by grammars" if self.grammar else "masked")
         if self.penalties:
             parts.append("penalised")
         if self.alternatives is not None:
@@ -107,18 +114,35 @@ class InStepSampling:
 @dataclass(frozen=True, kw_only=True)
 class AskedRows:
     """Of the R rows, on the device, int32: row; position of the token to be sampled; sample: 1
-    where it is, else 0."""
+    where it is, else 0. tokens int32 [M, columns]: all rows' tokens at their positions."""
 
     row_R: torch.Tensor
     position_R: torch.Tensor
     sample_R: torch.Tensor
+    tokens_MC: torch.Tensor
 
 
-StepSampler = Callable[
-    [InStepSampling, torch.Tensor, Argmax, AskedRows], tuple[torch.Tensor, torch.Tensor | None]
-]
-"""(in_step, logits float32 [R, V], which are overwritten, the argmax of them, rows) -> tokens int64
-[R], and what is reported, int32 [R, W], if W."""
+@dataclass(frozen=True, kw_only=True)
+class InStepTokens:
+    """What a step has sampled: token int64 [R]; max_logit float32 [R], the model's greatest logit,
+    or, where only masks have changed them, the greatest behind these: -Inf if no token is left, not
+    finite either if the logits have failed. words int32 [R, W]: what is reported, if W."""
+
+    token_R: torch.Tensor
+    max_logit_R: torch.Tensor
+    words_RW: torch.Tensor | None = None
+
+
+class StepSampler(Protocol):
+    """Chooses the tokens of a step's rows. `samples`: of random rows too, as `InStepSampling`."""
+
+    samples: bool
+
+    def __call__(
+        self, in_step: InStepSampling, logits_RV: torch.Tensor, asked: AskedRows
+    ) -> InStepTokens:
+        """The tokens of the rows; logits float32 [R, V], which are overwritten."""
+        ...
 
 
 class InStepSampler:
@@ -127,65 +151,103 @@ class InStepSampler:
     def __init__(
         self,
         *,
-        device_rows: DeviceRows,
+        device_rows: DeviceRows | None,
         penalties: Penalties,
+        masks: RowMasks,
         greedy: Greedy,
         token_scores: TokenScores,
     ) -> None:
+        """`device_rows`: None where steps do not sample."""
+        self.samples = device_rows is not None
         self._device_rows = device_rows
+        self._masks = masks
         self._penalties = penalties
         self._greedy = greedy
         self._token_scores = token_scores
 
     def __call__(
-        self, in_step: InStepSampling, logits_RV: torch.Tensor, argmax: Argmax, asked: AskedRows
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, in_step: InStepSampling, logits_RV: torch.Tensor, asked: AskedRows
+    ) -> InStepTokens:
         """See StepSampler."""
-        raw_RV, chosen, slots = logits_RV, argmax, None
+        processes = bool(in_step.penalties) or in_step.masks
+        raw = self._greedy(logits_RV) if in_step.words or not processes else None
+        raw_RV = logits_RV
+        if processes and in_step.alternatives is not None:
+            raw_RV = logits_RV.clone()
+        slots = self._process(in_step, logits_RV, asked)
+        chosen = raw if raw is not None and not processes else self._greedy(logits_RV)
+        token_R, z_R = chosen
+        if in_step.samples:
+            assert self._device_rows is not None
+            token_R, z_R = self._device_rows.sample_random(
+                logits_RV, chosen, asked.row_R, asked.position_R
+            )
+        if not in_step.words:
+            return InStepTokens(token_R=token_R, max_logit_R=chosen[1])
+        assert raw is not None
+        samples_RW = self._report(in_step, raw_RV, raw[1], token_R, z_R)
+        if slots is not None:  # last, so that a step that found no memory may be tried again
+            self._penalties.count(token_R, slots, asked.sample_R)
+        return InStepTokens(token_R=token_R, max_logit_R=raw[1], words_RW=samples_RW)
+
+    def _process(
+        self, in_step: InStepSampling, logits_RV: torch.Tensor, asked: AskedRows
+    ) -> torch.Tensor | None:
+        """Rewrites the logits; returns the rows' slots of penalties, if there are any."""
+        slots = None
         if in_step.penalties:
-            if in_step.alternatives is not None:
-                raw_RV = logits_RV.clone()
             slots = self._penalties.slots_of(asked.row_R)
             self._penalties.penalise(logits_RV, slots)
-            chosen = self._greedy(logits_RV)
-        token_R, z_R = self._device_rows.sample_random(
-            logits_RV, chosen, asked.row_R, asked.position_R
-        )
-        if not in_step.words:
-            return token_R, None
+        if in_step.masks:
+            self._masks.apply(
+                logits_RV,
+                asked.tokens_MC,
+                asked.row_R,
+                asked.position_R,
+                grammar=in_step.grammar,
+            )
+        return slots
+
+    def _report(
+        self,
+        in_step: InStepSampling,
+        raw_RV: torch.Tensor,
+        max_logit_R: torch.Tensor,
+        token_R: torch.Tensor,
+        z_R: torch.Tensor,
+    ) -> torch.Tensor:
         chosen_logit_R = (z_R - z_R).to(torch.float32)
         columns = [
             token_R.to(torch.int32),
-            *(v.view(torch.int32) for v in (argmax[1], chosen_logit_R)),
+            *(v.view(torch.int32) for v in (max_logit_R, chosen_logit_R)),
         ]
         logprobs = [column[:, None] for column in columns]
         if in_step.alternatives is not None:
             scores = ScoreTable.empty(len(token_R), 1 + in_step.alternatives, token_R.device)
             self._token_scores(raw_RV, token_R, scores)
             logprobs.append(scores.data)
-        samples_RW = torch.cat(logprobs, dim=1)
-        if slots is not None:  # last, so that a step that found no memory may be tried again
-            self._penalties.count(token_R, slots, asked.sample_R)
-        return token_R, samples_RW
+        return torch.cat(logprobs, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSamples:
     """What a step reports, on the host, to be read behind `Steps.event`; index by row of the step.
-    tokens int32, best, left float32; left None: nothing was processed; scores None: there are
-    none."""
+    tokens int32; max_logit, chosen_logit float32: see features.Sampled; scores None: there are
+    none. masked: max_logit is that of InStepTokens behind masks."""
 
     tokens: np.ndarray
     max_logit: np.ndarray
     chosen_logit: np.ndarray | None = None
     scores: Scores | None = None
+    masked: bool = False
 
     @classmethod
-    def of(cls, logprobs: np.ndarray, words: int) -> StepSamples:
+    def of(cls, logprobs: np.ndarray, words: int, *, masked: bool = False) -> StepSamples:
         """Views of what lies in a slot: rows of W words from its beginning on, or, if W is 0,
         tokens and greatest logits, [2, M]."""
         if not words:
-            return cls(tokens=logprobs[0], max_logit=logprobs[1].view(np.float32))
+            max_logit = logprobs[1].view(np.float32)
+            return cls(tokens=logprobs[0], max_logit=max_logit, masked=masked)
         samples_RW = logprobs[: logprobs.size // words * words].reshape(-1, words)
         tokens, max_logit, chosen_logit = samples_RW.T[:SCORES]
         scores = Scores.of(samples_RW[:, SCORES:]) if words > SCORES else None

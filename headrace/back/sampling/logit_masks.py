@@ -17,6 +17,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.back.kernels.logit_masks.op import (
+    HEADER,
+    OP,
+    LogitMasksProblem,
+    MaskTables,
+    packed_mask,
+    packed_rules,
+)
+from headrace.back.kernels.op import decisions
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import FeatureRows
 from headrace.base.wire.grammar import unpack_masks
@@ -182,6 +191,69 @@ class BadWords:
 
     def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Nothing to count."""
+
+
+class RowMasks:
+    """The same of all rows in tables, and masks of grammars as they come: what op `logit_masks`
+    reads in a recorded step. `crowded`: rows whose lists the tables have no room for."""
+
+    def __init__(self, *, max_rows: int, width: int, device: torch.device) -> None:
+        choice = OP.choose(LogitMasksProblem(device=device.type))
+        self.decisions = decisions((choice,))
+        self._mask_logits = choice.bind()
+        self._tables = MaskTables.empty(max_rows=max_rows, width=width, device=device)
+        self._width = width
+        self._device = device
+        self.crowded: set[int] = set()
+
+    def start(self, start: RowStart) -> None:
+        """Writes the row's lists, before its first step."""
+        s = start.sampling
+        row = packed_rules(
+            biases=s.logit_bias,
+            suppressed=s.suppressed_ids if s.min_tokens else (),
+            until=start.num_prompt + s.min_tokens,
+            words=[word for word in s.bad_words if word],
+            masked=s.allowed_ids is not None,
+        )
+        if row is None:
+            self.crowded.add(start.row)
+            return
+        self._tables.rules_MW[start.row, : row.size] = to_device(row, self._device)
+        if s.allowed_ids is not None:
+            mask = packed_mask(s.allowed_ids, self._width)
+            self._tables.allowed_MB[start.row] = to_device(mask, self._device)
+
+    def end(self, row: int) -> None:
+        """The row has no rules."""
+        self.crowded.discard(row)
+        self._tables.rules_MW[row, :HEADER].zero_()
+
+    def take(self, payload: memoryview) -> None:
+        """The grammar masks of this step, on a device behind what it was given so far."""
+        rows, masks = unpack_masks(payload)
+        has_grammar = np.zeros(len(self._tables.has_grammar_M), np.int32)
+        has_grammar[rows] = 1
+        self._tables.has_grammar_M.copy_(to_device(has_grammar, self._device))
+        if not rows.size:
+            return
+        whole = np.zeros((len(rows), self._tables.grammar_MB.shape[1]), np.int32)
+        num_words = min(whole.shape[1], masks.shape[1])
+        whole[:, :num_words] = masks[:, :num_words]
+        row_K = to_device(rows.astype(np.int64), self._device)
+        self._tables.grammar_MB.index_copy_(0, row_K, to_device(whole, self._device))
+
+    def apply(
+        self,
+        logits_KV: torch.Tensor,
+        tokens_MC: torch.Tensor,
+        row_K: torch.Tensor,
+        position_K: torch.Tensor,
+        *,
+        grammar: bool,
+    ) -> None:
+        """See the op; all tensors are on the device."""
+        self._mask_logits(logits_KV, self._tables, tokens_MC, row_K, position_K, grammar)
 
 
 class GrammarMask:

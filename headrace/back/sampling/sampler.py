@@ -22,12 +22,13 @@ distribution.
 
 Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities
 add no second. On a device op `sample` is part of the step itself, and so are, in decodes, penalties
-and up to 20 raw log-probabilities (in_step.py). The rest is a handful of launches behind the step,
-which tests/kernels/triton/test_sampling.py counts: log-probabilities are one and a copy; changed
-logits take three against rows that are not finite, one for penalties, three for biases, three to
-choose and two copies of row numbers, two to count tokens. On a CPU a step whose rows are greedy or
-have a small top_k reads the best tokens of each row and no logits (top_candidates.py). A feature
-costs its own rows only.
+and up to 20 raw log-probabilities (in_step.py). Masks and biases are part of decodes on every
+device (op logit_masks); on a CPU only where the other rows are greedy. The rest is a handful of
+launches behind the step, which tests/kernels/triton/test_sampling.py counts: log-probabilities are
+one and a copy; changed logits take three against rows that are not finite, one for penalties, three
+for biases, three to choose and two copies of row numbers, two to count tokens. On a CPU a step
+whose rows are greedy or have a small top_k reads the best tokens of each row and no logits
+(top_candidates.py). A feature costs its own rows only.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import Argmax, GreedyProblem
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.gumbel.op import GumbelProblem
+from headrace.back.kernels.logit_masks.op import OP as LOGIT_MASKS
+from headrace.back.kernels.logit_masks.op import LogitMasksProblem
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.op import KernelChoice, decisions
@@ -56,6 +59,7 @@ from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import (
     BEYOND,
     IN_STEP,
+    MASKED_BY_OP,
     SAMPLED_BY_OP,
     TRUNCATES,
     FeatureRows,
@@ -64,6 +68,7 @@ from headrace.back.sampling.features import (
     Sampled,
     Use,
     alternatives,
+    zero_failed,
 )
 from headrace.back.sampling.in_step import ALTERNATIVES, DeviceRows, InStepSampler, InStepSampling
 from headrace.back.sampling.logit_masks import (
@@ -72,6 +77,7 @@ from headrace.back.sampling.logit_masks import (
     GrammarMask,
     LogitBias,
     MinTokens,
+    RowMasks,
 )
 from headrace.back.sampling.logprobs import SampledLogprobs, Scores, score
 from headrace.back.sampling.penalties import Penalties
@@ -87,8 +93,8 @@ from headrace.base.wire.step import RowStart
 
 
 def choose_kernels(device: torch.device) -> tuple[KernelChoice[Any], ...]:
-    """What samplers are made of on a device: greedy, gumbel, nucleus, token scores, penalties, and
-    sample where it is used."""
+    """What samplers are made of on a device: greedy, gumbel, nucleus, token scores, penalties,
+    logit masks, and sample where it is used."""
     sample = () if device.type == "cpu" else (SAMPLE.choose(SampleProblem(device=device.type)),)
     return (
         GREEDY.choose(GreedyProblem(device=device.type)),
@@ -96,6 +102,7 @@ def choose_kernels(device: torch.device) -> tuple[KernelChoice[Any], ...]:
         NUCLEUS.choose(NucleusProblem(device=device.type)),
         TOKEN_SCORES.choose(TokenScoresProblem(device=device.type)),
         PENALTIES.choose(PenaltiesProblem(device=device.type)),
+        LOGIT_MASKS.choose(LogitMasksProblem(device=device.type)),
         *sample,
     )
 
@@ -117,23 +124,23 @@ class Sampler:
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed: set[int] = set()
-        choices = choose_kernels(device)[:5]
-        greedy, gumbel, _, token_scores, _ = choices
+        choices = choose_kernels(device)[:6]
+        greedy, gumbel, _, token_scores, _, _ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
-        self._zero_failed = _zero_failed_host if device.type == "cpu" else _zero_failed_device
         self.decisions = decisions(choices)
         self._penalties = Penalties(max_rows=max_rows, width=logits_width, device=device)
         self.device_rows: DeviceRows | None = None
-        self.in_step_sampler: InStepSampler | None = None
         if on_device if on_device is not None else device.type != "cpu":
             self.device_rows = DeviceRows(self._numbers, device)
             self.decisions += self.device_rows.decisions
-            self.in_step_sampler = InStepSampler(
-                device_rows=self.device_rows,
-                penalties=self._penalties,
-                greedy=self.greedy,
-                token_scores=token_scores.bind(),
-            )
+        self._masks = RowMasks(max_rows=max_rows, width=logits_width, device=device)
+        self.in_step_sampler = InStepSampler(
+            device_rows=self.device_rows,
+            penalties=self._penalties,
+            masks=self._masks,
+            greedy=self.greedy,
+            token_scores=token_scores.bind(),
+        )
         self._grammar = GrammarMask(max_rows=max_rows, width=logits_width, device=device)
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
             (Use.PENALTIES, self._penalties),
@@ -151,6 +158,8 @@ class Sampler:
             for use, feature in self._features:
                 if self._numbers.use[row] & use:
                     feature.end(row)
+            if self._numbers.use[row] & MASKED_BY_OP:
+                self._masks.end(row)
             self._numbers.use[row] = 0
             self._alternatives.pop(row, None)
             self._processed.discard(row)
@@ -163,23 +172,32 @@ class Sampler:
         for use, feature in self._features:
             if use in used:
                 feature.start(start)
+        if used & MASKED_BY_OP:
+            self._masks.start(start)
         if Use.LOGPROBS in used:
             self._alternatives[start.row] = start.sampling.logprobs or 0, start.sampling.logprob_ids
             self._numbers.alternatives[start.row] = alternatives(start.sampling)
             if start.sampling.logprobs_mode == "processed":
                 self._processed.add(start.row)
 
-    def needs(self, rows: np.ndarray) -> SamplerInput:
-        """The least a step has to leave for these rows, if no masks come with it."""
-        return self._needs(rows) if np.count_nonzero(self._numbers.use[rows]) else "argmax"
+    def needs(self, rows: np.ndarray, *, grammar: bool = False) -> SamplerInput:
+        """The least a step has to leave for these rows; `grammar`: masks come with it."""
+        if not grammar and not np.count_nonzero(self._numbers.use[rows]):
+            return "argmax"
+        return self._needs(rows, grammar)
 
-    def _needs(self, rows: np.ndarray) -> SamplerInput:
+    def _needs(self, rows: np.ndarray, grammar: bool) -> SamplerInput:
         """The same of rows that are not all greedy. The tables that a step reads are up to date
         then."""
-        if self.device_rows is None:
-            return needs(self._numbers, rows)
         use_N = self._numbers.use[rows]
         used = int(np.bitwise_or.reduce(use_N))
+        masks = grammar or bool(used & MASKED_BY_OP)
+        if masks and not self._masks.crowded.isdisjoint(rows.tolist()):
+            return "logits"
+        if self.device_rows is None:
+            if masks and not used & ~MASKED_BY_OP:
+                return InStepSampling(masks=True, grammar=grammar, samples=False)
+            return "logits" if grammar else needs(self._numbers, rows)
         if used & ~IN_STEP:
             return "logits"
         logprobs = None
@@ -191,7 +209,13 @@ class Sampler:
             logprobs = min(next(count for count in ALTERNATIVES if count >= most), self._width)
         self.device_rows.refresh()
         penalties = self._penalties.num_slots if used & Use.PENALTIES else 0
-        return InStepSampling(penalties=penalties, alternatives=logprobs)
+        return InStepSampling(
+            penalties=penalties, alternatives=logprobs, masks=masks, grammar=grammar
+        )
+
+    def take_masks(self, payload: memoryview) -> None:
+        """The grammar's masks of a step that samples itself (InStepSampling)."""
+        self._masks.take(payload)
 
     def logprobs(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> SampledLogprobs:
         """The log-probabilities of rows whose scores a step has made: those of rows[i] are at
@@ -237,7 +261,7 @@ class Sampler:
             num_output=positions - self._numbers.num_prompt[rows],
             tokens=tokens,
         )
-        self._zero_failed(logits_NV, max_logit_N)
+        zero_failed(logits_NV, max_logit_N)
         scored_MV = _rows(logits_NV, scored)
         self._process(logits_NV, use_N, feature_rows)
         if self._processed:
@@ -374,16 +398,3 @@ def _rows(values: torch.Tensor, index: np.ndarray) -> torch.Tensor:
     if not index.size:
         return values[:0]
     return values.index_select(0, to_device(index, values.device))
-
-
-def _zero_failed_host(logits_NV: torch.Tensor, max_logit_N: torch.Tensor) -> None:
-    """Sets rows that are not finite to 0: nothing after this has to bear them. Looks first, as it
-    costs nothing."""
-    failed = np.flatnonzero(~np.isfinite(max_logit_N.numpy()))
-    if failed.size:
-        logits_NV[failed] = 0.0
-
-
-def _zero_failed_device(logits_NV: torch.Tensor, max_logit_N: torch.Tensor) -> None:
-    """The same without asking the device."""
-    logits_NV.masked_fill_((max_logit_N - max_logit_N != 0.0)[:, None], 0.0)

@@ -15,6 +15,7 @@ from headrace.back.runner import graph_usage
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.devices import bucket_steps
 from headrace.back.runner.graph_usage import MOST_KEPT, GraphUsage
+from headrace.back.runner.replay import DeferredSampling
 from headrace.back.runner.sizes import Bucket, Buckets
 from headrace.back.runner.start import start_runner
 from headrace.back.runner.steps import StepResources, Steps, StepTensors
@@ -118,8 +119,13 @@ class Padded(Calls):
     def wants(self, bucket: Bucket) -> bool:
         return bucket not in self.recorded
 
-    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> None:
-        step(bucket)
+    def record(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None = None,
+    ) -> None:
+        self.run(bucket, step, rest)
         self.recorded.append(bucket)
 
 

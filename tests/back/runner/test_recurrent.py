@@ -186,8 +186,8 @@ class Called:
     def compiling(self) -> None:
         """Nothing to compile."""
 
-    def run(self, bucket: Any, step: Any) -> Any:
-        return step(bucket)
+    def run(self, bucket: Any, step: Any, rest: Any = None) -> Any:
+        return step(bucket) if rest is None else rest(bucket, step(bucket))
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The host reads the ring itself."""

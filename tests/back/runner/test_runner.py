@@ -6,13 +6,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES
+from headrace.back.runner import devices
+from headrace.back.runner.buckets import BucketSteps
+from headrace.back.runner.cpu_graphs import CpuGraphs
 from headrace.back.runner.devices import StepsFactory, bucket_steps, make_steps
+from headrace.back.runner.replay import DeferredSampling
 from headrace.back.runner.results import PassedEvent, StepEvent
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.sizes import Bucket
@@ -23,6 +28,7 @@ from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import CheckpointError
+from headrace.base.wire.grammar import GRAMMAR_HOOK, pack_masks
 from headrace.base.wire.request import RowSampling
 from tests.back.driver import GREEDY, Driver, Sequence, greedy_reference, reference_logits
 from tests.back.tiny_model import TinyModel, tiny_spec
@@ -47,13 +53,24 @@ class Calls:
     def compiling(self) -> None:
         return None
 
-    def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
-        return step(bucket)
+    def run(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None = None,
+    ) -> StepTensors:
+        tensors = step(bucket)
+        return tensors if rest is None else rest(bucket, tensors)
 
     def wants(self, bucket: Bucket) -> bool:
         return False
 
-    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> None:
+    def record(
+        self,
+        bucket: Bucket,
+        step: Callable[[Bucket], StepTensors],
+        rest: DeferredSampling | None = None,
+    ) -> None:
         raise AssertionError("it wants none")
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -159,6 +176,68 @@ def test_a_row_whose_logits_are_not_finite_fails_alone_and_leaves_clean_blocks()
     assert reuse.outputs == greedy_reference(clean, [30, 31, 32], 1)
     assert bystanders[0].outputs == greedy_reference(clean, [7, 8, 9], 2)
     assert bystanders[1].outputs == greedy_reference(clean, [3] * 11, 2)
+
+
+MASKED = [
+    RowSampling(temperature=0.0),
+    RowSampling(temperature=0.0, logit_bias={3: 0.5, 40: -2.0, 60: 0.25}),
+    RowSampling(temperature=0.0, allowed_ids=(1, 7, 30, 31, 32, 33, 59)),
+    RowSampling(temperature=0.0, min_tokens=4, suppressed_ids=tuple(range(20))),
+    RowSampling(temperature=0.0, bad_words=tuple((i,) for i in range(30, 50))),
+]
+RANDOM = [
+    RowSampling(temperature=0.9, seed=2, logit_bias={5: 1.0}, presence_penalty=0.7),
+    RowSampling(temperature=0.7, seed=4, allowed_ids=tuple(range(0, 61, 3)), logprobs=2),
+    RowSampling(temperature=1.1, seed=5, bad_words=((1,), (2, 2)), top_k=20),
+]
+
+
+def masked_run(runner: Runner, kinds: list[RowSampling]) -> list[list[int]]:
+    """Rows of every kind, two of them with masks of a grammar in two of three steps, which are sent
+    when the step asks for them."""
+    driver = Driver(runner.facts)
+    rng = np.random.default_rng(7)
+    rows = [driver.add([5, 3, 8, i], kinds[i % len(kinds)], request=i) for i in range(8)]
+    unread = []
+    for step in range(12):
+        plan = driver.plan([(row, row.length - row.num_computed) for row in rows])
+        bits = rng.integers(-(2**31), 2**31, (2, 2)).astype(np.int32)
+
+        payload = pack_masks(np.array([rows[0].row, rows[4].row], np.int32), bits)
+        deferred = (GRAMMAR_HOOK,) if step % 3 else ()
+        plan = msgspec.structs.replace(plan, deferred=deferred)
+        unread.append(runner.launch(plan, lambda number, masks=payload: {GRAMMAR_HOOK: masks}))
+        if len(unread) > 1:
+            driver.read(unread.pop(0).result())
+    driver.read(unread.pop(0).result())
+    assert all(row.error is None for row in rows)
+    return [row.outputs for row in rows]
+
+
+@pytest.mark.parametrize("kinds", [MASKED, MASKED + RANDOM], ids=["greedy", "random"])
+def test_masks_in_recorded_steps_give_the_tokens_of_the_host(
+    kinds: list[RowSampling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENG-26: masks that come late, biases, banned words and allowed ids, whatever runs the
+    steps."""
+    runner, _ = make(TinyModel(), num_blocks=200)
+    calls: list[bool] = []
+    take_masks = runner._sampler.take_masks
+    monkeypatch.setattr(
+        runner._sampler, "take_masks", lambda payload: (calls.append(True), take_masks(payload))
+    )
+    tokens = masked_run(runner, kinds)
+    recorded = isinstance(runner._steps, BucketSteps)
+    within = recorded and (kinds is MASKED or runner._sampler.device_rows is not None)
+    assert bool(calls) == within
+    if recorded and isinstance(runner._steps._replay, CpuGraphs):
+        assert runner._steps._replay.num_graphs and not runner._steps._replay.foreign
+    monkeypatch.setattr(devices, "_why_exact", lambda resources: "for the test")
+    monkeypatch.setattr("headrace.back.runner.runner.Sampler", Sampler)
+    exact = start_runner(
+        tiny_spec(max_step_tokens=400, num_blocks=200), TinyModel(), device=CPU, steps=make_steps
+    ).runner
+    assert tokens == masked_run(exact, kinds)
 
 
 def test_damaged_weights_are_refused_at_start() -> None:

@@ -6,6 +6,9 @@ import torch
 from headrace.back.kernels.embedding import native as embedding
 from headrace.back.kernels.embedding.op import OP as EMBEDDING
 from headrace.back.kernels.embedding.op import EmbeddingProblem
+from headrace.back.kernels.logit_masks import native as logit_masks
+from headrace.back.kernels.logit_masks.op import OP as LOGIT_MASKS
+from headrace.back.kernels.logit_masks.op import LogitMasksProblem
 from headrace.back.kernels.native.library import NativeError
 from headrace.back.kernels.ngram_draft import native as ngram_draft
 from headrace.back.kernels.ngram_draft.op import OP as NGRAM_DRAFT
@@ -51,6 +54,20 @@ def test_step_commit_is_as_defined(library, speculates):
 def test_step_verify_is_as_defined(library):
     problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=9, speculates=True)
     assert STEP_VERIFY.error(kernel_of(library, step_verify), problem) == 0
+
+
+def test_logit_masks_are_as_defined(library):
+    problem = LogitMasksProblem(device="cpu")
+    assert LOGIT_MASKS.error(kernel_of(library, logit_masks), problem) == 0
+
+
+def test_rules_that_name_no_token_are_refused(library):
+    problem = LogitMasksProblem(device="cpu")
+    for value in (-1, 5000):
+        logits, tables, *more = LOGIT_MASKS.sample(problem).arguments
+        tables.rules_MW[2, 8] = value
+        with pytest.raises(NativeError, match="logit_masks"):
+            logit_masks.bind_with(library, problem)(logits, tables, *more)
 
 
 @pytest.mark.parametrize("min_match, max_match", [(1, 1), (1, 4), (2, 3), (3, 8)])

@@ -21,6 +21,7 @@ from headrace.back.kernels.layer_norm import op as layer_norm
 from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
+from headrace.back.kernels.logit_masks import op as logit_masks
 from headrace.back.kernels.merge_attention import op as merge_attention
 from headrace.back.kernels.ngram_draft import op as ngram_draft
 from headrace.back.kernels.nucleus import op as nucleus
@@ -333,6 +334,14 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             penalties.OP,
             "penalties.triton_penalties:KERNEL",
             penalties.PenaltiesProblem(device="cpu"),
+        ),
+    ),
+    (
+        "logit_masks",
+        _call(
+            logit_masks.OP,
+            "logit_masks.triton_logit_masks:KERNEL",
+            logit_masks.LogitMasksProblem(device="cpu"),
         ),
     ),
     (

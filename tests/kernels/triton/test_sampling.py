@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
+from headrace.back.kernels.logit_masks.op import OP as LOGIT_MASKS
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.penalties import op as penalties
 from headrace.back.kernels.penalties import triton_penalties
@@ -105,7 +106,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Whether samplers take Triton's kernels, in the interpreter too, or torch's references."""
 
     def use(triton_kernels: bool) -> None:
-        for op in (GREEDY, GUMBEL, NUCLEUS, SAMPLE, TOKEN_SCORES, penalties.OP):
+        for op in (GREEDY, GUMBEL, NUCLEUS, SAMPLE, TOKEN_SCORES, LOGIT_MASKS, penalties.OP):
             found = [name for name in op.kernels if "triton" in name] if triton_kernels else []
             monkeypatch.setattr(op, "kernels", tuple(found))
             monkeypatch.setattr(op, "_choices", {})
@@ -144,20 +145,28 @@ class Steps:
         """The same by what steps do themselves, in a bucket with a row of padding."""
         rows = np.arange(self.count)
         in_step = self.sampler.needs(rows)
-        assert isinstance(in_step, InStepSampling) and self.sampler.in_step_sampler is not None
+        assert isinstance(in_step, InStepSampling)
         logits = torch.cat([logits, torch.zeros(1, WIDTH)]).to(self.device)
         columns = np.array([[*rows, self.count], [*self.positions, 0], [*(rows >= 0), 0]], np.int32)
         row_R, position_R, sample_R = torch.from_numpy(columns).to(self.device)
-        asked = AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
-        argmax = self.sampler.greedy(logits)
+        asked = AskedRows(
+            row_R=row_R,
+            position_R=position_R,
+            sample_R=sample_R,
+            tokens_MC=torch.cat([self.tokens, torch.zeros_like(self.tokens[:1])]),
+        )
         with counted() as launches:
-            token_R, logprobs = self.sampler.in_step_sampler(in_step, logits, argmax, asked)
-        assert logprobs is not None
+            chosen = self.sampler.in_step_sampler(in_step, logits, asked)
+        token_R = chosen.token_R
         at = torch.from_numpy(self.positions).to(self.device)
         each = torch.arange(self.count, device=self.device)
         self.tokens[each, at] = token_R[: self.count].int()
         self.positions = self.positions + 1
-        return StepSamples.of(logprobs[: self.count].cpu().numpy().ravel(), in_step.words), launches
+        if chosen.words_RW is None:
+            values = torch.stack([token_R.int(), chosen.max_logit_R.view(torch.int32)])
+            return StepSamples.of(values[:, : self.count].cpu().numpy(), 0), launches
+        words = chosen.words_RW[: self.count].cpu().numpy().ravel()
+        return StepSamples.of(words, in_step.words), launches
 
     def step(self, logits: torch.Tensor) -> tuple[Sampled, list[str]]:
         """Samples every row, and the launches of that."""
@@ -240,10 +249,12 @@ def test_penalised_rows_get_the_tokens_of_a_cpu(kernels: Callable[[bool], None])
 
 
 WITHIN = {
-    "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 6 + DRAWS),
-    "penalties": (PENALISED, 12 + DRAWS),
-    "penalties and log-probabilities": (replace(PENALISED, logprobs=20), 14 + DRAWS),
+    "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 7 + DRAWS),
+    "penalties": (PENALISED, 13 + DRAWS),
+    "penalties and log-probabilities": (replace(PENALISED, logprobs=20), 15 + DRAWS),
+    "masks and biases": (RowSampling(seed=1, logit_bias={3: 1.0}, allowed_ids=(3, 5)), 3 + DRAWS),
 }
+"""The argmax of the model's logits is one of them."""
 
 
 @pytest.mark.parametrize("name", largest(WITHIN))
@@ -292,6 +303,24 @@ def test_steps_give_penalised_and_scored_rows_what_a_cpu_does(
         assert_same_logprobs(logprobs, wanted.logprobs)
         changed.add(int(mine.tokens[4]))
     assert len(changed) > 2, "the penalty means to change tokens"
+
+
+def test_steps_mask_rows_as_a_cpu_does(kernels: Callable[[bool], None]) -> None:
+    """ENG-26: biases, allowed ids, suppressed ids and banned words of greedy and random rows."""
+    every = tuple(range(0, WIDTH, 2))
+    samplings = [
+        RowSampling(temperature=0.0, logit_bias=dict.fromkeys(range(0, WIDTH, 9), 2.0)),
+        RowSampling(temperature=0.8, seed=3, allowed_ids=every, top_k=30),
+        RowSampling(temperature=0.0),
+        RowSampling(temperature=0.0, min_tokens=4, suppressed_ids=every[:500]),
+        RowSampling(temperature=0.9, seed=5, bad_words=tuple((i,) for i in range(400))),
+    ]
+    kernels(True)
+    ours = Steps(samplings, DEVICE)
+    mine = [ours.within(flat_logits(5, seed % 3))[0].tokens.tolist() for seed in range(6)]
+    kernels(False)
+    host = Steps(samplings, CPU)
+    assert mine == [host.step(flat_logits(5, seed % 3))[0].token_N.tolist() for seed in range(6)]
 
 
 @pytest.mark.parametrize("width", [1, 33, 4096, 9001])
