@@ -15,8 +15,9 @@
     |   `-- DeadlineExceeded    504  the request's own deadline passed
     |-- OverloadError           a retry later may succeed; carries Retry-After
     |   |-- RateLimited         429  this key's share is used up
-    |   `-- Unavailable         503  full, draining, paused or restarting
-    |       `-- QueueFull       503  no place in the queue; nothing else is wrong
+    |   |-- Unavailable         503  full, draining, paused or restarting
+    |   |   `-- QueueFull       503  no place in the queue; nothing else is wrong
+    |   `-- StorageFull         507  the disk has no room for what is to be kept
     |-- EngineError             500  ours: the request failed through no fault of the caller
     |   |-- NonFiniteLogits     500  the model produced NaN or Inf for this row
     |   `-- EngineDead          500  the process that ran the request died
@@ -182,6 +183,13 @@ class Unavailable(OverloadError):
 
 class QueueFull(Unavailable):
     """No place in the queue: one is free as soon as another request moves on."""
+
+
+class StorageFull(OverloadError):
+    """The disk has no room for what is to be kept."""
+
+    status = 507
+    code = "insufficient_storage"
 
 
 class EngineError(HeadraceError):

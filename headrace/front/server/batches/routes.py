@@ -144,7 +144,9 @@ async def get_batches(context: RequestContext, request: Request) -> Response:
 async def get_batch(context: RequestContext, request: Request) -> Response:
     """GET /v1/batches/{id}."""
     _, batches = _stores(context)
-    return json_response(batches.get(request.path_params["id"], context.tenant).shown())
+    batch = batches.get(request.path_params["id"], context.tenant)
+    paused = {"paused": batches.paused} if batches.paused and batch.status not in OVER else {}
+    return json_response({**batch.shown(), **paused})
 
 
 async def post_cancel(context: RequestContext, request: Request) -> Response:

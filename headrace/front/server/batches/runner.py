@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.errors import HeadraceError, NotFound, TooLarge
+from headrace.base.errors import HeadraceError, NotFound, StorageFull, TooLarge
 from headrace.front.server.batches.lines import answered_ids, check_lines, run_lines
 from headrace.front.server.conversation.context import Services
 from headrace.front.server.state.batches import (
@@ -27,9 +27,11 @@ from headrace.front.server.state.batches import (
     Status,
     StoredBatch,
 )
-from headrace.front.server.state.files import FileInfo, FileStore, new_file_id
+from headrace.front.server.state.files import FileInfo, FileStore, new_file_id, room_on_disk
 
 POLL_S = 0.5
+FULL_PAUSE_S = 5.0
+"""Pause between two looks whether a full disk has room again."""
 BATCHES_AT_ONCE = 2
 LINES_AT_ONCE = 16
 _HANDED_OVER = {"output": "output_file_id", "errors": "error_file_id"}
@@ -48,6 +50,7 @@ class BatchRunner:
         self._files = files
         self._batches = batches
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._look_at = 0.0
 
     async def run(self) -> None:
         """Looks for batches nobody runs, for ever; ends what it runs when it is cancelled."""
@@ -66,6 +69,8 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_up(self) -> None:
+        if self._batches.paused and not await self._may_resume():
+            return
         for batch in await asyncio.to_thread(self._batches.unfinished):
             if len(self._running) >= BATCHES_AT_ONCE:
                 return
@@ -73,6 +78,25 @@ class BatchRunner:
                 task = asyncio.ensure_future(self._one(batch))
                 self._running[batch.id] = task
                 task.add_done_callback(partial(self._ended, batch.id))
+
+    async def _may_resume(self) -> bool:
+        """After a pause: whether the disk has room again."""
+        if time.monotonic() < self._look_at:
+            return False
+        try:
+            await asyncio.to_thread(self._batches.check_room)
+        except StorageFull:
+            self._look_at = time.monotonic() + FULL_PAUSE_S
+            return False
+        log.warning("batches go on: the disk has room again")
+        self._batches.paused = ""
+        return True
+
+    def _pause(self, batch: StoredBatch, why: str) -> None:
+        """Batches wait as they are: answers would be computed that nobody could keep."""
+        log.error("batch %s pauses: %s", batch.id, why)
+        self._batches.paused = why
+        self._look_at = time.monotonic() + FULL_PAUSE_S
 
     def _ended(self, ident: str, _: object) -> None:
         del self._running[ident]
@@ -90,19 +114,28 @@ class BatchRunner:
                 return
             if batch.status in OVER:
                 return
-            if batch.ends_as is not None:
-                self._hand_over(batch)
-                return
             try:
+                await self._run(batch)
+            except StorageFull as error:
+                self._pause(batch, error.message)
+
+    async def _run(self, batch: StoredBatch) -> None:
+        try:
+            with room_on_disk():
                 await self._through(batch)
-            except HeadraceError as error:
-                log.warning("batch %s failed: %s", batch.id, error.message)
-                await self._fail(batch, error.message)
-            except Exception:
-                log.exception("batch %s failed", batch.id)
-                await self._fail(batch, "internal error")
+        except StorageFull:
+            raise
+        except HeadraceError as error:
+            log.warning("batch %s failed: %s", batch.id, error.message)
+            await self._fail(batch, error.message)
+        except Exception:
+            log.exception("batch %s failed", batch.id)
+            await self._fail(batch, "internal error")
 
     async def _through(self, batch: StoredBatch) -> None:
+        if batch.ends_as is not None:
+            self._hand_over(batch)
+            return
         info = self._files.get(batch.input_file_id, batch.owner)
         if batch.counts.total == 0:
             with self._files.open(info) as file:

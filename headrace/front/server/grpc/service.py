@@ -35,6 +35,7 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     501: grpc.StatusCode.UNIMPLEMENTED,
     503: grpc.StatusCode.UNAVAILABLE,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 MAX_CONCURRENT = 256

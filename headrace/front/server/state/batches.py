@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.errors import NotFound
-from headrace.front.server.state.files import private_folder, write_whole
+from headrace.front.server.state.files import private_folder, room_on_disk, write_whole
 
 _ID = re.compile(r"batch_[0-9a-f]{32}\Z")
 
@@ -42,6 +42,8 @@ OVER: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"}
 
 
 MAX_BATCHES = 1000
+PROBE_BYTES = 1 << 18
+"""What must fit on the disk before batches that have paused go on."""
 
 
 log = logging.getLogger(__name__)
@@ -120,11 +122,12 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchStore:
-    """The folder of batches."""
+    """The folder of batches. `paused`: why this process runs none of them now, or ""."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = private_folder(folder)
         self._over: set[str] = set()
+        self.paused = ""
 
     def put(self, batch: StoredBatch) -> None:
         """Writes the state."""
@@ -142,6 +145,15 @@ class BatchStore:
         """The owner's batches, newest first."""
         mine = [batch for batch in self._all() if batch.owner == owner]
         return sorted(mine, key=lambda batch: (-batch.created_at, batch.id))
+
+    def check_room(self) -> None:
+        """StorageFull if the disk has no room for some answers."""
+        probe = self._folder / f"probe-{secrets.token_hex(4)}.part"
+        try:
+            with room_on_disk():
+                probe.write_bytes(bytes(PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
 
     def unfinished(self) -> list[StoredBatch]:
         """What is still to be done, oldest first."""

@@ -7,24 +7,26 @@ names that clients give are only stored. Several processes may share the folder.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from headrace.base.errors import ConfigError, InvalidRequest, NotFound, TooLarge
+from headrace.base.errors import ConfigError, InvalidRequest, NotFound, StorageFull, TooLarge
 
 MAX_FILES = 10_000
 
 
 STALE_UPLOAD_S = 3600.0
+FULL_RETRY_S = 60.0
 
 
 log = logging.getLogger(__name__)
@@ -68,8 +70,25 @@ def private_folder(path: Path) -> Path:
 def write_whole(path: Path, document: msgspec.Struct) -> None:
     """Writes a JSON document by renaming: readers see the old one or the new one."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    temporary.write_bytes(msgspec.json.encode(document))
-    temporary.replace(path)
+    try:
+        with room_on_disk():
+            temporary.write_bytes(msgspec.json.encode(document))
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def room_on_disk() -> Iterator[None]:
+    """Names a write that found no room for what it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise StorageFull(
+            "the disk on which files are kept has no room", retry_after_s=FULL_RETRY_S
+        ) from None
 
 
 class FileStore:
@@ -166,13 +185,16 @@ class Upload:
         self._owner = owner
         self._room = store.room(owner)
         self._size = 0
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        with room_on_disk():
+            number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(number, "wb")
 
     def write(self, data: bytes) -> None:
         """More of it; TooLarge as soon as it does not fit, before it is written."""
         self._size += len(data)
         self._check()
-        self._file.write(data)
+        with room_on_disk():
+            self._file.write(data)
 
     def _check(self) -> None:
         if self._size > self._room:
@@ -184,7 +206,8 @@ class Upload:
 
     def finish(self, *, filename: str, purpose: str, expires_s: int | None) -> FileInfo:
         """The complete file."""
-        self._file.close()
+        with room_on_disk():
+            self._file.close()
         self._room = self._store.room(self._owner)  # other uploads may have ended meanwhile
         self._check()
         now = int(time.time())
@@ -200,7 +223,8 @@ class Upload:
 
     def cancel(self) -> None:
         """Forgets what has come."""
-        self._file.close()
+        with suppress(OSError):  # what is not written yet may find no room
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
 
