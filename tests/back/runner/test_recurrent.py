@@ -143,6 +143,7 @@ class RunnerDriver(Driver):
         )
         self.tokens, self.logprobs = defaultdict(list), defaultdict(list)
         self.prompt_scores, self.cached = defaultdict(list), []
+        self.queued = []
         self.finished, self.replies = {}, {}
         self.queued = []
         self.num_steps = self._calls = 0

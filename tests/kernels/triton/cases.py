@@ -31,10 +31,12 @@ from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.route import op as route
 from headrace.back.kernels.sample import op as sample
+from headrace.back.kernels.state_rows import op as state_rows
 from headrace.back.kernels.step_commit import op as step_commit
 from headrace.back.kernels.step_inputs import op as step_inputs
 from headrace.back.kernels.step_verify import op as step_verify
 from headrace.back.kernels.token_scores import op as token_scores
+from tests.kernels.recurrent_cases import problem_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -171,6 +173,12 @@ def _layer_norm(width: int, heads: int = 1) -> object:
     )
 
 
+def _recurrent(case: str) -> Callable[[], object]:
+    module, problem = problem_of(case, BF16)
+    name = case.partition("-")[0]
+    return _call(module.OP, f"{name}.triton_{name}:KERNEL", problem)
+
+
 def _product(plan: GemmPlan, tokens: int, **more: object) -> Callable[[], object]:
     """A product of 4096 inputs and 512 results, with all there is around it."""
     gated = bool(more.get("activation"))
@@ -215,6 +223,7 @@ STEP = step_inputs.StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
 SPECULATIVE = step_inputs.StepInputsProblem(
     device="cpu", block_tokens=16, max_rows=9, speculates=True
 )
+STATE = state_rows.StateRowsProblem(device="cpu", block_tokens=16)
 NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 
 LATENT_WRITE = latent_write.LatentWriteProblem(
@@ -312,6 +321,14 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             ),
         )
         for name in ("gelu_tanh", "relu2")
+    ),
+    *(
+        (f"recurrent {name}", _recurrent(name))
+        for name in ("gated_scan", "causal_conv", "gated_delta-wide", "ssd_scan-limits")
+    ),
+    *(
+        (f"state {name.lower()}", _call(op, f"state_rows.triton_state_rows:{name}_KERNEL", STATE))
+        for name, op in (("BEGIN", state_rows.BEGIN_OP), ("KEEP", state_rows.KEEP_OP))
     ),
     ("greedy", _call(greedy.OP, "greedy.triton_greedy:KERNEL", greedy.GreedyProblem(device="cpu"))),
     ("gumbel", _call(gumbel.OP, "gumbel.triton_gumbel:KERNEL", gumbel.GumbelProblem(device="cpu"))),

@@ -25,6 +25,7 @@ FILES = (
     "quantized",
     "cascade",
     "fixed",
+    "recurrent",
     "latent",
     "mixture",
 )

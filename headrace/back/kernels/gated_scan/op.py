@@ -22,7 +22,11 @@ from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_g
 @dataclass(frozen=True, kw_only=True)
 class ScanRows:
     """row_R int32 or int64 [R]: the runner's row of each row of the step, M for padding;
-    query_start_R1 int32 [R + 1]: its first token. `decode`: token i is row i's only one."""
+    query_start_R1 int32 [R + 1]: its first token; padding has none. `decode`: token i is row i's
+    only one, and behind the real rows padding's.
+
+    Kernels leave row M of a state alone, and what they return of tokens without a row as it
+    comes."""
 
     row_R: torch.Tensor
     query_start_R1: torch.Tensor
@@ -71,25 +75,32 @@ def bind_reference(problem: GatedScanProblem) -> GatedScan:
     return gated_scan
 
 
+def sample_rows(device: str) -> ScanRows:
+    """Three rows of a step, of 1, 4 and 5 tokens, for states of five rows and padding's."""
+    return ScanRows(
+        row_R=torch.tensor([4, 0, 2], dtype=torch.int32, device=device),
+        query_start_R1=torch.tensor([0, 1, 5, 10], dtype=torch.int32, device=device),
+        decode=False,
+    )
+
+
 def _sample(problem: GatedScanProblem) -> Sample:
-    """Three rows of 1, 4 and 2 tokens, and three tokens of padding."""
     device, generator = problem.device, sample_generator()
     x_TE, gate_TE, state_ME = (
         random_tensor(count, 24, dtype=torch.float32, device=device, generator=generator)
         for count in (10, 10, 6)
     )
-    rows = ScanRows(
-        row_R=torch.tensor([4, 0, 2, 5], dtype=torch.int32, device=device),
-        query_start_R1=torch.tensor([0, 1, 5, 7, 7], dtype=torch.int32, device=device),
-        decode=False,
-    )
-    return Sample(problem=problem, weights=(), arguments=(gate_TE.sigmoid(), x_TE, state_ME, rows))
+    arguments = gate_TE.sigmoid(), x_TE, state_ME, sample_rows(device)
+    return Sample(problem=problem, weights=(), arguments=arguments)
 
 
 OP: Op[GatedScanProblem] = Op(
     name="gated_scan",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=(),
+    kernels=(
+        "headrace.back.kernels.gated_scan.native:KERNEL",
+        "headrace.back.kernels.gated_scan.triton_gated_scan:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: 1e-5,
 )

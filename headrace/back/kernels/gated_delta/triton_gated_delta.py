@@ -1,0 +1,134 @@
+"""The gated delta rule in Triton: one program per row of the step, head and tile of the state's
+columns, which it keeps in registers over the row's tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.back.kernels.gated_delta.op import (
+    NORM_EPS,
+    GatedDelta,
+    GatedDeltaProblem,
+    check_weights,
+)
+from headrace.back.kernels.gated_scan.op import ScanRows
+from headrace.back.kernels.gated_scan.triton_gated_scan import row_tokens
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
+
+COLUMNS = 16
+MAX_KEY_DIM = 256
+
+
+@triton.jit
+def softplus(b_x):
+    """log(1 + exp(x)), which is x where the sum is."""
+    b_log = tl.log(1.0 + tl.exp(tl.minimum(b_x, 20.0)))
+    return tl.where(b_x > 20.0, b_x, b_log)
+
+
+@triton.jit
+def _normed(p_x, m_k, EPS: tl.constexpr):
+    b_x = tl.load(p_x, mask=m_k, other=0.0).to(tl.float32)
+    return b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) + EPS)
+
+
+@triton.jit(do_not_specialize=["states"])
+def gated_delta_kernel(
+    q,
+    k,
+    v,
+    a,
+    b,
+    decay,
+    bias,
+    y,
+    state,
+    rows,
+    start,
+    states,
+    q_stride,
+    k_stride,
+    v_stride,
+    a_stride,
+    b_stride,
+    state_stride,
+    scale,
+    HEADS: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    EPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    row, first, last = row_tokens(rows, start, states, tl.program_id(0))
+    i_h = tl.program_id(1)
+    o_k = tl.arange(0, BLOCK_K)
+    o_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_k = o_k < K
+    m_v = (o_v < V) & (first < last)
+    m_s = m_k[:, None] & m_v[None, :]
+    p_s = state + row * state_stride + (i_h * K + o_k[:, None]) * V + o_v[None, :]
+    b_s = tl.load(p_s, mask=m_s, other=0.0)
+    b_decay = tl.load(decay + i_h)
+    b_bias = tl.load(bias + i_h)
+    o_key = i_h // PER_KEY * K + o_k
+    for t in range(first, last):
+        b_q = _normed(q + t * q_stride + o_key, m_k, EPS) * scale
+        b_k = _normed(k + t * k_stride + o_key, m_k, EPS)
+        b_v = tl.load(v + t * v_stride + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_a = tl.load(a + t * a_stride + i_h).to(tl.float32)
+        b_beta = tl.sigmoid(tl.load(b + t * b_stride + i_h).to(tl.float32))
+        b_s *= tl.exp(b_decay * softplus(b_a + b_bias))
+        b_delta = (b_v - tl.sum(b_s * b_k[:, None], axis=0)) * b_beta
+        b_s += b_k[:, None] * b_delta[None, :]
+        b_y = tl.sum(b_s * b_q[:, None], axis=0)
+        p_y = y + (t * HEADS + i_h) * V + o_v
+        tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v)
+    tl.store(p_s, b_s, mask=m_s)
+
+
+def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias_H: torch.Tensor) -> GatedDelta:
+    """The kernel for one shape of heads."""
+    check_weights(problem, decay_H, bias_H)
+    heads, key_dim, value_dim = problem.heads, problem.key_dim, problem.value_dim
+
+    def gated_delta(
+        q_TGK: torch.Tensor,
+        k_TGK: torch.Tensor,
+        v_THV: torch.Tensor,
+        a_TH: torch.Tensor,
+        b_TH: torch.Tensor,
+        state_MHKV: torch.Tensor,
+        rows: ScanRows,
+    ) -> torch.Tensor:
+        assert q_TGK.stride()[1:] == k_TGK.stride()[1:] == (key_dim, 1), q_TGK.stride()
+        assert v_THV.stride()[1:] == (value_dim, 1) and state_MHKV.stride(3) == 1, v_THV.stride()
+        y_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+        inputs = q_TGK, k_TGK, v_THV, a_TH, b_TH
+        grid = rows.row_R.shape[0], heads, triton.cdiv(value_dim, COLUMNS)
+        gated_delta_kernel[grid](
+            *inputs, decay_H, bias_H, y_THV, state_MHKV, rows.row_R, rows.query_start_R1,
+            state_MHKV.shape[0] - 1, *(one.stride(0) for one in inputs), state_MHKV.stride(0),
+            key_dim**-0.5, HEADS=heads, PER_KEY=heads // problem.key_heads, K=key_dim, V=value_dim,
+            BLOCK_K=power_of_two(key_dim, least=16), BLOCK_V=COLUMNS, EPS=NORM_EPS, num_warps=2,
+            **launch(v_THV.device),
+        )  # fmt: skip
+        return y_THV
+
+    return gated_delta
+
+
+def _supports(problem: GatedDeltaProblem) -> str | None:
+    if problem.key_dim > MAX_KEY_DIM:
+        return f"keys of {problem.key_dim} are above {MAX_KEY_DIM}"
+    return unsupported(problem.device, problem.dtype)
+
+
+KERNEL = Kernel(name="triton", supports=_supports, bind=bind, invariant=True)

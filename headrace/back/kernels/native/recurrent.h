@@ -1,0 +1,30 @@
+// Which tokens of a step belong to which row, for kernels of recurrent state: [rows + 1, ...], where the last row is padding's.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+struct StepRows {
+  const void* row;       // the state's row of each row of the step, int64 if wide, else int32
+  const int32_t* start;  // its first token, [count + 1]
+  int64_t count, states;  // rows of the step; rows of the state that somebody may own
+  int32_t wide;
+};
+
+// The tokens [first, last) of row i and its row of the state; none of both for padding, whatever it names.
+struct RowTokens {
+  int64_t state, first, last;
+};
+
+HR_INLINE RowTokens row_tokens(const StepRows& rows, int64_t i) {
+  const int64_t state = rows.wide ? static_cast<const int64_t*>(rows.row)[i] : static_cast<const int32_t*>(rows.row)[i];
+  if (state < 0 || state >= rows.states) return {0, 0, 0};
+  return {state, rows.start[i], rows.start[i + 1]};
+}
+
+// log(1 + exp(x)), which is x where the sum is.
+HR_INLINE float softplus(float x) { return x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x)); }
+HR_INLINE float sigmoid(float x) { return 1.0f / (1.0f + __builtin_expf(-x)); }
+
+}  // namespace

@@ -1,0 +1,119 @@
+"""Native kernels of recurrent state: each row gives what it gives alone, however many tokens it has; what belongs to
+no row of the step is never touched (KRN-13, KRN-14)."""
+
+import importlib
+
+import pytest
+import torch
+
+from headrace.back.kernels.native.library import Arena, Recorder, unowned
+from headrace.back.kernels.state_rows import native as state_rows
+from headrace.back.kernels.state_rows import op as state_rows_op
+from tests.kernels.recurrent_cases import (
+    CASES,
+    COUNTS,
+    check,
+    check_states,
+    problem_of,
+    state_problem,
+    step,
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def native(case):
+    return importlib.import_module(f"headrace.back.kernels.{case.partition('-')[0]}.native")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_gives_what_it_gives_alone(library, case, counts, dtype):
+    arranged = step(case, dtype, counts)
+    problem, weights, *_ = arranged
+    bound = native(case).bind_with(library, problem, *weights)
+    check(case, bound, arranged, wide_rows=counts == "mixed")
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_does_too(case, counts):
+    arranged = step(case, torch.float32, counts)
+    problem, weights, _, state, rows = arranged
+    module, _ = problem_of(case, torch.float32)
+    reference = module.OP.reference.bind(problem, *weights)
+
+    def bound(*arguments):
+        padding = state[-1].clone()
+        y = reference(*arguments[:-2], state, type(rows)(
+            row_R=rows.row_R.clamp(min=0), query_start_R1=rows.query_start_R1, decode=False
+        ))  # fmt: skip
+        state[-1] = padding
+        return y
+
+    check(case, bound, arranged)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_self_check_accepts_it_and_nothing_of_a_step_is_torchs(newest, case):
+    module, problem = problem_of(case, torch.float32)
+    kernel = native(case).KERNEL
+    assert kernel.supports(problem) is None
+    assert module.OP.error(kernel, problem) <= module.OP.tolerance(problem)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_of_a_row_give_what_the_whole_gives(library, case):
+    """To the bit: a prompt may be cut anywhere."""
+    problem, weights, inputs, state, rows = step(case, torch.float32, "long")
+    bound = native(case).bind_with(library, problem, *weights)
+    other = state.clone()
+    whole = bound(*inputs, state, rows)
+    parts = []
+    for first, last in ((0, 1), (1, 17), (17, 40)):
+        cut = type(rows)(
+            row_R=torch.tensor([5], dtype=torch.int32),
+            query_start_R1=torch.tensor([0, last - first], dtype=torch.int32),
+            decode=False,
+        )
+        parts.append(bound(*(one[first:last] for one in inputs), other, cut))
+    assert torch.equal(torch.cat(parts), whole[:40]) and torch.equal(other[5], state[5])
+
+
+def test_a_recorded_step_replays_them(newest):
+    arena, steps = Arena(), []
+    for case in CASES:
+        problem, weights, inputs, state, rows = step(case, torch.float32, "decode")
+        bound = native(case).bind_with(newest, problem, *weights)
+        expected_state = state.clone()
+        expected = bound(*inputs, expected_state, rows)
+        steps.append((bound, inputs, state, rows, expected, expected_state))
+    recorder = Recorder(newest, arena)
+    with recorder:
+        ys = [bound(*inputs, state, rows) for bound, inputs, state, rows, *_ in steps]
+    assert not recorder.foreign, recorder.foreign
+    graph, kept = recorder.graph(), [unowned(y) for y in ys]
+    for (*_, expected, expected_state), y in zip(steps, kept, strict=True):
+        y.zero_()
+        assert expected_state.isfinite().all() and expected.shape == y.shape
+    originals = [step(case, torch.float32, "decode")[3] for case in CASES]
+    for (_, _, state, *_), original in zip(steps, originals, strict=True):
+        state.copy_(original)
+    graph.replay()
+    for (_, _, state, _, expected, expected_state), y in zip(steps, kept, strict=True):
+        assert torch.equal(y[:3], expected[:3]) and torch.equal(state, expected_state)
+
+
+def test_states_begin_and_are_kept_as_the_steps_numbers_say(library):
+    problem = state_problem("cpu")
+    begin, keep = (state_rows.bind_with(library, problem, keeps=keeps) for keeps in (False, True))
+    check_states(begin, keep, "cpu")
+
+
+def test_the_self_check_accepts_that(newest):
+    for op, kernel in (
+        (state_rows_op.BEGIN_OP, state_rows.BEGIN_KERNEL),
+        (state_rows_op.KEEP_OP, state_rows.KEEP_KERNEL),
+    ):
+        assert op.error(kernel, state_problem("cpu")) == 0

@@ -1,0 +1,210 @@
+"""Steps for kernels of recurrent state: rows of some tokens each, with padding between and behind them, and what each
+row gives alone, written out token by token (KRN-14)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headrace.back.kernels.causal_conv import op as causal_conv
+from headrace.back.kernels.gated_delta import op as gated_delta
+from headrace.back.kernels.gated_scan import op as gated_scan
+from headrace.back.kernels.gated_scan.op import ScanRows
+from headrace.back.kernels.ssd_scan import op as ssd_scan
+from headrace.back.kernels.state_rows import op as state_rows
+
+STATES = 7
+COUNTS = {"decode": (1, 1, 1), "mixed": (1, 5, 9), "long": (40,)}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+CASES = {
+    "gated_scan": (gated_scan, {}),
+    "causal_conv": (causal_conv, {"channels": 40, "taps": 4, "bias": True}),
+    "causal_conv-plain": (causal_conv, {"channels": 300, "taps": 2, "activation": ""}),
+    "gated_delta": (
+        gated_delta,
+        {"key_heads": 2, "heads": 4, "key_dim": 24, "value_dim": 20},
+    ),
+    "gated_delta-wide": (
+        gated_delta,
+        {"key_heads": 1, "heads": 1, "key_dim": 128, "value_dim": 64},
+    ),
+    "ssd_scan": (ssd_scan, {"heads": 4, "groups": 2, "head_dim": 20, "state_dim": 24}),
+    "ssd_scan-limits": (
+        ssd_scan,
+        {"heads": 2, "groups": 1, "head_dim": 64, "state_dim": 128, "limits": (0.5, 1.0)},
+    ),
+}
+
+
+def problem_of(case: str, dtype: torch.dtype, device: str = "cpu") -> Any:
+    """The op's module and the problem."""
+    module, sizes = CASES[case]
+    names = {
+        "gated_scan": "GatedScanProblem",
+        "causal_conv": "CausalConvProblem",
+        "gated_delta": "GatedDeltaProblem",
+        "ssd_scan": "SsdScanProblem",
+    }
+    more = {} if module is gated_scan else {"dtype": dtype}
+    return module, getattr(module, names[case.partition("-")[0]])(device=device, **more, **sizes)
+
+
+def step(case: str, dtype: torch.dtype, counts: str, device: str = "cpu") -> Any:
+    """Weights, inputs of the tokens, the state [STATES + 1, ...] as a view of wider rows, and rows with padding among
+    them: a negative number, the padding's, and one whose owner has no token."""
+    module, problem = problem_of(case, dtype, device)
+    sample = module.OP.sample(problem)
+    generator = torch.Generator().manual_seed(4)
+    tokens = sum(COUNTS[counts]) + 3
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        shape = (tokens, *tensor.shape[1:])
+        values = torch.randn(shape, generator=generator).to(tensor.dtype).to(device)
+        return values.sigmoid() if module is gated_scan else values
+
+    *inputs, state, _ = sample.arguments
+    wide = torch.randn(STATES + 1, state[0].numel() + 24, generator=generator).to(state.dtype)
+    kept = wide.to(device)[:, : state[0].numel()].view(STATES + 1, *state.shape[1:])
+    row, start = [-1], [0, 0]
+    for place, count in enumerate(COUNTS[counts]):
+        row += [(5, 0, 3)[place], STATES]
+        start += [start[-1] + count] * 2
+    rows = ScanRows(
+        row_R=torch.tensor([*row, 2], dtype=torch.int32, device=device),
+        query_start_R1=torch.tensor([*start, start[-1]], dtype=torch.int32, device=device),
+        decode=False,
+    )
+    return problem, sample.weights, [like(one) for one in inputs], kept, rows
+
+
+def alone(case: str, problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    """What a row's tokens give, in float64 and without the op: (y, state behind them)."""
+    return NAIVE[case.partition("-")[0]](problem, weights, inputs, state.double())
+
+
+def _naive_scan(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    ys = []
+    for gate, x in zip(*(one.double() for one in inputs), strict=True):
+        state = gate * state + (1 - gate) * x
+        ys.append(state)
+    return torch.stack(ys), state
+
+
+def _naive_conv(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    weight, bias = weights
+    seen = torch.cat((state, inputs[0].double()))
+    y = torch.nn.functional.conv1d(
+        seen.T[None],
+        weight.double().T[:, None],
+        None if bias is None else bias.double(),
+        groups=problem.channels,
+    )[0].T
+    silu = torch.nn.functional.silu
+    return (silu(y) if problem.activation else y), seen[1 - problem.taps :]
+
+
+def _naive_delta(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    """S_t = S_(t-1) (I - beta k k^T) g + beta v k^T, the paper's form, with S transposed."""
+    decay, bias = (one.double() for one in weights)
+    q, k, v, a, b = (one.double() for one in inputs)
+    per_key, ys = problem.heads // problem.key_heads, []
+    for t in range(len(v)):
+        y = []
+        for h in range(problem.heads):
+            key = k[t, h // per_key] / (k[t, h // per_key].square().sum() + 1e-6).sqrt()
+            query = q[t, h // per_key] / (q[t, h // per_key].square().sum() + 1e-6).sqrt()
+            keep = math.exp(decay[h] * torch.nn.functional.softplus(a[t, h] + bias[h]))
+            beta = torch.sigmoid(b[t, h])
+            erase = torch.eye(problem.key_dim, dtype=torch.double) - beta * torch.outer(key, key)
+            state[h] = keep * erase @ state[h] + beta * torch.outer(key, v[t, h])
+            y.append(state[h].T @ query / math.sqrt(problem.key_dim))
+        ys.append(torch.stack(y))
+    return torch.stack(ys), state
+
+
+def _naive_ssd(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    decay, bias, skip = (one.double() for one in weights)
+    x, raw, b, c = (one.double() for one in inputs)
+    per_group, ys = problem.heads // problem.groups, []
+    for t in range(len(x)):
+        y = []
+        for h in range(problem.heads):
+            dt = torch.nn.functional.softplus(raw[t, h] + bias[h]).clamp(*problem.limits)
+            group = h // per_group
+            state[h] = (dt * decay[h]).exp() * state[h] + dt * torch.outer(x[t, h], b[t, group])
+            y.append(state[h] @ c[t, group] + skip[h] * x[t, h])
+        ys.append(torch.stack(y))
+    return torch.stack(ys), state
+
+
+NAIVE: dict[str, Callable[..., Any]] = {
+    "gated_scan": _naive_scan,
+    "causal_conv": _naive_conv,
+    "gated_delta": _naive_delta,
+    "ssd_scan": _naive_ssd,
+}
+
+
+def check(case: str, bound: Callable[..., Any], arranged: Any, *, wide_rows: bool = False) -> None:
+    """Runs the kernel over the step and compares: every row as alone, all other states untouched to the bit."""
+    problem, weights, inputs, state, rows = arranged
+    if wide_rows:
+        rows = replace(rows, row_R=rows.row_R.long())
+    before, limit = state.clone(), TOLERANCE[getattr(problem, "dtype", torch.float32)]
+    y = bound(*inputs, state, rows)
+    owned = set()
+    starts = rows.query_start_R1.tolist()
+    for row, first, last in zip(rows.row_R.tolist(), starts, starts[1:], strict=False):
+        if first == last:
+            continue
+        owned.add(row)
+        mine = [one[first:last].cpu() for one in inputs]
+        own = [None if one is None else one.cpu() for one in weights]
+        expected, after = alone(case, problem, own, mine, before[row].cpu())
+        assert _error(y[first:last], expected) <= limit
+        assert _error(state[row], after) <= limit
+    for row in set(range(STATES + 1)) - owned:
+        assert torch.equal(state[row], before[row]), row
+
+
+def _error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    assert ours.isfinite().all()
+    return float((ours.cpu().double() - expected).abs().max() / max(1.0, expected.abs().max()))
+
+
+def step_of_states(wide: bool, device: str) -> tuple[torch.Tensor, ...]:
+    """The op's sample with padding: the padding's row, a negative one, and one whose owner has no token; and states
+    as views of longer rows."""
+    *numbers, state, snapshots = state_rows.BEGIN_OP.sample(state_problem(device)).arguments
+    row, start, length, table = (one.cpu() for one in numbers)
+    more = torch.tensor([len(state) - 1, -1, 2], dtype=row.dtype)
+    last = start[-1:].repeat(3)
+    parts = (
+        torch.cat((row, more)).long() if wide else torch.cat((row, more)),
+        torch.cat((start, last)),
+        torch.cat((length, torch.tensor([0, 0, 16], dtype=torch.int32))),
+        torch.cat((table, torch.tensor([[0, 0, 0], [1, 1, 1], [1, 2, 3]], dtype=torch.int32))),
+    )
+    views = [torch.nn.functional.pad(one.cpu(), (0, 8))[:, :200] for one in (state, snapshots)]
+    return tuple(one.to(device) for one in parts) + tuple(one.to(device) for one in views)
+
+
+def check_states(begin: Callable[..., None], keep: Callable[..., None], device: str) -> None:
+    """Bytes move as written in the op's head, and no others."""
+    for wide in (False, True):
+        *numbers, state, snapshots = step_of_states(wide, device)
+        expected, slots = state.clone(), snapshots.clone()
+        expected[6], expected[0] = 0, snapshots[2]
+        begin(*numbers, state, snapshots)
+        assert torch.equal(state, expected) and torch.equal(snapshots, slots)
+        slots[3] = state[4]
+        keep(*numbers, state, snapshots)
+        assert torch.equal(state, expected) and torch.equal(snapshots, slots)
+
+
+def state_problem(device: str) -> state_rows.StateRowsProblem:
+    return state_rows.StateRowsProblem(device=device, block_tokens=16)
