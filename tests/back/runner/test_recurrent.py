@@ -16,9 +16,16 @@ import torch
 
 from headrace.back.attention.forms import CacheForm, HeadsForm, StateForm
 from headrace.back.attention.plan import Batch
+from headrace.back.kernels.embedding.op import OP as EMBEDDING
+from headrace.back.kernels.embedding.op import EmbeddingProblem
 from headrace.back.kernels.gated_scan.op import OP as GATED_SCAN
 from headrace.back.kernels.gated_scan.op import GatedScanProblem, ScanRows
+from headrace.back.kernels.linear.op import OP as LINEAR
+from headrace.back.kernels.linear.op import LinearProblem
+from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.runner.batch import Rows
+from headrace.back.runner.buckets import BucketSteps
+from headrace.back.runner.cpu_graphs import CpuGraphs
 from headrace.back.runner.devices import bucket_steps, make_steps
 from headrace.back.runner.results import LaunchedStep, PassedEvent
 from headrace.back.runner.runner import Runner
@@ -102,6 +109,43 @@ class RecurrentModel(TinyModel):
         future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ self.out[0].T
+
+
+class KernelsAlone(RecurrentModel):
+    """One recurrence between a lookup and a product, all of them kernels: a step of it can be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(attends=False)
+        self.kv_forms = self.kv_forms[:1]
+        new = {"device": "cpu", "dtype": torch.float32}
+        self.tables = ((self.embed @ self.gates[0]).sigmoid(), self.embed @ self.ins[0])
+        table = EmbeddingProblem(**new, rows=WIDTH, width=HIDDEN)
+        self.lookups = [EMBEDDING.choose(table).bind(one) for one in self.tables]
+        head = LinearProblem(**new, inputs=HIDDEN, outputs=WIDTH, wide=True)
+        self.project = LINEAR.choose(head).bind(self.head.clone(), None)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, E], or [N, E] where the batch has a last-token batch."""
+        assert batch.row_R is not None
+        starts_R1, decode = batch.plans[0].query_start_R1, batch.plans[0].max_query_len == 1
+        rows = ScanRows(row_R=batch.row_R, query_start_R1=starts_R1, decode=decode)
+        gate_TE, x_TE = (lookup(batch.token_ids_T) for lookup in self.lookups)
+        y_TE = self.scan(gate_TE, x_TE, batch.kv[0], rows)
+        return y_TE if batch.last_token_batch is None else y_TE[batch.logits_at_N]
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V]."""
+        return self.project(hidden_NE)
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """See RecurrentModel."""
+        tokens, y_E = list(prompt), torch.zeros(HIDDEN)
+        for place in range(len(prompt) + count - 1):
+            gate_E, in_E = (table[tokens[place]] for table in self.tables)
+            y_E = gate_E * y_E + (1 - gate_E) * in_E
+            if place >= len(prompt) - 1:
+                tokens.append(int((self.head @ y_E).argmax()))
+        return tokens[len(prompt) :]
 
 
 class RunnerPending:
@@ -317,6 +361,30 @@ def test_speculation_with_recurrent_layers_is_refused_by_name() -> None:
     )
     with pytest.raises(ConfigError, match="not with recurrent layers"):
         start_runner(spec, RecurrentModel(attends=False), device=CPU)
+
+
+@pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+def test_recurrent_state_in_cpu_graphs() -> None:
+    """Resets, snapshots and the recurrence are replayed with the step."""
+    model, spec = KernelsAlone(), spec_of()
+    runner = Runner(spec, model, device=CPU)
+    driver = RunnerDriver(runner, spec, max_step_tokens=24)
+    requests = requests_of(1)
+    for request in requests:
+        driver.add(request)
+        driver.step()
+    driver.run()
+    for request in requests:
+        expected = model.greedy(prompt_of(request), request.stop.max_tokens)
+        assert driver.tokens[request.id] == expected, request.id
+    driver.assert_at_rest()
+    assert isinstance(runner._steps, BucketSteps)
+    replay = runner._steps._replay
+    assert isinstance(replay, CpuGraphs)
+    assert replay.num_graphs > 0 and replay.foreign == ()
+    assert driver.core.kv.num_hits > 0
 
 
 @pytest.mark.gpu
