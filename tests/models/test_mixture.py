@@ -1,0 +1,82 @@
+"""Models with experts through the whole engine: the greedy tokens of transformers, in chunks, beside other
+requests, and from a prefix that is cached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.back.executor.inline import InlineExecutor
+from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
+from headrace.base.errors import CheckpointError
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
+from headrace.core.core import EngineCore
+from tests.models.oracle import load_ours, model_spec, save_oracle
+from tests.models.test_parity import tiny_config
+
+FAMILIES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe", "deepseek-v3", "glm4-moe")
+NUM_TOKENS = 6
+
+
+def greedy(oracle: Any, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(NUM_TOKENS):
+        with torch.no_grad():
+            tokens.append(int(oracle(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def answers(core: EngineCore, prompts: dict[int, list[int]]) -> tuple[dict[int, list[int]], int]:
+    """The tokens of each request, and how many of their prompts' tokens were cached."""
+    for id, prompt in prompts.items():
+        core.add(
+            EngineRequest(
+                id=id,
+                prompt=np.asarray(prompt, "<i4").tobytes(),
+                stop=StopRules(max_tokens=NUM_TOKENS),
+                sampling=RowSampling(temperature=0.0),
+            )
+        )
+    tokens: dict[int, list[int]] = {id: [] for id in prompts}
+    cached = 0
+    while core.has_work:
+        batch = core.step(wait=True).tokens
+        if batch is not None:
+            for id, token in zip(batch.ids.tolist(), batch.tokens.tolist(), strict=True):
+                tokens[id].append(token)
+            cached += sum(end.num_cached for end in batch.finished)
+    return tokens, cached
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_transformers_in_chunks_and_from_a_cached_prefix(
+    name: str, tmp_path: Path
+) -> None:
+    oracle = save_oracle(tiny_config(name), tmp_path)
+    spec = EngineSpec(
+        model=model_spec(tmp_path),
+        kv=KVSpec(block_tokens=16, prefix_caching=True, num_blocks=64),
+        scheduler=SchedulerSpec(max_step_tokens=16, max_running=4),
+        device=DeviceSpec(device="cpu", executor="inline", threads=1),
+    )
+    core = EngineCore(spec, InlineExecutor(spec))
+    generator = torch.Generator().manual_seed(5)
+    first, second = (
+        torch.randint(0, 97, (length,), generator=generator).tolist() for length in (41, 23)
+    )
+    prompts = {1: first, 2: second}
+    expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
+    assert answers(core, prompts) == (expected, 0)
+    follow_up = [*first, *second[:5]]
+    assert answers(core, {3: follow_up}) == ({3: greedy(oracle, follow_up)}, 32)
+    core.executor.close()
+
+
+def test_more_choices_than_experts_are_refused_by_key(tmp_path: Path) -> None:
+    save_oracle(tiny_config("mixtral"), tmp_path)
+    with pytest.raises(CheckpointError, match="num_experts_per_tok"):
+        load_ours(model_spec(tmp_path, num_experts_per_tok=6))
