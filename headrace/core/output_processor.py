@@ -89,6 +89,9 @@ class StepOutputProcessor:
             position = position + 1
             self._name_full_blocks(in_flight, position, sampled)
             num_tokens += self._take_tokens(in_flight, result, position, sampled, place)
+        if result.failed:
+            live = self._rows.epoch[in_flight.rows] == in_flight.epochs
+            num_failed += self._end_failed(in_flight, result, live, behind_tokens=True)
         self._counters.finished_step(num_tokens, any_failed=num_failed > 0)
 
     def _pass_on(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> None:
@@ -119,11 +122,19 @@ class StepOutputProcessor:
                 request.prompt_scored = end
                 self._output_buffer.add_prompt_logprobs(request.id, _without(scores, known))
 
-    def _end_failed(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> int:
-        """A failed row ends alone, and nothing of its KV is found again; how many there were."""
+    def _end_failed(
+        self,
+        in_flight: InFlightStep,
+        result: StepResult,
+        live: Bool,
+        *,
+        behind_tokens: bool = False,
+    ) -> int:
+        """A failed row ends alone, and nothing of its KV is found again; how many there were.
+        `behind_tokens`: those that failed behind accepted drafts, whose tokens come first."""
         count = 0
         for index, error in result.failed:
-            if live[index]:
+            if live[index] and (result.tokens[index, 0] >= 0) == behind_tokens:
                 count += 1
                 live[index] = False
                 request = self._rows.owner(int(in_flight.rows[index]))

@@ -158,11 +158,13 @@ class LaunchedStep:
             token_N, bad = self.sampled.read()
             accepted = accepted_of(self.shape, token_N)
             tokens, drafted = accepted.tokens, accepted.drafted
-            bad = {i: error for i, error in bad.items() if token_N[i] >= 0}
+            tokens[list(failed)] = -1
+            bad = {i: bad[i] for i in sorted(bad) if token_N[i] >= 0}
             if bad and self.lost is not None:
                 self.lost(self.shape.sampled_row[list(bad)])
-            failed |= {int(self.shape.sampled[i]): error for i, error in bad.items()}
-            tokens[list(failed)] = -1
+            for i, error in bad.items():  # what a row has gained before its first failure stands
+                tokens[self.shape.sampled[i], accepted.place_of(i) :] = -1
+                failed.setdefault(int(self.shape.sampled[i]), error)
             if self.sampled.logprobs is not None:
                 logprobs = [
                     RowLogprobs(
@@ -173,7 +175,7 @@ class LaunchedStep:
                         accepted.place_of(row.index),
                     )
                     for row in self.sampled.logprobs.rows()
-                    if row.index not in bad and token_N[row.index] >= 0
+                    if tokens[self.shape.sampled[row.index], accepted.place_of(row.index)] >= 0
                 ]
         return StepResult(
             step=self.plan.step,

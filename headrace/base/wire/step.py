@@ -168,7 +168,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
                          was sampled, one behind a step without drafts, at least one and at most
                          1 + drafts behind one with them
     drafted [R] int32    drafts that were proposed and looked at; empty: none
-    failed               (index, error): this row alone failed (non-finite logits); it has no token
+    failed               (index, error): this row alone failed (non-finite logits); it has no
+                         token, or, behind accepted drafts, those before the failure
     """
 
     step: int
