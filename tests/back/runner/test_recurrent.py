@@ -369,7 +369,7 @@ def test_speculation_with_recurrent_layers_is_refused_by_name() -> None:
 def test_recurrent_state_in_cpu_graphs() -> None:
     """Resets, snapshots and the recurrence are replayed with the step."""
     model, spec = KernelsAlone(), spec_of()
-    runner = Runner(spec, model, device=CPU)
+    runner = start_runner(spec, model, device=CPU).runner
     driver = RunnerDriver(runner, spec, max_step_tokens=24)
     requests = requests_of(1)
     for request in requests:
