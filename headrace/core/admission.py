@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import NamedTuple
 
 import numpy as np
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest, QueueFull, RateLimited
+from headrace.base.wire.load import MARGIN, Load
 from headrace.base.wire.request import (
     BOUNDS,
     LOGPROBS_MODES,
@@ -170,48 +170,67 @@ def check_policy(spec: SchedulerSpec, request: EngineRequest) -> None:
         )
 
 
-def check_share(spec: SchedulerSpec, tokens: int, num_prompt: int) -> None:
+def check_share(spec: SchedulerSpec, load: Load, tokens: int, num_prompt: int) -> None:
     """Refuses a request whose key has `tokens` prompt tokens in flight and may have no more."""
     most = spec.max_prompt_tokens_per_key
     if most is not None and tokens + num_prompt > most:
         raise RateLimited(
             f"this key has {tokens} prompt tokens in flight, with these {num_prompt} more than the "
             f"{most} it may have (max_prompt_tokens_per_key); wait for a request to end",
-            retry_after_s=1.0,
+            retry_after_s=retry_after_s(load, ahead=0),
         )
 
 
-class QueueLoad(NamedTuple):
-    """Requests and prompt tokens that wait, rows nobody owns, and prompt and output tokens per
-    second."""
-
-    waiting: int
-    waiting_tokens: int
-    free_rows: int
-    rate: float
-
-
-def check_queue(spec: SchedulerSpec, load: QueueLoad, num_tokens: int) -> None:
+def check_queue(spec: SchedulerSpec, load: Load, num_tokens: int) -> None:
     """Refuses a request the queue has no room for. One that could start at once does not count as
     waiting."""
-    if load.waiting >= spec.max_queued_requests + load.free_rows:
+    if load.waiting >= spec.max_queued_requests + load.rows - load.running:
         raise QueueFull(
             f"{load.waiting} requests wait already, at most {spec.max_queued_requests} may",
-            retry_after_s=retry_after_s(load.waiting_tokens, load.rate),
+            retry_after_s=retry_after_s(load, ahead=load.waiting),
         )
     if load.waiting and load.waiting_tokens + num_tokens > spec.max_queued_tokens:
         raise QueueFull(
             f"{load.waiting_tokens} prompt tokens wait already, with these {num_tokens} more than "
             f"the {spec.max_queued_tokens} that may",
-            retry_after_s=retry_after_s(load.waiting_tokens, load.rate),
+            retry_after_s=retry_after_s(load, ahead=load.waiting),
         )
 
 
-def retry_after_s(backlog_tokens: int, tokens_per_s: float) -> float:
-    """When to come back: the backlog over the throughput, spread by a quarter so that not all come
-    back at once."""
-    wait = backlog_tokens / tokens_per_s if tokens_per_s > 0 else 1.0
-    return min(MAX_RETRY_S, max(1.0, wait)) * random.uniform(1.0, 1.25)
+def check_deadline(load: Load, request: EngineRequest, *, ahead: float) -> None:
+    """Refuses a request that, with so many before it, is not expected to be done in its time. One
+    that can start at once is never refused: how long its answer becomes is only a guess."""
+    if request.deadline_s is None or not load.is_full:
+        return
+    wait_s = load.wait_s(ahead)
+    expected_s = wait_s + _service_s(load, request)
+    if expected_s * MARGIN > request.deadline_s:
+        raise QueueFull(
+            f"about {ahead:.0f} requests are before this one, which would be done in about "
+            f"{expected_s:.2g} s; its time is {request.deadline_s:.3g} s (timeout_s)",
+            retry_after_s=retry_after_s(load, ahead=ahead),
+        )
+
+
+def latest_start_s(load: Load, request: EngineRequest) -> float:
+    """Seconds from now until it is too late to start a request and be done in its time."""
+    deadline_s = request.deadline_s or 0.0
+    latest_s = deadline_s - _service_s(load, request)
+    return latest_s if latest_s > 0.0 else deadline_s
+
+
+def _service_s(load: Load, request: EngineRequest) -> float:
+    stop = request.stop
+    output = load.output_of(min_tokens=stop.min_tokens, max_tokens=stop.max_tokens)
+    num_prompt = len(request.prompt) // TOKEN_BYTES
+    return load.service_s(num_prompt=num_prompt, output_tokens=output)
+
+
+def retry_after_s(load: Load, *, ahead: float) -> float:
+    """When to come back: the predicted wait behind so many, spread by a quarter so that not all
+    come back at once; a second while no rates are known."""
+    wait_s = load.wait_s(ahead) or 1.0
+    return min(MAX_RETRY_S, wait_s) * random.uniform(1.0, 1.25)
 
 
 def _check_pooling(request: EngineRequest, facts: WorkerFacts) -> None:

@@ -77,8 +77,9 @@ def check_open(engine: ControlledEngine) -> None:
     if service.lost:
         raise Unavailable(service.lost, retry_after_s=RETRY_S)
     if service.draining:
-        wait = retry_after_s(engine.scheduler.queue.num_tokens, engine.counters.rate)
-        raise Unavailable("the engine is draining", retry_after_s=wait)
+        load = reports.load_of(engine)
+        wait_s = retry_after_s(load, ahead=load.waiting)
+        raise Unavailable("the engine is draining", retry_after_s=wait_s)
 
 
 class Control:

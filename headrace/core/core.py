@@ -25,16 +25,29 @@ from headrace.base.errors import (
     WireError,
     to_wire,
 )
+from headrace.base.wire.load import Load
 from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Reply
-from headrace.core.admission import QueueLoad, check_policy, check_queue, check_request, check_share
+from headrace.core.admission import (
+    check_deadline,
+    check_policy,
+    check_queue,
+    check_request,
+    check_share,
+    latest_start_s,
+)
 from headrace.core.control import Control, check_open, pause_is_complete
 from headrace.core.jump_forward import JumpForward
 from headrace.core.kv.manager import KVManager
 from headrace.core.lifecycle import ExecutorLifecycle
-from headrace.core.output_processor import CoreOutput, OutputBuffer, StepOutputProcessor
+from headrace.core.output_processor import (
+    CoreOutput,
+    OutputBuffer,
+    StepOutputProcessor,
+    finished_of,
+)
 from headrace.core.ports import AdmissionHook, Executor, ExecutorSource, Pending, StatsSink
-from headrace.core.reports import reason_of
-from headrace.core.request import TOKEN_BYTES, Request, RequestState, RowTable
+from headrace.core.reports import load_of, reason_of
+from headrace.core.request import Request, RequestState, RowTable
 from headrace.core.request_index import Deadlines, RequestIndex
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.plan_builder import InFlightStep
@@ -220,33 +233,32 @@ class EngineCore:
         check_open(self)
         length_limit = check_request(wire, self.executor.facts, self.kv)
         check_policy(self.spec, wire)
-        tokens = self.requests.prompt_tokens_of(wire.tenant)
-        check_share(self.spec, tokens, len(wire.prompt) // TOKEN_BYTES)
-        self._check_queue(wire)
-        self.hooks.admit(wire)
-        now = self.clock()
         request = Request(
             wire,
             arrival=self._arrivals,
-            now=now,
+            now=self.clock(),
             groups=len(self.executor.facts.groups),
             length_limit=length_limit,
         )
+        load = load_of(self)
+        tokens = self.requests.prompt_tokens_of(wire.tenant)
+        check_share(self.spec, load, tokens, request.num_prompt)
+        self._check_queue(request, load)
+        check_deadline(load, wire, ahead=self.scheduler.ahead(request))
+        self.hooks.admit(wire)
         self._arrivals += 1
         self.requests.add(request)
         self.scheduler.enqueue(request)
         self.output_buffer.add_new(request)
         if wire.deadline_s is not None:
             self._deadlines.forget_ended(self.requests, num_alive=len(self.requests))
-            self._deadlines.add(now + wire.deadline_s, wire.id)
+            self._deadlines.add(request.arrived_at + latest_start_s(load, wire), wire.id)
 
-    def _check_queue(self, wire: EngineRequest) -> None:
-        queue = self.scheduler.queue
+    def _check_queue(self, request: Request, load: Load) -> None:
         try:
-            load = QueueLoad(len(queue), queue.num_tokens, self.rows.num_free, self.counters.rate)
-            check_queue(self.spec, load, len(wire.prompt) // TOKEN_BYTES)
+            check_queue(self.spec, load, request.num_prompt)
         except Unavailable as full:
-            worst = self._worse_waiting(wire)
+            worst = self._worse_waiting(request.wire)
             if worst is None:
                 raise
             self.end(worst, "error", error=to_wire(full))
@@ -451,9 +463,14 @@ class EngineCore:
         request.move(RequestState.FINISHED, now=now)
         if self.hooks:
             self.hooks.finish(request.id)
-        self.counters.finished[reason] += 1
+        self.counters.ended(
+            reason,
+            num_prompt=request.num_prompt,
+            num_cached=request.num_cached,
+            num_output=num_known - request.num_prompt,
+        )
         self.output_buffer.add_finished(
-            _finished(request, reason, stop_id=stop_id, error=error, now=now)
+            finished_of(request, reason, stop_id=stop_id, error=error, now=now)
         )
         if self._stats is not None:
             self._stats.finished(
@@ -464,12 +481,16 @@ class EngineCore:
             )
 
     def _expire(self) -> None:
-        """Ends requests whose deadline has passed; those still queued never reach the device."""
-        if not self._deadlines:
-            return
-        for request_id in self._deadlines.expired(self.clock()):
+        """Ends requests whose deadline has passed; one that still waits when it could no longer be
+        finished in time never reaches the device."""
+        now = self.clock()
+        for request_id in self._deadlines.expired(now):
             request = self.requests.get(request_id)
             if request is None:
+                continue
+            due = request.arrived_at + (request.wire.deadline_s or 0.0)
+            if due > now and request.state is not RequestState.WAITING:
+                self._deadlines.add(due, request_id)
                 continue
             passed = DeadlineExceeded(
                 f"not finished within {request.wire.deadline_s} s "
@@ -477,22 +498,3 @@ class EngineCore:
                 field="timeout_s",
             )
             self.end(request, "error", error=to_wire(passed))
-
-
-def _finished(
-    request: Request, reason: str, *, stop_id: int | None, error: WireError | None, now: float
-) -> Finished:
-    began = request.arrived_at
-    return Finished(
-        id=request.id,
-        reason=reason,
-        stop_id=stop_id,
-        error=error,
-        num_cached=request.num_cached,
-        num_preemptions=request.num_preemptions,
-        preempted_s=tuple(at - began for at in request.preempted_at),
-        hook_wait_s=request.hook_wait_s,
-        scheduled_s=None if request.scheduled_at is None else request.scheduled_at - began,
-        first_token_s=None if request.first_token_at is None else request.first_token_at - began,
-        total_s=now - began,
-    )

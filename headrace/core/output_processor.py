@@ -340,3 +340,23 @@ class OutputBuffer:
 
 def _nothing() -> TokenBatch:
     return TokenBatch(ids=_NO_IDS, tokens=_NO_TOKENS)
+
+
+def finished_of(
+    request: Request, reason: str, *, stop_id: int | None, error: WireError | None, now: float
+) -> Finished:
+    """What is told of a request that has just ended."""
+    began = request.arrived_at
+    return Finished(
+        id=request.id,
+        reason=reason,
+        stop_id=stop_id,
+        error=error,
+        num_cached=request.num_cached,
+        num_preemptions=request.num_preemptions,
+        preempted_s=tuple(at - began for at in request.preempted_at),
+        hook_wait_s=request.hook_wait_s,
+        scheduled_s=None if request.scheduled_at is None else request.scheduled_at - began,
+        first_token_s=None if request.first_token_at is None else request.first_token_at - began,
+        total_s=now - began,
+    )

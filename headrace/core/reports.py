@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
+from headrace.base.wire.load import QUANTILES, Load, order_s
 from headrace.base.wire.step import RecordedGraphs
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import NOT_LOOKED_AT, Request, RowTable
@@ -82,6 +84,36 @@ def explain(engine: EngineView, request: Request) -> Document:
         "steps_passed_over": request.passed_over,
         "kv_blocks": sum(block != 0 for blocks in request.blocks for block in blocks),
     }
+
+
+def load_of(engine: EngineView) -> Load:
+    """What waits, and at which rates the engine works."""
+    scheduler, counters = engine.scheduler, engine.counters
+    queue, prompt = scheduler.queue, counters.prompt_tokens.value
+    computed = counters.computed_tokens.value
+    lacks_blocks = any(request.need_blocks for request in islice(queue, QUANTILES))
+    return Load(
+        waiting=len(queue),
+        waiting_tokens=queue.num_tokens,
+        running=scheduler.num_running,
+        rows=scheduler.num_running if lacks_blocks else engine.rows.num_rows,
+        prefill_token_s=scheduler.prefill_budget.prefill_token_s,
+        decode_step_s=scheduler.prefill_budget.decode_step_s,
+        prompt_tokens=computed,
+        output_tokens=counters.output_tokens_each.value,
+        computed_share=computed / prompt if prompt else 1.0,
+    )
+
+
+def due_times(engine: EngineView) -> tuple[float, ...]:
+    """The quantiles of `Load.dues`."""
+    now = engine.clock()
+    if engine.scheduler.spec.policy != "fcfs":
+        return ()
+    return tuple(
+        request.arrived_at + order_s(request.wire.deadline_s) - now
+        for request in engine.scheduler.queue.quantiles(QUANTILES)
+    )
 
 
 def reason_of(engine: EngineView, request: Request) -> str:

@@ -71,8 +71,27 @@ class ServiceState:
 
 
 RATE_WINDOW_S = 1.0
+FORGET = 0.95  # share of its weight that a request keeps at the end of the next one
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Greatest step of each bucket but the last, which has no bound."""
+
+
+class _Mean:
+    """The mean of the last values, the newest weighing most."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        """One more value."""
+        self._sum = FORGET * self._sum + value
+        self._weight = FORGET * self._weight + 1.0
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 before the first value."""
+        return self._sum / self._weight if self._weight else 0.0
 
 
 class Counters:
@@ -93,8 +112,19 @@ class Counters:
         self.update_s = 0.0
         self.rate = 0.0
         self.step_tokens = [0] * (len(STEP_TOKENS) + 1)
+        self.prompt_tokens = _Mean()
+        self.computed_tokens = _Mean()
+        self.output_tokens_each = _Mean()
         self._window_start = now
         self._window_tokens = 0
+
+    def ended(self, reason: str, *, num_prompt: int, num_cached: int, num_output: int) -> None:
+        """A request has ended. Those that did their work tell what requests are like lately."""
+        self.finished[reason] += 1
+        if reason not in ("error", "abort"):
+            self.prompt_tokens.add(num_prompt)
+            self.computed_tokens.add(num_prompt - num_cached)
+            self.output_tokens_each.add(num_output)
 
     def finished_step(self, tokens: int, *, any_failed: bool) -> None:
         """A step gave so many tokens. One in which rows failed and none gave a token counts as

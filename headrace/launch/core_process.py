@@ -42,6 +42,7 @@ from headrace.core.grammar.hook import GrammarHook
 from headrace.core.lifecycle import record_graph
 from headrace.core.output_processor import CoreOutput
 from headrace.core.ports import AdmissionHook
+from headrace.core.reports import due_times, load_of
 from headrace.core.service_state import ServiceState
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 FLUSH_S = 1.0
 RECORD_AFTER_S = 0.2
 """So long nothing must have come before a graph is recorded that nobody waits for."""
+LOAD_PERIOD_S = 0.05
 FAILED_EXIT = 71
 
 
@@ -75,6 +77,8 @@ class CoreLoop:
         self._unhandled: list[Incoming] = []
         self._announced = core.hello()
         self._may_record = True
+        self._num_waiting = 0
+        self._published_at = 0.0
 
     def run(self) -> None:
         """Serves until the process ends."""
@@ -104,6 +108,16 @@ class CoreLoop:
         if core.failing != self._announced.failing:
             self._announce(core.hello())
         self._send(output)
+        self._publish_load()
+
+    def _publish_load(self) -> None:
+        """Tells the frontends what waits: every LOAD_PERIOD_S, and when nothing does any more."""
+        num_waiting = len(self._core.scheduler.queue)
+        due = time.monotonic() >= self._published_at + LOAD_PERIOD_S
+        if (num_waiting and due) or (self._num_waiting and not num_waiting):
+            self._num_waiting, self._published_at = num_waiting, time.monotonic()
+            load = load_of(self._core)
+            self._frontends.send_all(msgspec.structs.replace(load, dues=due_times(self._core)))
 
     def _wait_s(self) -> float | None:
         """How long an idle core waits for a message: until a timer, or until it may record."""

@@ -131,8 +131,12 @@ class FrontendConnections:
     def announce(self, hello: Hello) -> None:
         """Sends a new Hello to all frontends, and to those that connect later."""
         self._hello = self._outgoing.frame(hello)
+        self.send_all(hello)
+
+    def send_all(self, message: ToFront) -> None:
+        """Sends to all frontends."""
         for frontend in list(self._peers):
-            self.send(frontend, hello)
+            self.send(frontend, message)
 
     def drop(self, frontend: int, why: str) -> None:
         """Ends a connection; its `FrontGone` follows from the IO thread."""

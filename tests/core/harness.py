@@ -27,7 +27,7 @@ from headrace.base.wire.request import (
     StopRules,
     TokenLogprobs,
 )
-from headrace.base.wire.step import KVGroup
+from headrace.base.wire.step import KVGroup, StepPlan
 from headrace.core.core import EngineCore
 from headrace.core.ports import AdmissionHook
 
@@ -201,3 +201,29 @@ class Driver:
     def reason(self, id: int) -> str:
         """Why a request waits, or what it does."""
         return str(self.ask("explain", ids=[id])[str(id)]["reason"])
+
+
+DECODE_S, TOKEN_S = 0.004, 0.0001
+
+
+class TimedDriver(Driver):
+    """A core whose steps take the time a device would: so much for the decodes, so much for each prefill token."""
+
+    def __init__(self, **scheduler: Any) -> None:
+        spec = make_spec(
+            num_blocks=600, block_tokens=16, max_model_len=4096, overlap=False, **scheduler
+        )
+        super().__init__(spec, check=False)
+        assert isinstance(self.clock, Clock)
+        self.steps: list[tuple[int, int]] = []
+        submit = self.executor.submit
+
+        def timed(plan: StepPlan) -> Any:
+            decodes = int((plan.num_tokens == 1).sum())
+            prefill = int(plan.num_tokens.sum()) - decodes
+            self.steps.append((decodes, prefill))
+            pending = submit(plan)
+            self.clock.now += DECODE_S * (decodes > 0) + TOKEN_S * prefill
+            return pending
+
+        self.executor.submit = timed

@@ -300,6 +300,7 @@ def test_a_request_that_times_out_in_the_queue_says_what_it_waited_for() -> None
     clock = Clock()
     driver = Driver(make_spec(max_running=1), clock=clock)
     driver.add(make_request(1, max_tokens=100))
+    driver.step()
     driver.add(make_request(2, deadline_s=5.0))
     driver.step()
     clock.now += 5.0

@@ -338,8 +338,9 @@ def test_a_queued_request_whose_deadline_passes_never_runs() -> None:
     """1.7."""
     clock = Clock()
     driver = Driver(make_spec(max_running=1), clock=clock)
-    driver.add(make_request(1, max_tokens=50), make_request(2, deadline_s=5.0))
+    driver.add(make_request(1, max_tokens=50))
     driver.step()
+    driver.add(make_request(2, deadline_s=5.0))
     assert driver.core.idle_s == 5.0
     clock.now += 5.0
     driver.run()

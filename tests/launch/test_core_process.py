@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 
+from headrace.base.wire.load import Load
 from headrace.base.wire.request import AbortRequests, ToFront, TokenBatch
 from headrace.base.wire.step import RecordedGraphs
 from headrace.core.reports import status
@@ -25,6 +26,7 @@ class ScriptedFrontends:
     def __init__(self) -> None:
         self.arrivals: deque[list[Incoming]] = deque()
         self.sent: list[TokenBatch] = []
+        self.loads: list[Load] = []
 
     def take(self, *, block: bool, at_most_s: float | None) -> list[Incoming]:
         assert not block or self.arrivals, "the loop would wait for ever"
@@ -33,6 +35,10 @@ class ScriptedFrontends:
     def send(self, frontend: int, message: ToFront) -> None:
         assert frontend == FRONTEND and isinstance(message, TokenBatch)
         self.sent.append(message)
+
+    def send_all(self, message: ToFront) -> None:
+        assert isinstance(message, Load)
+        self.loads.append(message)
 
 
 class IdleWatchdog:
@@ -120,3 +126,20 @@ def test_graphs_are_recorded_one_at_a_time_while_nothing_waits(
     figures = driver.core.graphs
     assert (figures.count, figures.num_bytes) == (3, 3 << 20)
     assert status(driver.core)["graph_bytes"] == 3 << 20
+
+
+def test_what_waits_is_published_until_nothing_does() -> None:
+    """1.2: whoever takes requests knows what they would wait for."""
+    driver = Driver(make_spec(max_running=1))
+    loop, frontends = loop_on(driver)
+    requests = [(FRONTEND, make_request(i, 6, max_tokens=3, deadline_s=9.0)) for i in range(1, 4)]
+    frontends.arrivals.append(list(requests))
+    loop.turn()
+    assert [(load.waiting, load.waiting_tokens, load.running) for load in frontends.loads] == [
+        (2, 12, 1)
+    ]
+    assert frontends.loads[0].dues == pytest.approx((9.0, 9.0))
+    while driver.core.has_work:
+        loop.turn()
+    assert frontends.loads[-1].waiting == 0
+    assert frontends.loads[-1].output_tokens > 0

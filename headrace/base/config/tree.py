@@ -180,7 +180,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy: Annotated[
         Literal["fcfs", "priority", "fair"],
         Meta(
-            description="Order of the queue: by arrival, by (priority, arrival), or token-fair between tenants."
+            description="Order of the queue: as requests are due, by priority and then as they are due, or token-fair "
+            "between tenants. A request is due at its deadline, at most 10 s after its arrival."
         ),
     ] = "fcfs"
     inter_prefill_budget: Annotated[

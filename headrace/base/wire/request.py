@@ -5,8 +5,8 @@ to a number, and splits it: `StopRules` is what the core needs to end a request,
 the sampler needs for one row.
 
 Front to core: `EngineRequest`, `AbortRequests`, `Call`. Core to front: `Hello`, `TokenBatch`,
-`Reply`. A front numbers its requests with random 63-bit ids of its own making; ids from clients are
-labels only.
+`Load`, `Reply`. A front numbers its requests with random 63-bit ids of its own making; ids from
+clients are labels only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from headrace.base.errors import WireError
 from headrace.base.wire.grammar import StructuredOutputs
+from headrace.base.wire.load import Load
 
 LOGPROBS_MODES = ("raw", "processed")
 
@@ -365,4 +366,4 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
 
 
 ToCore = EngineRequest | AbortRequests | Call
-ToFront = Hello | TokenBatch | Reply
+ToFront = Hello | TokenBatch | Load | Reply

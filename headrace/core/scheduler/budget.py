@@ -83,6 +83,16 @@ class PrefillBudgetModel:
         unit = max(self._least, (1 << int(tokens).bit_length()) // 8)
         return max(self._least, int(tokens) // unit * unit)
 
+    @property
+    def decode_step_s(self) -> float:
+        """Seconds of a step of decodes alone; 0 while nothing is known."""
+        return self._decode_step.value
+
+    @property
+    def prefill_token_s(self) -> float:
+        """Seconds that a prefill token takes; 0 while nothing is known."""
+        return self._prefill_token.value
+
     def expected_s(self, decodes: int, prefill_tokens: int) -> float:
         """Seconds that a step is expected to take, by what was measured; 0 while nothing is."""
         decode_s = self._decode_step.value if decodes else 0.0

@@ -9,8 +9,8 @@ That is deficit round robin, weighted, with the rounds computed at once: every t
 by tokens / weight for what is spent on it, prompts when they start and each token it decodes. The
 tenant deepest below the others is tried first, as deficit round robin does with a quantum of one
 token. A tenant that comes back from idleness starts at the level of the others: credit is not
-hoarded, debt is not forgiven while anything of it runs. Within a tenant: by key, that is by
-arrival.
+hoarded, debt is not forgiven while anything of it runs. Within a tenant: by key, that is as
+they are due.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.wire.load import order_s
 from headrace.core.request import Request
 
 _key = attrgetter("key")
@@ -52,6 +53,15 @@ class Queue(Protocol):
 
     def position(self, request: Request) -> int:
         """How many requests are tried before this one (of its own tenant, where tenants share)."""
+        ...
+
+    def ahead(self, request: Request) -> int:
+        """About how many requests of the queue start before this one, which is not in it."""
+        ...
+
+    def quantiles(self, count: int) -> list[Request]:
+        """About so many requests at equal distances of the order in which they start; none where
+        there is no such order."""
         ...
 
     def started(self, request: Request) -> None:
@@ -108,6 +118,14 @@ class OrderedQueue:
     def position(self, request: Request) -> int:
         """See Queue."""
         return bisect_left(self._items, request.key, key=_key)
+
+    def ahead(self, request: Request) -> int:
+        """See Queue."""
+        return self.position(request)
+
+    def quantiles(self, count: int) -> list[Request]:
+        """See Queue."""
+        return self._items[:: max(1, len(self._items) // count)]
 
     def started(self, request: Request) -> None:
         """See Queue."""
@@ -197,6 +215,21 @@ class FairQueue:
         """See Queue."""
         return self._tenants[request.wire.tenant].waiting.position(request)
 
+    def ahead(self, request: Request) -> int:
+        """See Queue: between two requests of a tenant each other one has its turn."""
+        num_others = sum(
+            len(tenant.waiting) > 0
+            for name, tenant in self._tenants.items()
+            if name != request.wire.tenant
+        )
+        tenant = self._tenants.get(request.wire.tenant)
+        own = tenant.waiting.position(request) if tenant else 0
+        return min(self._count, own + (own + 1) * num_others)
+
+    def quantiles(self, count: int) -> list[Request]:
+        """See Queue."""
+        return []
+
     def started(self, request: Request) -> None:
         """See Queue. A prompt is paid for once, not again when it is recomputed."""
         name = request.wire.tenant
@@ -249,17 +282,18 @@ class FairQueue:
 Key = Callable[[Request], tuple[int, ...]]
 
 
-def by_arrival(request: Request) -> tuple[int, ...]:
-    """First come, first served."""
-    return (request.arrival,)
+def by_due_time(request: Request) -> tuple[int, ...]:
+    """Due first, first served; those without a deadline by arrival."""
+    due_s = request.arrived_at + order_s(request.wire.deadline_s)
+    return (round(1e6 * due_s), request.arrival)
 
 
 def by_priority(request: Request) -> tuple[int, ...]:
-    """Lower priority values first, then by arrival."""
-    return (request.wire.priority, request.arrival)
+    """Lower priority values first, then as they are due."""
+    return (request.wire.priority, *by_due_time(request))
 
 
-_KEYS: dict[str, Key] = {"fcfs": by_arrival, "priority": by_priority, "fair": by_arrival}
+_KEYS: dict[str, Key] = {"fcfs": by_due_time, "priority": by_priority, "fair": by_due_time}
 
 
 def key_of(policy: str) -> Key:

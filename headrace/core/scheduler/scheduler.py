@@ -92,6 +92,11 @@ class Scheduler:
         """The requests that own a row."""
         return [request for request in self.rows.requests if request is not None]
 
+    def ahead(self, request: Request) -> int:
+        """About how many waiting requests would start before a new one."""
+        request.key = self.key(request)
+        return self.queue.ahead(request)
+
     def enqueue(self, request: Request) -> None:
         """A new request waits for its turn."""
         request.key = self.key(request)

@@ -16,6 +16,7 @@ import msgspec
 from headrace.base.errors import EngineDead, HeadraceError, Unavailable, from_wire
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, cut_frames
+from headrace.base.wire.load import Load
 from headrace.base.wire.request import (
     PING,
     Argument,
@@ -36,6 +37,10 @@ class Receiver(Protocol):
 
     def on_tokens(self, batch: TokenBatch) -> None:
         """A step's tokens and ends."""
+        ...
+
+    def on_load(self, load: Load) -> None:
+        """What waits for the core now."""
         ...
 
     def on_lost(self) -> None:
@@ -157,6 +162,8 @@ class Connection:
         self._heard_s = asyncio.get_running_loop().time()
         if isinstance(message, TokenBatch):
             self._receiver.on_tokens(message)
+        elif isinstance(message, Load):
+            self._receiver.on_load(message)
         elif isinstance(message, Reply):
             self._answer(message)
         elif isinstance(message, Hello):

@@ -140,10 +140,12 @@ class AsyncLLM:
         """Refuses a generation that `generate` would refuse for what the caller did wrong."""
         self._checker.check(generation, self.bounds)
 
-    def check_queue(self) -> None:
+    def check_queue(self, deadline_s: float | None = None) -> None:
         """See `events.EngineClient.check_queue`: by the core that would get the next request."""
         core = self._least_loaded()
         core.admission.check(core.connection.hello, len(core.running))
+        if deadline_s is not None:
+            core.admission.check_deadline(deadline_s)
 
     def generate(self, generation: Generation) -> Events:
         """See `events.EngineClient.generate`."""

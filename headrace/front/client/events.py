@@ -145,9 +145,9 @@ class EngineClient(Protocol):
         when full or draining, EngineError when the engine failed."""
         ...
 
-    def check_queue(self) -> None:
-        """Raises Unavailable where one more request would surely be refused, before any work is
-        done for it."""
+    def check_queue(self, deadline_s: float | None = None) -> None:
+        """Raises Unavailable where one more request, which has so much time, would surely be
+        refused, before any work is done for it."""
         ...
 
     async def explain(self, label: str, *, tenant: str | None = None) -> dict[str, object]:

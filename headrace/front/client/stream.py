@@ -21,6 +21,7 @@ from headrace.base.errors import (
     QueueFull,
     Unavailable,
 )
+from headrace.base.wire.load import MARGIN, Load
 from headrace.base.wire.request import AbortRequests, Finished, Hello, TokenBatch, TokenLogprobs
 from headrace.front.client.admission_retry import RETRY_S
 from headrace.front.client.connection import Connection
@@ -212,8 +213,13 @@ class CoreHandle:
             if (stream := running.get(request_id)) is not None:
                 stream.running[request_id].add_captured(captured)
 
+    def on_load(self, load: Load) -> None:
+        """What waits for the core, of all API processes."""
+        self.admission.load = load
+
     def on_lost(self) -> None:
         """The core is gone: everything in flight fails at once."""
+        self.admission.load = Load()
         for request_id, stream in list(self.running.items()):
             stream.fail(
                 request_id,
@@ -241,10 +247,23 @@ class QueueAdmission:
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=ENDS_KEPT)
         self._retries: deque[float] = deque(maxlen=RETRIES_KEPT)
+        self.load = Load()
 
     def ended(self) -> None:
         """A request has left the core."""
         self._ends.append(self._clock())
+
+    def check_deadline(self, deadline_s: float) -> None:
+        """QueueFull if a request with this deadline would surely be refused by the core: those
+        before it alone take longer."""
+        if not self.load.dues:
+            return
+        wait_s = self.load.wait_s(self.load.ahead(deadline_s))
+        if wait_s * MARGIN > deadline_s:
+            raise QueueFull(
+                f"requests wait about {wait_s:.2g} s now; this one's time is {deadline_s:.3g} s",
+                retry_after_s=min(wait_s, MAX_WAIT_S) * random.uniform(1.0, 1.25),
+            )
 
     def check(self, hello: Hello | None, in_flight: int) -> None:
         """Unavailable if the core holds as much as it takes; Retry-After is when those before will

@@ -37,7 +37,7 @@ class NoEngine:
         """Refused."""
         raise NotServed(_WHY)
 
-    def check_queue(self) -> None:
+    def check_queue(self, deadline_s: float | None = None) -> None:
         """There is no queue."""
 
     async def explain(self, label: str, *, tenant: str | None = None) -> dict[str, object]:

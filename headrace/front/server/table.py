@@ -258,7 +258,8 @@ def _posts(
 
     async def endpoint(request: Request) -> Response:
         if queued:
-            context_of(request).services.engine.check_queue()
+            context = context_of(request)
+            context.services.engine.check_queue(context.deadline_s(None))
         return await _handled(request, handler, await _document(request))
 
     doc = handler.__doc__ or ""

@@ -5,7 +5,6 @@ measured, bounded, never starved.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from headrace.core.scheduler.budget import (
     PROBE_STEPS,
     PrefillBudgetModel,
 )
-from tests.core.harness import Clock, Driver, make_request, make_spec
+from tests.core.harness import DECODE_S, TOKEN_S, Driver, TimedDriver, make_request, make_spec
 
 
 def driver_of(**scheduler: int) -> tuple[Driver, list[list[int]]]:
@@ -88,9 +87,6 @@ def test_the_tokens_do_not_depend_on_the_bounds() -> None:
     assert plain.tokens == bounded.tokens
 
 
-DECODE_S, TOKEN_S = 0.004, 0.0001
-
-
 def model_of(max_slowdown: float | None, *, block_tokens: int = 16) -> PrefillBudgetModel:
     return PrefillBudgetModel(max_slowdown, max_tokens=256, block_tokens=block_tokens)
 
@@ -156,29 +152,6 @@ def test_a_step_that_was_queued_counts_from_the_end_of_the_one_before() -> None:
         prefill_budget.observe(5.0, 10.0 + (at + 1) * DECODE_S, decodes=1, prefill_tokens=0)
     prefill_budget.observe(20.0, 20.0 + 10 * TOKEN_S, decodes=0, prefill_tokens=10)
     assert prefill_budget.allowance(1) == pytest.approx(DECODE_S / TOKEN_S, rel=0.25)
-
-
-class TimedDriver(Driver):
-    """A core whose steps take the time a device would: so much for the decodes, so much for each prefill token."""
-
-    def __init__(self, **scheduler: Any) -> None:
-        spec = make_spec(
-            num_blocks=600, block_tokens=16, max_model_len=4096, overlap=False, **scheduler
-        )
-        super().__init__(spec, check=False)
-        assert isinstance(self.clock, Clock)
-        self.steps: list[tuple[int, int]] = []
-        submit = self.executor.submit
-
-        def timed(plan: StepPlan) -> Any:
-            decodes = int((plan.num_tokens == 1).sum())
-            prefill = int(plan.num_tokens.sum()) - decodes
-            self.steps.append((decodes, prefill))
-            pending = submit(plan)
-            self.clock.now += DECODE_S * (decodes > 0) + TOKEN_S * prefill
-            return pending
-
-        self.executor.submit = timed
 
 
 @pytest.mark.parametrize("max_slowdown", [None, 2.0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.base.errors import Unavailable
+from headrace.base.errors import QueueFull, Unavailable
+from headrace.base.wire.load import Load
 from headrace.base.wire.request import Hello
 from headrace.front.client.stream import ENDS_KEPT, MAX_WAIT_S, RETRIES_KEPT, QueueAdmission
 
@@ -52,3 +53,39 @@ def test_memory_is_bounded_however_many_are_refused() -> None:
     room = QueueAdmission(lambda: 0.0)
     for _ in range(RETRIES_KEPT + 10):
         assert refused(room, 12) <= MAX_WAIT_S * 1.25
+
+
+BUSY = Load(
+    waiting=100, waiting_tokens=1600, running=8, rows=8, prefill_token_s=0.0001, decode_step_s=0.004,
+    prompt_tokens=16.0, output_tokens=40.0, dues=(0.5, 1.0, 1.5, 2.0),
+)  # fmt: skip
+"""A request's share of the engine's time is 0.0216 s."""
+
+
+def test_who_would_wait_too_long_is_refused_at_the_door() -> None:
+    room = QueueAdmission(lambda: 0.0)
+    room.check_deadline(0.001)  # nothing is known of the core
+    room.load = BUSY
+    with pytest.raises(QueueFull, match=r"wait about 2.2 s now; this one's time is 2 s") as caught:
+        room.check_deadline(2.0)
+    assert caught.value.retry_after_s is not None
+    assert 2.18 <= caught.value.retry_after_s <= 1.25 * 2.19
+    room.check_deadline(3600.0)
+    room.check_deadline(3.0)
+
+
+def test_those_due_later_are_not_waited_for() -> None:
+    room = QueueAdmission(lambda: 0.0)
+    room.load = Load(
+        **{**{n: getattr(BUSY, n) for n in BUSY.__struct_fields__}, "dues": (8.0, 9.0)}
+    )
+    room.check_deadline(2.0)
+    with pytest.raises(QueueFull):
+        room.check_deadline(0.02)
+
+
+def test_who_finds_a_free_row_does_not_wait() -> None:
+    assert Load(rows=8, running=6, waiting=1, decode_step_s=1.0, output_tokens=9.0).wait_s(1) == 0.0
+    assert (
+        Load(rows=8, running=6, waiting=2, decode_step_s=1.0, output_tokens=12.0).wait_s(2) == 2.0
+    )
