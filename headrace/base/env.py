@@ -7,6 +7,7 @@ configuration tree. At most 20 of them (a test counts). docs/ENV.md is generated
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,15 +97,23 @@ def stated(name: str) -> str | None:
 
 
 def cache_dir() -> Path:
-    """The cache folder, created with mode 0700; ConfigError if it cannot be."""
+    """The cache folder, created with mode 0700; ConfigError if it cannot be, or if others can write
+    to it: compiled kernels are loaded from it."""
     path = Path(get("HEADRACE_CACHE_DIR") or "~/.cache/headrace").expanduser()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise ConfigError(
             f"HEADRACE_CACHE_DIR={path}: cannot make this folder: {error.strerror}",
             field="HEADRACE_CACHE_DIR",
         ) from error
+    if mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"HEADRACE_CACHE_DIR={path}: everyone can write to it (mode {mode:o}), and code is loaded "
+            "from it: chmod 700, or name another folder",
+            field="HEADRACE_CACHE_DIR",
+        )
     return path
 
 

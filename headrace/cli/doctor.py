@@ -19,6 +19,7 @@ from rich.table import Table
 from headrace.base import env
 from headrace.base.config.options import CommandLine
 from headrace.base.config.units import show_bytes
+from headrace.base.errors import ConfigError
 from headrace.base.optional import available
 
 
@@ -114,7 +115,12 @@ def check_files() -> DoctorCheck:
 
 def check_cache() -> DoctorCheck:
     """The cache folder: private, with room."""
-    folder = env.cache_dir()
+    try:
+        folder = env.cache_dir()
+    except ConfigError as error:
+        return DoctorCheck(
+            "Cache folder", "fail", error.message, "chmod 700, or name another folder"
+        )
     mode, free = folder.stat().st_mode & 0o777, shutil.disk_usage(folder).free
     if mode & 0o022:
         return DoctorCheck(

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from headrace.base import env
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import Decision, Resolved
 from headrace.base.config.tree import Options
@@ -40,6 +41,7 @@ def run(options: Options) -> int:
     loop)."""
     logs.configure("headrace", options.server.log_level)
     try:
+        env.cache_dir()  # whose faults are said before anything is loaded
         resolved = resolve_options(options)
         listener = bind(resolved.server.host, resolved.server.port)
         place = resolved.server.admin_listen

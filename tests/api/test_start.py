@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.api.serving import Served, eventually, launch, serving
 
@@ -32,6 +33,24 @@ def test_a_chat_template_that_does_not_compile_ends_the_start(model: Path, tmp_p
     served.close()
     (said,) = [line for line in served.lines if line.startswith("headrace: ")]
     assert "chat template" in said and "TemplateSyntaxError" in said
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [(0o777, "everyone can write to it"), (None, "--file-store auto")]
+)
+def test_a_cache_folder_that_cannot_be_used_is_named_at_start(
+    model: Path, tmp_path: Path, mode: int | None, said: str
+) -> None:
+    """Kernels are loaded from it. Where even root can make nothing: a folder of the kernel's."""
+    folder = Path("/proc/tty") if mode is None else tmp_path / "cache"
+    if mode is not None:
+        folder.mkdir()
+        folder.chmod(mode)
+    served = launch(model, HEADRACE_CACHE_DIR=str(folder))
+    assert served.process.wait(60) == 2
+    served.close()
+    (line,) = [line for line in served.lines if line.startswith("headrace: ")]
+    assert said in line and "HEADRACE_CACHE_DIR" in line and str(folder) in line
 
 
 def test_a_template_of_the_users_is_the_one_that_renders_and_is_quiet_for_scripts(

@@ -147,11 +147,14 @@ def open_stores(text: TextSpec, spec: ServerSpec) -> tuple[FileStore, BatchStore
     another's batches."""
     if spec.file_store == "none":
         return None
-    folder = Path(spec.file_store).expanduser()
+    folder, named = Path(spec.file_store).expanduser(), "--file-store"
     if spec.file_store == "auto":
         name = text.model_names[0]
         folder = env.cache_dir() / "files" / hashlib.sha256(name.encode()).hexdigest()[:16]
-    files = FileStore(private_folder(folder) / "files", max_bytes=spec.file_store_bytes)
+        named = "--file-store auto (a folder in HEADRACE_CACHE_DIR; none: no files are kept)"
+    files = FileStore(
+        private_folder(folder, named=named) / "files", max_bytes=spec.file_store_bytes
+    )
     return files, BatchStore(folder / "batches")
 
 

@@ -52,13 +52,16 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.expires_at is not None and time.time() >= self.expires_at
 
 
-def private_folder(path: Path) -> Path:
-    """The folder, made with mode 0700; ConfigError if it is not ours alone."""
+def private_folder(path: Path, *, named: str = "--file-store") -> Path:
+    """The folder, made with mode 0700; ConfigError, with the option that `named` it, if it is not
+    ours alone."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
-        raise ConfigError(f"--file-store: {path}: {error.strerror}", field="file_store") from None
+        raise ConfigError(
+            f"{named}: cannot make {path}: {error.strerror}", field="file_store"
+        ) from None
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"--file-store: {path} belongs to or can be written by others; mode 0700 is needed",
