@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.greedy.op import Argmax
-from headrace.back.kernels.gumbel.triton_gumbel import row_winner, span_winner
+from headrace.back.kernels.gumbel.triton_race import row_winner, span_winner
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.sample.op import NUMBERS, RandomRows, SampleProblem
 from headrace.back.kernels.sample.triton_truncate import (

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.greedy.op import Argmax
-from headrace.back.kernels.gumbel.triton_gumbel import span_winner
+from headrace.back.kernels.gumbel.triton_race import span_winner
 from headrace.back.kernels.sample.op import NUMBERS
 from headrace.back.kernels.triton.grid import enter, ordered
 from headrace.back.kernels.triton.wrap import launch, power_of_two
