@@ -152,6 +152,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoe",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
     ),
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, **ROUTED, "norm_topk_prob": True}),
+    "solar-open": ("SolarOpen", {**ROUTED, "head_dim": 8, **rope(partial_rotary_factor=1.0)}),
+    "dots1": ("Dots1", {**ROUTED, "norm_topk_prob": True, "sliding_window": None}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},
+            **{"sliding_window": 11, **rope(**YARN, truncate=False)},
+        },
+    ),
     "deepseek-v2": (
         "DeepseekV2",
         {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "q_lora_rank": None},

@@ -30,7 +30,8 @@ from headrace.back.layers.norm import (
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
-from headrace.back.parallel.shard import Part, local_units
+from headrace.back.parallel.param import Param
+from headrace.back.parallel.shard import Part, Shard, local_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ class AttentionSpec:
     window     tokens a query sees, itself included; None: all before it
     rope       None: no position embedding (NoPE layers)
     clip       queries, keys and values are cut to this magnitude as they come out of the projection
+    sinks      a learned score per head, beside those of the positions, takes part in the softmax
     """
 
     width: int
@@ -115,6 +117,7 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: QKNorm | None = None
     clip: float | None = None
+    sinks: bool = False
     query_scale: QueryScale | None = None
     names: AttentionNames = AttentionNames()
 
@@ -203,6 +206,7 @@ class Attention:
             adds=adds,
             transposed=names.transposed,
         )
+        self._sinks = self._sinks_param() if spec.sinks else None
         self._qk_norms: tuple[HeadNorm, HeadNorm] | None = None
         if spec.qk_norm is not None:
             of_q, of_k = spec.qk_norm.names
@@ -315,8 +319,15 @@ class Attention:
             window=spec.window,
             softcap=spec.softcap,
             quantized=scope.kv_quantized,
+            sinks=self._sinks is not None,
         )
-        self._attend = scope.bind(ATTENTION, self._problem)
+        sinks = () if self._sinks is None else (self._sinks.take().float(),)
+        self._attend = scope.bind(ATTENTION, self._problem, *sinks)
+
+    def _sinks_param(self) -> Param:
+        heads = Part("sinks", self._spec.heads, self._spec.heads)
+        shard = Shard(axis="tp", dim=0, parts=(heads,))
+        return self._scope.param("sinks", (heads.size,), shard=shard, init="zeros")
 
     def _bind_fused(self, shape: dict[str, Any]) -> QKRopeWrite | None:
         """Norm, rotation and KV write in one kernel, if there is one for this layer."""

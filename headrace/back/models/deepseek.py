@@ -13,13 +13,15 @@ from headrace.base.config.hf import ConfigReader
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """DeepseekV2ForCausalLM, DeepseekV3ForCausalLM (also of R1 and Kimi-K2)."""
+    """DeepseekV2ForCausalLM, DeepseekV3ForCausalLM (also of R1 and Kimi-K2),
+    Glm4MoeLiteForCausalLM."""
     sizes = read_sizes(config)
     is_v2 = config.str("model_type", "deepseek_v3") == "deepseek_v2"
     pairs = is_v2 or config.bool("rope_interleave", True)
     attention = read_latent_attention(scope, config, sizes, layout="pairs" if pairs else "half")
     mixture = _softmax_mixture(config) if is_v2 else sigmoid_mixture(config)
-    first = config.int("first_k_dense_replace", 0, ge=0)
+    types = config.list("mlp_layer_types", None, of=str)
+    first = config.int("first_k_dense_replace", 0 if types is None else types.count("dense"), ge=0)
     every = config.int("moe_layer_freq", 1, ge=1)
     layers = tuple(
         LayerSpec(

@@ -19,7 +19,7 @@ from headrace.base.config.hf import ConfigReader
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """Glm4MoeForCausalLM. Only query, key and value have the bias."""
+    """Glm4MoeForCausalLM, SolarOpenForCausalLM. Only query, key and value have the bias."""
     sizes = read_sizes(config, eps=1e-5)
     attention = AttentionSpec(
         **plain_attention(sizes),
@@ -27,7 +27,9 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         qkv_bias=config.bool("attention_bias", False),
         qk_norm=QKNorm(eps=sizes.eps) if config.bool("use_qk_norm", False) else None,
     )
-    first, mixture = config.int("first_k_dense_replace", 1, ge=0), sigmoid_mixture(config)
+    is_solar = config.str("model_type", "glm4_moe") == "solar_open"  # has experts in all layers
+    first = 0 if is_solar else config.int("first_k_dense_replace", 1, ge=0)
+    mixture = sigmoid_mixture(config)
     layers = tuple(
         LayerSpec(attention=attention, feed_forward=mixture if i >= first else GATED_MLP)
         for i in range(sizes.layers)

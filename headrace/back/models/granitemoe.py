@@ -4,13 +4,14 @@ their own."""
 from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.moe.mixture import ExpertNames, MixtureSpec, RouterSpec
+from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
+from headrace.back.layers.moe.weights import MergedExperts
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
 from headrace.base.config.hf import ConfigReader
 
-NAMES = ExpertNames(gate=None, up="input_linear.weight", down="output_linear.weight")
+LAYOUT = MergedExperts(up="input_linear.weight", down="output_linear.weight")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
@@ -34,7 +35,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
                 name="router.layer",
             ),
             inner=sizes.inner,
-            names=NAMES,
+            layout=LAYOUT,
             name="block_sparse_moe",
         ),
         branch_scale=config.float("residual_multiplier", 1.0),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.moe.mixture import ExpertNames, MixtureSpec, RouterSpec
+from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
+from headrace.back.layers.moe.weights import SeparateExperts
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
 from headrace.base.config.hf import ConfigReader
 
-NAMES = ExpertNames(
+LAYOUT = SeparateExperts(
     gate="experts.{}.w1.weight", up="experts.{}.w3.weight", down="experts.{}.w2.weight"
 )
 
@@ -31,7 +32,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
                 renormalize=True,
             ),
             inner=sizes.inner,
-            names=NAMES,
+            layout=LAYOUT,
             name="block_sparse_moe",
         ),
     )

@@ -12,10 +12,10 @@ from headrace.base.config.hf import ConfigReader
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """OlmoeForCausalLM. `clip_qkv` is null in all published models."""
+    """OlmoeForCausalLM."""
     sizes = read_sizes(config, eps=1e-5)
     if config.float("clip_qkv", None) is not None:
-        raise config.wrong("clip_qkv", "null: clipped projections are not served")
+        raise config.wrong("clip_qkv", "null: projections that are clipped behind their norm")
     bias = config.bool("attention_bias", False)
     experts = config.int("num_experts", 64, ge=1, aliases=("num_local_experts",))
     layer = LayerSpec(

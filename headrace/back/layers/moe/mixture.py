@@ -20,11 +20,19 @@ from headrace.back.kernels.route.op import OP as ROUTE
 from headrace.back.kernels.route.op import RouteProblem
 from headrace.back.layers.linear import bind_linear
 from headrace.back.layers.mlp import FeedForward
+from headrace.back.layers.moe.weights import (
+    ExpertLayout,
+    ExpertSizes,
+    ExpertWeights,
+    SeparateExperts,
+)
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param, WeightPiece
-from headrace.back.parallel.shard import Part, Shard, local_size
+from headrace.back.parallel.shard import Shard, local_size
+
+SEPARATE = SeparateExperts()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +55,6 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertNames:
-    """Where an expert's weights are in the checkpoint, within the module, {} for its number.
-    Without `gate` the tensors of all experts are one: `up` [X, 2I, E], gates first, and `down`
-    [X, E, I]."""
-
-    gate: str | None = "experts.{}.gate_proj.weight"
-    up: str = "experts.{}.up_proj.weight"
-    down: str = "experts.{}.down_proj.weight"
-
-
-@dataclass(frozen=True, kw_only=True)
 class SharedSpec:
     """Experts that every token takes. `inner`: of all together; `name`: the MLP in the module;
     `gate`: the linear layer whose sigmoid weighs them, None: weight 1."""
@@ -74,7 +71,7 @@ class MixtureSpec:
 
     router: RouterSpec
     inner: int
-    names: ExpertNames = ExpertNames()
+    layout: ExpertLayout = SEPARATE
     shared: SharedSpec | None = None
     name: str = "mlp"
     activation: str | None = None
@@ -101,7 +98,6 @@ class Mixture:
 
     def __init__(self, scope: Scope, spec: MixtureSpec, width: int, *, activation: str) -> None:
         self._scope, self._spec, self._width, self._activation = scope, spec, width, activation
-        self._inner = Part("expert's inner values", spec.inner, spec.inner)
         router, shared = spec.router, spec.shared
         assert shared is None or shared.inner % spec.inner == 0, (shared, spec.inner)
         self._num_shared = 0 if shared is None else shared.inner // spec.inner
@@ -120,8 +116,9 @@ class Mixture:
             if router.bias_name
             else None
         )
-        self._up = self._up_param(scope, spec.names, router.experts)
-        self._down = self._down_param(scope, spec.names, router.experts)
+        sizes = ExpertSizes(experts=router.experts, width=width, inner=spec.inner)
+        self._inner = sizes.part
+        self._weights = spec.layout.params(scope, sizes)
         self._shared = self._shared_params(scope) if shared is not None else None
         self._logits = self._route = self._experts = not_loaded
         scope.on_finish(self._finish)
@@ -144,42 +141,6 @@ class Mixture:
             gate = scope.name(f"{self._spec.shared.gate}.weight")
             pieces.append(WeightPiece(name=gate, shape=(1, self._width), offset=router.experts))
         return tuple(pieces)
-
-    def _up_param(self, scope: Scope, names: ExpertNames, count: int) -> Param:
-        """[count * 2I, E]: each expert's gates, then its ups; [count, 2I, E] of merged ones."""
-        inner, pieces = self._spec.inner, []
-        if names.gate is None:
-            shard = Shard(axis="tp", dim=1, parts=(self._inner,) * 2)
-            return scope.param(names.up, (count, 2 * inner, self._width), shard=shard)
-        for i in range(count):
-            for j, name in enumerate((names.gate, names.up)):
-                at = (2 * i + j) * inner
-                pieces.append(
-                    WeightPiece(
-                        name=scope.name(name.format(i)), shape=(inner, self._width), offset=at
-                    )
-                )
-        shard = Shard(axis="tp", dim=0, parts=(self._inner,) * (2 * count))
-        return scope.param(
-            "experts.up", (2 * count * inner, self._width), pieces=tuple(pieces), shard=shard
-        )
-
-    def _down_param(self, scope: Scope, names: ExpertNames, count: int) -> Param:
-        """[count * E, I]; [count, E, I] of merged ones."""
-        shape = (self._width, self._spec.inner)
-        if names.gate is None:
-            shard = Shard(axis="tp", dim=2, parts=(self._inner,))
-            return scope.param(names.down, (count, *shape), shard=shard)
-        pieces = tuple(
-            WeightPiece(name=scope.name(names.down.format(i)), shape=shape, offset=i * self._width)
-            for i in range(count)
-        )
-        return scope.param(
-            "experts.down",
-            (count * self._width, self._spec.inner),
-            pieces=pieces,
-            shard=Shard(axis="tp", dim=1, parts=(self._inner,)),
-        )
 
     def _shared_params(self, scope: Scope) -> tuple[Param, Param, Param]:
         """Gate, up and down of the shared MLP. The ranks share each of its experts, not the whole:
@@ -213,28 +174,38 @@ class Mixture:
         )
         choice_bias = self._choice_bias.take().float() if self._choice_bias else None
         self._route = scope.bind(ROUTE, problem, choice_bias)
-        up_XIE, down_XEI = self._weights()
+        weights = self._all_weights()
         experts = ExpertsProblem(
             device=scope.kind,
             dtype=scope.dtype,
-            experts=len(up_XIE),
+            experts=len(weights.up_XIE),
             slots=problem.slots,
             width=self._width,
             inner=local_size(self._inner, scope.mesh.tp),
             activation=self._activation,
             clamp=spec.clamp,
+            bias=spec.layout.biased,
         )
-        self._experts = scope.bind(EXPERTS, experts, up_XIE, down_XEI)
+        self._experts = scope.bind(
+            EXPERTS,
+            experts,
+            weights.up_XIE,
+            weights.down_XEI,
+            weights.up_bias_XI,
+            weights.down_bias_XE,
+        )
 
-    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[X + S, 2I, E] and [X + S, E, I]."""
-        inner = local_size(self._inner, self._scope.mesh.tp)
-        count = self._spec.router.experts
-        up_XIE = self._up.take().view(count, 2 * inner, self._width)
-        down_XEI = self._down.take().view(count, self._width, inner)
+    def _all_weights(self) -> ExpertWeights:
+        """Of all experts, the shared ones behind the others."""
+        weights = self._weights.take()
         if self._shared is None:
-            return up_XIE, down_XEI
+            return weights
+        assert not self._spec.layout.biased, "shared experts have no biases"
+        inner = local_size(self._inner, self._scope.mesh.tp)
         gate_SIE, up_SIE = (p.take().unflatten(0, (-1, inner)) for p in self._shared[:2])
         down_SEI = self._shared[2].take().unflatten(1, (-1, inner)).transpose(0, 1)
         shared_SIE = torch.cat((gate_SIE, up_SIE), dim=1)
-        return torch.cat((up_XIE, shared_SIE)), torch.cat((down_XEI, down_SEI))
+        return ExpertWeights(
+            up_XIE=torch.cat((weights.up_XIE, shared_SIE)),
+            down_XEI=torch.cat((weights.down_XEI, down_SEI)),
+        )

@@ -1,0 +1,183 @@
+"""The weights of a layer's experts, as checkpoints hold them: a tensor for each expert, one for
+all, or one for all with inputs first and gates and ups in turn.
+
+X experts, E hidden size, I inner size; a rank holds its share of every expert's inner values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from headrace.back.layers.scope import Scope
+from headrace.back.parallel.param import WeightPiece
+from headrace.back.parallel.shard import Part, Shard, local_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """Global sizes."""
+
+    experts: int
+    width: int
+    inner: int
+
+    @property
+    def part(self) -> Part:
+        """What the ranks share."""
+        return Part("expert's inner values", self.inner, self.inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """What op `experts` is bound with: up [X, 2I, E] (gates, then ups), down [X, E, I], and biases
+    [X, 2I] and [X, E] or None."""
+
+    up_XIE: torch.Tensor
+    down_XEI: torch.Tensor
+    up_bias_XI: torch.Tensor | None = None
+    down_bias_XE: torch.Tensor | None = None
+
+
+class LoadedExperts(Protocol):
+    """Parameters that are asked for; `take` gives the weights once they are loaded."""
+
+    def take(self) -> ExpertWeights: ...
+
+
+class ExpertLayout(Protocol):
+    """How the checkpoint names the experts' tensors, within their module."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether there are biases."""
+        ...
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """Asks for the parameters."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeparateExperts:
+    """A gate, an up and a down tensor for each expert, {} for its number."""
+
+    gate: str = "experts.{}.gate_proj.weight"
+    up: str = "experts.{}.up_proj.weight"
+    down: str = "experts.{}.down_proj.weight"
+    biased = False
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout. One parameter for all gates and ups, one for all downs."""
+        width, inner, count = sizes.width, sizes.inner, sizes.experts
+        names = [name.format(i) for i in range(count) for name in (self.gate, self.up)]
+        up = tuple(
+            WeightPiece(name=scope.name(name), shape=(inner, width), offset=i * inner)
+            for i, name in enumerate(names)
+        )
+        down = tuple(
+            WeightPiece(
+                name=scope.name(self.down.format(i)), shape=(width, inner), offset=i * width
+            )
+            for i in range(count)
+        )
+        rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * (2 * count))
+        columns = Shard(axis="tp", dim=1, parts=(sizes.part,))
+        return _Separate(scope, sizes, up=up, down=down, rows=rows, columns=columns)
+
+
+class _Separate:
+    def __init__(
+        self,
+        scope: Scope,
+        sizes: ExpertSizes,
+        *,
+        up: tuple[WeightPiece, ...],
+        down: tuple[WeightPiece, ...],
+        rows: Shard,
+        columns: Shard,
+    ) -> None:
+        self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
+        shape = (2 * sizes.experts * sizes.inner, sizes.width)
+        self._up = scope.param("experts.up", shape, pieces=up, shard=rows)
+        shape = (sizes.experts * sizes.width, sizes.inner)
+        self._down = scope.param("experts.down", shape, pieces=down, shard=columns)
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        count, width = self._sizes.experts, self._sizes.width
+        return ExpertWeights(
+            up_XIE=self._up.take().view(count, 2 * self._inner, width),
+            down_XEI=self._down.take().view(count, width, self._inner),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedExperts:
+    """One tensor [X, 2I, E], gates first, and one [X, E, I]."""
+
+    up: str
+    down: str
+    biased = False
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout."""
+        return _Merged(scope, sizes, self)
+
+
+class _Merged:
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: MergedExperts) -> None:
+        count, width, inner = sizes.experts, sizes.width, sizes.inner
+        rows = Shard(axis="tp", dim=1, parts=(sizes.part, sizes.part))
+        columns = Shard(axis="tp", dim=2, parts=(sizes.part,))
+        self._up = scope.param(names.up, (count, 2 * inner, width), shard=rows)
+        self._down = scope.param(names.down, (count, width, inner), shard=columns)
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        return ExpertWeights(up_XIE=self._up.take(), down_XEI=self._down.take())
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterleavedExperts:
+    """One tensor [X, E, 2I] of gates and ups in turn, and one [X, I, E], with biases of the names
+    and `_bias` (gpt-oss)."""
+
+    up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    biased = True
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout."""
+        return _Interleaved(scope, sizes, self)
+
+
+class _Interleaved:
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: InterleavedExperts) -> None:
+        count, width, inner = sizes.experts, sizes.width, sizes.inner
+        self._is_first = scope.mesh.tp.rank == 0
+        pairs = Part("expert's inner values", 2 * inner, inner)
+
+        def over(dim: int, part: Part) -> Shard:
+            return Shard(axis="tp", dim=dim, parts=(part,))
+
+        self._up = scope.param(names.up, (count, width, 2 * inner), shard=over(2, pairs))
+        self._up_bias = scope.param(
+            f"{names.up}_bias", (count, 2 * inner), shard=over(1, pairs), init="zeros"
+        )
+        self._down = scope.param(names.down, (count, inner, width), shard=over(1, sizes.part))
+        self._down_bias = scope.param(f"{names.down}_bias", (count, width), init="zeros")
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts. The ranks' results are added up: one of them has the last bias."""
+        up_XIE = self._up.take().transpose(1, 2)
+        up_bias_XI = self._up_bias.take()
+        down_bias_XE = self._down_bias.take()
+        return ExpertWeights(
+            up_XIE=torch.cat((up_XIE[:, 0::2], up_XIE[:, 1::2]), dim=1),
+            down_XEI=self._down.take().transpose(1, 2).contiguous(),
+            up_bias_XI=torch.cat((up_bias_XI[:, 0::2], up_bias_XI[:, 1::2]), dim=1),
+            down_bias_XE=down_bias_XE if self._is_first else torch.zeros_like(down_bias_XE),
+        )
