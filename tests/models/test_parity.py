@@ -285,6 +285,23 @@ def test_last_tokens_alone_have_the_logits_of_transformers(case: str, tmp_path: 
         compare(parts, ends, 1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """A prompt in one step, then a token at a time."""
+    oracle = save_oracle(tiny_config(case), tmp_path)
+    (prompt,), count = random_rows(SIZES["vocab_size"], (23,)), 12
+    ours = load_ours(model_spec(tmp_path))
+    room = [0] * count
+    run = PagedRun(ours, [prompt + room], block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    logits, tokens = run.step([(0, len(prompt))], last=True)[0], list(prompt)
+    for place in range(len(prompt), len(prompt) + count):
+        run.rows[0][place] = int(logits[-1].argmax())
+        logits = run.step([(0, 1)], last=True)[0]
+        tokens.append(int(oracle_logits(oracle, [tokens])[0][-1].argmax()))
+    assert run.rows[0] == tokens
+
+
 @pytest.mark.parametrize(
     "case",
     [
