@@ -508,6 +508,22 @@ def test_a_cross_encoder_scores_pairs_and_classifies_texts(
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "encoding_format"
 
 
+def test_invocations_go_by_the_kind_of_the_model(
+    cross: tuple[Served, torch.nn.Module, Tokenizer],
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    """Classes of a classifier, embeddings of an embedding model; pairs are scored by both."""
+    for served, path in ((cross[0], "/classify"), (embedder[0], "/v1/embeddings")):
+        direct = served.post(path, {"input": QUERY}).json()
+        assert served.post("/invocations", {"input": QUERY}).json()["data"] == direct["data"]
+        pair = {"queries": QUERY, "documents": DOCUMENTS[0]}
+        direct = served.post("/score", pair).json()
+        assert served.post("/invocations", pair).json()["data"] == direct["data"]
+    refused = cross[0].post("/invocations", {"prompt": QUERY})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("none of messages, query")
+
+
 def test_an_encoder_does_not_generate(cross: tuple[Served, torch.nn.Module, Tokenizer]) -> None:
     served, _, _ = cross
     refused = served.post("/v1/completions", {"prompt": QUERY})

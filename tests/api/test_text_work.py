@@ -56,6 +56,33 @@ def test_more_tokens_than_any_answer_has_are_not_derendered(
     assert str(most) in refused.json()["error"]["message"]
 
 
+CHAT = {"messages": [{"role": "user", "content": "fox " * 3000}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [5] * 3000}, "prompt"),
+        ("/v1/completions", {"prompt": "fox " * 3000, "stream": True}, "prompt"),
+        ("/v1/chat/completions", CHAT, "messages"),
+        ("/v1/chat/completions", {**CHAT, "stream": True}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
+        ("/v1/responses", {"input": "fox " * 3000}, "input"),
+    ],
+)
+def test_a_context_that_is_too_short_is_told_in_openais_words(
+    served: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    """By these words litellm and others know that the prompt must be cut."""
+    length = served.get("/v1/models").json()["data"][0]["max_model_len"]
+    refused = served.post(path, body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    words = f"This model's maximum context length is {length} tokens."
+    assert error["message"].startswith(words), error
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -88,3 +115,24 @@ def test_a_large_frame_of_a_web_socket_is_read_as_a_body_is(served: Served) -> N
     with connect(url, max_size=None) as socket:
         socket.send('{"type": "response.create", "x": "' + "y" * (1 << 20) + '", "input": 5}')
         assert '"status":400' in str(socket.recv(timeout=60))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_offsets_of_a_cut_prompt_are_those_of_the_text_that_is_echoed(
+    served: Served, side: str
+) -> None:
+    cut = {"truncate_prompt_tokens": 4, "truncation_side": side}
+    asked = {"prompt": "The quick brown fox jumps over it", "max_tokens": 2, "logprobs": 0, **cut}
+    choice = served.post("/v1/completions", {**asked, "echo": True}).json()["choices"][0]
+    scores = choice["logprobs"]
+    assert len(scores["tokens"]) == 6
+    for token, at in list(zip(scores["tokens"], scores["text_offset"], strict=True))[:4]:
+        assert choice["text"][at : at + len(token)] == token
+
+
+def test_alternatives_have_their_ranks(served: Served) -> None:
+    asked = {"prompt": [5, 6], "max_tokens": 2, "prompt_logprobs": 3}
+    answer = served.post("/v1/completions", asked).json()["choices"][0]
+    for position in answer["prompt_logprobs"][1:]:
+        ranks = [entry["rank"] for entry in position.values()]
+        assert None not in ranks and {1, 2, 3} <= set(ranks)

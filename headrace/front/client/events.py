@@ -26,6 +26,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     `grammar_field` is what its errors name. `reasoning`: how the model reasons before it answers; a
     grammar holds from behind that on.
 
+    `prompt_field` is what errors about the prompt name.
     `on_queued` is called when the engine has taken the request in and lets it wait; where it starts
     at once, or may still be refused, it is not.
 
@@ -46,6 +47,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     grammar_field: str = "structured_outputs"
     reasoning: ReasoningRule | None = None
     pooling: RowPooling | None = None
+    prompt_field: str = "prompt"
     on_queued: Callable[[], None] | None = None
 
 

@@ -328,9 +328,10 @@ def _check_prompt(generation: Generation, bounds: RequestBounds) -> None:
     wanted = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
     if len(prompt) + wanted > context:
         raise ContextTooLong(
-            f"prompt is too long: {len(prompt)} tokens > {context - wanted} maximum"
-            + (f" (the context is {context}, min_tokens {wanted})" if wanted > 1 else ""),
-            field="prompt",
+            f"prompt is too long: {len(prompt)} tokens > {context - wanted} maximum "
+            f"(the context is {context})"
+            + (f", of which min_tokens takes {wanted}" if wanted > 1 else ""),
+            field=generation.prompt_field,
         )
     try:
         ids = np.asarray(prompt)

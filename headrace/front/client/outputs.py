@@ -210,12 +210,14 @@ class ChoiceState:
         self._num_scores += 1 + len(score.top) + len(score.named)
 
     def _scored(self, ids: list[int], values: list[float], rank: int | None) -> ScoredToken:
-        """Entry 0 is the token, the last are the named ids, between them the alternatives."""
-        entries = [self._score(i, value) for i, value in zip(ids, values, strict=True)]
-        named = len(self.params.logprob_token_ids)
-        split = max(len(entries) - named, 1)
-        token = self._score(ids[0], values[0], rank)
-        return ScoredToken(token=token, top=entries[1:split], named=entries[split:])
+        """Entry 0 is the token, the last are the named ids, between them the alternatives, the
+        likeliest first."""
+        split = max(len(ids) - len(self.params.logprob_token_ids), 1)
+        return ScoredToken(
+            token=self._score(ids[0], values[0], rank),
+            top=[self._score(ids[at], values[at], at) for at in range(1, split)],
+            named=[self._score(ids[at], values[at]) for at in range(split, len(ids))],
+        )
 
     def _score(self, token_id: int, value: float, rank: int | None = None) -> TokenScore:
         piece = self._tokenizer.pieces[token_id]

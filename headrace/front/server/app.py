@@ -19,7 +19,7 @@ from headrace.base.errors import InvalidRequest, OverloadError, RateLimited, Una
 from headrace.base.telemetry.metrics import template_of
 from headrace.front.server.administration.api import AdminAuthenticator, api_authenticator
 from headrace.front.server.conversation.context import SCOPE_KEY, RequestContext, Services
-from headrace.front.server.http.auth import ID_HEADERS, client_label, request_id
+from headrace.front.server.http.auth import ID_HEADERS, UNIX, client_label, request_id
 from headrace.front.server.http.failures import ENDS, Failure, failure_of
 from headrace.front.server.http.sse import ClientGone, SlowReader
 from headrace.front.server.responses import websocket
@@ -46,7 +46,11 @@ def make_app(services: Services) -> ASGIApp:
 def make_admin_app(services: Services) -> ASGIApp:
     """The admin API over `services`; it answers while the server drains too."""
     spec = services.server
-    authenticator = AdminAuthenticator(spec.admin_key_digest, readonly=spec.admin_readonly)
+    authenticator = AdminAuthenticator(
+        spec.admin_key_digest,
+        readonly=spec.admin_readonly,
+        socket_file=(spec.admin_listen or "").startswith(UNIX),
+    )
     router = Router(admin_routes(), redirect_slashes=False)
     return Shell(services, router, authenticator, None)
 

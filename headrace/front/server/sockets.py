@@ -16,7 +16,13 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.base.errors import Forbidden, HeadraceError, NotFound, Unavailable
 from headrace.front.server.conversation.context import RequestContext, Services
-from headrace.front.server.http.auth import ID_HEADERS, ApiKeyAuthenticator, is_loopback, request_id
+from headrace.front.server.http.auth import (
+    ID_HEADERS,
+    UNIX,
+    ApiKeyAuthenticator,
+    is_loopback,
+    request_id,
+)
 from headrace.front.server.http.failures import failure_of
 
 LEAVE_S = 2.0
@@ -67,9 +73,10 @@ class SocketShell:
         session = self._sessions.get(scope["path"])
         if session is None:
             raise NotFound("unknown route")
-        if not self._services.server.api_key_digests:
+        server = self._services.server
+        if not server.api_key_digests and not server.host.startswith(UNIX):
             _check_origin(scope)
-        limit = self._services.server.max_websockets
+        limit = server.max_websockets
         if self._open >= limit:
             self._services.metrics.add("headrace_rejections_total", reason="connections")
             raise Unavailable(

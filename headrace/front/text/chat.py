@@ -108,7 +108,10 @@ class ChatTemplate:
         self._pool.close()
 
     def _encoded(self, rendered: str) -> list[int]:
-        self._tokenizer.check_length(rendered, self._max_tokens)
+        try:
+            self._tokenizer.check_length(rendered, self._max_tokens)
+        except ContextTooLong as error:
+            raise ContextTooLong(error.message, field="messages") from None
         return self._tokenizer.encode_guarded(rendered)
 
     def _render(self, messages: Messages, options: RenderOptions) -> str:

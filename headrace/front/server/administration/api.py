@@ -23,6 +23,7 @@ from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.http.auth import (
     ADMIN_TENANT,
+    UNIX,
     ApiKeyAuthenticator,
     check_host,
     digest_matches,
@@ -40,21 +41,25 @@ def api_authenticator(spec: ServerSpec, *, public: frozenset[str]) -> ApiKeyAuth
         admin_reads=READS,
         public=public,
         readonly=spec.admin_readonly,
+        socket_file=spec.host.startswith(UNIX),
     )
 
 
 class AdminAuthenticator:
     """Decides who may ask the admin API."""
 
-    def __init__(self, admin_key_digest: str | None, *, readonly: bool) -> None:
+    def __init__(
+        self, admin_key_digest: str | None, *, readonly: bool, socket_file: bool = False
+    ) -> None:
         self._digest = admin_key_digest
         self._readonly = readonly
+        self._socket_file = socket_file
 
     def tenant(self, scope: Scope) -> str:
         """ "admin"; Unauthorized without the key, Forbidden for a change in read-only mode."""
-        if self._digest is None:
+        if self._digest is None and not self._socket_file:
             check_host(scope)
-        else:
+        elif self._digest is not None:
             digest_matches(presented_digest(scope), self._digest)
         if self._readonly and scope["method"] not in ("GET", "HEAD"):
             raise Forbidden("the admin API is read-only here (--admin-readonly)")

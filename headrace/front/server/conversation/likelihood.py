@@ -63,6 +63,7 @@ async def expected(
 ) -> list[Expected]:
     """One answer per prompt, in order."""
     label = completion_id("score")
+    context.hold("tokens", sum(len(each.prompt_ids) + 1 for each in asked))
     services = context.services
 
     async def named(

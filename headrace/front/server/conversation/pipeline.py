@@ -58,6 +58,7 @@ async def begin(context: RequestContext, conversation: Conversation) -> tuple[li
             answers=parsers_after(context, conversation.form, tail, conversation.params),
             structure=structure_of(conversation.form, services.answers, prompt_tail=tail),
             shows_reasoning=conversation.shows_reasoning,
+            prompt_field="messages",
         )
     if conversation.sent is not AS_CHAT:
         events = events_as_sent(events, conversation.sent)
@@ -132,6 +133,7 @@ def generate(
     answers: list[ParsedAnswer] | None = None,
     structure: Structure = FREE,
     shows_reasoning: bool = True,
+    prompt_field: str = "prompt",
 ) -> Events:
     """The events of one prompt, parsed where there are parsers, and counted."""
     services = context.services
@@ -152,6 +154,7 @@ def generate(
         grammar=structure.grammar,
         grammar_field=structure.field,
         reasoning=structure.reasoning,
+        prompt_field=prompt_field,
         on_queued=context.queued.set,
     )
     events = (context.retrying_engine or services.engine).generate(generation)

@@ -102,6 +102,7 @@ async def pooled(
             f"input: {len(inputs)} texts given, at most {MAX_TEXTS} are allowed", field="input"
         )
     label = completion_id("pool")
+    context.hold("tokens", sum(len(pool_input.ids) for pool_input in inputs))
     services = context.services
 
     async def one(number: int, pool_input: PoolInput) -> PooledAnswer:

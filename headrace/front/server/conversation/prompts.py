@@ -92,7 +92,8 @@ async def prompt_of(
     )
     if not request.echo:
         return Prompt(ids=ids, control_text=prompt_text)
-    text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+    whole = prompt if isinstance(prompt, str) and truncation is None else None
+    text = tokenizer.decode(ids) if whole is None else whole
     first = tokenizer.token_text(ids[0]) if ids else ""
     return Prompt(ids=ids, text=text, first=first, control_text=prompt_text)
 

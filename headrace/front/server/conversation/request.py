@@ -107,8 +107,8 @@ MAX_LOGIT_BIAS = 1024
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to
-    every chunk.
+    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` beside it a
+    running one to every chunk.
 
     A chunk holds `stream_interval` tokens, or those of `stream_interval_ms` milliseconds, or else
     what is there. `include_obfuscation` pads chunks, so that their sizes tell an onlooker nothing

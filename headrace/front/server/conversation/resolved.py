@@ -123,7 +123,7 @@ def answer_fields(request: Common, *, scores: bool) -> AnswerFields:
         num_choices=request.n or 1,
         streams=bool(request.stream),
         with_usage=options.include_usage,
-        continuous_usage=options.continuous_usage_stats,
+        continuous_usage=options.include_usage and options.continuous_usage_stats,
         pads=bool(options.include_obfuscation),
         scores=scores,
         prompt_scores=request.prompt_logprobs is not None,

@@ -17,6 +17,7 @@ import orjson
 from starlette.exceptions import HTTPException
 
 from headrace.base.errors import (
+    ContextTooLong,
     EngineError,
     HeadraceError,
     MethodNotAllowed,
@@ -35,6 +36,12 @@ _PATH = re.compile(r"(?<![\w/.:])/(?:[\w.+-]+/)+[\w.+-]*")
 
 
 _ROUTES = re.compile(r"/v1/[\w/.-]*")
+
+
+_TOO_LONG = re.compile(
+    r"(?P<what>\S+) is too long: (?P<given>\d+) tokens > (?P<most>\d+) maximum"
+    r"(?: \(the context is (?P<context>\d+)\))?(?P<more>.*)"
+)
 
 
 log = logging.getLogger(__name__)
@@ -58,12 +65,25 @@ class Failure:
     retry_after_s: float | None
     allow: str | None = None
 
+    @property
+    def openai_message(self) -> str:
+        """The message in OpenAI's words, by which clients of that dialect know a prompt that is too
+        long. (Those of Anthropic's know it by ours.)"""
+        match = None if self.code != ContextTooLong.code else _TOO_LONG.match(self.message)
+        if match is None:
+            return self.message
+        return (
+            f"This model's maximum context length is {match['context'] or match['most']} tokens. "
+            f"However, your {match['what']} has {match['given']} tokens{match['more']}. "
+            "Please shorten it."
+        )
+
     def body(self) -> bytes:
         """The JSON document in OpenAI's shape; also the data of a stream's error event."""
         return orjson.dumps(
             {
                 "error": {
-                    "message": self.message,
+                    "message": self.openai_message,
                     "type": self.type,
                     "param": self.field,
                     "code": self.code,

@@ -113,7 +113,7 @@ async def to_chunks(
     """The stream of all prompts' events, each with the number of its prompt."""
     options = reply.request.stream_options
     with_usage = options is not None and options.include_usage
-    continuous = options is not None and options.continuous_usage_stats
+    continuous = options is not None and with_usage and options.continuous_usage_stats
     tallies = [Tally(reply.n) for _ in reply.prompts]
     offsets = [[TextOffsets() for _ in range(reply.n)] for _ in reply.prompts]
     scored: dict[int, list[ScoredToken | None]] = {}
@@ -124,7 +124,7 @@ async def to_chunks(
 
     def chunk(choice: dict[str, Any]) -> bytes:
         document = _envelope(reply, [choice])
-        if with_usage or continuous:
+        if with_usage:
             document["usage"] = usage(tallies) if continuous else None
         return b"data: " + orjson.dumps(document) + b"\n\n"
 

@@ -266,7 +266,7 @@ def _error_fields(failure: Failure) -> _ErrorFields:
         status=failure.status,
         type=failure.type,
         code=failure.code,
-        message=failure.message,
+        message=failure.openai_message,
         param=failure.field,
     )
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from headrace.base.errors import Conflict, InvalidRequest, Unavailable
+from headrace.base.errors import Conflict, ContextTooLong, InvalidRequest, Unavailable
+from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.http.auth import client_label
 from headrace.front.server.http.failures import clean, failure_of
 
@@ -22,6 +23,33 @@ from headrace.front.server.http.failures import clean, failure_of
 )
 def test_messages_lose_what_is_internal(said: str, shown: str) -> None:
     assert clean(said) == shown
+
+
+@pytest.mark.parametrize(
+    ("ours", "openai"),
+    [
+        (
+            "prompt is too long: 90 tokens > 63 maximum (the context is 64)",
+            "This model's maximum context length is 64 tokens. However, your prompt has 90 tokens. "
+            "Please shorten it.",
+        ),
+        (
+            "input is too long: 90 tokens > 64 maximum (at least: it has 900 characters)",
+            "This model's maximum context length is 64 tokens. However, your input has 90 tokens "
+            "(at least: it has 900 characters). Please shorten it.",
+        ),
+        ("90 tokens need 6 KV blocks, 4 are available", None),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_in_the_words_of_each_dialect(
+    ours: str, openai: str | None
+) -> None:
+    failure = failure_of(ContextTooLong(ours, field="messages"), request_id="r")
+    error = json.loads(failure.body())["error"]
+    assert (error["message"], error["param"]) == (openai or ours, "messages")
+    assert error["code"] == "context_length_exceeded"
+    body = json.loads(ANTHROPIC.body(failure, "r"))
+    assert body["error"]["message"] == ours, "agents look for it"
 
 
 def test_messages_are_capped() -> None:

@@ -64,6 +64,8 @@ async def test_usage_stands_in_every_chunk_as_asked() -> None:
     usage["stream_options"]["continuous_usage_stats"] = True
     first, *_ = await chunks([Source(*answered("a"))], **usage)
     assert orjson.loads(first[6:])["usage"]["total_tokens"] == 4
+    usage["stream_options"]["include_usage"] = False
+    assert not any(b"usage" in chunk for chunk in await chunks([Source(*answered("a"))], **usage))
 
 
 async def test_choices_of_several_prompts_keep_their_numbers() -> None:
