@@ -4,22 +4,24 @@ decoding, parsing.
 What may run is bounded in number, what may wait in characters. Long texts have threads of their
 own, so that short ones never wait behind them; among those that wait, the shorter one goes first
 as long as the longer one has not waited for much longer. Work whose client has left is not begun;
-work in progress ends at its next `checkpoint`."""
+work in progress ends at its next `checkpoint`. Where a library fails over a text, the text is
+refused (`refusing_failures`)."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from headrace.base.errors import Unavailable
+from headrace.base.errors import InvalidRequest, Unavailable
 
 T = TypeVar("T")
 INLINE_CHARS = 8192
@@ -149,3 +151,21 @@ class TextThreads:
 
 TEXT_THREADS = TextThreads()
 """Those of this process."""
+
+
+@contextlib.contextmanager
+def refusing_failures(text: str, *, field: str = "prompt") -> Iterator[None]:
+    """What a tokenizer's library raises over a text is about this text: a refusal. A panic of a
+    library in Rust is no Exception, and would pass by whoever handles errors."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise InvalidRequest(
+            f"{field}: the tokenizer gave up on this text of {len(text)} characters; "
+            "send a shorter or a plainer one",
+            field=field,
+        ) from error

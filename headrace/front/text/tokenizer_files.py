@@ -3,14 +3,13 @@ stand beside its vocabulary. A format's own file is imported on use."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.base.errors import CheckpointError, InvalidRequest
+from headrace.base.errors import CheckpointError
 from headrace.base.registry import Registry
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
 
@@ -126,21 +125,3 @@ def _chat_template(folder: Path, configured: object) -> str | None:
     if configured is None:
         configured = _read_json(folder / "chat_template.json").get("chat_template")
     return configured if isinstance(configured, str) else None
-
-
-@contextlib.contextmanager
-def refusing_failures(text: str, *, field: str = "prompt") -> Iterator[None]:
-    """What a tokenizer's library raises over a text is about this text: a refusal. A panic of a
-    library in Rust is no Exception, and would pass by whoever handles errors."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
-            raise
-        raise InvalidRequest(
-            f"{field}: the tokenizer gave up on this text of {len(text)} characters; "
-            "send a shorter or a plainer one",
-            field=field,
-        ) from error

@@ -17,13 +17,14 @@ from typing import Any
 import tokenizers
 
 from headrace.base.errors import CheckpointError
+from headrace.front.text.threads import refusing_failures
 from headrace.front.text.tokenizer import (
     Guard,
     Tokenizer,
     TokenizerFacts,
     neutral,
 )
-from headrace.front.text.tokenizer_files import read_facts, refusing_failures
+from headrace.front.text.tokenizer_files import read_facts
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 # Non-special added tokens that a template uses as markup (<think>, <tool_call>, [INST], ◁think▷,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
+from headrace.front.text.threads import refusing_failures
 from headrace.front.text.tokenizer import (
     BREAK,
     CLOSE,
@@ -18,7 +19,7 @@ from headrace.front.text.tokenizer import (
     TokenizerFacts,
     neutral,
 )
-from headrace.front.text.tokenizer_files import read_facts, refusing_failures
+from headrace.front.text.tokenizer_files import read_facts
 
 _SPELLING = re.compile(f"{OPEN}(\\d+){CLOSE}")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
+from headrace.front.text.threads import refusing_failures
 from headrace.front.text.tokenizer import (
     CLOSE,
     OPEN,
@@ -24,7 +25,7 @@ from headrace.front.text.tokenizer import (
     TokenizerFacts,
     neutral,
 )
-from headrace.front.text.tokenizer_files import read_facts, refusing_failures
+from headrace.front.text.tokenizer_files import read_facts
 from headrace.front.text.tokenizer_sentencepiece import encode_between
 
 _PATTERN = (
