@@ -161,14 +161,9 @@ def _prefill_tiles(problem: AttentionProblem) -> Tiles:
     return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
 
-def bind(
-    problem: AttentionProblem,
-    sinks_H: torch.Tensor | None = None,
-    *,
-    besides: frozenset[str] = frozenset(),
-) -> AttentionFunction:
-    """The kernels for one layer's heads, without the plans that have failed and those `besides`."""
-    without = triton_plans.skipped(problem) | besides
+def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> AttentionFunction:
+    """The kernels for one layer's heads, without the plans that have failed."""
+    without = triton_plans.skipped(problem)
     assert (sinks_H is not None) == problem.sinks, problem
     group = problem.heads // problem.kv_heads
     shared = {
@@ -338,55 +333,64 @@ def _supports(problem: AttentionProblem) -> str | None:
     )
 
 
-CHECKED_ROWS = (1, hopper_decode.LEAST_ROWS - 1, FEW_ROWS, 40, 200, 300)
-"""Rows of the steps of decodes that plans are looked for in: all tiles, and all sizes of lists."""
-CHECKED_STREAMS = (hopper_decode.LEAST_ROWS, cascade.LEAST_ROWS, 200)
-"""The same of Hopper's kernel; the last two are enough to look for shared prefixes."""
+CHECKED_ROWS = (
+    *(1, hopper_decode.LEAST_ROWS - 1, hopper_decode.LEAST_ROWS, FEW_ROWS, 40),
+    *(cascade.LEAST_ROWS, 200, 300),
+)
+"""Rows of the steps of decodes that plans are looked for in: all tiles and streams, and all sizes
+of lists up to 1024 rows."""
 
 
 def plans(problem: AttentionProblem) -> list[PlanCheck]:
-    """Each plan that some step takes, by itself: decodes, shared prefixes, few queries a row,
-    prompts on Hopper; last prompts beside decodes by what is left."""
+    """Each plan that some step takes: decodes, few queries a row, prompts on Hopper; last prompts
+    beside decodes by what is left."""
     without = triton_plans.skipped(problem)
     check = partial(triton_plans.check, problem, bind=bind)
-    streams = {} if hopper_decode.unfit(problem) else _stream_names(problem)
-    checks = [*_decode_checks(problem, streams)]
-    if problem.causal and problem.window is None and triton_plans.PREFIX not in without:
-        for rows in CHECKED_STREAMS[1 : 3 if streams else 2]:
-            shared = triton_plans.decodes(rows, prefix_tokens=triton_plans.SHARED_TOKENS)
-            checks.append(check(triton_plans.PREFIX, shared))
+    checks = _decode_checks(problem)
     if triton_plans.FEW_QUERIES not in without:
         checks.append(check(triton_plans.FEW_QUERIES, triton_plans.few_queries(problem)))
     if not hopper.unfit(problem) and triton_plans.PREFILL_TMA not in without:
         alone = triton_plans.prompts(problem, decodes=0)
         checks.append(check(triton_plans.PREFILL_TMA, alone))
-    mixed = triton_plans.prompts(problem, decodes=hopper_decode.LEAST_ROWS if streams else 2)
+    mixed = triton_plans.prompts(problem, decodes=hopper_decode.LEAST_ROWS)
     return [*checks, check(triton_plans.PROMPTS, mixed, needed=True)]
 
 
-def _stream_names(problem: AttentionProblem) -> dict[int, str]:
-    """The plans of Hopper's decode kernel that are left, by rows of a step to check them with."""
-    names = {rows: hopper_decode.plan_name(problem, rows) for rows in CHECKED_STREAMS}
-    without = triton_plans.skipped(problem)
-    return {rows: name for rows, name in names.items() if name not in without}
-
-
-def _decode_checks(problem: AttentionProblem, streams: dict[int, str]) -> list[PlanCheck]:
+def _decode_checks(problem: AttentionProblem) -> list[PlanCheck]:
     """Decodes by Hopper's kernel where it serves them, by the generic one elsewhere: with each of
-    its tiles, and each size that the kernel of its list is compiled for."""
-    by_itself = partial(bind, besides=frozenset((triton_plans.PREFIX,)))
-    check = partial(triton_plans.check, problem, bind=by_itself)
-    checks = {(name, 0): check(name, triton_plans.decodes(rows)) for rows, name in streams.items()}
+    its tiles, and each size that the kernel of its list is compiled for. Where a step looks for
+    shared prefixes it is checked with one, and if that fails, looked at again without: the kernels
+    are others then."""
+    check = partial(triton_plans.check, problem, bind=bind)
+    checks: dict[tuple[str, int, bool], PlanCheck] = {}
     for rows in CHECKED_ROWS:
-        is_streamed = rows >= hopper_decode.LEAST_ROWS
-        if is_streamed and (hopper_decode.plan_name(problem, rows), 0) in checks:
-            continue
-        tiles, is_last = tiles_for(problem, rows, triton_plans.skipped(problem))
-        name = decode_name(tiles)
-        checks.setdefault(
-            (name, row_bucket(rows)), check(name, triton_plans.decodes(rows), needed=is_last)
-        )
+        name, is_last = _decode_plan(problem, rows)
+        shares = _shares(problem, rows)
+        key = (name, row_bucket(rows), shares)
+        if shares:
+            step = triton_plans.decodes(rows, prefix_tokens=triton_plans.SHARED_TOKENS)
+            checks.setdefault(key, check(triton_plans.PREFIX, step))
+        else:
+            checks.setdefault(key, check(name, triton_plans.decodes(rows), needed=is_last))
     return list(checks.values())
+
+
+def _decode_plan(problem: AttentionProblem, rows: int) -> tuple[str, bool]:
+    """The plan of a step of so many decodes, and whether nothing takes its place."""
+    without = triton_plans.skipped(problem)
+    if rows >= hopper_decode.LEAST_ROWS and not hopper_decode.unfit(problem):
+        name = hopper_decode.plan_name(problem, rows)
+        if name not in without:
+            return name, False
+    tiles, is_last = tiles_for(problem, rows, without)
+    return decode_name(tiles), is_last
+
+
+def _shares(problem: AttentionProblem, rows: int) -> bool:
+    """Whether a step of so many decodes looks for shared prefixes, if its tables are wide."""
+    if not problem.causal or problem.window is not None or rows < cascade.LEAST_ROWS:
+        return False
+    return triton_plans.PREFIX not in triton_plans.skipped(problem)
 
 
 KERNEL = Kernel(name="triton", supports=_supports, bind=bind, plans=plans)
