@@ -19,6 +19,7 @@ from headrace.base.errors import StartError
 from headrace.base.process_age import process_age_s
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
+from headrace.cli.other_servers import translated, without_gpu
 from headrace.launch.facts import resolve_options
 from headrace.launch.listen import address_of, bind, bind_admin, reserve
 from headrace.launch.supervisor import ManagedProcess, Supervisor
@@ -32,17 +33,20 @@ def main(argv: Sequence[str]) -> int:
         "headrace serve", "Serve a model over HTTP (OpenAI-compatible).", groups=groups
     )
     add_model_argument(line)
-    own, options = line.parse(argv)
-    return run(with_model(options, own.path))
+    words, notes = translated(argv, line.flags)
+    own, options = line.parse(words)
+    options, notes = without_gpu(options, notes)
+    return run(with_model(options, own.path), notes)
 
 
-def run(options: Options) -> int:
+def run(options: Options, notes: Sequence[Decision] = ()) -> int:
     """Serves until SIGTERM; the exit status (0 after a drain, 2 if it cannot start, 1 after a crash
     loop)."""
     logs.configure("headrace", options.server.log_level)
     try:
         env.cache_dir()  # whose faults are said before anything is loaded
         resolved = resolve_options(options)
+        resolved = msgspec.structs.replace(resolved, decisions=(*notes, *resolved.decisions))
         listener = bind(resolved.server.host, resolved.server.port)
         place = resolved.server.admin_listen
         admin = None if place is None else bind_admin(place)

@@ -192,6 +192,12 @@ class CommandLine:
             help=help_text if default is None else f"{help_text} [{default:g}]",
         )
 
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Every flag of the command, as it may be typed, and whether a value follows it."""
+        actions = self.parser._option_string_actions
+        return {flag: action.nargs is None for flag, action in actions.items()}
+
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Options]:
         """The command's own namespace and the tree; ConfigError for anything unknown or out of
         range."""
