@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int64_t kMaxKey = 256;
-constexpr int kVectors = 16 / kLanes > 0 ? 16 / kLanes : 1;
+constexpr int kVectors = 4;                     // chains of additions side by side
 constexpr int64_t kColumns = kVectors * kLanes;  // of one task
 
 struct Delta {
@@ -19,22 +19,23 @@ struct Delta {
   int64_t q_stride, k_stride, v_stride, a_stride, b_stride, state_stride;
 };
 
-// x / |x| * scale into y.
+// x / |x| * scale into y, which has room for whole vectors.
 template <class T>
 HR_INLINE void normed(const T* x, int64_t size, float scale, float* y) {
-  float squares = 0.0f;
-  for (int64_t e = 0; e < size; ++e) {
-    y[e] = to_float(x[e]);
-    squares += y[e] * y[e];
+  F squares{};
+  for (int64_t e = 0; e < size; e += kLanes) {
+    const F v = load_part(x + e, smaller(int64_t(kLanes), size - e));
+    squares = fma(v, v, squares);
+    store(y + e, v);
   }
-  const float factor = scale / __builtin_sqrtf(squares + 1e-6f);
-  for (int64_t e = 0; e < size; ++e) y[e] *= factor;
+  const float factor = scale / __builtin_sqrtf(sum(squares) + 1e-6f);
+  for (int64_t e = 0; e < size; e += kLanes) store(y + e, load(y + e) * factor);
 }
 
 template <class T>
 HR_INLINE void columns(const Delta& p, const RowTokens& row, int64_t head, int64_t first, int64_t count) {
   alignas(64) float tile[kMaxKey * kColumns];
-  float q[kMaxKey], k[kMaxKey];
+  float q[kMaxKey + kLanes], k[kMaxKey + kLanes];
   const int64_t key_head = head / (p.heads / p.key_heads);
   const float scale = 1.0f / __builtin_sqrtf(float(p.key_dim));
   float* state = p.state + row.state * p.state_stride + head * p.key_dim * p.value_dim + first;

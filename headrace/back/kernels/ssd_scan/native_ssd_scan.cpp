@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int64_t kChannels = 16;  // of one task
+constexpr int kSide = 4;           // of them side by side: b and c are loaded once for all, sums are chains of their own
 
 struct Ssd {
   const void *x, *dt, *b, *c;
@@ -19,33 +20,47 @@ struct Ssd {
 };
 
 template <class T>
+HR_INLINE F load_some(const T* p, int64_t count) { return count >= kLanes ? load(p) : load_part(p, count); }
+HR_INLINE void store_some(float* p, F v, int64_t count) {
+  if (count >= kLanes) store(p, v);
+  else store_part(p, v, count);
+}
+
+// One token's step of R channels, whose states lie one behind the other from s on.
+template <class T, int R>
+HR_INLINE void step(const Ssd& p, const T* x, const T* b, const T* c, float* s, T* y, float keep, float dt, float skip) {
+  F total[R]{};
+  float in[R];
+  HR_UNROLL for (int r = 0; r < R; ++r) in[r] = to_float(x[r]) * dt;
+  for (int64_t n = 0; n < p.state_dim; n += kLanes) {
+    const int64_t count = smaller(int64_t(kLanes), p.state_dim - n);
+    const F b_n = load_some(b + n, count), c_n = load_some(c + n, count);
+    HR_UNROLL for (int r = 0; r < R; ++r) {
+      float* at = s + r * p.state_dim + n;
+      const F now = fma(b_n, in[r], load_some(at, count) * keep);
+      store_some(at, now, count);
+      total[r] = fma(now, c_n, total[r]);
+    }
+  }
+  HR_UNROLL for (int r = 0; r < R; ++r) put(y + r, sum(total[r]) + skip * to_float(x[r]));
+}
+
+template <class T>
 HR_INLINE void channels(const Ssd& p, const RowTokens& row, int64_t head, int64_t first, int64_t last) {
-  const int64_t group = head / (p.heads / p.groups), whole = p.state_dim / kLanes * kLanes, rest = p.state_dim - whole;
+  const int64_t group = head / (p.heads / p.groups);
   float* state = p.state + row.state * p.state_stride + head * p.head_dim * p.state_dim;
   for (int64_t t = row.first; t < row.last; ++t) {
     const float raw = to_float(static_cast<const T*>(p.dt)[t * p.dt_stride + head]);
     const float dt = smaller(larger(softplus(raw + p.bias[head]), p.low), p.high);
-    const float keep = __builtin_expf(dt * p.decay[head]);
+    const float keep = __builtin_expf(dt * p.decay[head]), skip = p.skip[head];
     const T* b = static_cast<const T*>(p.b) + t * p.b_stride + group * p.state_dim;
     const T* c = static_cast<const T*>(p.c) + t * p.c_stride + group * p.state_dim;
     const T* x = static_cast<const T*>(p.x) + t * p.x_stride + head * p.head_dim;
     T* y = static_cast<T*>(p.y) + (t * p.heads + head) * p.head_dim;
-    for (int64_t e = first; e < last; ++e) {
-      const float in = to_float(x[e]), step = in * dt;
-      float* s = state + e * p.state_dim;
-      F total{};
-      for (int64_t n = 0; n < whole; n += kLanes) {
-        const F now = fma(load(b + n), step, load(s + n) * keep);
-        store(s + n, now);
-        total = fma(now, load(c + n), total);
-      }
-      if (rest) {
-        const F now = fma(load_part(b + whole, rest), step, load_part(s + whole, rest) * keep);
-        store_part(s + whole, now, rest);
-        total = fma(now, load_part(c + whole, rest), total);
-      }
-      put(y + e, sum(total) + p.skip[head] * in);
-    }
+    int64_t e = first;
+    for (; e + kSide <= last; e += kSide)
+      step<T, kSide>(p, x + e, b, c, state + e * p.state_dim, y + e, keep, dt, skip);
+    for (; e < last; ++e) step<T, 1>(p, x + e, b, c, state + e * p.state_dim, y + e, keep, dt, skip);
   }
 }
 
