@@ -105,7 +105,7 @@ CONTAINERS_OF_A_PART = 2  # {"type": ..., "image_url": {"url": ...}}
     "count, says",
     [
         (100_000, f"200004 objects and arrays; {MAX_JSON_CONTAINERS} are allowed"),
-        (MAX_JSON_CONTAINERS // CONTAINERS_OF_A_PART - 8, "prompt is too long"),
+        (MAX_JSON_CONTAINERS // CONTAINERS_OF_A_PART - 8, "maximum context length is 2048 tokens"),
     ],
 )
 def test_many_parts_are_refused_before_one_is_read(server: Served, count: int, says: str) -> None:

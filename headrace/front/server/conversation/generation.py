@@ -68,6 +68,7 @@ def begin_generate(
         label=label,
         answers=None if chat is None else parsers(context, chat.form, request.token_ids, params),
         structure=plain_structure(sampling),
+        prompt_field="token_ids",
     )
     if chat is not None and not chat.shows_reasoning:
         events = without_reasoning(events)
