@@ -1,6 +1,9 @@
 """Open-loop load at 0.5 to 20 times the capacity, from four keys (reliability 1.2, ENG-06).
 
-    python -m benchmarks.robustness.overload --seconds 20 --write
+    python -m benchmarks.robustness.overload --seconds 20 --write [--deadline-s 2]
+
+With --deadline-s every request has so much time (X-Request-Timeout-S), the queue holds a thousand and is in the order
+in which requests are due; those answered 504 are `late`. The report is then overload_deadlines.json.
 
 The null executor's time per step is fixed, so the capacity is known: ROWS requests of TOKENS tokens at STEP_S a step.
 Requests come at random times whatever becomes of them. `ledger` is sent = ok + refused + failed + lost; `retried` is
@@ -39,7 +42,8 @@ BODY = {"prompt": "fox", "max_tokens": TOKENS, "min_tokens": TOKENS}
 class Tally:
     """What became of the requests of one level."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float | None) -> None:
+        self._timeout = {} if deadline_s is None else {"X-Request-Timeout-S": str(deadline_s)}
         self.sent = 0
         self.outcomes: Counter[str] = Counter()
         self.ok_by_key: Counter[str] = Counter()
@@ -49,18 +53,18 @@ class Tally:
     async def one(self, session: aiohttp.ClientSession, key: str) -> None:
         self.sent += 1
         begin = time.perf_counter()
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}", **self._timeout}
         try:
             async with session.post("/v1/completions", json=BODY, headers=headers) as response:
                 document = await response.json()
                 kind = "ok" if response.status == 200 else "refused"
                 if kind == "ok" and document["usage"]["completion_tokens"] != TOKENS:
                     kind = "lost"
-                elif response.status >= 400:
+                elif response.status in (429, 503):
                     self.with_retry_after += "Retry-After" in response.headers
                     self.refused_ms.append(1000 * (time.perf_counter() - begin))
                 if response.status not in (200, 429, 503):
-                    kind = "failed"
+                    kind = "late" if response.status == 504 else "failed"
                 self.outcomes[kind] += 1
                 self.ok_by_key[key] += kind == "ok"
         except aiohttp.ClientError:
@@ -83,10 +87,14 @@ def api_cpu_s(supervisor: psutil.Process) -> float:
 
 
 async def at_level(
-    session: aiohttp.ClientSession, level: float, seconds: float, supervisor: psutil.Process
+    session: aiohttp.ClientSession,
+    level: float,
+    seconds: float,
+    supervisor: psutil.Process,
+    deadline_s: float | None,
 ) -> dict[str, Any]:
     """Poisson arrivals at `level` times the capacity; the figures of it."""
-    random_, tally, tasks = random.Random(level), Tally(), []
+    random_, tally, tasks = random.Random(level), Tally(deadline_s), []
     lags: list[float] = []
     lagging = asyncio.create_task(lag_ms(lags))
     cpu_s = api_cpu_s(supervisor)
@@ -135,7 +143,9 @@ async def with_retries(base: str, seconds: float) -> float:
     return round(sum(home) / len(home), 4)
 
 
-async def run(base: str, supervisor: Any, seconds: float) -> dict[str, Any]:
+async def run(
+    base: str, supervisor: Any, seconds: float, deadline_s: float | None
+) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, connector=connector) as session:
@@ -143,7 +153,7 @@ async def run(base: str, supervisor: Any, seconds: float) -> dict[str, Any]:
         async with aiohttp.ClientSession(base, headers=headers) as asking:
             await at_rest(asking)
             for level in LEVELS:
-                levels.append(await at_level(session, level, seconds, supervisor))
+                levels.append(await at_level(session, level, seconds, supervisor, deadline_s))
                 await at_rest(asking)
                 memory.append(round(resident_mib(supervisor), 1))
             retried = await with_retries(base, seconds)
@@ -160,19 +170,22 @@ async def run(base: str, supervisor: Any, seconds: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=20.0, help="of each level")
+    parser.add_argument("--deadline-s", type=float, help="the time of each request")
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [
             *null_model(Path(folder), step_s=STEP_S),
-            *("--max-running", str(ROWS), "--max-queued-requests", str(QUEUE)),
-            *("--policy", "fair", "--api-keys", ",".join(KEYS)),
+            *("--max-running", str(ROWS), "--api-keys", ",".join(KEYS)),
         ]
+        if given.deadline_s is None:
+            arguments += ["--policy", "fair", "--max-queued-requests", str(QUEUE)]
         with server(*arguments) as (base, supervisor):
-            report = asyncio.run(run(base, supervisor, given.seconds))
+            report = asyncio.run(run(base, supervisor, given.seconds, given.deadline_s))
     print(json.dumps(report, indent=1))
     if given.write:
-        Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        name = "overload.json" if given.deadline_s is None else "overload_deadlines.json"
+        Path(__file__).with_name(name).write_text(json.dumps(report, indent=1) + "\n")
     lost = sum(found["ledger"].get(k, 0) for found in report["levels"] for k in ("lost", "failed"))
     refused = sum(found["ledger"].get("refused", 0) for found in report["levels"])
     told = sum(found["refused_with_retry_after"] for found in report["levels"])

@@ -177,8 +177,11 @@ class AsyncLLM:
             self._checker.check(generation, bounds)
         num_prompt, most_bytes = len(generation.prompt_ids), self.limits.max_pending_bytes
         again = partial(self._relaunch, generation, bounds, time.monotonic())
+        core = self._least_loaded()
+        if not trusted:
+            _check_deadline(core, generation, bounds)
         stream = GenerationStream(
-            self._least_loaded(), num_prompt, most_bytes, again, on_queued=generation.on_queued
+            core, num_prompt, most_bytes, again, on_queued=generation.on_queued
         )
         self._labels.setdefault(generation.label, []).append(stream)
         try:
@@ -267,6 +270,18 @@ class AsyncLLM:
         streams.remove(stream)
         if not streams:
             del self._labels[label]
+
+
+def _check_deadline(core: CoreHandle, generation: Generation, bounds: RequestBounds) -> None:
+    """Refuses what would miss its deadline by the load that the core published last."""
+    params, num_prompt = generation.params, len(generation.prompt_ids)
+    if generation.deadline_s is None:
+        return
+    most = bounds.context_tokens if params.max_tokens is None else params.max_tokens
+    load = core.admission.load
+    output = load.output_of(min_tokens=params.min_tokens, max_tokens=most)
+    service_s = load.service_s(num_prompt=num_prompt, output_tokens=output)
+    core.admission.check_deadline(generation.deadline_s, service_s=service_s)
 
 
 _replace = msgspec.structs.replace

@@ -57,6 +57,7 @@ class GenerationStream:
         """Takes an answer in that was just sent to the core."""
         self.running[request_id] = answer
         self.core.running[request_id] = self
+        self.core.admission.sent += 1
         self.num_inside += 1
 
     async def next_events(self) -> list[Event]:
@@ -216,6 +217,7 @@ class CoreHandle:
     def on_load(self, load: Load) -> None:
         """What waits for the core, of all API processes."""
         self.admission.load = load
+        self.admission.sent = 0
 
     def on_lost(self) -> None:
         """The core is gone: everything in flight fails at once."""
@@ -248,18 +250,19 @@ class QueueAdmission:
         self._ends: deque[float] = deque(maxlen=ENDS_KEPT)
         self._retries: deque[float] = deque(maxlen=RETRIES_KEPT)
         self.load = Load()
+        self.sent = 0  # requests since then
 
     def ended(self) -> None:
         """A request has left the core."""
         self._ends.append(self._clock())
 
-    def check_deadline(self, deadline_s: float) -> None:
-        """QueueFull if a request with this deadline would surely be refused by the core: those
-        before it alone take longer."""
+    def check_deadline(self, deadline_s: float, *, service_s: float = 0.0) -> None:
+        """QueueFull if the core would refuse a request with this deadline, which takes so long from
+        its start: known before the body is, its wait alone may be too long."""
         if not self.load.dues:
             return
-        wait_s = self.load.wait_s(self.load.ahead(deadline_s))
-        if wait_s * MARGIN > deadline_s:
+        wait_s = self.load.wait_s(self.load.ahead(deadline_s) + self.sent)
+        if wait_s and (wait_s + service_s) * MARGIN > deadline_s:
             raise QueueFull(
                 f"requests wait about {wait_s:.2g} s now; this one's time is {deadline_s:.3g} s",
                 retry_after_s=min(wait_s, MAX_WAIT_S) * random.uniform(1.0, 1.25),

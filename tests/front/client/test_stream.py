@@ -72,6 +72,12 @@ def test_who_would_wait_too_long_is_refused_at_the_door() -> None:
     assert 2.18 <= caught.value.retry_after_s <= 1.25 * 2.19
     room.check_deadline(3600.0)
     room.check_deadline(3.0)
+    room.sent = 30  # come before it too
+    with pytest.raises(QueueFull):
+        room.check_deadline(2.9)
+    room.sent = 0
+    with pytest.raises(QueueFull):
+        room.check_deadline(3.0, service_s=0.6)
 
 
 def test_those_due_later_are_not_waited_for() -> None:
