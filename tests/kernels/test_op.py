@@ -24,7 +24,7 @@ from headrace.back.kernels.op import (
     release_scratch,
     scratch_weight,
 )
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, StartError
 
 Double = Callable[[torch.Tensor], torch.Tensor]
 
@@ -286,3 +286,27 @@ def test_weights_of_checks_share_their_memory_until_it_is_released() -> None:
     fresh = scratch_weight(30, 4, dtype=torch.float32, device="cpu")
     assert fresh.data_ptr() != large.data_ptr() and torch.equal(fresh, large)
     release_scratch()
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_kernel_that_makes_the_device_unusable_ends_the_start_by_name(
+    op_of: Any, deferred: bool
+) -> None:
+    """Nothing can be computed in this process any more: passing the kernel over would blame the
+    next one."""
+
+    def faulty(problem: int) -> Double:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        return run
+
+    op = op_of(bad=kernel(faulty), good=kernel(reference))
+    checks = DeferredChecks()
+    with pytest.raises(StartError, match=r"double\.fast for 4 .*illegal memory access"):
+        if deferred:
+            with checks:
+                op.choose(4)
+            checks.run()
+        else:
+            op.choose(4)

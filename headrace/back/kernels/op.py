@@ -32,7 +32,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from headrace.base.config.resolved import Decision
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, StartError
 
 GPU_MODULES = "triton_"
 """Modules of this prefix hold kernels for GPUs; a CPU's problem does not import them: Triton alone
@@ -173,11 +173,13 @@ class Op(Generic[P]):
         limit = self.tolerance(problem)
         if kernel.plans is None:
             sample = partial(self.sample, problem)
-            reason = self._reason(lambda: self._error(kernel.bind, sample), limit)
+            where = f"{kernel.name} for {problem}"
+            reason = self._reason(where, lambda: self._error(kernel.bind, sample), limit)
             return [("", reason)] if reason else []
         failures = []
         for plan in kernel.plans(problem):
-            reason = self._reason(partial(self._error, plan.bind, plan.sample), limit)
+            where = f"{kernel.name}, plan {plan.name}, for {problem}"
+            reason = self._reason(where, partial(self._error, plan.bind, plan.sample), limit)
             if reason is None:
                 continue
             if plan.skip is None:
@@ -194,7 +196,8 @@ class Op(Generic[P]):
         if kernel.plans is not None:
             calls = [(plan.bind, plan.sample) for plan in kernel.plans(problem)]
         for bind, make_sample in calls:
-            self._reason(lambda bind=bind, make=make_sample: bool(self._run(bind, make())), 1)
+            call = partial(self._run, bind)
+            self._reason(kernel.name, lambda run=call, new=make_sample: bool(run(new())), 1)
 
     def record(self, kernel: Kernel[P], problem: P, failures: list[tuple[str, str]]) -> bool:
         """Keeps what a check has shown, for choices to come; whether the kernel goes on without a
@@ -213,13 +216,16 @@ class Op(Generic[P]):
         for invariant in (False, True):
             self._choices.pop((problem, invariant), None)
 
-    def _reason(self, error_of: Callable[[], float], limit: float) -> str | None:
+    def _reason(self, where: str, error_of: Callable[[], float], limit: float) -> str | None:
         try:
             error = error_of()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
+            if any(words in first for words in _DEVICE_IS_LOST):
+                lost = f"kernel {self.name}.{where} made the device unusable in its self-check"
+                raise StartError(f"{lost}: {first[:200]}") from error
             return f"self-check failed: {type(error).__name__}: {first[:200]}"
         return None if error <= limit else f"self-check failed: error {error:.2e} of {limit:.2e}"
 
@@ -285,6 +291,11 @@ class Op(Generic[P]):
         return (None, self._failures[key]) if key in self._failures else (kernel, "")
 
 
+_DEVICE_IS_LOST = (
+    *("illegal memory access", "misaligned address", "illegal instruction"),
+    *("unspecified launch failure", "device-side assert"),
+)
+"""Faults after which a device refuses everything that this process asks for."""
 _deferred: list[tuple[Op[Any], Kernel[Any], Any]] | None = None
 
 
