@@ -1,6 +1,6 @@
 """Requests cut at a random moment, by FIN and by RST, on every route and shape (reliability 1.1).
 
-    python -m benchmarks.robustness.disconnect --cuts 2000 --write
+    python -m benchmarks.robustness.disconnect --cuts 1500 --write
 
 The server runs the null executor at a fixed time per step, so that the phase of a cut is drawn, not left to the
 machine: in the upload, queued, in the prefill, while decoding, streamed or not, n > 1, or with the answer ready and not
@@ -104,8 +104,8 @@ async def run(base: str, cuts: int, seed: int) -> dict[str, Any]:
             reset = random_.random() < 0.5
             seen[f"{phase}, {'RST' if reset else 'FIN'}"] += 1
             connection = await send(port, shape, phase, random_)
-            asked = time.monotonic()
             then = await ledger(session)
+            asked = time.monotonic()
             closed = leave(connection, reset=reset)
             free, rest = await until_free(session)
             took[phase].append(max(0.0, free - closed))
