@@ -93,7 +93,8 @@ def test_a_deadline_ends_a_waiting_request_in_its_time(narrow: Served, by: str) 
         wall_s, undisturbed_s = watch.wall_s, watch.undisturbed_s
     assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
     assert answer.headers["x-should-retry"] == "false"
-    assert wall_s >= 0.4 and undisturbed_s < 1.5
+    # As soon as it can no longer be done in time, which is its own few steps before the deadline.
+    assert wall_s >= 0.35 and undisturbed_s < 1.5
 
 
 def test_a_deadline_ends_a_beam_search_in_its_time(narrow: Served) -> None:
