@@ -39,7 +39,7 @@ NEEDED = (
     "headrace/back/kernels/native/pool.cpp",
     "headrace/front/server/webui/page/index.html",
 )
-KINDS = {".py", ".cpp", ".h", ".so", ".json", ".gz", ".safetensors", ".proto"} | {
+KINDS = {".py", ".cpp", ".h", ".so", ".json", ".gz", ".safetensors", ".proto", ".binpb"} | {
     *(".html", ".css", ".js", ".svg"),
 }
 MIB = 1 << 20

@@ -95,6 +95,8 @@ ROUTES = (
     *("/v1/admin/ledger", "/v1/admin/requests/{id}", "/v1/admin/pause", "/v1/admin/drain"),
     *("/v1/admin/resume", "/v1/admin/reload_model", "/v1/admin/sleep", "/v1/admin/wake"),
     *("/v1/admin/reset_prefix_cache", "/v1/admin/profile", "/v1/admin/log_level"),
+    *("/v1/admin/abort", "/v1/admin/is_paused", "/v1/admin/is_sleeping", "/v1/admin/shutdown"),
+    "/v1/admin/world_size",
 )
 COLLECTIONS = (
     *("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"),
