@@ -175,7 +175,9 @@ def _kv_dtype(
             f"--kv-dtype {kv_dtype} needs a model family of headrace; {model.architecture} runs "
             "by the transformers fallback"
         )
-    choose.note("--kv-dtype", kv_dtype, "codes with a scale per token and head", "as asked")
+    choose.note(
+        "--kv-dtype", kv_dtype, "one-byte values with a scale per token and head", "as asked"
+    )
     return kv_dtype
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
+from headrace.base.errors import ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
 from tests.models.paged import PagedRun, random_rows, schedule, teacher_forced
 
@@ -165,6 +167,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},
             **{"sliding_window": 11, **rope(**YARN, truncate=False)},
         },
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {
+            **{"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24},
+            **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+        },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 5, "moe_topk": 2, "head_dim": 8, "intermediate_size": 24},
     ),
     "deepseek-v2": (
         "DeepseekV2",
@@ -363,3 +376,13 @@ def test_longrope_takes_the_long_factors_once_sequences_may_pass_the_original_le
     ]
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_what_latents_and_experts_cannot_be_is_said(tmp_path: Path) -> None:
+    """No silent fallback: a quantized cache of latents is refused, plain experts are a decision."""
+    save_oracle(tiny_config("deepseek-v3"), tmp_path)
+    spec = model_spec(tmp_path)
+    with pytest.raises(ConfigError, match="--kv-dtype int8: latents are kept in the model's dtype"):
+        load_ours(replace(spec, kv_dtype="int8"))
+    ours = load_ours(replace(spec, quantization="int8"))
+    assert [d.chosen for d in ours.decisions if d.field == "model.experts"] == ["not quantized"]

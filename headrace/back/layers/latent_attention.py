@@ -28,6 +28,7 @@ from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part, Shard, local_units
+from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,12 @@ class LatentAttention:
         norm: RMSNorm | None = None,
         adds: bool = False,
     ) -> None:
+        if scope.kv_quantized:
+            raise ConfigError(
+                f"--kv-dtype {scope.kv_quantized}: latents are kept in the model's dtype; "
+                "use auto with this model",
+                field="kv_dtype",
+            )
         rotary = spec.rope.rotary_dim
         self._layer, self._spec, self._scope = layer, spec, scope
         q_size = spec.heads * (spec.nope + rotary)

@@ -59,6 +59,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "Dots1ForCausalLM": "dots1",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "GptOssForCausalLM": "gpt_oss",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "roberta",
     "XLMRobertaForMaskedLM": "roberta",

@@ -6,24 +6,34 @@ from __future__ import annotations
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
-from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
+from headrace.back.models.blocks import (
+    Decoder,
+    DecoderSizes,
+    DecoderSpec,
+    LayerSpec,
+    plain_attention,
+    read_sizes,
+)
 from headrace.base.config.hf import ConfigReader
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """HunYuanDenseV1ForCausalLM."""
     sizes = read_sizes(config, eps=1e-5)
+    layer = LayerSpec(attention=hunyuan_attention(scope, config, sizes))
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))
+
+
+def hunyuan_attention(scope: Scope, config: ConfigReader, sizes: DecoderSizes) -> AttentionSpec:
+    """The attention of every layer."""
     if not config.bool("use_qk_norm", True):
         raise config.wrong("use_qk_norm", "true")
     bias = config.bool("attention_bias", False)
     names = ("query_layernorm", "key_layernorm")
-    layer = LayerSpec(
-        attention=AttentionSpec(
-            **plain_attention(sizes),
-            rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm=QKNorm(eps=sizes.eps, names=names, after_rope=True),
-        )
+    return AttentionSpec(
+        **plain_attention(sizes),
+        rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=QKNorm(eps=sizes.eps, names=names, after_rope=True),
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))

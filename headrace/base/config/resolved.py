@@ -29,7 +29,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys).
     `family` names a row of `back/models/registry.py`. `dtype`: float32, bfloat16 or float16.
-    `logits_width` bounds every token id. `kv_dtype`: int8 or fp8 codes with a scale per token and
+    `logits_width` bounds every token id. `kv_dtype`: int8 or fp8 values with a scale per token and
     head in the KV cache; None: `dtype`. `quantization`: weights as int8, fp8 or int4, made while it
     loads; None: as they are. `head`: "lm", "sequence" (one class per text) or "token" (one per
     token) with `num_labels`, or "none"; `bare`: tensor names have no prefix of the whole model

@@ -143,8 +143,8 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
         Meta(
-            description="Type of the KV cache; auto takes that of the activations. int8 and fp8 (e4m3) keep codes with "
-            "a scale per token and head: about half the memory."
+            description="Type of the KV cache; auto takes that of the activations. int8 and fp8 (e4m3) keep values "
+            "with a scale per token and head: about half the memory."
         ),
     ] = "auto"
     prefix_caching: Annotated[

@@ -31,14 +31,17 @@ from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Shard, local_size
+from headrace.base.config.resolved import Decision
 
 SEPARATE = SeparateExperts()
+_PLAIN = Decision("model.experts", "auto", "not quantized", "no kernel multiplies by them so")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
     """How experts are chosen and weighed: see op `route`, whose words these are. `name`: the
-    router's weight within the module; `bias_name`: that of the bias that only chooses."""
+    router's weight within the module; `bias_name`: that of the bias that only chooses, a tensor of
+    `bias_dims` dimensions, of which only the last is not 1."""
 
     experts: int
     top_k: int
@@ -51,6 +54,7 @@ class RouterSpec:
     group_score: str = "max"
     name: str = "gate"
     bias_name: str | None = None
+    bias_dims: int = 1
     linear_bias: bool = False
 
 
@@ -112,7 +116,11 @@ class Mixture:
             else None
         )
         self._choice_bias = (
-            scope.param(router.bias_name, (router.experts,), init="zeros")
+            scope.param(
+                router.bias_name,
+                (*(1,) * (router.bias_dims - 1), router.experts),
+                init="zeros",
+            )
             if router.bias_name
             else None
         )
@@ -121,6 +129,8 @@ class Mixture:
         self._weights = spec.layout.params(scope, sizes)
         self._shared = self._shared_params(scope) if shared is not None else None
         self._logits = self._route = self._experts = not_loaded
+        if scope.scheme is not None and _PLAIN not in scope.ledger.notes:
+            scope.ledger.notes.append(_PLAIN)
         scope.on_finish(self._finish)
 
     def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | Partial:
@@ -172,7 +182,7 @@ class Mixture:
             shared=self._num_shared,
             shared_gate=self._is_gated,
         )
-        choice_bias = self._choice_bias.take().float() if self._choice_bias else None
+        choice_bias = self._choice_bias.take().float().flatten() if self._choice_bias else None
         self._route = scope.bind(ROUTE, problem, choice_bias)
         weights = self._all_weights()
         experts = ExpertsProblem(
