@@ -32,6 +32,17 @@ CASES = {
         gated_delta,
         {"key_heads": 1, "heads": 1, "key_dim": 128, "value_dim": 64},
     ),
+    "gated_delta-channels": (
+        gated_delta,
+        {"key_heads": 4, "heads": 4, "key_dim": 24, "value_dim": 20, "per_channel": True},
+    ),
+    "gated_delta-bounded": (
+        gated_delta,
+        {
+            **{"key_heads": 1, "heads": 2, "key_dim": 128, "value_dim": 64, "per_channel": True},
+            **{"bound": -5.0, "beta_scale": 2.0},
+        },
+    ),
     "ssd_scan": (ssd_scan, {"heads": 4, "groups": 2, "head_dim": 20, "state_dim": 24}),
     "ssd_scan-limits": (
         ssd_scan,
@@ -108,7 +119,7 @@ def _naive_conv(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) ->
 
 
 def _naive_delta(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
-    """S_t = S_(t-1) (I - beta k k^T) g + beta v k^T, the paper's form, with S transposed."""
+    """S_t = S_(t-1) diag(g) (I - beta k k^T) + beta v k^T, the papers' form, with S transposed."""
     decay, bias = (one.double() for one in weights)
     q, k, v, a, b = (one.double() for one in inputs)
     per_key, ys = problem.heads // problem.key_heads, []
@@ -117,10 +128,13 @@ def _naive_delta(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -
         for h in range(problem.heads):
             key = k[t, h // per_key] / (k[t, h // per_key].square().sum() + 1e-6).sqrt()
             query = q[t, h // per_key] / (q[t, h // per_key].square().sum() + 1e-6).sqrt()
-            keep = math.exp(decay[h] * torch.nn.functional.softplus(a[t, h] + bias[h]))
-            beta = torch.sigmoid(b[t, h])
+            x = (a[t, h] + bias[h]).expand(problem.key_dim)
+            fade = decay[h] * torch.nn.functional.softplus(x)
+            if problem.bound:
+                fade = problem.bound * torch.sigmoid(-decay[h] * x)
+            beta = problem.beta_scale * torch.sigmoid(b[t, h])
             erase = torch.eye(problem.key_dim, dtype=torch.double) - beta * torch.outer(key, key)
-            state[h] = keep * erase @ state[h] + beta * torch.outer(key, v[t, h])
+            state[h] = erase @ torch.diag(fade.exp()) @ state[h] + beta * torch.outer(key, v[t, h])
             y.append(state[h].T @ query / math.sqrt(problem.key_dim))
         ys.append(torch.stack(y))
     return torch.stack(ys), state

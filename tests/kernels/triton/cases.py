@@ -324,7 +324,13 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     *(
         (f"recurrent {name}", _recurrent(name))
-        for name in ("gated_scan", "causal_conv", "gated_delta-wide", "ssd_scan-limits")
+        for name in (
+            "gated_scan",
+            "causal_conv",
+            "gated_delta-wide",
+            "gated_delta-bounded",
+            "ssd_scan-limits",
+        )
     ),
     *(
         (f"state {name.lower()}", _call(op, f"state_rows.triton_state_rows:{name}_KERNEL", STATE))

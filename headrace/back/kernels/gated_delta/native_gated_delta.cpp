@@ -17,7 +17,24 @@ struct Delta {
   StepRows rows;
   int64_t key_heads, heads, key_dim, value_dim;
   int64_t q_stride, k_stride, v_stride, a_stride, b_stride, state_stride;
+  float beta_scale, bound;
 };
+
+// What a head keeps: log keep is decay * softplus(x), or bound * sigmoid(-decay * x) if there is a bound (below 0).
+HR_INLINE F kept(F x, float decay, float bound) {
+  return vexp(bound < 0 ? vsigmoid(x * -decay) * bound : vsoftplus(x) * decay);
+}
+
+// The factor of each row of the state, into keep, which has room for whole vectors.
+template <class T>
+HR_INLINE void kept_channels(const Delta& p, int64_t t, int64_t head, float* keep) {
+  const T* a = static_cast<const T*>(p.a) + t * p.a_stride + head * p.key_dim;
+  const float* bias = p.bias + head * p.key_dim;
+  for (int64_t e = 0; e < p.key_dim; e += kLanes) {
+    const int64_t count = smaller(int64_t(kLanes), p.key_dim - e);
+    store(keep + e, kept(load_part(a + e, count) + load_part(bias + e, count), p.decay[head], p.bound));
+  }
+}
 
 // x / |x| * scale into y, which has room for whole vectors.
 template <class T>
@@ -32,10 +49,10 @@ HR_INLINE void normed(const T* x, int64_t size, float scale, float* y) {
   for (int64_t e = 0; e < size; e += kLanes) store(y + e, load(y + e) * factor);
 }
 
-template <class T>
+template <class T, bool CHANNELS>
 HR_INLINE void columns(const Delta& p, const RowTokens& row, int64_t head, int64_t first, int64_t count) {
   alignas(64) float tile[kMaxKey * kColumns];
-  float q[kMaxKey + kLanes], k[kMaxKey + kLanes];
+  float q[kMaxKey + kLanes], k[kMaxKey + kLanes], keeps[CHANNELS ? kMaxKey + kLanes : 1];
   const int64_t key_head = head / (p.heads / p.key_heads);
   const float scale = 1.0f / __builtin_sqrtf(float(p.key_dim));
   float* state = p.state + row.state * p.state_stride + head * p.key_dim * p.value_dim + first;
@@ -47,24 +64,33 @@ HR_INLINE void columns(const Delta& p, const RowTokens& row, int64_t head, int64
   for (int64_t t = row.first; t < row.last; ++t) {
     normed(static_cast<const T*>(p.q) + t * p.q_stride + key_head * p.key_dim, p.key_dim, scale, q);
     normed(static_cast<const T*>(p.k) + t * p.k_stride + key_head * p.key_dim, p.key_dim, 1.0f, k);
-    const float a = to_float(static_cast<const T*>(p.a)[t * p.a_stride + head]);
-    const float keep = __builtin_expf(p.decay[head] * softplus(a + p.bias[head]));
-    const float beta = sigmoid(to_float(static_cast<const T*>(p.b)[t * p.b_stride + head]));
+    float keep = 1.0f;
+    if constexpr (CHANNELS) {
+      kept_channels<T>(p, t, head, keeps);
+    } else {
+      const float x = to_float(static_cast<const T*>(p.a)[t * p.a_stride + head]) + p.bias[head];
+      keep = kept(splat(x), p.decay[head], p.bound)[0];
+    }
+    const float beta = p.beta_scale * sigmoid(to_float(static_cast<const T*>(p.b)[t * p.b_stride + head]));
     const T* v = static_cast<const T*>(p.v) + t * p.v_stride + head * p.value_dim + first;
     T* y = static_cast<T*>(p.y) + (t * p.heads + head) * p.value_dim + first;
     F known[kVectors]{}, delta[kVectors], out[kVectors]{};
-    for (int64_t e = 0; e < p.key_dim; ++e)
+    for (int64_t e = 0; e < p.key_dim; ++e) {
+      const float key = CHANNELS ? k[e] * keeps[e] : k[e];
       HR_UNROLL for (int i = 0; i < kVectors; ++i)
-        known[i] = fma(load(tile + e * kColumns + i * kLanes), k[e], known[i]);
+        known[i] = fma(load(tile + e * kColumns + i * kLanes), key, known[i]);
+    }
     HR_UNROLL for (int i = 0; i < kVectors; ++i)
       delta[i] = (load_part(v + i * kLanes, sizes[i]) - known[i] * keep) * beta;
-    for (int64_t e = 0; e < p.key_dim; ++e)
+    for (int64_t e = 0; e < p.key_dim; ++e) {
+      if constexpr (CHANNELS) keep = keeps[e];
       HR_UNROLL for (int i = 0; i < kVectors; ++i) {
         float* s = tile + e * kColumns + i * kLanes;
         const F now = fma(delta[i], k[e], load(s) * keep);
         store(s, now);
         out[i] = fma(now, q[e], out[i]);
       }
+    }
     for (int i = 0; i < kVectors; ++i) store_part(y + i * kLanes, out[i], sizes[i]);
   }
   for (int64_t e = 0; e < p.key_dim; ++e)
@@ -72,34 +98,41 @@ HR_INLINE void columns(const Delta& p, const RowTokens& row, int64_t head, int64
       store_part(state + e * p.value_dim + i * kLanes, load(tile + e * kColumns + i * kLanes), sizes[i]);
 }
 
-template <class T>
+template <class T, bool CHANNELS>
 void chunk(void* context, int64_t i) {
   const Delta& p = *static_cast<const Delta*>(context);
   const int64_t parts = ceil_div(p.value_dim, kColumns), first = i % parts * kColumns;
   const RowTokens row = row_tokens(p.rows, i / parts / p.heads);
   if (row.first == row.last) return;
-  columns<T>(p, row, i / parts % p.heads, first, smaller(kColumns, p.value_dim - first));
+  columns<T, CHANNELS>(p, row, i / parts % p.heads, first, smaller(kColumns, p.value_dim - first));
+}
+
+template <class T>
+void run(Delta& p, bool channels, int64_t chunks) {
+  if (channels) hr_parallel(chunk<T, true>, &p, chunks);
+  else hr_parallel(chunk<T, false>, &p, chunks);
 }
 
 }  // namespace
 
 // q, k [tokens, key_heads, key_dim], v [tokens, heads, value_dim], a, b [tokens, heads], each with a row stride in elements; y
 // [tokens, heads, value_dim] contiguous; decay, bias float32 [heads]; state float32 [.., heads, key_dim, value_dim], row r at
-// r * state_stride.
+// r * state_stride. per_channel: a [tokens, heads, key_dim], bias [heads, key_dim]. bound: 0 is none.
 HR_PUBLIC int32_t HR_EXPORT(gated_delta)(const void* q, const void* k, const void* v, const void* a, const void* b,
                                          const float* decay, const float* bias, void* y, float* state, const void* row,
                                          const int32_t* start, int64_t rows, int64_t states, int64_t key_heads,
                                          int64_t heads, int64_t key_dim, int64_t value_dim, int64_t q_stride,
                                          int64_t k_stride, int64_t v_stride, int64_t a_stride, int64_t b_stride,
-                                         int64_t state_stride, int32_t wide, int32_t dtype) {
+                                         int64_t state_stride, float beta_scale, float bound, int32_t per_channel,
+                                         int32_t wide, int32_t dtype) {
   if (rows < 0 || key_heads < 1 || heads % key_heads || key_dim < 1 || key_dim > kMaxKey || value_dim < 1)
     return HR_BAD_SHAPE;
   Delta p{q, k, v, a, b, decay, bias, y, state, {row, start, rows, states, wide}, key_heads, heads, key_dim, value_dim,
-          q_stride, k_stride, v_stride, a_stride, b_stride, state_stride};
+          q_stride, k_stride, v_stride, a_stride, b_stride, state_stride, beta_scale, bound};
   const int64_t chunks = rows * heads * ceil_div(value_dim, kColumns);
-  if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
-  else if (dtype == HR_F16) hr_parallel(chunk<fp16>, &p, chunks);
-  else if (dtype == HR_F32) hr_parallel(chunk<float>, &p, chunks);
+  if (dtype == HR_BF16) run<bf16>(p, per_channel, chunks);
+  else if (dtype == HR_F16) run<fp16>(p, per_channel, chunks);
+  else if (dtype == HR_F32) run<float>(p, per_channel, chunks);
   else return HR_BAD_DTYPE;
   return HR_OK;
 }

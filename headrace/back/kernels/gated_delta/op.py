@@ -1,22 +1,25 @@
 """The gated delta rule over the rows of a step (gated delta networks, Yang et al. 2024, equation
-10): `bind(problem, decay_H, bias_H)` returns `f(q_TGK, k_TGK, v_THV, a_TH, b_TH, state_MHKV, rows)
--> y_THV`.
+10): `bind(problem, decay_H, bias)` returns `f(q_TGK, k_TGK, v_THV, a, b_TH, state_MHKV, rows) ->
+y_THV`.
 
 Per token and head, with q and k of length 1 (times 1 / sqrt(K) for q), keep = exp(decay *
-softplus(a + bias)) and beta = sigmoid(b):
+softplus(a + bias)) and beta = beta_scale * sigmoid(b):
 
     S = keep * S;  S = S + k (beta * (v - S^T k))^T;  y = S^T q
 
 where S begins as the row's state, which becomes the row's last S. Value head h reads key head h //
-(H / G). q, k, v, a, b in the model's dtype, their rows may be views into merged projections;
-decay_H (negative: -exp(A_log)) and bias_H float32; state_MHKV float32 [M + 1, H, K, V], row M for
-padding.
+(H / G). `per_channel`: each row of S is kept by a number of its own (Kimi delta attention, Kimi
+Team 2025, equation 1): a is [T, H, K] and bias [H, K], else [T, H] and [H]. With a `bound`, below
+0, keep = exp(bound * sigmoid(-decay * (a + bias))). q, k, v, a, b in the model's dtype, their rows
+may be views into merged projections; decay_H (negative: -exp(A_log)) and bias float32; state_MHKV
+float32 [M + 1, H, K, V], row M for padding.
 
 T query tokens, G key heads, H value heads, M rows of the runner.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +42,8 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaProblem:
-    """`dtype` is that of the inputs and of y."""
+    """`dtype` is that of the inputs and of y. A `beta_scale` of 2 lets S turn around, not only
+    fade. `bound`: 0 is none."""
 
     device: str
     dtype: torch.dtype
@@ -47,13 +51,21 @@ class GatedDeltaProblem:
     heads: int
     key_dim: int
     value_dim: int
+    per_channel: bool = False
+    bound: float = 0.0
+    beta_scale: float = 1.0
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """That of the bias, and of a token's a."""
+        return (self.heads, self.key_dim) if self.per_channel else (self.heads,)
 
 
 def bind_reference(
-    problem: GatedDeltaProblem, decay_H: torch.Tensor, bias_H: torch.Tensor
+    problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor
 ) -> GatedDelta:
     """The reference, a token at a time; safe in graphs."""
-    check_weights(problem, decay_H, bias_H)
+    check_weights(problem, decay_H, bias)
     per_key = problem.heads // problem.key_heads
 
     def heads_of(x_TGK: torch.Tensor) -> torch.Tensor:
@@ -61,11 +73,18 @@ def bind_reference(
         wide = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)
         return wide.repeat_interleave(per_key, dim=1)
 
+    def kept(a: torch.Tensor) -> torch.Tensor:
+        """[T, H, K], or [T, H, 1] where a head has one number."""
+        x_THK = (a.float() + bias).view(a.shape[0], problem.heads, -1)
+        if problem.bound:
+            return torch.exp(problem.bound * torch.sigmoid(-decay_H[:, None] * x_THK))
+        return torch.exp(decay_H[:, None] * F.softplus(x_THK))
+
     def gated_delta(
         q_TGK: torch.Tensor,
         k_TGK: torch.Tensor,
         v_THV: torch.Tensor,
-        a_TH: torch.Tensor,
+        a: torch.Tensor,
         b_TH: torch.Tensor,
         state_MHKV: torch.Tensor,
         rows: ScanRows,
@@ -73,13 +92,12 @@ def bind_reference(
         num_tokens = v_THV.shape[0]
         row_T = rows.row_of_token(num_tokens, state_MHKV.shape[0] - 1)
         q_THK, k_THK = heads_of(q_TGK) * problem.key_dim**-0.5, heads_of(k_TGK)
-        keep_TH = torch.exp(decay_H * F.softplus(a_TH.float() + bias_H))
-        beta_TH = b_TH.float().sigmoid()
+        keep_THK, beta_TH = kept(a), problem.beta_scale * b_TH.float().sigmoid()
         y_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
         size = num_tokens if rows.decode else 1
         for start in range(0, num_tokens, size):
             part = slice(start, start + size)
-            s_NHKV = state_MHKV.index_select(0, row_T[part]) * keep_TH[part, :, None, None]
+            s_NHKV = state_MHKV.index_select(0, row_T[part]) * keep_THK[part, :, :, None]
             known_NHV = torch.einsum("nhkv,nhk->nhv", s_NHKV, k_THK[part])
             delta_NHV = (v_THV[part].float() - known_NHV) * beta_TH[part, :, None]
             s_NHKV = s_NHKV + k_THK[part, :, :, None] * delta_NHV[:, :, None]
@@ -90,11 +108,12 @@ def bind_reference(
     return gated_delta
 
 
-def check_weights(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias_H: torch.Tensor) -> None:
+def check_weights(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) -> None:
     """Asserts that the weights are those of the problem."""
-    assert problem.heads % problem.key_heads == 0, problem
-    for weight_H in (decay_H, bias_H):
-        assert weight_H.dtype == torch.float32 and weight_H.shape == (problem.heads,), weight_H
+    assert problem.heads % problem.key_heads == 0 and problem.bound <= 0, problem
+    assert decay_H.dtype == bias.dtype == torch.float32, (decay_H.dtype, bias.dtype)
+    assert decay_H.shape == (problem.heads,), decay_H.shape
+    assert bias.shape == problem.bias_shape, bias.shape
 
 
 def _sample(problem: GatedDeltaProblem) -> Sample:
@@ -103,19 +122,20 @@ def _sample(problem: GatedDeltaProblem) -> Sample:
     keys = problem.key_heads * problem.key_dim
     qkv = random_tensor(10, 2 * keys + problem.heads * problem.value_dim, **new)
     q, k, v = qkv.split([keys, keys, problem.heads * problem.value_dim], dim=1)
-    ab = random_tensor(10, 2 * problem.heads, **new)
+    gates = math.prod(problem.bias_shape)
+    ab = random_tensor(10, gates + problem.heads, **new)
     shape = (6, problem.heads, problem.key_dim, problem.value_dim)
     wide = {**new, "dtype": torch.float32}
-    decay, bias = (random_tensor(problem.heads, **wide) for _ in range(2))
+    decay, bias = random_tensor(problem.heads, **wide), random_tensor(gates, **wide)
     return Sample(
         problem=problem,
-        weights=(-decay.exp(), bias),
+        weights=(-decay.exp(), bias.view(problem.bias_shape)),
         arguments=(
             q.unflatten(1, (problem.key_heads, -1)),
             k.unflatten(1, (problem.key_heads, -1)),
             v.unflatten(1, (problem.heads, -1)),
-            ab[:, : problem.heads],
-            ab[:, problem.heads :],
+            ab[:, :gates].unflatten(1, problem.bias_shape),
+            ab[:, gates:],
             random_tensor(*shape, **wide),
             sample_rows(device),
         ),

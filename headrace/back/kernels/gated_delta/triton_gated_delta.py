@@ -36,6 +36,14 @@ def _normed(p_x, m_k, EPS: tl.constexpr):
     return b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) + EPS)
 
 
+@triton.jit
+def keep_of(b_x, b_decay, bound, BOUNDED: tl.constexpr):
+    """What is kept of the state, of one head or of its channels: see the op."""
+    if BOUNDED:
+        return tl.exp(bound * tl.sigmoid(-b_decay * b_x))
+    return tl.exp(b_decay * softplus(b_x))
+
+
 @triton.jit(do_not_specialize=["states"])
 def gated_delta_kernel(
     q,
@@ -57,12 +65,16 @@ def gated_delta_kernel(
     b_stride,
     state_stride,
     scale,
+    beta_scale,
+    bound,
     HEADS: tl.constexpr,
     PER_KEY: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BOUNDED: tl.constexpr,
     EPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -77,15 +89,22 @@ def gated_delta_kernel(
     p_s = state + row * state_stride + (i_h * K + o_k[:, None]) * V + o_v[None, :]
     b_s = tl.load(p_s, mask=m_s, other=0.0)
     b_decay = tl.load(decay + i_h)
-    b_bias = tl.load(bias + i_h)
     o_key = i_h // PER_KEY * K + o_k
+    if CHANNELS:
+        o_a = i_h * K + o_k
+        m_a = m_k
+    else:
+        o_a = i_h
+        m_a = i_h < HEADS
+    b_bias = tl.load(bias + o_a, mask=m_a, other=0.0)
     for t in range(first, last):
         b_q = _normed(q + t * q_stride + o_key, m_k, EPS) * scale
         b_k = _normed(k + t * k_stride + o_key, m_k, EPS)
         b_v = tl.load(v + t * v_stride + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-        b_a = tl.load(a + t * a_stride + i_h).to(tl.float32)
-        b_beta = tl.sigmoid(tl.load(b + t * b_stride + i_h).to(tl.float32))
-        b_s *= tl.exp(b_decay * softplus(b_a + b_bias))
+        b_beta = beta_scale * tl.sigmoid(tl.load(b + t * b_stride + i_h).to(tl.float32))
+        b_a = tl.load(a + t * a_stride + o_a, mask=m_a, other=0.0).to(tl.float32) + b_bias
+        b_keep = keep_of(b_a, b_decay, bound, BOUNDED)
+        b_s *= b_keep[:, None] if CHANNELS else b_keep
         b_delta = (b_v - tl.sum(b_s * b_k[:, None], axis=0)) * b_beta
         b_s += b_k[:, None] * b_delta[None, :]
         b_y = tl.sum(b_s * b_q[:, None], axis=0)
@@ -94,16 +113,17 @@ def gated_delta_kernel(
     tl.store(p_s, b_s, mask=m_s)
 
 
-def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias_H: torch.Tensor) -> GatedDelta:
+def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) -> GatedDelta:
     """The kernel for one shape of heads."""
-    check_weights(problem, decay_H, bias_H)
+    check_weights(problem, decay_H, bias)
+    bias = bias.contiguous()
     heads, key_dim, value_dim = problem.heads, problem.key_dim, problem.value_dim
 
     def gated_delta(
         q_TGK: torch.Tensor,
         k_TGK: torch.Tensor,
         v_THV: torch.Tensor,
-        a_TH: torch.Tensor,
+        a: torch.Tensor,
         b_TH: torch.Tensor,
         state_MHKV: torch.Tensor,
         rows: ScanRows,
@@ -111,13 +131,15 @@ def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias_H: torch.Tensor
         assert q_TGK.stride()[1:] == k_TGK.stride()[1:] == (key_dim, 1), q_TGK.stride()
         assert v_THV.stride()[1:] == (value_dim, 1) and state_MHKV.stride(3) == 1, v_THV.stride()
         y_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
-        inputs = q_TGK, k_TGK, v_THV, a_TH, b_TH
+        inputs = q_TGK, k_TGK, v_THV, a, b_TH
         grid = rows.row_R.shape[0], heads, triton.cdiv(value_dim, COLUMNS)
         gated_delta_kernel[grid](
-            *inputs, decay_H, bias_H, y_THV, state_MHKV, rows.row_R, rows.query_start_R1,
+            *inputs, decay_H, bias, y_THV, state_MHKV, rows.row_R, rows.query_start_R1,
             state_MHKV.shape[0] - 1, *(one.stride(0) for one in inputs), state_MHKV.stride(0),
-            key_dim**-0.5, HEADS=heads, PER_KEY=heads // problem.key_heads, K=key_dim, V=value_dim,
-            BLOCK_K=power_of_two(key_dim, least=16), BLOCK_V=COLUMNS, EPS=NORM_EPS, num_warps=2,
+            key_dim**-0.5, problem.beta_scale, problem.bound, HEADS=heads,
+            PER_KEY=heads // problem.key_heads, K=key_dim, V=value_dim,
+            BLOCK_K=power_of_two(key_dim, least=16), BLOCK_V=COLUMNS,
+            CHANNELS=problem.per_channel, BOUNDED=problem.bound < 0, EPS=NORM_EPS, num_warps=2,
             **launch(v_THV.device),
         )  # fmt: skip
         return y_THV

@@ -25,6 +25,14 @@ HR_INLINE RowTokens row_tokens(const StepRows& rows, int64_t i) {
 
 // log(1 + exp(x)), which is x where the sum is.
 HR_INLINE float softplus(float x) { return x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x)); }
+// The same of a vector: max(x, 0) + log(1 + t) with t = exp(-|x|), and log(1 + t) = 2 atanh(t / (2 + t)) as a series, of which the
+// first term left out is below 1e-8 of the sum.
+HR_INLINE F vsoftplus(F x) {
+  const F t = vexp(vmin(x, -x)), z = t / (t + 2.0f), zz = z * z;
+  F series = fma(zz, splat(1.0f / 15.0f), splat(1.0f / 13.0f));
+  for (float odd = 11.0f; odd > 0.0f; odd -= 2.0f) series = fma(zz, series, splat(1.0f / odd));
+  return vmax(x, F{}) + z * series * 2.0f;
+}
 HR_INLINE float sigmoid(float x) { return 1.0f / (1.0f + __builtin_expf(-x)); }
 
 }  // namespace
