@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
+from headrace.back.kernels.attention.op import sample_plan
 from headrace.back.kernels.head_linear import op as head_linear
 from headrace.back.kernels.head_linear import triton_head_linear
 from headrace.back.kernels.latent_attention import op as latent_attention
@@ -60,3 +62,27 @@ WHOLE_TILES = [(16, 64, 16, 16)] if interpreted() else [(16, 512, 64, 16), (5, 2
 @pytest.mark.parametrize("shape", WHOLE_TILES)
 def test_a_position_has_the_same_bits_in_any_step(shape, dtype):
     check_chunks(attention_problem(shape, dtype, DEVICE), triton_latent.bind)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 40, 128])
+def test_results_left_to_be_merged_take_bounded_memory(heads):
+    """And a long row on one rank of many heads is still cut."""
+    splits = triton_latent.max_cut_splits(heads)
+    assert splits * heads * (triton_latent.MAX_RANK + 2) * 4 <= 68e6
+    assert splits * triton_latent.SPLIT_TOKENS >= 128 * 1024
+
+
+@pytest.mark.parametrize("shape", WHOLE_TILES)
+def test_rows_beyond_that_memory_go_through_their_splits_in_turn(shape, monkeypatch):
+    problem = attention_problem(shape, DTYPES[1], DEVICE)
+    rows = [(1, 1500), (1, 1024), (1, 2), (1, 513)]
+    plan, blocks = sample_plan(rows, block_tokens=problem.block_tokens, window=None, device=DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    kv = torch.randn(blocks, problem.block_tokens, problem.width, generator=generator)
+    q = torch.randn(len(rows), problem.heads, problem.width, generator=generator)
+    kv, q = kv.to(DEVICE, problem.dtype), q.to(DEVICE, problem.dtype)
+    results = []
+    for items in (triton_latent.CUT_ITEMS, 5, 1):
+        monkeypatch.setattr(triton_latent, "CUT_ITEMS", items)
+        results.append(triton_latent.bind(problem)(q, kv, plan))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -45,6 +45,9 @@ from headrace.back.kernels.triton.wrap import (
 QUERIES, POSITIONS = 16, 32
 """M and N. Results depend on N alone."""
 MAX_RANK = 512
+CUT_ITEMS = 2048
+"""Items (split, tile of heads) of rows that are cut: about eight for each program of the largest
+devices. It bounds the memory of their results: 67 MB at rank 512, whatever the heads."""
 
 
 @triton.jit
@@ -181,14 +184,20 @@ def latent_kernel(
                 store_lse(lse + o_token * HEADS + o_head, b_max, b_sum, m_m)
 
 
+def max_cut_splits(heads: int) -> int:
+    """Splits whose results are left for another program to merge."""
+    return min(MAX_SPLITS, max(1, CUT_ITEMS // triton.cdiv(heads, QUERIES)))
+
+
 def bind(problem: LatentAttentionProblem) -> LatentAttentionFunction:
     """The kernel for one layer's heads."""
     heads, width = problem.heads, problem.width
     rank, rotary = power_of_two(problem.rank, least=16), power_of_two(problem.rotary, least=16)
     tiles = triton.cdiv(heads, QUERIES)
+    max_splits = max_cut_splits(heads)
     constants = {
         "HEADS": heads, "M": QUERIES, "N": POSITIONS, "SPLIT_TOKENS": SPLIT_TOKENS,
-        "MAX_SPLITS": MAX_SPLITS, "RANK": problem.rank, "C": rank, "ROTARY": problem.rotary,
+        "MAX_SPLITS": max_splits, "RANK": problem.rank, "C": rank, "ROTARY": problem.rotary,
         "R": rotary, "BLOCK_TOKENS": problem.block_tokens,
     }  # fmt: skip
 
@@ -204,7 +213,7 @@ def bind(problem: LatentAttentionProblem) -> LatentAttentionFunction:
         assert table.stride(1) == 1 or table.shape[1] == 1
         assert num_rows * tiles <= COUNTERS, (num_rows, tiles)
         out_THC = q_THW.new_empty((q_THW.shape[0], heads, problem.rank))
-        partial = torch.empty(MAX_SPLITS * heads * (rank + 2), dtype=torch.float32, device=device)
+        partial = torch.empty(max_splits * heads * (rank + 2), dtype=torch.float32, device=device)
         latent_kernel[(num_sms(device) * PROGRAMS_PER_SM,)](
             q_THW, kv, out_THC, lse_TH, plan.query_start_R1, plan.kv_len_R, table, partial,
             counters(device), num_rows, kv.stride(0), table.stride(0),
