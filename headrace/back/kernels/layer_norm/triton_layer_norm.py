@@ -13,7 +13,8 @@ import triton.language as tl
 from headrace.back.kernels.layer_norm.op import AddNorm, LayerNormProblem, Norm, check_weights
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
-from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
+from headrace.back.kernels.triton.rows import norm_block, row_strides
+from headrace.back.kernels.triton.wrap import launch, unsupported
 
 MAX_WIDTH = 1 << 16
 
@@ -64,14 +65,14 @@ def bind_norm(
     """`layer_norm`."""
     check_weights(problem, weight_HE, bias_E)
     width, heads, weight_HE = problem.width, problem.heads, weight_HE.contiguous()
-    block, warps = _block(width)
+    block, warps = norm_block(width)
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         assert heads == 1 or x.shape[-2] == heads, (x.shape, heads)
         if x.dim() > 3 or x.stride(-1) != 1:
             x = x.contiguous().view(-1, width)
-        inner, outer_stride, inner_stride = _rows(x)
+        inner, outer_stride, inner_stride = row_strides(x)
         layer_norm_kernel[(x.numel() // width,)](
             x, x, weight_HE, bias_E, y, inner, outer_stride, inner_stride, 0, problem.eps,
             WIDTH=width, BLOCK=block, HEADS=heads, BIAS=problem.bias, ADD=False, num_warps=warps,
@@ -88,7 +89,7 @@ def bind_add_norm(
     """`add_layer_norm`."""
     check_weights(problem, weight_HE, bias_E)
     width, weight_HE = problem.width, weight_HE.contiguous()
-    block, warps = _block(width)
+    block, warps = norm_block(width)
 
     def add_norm(x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
         assert x_TE.stride(1) == residual_TE.stride(1) == 1, (x_TE.stride(), residual_TE.stride())
@@ -101,20 +102,6 @@ def bind_add_norm(
         return y_TE
 
     return add_norm
-
-
-def _block(width: int) -> tuple[int, int]:
-    """The padded width, and the warps that read it 16 bytes a thread where it is long enough."""
-    block = power_of_two(width, least=32)
-    return block, min(16, max(1, block // 256))
-
-
-def _rows(x: torch.Tensor) -> tuple[int, int, int]:
-    """(rows of the inner dimension, stride of the outer, stride of the inner) of 1 to 3
-    dimensions."""
-    if x.dim() == 3:
-        return max(x.shape[1], 1), x.stride(0), x.stride(1)
-    return 1, x.stride(0) if x.dim() == 2 else 0, 0
 
 
 def _supports(problem: LayerNormProblem) -> str | None:
