@@ -36,21 +36,23 @@ class FeedForward(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardPlace:
+    """Where a feed-forward stands in its layer. `width`: E; `inner` and `activation` are the
+    family's usual ones. `norm` stands before it, `adds`: y goes into the residual as it is."""
+
+    width: int
+    inner: int
+    activation: str
+    norm: RMSNorm | None = None
+    adds: bool = False
+
+
 class FeedForwardSpec(Protocol):
     """A kind of feed-forward as data of its layer; `build` makes it on this rank."""
 
-    def build(
-        self,
-        scope: Scope,
-        *,
-        width: int,
-        inner: int,
-        activation: str,
-        norm: RMSNorm | None,
-        adds: bool,
-    ) -> FeedForward:
-        """`scope` is the layer's; `inner` and `activation` are the family's usual ones. `norm`
-        stands before it, `adds`: y goes into the residual as it is."""
+    def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
+        """`scope` is the layer's."""
         ...
 
 
@@ -63,55 +65,40 @@ class GatedMLPSpec:
     bias: bool = False
     merged: str | None = None
 
-    def build(
-        self,
-        scope: Scope,
-        *,
-        width: int,
-        inner: int,
-        activation: str,
-        norm: RMSNorm | None,
-        adds: bool,
-    ) -> FeedForward:
+    def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
-        return GatedMLP(
-            scope / self.name,
-            width,
-            inner,
-            activation=activation,
-            bias=self.bias,
-            merged=self.merged,
-            norm=norm,
-            adds=adds,
-        )
+        return GatedMLP(scope / self.name, place, bias=self.bias, merged=self.merged)
 
 
 class GatedMLP:
     """x_TE -> y_TE. `merged` names the checkpoint tensor that holds gate and up, if they are one
-    there (Phi-3); `down` the one that leads back. `norm` stands before it: if `norms`, x is what
-    goes into that norm. `adds`: y goes into the residual as it is."""
+    there (Phi-3); `down` the one that leads back. If `norms`, x is what goes into the norm before
+    it."""
 
     def __init__(
         self,
         scope: Scope,
-        width: int,
-        inner: int,
+        place: FeedForwardPlace,
         *,
-        activation: str,
         bias: bool = False,
         merged: str | None = None,
         down: str = "down_proj",
-        norm: RMSNorm | None = None,
-        adds: bool = False,
     ) -> None:
+        inner = place.inner
         parts = (Part("gate_proj", inner, inner), Part("up_proj", inner, inner))
         self._gate_up = ColumnLinear(
-            scope, width, parts, bias=bias, merged=merged, norm=norm, activation=activation
+            scope,
+            place.width,
+            parts,
+            bias=bias,
+            merged=merged,
+            norm=place.norm,
+            activation=place.activation,
         )
-        self._down = RowLinear(scope / down, parts[0], width, bias=bias, adds=adds)
+        self._down = RowLinear(scope / down, parts[0], place.width, bias=bias, adds=place.adds)
         self._act: GatedAct = not_loaded
         self._scope = scope
-        self._activation = activation
+        self._activation = place.activation
         scope.on_finish(self._finish)
 
     @property
@@ -155,42 +142,39 @@ class PlainMLPSpec:
     bias: bool = False
     transposed: bool = False
 
-    def build(
-        self,
-        scope: Scope,
-        *,
-        width: int,
-        inner: int,
-        activation: str,
-        norm: RMSNorm | None,
-        adds: bool,
-    ) -> FeedForward:
+    def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
         scope = scope / self.name
-        act = PARAMETRIC.get(activation, ElementwiseActivation)(scope, activation)
-        return PlainMLP(scope, self, act, width=width, inner=inner, norm=norm, adds=adds)
+        activation = PARAMETRIC.get(place.activation, ElementwiseActivation)
+        return PlainMLP(scope, self, place, activation(scope, place.activation))
 
 
 class PlainMLP:
-    """x_TE -> y_TE. `norm` and `adds` as of GatedMLP."""
+    """x_TE -> y_TE. If `norms`, x is what goes into the norm before it."""
 
     def __init__(
         self,
         scope: Scope,
         spec: PlainMLPSpec,
+        place: FeedForwardPlace,
         activation: ElementwiseActivation | Xielu,
-        *,
-        width: int,
-        inner: int,
-        norm: RMSNorm | None = None,
-        adds: bool = False,
     ) -> None:
-        part = Part(spec.up, inner, inner)
+        part = Part(spec.up, place.inner, place.inner)
         self._up = ColumnLinear(
-            scope, width, (part,), bias=spec.bias, transposed=spec.transposed, norm=norm
+            scope,
+            place.width,
+            (part,),
+            bias=spec.bias,
+            transposed=spec.transposed,
+            norm=place.norm,
         )
         self._down = RowLinear(
-            scope / spec.down, part, width, bias=spec.bias, adds=adds, transposed=spec.transposed
+            scope / spec.down,
+            part,
+            place.width,
+            bias=spec.bias,
+            adds=place.adds,
+            transposed=spec.transposed,
         )
         self._activation = activation
 

@@ -72,7 +72,7 @@ class Rope:
         if spec not in scope.ledger.tables:
             if spec.decision:
                 why = "cached keys must not depend on how long a request becomes"
-                scope.ledger.notes.append(Decision("model.rope", spec.kind, spec.decision, why))
+                scope.ledger.note(Decision("model.rope", spec.kind, spec.decision, why))
             scope.ledger.tables[spec] = rope_table(spec, scope.max_positions).to(scope.device)
         self.table_PR = scope.ledger.tables[spec]
 

@@ -38,6 +38,11 @@ class Ledger:
     notes: list[Decision] = field(default_factory=list)
     tables: dict[Any, torch.Tensor] = field(default_factory=dict)
 
+    def note(self, decision: Decision) -> None:
+        """Keeps `decision` once, however many layers come to it."""
+        if decision not in self.notes:
+            self.notes.append(decision)
+
     def finish(self) -> None:
         """Runs the work put off until the weights are loaded, layer by layer, each freeing what it
         packs."""

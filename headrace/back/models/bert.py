@@ -92,11 +92,7 @@ def _layer(scope: Scope, sizes: EncoderSizes) -> EncoderLayer:
         ),
         after_attention=norm(attention / "output"),
         mlp=PlainMLP(
-            scope,
-            MLP,
-            ElementwiseActivation(scope, sizes.activation),
-            width=sizes.width,
-            inner=sizes.inner,
+            scope, MLP, sizes.feed_forward, ElementwiseActivation(scope, sizes.activation)
         ),
         after_mlp=norm(scope / "output"),
     )

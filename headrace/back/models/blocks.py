@@ -19,7 +19,7 @@ from headrace.back.layers.attention import SelfAttentionSpec
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead, TopOf
-from headrace.back.layers.mlp import FeedForwardSpec, GatedMLPSpec
+from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec, GatedMLPSpec
 from headrace.back.layers.norm import PRE, RMS, LayerNorm, NormPlacement, NormSpec, RMSNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.models.weights import WeightPlan
@@ -130,11 +130,13 @@ class DecoderLayer:
         self.before_mlp = norm(place.before_mlp)
         self.mlp = spec.feed_forward.build(
             scope,
-            width=sizes.width,
-            inner=sizes.inner,
-            activation=sizes.activation,
-            norm=self._fusible(self.before_mlp),
-            adds=plain and place.after_mlp is None,
+            FeedForwardPlace(
+                width=sizes.width,
+                inner=sizes.inner,
+                activation=sizes.activation,
+                norm=self._fusible(self.before_mlp),
+                adds=plain and place.after_mlp is None,
+            ),
         )
         self.after_mlp = norm(place.after_mlp)
         self.branch_scale = spec.branch_scale

@@ -19,7 +19,7 @@ from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
 from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.linear import ColumnLinear, RowLinear
-from headrace.back.layers.mlp import GatedMLP, PlainMLP
+from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP, PlainMLP
 from headrace.back.layers.norm import LayerNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
@@ -47,6 +47,11 @@ class EncoderSizes:
     def head_dim(self) -> int:
         """Width of one head."""
         return self.width // self.heads
+
+    @property
+    def feed_forward(self) -> FeedForwardPlace:
+        """What every layer's MLP is built with."""
+        return FeedForwardPlace(width=self.width, inner=self.inner, activation=self.activation)
 
 
 class SpanAttentionLayer:

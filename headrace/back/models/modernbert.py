@@ -79,9 +79,7 @@ def _layer(
         before_mlp=norm("mlp_norm"),
         mlp=GatedMLP(
             scope / "mlp",
-            sizes.width,
-            sizes.inner,
-            activation=sizes.activation,
+            sizes.feed_forward,
             bias=config.bool("mlp_bias", False),
             merged="Wi",
             down="Wo",

@@ -7,10 +7,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from headrace.back.layers.mlp import FeedForward, FeedForwardSpec, GatedMLP, GatedMLPSpec
-from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.mlp import (
+    FeedForward,
+    FeedForwardPlace,
+    FeedForwardSpec,
+    GatedMLP,
+    GatedMLPSpec,
+)
 from headrace.back.layers.scope import Ledger, Scope
 from headrace.back.parallel.mesh import Mesh
+
+PLACE = FeedForwardPlace(width=8, inner=12, activation="silu", adds=True)
 
 
 def scope() -> Scope:
@@ -32,16 +39,14 @@ class _Doubled:
 
 @dataclass(frozen=True)
 class _DoubledSpec:
-    def build(
-        self, scope: Scope, *, width: int, inner: int, activation: str, norm: RMSNorm | None, adds: bool
-    ) -> FeedForward:  # fmt: skip
+    def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         return _Doubled()
 
 
 @pytest.mark.parametrize("spec", [GatedMLPSpec(), _DoubledSpec()], ids=["gated", "other"])
 def test_a_layer_builds_its_feed_forward_from_the_spec(spec: FeedForwardSpec) -> None:
     here = scope()
-    made = spec.build(here, width=8, inner=12, activation="silu", norm=None, adds=True)
+    made = spec.build(here, PLACE)
     for param in here.ledger.params:
         assert param.tensor is not None
         param.tensor.normal_(generator=torch.Generator().manual_seed(1))
@@ -55,7 +60,7 @@ def test_a_layer_builds_its_feed_forward_from_the_spec(spec: FeedForwardSpec) ->
 def test_the_specs_names_are_those_of_the_checkpoint() -> None:
     here = scope()
     spec = GatedMLPSpec(name="feed_forward", bias=True, merged="gate_up_proj")
-    layer = spec.build(here, width=8, inner=12, activation="silu", norm=None, adds=False)
+    layer = spec.build(here, PLACE)
     assert isinstance(layer, GatedMLP)
     pieces = {piece.name for param in here.ledger.params for piece in param.pieces}
     prefix = "model.layers.0.feed_forward"

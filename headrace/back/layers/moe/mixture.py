@@ -19,14 +19,13 @@ from headrace.back.kernels.experts.op import ExpertsProblem
 from headrace.back.kernels.route.op import OP as ROUTE
 from headrace.back.kernels.route.op import RouteProblem
 from headrace.back.layers.linear import bind_linear
-from headrace.back.layers.mlp import FeedForward
+from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.moe.weights import (
     ExpertLayout,
     ExpertSizes,
     ExpertWeights,
     SeparateExperts,
 )
-from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param, WeightPiece
@@ -81,18 +80,10 @@ class MixtureSpec:
     activation: str | None = None
     clamp: float = 0.0
 
-    def build(
-        self,
-        scope: Scope,
-        *,
-        width: int,
-        inner: int,
-        activation: str,
-        norm: RMSNorm | None,
-        adds: bool,
-    ) -> FeedForward:
-        """See FeedForwardSpec; `inner` is that of dense layers."""
-        return Mixture(scope / self.name, self, width, activation=self.activation or activation)
+    def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
+        """See FeedForwardSpec; the place's `inner` is that of dense layers."""
+        activation = self.activation or place.activation
+        return Mixture(scope / self.name, self, place.width, activation=activation)
 
 
 class Mixture:
@@ -129,8 +120,8 @@ class Mixture:
         self._weights = spec.layout.params(scope, sizes)
         self._shared = self._shared_params(scope) if shared is not None else None
         self._logits = self._route = self._experts = not_loaded
-        if scope.scheme is not None and _PLAIN not in scope.ledger.notes:
-            scope.ledger.notes.append(_PLAIN)
+        if scope.scheme is not None:
+            scope.ledger.note(_PLAIN)
         scope.on_finish(self._finish)
 
     def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | Partial:
