@@ -154,7 +154,9 @@ class SelfAttention(Protocol):
     @property
     def probed(self) -> bool: ...
 
-    def queries(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor: ...
+    def queries(
+        self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
 
     def attend_into(
         self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
@@ -238,8 +240,11 @@ class Attention:
         """Whether the norm before is part of it."""
         return self._qkv.norms
 
-    def queries(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """q_THD, normed and rotated; keys and values are in the cache."""
+    def queries(
+        self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """q_THD, normed and rotated, of the tokens `at_N`, None: of all, whose keys and values are
+        in the cache."""
         plan = batch.plans[batch.group_of_layer[self._layer]]
         kv = batch.kv[self._layer]
         qkv_TC = self._qkv.project(x_TE)
@@ -252,7 +257,7 @@ class Attention:
             q_THD = q_THD * self._query_scale_P[batch.positions_T, None, None]
         if batch.probe is not None:
             batch.probe.see(self._layer, self._problem, q_THD, kv, plan)
-        return q_THD
+        return q_THD if at_N is None else q_THD.index_select(0, at_N)
 
     def attend_into(
         self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch

@@ -120,8 +120,11 @@ class LatentAttention:
         """Whether the norm before is part of it."""
         return self._down.norms
 
-    def queries(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """q_THW, absorbed and rotated; the latents are in the cache."""
+    def queries(
+        self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """q_THW, absorbed and rotated, of the tokens `at_N`, None: of all, whose latents are in the
+        cache."""
         spec, kv = self._spec, batch.kv[self._layer]
         plan = batch.plans[batch.group_of_layer[self._layer]]
         down_TX = self._down.project(x_TE)
@@ -133,6 +136,8 @@ class LatentAttention:
         self._write(
             q_THD, latent_TW, batch.positions_T, self._rope.table_PR, kv, plan.slot_T, q_THW
         )
+        if at_N is not None:
+            q_THD, q_THW = q_THD.index_select(0, at_N), q_THW.index_select(0, at_N)
         self._absorb(q_THD[..., : spec.nope], q_THW[..., : spec.rank])
         return q_THW
 

@@ -154,10 +154,11 @@ class DecoderLayer:
             return self._forward_parallel(branch_TE, residual_TE, batch, last=last)
         norm = None if self.attention.norms else self.before_attention
         x_TE = _add_norm(norm, branch_TE, residual_TE)
-        q_THD = self.attention.queries(x_TE, batch)
-        if last and batch.last_token_batch is not None:
-            at_N, batch = batch.logits_at_N, batch.last_token_batch
-            q_THD, residual_TE = q_THD.index_select(0, at_N), residual_TE.index_select(0, at_N)
+        after = batch.last_token_batch if last else None
+        at_N = None if after is None else batch.logits_at_N
+        q_THD = self.attention.queries(x_TE, batch, at_N)
+        if after is not None and at_N is not None:
+            residual_TE, batch = residual_TE.index_select(0, at_N), after
         branch_TE = self.attention.attend_into(q_THD, residual_TE, batch)
         branch_TE = self._after(self.after_attention, branch_TE)
         norm = None if self.mlp.norms else self.before_mlp
@@ -169,10 +170,11 @@ class DecoderLayer:
     ) -> Stream:
         """Whatever reads the residual comes before what adds to it."""
         x_TE = _add_norm(self.before_attention, branch_TE, residual_TE)
-        q_THD = self.attention.queries(x_TE, batch)
-        if last and batch.last_token_batch is not None:
-            at_N, batch = batch.logits_at_N, batch.last_token_batch
-            q_THD, residual_TE = q_THD.index_select(0, at_N), residual_TE.index_select(0, at_N)
+        after = batch.last_token_batch if last else None
+        at_N = None if after is None else batch.logits_at_N
+        q_THD = self.attention.queries(x_TE, batch, at_N)
+        if after is not None and at_N is not None:
+            residual_TE, batch = residual_TE.index_select(0, at_N), after
             x_TE = x_TE.index_select(0, at_N)
         if self.before_mlp is not None:
             x_TE = self.before_mlp.norm(residual_TE)
