@@ -8,14 +8,13 @@ from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
-    GATED_MLP,
     Decoder,
     DecoderSpec,
     LayerSpec,
     plain_attention,
     read_sizes,
 )
-from headrace.back.models.moe import draft_layers
+from headrace.back.models.moe import draft_layers, feed_forwards
 from headrace.base.config.hf import ConfigReader
 
 
@@ -31,17 +30,15 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         default_theta=500_000.0,
         layout="pairs",
     )
-    attention, mixture = AttentionSpec(**plain_attention(sizes), rope=rope), _mixture(config)
+    attention = AttentionSpec(**plain_attention(sizes), rope=rope)
     first = config.int("moe_layer_start_index", 1, ge=0)
     last = config.int("moe_layer_end_index", -1, ge=-1)
     every = config.int("moe_layer_interval", 1, ge=1)
     stop = sizes.layers if last == -1 else last + 1
+    sparse = [first <= i < stop and (i + 1) % every == 0 for i in range(sizes.layers)]
     layers = tuple(
-        LayerSpec(
-            attention=attention,
-            feed_forward=mixture if first <= i < stop and (i + 1) % every == 0 else GATED_MLP,
-        )
-        for i in range(sizes.layers)
+        LayerSpec(attention=attention, feed_forward=feed_forward)
+        for feed_forward in feed_forwards(_mixture(config), sparse)
     )
     ignored = draft_layers(config, sizes.layers)
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, ignored=ignored))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
+from headrace.back.layers.mlp import FeedForwardSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
+from headrace.back.models.blocks import GATED_MLP
 from headrace.base.config.hf import ConfigReader
 
 CORRECTION_BIAS = "gate.e_score_correction_bias"
@@ -16,6 +21,20 @@ def sparse_layers(config: ConfigReader, layers: int) -> list[bool]:
     return [(i + 1) % step == 0 and i not in dense for i in range(layers)]
 
 
+def dense_first(
+    config: ConfigReader, layers: int, *, default: int = 0, every: int = 1
+) -> list[bool]:
+    """Which layers have experts, by DeepSeek's key: every `every`-th from `first_k_dense_replace`
+    on."""
+    first = config.int("first_k_dense_replace", default, ge=0)
+    return [i >= first and i % every == 0 for i in range(layers)]
+
+
+def feed_forwards(mixture: MixtureSpec, sparse: Iterable[bool]) -> tuple[FeedForwardSpec, ...]:
+    """The mixture in layers that are `sparse`, a dense MLP in the others."""
+    return tuple(mixture if is_sparse else GATED_MLP for is_sparse in sparse)
+
+
 def divided(config: ConfigReader, key: str, shared: int, inner: int) -> int:
     """`shared`, which must be that of a whole number of experts."""
     if shared % inner:
@@ -23,11 +42,12 @@ def divided(config: ConfigReader, key: str, shared: int, inner: int) -> int:
     return shared
 
 
-def sigmoid_mixture(config: ConfigReader) -> MixtureSpec:
-    """The experts of DeepSeek-V3 and of those who followed it: sigmoid scores, a bias that only
-    chooses, groups, shared experts without a gate."""
-    experts = config.int("n_routed_experts", ge=1, aliases=("num_local_experts",))
-    groups = config.int("n_group", 1, ge=1, le=64)
+def routed_mixture(config: ConfigReader, *, grouped: bool = True) -> MixtureSpec:
+    """The experts of DeepSeek's models: softmax scores, shared experts without a gate. `grouped`:
+    chosen among the groups whose best expert is highest."""
+    aliases = ("num_experts", "num_local_experts")
+    experts = config.int("n_routed_experts", ge=1, aliases=aliases)
+    groups = config.int("n_group", 1, ge=1, le=64) if grouped else 1
     if experts % groups:
         raise config.wrong("n_group", f"a divisor of n_routed_experts ({experts})")
     inner = config.int("moe_intermediate_size", ge=1)
@@ -36,17 +56,27 @@ def sigmoid_mixture(config: ConfigReader) -> MixtureSpec:
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", ge=1, le=experts),
-            score="sigmoid",
-            renormalize=config.bool("norm_topk_prob", True),
             scale=config.float("routed_scaling_factor", 1.0),
             groups=groups,
-            kept_groups=config.int("topk_group", 1, ge=1, le=groups),
-            group_score="top2",
-            bias_name=CORRECTION_BIAS,
+            kept_groups=config.int("topk_group", 1, ge=1, le=groups) if groups > 1 else 1,
         ),
         inner=inner,
         shared=SharedSpec(inner=inner * shared) if shared else None,
     )
+
+
+def sigmoid_mixture(config: ConfigReader) -> MixtureSpec:
+    """The experts of DeepSeek-V3 and of those who followed it: sigmoid scores, a bias that only
+    chooses, and groups by their best two."""
+    mixture = routed_mixture(config)
+    router = replace(
+        mixture.router,
+        score="sigmoid",
+        renormalize=config.bool("norm_topk_prob", True),
+        group_score="top2",
+        bias_name=CORRECTION_BIAS,
+    )
+    return replace(mixture, router=router)
 
 
 def draft_layers(config: ConfigReader, layers: int) -> tuple[str, ...]:

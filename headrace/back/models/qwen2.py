@@ -3,11 +3,16 @@ layers if switched on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.mlp import FeedForwardSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
+    GATED_MLP,
     Decoder,
+    DecoderSizes,
     DecoderSpec,
     LayerSpec,
     plain_attention,
@@ -20,14 +25,29 @@ from headrace.base.config.hf import ConfigReader
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Qwen2ForCausalLM."""
     sizes = read_sizes(config)
+    return qwen2_decoder(scope, config, sizes, [GATED_MLP] * sizes.layers)
+
+
+def qwen2_decoder(
+    scope: Scope,
+    config: ConfigReader,
+    sizes: DecoderSizes,
+    feed_forwards: Sequence[FeedForwardSpec],
+    *,
+    bias: bool = True,
+) -> Decoder:
+    """The decoder with a feed-forward for each layer. `bias`: of query, key and value."""
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     layers = tuple(
         LayerSpec(
             attention=AttentionSpec(
-                **plain_attention(sizes), rope=rope, window=window, qkv_bias=True
-            )
+                **plain_attention(sizes), rope=rope, window=window, qkv_bias=bias
+            ),
+            feed_forward=feed_forward,
         )
-        for window in qwen_windows(config, sizes.layers)
+        for window, feed_forward in zip(
+            qwen_windows(config, sizes.layers), feed_forwards, strict=True
+        )
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
 

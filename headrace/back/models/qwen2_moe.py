@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
-from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
-from headrace.back.models.blocks import (
-    GATED_MLP,
-    Decoder,
-    DecoderSpec,
-    LayerSpec,
-    plain_attention,
-    read_sizes,
-)
-from headrace.back.models.moe import divided, sparse_layers
-from headrace.back.models.qwen2 import qwen_windows
+from headrace.back.models.blocks import Decoder, read_sizes
+from headrace.back.models.moe import divided, feed_forwards, sparse_layers
+from headrace.back.models.qwen2 import qwen2_decoder
 from headrace.base.config.hf import ConfigReader
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Qwen2MoeForCausalLM."""
     sizes = read_sizes(config)
-    rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
-    mixture = qwen_mixture(config)
-    layers = tuple(
-        LayerSpec(
-            attention=AttentionSpec(
-                **plain_attention(sizes),
-                rope=rope,
-                window=window,
-                qkv_bias=config.bool("qkv_bias", True),
-            ),
-            feed_forward=mixture if sparse else GATED_MLP,
-        )
-        for window, sparse in zip(
-            qwen_windows(config, sizes.layers), sparse_layers(config, sizes.layers), strict=True
-        )
-    )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
+    mixtures = feed_forwards(qwen_mixture(config), sparse_layers(config, sizes.layers))
+    return qwen2_decoder(scope, config, sizes, mixtures, bias=config.bool("qkv_bias", True))
 
 
 def qwen_mixture(config: ConfigReader) -> MixtureSpec:

@@ -1,12 +1,17 @@
-"""Qwen 3, dense: Llama's decoder with a norm over each query and key head."""
+"""Qwen 3: Llama's decoder with a norm over each query and key head."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.back.layers.attention import AttentionSpec, QKNorm
+from headrace.back.layers.mlp import FeedForwardSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
+    GATED_MLP,
     Decoder,
+    DecoderSizes,
     DecoderSpec,
     LayerSpec,
     plain_attention,
@@ -19,6 +24,16 @@ from headrace.base.config.hf import ConfigReader
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Qwen3ForCausalLM."""
     sizes = read_sizes(config)
+    return qwen3_decoder(scope, config, sizes, [GATED_MLP] * sizes.layers)
+
+
+def qwen3_decoder(
+    scope: Scope,
+    config: ConfigReader,
+    sizes: DecoderSizes,
+    feed_forwards: Sequence[FeedForwardSpec],
+) -> Decoder:
+    """The decoder with a feed-forward for each layer."""
     bias = config.bool("attention_bias", False)
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     layers = tuple(
@@ -30,8 +45,11 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
                 qkv_bias=bias,
                 out_bias=bias,
                 qk_norm=QKNorm(eps=sizes.eps),
-            )
+            ),
+            feed_forward=feed_forward,
         )
-        for window in qwen_windows(config, sizes.layers)
+        for window, feed_forward in zip(
+            qwen_windows(config, sizes.layers), feed_forwards, strict=True
+        )
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
