@@ -16,7 +16,7 @@ import orjson
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, Events, Started
 from headrace.front.server.anthropic.arguments import ToolInput
-from headrace.front.server.conversation.stages import ParsedEnded, parts_of
+from headrace.front.server.conversation.stages import ParsedEnded, WaitingSpace, parts_of
 from headrace.front.server.http.sse import Chunks
 from headrace.front.text.parsing.engine import (
     CallArguments,
@@ -52,7 +52,7 @@ class MessageStream:
     _open: str | None = field(init=False, default=None)
     _texts: list[str] = field(init=False, default_factory=list)
     _input: ToolInput = field(init=False, default_factory=ToolInput)
-    _space: str = field(init=False, default="")
+    _space: WaitingSpace = field(init=False, default_factory=WaitingSpace)
     _num_prompt: int = field(init=False, default=0)
     _complete_calls: int = field(init=False, default=0)
     _cut: bool = field(init=False, default=False)
@@ -106,9 +106,8 @@ class MessageStream:
 
     def _content(self, text: str) -> list[Json]:
         if self._open != "text":
-            text, self._space = self._space + text, ""
-            if not text.strip():
-                self._space = text
+            text = self._space.before(text)
+            if not text:
                 return []
         frames = self._become("text", {"text": ""})
         self._texts.append(text)
@@ -120,7 +119,8 @@ class MessageStream:
         if self._open == kind:
             return []
         frames = self._close()
-        self._open, self._space = kind, ""
+        self._open = kind
+        self._space.drop()
         block = {"type": kind, **fields}
         self.message["content"].append(block)
         frames.append(

@@ -15,7 +15,7 @@ import orjson
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, Events, ScoredToken, Started
 from headrace.front.server.conversation.fold import logprob
-from headrace.front.server.conversation.stages import parts_of
+from headrace.front.server.conversation.stages import WaitingSpace, parts_of
 from headrace.front.server.http.sse import DONE, Chunks
 from headrace.front.text.parsing.engine import (
     CallArguments,
@@ -42,7 +42,7 @@ class CohereStream:
     _logprobs: list[Json] = field(init=False, default_factory=list)
     _open: str | None = field(init=False, default=None)
     _in_call: bool = field(init=False, default=False)
-    _space: str = field(init=False, default="")
+    _space: WaitingSpace = field(init=False, default_factory=WaitingSpace)
     _num_prompt: int = field(init=False, default=0)
 
     def take(self, event: Event) -> list[Json]:
@@ -82,9 +82,8 @@ class CohereStream:
     def _text(self, kind: str, text: str) -> list[Json]:
         frames: list[Json] = []
         if self._open != kind:
-            text, self._space = self._space + text, ""
-            if not text.strip():
-                self._space = text
+            text = self._space.before(text)
+            if not text:
                 return []
             frames = [*self._close(), *self._close_call()]
             self._open = kind
@@ -105,7 +104,8 @@ class CohereStream:
     def _close(self) -> list[Json]:
         if self._open is None:
             return []
-        self._open, self._space = None, ""
+        self._open = None
+        self._space.drop()
         return [{"type": "content-end", "index": len(self._content) - 1}]
 
     def _close_call(self) -> list[Json]:

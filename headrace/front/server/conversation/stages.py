@@ -50,6 +50,24 @@ def parts_of(delta: Delta) -> list[Part]:
     return [Content(delta.text)] if delta.text else []
 
 
+class WaitingSpace:
+    """White space between the parts of an answer, which opens none: it waits for text to stand in
+    front of, and is dropped where another part begins first."""
+
+    def __init__(self) -> None:
+        self._space = ""
+
+    def before(self, text: str) -> str:
+        """`text` behind what waited; "" where all of it is white space, which waits on."""
+        text = self._space + text
+        self._space = "" if text.strip() else text
+        return "" if self._space else text
+
+    def drop(self) -> None:
+        """Another part begins."""
+        self._space = ""
+
+
 class ParsedEnded(Ended, frozen=True, kw_only=True):
     """The end of a parsed choice: its reasoning tokens, and whether it made calls none of which is
     cut off."""

@@ -17,7 +17,7 @@ from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
 from headrace.front.server.conversation.calls import custom_input, cut_input
 from headrace.front.server.conversation.fold import chat_logprobs
-from headrace.front.server.conversation.stages import parts_of
+from headrace.front.server.conversation.stages import WaitingSpace, parts_of
 from headrace.front.server.http.failures import Failure
 from headrace.front.server.http.sse import Chunks, padding
 from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage
@@ -50,7 +50,7 @@ class ResponseStream:
     _open: Json | None = field(init=False, default=None)
     _texts: list[str] = field(init=False, default_factory=list)
     _scores: list[Json] = field(init=False, default_factory=list)
-    _space: str = field(init=False, default="")
+    _space: WaitingSpace = field(init=False, default_factory=WaitingSpace)
     _unsaid: list[Json] = field(init=False, default_factory=list)
     _begun: bool = field(init=False, default=False)
     _num_prompt: int = field(init=False, default=0)
@@ -131,9 +131,8 @@ class ResponseStream:
 
     def _content(self, text: str) -> list[Json]:
         if self._open is None or self._open["type"] != "message":
-            text, self._space = self._space + text, ""
-            if not text.strip():
-                self._space = text
+            text = self._space.before(text)
+            if not text:
                 return []
         scores, self._unsaid = self._unsaid, []
         events = self._become("message", "msg", role="assistant", content=[])
@@ -159,7 +158,8 @@ class ResponseStream:
         events = self._close(complete=True)
         ident = item_id(prefix, self.reply.id, self._index + 1)
         self._open = {"id": ident, "type": kind, "status": "in_progress", **fields}
-        self._space, self._unsaid = "", []
+        self._space.drop()
+        self._unsaid = []
         self.response["output"].append(self._open)
         events.append(self._item("response.output_item.added"))
         if kind in ("message", "reasoning"):

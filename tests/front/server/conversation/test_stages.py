@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started, TokenScore
 from headrace.front.server.conversation.context import StreamInterval
-from headrace.front.server.conversation.stages import coalesced
+from headrace.front.server.conversation.stages import WaitingSpace, coalesced
 
 
 def score(token: int) -> ScoredToken:
@@ -88,3 +88,14 @@ def _joined(events: list[Event], index: int) -> tuple[str, list[int], list[Score
             ids += event.token_ids
             scores += event.scores or []
     return text, ids, scores
+
+
+@given(st.lists(st.text(alphabet=" \n\tab", max_size=3)))
+def test_white_space_before_text_opens_nothing_and_is_not_lost(pieces: list[str]) -> None:
+    space, whole = WaitingSpace(), "".join(pieces)
+    texts = [space.before(piece) for piece in pieces]
+    written = "".join(texts)
+    assert whole.startswith(written) and not whole[len(written) :].strip()
+    assert all(text.strip() for text in texts if text)
+    space.drop()
+    assert space.before("a") == "a"
