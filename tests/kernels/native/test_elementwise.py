@@ -7,6 +7,8 @@ from headrace.back.kernels.activation import native as activation_native
 from headrace.back.kernels.activation import op as activation_op
 from headrace.back.kernels.gated_act import native as gated_act
 from headrace.back.kernels.gated_act import op as gated_act_op
+from headrace.back.kernels.gated_norm import native as gated_norm
+from headrace.back.kernels.gated_norm import op as gated_norm_op
 from headrace.back.kernels.kv_write import native as kv_write
 from headrace.back.kernels.kv_write import op as kv_write_op
 from headrace.back.kernels.layer_norm import native as layer_norm
@@ -184,6 +186,22 @@ def test_gated_activation_equals_the_reference(library, dtype, activation, width
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", gated_norm_op.GATES)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(("width", "group"), [(41, 0), (40, 40), (84, 21), (9000, 4500)])
+def test_gated_norm_equals_the_reference(library, dtype, gate, norm_first, width, group):
+    problem = gated_norm_op.GatedNormProblem(
+        device="cpu", dtype=dtype, width=width, group=group, eps=1e-5, gate=gate, norm_first=norm_first
+    )  # fmt: skip
+    weight = values(width, dtype=torch.float32, seed=2) if group else None
+    x, opened = 3 * values(3, width, dtype=dtype), 6 * values(3, width + 5, dtype=dtype, seed=1)
+    x[1, 3], opened[2, 7] = float("nan"), 100.0
+    ours = gated_norm.bind_with(library, problem, weight)(x, opened[:, :width])
+    theirs = gated_norm_op.bind_reference(problem, weight)(x, opened[:, :width])
+    torch.testing.assert_close(ours, theirs, rtol=BOUND[dtype], atol=5e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_kv_write_puts_keys_and_values_in_their_slots(library, dtype):
     problem = kv_write_op.KVWriteProblem(
         device="cpu", dtype=dtype, kv_heads=3, head_dim=20, block_tokens=4
@@ -214,6 +232,7 @@ def test_the_self_checks_accept_them(newest, dtype):
     norm = rms_norm_op.RMSNormProblem(device="cpu", dtype=dtype, width=1024, eps=1e-6)
     turn = rope_op.RopeProblem(device="cpu", dtype=dtype, head_dim=128, rotary_dim=128)
     gate = gated_act_op.GatedActProblem(device="cpu", dtype=dtype, width=300, activation="silu")
+    opened = gated_norm_op.GatedNormProblem(device="cpu", dtype=dtype, width=96, group=24, eps=1e-6)
     write = kv_write_op.KVWriteProblem(
         device="cpu", dtype=dtype, kv_heads=2, head_dim=64, block_tokens=16
     )
@@ -222,6 +241,7 @@ def test_the_self_checks_accept_them(newest, dtype):
         (rms_norm_op.ADD_OP, rms_norm.ADD_KERNEL, norm),
         (rope_op.OP, rope.KERNEL, turn),
         (gated_act_op.OP, gated_act.KERNEL, gate),
+        (gated_norm_op.OP, gated_norm.KERNEL, opened),
         (kv_write_op.OP, kv_write.KERNEL, write),
     ):
         assert kernel.supports(problem) is None

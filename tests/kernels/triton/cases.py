@@ -12,6 +12,7 @@ from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.experts import op as experts
 from headrace.back.kernels.gated_act import op as gated_act
+from headrace.back.kernels.gated_norm import op as gated_norm
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.head_linear import op as head_linear
@@ -321,6 +322,19 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             ),
         )
         for name in ("gelu_tanh", "relu2")
+    ),
+    *(
+        (
+            f"gated_norm {group}",
+            _call(
+                gated_norm.OP,
+                "gated_norm.triton_gated_norm:KERNEL",
+                gated_norm.GatedNormProblem(
+                    device="cpu", dtype=BF16, width=8192, group=group, eps=1e-5
+                ),
+            ),
+        )
+        for group in (0, 1024)
     ),
     *(
         (f"recurrent {name}", _recurrent(name))

@@ -18,6 +18,8 @@ from headrace.back.kernels.fused_linear import op as fused_linear
 from headrace.back.kernels.fused_linear import triton_fused_linear
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.gated_act import triton_gated_act
+from headrace.back.kernels.gated_norm import op as gated_norm
+from headrace.back.kernels.gated_norm import triton_gated_norm
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.greedy import triton_greedy
 from headrace.back.kernels.gumbel import op as gumbel
@@ -298,6 +300,21 @@ def test_gated_activation_equals_the_reference(dtype, activation):
     theirs = gated_act.bind_reference(problem)(x[:, 100:2300])
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert close(ours.nan_to_num(), theirs.nan_to_num(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", gated_norm.GATES)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(("width", "group"), [(1100, 0), (40, 40), (84, 21)])
+def test_gated_norm_equals_the_reference(dtype, gate, norm_first, width, group):
+    problem = gated_norm.GatedNormProblem(
+        device=DEVICE, dtype=dtype, width=width, group=group, eps=1e-5, gate=gate, norm_first=norm_first
+    )  # fmt: skip
+    weight = random(width) if group else None
+    both = 3 * random(3, 2 * width + 5).to(dtype)
+    x, opened = both[:, :width].contiguous(), both[:, width : 2 * width]
+    ours = triton_gated_norm.bind(problem, weight)(x, opened)
+    assert close(ours, gated_norm.bind_reference(problem, weight)(x, opened), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
