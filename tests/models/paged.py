@@ -32,6 +32,15 @@ def _poisoned(
     return kv
 
 
+def _state(
+    form: CacheForm, num_rows: int, *, block_tokens: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows begin with zeros; the last one, which is nobody's, is NaN."""
+    state = _poisoned(form, num_rows + 1, block_tokens=block_tokens, dtype=dtype)
+    state[:-1] = 0
+    return state
+
+
 class PagedRun:
     """Rows of tokens on their way through `model`. `step` runs some tokens of some rows."""
 
@@ -50,8 +59,11 @@ class PagedRun:
         self.free = list(range(1, num_blocks))
         random.Random(5).shuffle(self.free)
         self.tables = np.zeros((len(self.windows), len(rows), longest), np.int32)
+        sizes = {"block_tokens": block_tokens, "dtype": dtype}
         self.kv = tuple(
-            _poisoned(form, num_blocks, block_tokens=block_tokens, dtype=dtype)
+            _state(form, len(rows), **sizes)
+            if form.kind == "state"
+            else _poisoned(form, num_blocks, **sizes)
             for form in model.kv_forms
         )
 
@@ -73,6 +85,7 @@ class PagedRun:
             group_of_layer=self.group_of_layer,
             kv=self.kv,
             logits_at_N=ends if last else torch.arange(len(ids)),
+            row_R=torch.tensor([row for row, _ in chunks]),
         )
         if last:
             last_token_batch = replace(batch, plans=tuple(_one_query_each(plan) for plan in plans))

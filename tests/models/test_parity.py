@@ -70,6 +70,11 @@ ROUTED: dict[str, Any] = {
 }
 
 
+MAMBA2: dict[str, Any] = {
+    **{"num_heads": 6, "head_dim": 16, "state_size": 12, "n_groups": 2, "conv_kernel": 4},
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -257,6 +262,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-serial": (
         "Falcon",
         {"ffn_hidden_size": 80, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "mamba2": ("Mamba2", MAMBA2),
+    "mamba2-bounded": (
+        "Mamba2",
+        {**MAMBA2, "time_step_limit": (0.3, 0.9), "use_bias": True, "use_conv_bias": False},
     ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),
     "ministral3": ("Ministral3", {"head_dim": 8, **rope(**YARN, llama_4_scaling_beta=0.4)}),

@@ -21,6 +21,7 @@ from tests.models.test_parity import CASES, compare, tiny_config
 NAMES = (
     "llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "deepseek-v3", "one-kv-head",
     "cohere-qk-norm", "gpt2", "falcon-grouped", "phi", "qwen2-moe", "granite-moe", "gpt-oss",
+    "mamba2",
 )  # fmt: skip
 
 

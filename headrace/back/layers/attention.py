@@ -6,7 +6,7 @@ T tokens, E hidden size, H query heads, K KV heads, D head_dim; H and K are this
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -122,45 +122,10 @@ class AttentionSpec:
     names: AttentionNames = AttentionNames()
 
     def build(
-        self, scope: Scope, layer: int, *, norm: RMSNorm | None = None, adds: bool = False
+        self, scope: Scope, cache: int, *, norm: RMSNorm | None = None, adds: bool = False
     ) -> Attention:
         """The layer. `norm`, `adds`: see Attention."""
-        return Attention(scope, layer, self, norm=norm, adds=adds)
-
-
-class SelfAttentionSpec(Protocol):
-    """What a decoder layer's attention is made of: AttentionSpec, LatentAttentionSpec."""
-
-    def build(
-        self, scope: Scope, layer: int, *, norm: RMSNorm | None = None, adds: bool = False
-    ) -> SelfAttention:
-        """The attention of layer number `layer`, whose scope it is."""
-        ...
-
-
-class SelfAttention(Protocol):
-    """The face of every attention over the KV cache. See Attention.
-
-    kv_forms   its caches
-    probed     whether a batch's probe sees its queries
-    """
-
-    @property
-    def kv_forms(self) -> tuple[CacheForm, ...]: ...
-
-    @property
-    def norms(self) -> bool: ...
-
-    @property
-    def probed(self) -> bool: ...
-
-    def queries(
-        self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
-
-    def attend_into(
-        self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor | Partial | None: ...
+        return Attention(scope, cache, self, norm=norm, adds=adds)
 
 
 class Attention:

@@ -53,10 +53,10 @@ class LatentAttentionSpec:
     out_bias: bool = False
 
     def build(
-        self, scope: Scope, layer: int, *, norm: RMSNorm | None = None, adds: bool = False
+        self, scope: Scope, cache: int, *, norm: RMSNorm | None = None, adds: bool = False
     ) -> LatentAttention:
         """The layer. See AttentionSpec."""
-        return LatentAttention(scope / "self_attn", layer, self, norm=norm, adds=adds)
+        return LatentAttention(scope / "self_attn", cache, self, norm=norm, adds=adds)
 
 
 class LatentAttention:

@@ -119,9 +119,12 @@ class Scope:
         init: str = "normal",
         init_scale: float = 0.02,
         bundle: Bundle | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Param:
         """Adds a parameter of global `shape`; by default it is one checkpoint tensor of its own
-        name. With a `bundle` it is made of that one's tensors instead."""
+        name. With a `bundle` it is made of that one's tensors instead. `dtype`: its own, where it
+        is not the model's."""
+        dtype = dtype or self.dtype
         axis = self.mesh.axis(shard.axis) if shard else None
         local = list(shape)
         if shard is not None and axis is not None:
@@ -129,9 +132,9 @@ class Scope:
         param = Param(
             name=self.name(name),
             shape=shape,
-            dtype=self.dtype,
+            dtype=dtype,
             pieces=pieces or (WeightPiece(name=self.name(name), shape=shape),),
-            tensor=None if bundle is not None else self._empty(local, self.dtype),
+            tensor=None if bundle is not None else self._empty(local, dtype),
             bundle=bundle,
             shard=shard,
             spans=shard.spans(axis) if shard is not None and axis is not None else (),

@@ -1,4 +1,4 @@
-"""The dense decoder that most families share: embedding, layers, norm, head, and the plain keys of
+"""The decoder that most families share: embedding, layers, norm, head, and the plain keys of
 config.json.
 
 A family file reads its own config, states what differs (`LayerSpec` per layer, with a row of the
@@ -15,10 +15,10 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.attention import SelfAttentionSpec
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead, TopOf
+from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec, GatedMLPSpec
 from headrace.back.layers.norm import PRE, RMS, LayerNorm, NormPlacement, NormSpec, RMSNorm
 from headrace.back.layers.scope import Scope
@@ -67,12 +67,13 @@ class DecoderSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer. `branch_scale`: what each branch is multiplied with behind its last
-    norm."""
+    """One decoder layer. Its first branch, `attention`, is any mixer: attention or a recurrent
+    layer. A layer may lack one of its branches. `branch_scale`: what each branch is multiplied with
+    behind its last norm."""
 
-    attention: SelfAttentionSpec
+    attention: MixerSpec | None
     placement: NormPlacement = PRE
-    feed_forward: FeedForwardSpec = GATED_MLP
+    feed_forward: FeedForwardSpec | None = GATED_MLP
     branch_scale: float = 1.0
 
 
@@ -107,9 +108,10 @@ class DecoderSpec:
 
 
 class DecoderLayer:
-    """Adds its two branches to the residual stream. See LayerSpec."""
+    """Adds its branches to the residual stream. See LayerSpec. `cache`: the id of its first
+    cache."""
 
-    def __init__(self, scope: Scope, index: int, spec: LayerSpec, decoder: DecoderSpec) -> None:
+    def __init__(self, scope: Scope, cache: int, spec: LayerSpec, decoder: DecoderSpec) -> None:
         sizes, place = decoder.sizes, spec.placement
 
         def norm(name: str | None) -> BlockNorm | None:
@@ -120,15 +122,15 @@ class DecoderLayer:
         self.before_attention = norm(place.before_attention)
         plain = spec.branch_scale == 1.0
         self.parallel = place.parallel
-        self.attention = spec.attention.build(
+        self.attention = spec.attention and spec.attention.build(
             scope,
-            index,
+            cache,
             norm=self._fusible(self.before_attention),
             adds=plain and place.after_attention is None,
         )
         self.after_attention = norm(place.after_attention)
         self.before_mlp = norm(place.before_mlp)
-        self.mlp = spec.feed_forward.build(
+        self.mlp = spec.feed_forward and spec.feed_forward.build(
             scope,
             FeedForwardPlace(
                 width=sizes.width,
@@ -152,23 +154,35 @@ class DecoderLayer:
         branch_TE, residual_TE = stream
         if self.parallel:
             return self._forward_parallel(branch_TE, residual_TE, batch, last=last)
-        norm = None if self.attention.norms else self.before_attention
-        x_TE = _add_norm(norm, branch_TE, residual_TE)
         after = batch.last_token_batch if last else None
         at_N = None if after is None else batch.logits_at_N
-        q_THD = self.attention.queries(x_TE, batch, at_N)
-        if after is not None and at_N is not None:
-            residual_TE, batch = residual_TE.index_select(0, at_N), after
-        branch_TE = self.attention.attend_into(q_THD, residual_TE, batch)
-        branch_TE = self._after(self.after_attention, branch_TE)
+        if self.attention is not None:
+            norm = None if self.attention.norms else self.before_attention
+            x_TE = _add_norm(norm, branch_TE, residual_TE)
+            q_TX = self.attention.queries(x_TE, batch, at_N)
+            if after is not None and at_N is not None:
+                residual_TE, batch = residual_TE.index_select(0, at_N), after
+            branch_TE = self.attention.attend_into(q_TX, residual_TE, batch)
+            branch_TE = self._after(self.after_attention, branch_TE)
+        elif at_N is not None:
+            residual_TE = _add_norm(None, branch_TE, residual_TE)
+            branch_TE, residual_TE = None, residual_TE.index_select(0, at_N)
+        if self.mlp is None:
+            return branch_TE, residual_TE
         norm = None if self.mlp.norms else self.before_mlp
         x_TE = _add_norm(norm, branch_TE, residual_TE)
         return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE)), residual_TE
+
+    @property
+    def kv_forms(self) -> tuple[CacheForm, ...]:
+        """The caches of its mixer."""
+        return () if self.attention is None else self.attention.kv_forms
 
     def _forward_parallel(
         self, branch_TE: Branch, residual_TE: torch.Tensor, batch: Batch, *, last: bool
     ) -> Stream:
         """Whatever reads the residual comes before what adds to it."""
+        assert self.attention is not None and self.mlp is not None, "a branch is missing"
         x_TE = _add_norm(self.before_attention, branch_TE, residual_TE)
         after = batch.last_token_batch if last else None
         at_N = None if after is None else batch.logits_at_N
@@ -220,8 +234,6 @@ def _add_norm(norm: BlockNorm | None, branch_TE: Branch, residual_TE: torch.Tens
 class Decoder:
     """A decoder-only language model on this rank: `back/models/protocol.py: CausalModel`."""
 
-    state = "plain"
-
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
         names, sizes = spec.names, spec.sizes
         inside = scope if scope.head.bare else scope / names.prefix
@@ -240,17 +252,18 @@ class Decoder:
         if names.positions is not None:
             table = inside / names.positions
             self._positions = TokenEmbedding(table, spec.positions, sizes.width)
-        self._layers = [
-            DecoderLayer(inside / names.layers / str(index), index, layer, spec)
-            for index, layer in enumerate(spec.layers)
-        ]
+        self._layers: list[DecoderLayer] = []
+        self.kv_forms: tuple[CacheForm, ...] = ()
+        for index, layer in enumerate(spec.layers):
+            at = inside / names.layers / str(index)
+            self._layers.append(DecoderLayer(at, len(self.kv_forms), layer, spec))
+            self.kv_forms += self._layers[-1].kv_forms
+        recurrent = any(form.kind == "state" for form in self.kv_forms)
+        self.state = "recurrent" if recurrent else "plain"
         self._norm = spec.norm.build(inside / names.norm, sizes.width, eps=sizes.eps)
         self._head = self._logits_head(scope, spec) if self.generates else None
         self._classifier = classifier_of(scope, sizes.width)
-        self.kv_forms: tuple[CacheForm, ...] = tuple(
-            form for layer in self._layers for form in layer.attention.kv_forms
-        )
-        if not all(layer.attention.probed for layer in self._layers):
+        if not all(layer.attention and layer.attention.probed for layer in self._layers):
             self.attention_heads = 0
         tied = (rf"{names.head}\.(weight|bias)",) if sizes.tied or not self.generates else ()
         self.weights = WeightPlan(

@@ -61,6 +61,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "GptOssForCausalLM": "gpt_oss",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "Mamba2ForCausalLM": "mamba2",
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "roberta",
     "XLMRobertaForMaskedLM": "roberta",

@@ -233,6 +233,23 @@ class ConfigReader:
         wanted = f"a list of {count}{of.__name__}"
         return self._take(key, default, aliases, parse, wanted)
 
+    def range(self, key: _Str, default: tuple[_Float, _Float]) -> tuple[_Float, _Float]:
+        """A list of two numbers, the lower first. Either may be infinite: as JSON's extension
+        `Infinity`, or as transformers writes it, {"__float__": "Infinity"}."""
+
+        def parse(value: Any) -> tuple[_Float, _Float] | None:
+            ends = value if isinstance(value, list) else []
+            numbers = [_as_end(one) for one in ends]
+            good = len(numbers) == 2 and None not in numbers
+            low, high = numbers if good else (None, None)
+            if low is None or high is None or not low <= high:
+                return None
+            return low, high
+
+        found = self._take(key, default, (), parse, "a list of two numbers, the lower first")
+        assert found is not None
+        return found
+
     def ids(self, key: _Str, *, below: _Int | None = None) -> tuple[_Int, ...]:
         """Token ids given as one number, a list of them, or not at all; each at least 0 and less
         than `below`."""
@@ -387,6 +404,14 @@ def _as_float(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _as_end(value: Any) -> float | None:
+    """A finite or infinite number."""
+    if isinstance(value, Mapping):
+        value = value.get("__float__")
+        return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value)
+    return value if value in (math.inf, -math.inf) else _as_float(value)
 
 
 def _within(value: float, ge: float | None, le: float | None) -> bool:

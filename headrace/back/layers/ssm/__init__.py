@@ -1,0 +1,1 @@
+"""Recurrent layers: mixers whose state does not grow with the context."""

@@ -1,0 +1,42 @@
+"""Mamba 2: layers of one branch each, a norm and the recurrence of state space duality."""
+
+from __future__ import annotations
+
+from headrace.back.layers.norm import NormPlacement
+from headrace.back.layers.scope import Scope
+from headrace.back.layers.ssm.gated_norm import GatedNormSpec
+from headrace.back.layers.ssm.mamba2 import Mamba2Spec
+from headrace.back.models.blocks import Decoder, DecoderNames, DecoderSpec, LayerSpec
+from headrace.back.models.recurrent import ANY_STEP, read_recurrent_sizes
+from headrace.base.config.hf import ConfigReader
+
+NAMES = DecoderNames(prefix="backbone", embedding="embeddings", norm="norm_f")
+ONE_BRANCH = NormPlacement(before_attention="norm")
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """Mamba2ForCausalLM."""
+    sizes = read_recurrent_sizes(config, tied=False)
+    config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
+    heads = config.int("num_heads", 128, ge=1)
+    head_dim = config.int("head_dim", 64, ge=1)
+    groups = config.int("n_groups", 8, ge=1)
+    if heads % groups:
+        raise config.wrong("n_groups", f"a divisor of num_heads ({heads})")
+    layer = LayerSpec(
+        attention=Mamba2Spec(
+            width=sizes.width,
+            heads=heads,
+            head_dim=head_dim,
+            state_dim=config.int("state_size", 128, ge=1),
+            groups=groups,
+            taps=config.int("conv_kernel", 4, ge=2, le=8),
+            limits=config.range("time_step_limit", ANY_STEP),
+            bias=config.bool("use_bias", False),
+            conv_bias=config.bool("use_conv_bias", True),
+            norm=GatedNormSpec(eps=sizes.eps, groups=groups),
+        ),
+        placement=ONE_BRANCH,
+        feed_forward=None,
+    )
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers, names=NAMES))

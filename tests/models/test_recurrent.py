@@ -1,0 +1,80 @@
+"""Models with recurrent layers through the whole engine: the greedy tokens of transformers, in
+chunks, beside other requests, behind a snapshot, after preemption, on recorded steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.back.executor.inline import InlineExecutor
+from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
+from headrace.base.errors import CheckpointError
+from headrace.core.core import EngineCore
+from tests.models.oracle import load_ours, model_spec, save_oracle
+from tests.models.test_mixture import answers, greedy
+from tests.models.test_parity import tiny_config
+
+FAMILIES = ("mamba2",)
+BLOCK = 16
+GENERATOR_SEED = 5
+
+
+def engine(folder: Path, **kv: Any) -> EngineCore:
+    spec = EngineSpec(
+        model=model_spec(folder),
+        kv=KVSpec(block_tokens=BLOCK, prefix_caching=True, **(kv or {"memory_bytes": 1 << 22})),
+        scheduler=SchedulerSpec(max_step_tokens=BLOCK, max_running=4),
+        device=DeviceSpec(device="cpu", executor="inline", threads=1),
+    )
+    return EngineCore(spec, InlineExecutor(spec))
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(GENERATOR_SEED)
+    return [torch.randint(0, 97, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_transformers_in_chunks_and_behind_a_snapshot(
+    name: str, tmp_path: Path
+) -> None:
+    """ENG-10: a prompt's chunks end with blocks, whatever the budget of a step is."""
+    oracle, core = save_oracle(tiny_config(name), tmp_path), engine(tmp_path)
+    first, second = prompts_of(41, 23)
+    prompts = {1: first, 2: second}
+    expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
+    assert answers(core, prompts) == (expected, 0)
+    follow_up = [*first, *second[:5]]
+    assert answers(core, {3: follow_up}) == ({3: greedy(oracle, follow_up)}, 32)
+    core.executor.close()
+
+
+@pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_its_steps_are_recorded_and_replayed(name: str, tmp_path: Path) -> None:
+    oracle, core = save_oracle(tiny_config(name), tmp_path), engine(tmp_path)
+    prompts = dict(enumerate(prompts_of(9, 12, 5), start=1))
+    expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
+    assert answers(core, prompts)[0] == expected
+    replay = core.executor._resident.runner._steps._replay
+    assert replay.foreign == () and replay.num_graphs > 0
+    core.executor.close()
+
+
+def test_time_steps_are_bounded_by_two_numbers(tmp_path: Path) -> None:
+    save_oracle(tiny_config("mamba2"), tmp_path)
+    for wrong in ([1.0, 0.5], [0.0], 3, [0.0, {"__float__": "NaN"}]):
+        with pytest.raises(CheckpointError, match="time_step_limit"):
+            load_ours(model_spec(tmp_path, time_step_limit=wrong))
+
+
+def test_groups_that_do_not_divide_the_heads_are_refused_by_key(tmp_path: Path) -> None:
+    save_oracle(tiny_config("mamba2"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"n_groups is 4 .* a divisor of num_heads \(6\)"):
+        load_ours(model_spec(tmp_path, n_groups=4))
