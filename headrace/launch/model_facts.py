@@ -23,7 +23,8 @@ from headrace.back.models.families import (
 )
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
-from headrace.base.config.hf import ConfigReader, read_json, refuse_quantization, refuse_remote_code
+from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.refused import refuse_quantization, refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files

@@ -7,7 +7,7 @@ from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_norm import GatedNormSpec
 from headrace.back.layers.ssm.mamba2 import Mamba2Spec
 from headrace.back.models.blocks import Decoder, DecoderNames, DecoderSpec, LayerSpec
-from headrace.back.models.recurrent import ANY_STEP, read_recurrent_sizes
+from headrace.back.models.ssm import ANY_STEP, read_recurrent_sizes
 from headrace.base.config.hf import ConfigReader
 
 NAMES = DecoderNames(prefix="backbone", embedding="embeddings", norm="norm_f")

@@ -33,7 +33,8 @@ from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.scope import Scope
 from headrace.back.models.paged_check import check_paged
 from headrace.back.models.weights import Param, WeightPiece, WeightPlan
-from headrace.base.config.hf import ConfigReader, refuse_remote_code
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.base.optional import require

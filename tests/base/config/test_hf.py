@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.config.hf import (
-    ConfigReader,
-    parse_json,
-    read_json,
-    refuse_remote_code,
-    remote_code,
-)
+from headrace.base.config.hf import ConfigReader, parse_json, read_json
+from headrace.base.config.refused import refuse_remote_code, remote_code
 from headrace.base.errors import CheckpointError
 
 
@@ -162,3 +158,17 @@ def test_remote_code_is_found_at_any_depth_and_refused_by_key() -> None:
     with pytest.raises(CheckpointError, match="code from checkpoints is never run"):
         refuse_remote_code(raw, "config.json")
     refuse_remote_code({"model_type": "llama"}, "config.json")
+
+
+def test_a_range_is_two_numbers_of_which_an_end_may_be_infinite() -> None:
+    infinite = {"__float__": "Infinity"}
+    for value, expected in (
+        ([0, 0.5], (0.0, 0.5)),
+        ([0.0, infinite], (0.0, math.inf)),
+        ([-math.inf, 1], (-math.inf, 1.0)),
+        (None, (0.0, 9.0)),
+    ):
+        assert ConfigReader({"limit": value}, "config.json").range("limit", (0.0, 9.0)) == expected
+    for wrong in ([1.0, 0.5], [0.0], [0, 1, 2], 3, [0.0, math.nan], ["0", 1], [True, 2]):
+        with pytest.raises(CheckpointError, match=r"limit is .* two numbers, the lower first"):
+            ConfigReader({"limit": wrong}, "config.json").range("limit", (0.0, 9.0))

@@ -1,0 +1,50 @@
+"""What a config.json may not ask for: code of its own, weights stored in a format that cannot be
+read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.base.errors import CheckpointError
+
+
+def remote_code(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Dotted keys of `raw`, nested ones too, that name code outside the checkpoint's data
+    (auto_map)."""
+    names: list[str] = []
+    stack: list[tuple[str, Any]] = [("", raw)]
+    while stack:
+        prefix, value = stack.pop()
+        if isinstance(value, Mapping):
+            names += [f"{prefix}{key}" for key in value if key == "auto_map"]
+            stack += [(f"{prefix}{key}.", child) for key, child in value.items()]
+        elif isinstance(value, list):
+            stack += [(f"{prefix}{index}.", child) for index, child in enumerate(value)]
+    return tuple(sorted(names))
+
+
+def refuse_remote_code(raw: Mapping[str, Any], where: str) -> None:
+    """Refuses a checkpoint that no family here knows if it points to code of its own; that code is
+    never run."""
+    keys = remote_code(raw)
+    if keys:
+        raise CheckpointError(
+            f"{where}: this model needs code of its own ({', '.join(keys)}), and code from checkpoints is never run; "
+            "use a model whose architecture is supported",
+            field=keys[0],
+        )
+
+
+def refuse_quantization(raw: Mapping[str, Any], where: str) -> None:
+    """Refuses a checkpoint whose weights are stored in a quantized format, by its key."""
+    for key in ("quantization_config", "compression_config"):
+        for part, inside in (("", raw), *((f"{name}.", part) for name, part in raw.items())):
+            config = inside.get(key) if isinstance(inside, Mapping) else None
+            if config:
+                method = config.get("quant_method") if isinstance(config, Mapping) else config
+                raise CheckpointError(
+                    f"{where}: {part}{key}.quant_method is {method!r}: safetensors quantized so cannot be read; take "
+                    "the plain checkpoint (--quantization int8, fp8 or int4 packs it on load) or a GGUF file",
+                    field=key,
+                )
