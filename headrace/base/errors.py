@@ -41,14 +41,12 @@ import msgspec
 class HeadraceError(Exception):
     """Base of every error raised on purpose.
 
-    `status` is the HTTP status, `type` and `code` are the OpenAI error fields, `retryable` says
-    whether the same request may succeed later. `field` names the offending field as the caller
-    typed it.
+    `status` is the HTTP status, `retryable` says whether the same request may succeed later.
+    `field` names the offending field as the caller typed it. What an error is called in an
+    answer stands in front/server/http/error_names.py.
     """
 
     status: ClassVar[int] = 500
-    type: ClassVar[str] = "server_error"
-    code: ClassVar[str | None] = None
     retryable: ClassVar[bool] = False
 
     def __init__(
@@ -64,7 +62,6 @@ class RequestError(HeadraceError):
     """The caller did something wrong; the same request fails again."""
 
     status = 400
-    type = "invalid_request_error"
 
 
 class InvalidRequest(RequestError):
@@ -75,41 +72,31 @@ class Unsupported(InvalidRequest):
     """The route is known from other servers, and what it asks for is not built here; the message
     names it."""
 
-    code = "unsupported_feature"
-
 
 class ContextTooLong(InvalidRequest):
     """The prompt exceeds the context or the KV pool; the message carries both numbers."""
-
-    code = "context_length_exceeded"
 
 
 class Unauthorized(RequestError):
     """No key, or a wrong one."""
 
     status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
 
 
 class Forbidden(RequestError):
     """The key is right but not for this route."""
 
     status = 403
-    type = "permission_error"
 
 
 class NotFound(RequestError):
     """Unknown route, model or request id."""
 
     status = 404
-    type = "not_found_error"
 
 
 class ModelNotFound(NotFound):
     """The `model` field names none that is served."""
-
-    code = "model_not_found"
 
 
 class MethodNotAllowed(RequestError):
@@ -122,14 +109,12 @@ class Conflict(RequestError):
     """The state of the server forbids this now and a repetition would not help."""
 
     status = 409
-    type = "conflict"
 
 
 class TooLarge(RequestError):
     """The body is larger than the limit."""
 
     status = 413
-    code = "request_too_large"
 
 
 class UnsupportedMedia(RequestError):
@@ -154,8 +139,6 @@ class DeadlineExceeded(RequestError):
     """The deadline the request carried has passed."""
 
     status = 504
-    type = "timeout"
-    code = "deadline_exceeded"
 
 
 class OverloadError(HeadraceError):
@@ -163,7 +146,6 @@ class OverloadError(HeadraceError):
     Retry-After."""
 
     status = 503
-    type = "service_unavailable"
     retryable = True
 
 
@@ -171,14 +153,10 @@ class RateLimited(OverloadError):
     """This key has used its share."""
 
     status = 429
-    type = "rate_limit_error"
-    code = "rate_limit_exceeded"
 
 
 class Unavailable(OverloadError):
     """Queue full, draining, or the engine restarts."""
-
-    code = "server_overloaded"
 
 
 class QueueFull(Unavailable):
@@ -189,7 +167,6 @@ class StorageFull(OverloadError):
     """The disk has no room for what is to be kept."""
 
     status = 507
-    code = "insufficient_storage"
 
 
 class EngineError(HeadraceError):
@@ -199,13 +176,10 @@ class EngineError(HeadraceError):
 class NonFiniteLogits(EngineError):
     """The model produced NaN or Inf for this request's row; only this request fails."""
 
-    code = "nan_logits"
-
 
 class EngineDead(EngineError):
     """The engine process died while it ran the request."""
 
-    code = "engine_dead"
     retryable = True
 
 

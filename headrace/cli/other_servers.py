@@ -140,6 +140,8 @@ VLLM: Mapping[str, OtherFlag] = {
     "--uvicorn-log-level": _as("--log-level"),
     "--shutdown-timeout": _as("--shutdown-timeout-s"),
     "--otlp-traces-endpoint": _as("--otlp-endpoint"),
+    "--enable-force-include-usage": _switch("--force-include-usage"),
+    "--return-tokens-as-token-ids": _switch("--return-tokens-as-token-ids"),
     "--enable-tokenizer-info-endpoint": _switch("--tokenizer-info"),
     "--enable-prompt-tokens-details": _left_out(_ALWAYS),
     "--enable-server-load-tracking": _left_out(_ALWAYS),

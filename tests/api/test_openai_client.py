@@ -171,7 +171,7 @@ def _named(name: str) -> dict[str, Any]:
         ({"temperature": "hot"}, "temperature", '"hot"'),
         ({"n": 0}, "n", ">= 1"),
         ({"n": 129}, "n", "at most 128"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "<= 20"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "at most 20"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"max_tokens": -1}, "max_tokens", ">= 0"),

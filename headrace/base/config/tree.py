@@ -403,6 +403,30 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     max_n: Annotated[Positive, Meta(description="Largest n and best_of.")] = 128
+    max_logprobs: Annotated[
+        Natural, Meta(description="Largest logprobs, top_logprobs and prompt_logprobs.")
+    ] = 20
+    force_include_usage: Annotated[
+        bool, Meta(description="Streams end with their usage, whether or not they ask for it.")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(description="Tokens in log-probabilities are token_id:N unless a request says no."),
+    ] = False
+    root_path: Annotated[
+        Annotated[str, Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$")],
+        Meta(
+            description="Prefix (/llm) under which a proxy serves this server: it may stand before every path, "
+            "and /openapi.json names it."
+        ),
+    ] = ""
+    compat: Annotated[
+        Literal["none", "vllm"],
+        Meta(
+            description="vllm: where vLLM contradicts OpenAI, do as vLLM: types and codes of errors, "
+            "finish_reason on a stream's last text, X-Request-Id returned."
+        ),
+    ] = "none"
     trust_request_chat_template: Annotated[
         bool,
         Meta(

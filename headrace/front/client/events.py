@@ -101,12 +101,13 @@ class AttentionWeights(msgspec.Struct, frozen=True):
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New text of choice `index`; never half a character, never text that may still become a stop
-    string."""
+    string. `last`: its end follows at once."""
 
     index: int
     text: str
     token_ids: list[int] = []
     scores: list[ScoredToken] | None = None
+    last: bool = False
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

@@ -161,9 +161,14 @@ class ChoiceState:
             events.append(PromptScored(scores))
             self._prompt = None
         if self._ids or self._text:
-            events.append(
-                Delta(index=self.index, text=self._text, token_ids=self._ids, scores=self._scores)
+            delta = Delta(
+                index=self.index,
+                text=self._text,
+                token_ids=self._ids,
+                scores=self._scores,
+                last=self._ended is not None,
             )
+            events.append(delta)
             self._text, self._ids = "", []
             if self._scores is not None:
                 self._scores, self._num_scores = [], 0

@@ -80,6 +80,8 @@ class Shell:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one context, whatever happens inside."""
+        if self.sockets is not None:
+            scope = _below(self.services.server.root_path, scope)
         if scope["type"] == "websocket" and self.sockets is not None:
             await self.sockets(scope, receive, send)
             return
@@ -134,6 +136,17 @@ class Shell:
         self.services.metrics.add("headrace_rejections_total", reason=reason)
 
 
+def _below(root: str, scope: Scope) -> Scope:
+    """The scope with its path below `root`, where that stands before it: some proxies leave their
+    prefix in place."""
+    path = scope["path"]
+    return (
+        {**scope, "path": path.removeprefix(root)}
+        if root and path.startswith(root + "/")
+        else scope
+    )
+
+
 def _header_timeout_s(value: bytes | None) -> float | None:
     """The deadline in an X-Request-Timeout-S header: seconds, above 0 and at most a day."""
     if value is None:
@@ -180,7 +193,7 @@ class _Wire:
         if message["type"] == "http.response.start":
             self._started = True
             self.status = message["status"]
-            extra = [(name, self.context.request_id.encode()) for name in ID_HEADERS]
+            extra = [(name, self.context.shown_id(name).encode()) for name in ID_HEADERS]
             label = self.context.sent_id or self.context.client_label
             if label is not None:
                 extra.append((b"x-client-request-id", label.encode()))

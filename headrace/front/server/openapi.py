@@ -134,6 +134,8 @@ def serving(
         """GET /openapi.json: this document."""
         if not described:
             described.update(document(routes, public=public))
+            if root := context.services.server.root_path:
+                described["servers"] = [{"url": root}]
         return json_response(described)
 
     return get_openapi

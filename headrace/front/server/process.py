@@ -103,7 +103,12 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
     text = spec.text
     tokenizer = load_tokenizer(text.tokenizer_path, chat_template=text.chat_template)
     check_vocabulary(tokenizer, text.logits_width)
-    limits = Limits(max_n=spec.server.max_n, heartbeat_timeout_s=spec.heartbeat_timeout_s)
+    limits = Limits(
+        max_n=spec.server.max_n,
+        max_logprobs=spec.server.max_logprobs,
+        max_prompt_logprobs=spec.server.max_logprobs,
+        heartbeat_timeout_s=spec.heartbeat_timeout_s,
+    )
     engine = AsyncLLM(text, spec.socket_paths, limits=limits, tokenizer=tokenizer)
     return services_over(engine, tokenizer, text, spec.server), engine
 
@@ -249,7 +254,9 @@ def http_server(services: Services, app: ASGIApp) -> Server:
     """The HTTP server over `app`."""
     spec = services.server
     limits = ConnectionLimits(
-        max_connections=spec.max_connections, header_timeout_s=spec.header_timeout_s
+        max_connections=spec.max_connections,
+        header_timeout_s=spec.header_timeout_s,
+        errors=services.errors,
     )
     config = uvicorn.Config(
         app,

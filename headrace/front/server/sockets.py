@@ -100,6 +100,7 @@ async def _refuse(
     broken handshake."""
     failure = failure_of(error, request_id=context.request_id)
     ident = context.request_id.encode()
+    body = context.services.errors.body(failure, context.request_id)
     headers = [
         (b"content-type", b"application/json"),
         *((name, ident) for name in ID_HEADERS),
@@ -111,7 +112,7 @@ async def _refuse(
         "headers": headers,
     }
     await send(start)
-    await send({"type": "websocket.http.response.body", "body": failure.body()})
+    await send({"type": "websocket.http.response.body", "body": body})
     with suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_S):
             for _ in ("connect", "answered", "closed"):

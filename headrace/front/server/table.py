@@ -26,6 +26,7 @@ from headrace.front.server.cohere import routes as cohere
 from headrace.front.server.cohere.failures import SHAPE as COHERE
 from headrace.front.server.cohere.schema import CohereChatRequest
 from headrace.front.server.conversation.context import (
+    SCOPE_KEY,
     LineRoute,
     RequestContext,
     context_of,
@@ -37,7 +38,7 @@ from headrace.front.server.conversation.request import ChatRequest, CompletionRe
 from headrace.front.server.decisions import routes as decisions
 from headrace.front.server.decisions.schema import DecisionsRequest, SystemOneRequest
 from headrace.front.server.http.auth import PROBES
-from headrace.front.server.http.failures import OPENAI, ErrorFormat
+from headrace.front.server.http.failures import ErrorFormat
 from headrace.front.server.http.limits import read_json
 from headrace.front.server.http.sse import until_gone
 from headrace.front.server.native import health, requests, tokenize
@@ -338,7 +339,10 @@ def shape_of(scope: Scope) -> ErrorFormat:
     if path == "/v2/chat":
         return COHERE
     named = any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return ANTHROPIC if named and path.startswith("/v1/models") else OPENAI
+    if named and path.startswith("/v1/models"):
+        return ANTHROPIC
+    context: RequestContext = scope[SCOPE_KEY]
+    return context.services.errors
 
 
 async def _awaited(work: Awaitable[Response]) -> Response:

@@ -161,7 +161,8 @@ async def _handled(context: RequestContext, line: Line) -> Response:
 
 def _failed(line: Line, context: RequestContext, error: BaseException) -> Answered:
     failure = failure_of(error, request_id=context.request_id)
-    errors = context.services.line_routes[line.url].errors
+    services = context.services
+    errors = services.line_routes[line.url].errors or services.errors
     body = errors.body(failure, context.request_id)
     return _answered(line, context, failure.status, body)
 

@@ -169,7 +169,9 @@ async def customized(events: Events, names: Collection[str]) -> Events:
                 event = msgspec.structs.replace(event, parts=mine.take(event.parts))
             elif isinstance(event, ParsedEnded) and event.index in held:
                 rest, thought = held.pop(event.index).rest(cut_input), event.num_reasoning
-                yield ParsedDelta(index=event.index, text="", parts=rest, num_reasoning=thought)
+                yield ParsedDelta(
+                    index=event.index, text="", parts=rest, num_reasoning=thought, last=True
+                )
             yield event
 
 

@@ -34,12 +34,13 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
+from headrace.base.config.tree import ServerSettings
 from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Ended, EngineClient
 from headrace.front.server.http.auth import KeyShares
-from headrace.front.server.http.failures import OPENAI, ErrorFormat
+from headrace.front.server.http.failures import OPENAI, VLLM, ErrorFormat
 from headrace.front.server.state.batches import BatchStore
 from headrace.front.server.state.files import FileStore
 from headrace.front.server.state.responses import ResponseStore
@@ -79,6 +80,7 @@ class ServedModel:
     generation_defaults: Mapping[str, float | int]
     max_n: int
     max_model_len: int
+    settings: ServerSettings = field(default_factory=ServerSettings)
 
     def name_of(self, asked: str | None) -> str:
         """The name to answer with; ModelNotFound lists the names that are served."""
@@ -92,10 +94,11 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LineRoute:
-    """How a line of a batch is answered: by the handler of its route, with errors in its format."""
+    """How a line of a batch is answered: by the handler of its route, with errors in its format
+    (None: as this server writes OpenAI's)."""
 
     handler: Callable[[RequestContext, Any], Awaitable[Response]]
-    errors: ErrorFormat = OPENAI
+    errors: ErrorFormat | None = None
 
 
 @dataclass(kw_only=True)
@@ -137,6 +140,11 @@ class Services:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
+    def errors(self) -> ErrorFormat:
+        """How errors of OpenAI's routes are written here."""
+        return VLLM if self.server.compat == "vllm" else OPENAI
+
+    @property
     def served(self) -> ServedModel:
         """What resolving a request needs to know of this server."""
         return ServedModel(
@@ -144,6 +152,7 @@ class Services:
             generation_defaults=self.text.generation_defaults,
             max_n=self.server.max_n,
             max_model_len=self.text.max_model_len,
+            settings=self.server,
         )
 
     def model_name(self, asked: str | None) -> str:
@@ -288,6 +297,12 @@ class RequestContext:
         """The id by which the client knows its request before it has an answer: the one it sent,
         else that of the answer's x-request-id."""
         return self.client_label or self.sent_id or self.request_id
+
+    def shown_id(self, header: bytes) -> str:
+        """The value of an id header: the request's id, but that vLLM's clients get back in
+        x-request-id what they sent."""
+        echoes = self.services.server.compat == "vllm" and header == b"x-request-id"
+        return (self.sent_id if echoes else None) or self.request_id
 
     def hold_place(self) -> None:
         """Takes one of this key's places until the answer is complete; RateLimited when none is

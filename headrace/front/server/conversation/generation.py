@@ -17,7 +17,13 @@ from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.fold import Spans
 from headrace.front.server.conversation.pipeline import generate, parsers
 from headrace.front.server.conversation.prompts import spans
-from headrace.front.server.conversation.request import Common, StreamOptions, parse, sampling_params
+from headrace.front.server.conversation.request import (
+    Common,
+    NumScores,
+    StreamOptions,
+    parse,
+    sampling_params,
+)
 from headrace.front.server.conversation.resolved import Conversation, run_options
 from headrace.front.server.conversation.stages import without_reasoning
 from headrace.front.server.conversation.structured import plain_structure
@@ -110,7 +116,7 @@ class TokenSampling(Common, frozen=True, kw_only=True):
     """How to sample; as in /v1/completions."""
 
     best_of: Annotated[int, Meta(ge=1)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: NumScores | None = None
     max_completion_tokens: Count | None = None
 
 

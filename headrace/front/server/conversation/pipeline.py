@@ -37,7 +37,7 @@ from headrace.front.server.conversation.structured import (
     parser_of,
     structure_of,
 )
-from headrace.front.server.http.failures import OPENAI, ErrorFormat
+from headrace.front.server.http.failures import ErrorFormat
 from headrace.front.server.http.sse import Chunks, EventStream, padded, started
 from headrace.front.text.chat import ChatTemplate
 
@@ -169,7 +169,11 @@ def generate(
 
 
 async def streamed(
-    context: RequestContext, chunks: Chunks, *, shape: ErrorFormat = OPENAI, pads: bool = False
+    context: RequestContext,
+    chunks: Chunks,
+    *,
+    shape: ErrorFormat | None = None,
+    pads: bool = False,
 ) -> Response:
     """The answer that sends `chunks`; what fails before the first of them keeps its own status.
     `pads`: the chunks come in few sizes, whatever text they hold."""
@@ -183,6 +187,6 @@ async def streamed(
         abandon=context.services.abandon,
         ping_s=ping_s,
         silent_since=context.arrival,
-        shape=shape,
+        shape=shape or context.services.errors,
         last_comment=context.timing_comment if context.tells_timing else None,
     )

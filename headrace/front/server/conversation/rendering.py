@@ -102,7 +102,10 @@ def completion_sampling(context: RequestContext, request: CompletionRequest) -> 
     services = context.services
     services.model_name(request.model)
     return completion_params(
-        request, defaults=services.text.generation_defaults, max_n=services.server.max_n
+        request,
+        defaults=services.text.generation_defaults,
+        max_n=services.server.max_n,
+        max_logprobs=services.server.max_logprobs,
     )
 
 

@@ -106,6 +106,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LOGIT_BIAS = 1024
 
 
+NumScores = Annotated[int, Meta(ge=0, le=2**20)]
+"""The server's own bound is --max-logprobs."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` beside it a
     running one to every chunk.
@@ -201,7 +205,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     )
     best_of: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: NumScores | None = None
     suffix: Annotated[str, Meta(max_length=2**22)] | None = None
 
 
@@ -220,7 +224,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: NumScores | None = None
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -292,17 +296,15 @@ def logit_bias(request: Common) -> dict[int, float]:
     return {int(key): value for key, value in biases.items()}
 
 
-MAX_TOP_LOGPROBS = 20
-
-
 def chat_params(
-    request: ChatRequest, *, defaults: Mapping[str, float | int], max_n: int
+    request: ChatRequest, *, defaults: Mapping[str, float | int], max_n: int, max_logprobs: int
 ) -> SamplingParams:
     """The sampling side of the request; InvalidRequest where fields contradict each other."""
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest(
             "top_logprobs: allowed only together with logprobs: true", field="top_logprobs"
         )
+    _check_scores("top_logprobs", request.top_logprobs, max_logprobs)
     if request.tool_choice is not None and not request.tools:
         raise InvalidRequest("tool_choice: allowed only together with tools", field="tool_choice")
     limit = request.max_completion_tokens
@@ -316,13 +318,26 @@ def chat_params(
     )
 
 
+def _check_scores(field: str, number: int | None, most: int) -> None:
+    if number is not None and number > most:
+        raise InvalidRequest(
+            f"{field}: {number} given, at most {most} allowed (--max-logprobs of the server)",
+            field=field,
+        )
+
+
 DEFAULT_MAX_TOKENS = 16
 
 
 def completion_params(
-    request: CompletionRequest, *, defaults: Mapping[str, float | int], max_n: int
+    request: CompletionRequest,
+    *,
+    defaults: Mapping[str, float | int],
+    max_n: int,
+    max_logprobs: int,
 ) -> SamplingParams:
     """The sampling side of the request; with `echo` and `logprobs` the prompt is scored too."""
+    _check_scores("logprobs", request.logprobs, max_logprobs)
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     wants_ids = request.logprob_token_ids is not None
     params = sampling_params(

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.config.tree import ServerSettings
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events
@@ -98,13 +99,15 @@ def run_options(request: Common) -> RunOptions:
 @dataclass(frozen=True, kw_only=True)
 class AnswerFields:
     """What an answer shows beside its text. `scores`: log-probabilities; `tokens_as_ids`: under the
-    ids of their tokens; `attention_dtype`: how captured attention is written."""
+    ids of their tokens; `joins_end`: a stream's last delta of a choice carries its finish_reason;
+    `attention_dtype`: how captured attention is written."""
 
     num_choices: int = 1
     streams: bool = False
     with_usage: bool = False
     continuous_usage: bool = False
     pads: bool = False
+    joins_end: bool = False
     scores: bool = False
     prompt_scores: bool = False
     token_ids: bool = False
@@ -115,20 +118,23 @@ class AnswerFields:
     service_tier: str | None = None
 
 
-def answer_fields(request: Common, *, scores: bool) -> AnswerFields:
-    """What the request says of it; `scores`: whether it wants log-probabilities, which each route
-    asks for in its own way."""
+def answer_fields(request: Common, settings: ServerSettings, *, scores: bool) -> AnswerFields:
+    """What the request and the server's settings say of it; `scores`: whether it wants
+    log-probabilities, which each route asks for in its own way."""
     options = request.stream_options or StreamOptions()
+    with_usage = options.include_usage or settings.force_include_usage
+    as_ids = request.return_tokens_as_token_ids
     return AnswerFields(
         num_choices=request.n or 1,
         streams=bool(request.stream),
-        with_usage=options.include_usage,
-        continuous_usage=options.include_usage and options.continuous_usage_stats,
+        with_usage=with_usage,
+        continuous_usage=with_usage and options.continuous_usage_stats,
         pads=bool(options.include_obfuscation),
+        joins_end=settings.compat == "vllm",
         scores=scores,
         prompt_scores=request.prompt_logprobs is not None,
         token_ids=bool(request.return_token_ids),
-        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        tokens_as_ids=settings.return_tokens_as_token_ids if as_ids is None else as_ids,
         token_offsets=bool(request.return_token_offsets),
         prompt_text=bool(request.return_prompt_text),
         attention_dtype=request.attn_capture_dtype,
@@ -263,7 +269,12 @@ def resolved(
         sent = SentNames(names=SENT_AS)
     with as_sent(sent):
         request = narrowed(request)
-        params = chat_params(request, defaults=served.generation_defaults, max_n=served.max_n)
+        params = chat_params(
+            request,
+            defaults=served.generation_defaults,
+            max_n=served.max_n,
+            max_logprobs=served.settings.max_logprobs,
+        )
         return Conversation(
             id=id,
             model=model,
@@ -272,7 +283,9 @@ def resolved(
             form=form_of(request),
             run=run_options(request),
             fields=answer_fields(
-                request, scores=bool(request.logprobs or request.logprob_token_ids)
+                request,
+                served.settings,
+                scores=bool(request.logprobs or request.logprob_token_ids),
             ),
             calls=calls,
             sent=sent,

@@ -124,7 +124,11 @@ class ParsedAnswer:
             return [self._delta(event, joined_parts(parts))]
         scores = None if event.scores is None else event.scores[:number]
         event = msgspec.structs.replace(
-            event, text=event.text[:begin], token_ids=event.token_ids[:number], scores=scores
+            event,
+            text=event.text[:begin],
+            token_ids=event.token_ids[:number],
+            scores=scores,
+            last=True,
         )
         last = self._delta(event, joined_parts(parts))
         ended = Ended(
@@ -160,7 +164,7 @@ class ParsedAnswer:
     def _end(self, event: Ended) -> list[Event]:
         self.over = True
         parts = [] if self._parser.closed else self._parser.finish()
-        last = self._delta(Delta(index=event.index, text=""), parts)
+        last = self._delta(Delta(index=event.index, text="", last=True), parts)
         thoughts, called = self._num_reasoning, self._parser.called
         ended = ParsedEnded(**asdict(event), num_reasoning=thoughts, called=called)
         return [last, ended] if parts else [ended]
@@ -214,6 +218,7 @@ class _WaitingDelta:
             text=held.text + delta.text,
             token_ids=[*held.token_ids, *delta.token_ids],
             scores=scores or None,
+            last=delta.last,
         )
 
     def due(self, interval: StreamInterval, now: float) -> bool:

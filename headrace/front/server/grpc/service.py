@@ -18,12 +18,13 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from headrace.base.errors import ConfigError, Unavailable, Unsupported
+from headrace.base.errors import ConfigError, Unavailable
 from headrace.front.server.administration.api import api_authenticator
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.grpc import admin, control, engine, inference, render
 from headrace.front.server.grpc.rpc import POOL, Rpc, RpcService, fields_of
 from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator, request_id
+from headrace.front.server.http.error_names import ERROR_NAMES
 from headrace.front.server.http.failures import Failure, failure_of
 
 _CODES = {
@@ -202,7 +203,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _code(failure: Failure) -> grpc.StatusCode:
-    if failure.code == Unsupported.code:
+    if failure.code == ERROR_NAMES["Unsupported"].code:
         return grpc.StatusCode.UNIMPLEMENTED
     if 400 <= failure.status < 500:
         return _CODES.get(failure.status, grpc.StatusCode.INVALID_ARGUMENT)

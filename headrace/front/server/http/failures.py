@@ -17,14 +17,15 @@ import orjson
 from starlette.exceptions import HTTPException
 
 from headrace.base.errors import (
-    ContextTooLong,
     EngineError,
     HeadraceError,
     MethodNotAllowed,
     NotFound,
     OverloadError,
     RequestError,
+    Unauthorized,
 )
+from headrace.front.server.http.error_names import ERROR_NAMES, names_of
 
 MAX_MESSAGE_CHARS = 1000
 
@@ -54,13 +55,14 @@ its failure: a panic of a library in Rust too, which is no Exception."""
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An error as the client sees it."""
+    """An error as the client sees it; `type` and `code` are OpenAI's, `vllm_type` is vLLM's."""
 
     status: int
     type: str
     message: str
     field: str | None
     code: str | None
+    vllm_type: str
     retryable: bool
     retry_after_s: float | None
     allow: str | None = None
@@ -69,7 +71,8 @@ class Failure:
     def openai_message(self) -> str:
         """The message in OpenAI's words, by which clients of that dialect know a prompt that is too
         long. (Those of Anthropic's know it by ours.)"""
-        match = None if self.code != ContextTooLong.code else _TOO_LONG.match(self.message)
+        too_long = ERROR_NAMES["ContextTooLong"].code
+        match = _TOO_LONG.match(self.message) if self.code == too_long else None
         if match is None:
             return self.message
         return (
@@ -80,16 +83,17 @@ class Failure:
 
     def body(self) -> bytes:
         """The JSON document in OpenAI's shape; also the data of a stream's error event."""
-        return orjson.dumps(
-            {
-                "error": {
-                    "message": self.openai_message,
-                    "type": self.type,
-                    "param": self.field,
-                    "code": self.code,
-                }
-            }
-        )
+        return self._document(self.type, self.code)
+
+    def vllm_body(self) -> bytes:
+        """The JSON document in vLLM's shape: its type, and the status as code."""
+        if self.status == Unauthorized.status:
+            return orjson.dumps({"error": self.vllm_type})
+        return self._document(self.vllm_type, self.status)
+
+    def _document(self, kind: str, code: str | int | None) -> bytes:
+        error = {"message": self.openai_message, "type": kind, "param": self.field, "code": code}
+        return orjson.dumps({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """x-should-retry on every error, Retry-After where waiting helps (the SDKs obey both),
@@ -120,6 +124,11 @@ OPENAI = ErrorFormat(
     last_words=lambda failure, _: b"data: " + failure.body() + b"\n\ndata: [DONE]\n\n",
     ping=b": ping\n\n",
 )
+VLLM = ErrorFormat(
+    body=lambda failure, _: failure.vllm_body(),
+    last_words=lambda failure, _: b"data: " + failure.vllm_body() + b"\n\ndata: [DONE]\n\n",
+    ping=OPENAI.ping,
+)
 
 
 def clean(message: str) -> str:
@@ -143,12 +152,14 @@ def failure_of(error: BaseException, *, request_id: str) -> Failure:
     if isinstance(known, OverloadError):
         # Jitter of a quarter spreads the retries of clients that were refused together.
         retry_after_s = (retry_after_s or 1.0) * (1.0 + random.random() / 4)
+    names = names_of(type(known))
     return Failure(
         status=known.status,
-        type=known.type,
+        type=names.type,
         message=clean(known.message),
         field=known.field,
-        code=known.code,
+        code=names.code,
+        vllm_type=names.vllm_type,
         retryable=known.retryable,
         retry_after_s=retry_after_s,
         allow=(error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None,

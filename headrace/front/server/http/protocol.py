@@ -21,7 +21,7 @@ from headrace.base.errors import (
 )
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.server.http.auth import request_id
-from headrace.front.server.http.failures import failure_of
+from headrace.front.server.http.failures import OPENAI, ErrorFormat, failure_of
 from headrace.front.server.http.sse import ABORT_KEY
 
 MAX_HEADERS = 64
@@ -43,6 +43,7 @@ class ConnectionLimits:
 
     max_connections: int
     header_timeout_s: float
+    errors: ErrorFormat = OPENAI
 
 
 def guarded_protocol(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:
@@ -149,7 +150,7 @@ class GuardedProtocol(HttpToolsProtocol):
             *((b"x-request-id", ident.encode()), (b"request-id", ident.encode())),
             *failure.headers(),
         ]
-        body = failure.body()
+        body = self.connection_limits.errors.body(failure, ident)
         lines = [STATUS_LINE[failure.status], *(n + b": " + v + b"\r\n" for n, v in headers)]
         lines += [b"content-length: %d\r\n\r\n" % len(body), body]
         self.transport.write(b"".join(lines))

@@ -111,7 +111,8 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
     for, the end mark."""
     fields = reply.fields
     tally = Tally(fields.num_choices)
-    plain = not (fields.scores or fields.token_ids or fields.continuous_usage)
+    plain = not (fields.scores or fields.token_ids or fields.continuous_usage or fields.joins_end)
+    held: dict[int, dict[str, Any]] = {}  # the last delta of a choice that waits for its end
     extras: dict[str, Any] = {"usage": None} if fields.with_usage else {}
     frames = [_around_text(reply, index, extras) for index in range(tally.num_choices)]
     async with aclosing(events):
@@ -132,10 +133,16 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
                         head, tail = frames[event.index]
                         yield head + orjson.dumps(event.text) + tail
                 case Delta():
-                    for choice in _deltas(reply, event):
+                    choices = _deltas(reply, event)
+                    if event.index in held:
+                        choices.insert(0, held.pop(event.index))
+                    if fields.joins_end and event.last:
+                        held[event.index] = choices.pop()
+                    for choice in choices:
                         yield _event(reply, [choice], extras)
                 case Ended():
-                    yield _event(reply, [_end(event)], extras)
+                    last = held.pop(event.index, None)
+                    yield _event(reply, [_end(event, last)], extras)
                 case Started():
                     for index in range(tally.num_choices):
                         yield _event(reply, [_role(reply, index)], extras)
@@ -220,8 +227,8 @@ def _deltas(reply: ChatReply, event: Delta) -> list[dict[str, Any]]:
     return choices
 
 
-def _end(event: Ended) -> dict[str, Any]:
-    choice = _plain_choice(event.index, {})
+def _end(event: Ended, last: dict[str, Any] | None) -> dict[str, Any]:
+    choice = _plain_choice(event.index, {}) if last is None else last
     return choice | {"finish_reason": finish_reason(event), "stop_reason": stop_reason(event)}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from headrace.base.config.tree import ServerSettings
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Delta, Ended, Event, PromptScored, ScoredToken, Started
 from headrace.front.server.conversation.context import RequestContext
@@ -35,7 +36,7 @@ from headrace.front.server.conversation.fold import (
 from headrace.front.server.conversation.pipeline import generate, streamed
 from headrace.front.server.conversation.prompts import Prompt, prompt_of, prompts_of, spans
 from headrace.front.server.conversation.request import CompletionRequest, completion_params, parse
-from headrace.front.server.conversation.resolved import answer_fields, run_options
+from headrace.front.server.conversation.resolved import AnswerFields, answer_fields, run_options
 from headrace.front.server.conversation.stages import joined
 from headrace.front.server.conversation.structured import plain_structure
 from headrace.front.server.http.auth import completion_id
@@ -55,6 +56,7 @@ class CompletionReply:
     created: int
     request: CompletionRequest
     prompts: list[Prompt]
+    fields: AnswerFields
     spans: Spans | None = None
 
     @property
@@ -69,7 +71,10 @@ async def post_completions(context: RequestContext, document: Any) -> Response:
     services = context.services
     model = services.model_name(request.model)
     params = completion_params(
-        request, defaults=services.text.generation_defaults, max_n=services.server.max_n
+        request,
+        defaults=services.text.generation_defaults,
+        max_n=services.server.max_n,
+        max_logprobs=services.server.max_logprobs,
     )
     sent_prompts = prompts_of(request)
     if len(sent_prompts) > 1:
@@ -99,26 +104,32 @@ async def post_completions(context: RequestContext, document: Any) -> Response:
         created=int(time.time()),
         request=request,
         prompts=prompts,
+        fields=completion_fields(request, services.server),
         spans=partial(spans, services.tokenizer) if request.return_token_offsets else None,
     )
     if request.stream:
-        pads = answer_fields(request, scores=False).pads
-        return await streamed(context, to_chunks(events, reply), pads=pads)
+        return await streamed(context, to_chunks(events, reply), pads=reply.fields.pads)
     return Response(await to_answer(events, reply), media_type="application/json")
+
+
+def completion_fields(request: CompletionRequest, settings: ServerSettings) -> AnswerFields:
+    """What the answer shows beside its text."""
+    scores = request.logprobs is not None or request.logprob_token_ids is not None
+    return answer_fields(request, settings, scores=scores)
 
 
 async def to_chunks(
     events: AsyncGenerator[tuple[int, Event], None], reply: CompletionReply
 ) -> Chunks:
     """The stream of all prompts' events, each with the number of its prompt."""
-    options = reply.request.stream_options
-    with_usage = options is not None and options.include_usage
-    continuous = options is not None and with_usage and options.continuous_usage_stats
+    fields = reply.fields
+    with_usage, continuous = fields.with_usage, fields.continuous_usage
+    held: dict[int, dict[str, Any]] = {}  # the last delta of a choice that waits for its end
     tallies = [Tally(reply.n) for _ in reply.prompts]
     offsets = [[TextOffsets() for _ in range(reply.n)] for _ in reply.prompts]
     scored: dict[int, list[ScoredToken | None]] = {}
     unsaid = set(range(len(tallies))) if reply.request.echo else set[int]()
-    plain = not (continuous or reply.request.return_token_ids)
+    plain = not (continuous or fields.token_ids or fields.joins_end)
     heads = [_delta_head(reply, at) for at in range(len(tallies) * reply.n)] if plain else []
     tail = _PLAIN_END + (b',"usage":null}\n\n' if with_usage else b"}\n\n")
 
@@ -141,11 +152,16 @@ async def to_chunks(
                     head, text = heads[number * reply.n + event.index], orjson.dumps(event.text)
                     yield head + text + tail
                 case Delta():
-                    yield chunk(_delta(reply, number, event, offsets[number][event.index]))
+                    piece = _delta(reply, number, event, offsets[number][event.index])
+                    if fields.joins_end and event.last:
+                        held[piece["index"]] = piece
+                    else:
+                        yield chunk(piece)
                 case PromptScored():
                     scored[number] = event.scores
                 case Ended():
-                    yield chunk(_end(reply, number, event))
+                    last = held.pop(number * reply.n + event.index, None)
+                    yield chunk(_end(reply, number, event, last))
                 case Started() if not reply.request.echo and (
                     facts := _prompt_facts(reply, number)
                 ):
@@ -225,13 +241,15 @@ def _delta(
     return choice
 
 
-def _end(reply: CompletionReply, number: int, event: Ended) -> dict[str, Any]:
-    choice = _piece(reply, number, event.index, "")
+def _end(
+    reply: CompletionReply, number: int, event: Ended, last: dict[str, Any] | None
+) -> dict[str, Any]:
+    choice = _piece(reply, number, event.index, "") if last is None else last
     return choice | {"finish_reason": finish_reason(event), "stop_reason": stop_reason(event)}
 
 
 def _as_id(reply: CompletionReply) -> bool:
-    return bool(reply.request.return_tokens_as_token_ids)
+    return reply.fields.tokens_as_ids
 
 
 async def to_answer(
@@ -271,7 +289,7 @@ def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dic
         "finish_reason": finish_reason(choice.ended),
         "stop_reason": stop_reason(choice.ended),
     }
-    if request.logprobs is not None or request.logprob_token_ids is not None:
+    if reply.fields.scores:
         head = (fold.prompt_scores or []) if request.echo else []
         scores: list[ScoredToken | None] = [*head, *choice.scores]
         document["logprobs"] = completion_logprobs(

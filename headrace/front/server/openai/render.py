@@ -116,6 +116,7 @@ async def post_derender_completion(context: RequestContext, document: Any) -> Re
         model=context.services.model_name(request.model),
         request=request,
         prompts=[prompt],
+        fields=completions.completion_fields(request, context.services.server),
         spans=partial(spans, context.services.tokenizer) if request.return_token_offsets else None,
     )
 

@@ -47,7 +47,9 @@ async def post_responses(context: RequestContext, document: Any) -> Response:
         return json_response(prepared.stream.response)
     if request.stream:
         shape = ErrorFormat(
-            body=OPENAI.body, last_words=lambda f, _: _failed(prepared, f), ping=OPENAI.ping
+            body=context.services.errors.body,
+            last_words=lambda f, _: _failed(prepared, f),
+            ping=OPENAI.ping,
         )
         return await streamed(context, _chunks(prepared), shape=shape)
     return json_response(await to_answer(run(prepared), prepared.stream))
@@ -76,7 +78,7 @@ def _failed(prepared: Prepared, failure: Failure) -> bytes:
 async def _followed(context: RequestContext, ident: str, *, after: int) -> Response:
     follower = background.StreamFollower(context, ident, after)
     shape = ErrorFormat(
-        body=OPENAI.body,
+        body=context.services.errors.body,
         last_words=lambda failure, _: _error_event(failure, follower.after + 1),
         ping=OPENAI.ping,
     )

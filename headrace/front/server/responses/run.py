@@ -56,8 +56,6 @@ class Recall(Protocol):
 class PreviousResponseNotFound(InvalidRequest):
     """No such response, or not this key's, or no longer."""
 
-    code = "previous_response_not_found"
-
 
 @dataclass(kw_only=True)
 class Prepared:

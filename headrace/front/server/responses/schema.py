@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.conversation.request import Effort
+from headrace.front.server.conversation.request import Effort, NumScores
 from headrace.front.server.http.limits import Count, Name, typed
 
 MAX_ITEMS = 4096
@@ -121,7 +121,7 @@ class ResponsesRequest(InputRequest, frozen=True, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: NumScores | None = None
     user: Annotated[str, Meta(max_length=1024)] | None = None
 
 

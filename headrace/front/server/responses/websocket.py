@@ -41,19 +41,13 @@ GOING_AWAY, UNSUPPORTED, RESTARTING = 1001, 1003, 1012
 class InvalidStreamId(InvalidRequest):
     """A stream_id that is no short word."""
 
-    code = "invalid_stream_id"
-
 
 class TooManyLanes(InvalidRequest):
     """More names of lanes than one connection may use."""
 
-    code = "websocket_stream_limit_reached"
-
 
 class ConcurrentRequest(RateLimited):
     """More responses at the same time than one connection may ask for."""
-
-    code = "concurrent_request"
 
 
 class Memory:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from headrace.base.errors import Conflict, ContextTooLong, InvalidRequest, Unavailable
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.http.auth import client_label
+from headrace.front.server.http.error_names import ERROR_NAMES
 from headrace.front.server.http.failures import clean, failure_of
 
 
@@ -84,3 +86,10 @@ def test_the_body_has_the_four_fields_of_the_contract() -> None:
 def test_a_client_id_is_a_label_only_if_it_is_harmless(bad: bytes | None) -> None:
     assert client_label(bad) is None
     assert client_label(b"abc-1:2") == "abc-1:2"
+
+
+def test_the_documentation_has_every_name_of_an_error() -> None:
+    documented = (Path(__file__).parents[4] / "docs/SERVING.md").read_text()
+    for row in ERROR_NAMES.values():
+        code = f"`{row.code}`" if row.code else "null"
+        assert f"| `{row.type}`, {code} | `{row.vllm_type}` |" in documented

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.config.tree import ServerSettings
 from headrace.front.client.events import Delta, Ended, Event, PromptScored, Started
 from headrace.front.server.conversation.prompts import Prompt
 from headrace.front.server.conversation.request import CompletionRequest, parse
 from headrace.front.server.conversation.stages import joined
 from headrace.front.server.http.sse import DONE
-from headrace.front.server.openai.completions import CompletionReply, to_chunks
+from headrace.front.server.openai.completions import CompletionReply, completion_fields, to_chunks
 
 
 class Source:
@@ -40,7 +41,14 @@ def answered(*texts: str, index: int = 0) -> list[Event]:
 async def chunks(sources: list[Source], **asked: object) -> list[bytes]:
     request = parse({"model": "m", "prompt": "p", "stream": True, **asked}, CompletionRequest)
     prompts = [Prompt(ids=[1, 2, 3], text="abc") for _ in sources]
-    reply = CompletionReply(id="cmpl-1", model="m", created=5, request=request, prompts=prompts)
+    reply = CompletionReply(
+        id="cmpl-1",
+        model="m",
+        created=5,
+        request=request,
+        prompts=prompts,
+        fields=completion_fields(request, ServerSettings()),
+    )
     return [one async for one in to_chunks(joined([s.stream for s in sources]), reply)]
 
 

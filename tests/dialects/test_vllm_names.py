@@ -1,0 +1,195 @@
+"""What vLLM's users see where vLLM contradicts OpenAI, and the options of the server that its users know: the
+official client and raw HTTP against the bundled model (API-22)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from headrace.base import errors
+from headrace.front.server.http.error_names import ERROR_NAMES, names_of
+from headrace.front.server.http.protocol import HeaderTimeout
+from headrace.front.server.responses.websocket import TooManyLanes
+from tests.api.clients import openai_client
+from tests.api.serving import NO_TLS, Served, serving
+from tests.dialects import agent
+
+KEY = "vllm-key"
+ADD: Any = [{"role": "user", "content": "What is 17 + 25?"}]
+WEATHER: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+OPTIONS = (
+    *("--compat", "vllm", "--api-keys", KEY, "--served-model-name", "demo", "--root-path", "/llm"),
+    *("--force-include-usage", "--max-logprobs", "40", "--return-tokens-as-token-ids"),
+)
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    cache = tmp_path_factory.mktemp("cache")
+    with serving(None, *OPTIONS, HEADRACE_CACHE_DIR=str(cache)) as served:
+        yield served
+        assert served.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(vllm: Served) -> Iterator[openai.OpenAI]:
+    with openai_client(vllm.url, KEY) as client:
+        yield client
+
+
+def raw(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {KEY}", **more.pop("headers", {})}
+    url = served.url + path
+    return httpx.request(method, url, headers=headers, verify=NO_TLS, timeout=60, **more)
+
+
+def test_every_error_class_has_names_and_every_name_a_class() -> None:
+    known = errors._all_errors(errors.HeadraceError)
+    assert {HeaderTimeout.__name__, TooManyLanes.__name__} <= set(ERROR_NAMES) <= set(known)
+    for kind in known.values():
+        assert names_of(kind).type and names_of(kind).vllm_type
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "openai_names", "vllm_type"),
+    [
+        ("/v1/chat/completions", {"model": "demo", "messages": ADD, "temperature": 9}, 400,
+         ("invalid_request_error", None), "BadRequestError"),
+        ("/v1/chat/completions", {"model": "nobody", "messages": ADD}, 404,
+         ("not_found_error", "model_not_found"), "NotFoundError"),
+        ("/v1/completions", {"model": "demo", "prompt": "word " * 9000}, 400,
+         ("invalid_request_error", "context_length_exceeded"), "BadRequestError"),
+        ("/v1/nothing", {}, 404, ("not_found_error", None), "NotFoundError"),
+        ("/v1/responses", {"model": "demo", "input": "a", "previous_response_id": "resp_no"}, 400,
+         ("invalid_request_error", "previous_response_not_found"), "BadRequestError"),
+    ],
+    ids=["value", "model", "length", "route", "response"],
+)  # fmt: skip
+def test_errors_have_the_names_of_the_server_that_is_asked_for(
+    bundled: Served,
+    vllm: Served,
+    path: str,
+    body: Any,
+    status: int,
+    openai_names: tuple[str, str | None],
+    vllm_type: str,
+) -> None:
+    from tests.dialects.conftest import KEY as BUNDLED_KEY
+
+    theirs = raw(
+        bundled, "POST", path, json=body, headers={"authorization": f"Bearer {BUNDLED_KEY}"}
+    )
+    error = theirs.json()["error"]
+    assert (theirs.status_code, error["type"], error["code"]) == (status, *openai_names)
+    ours = raw(vllm, "POST", path, json=body)
+    assert (ours.status_code, ours.json()["error"]["type"]) == (status, vllm_type)
+    assert (
+        ours.json()["error"]["code"] == status
+        and ours.json()["error"]["message"] == error["message"]
+    )
+
+
+def test_a_missing_key_is_told_as_vllm_does(vllm: Served) -> None:
+    answer = httpx.get(vllm.url + "/v1/models", verify=NO_TLS)
+    assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
+
+
+def test_the_openai_client_reads_vllms_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=ADD, temperature=9)
+    assert caught.value.type == "BadRequestError" and caught.value.param == "temperature"
+
+
+def test_the_id_a_client_sent_comes_back_as_a_label(bundled: Served, vllm: Served) -> None:
+    sent = {"x-request-id": "mine-1"}
+    answer = raw(vllm, "GET", "/v1/models", headers=sent)
+    assert answer.headers["x-request-id"] == "mine-1" != answer.headers["request-id"]
+    invalid = raw(vllm, "GET", "/v1/models", headers={"x-request-id": "a b\x7f"})
+    assert invalid.headers["x-request-id"] == invalid.headers["request-id"]
+    assert bundled.get("/health", **sent).headers["x-request-id"] != "mine-1"
+
+
+def finishes(client: openai.OpenAI, **more: Any) -> list[tuple[Any, str | None]]:
+    call: Any = {"messages": ADD, "temperature": 0, **more}
+    stream = client.chat.completions.create(model="demo", stream=True, **call)
+    return [(c.choices[0].delta, c.choices[0].finish_reason) for c in stream if c.choices]
+
+
+def test_the_last_text_of_a_stream_has_the_reason_it_ended(
+    client: openai.OpenAI, gpt: openai.OpenAI
+) -> None:
+    cut = finishes(client, max_tokens=2)
+    assert cut[-1][0].content and cut[-1][1] == "length"
+    assert [reason for _, reason in cut[:-1]] == [None] * (len(cut) - 1)
+    apart = finishes(gpt, max_tokens=2)
+    assert apart[-1][0].content is None and apart[-1][1] == "length"
+    assert "".join(d.content or "" for d, _ in cut) == "".join(d.content or "" for d, _ in apart)
+    tools: Any = [{"type": "function", "function": f} for f in agent.functions()]
+    called = finishes(client, messages=WEATHER, tools=tools)
+    assert called[-1][1] == "tool_calls" and [r for _, r in called].count("tool_calls") == 1
+
+
+def test_the_last_text_of_a_completion_has_the_reason_it_ended(client: openai.OpenAI) -> None:
+    ask: Any = {"model": "demo", "prompt": ["one two", "three"], "max_tokens": 3, "temperature": 0}
+    whole = client.completions.create(**ask)
+    texts = ["", ""]
+    reasons: list[list[str | None]] = [[], []]
+    for chunk in client.completions.create(stream=True, **ask):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index].append(choice.finish_reason)
+    assert texts == [choice.text for choice in whole.choices]
+    for choice in whole.choices:
+        assert reasons[choice.index][-1] == choice.finish_reason
+        assert set(reasons[choice.index][:-1]) == {None}
+
+
+def test_streams_have_their_usage_where_the_server_says_so(
+    client: openai.OpenAI, gpt: openai.OpenAI
+) -> None:
+    def usages(asked: openai.OpenAI) -> list[Any]:
+        call: Any = {"model": "demo", "messages": ADD, "max_tokens": 3}
+        chats = asked.chat.completions.create(stream=True, **call)
+        texts = asked.completions.create(model="demo", prompt="a", max_tokens=3, stream=True)
+        return [[c.usage for c in stream if c.usage] for stream in (chats, texts)]
+
+    assert [len(found) for found in usages(client)] == [1, 1]
+    assert usages(gpt) == [[], []]
+
+
+def test_more_log_probabilities_where_the_server_allows_them(
+    client: openai.OpenAI, gpt: openai.OpenAI
+) -> None:
+    ask: Any = {"model": "demo", "messages": ADD, "logprobs": True, "max_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match=r"21 given, at most 20 allowed"):
+        gpt.chat.completions.create(top_logprobs=21, **ask)
+    with pytest.raises(openai.BadRequestError, match=r"at most 20 allowed"):
+        gpt.completions.create(model="demo", prompt="a", logprobs=21)
+    found = client.chat.completions.create(top_logprobs=40, **ask).choices[0].logprobs
+    assert found is not None and found.content is not None
+    assert len(found.content[0].top_logprobs) == 40
+    assert all(t.token.startswith("token_id:") for t in found.content[0].top_logprobs)
+    named = (
+        client.chat.completions.create(**ask, extra_body={"return_tokens_as_token_ids": False})
+        .choices[0]
+        .logprobs
+    )
+    assert named is not None and named.content is not None
+    assert not named.content[0].token.startswith("token_id:")
+    scored = client.completions.create(model="demo", prompt="a", logprobs=30, max_tokens=1)
+    found_scores = scored.choices[0].logprobs
+    assert found_scores is not None and found_scores.top_logprobs is not None
+    assert len(found_scores.top_logprobs[0]) >= 30
+
+
+def test_a_proxys_prefix_may_stand_before_every_path(vllm: Served) -> None:
+    with openai_client(vllm.url + "/llm", KEY) as below:
+        assert below.models.list().data[0].id == "demo"
+    assert raw(vllm, "GET", "/v1/models").status_code == 200
+    assert raw(vllm, "GET", "/llmv1/models").status_code == 404
+    assert raw(vllm, "GET", "/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert httpx.get(vllm.url + "/llm/v1/models", verify=NO_TLS).status_code == 401
