@@ -177,19 +177,18 @@ class EngineCore:
 
     def hello(self) -> Hello:
         """What fronts must know to check requests."""
-        facts = self.executor.facts
+        facts, bounded = self.executor.facts, self.spec.policy != "priority"
         return Hello(
             logits_width=facts.logits_width,
             max_model_len=facts.max_model_len,
             capacity_tokens=self.kv.capacity_tokens,
             max_running=self.rows.num_rows,
-            max_in_flight=None
-            if self.spec.policy == "priority"
-            else self.rows.num_rows + self.spec.max_queued_requests,
+            max_in_flight=self.rows.num_rows + self.spec.max_queued_requests if bounded else None,
             num_blocks=facts.num_blocks,
             block_tokens=facts.block_tokens,
             trouble=self.service.lost,
             failing=self.failing,
+            held=self.service.held,
             log_level=self.service.log_level,
             start_s=facts.start_s,
             decisions=facts.decisions,

@@ -55,6 +55,11 @@ class ServiceState:
         return self.sleep_level > 0
 
     @property
+    def held(self) -> str:
+        """Why a healthy core answers nothing: "asleep", "paused", or "" where it does."""
+        return "asleep" if self.asleep else "paused" if self.pause is not None else ""
+
+    @property
     def has_executor(self) -> bool:
         """Whether there is an executor that can run steps or be asked."""
         return not (self.sleep_level or self.lost)

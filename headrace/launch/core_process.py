@@ -105,7 +105,7 @@ class CoreLoop:
         except EngineError as error:
             self._fail(error)
         self._watchdog.since = None
-        if core.failing != self._announced.failing:
+        if (core.failing, core.service.held) != (self._announced.failing, self._announced.held):
             self._announce(core.hello())
         self._send(output)
         self._publish_load()

@@ -261,6 +261,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     hold in the KV pool; `max_model_len` its bound by the model. `max_in_flight`: requests that may
     run and wait together; None where a more urgent one still gets in. `trouble`: why nothing can be
     served, or ""; `failing`: why answers are not to be expected although steps run, or "".
+    `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
     `log_level`: what an administrator wants every process to log, or "". `start_s` breaks the
     start-up time down by phase.
     """
@@ -274,6 +275,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     block_tokens: int
     trouble: str = ""
     failing: str = ""
+    held: str = ""
     log_level: str = ""
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -88,7 +89,7 @@ class Connection:
     @property
     def alive(self) -> bool:
         """Whether the core was heard of lately."""
-        silent_s = asyncio.get_running_loop().time() - self._heard_s
+        silent_s = time.monotonic() - self._heard_s
         return self.hello is not None and silent_s < self._limits.heartbeat_timeout_s
 
     def send(self, message: ToCore) -> None:
@@ -150,16 +151,16 @@ class Connection:
     async def _heartbeat(self) -> None:
         """Pings a silent core, so that silence means something: a long step does not delay the
         answer."""
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
-            if self.hello is not None and loop.time() - self._heard_s >= self._limits.heartbeat_s:
+            silent_s = time.monotonic() - self._heard_s
+            if self.hello is not None and silent_s >= self._limits.heartbeat_s:
                 with contextlib.suppress(HeadraceError):
                     await self.call(PING)
 
     def _take(self, body: bytes) -> None:
         message = self._codec.decode(body)
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = time.monotonic()
         if isinstance(message, TokenBatch):
             self._receiver.on_tokens(message)
         elif isinstance(message, Load):

@@ -113,6 +113,12 @@ class AsyncLLM:
         return not all(core.serves for core in self._cores)
 
     @property
+    def held(self) -> str:
+        """See `events.EngineClient.held`."""
+        reasons = [hello.held for hello in self._hellos]
+        return reasons[0] if reasons and all(reasons) else ""
+
+    @property
     def connected(self) -> tuple[int, int]:
         """See `events.EngineClient.connected`."""
         return len(self._hellos), len(self._cores)

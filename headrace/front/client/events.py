@@ -172,6 +172,12 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def held(self) -> str:
+        """Why healthy engines answer nothing: "asleep" or "paused", as an administrator wants it;
+        "" while one of them works."""
+        ...
+
+    @property
     def connected(self) -> tuple[int, int]:
         """How many engine cores are connected, and how many there are."""
         ...

@@ -39,6 +39,8 @@ from headrace.front.server.conversation.tracing import Tracer
 from headrace.front.server.http.auth import KeyShares
 from headrace.front.server.http.event_loop import watch_event_loop
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
+from headrace.front.server.http.stand_in import StandIn
+from headrace.front.server.native.health import stand_in_probes
 from headrace.front.server.state.batches import BatchStore
 from headrace.front.server.state.database import open_database
 from headrace.front.server.state.files import FileStore, private_folder
@@ -64,11 +66,26 @@ SWITCH_S = 0.0005
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our signals, and a drain in place of its shutdown."""
+    """uvicorn's server with our signals, a drain in place of its shutdown, and a stand-in for its
+    loop."""
 
     def __init__(self, config: uvicorn.Config, services: Services) -> None:
         super().__init__(config)
         self.services = services
+        self._stand_in: StandIn | None = None
+
+    def stand_in(self, listener: socket.socket) -> None:
+        """From now on probes are answered while the loop is late; called in the loop."""
+        services = self.services
+        probes = stand_in_probes(services)
+        self._stand_in = StandIn(listener, probes, self, services.metrics, errors=services.errors)
+        self._stand_in.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no connection any more, and ends those that are there."""
+        if self._stand_in is not None:
+            self._stand_in.stop()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -199,7 +216,7 @@ async def serve(
     working = [
         connecting,
         asyncio.ensure_future(send_heartbeats(status)),
-        asyncio.ensure_future(watch_event_loop(services.metrics)),
+        asyncio.ensure_future(watch_event_loop(services.metrics, services.loop)),
     ]
     if services.stores is not None:
         working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))
@@ -209,6 +226,7 @@ async def serve(
         working.append(asyncio.ensure_future(admin_server._serve([admin])))
     services.shut_down = lambda: report(status, Report(stop=True))
     remote = await _start_grpc(services)
+    server.stand_in(listener)
     try:
         await server._serve([listener])
     finally:

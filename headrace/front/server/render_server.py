@@ -30,6 +30,7 @@ class NoEngine:
     window = 1
     trouble = ""
     degraded = False
+    held = ""
     connected = (0, 0)
     context_tokens = 2**31
 

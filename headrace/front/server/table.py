@@ -183,12 +183,12 @@ def _other_routes() -> list[ApiRoute]:
         _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
         _route("/v1/requests", requests.get_ledger),
         _route("/v1/requests/{id}", requests.get_request),
-        _route("/health", health.get_health),
-        _route("/health/live", health.get_live),
-        _route("/health/ready", health.get_ready),
+        *(
+            _route(path, health.probing(state), "GET", *(["POST"] if path == "/ping" else []))
+            for path, state in health.PROBES.items()
+        ),
         _route("/health/startup", health.get_startup),
         _route("/health/generate", health.get_generate),
-        _route("/ping", health.get_health, "GET", "POST"),
         _route("/version", health.get_version),
         _route("/load", health.get_load),
         _route("/metrics", health.get_metrics),

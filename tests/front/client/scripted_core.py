@@ -97,6 +97,12 @@ class ScriptedCore:
             await self._loop_task
         await self._server.wait_closed()
 
+    def announce(self, **changes: object) -> None:
+        """Says Hello again to everybody, changed."""
+        self.hello = msgspec.structs.replace(self.hello, **changes)
+        for writer in self._writers:
+            writer.write(self._codec.frame(self.hello))
+
     @property
     def num_running(self) -> int:
         return len(self._running)

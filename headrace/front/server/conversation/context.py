@@ -40,6 +40,7 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Ended, EngineClient
 from headrace.front.server.http.auth import KeyShares
+from headrace.front.server.http.event_loop import LoopSigns
 from headrace.front.server.http.failures import OPENAI, VLLM, ErrorFormat
 from headrace.front.server.state.batches import BatchStore
 from headrace.front.server.state.files import FileStore
@@ -136,6 +137,7 @@ class Services:
     leaving: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
+    loop: LoopSigns = field(default_factory=LoopSigns)
     shut_down: Callable[[], None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
 

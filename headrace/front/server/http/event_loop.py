@@ -16,8 +16,26 @@ QUIET_S = 30.0  # between two lines of the log
 log = logging.getLogger(__name__)
 
 
+class LoopSigns:
+    """When the event loop last gave a sign of life; read from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen_at: float | None = None
+
+    def give(self) -> None:
+        """The loop turns."""
+        self._seen_at = self._clock()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last sign; 0 before the first."""
+        return 0.0 if self._seen_at is None else self._clock() - self._seen_at
+
+
 async def watch_event_loop(
     metrics: Metrics,
+    signs: LoopSigns,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -29,6 +47,7 @@ async def watch_event_loop(
         due = clock() + PERIOD_S
         await sleep(PERIOD_S)
         now = clock()
+        signs.give()
         lag_s = max(0.0, now - due)
         metrics.observe("headrace_event_loop_lag_seconds", lag_s)
         if lag_s < ALARM_S:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.base.errors import (
     HeadersTooLarge,
@@ -20,9 +20,9 @@ from headrace.base.errors import (
     Unavailable,
 )
 from headrace.base.telemetry.metrics import Metrics
-from headrace.front.server.http.auth import request_id
-from headrace.front.server.http.failures import OPENAI, ErrorFormat, failure_of
+from headrace.front.server.http.failures import OPENAI, ErrorFormat
 from headrace.front.server.http.sse import ABORT_KEY
+from headrace.front.server.http.stand_in import refusal
 
 MAX_HEADERS = 64
 
@@ -143,17 +143,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        ident = request_id()
-        failure = failure_of(error, request_id=ident)
-        headers = [
-            *((b"content-type", b"application/json"), (b"connection", b"close")),
-            *((b"x-request-id", ident.encode()), (b"request-id", ident.encode())),
-            *failure.headers(),
-        ]
-        body = self.connection_limits.errors.body(failure, ident)
-        lines = [STATUS_LINE[failure.status], *(n + b": " + v + b"\r\n" for n, v in headers)]
-        lines += [b"content-length: %d\r\n\r\n" % len(body), body]
-        self.transport.write(b"".join(lines))
+        self.transport.write(refusal(error, self.connection_limits.errors))
         self.transport.close()
 
     def _start_head(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,27 +22,58 @@ from headrace.front.server.conversation.context import RequestContext, Services,
 SCRAPE_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 20.0
 LOWEST_PRIORITY = 2**31 - 1
-_HELD = ("asleep", "paused")
+State = tuple[str, bool]
+"""The word for a state, and whether it is a good one. Found in any thread, without waiting."""
+Reader = Callable[[RequestContext, Request], Awaitable[Response]]
+SILENT_S = 10.0
+"""A process whose loop gave no sign for so long is not alive."""
 
 
-async def get_live(context: RequestContext, request: Request) -> Response:
-    """This process's loop answers; a failure here means: restart me."""
-    return json_response({"status": "live"})
+def liveness(services: Services) -> State:
+    """Whether this process's loop turns; a failure here means: restart me."""
+    return ("live", True) if services.loop.silent_s < SILENT_S else ("stuck", False)
 
 
-async def get_ready(context: RequestContext, request: Request) -> Response:
-    """200 while requests are served: engine loaded, heartbeat fresh, not draining, neither paused
+def readiness(services: Services) -> State:
+    """Whether requests are served: engine loaded, heartbeat fresh, not draining, neither paused
     nor asleep. One of several replicas is enough: the status says that it is degraded."""
-    services = context.services
+    engine = services.engine
     if services.ready:
-        why = await _why_held(services)
-        if why is not None:
-            return _answer(why, healthy=False)
-        return _answer("degraded" if services.engine.degraded else "ready", healthy=True)
-    loaded = services.warm and services.engine.ready
+        fine = "degraded" if engine.degraded else "ready"
+        return engine.held or fine, not engine.held
+    loaded = services.warm and engine.ready
     why = "draining" if services.draining or services.leaving else "stuck" if loaded else "loading"
-    why = services.engine.trouble or why
-    return _answer(why, healthy=False)
+    return engine.trouble or why, False
+
+
+def health(services: Services) -> State:
+    """Whether the engine lives and makes progress: not while it is dead, stuck or not loaded
+    yet."""
+    healthy = services.engine.ready and services.engine.alive
+    return "ok" if healthy else "unavailable", healthy
+
+
+def probing(state: Callable[[Services], State]) -> Reader:
+    """The handler that answers with a state: 200 or 503, and the word for it."""
+
+    async def get(context: RequestContext, request: Request) -> Response:
+        return _answer_of(state, context.services)
+
+    get.__doc__ = state.__doc__
+    return get
+
+
+PROBES: Mapping[str, Callable[[Services], State]] = {
+    "/health/live": liveness,
+    "/health/ready": readiness,
+    "/health": health,
+    "/ping": health,
+}
+
+
+def stand_in_probes(services: Services) -> dict[bytes, Callable[[], Response]]:
+    """The probes for a thread that answers them while the loop is late (http/stand_in.py)."""
+    return {path.encode(): partial(_answer_of, state, services) for path, state in PROBES.items()}
 
 
 async def get_startup(context: RequestContext, request: Request) -> Response:
@@ -58,12 +90,9 @@ async def get_startup(context: RequestContext, request: Request) -> Response:
     return _answer("started" if up else "loading", healthy=up, **progress)
 
 
-async def get_health(context: RequestContext, request: Request) -> Response:
-    """200 while the engine lives and makes progress; 503 when it is dead, stuck or not loaded
-    yet."""
-    engine = context.services.engine
-    healthy = engine.ready and engine.alive
-    return _answer("ok" if healthy else "unavailable", healthy=healthy)
+def _answer_of(state: Callable[[Services], State], services: Services) -> Response:
+    status, healthy = state(services)
+    return _answer(status, healthy=healthy)
 
 
 def _answer(status: str, *, healthy: bool, **facts: object) -> Response:
@@ -78,30 +107,15 @@ async def get_generate(context: RequestContext, request: Request) -> Response:
     not come in time, and at once while the engines are paused or asleep. It needs a key where there
     are keys, and at most one runs at a time in a process: others get its answer."""
     services = context.services
-    why = await _why_held(services)
-    if why is None and not services.engine.connected[1]:
+    why = services.engine.held
+    if not services.engine.connected[1]:
         why = "no model runs here"
-    if why is not None:
+    if why:
         return _answer(why, healthy=False)
     if services.probe is None or services.probe.done():
         services.probe = asyncio.ensure_future(_probe(services))
     came = await asyncio.shield(services.probe)
     return _answer("generated" if came else "stuck", healthy=came)
-
-
-async def _why_held(services: Services) -> str | None:
-    """Why healthy engines answer nothing: an administrator wants it so. None: some answer, or none
-    says anything within a moment."""
-    try:
-        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            replies = await services.engine.call_each("status")
-    except TimeoutError:
-        return None
-    statuses = [reply for reply in replies if isinstance(reply, Mapping)]
-    if not statuses:
-        return None
-    held = [next((why for why in _HELD if status.get(why)), None) for status in statuses]
-    return held[0] if all(held) else None
 
 
 async def _probe(services: Services) -> bool:

@@ -76,7 +76,7 @@ async def test_a_resume_reaches_the_others_where_one_fails(connect: Any) -> None
 
 
 async def readiness(context: RequestContext) -> tuple[int, str]:
-    response = await health.get_ready(context, None)
+    response = await health.probing(health.readiness)(context, None)
     return response.status_code, json.loads(response.body)["status"]
 
 
@@ -84,13 +84,14 @@ async def test_readiness_tells_of_pauses_sleep_and_lost_replicas(connect: Any) -
     async with connect(cores=2) as (llm, cores):
         with over(llm) as context:
             assert await readiness(context) == (200, "ready")
-            for core in cores:
-                core.replies["status"] = {"asleep": False, "paused": "keep"}
-            assert await readiness(context) == (503, "paused")
-            for core in cores:
-                core.replies["status"] = {"asleep": True, "paused": "wait"}
-            assert await readiness(context) == (503, "asleep")
-            cores[0].replies["status"] = {"asleep": False, "paused": ""}
+            for held in ("paused", "asleep"):
+                for core in cores:
+                    core.announce(held=held)
+                await llm.call_each("status")
+                assert await readiness(context) == (503, held)
+            assert not [call for core in cores for call in core.calls if call.operation != "status"]
+            cores[0].announce(held="")
+            await llm.call_each("status")
             assert (await readiness(context))[0] == 200
             await cores[1].stop()
             while llm.connected != (1, 2):

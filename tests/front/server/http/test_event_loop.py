@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from headrace.base.telemetry.metrics import Metrics
-from headrace.front.server.http.event_loop import PERIOD_S, QUIET_S, watch_event_loop
+from headrace.front.server.http.event_loop import PERIOD_S, QUIET_S, LoopSigns, watch_event_loop
 
 
 async def watched(late: list[float]) -> str:
@@ -22,7 +22,7 @@ async def watched(late: list[float]) -> str:
         now += seconds + lags.pop(0)
 
     with pytest.raises(asyncio.CancelledError):
-        await watch_event_loop(metrics, clock=lambda: now, sleep=sleep)
+        await watch_event_loop(metrics, LoopSigns(), clock=lambda: now, sleep=sleep)
     return metrics.exposition([]).decode()
 
 
