@@ -38,7 +38,11 @@ def inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, SamplePlan]:
     """Queries, a cache that is NaN wherever nothing may be read, and the plan."""
     plan, num_blocks = sample_plan(
-        rows, block_tokens=case.block_tokens, window=case.window, device="cpu"
+        rows,
+        block_tokens=case.block_tokens,
+        window=case.window,
+        chunk=case.chunk,
+        device="cpu",
     )
     generator = torch.Generator().manual_seed(seed)
     kv = torch.full(
@@ -67,6 +71,8 @@ def naive(
         for token in range(begin, end):
             position = kv_len - (end - token)
             lowest = max(0, position - case.window + 1) if case.window else 0
+            if case.chunk:
+                lowest = position - position % case.chunk
             for head in range(case.heads):
                 kv_head = head // (case.heads // case.kv_heads)
                 keys, values, scores = [], [], []
@@ -94,17 +100,19 @@ ROWS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(
     rows=ROWS,
-    window=st.sampled_from([None, 1, 4, 7]),
+    reach=st.sampled_from(
+        [{}, *({"window": size} for size in (1, 4, 7)), {"chunk": 1}, {"chunk": 5}]
+    ),
     softcap=st.sampled_from([None, 2.0]),
     heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]),
 )
 def test_equals_attention_written_out(
     rows: list[tuple[int, int]],
-    window: int | None,
+    reach: dict[str, int],
     softcap: float | None,
     heads: tuple[int, int],
 ) -> None:
-    case = problem(window=window, softcap=softcap, heads=heads[0], kv_heads=heads[1])
+    case = problem(**reach, softcap=softcap, heads=heads[0], kv_heads=heads[1])
     q, kv, plan = inputs(case, rows)
     got = OP.reference.bind(case)(q, kv, plan)
     torch.testing.assert_close(got, naive(case, q, kv, plan), atol=1e-5, rtol=1e-5)
@@ -165,6 +173,8 @@ def naive_lse(
         for token in range(begin, end):
             position = kv_len - (end - token)
             lowest = max(0, position - case.window + 1) if case.window else 0
+            if case.chunk:
+                lowest = position - position % case.chunk
             for head in range(case.heads):
                 kv_head = head // (case.heads // case.kv_heads)
                 total = 0.0

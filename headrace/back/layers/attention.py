@@ -100,6 +100,7 @@ class AttentionSpec:
     """One layer's attention, in global sizes.
 
     window     tokens a query sees, itself included; None: all before it
+    chunk      it sees those of its chunk of so many tokens, up to itself (Llama 4)
     rope       None: no position embedding (NoPE layers)
     clip       queries, keys and values are cut to this magnitude as they come out of the projection
     sinks      a learned score per head, beside those of the positions, takes part in the softmax
@@ -112,6 +113,7 @@ class AttentionSpec:
     scale: float
     rope: RopeSpec | None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
@@ -120,6 +122,13 @@ class AttentionSpec:
     sinks: bool = False
     query_scale: QueryScale | None = None
     names: AttentionNames = AttentionNames()
+
+    @property
+    def cache_kind(self) -> str:
+        """Which tokens of its cache are kept (core/kv/kinds)."""
+        if self.chunk:
+            return "chunked"
+        return "window" if self.window else "full"
 
     def build(
         self, scope: Scope, cache: int, *, norm: RMSNorm | None = None, adds: bool = False
@@ -194,8 +203,8 @@ class Attention:
             cache=self._layer,
             kv_heads=self._kv_heads,
             head_dim=self._spec.head_dim,
-            kind="window" if self._spec.window else "full",
-            span=self._spec.window,
+            kind=self._spec.cache_kind,
+            span=self._spec.window or self._spec.chunk,
             quantized=self._scope.kv_quantized,
         )
         return (form,)
@@ -287,6 +296,7 @@ class Attention:
             heads=self._heads,
             scale=spec.scale,
             window=spec.window,
+            chunk=spec.chunk,
             softcap=spec.softcap,
             quantized=scope.kv_quantized,
             sinks=self._sinks is not None,

@@ -15,7 +15,7 @@ from tests.kernels.partial_attention import check_merged
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [(1, 1), (1, 37), (1, 1100), (3, 3), (40, 95), (2, 130)]
-# heads, KV heads, head_dim, block_tokens, window, soft cap
+# heads, KV heads, head_dim, block_tokens, window (negative: chunk), soft cap
 SHAPES = [
     (1, 1, 16, 1, None, None),
     (4, 2, 40, 7, 3, None),
@@ -24,15 +24,22 @@ SHAPES = [
     (40, 1, 80, 16, 1, None),
     (8, 2, 128, 64, 50, None),
     (2, 1, 256, 16, None, None),
+    (6, 2, 64, 16, -24, None),
+    (4, 1, 40, 7, -1024, None),
 ]
+
+
+def reach(window):
+    chunk = -window if window and window < 0 else None
+    return {"window": None if chunk else window, "chunk": chunk}
 
 
 def case(dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows, seed=0):
     problem = AttentionProblem(
         device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        block_tokens=block_tokens, scale=head_dim**-0.5, window=window, softcap=softcap,
+        block_tokens=block_tokens, scale=head_dim**-0.5, softcap=softcap, **reach(window),
     )  # fmt: skip
-    plan, blocks = sample_plan(rows, block_tokens=block_tokens, window=window, device="cpu")
+    plan, blocks = sample_plan(rows, block_tokens=block_tokens, **reach(window), device="cpu")
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(queries for queries, _ in rows)
     q = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
@@ -223,7 +230,7 @@ def test_a_head_that_is_too_large_is_refused_with_the_limit(newest):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window, softcap", [(None, None), (70, None), (None, 5.0)])
+@pytest.mark.parametrize("window, softcap", [(None, None), (70, None), (-70, None), (None, 5.0)])
 def test_whole_rows_give_a_position_the_same_bits_in_any_step(library, dtype, window, softcap):
     """ENG-05, ENG-17: as a decode, in chunks, and in the whole prompt, also beyond where decodes are cut."""
     length, begin = 1300, 1190
@@ -233,7 +240,7 @@ def test_whole_rows_give_a_position_the_same_bits_in_any_step(library, dtype, wi
     whole = attention(q, kv, plan)
     for first, last in [(0, 1), (109, 110), (3, 20), (20, 90), (63, 65)]:
         part, _ = sample_plan(
-            [(last - first, begin + last)], block_tokens=16, window=window, device="cpu"
+            [(last - first, begin + last)], block_tokens=16, **reach(window), device="cpu"
         )
         part.block_table_RB[0] = plan.block_table_RB[0, : part.block_table_RB.shape[1]]
         assert torch.equal(attention(q[first:last], kv, part), whole[first:last]), (first, last)
@@ -317,7 +324,7 @@ def test_halves_of_scores_beyond_the_range_of_exp_merge_to_the_whole(library):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "window"),
-    [(4, 2, None), (7, 1, None), (40, 1, None), (4, 2, 300), (2, 2, 40)],
+    [(4, 2, None), (7, 1, None), (40, 1, None), (4, 2, 300), (2, 2, 40), (4, 2, -300)],
 )
 def test_rows_with_few_queries_equal_the_reference(library, dtype, heads, kv_heads, window):
     """As when drafts are verified: rows long enough to be cut beside short ones, each query causal."""

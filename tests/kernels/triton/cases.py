@@ -246,6 +246,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "attention 256 window cap",
         _call(attention.OP, _ATTENTION, _attention(8, 4, 256, window=20, softcap=50.0)),
     ),
+    ("attention chunks", _call(attention.OP, _ATTENTION, _attention(8, 4, 128, chunk=8192))),
     (
         "attention int8 quantized",
         _call(attention.OP, _ATTENTION, _attention(32, 8, 128, quantized="int8")),

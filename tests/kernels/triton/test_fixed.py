@@ -124,7 +124,12 @@ def problem_of(dtype: torch.dtype, **more: object) -> attention.AttentionProblem
     )
 
 
-ATTENTION = [{}, {"heads": 6, "head_dim": 80, "window": 300, "softcap": 30.0}, {"window": 40}]
+ATTENTION = [
+    {},
+    {"heads": 6, "head_dim": 80, "window": 300, "softcap": 30.0},
+    {"window": 40},
+    {"chunk": 96},
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

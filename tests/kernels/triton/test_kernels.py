@@ -63,7 +63,7 @@ def random(*shape: int, seed: int = 0, device: str = DEVICE) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-# heads, KV heads, head_dim, block_tokens, window, soft cap
+# heads, KV heads, head_dim, block_tokens, window (negative: chunk), soft cap
 SHAPES = [
     (4, 2, 64, 16, None, None),
     (7, 1, 16, 7, 3, None),
@@ -71,6 +71,7 @@ SHAPES = [
     (8, 2, 96, 4, 20, 5.0),
     (2, 1, 128, 16, None, None),
     (2, 1, 256, 16, 30, None),
+    (4, 2, 64, 16, -36, None),
 ]
 ROWS = [(1, 1), (1, 37), (1, 300), (3, 3), (40, 95), (2, 130)]
 
@@ -78,13 +79,13 @@ ROWS = [(1, 1), (1, 37), (1, 300), (3, 3), (40, 95), (2, 130)]
 def attention_case(shape, dtype, rows, *, pad_rows=0, pad_tokens=0):
     """A problem, its inputs on the device, and the plan with padding; what no row has written is NaN."""
     heads, kv_heads, head_dim, block_tokens, window, softcap = shape
+    chunk = -window if window and window < 0 else None
+    reach = {"window": None if chunk else window, "chunk": chunk}
     problem = attention.AttentionProblem(
         device=DEVICE, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        block_tokens=block_tokens, scale=head_dim**-0.5, window=window, softcap=softcap,
+        block_tokens=block_tokens, scale=head_dim**-0.5, softcap=softcap, **reach,
     )  # fmt: skip
-    plan, blocks = attention.sample_plan(
-        rows, block_tokens=block_tokens, window=window, device=DEVICE
-    )
+    plan, blocks = attention.sample_plan(rows, block_tokens=block_tokens, **reach, device=DEVICE)
     generator = torch.Generator().manual_seed(3)
     tokens = sum(queries for queries, _ in rows)
     q = torch.randn(tokens + pad_tokens, heads + 2, head_dim, generator=generator).to(dtype)

@@ -63,7 +63,7 @@ def serves(problem: AttentionProblem, plan: Plan) -> bool:
     """Whether a step looks for shared prefixes; told by sizes alone."""
     rows, blocks = plan.block_table_RB.shape
     wide_enough = blocks * problem.block_tokens > MIN_TOKENS
-    return problem.causal and problem.window is None and rows >= LEAST_ROWS and wide_enough
+    return problem.causal and not problem.reach and rows >= LEAST_ROWS and wide_enough
 
 
 def _lists(problem: AttentionProblem, plan: Plan, tiles: Tiles) -> PrefixLists:

@@ -42,7 +42,7 @@ def bind_with(
     assert sinks is None or sinks.shape == (problem.heads,), sinks.shape
     kernel = library.bind("attention", *_ARGUMENTS)
     heads, head_dim, element = problem.heads, problem.head_dim, DTYPES[problem.dtype]
-    window, scale, softcap = problem.window or 0, problem.scale, problem.softcap or 0.0
+    window, scale, softcap = problem.reach, problem.scale, problem.softcap or 0.0
 
     mode = QUANTIZATION_IDS[problem.quantized] + 4 * whole + 8 * (not problem.causal)
     cache_dtype = torch.int8 if problem.quantized else problem.dtype

@@ -243,7 +243,7 @@ void attend(void* context, int64_t i) {
     }
     for (int64_t m = 0; m < rows; ++m) {
       const int64_t position = last_position(p, task, m);
-      const int64_t from = smaller(larger<int64_t>(position - p.window + 1 - low, 0), count);
+      const int64_t from = smaller(larger<int64_t>(first_seen(p.window, position) - low, 0), count);
       const int64_t to = smaller(larger<int64_t>(position + 1 - low, 0), count);
       factors[m] = soften(p, scores + m * kTokens, from, to, count, max[m], total[m]);
     }
@@ -294,7 +294,7 @@ struct Counts {
   int64_t tasks = 0, merges = 0, part_floats = 0;
 };
 
-HR_INLINE int64_t lowest(const Attention& p, int64_t position) { return larger<int64_t>(position - p.window + 1, 0); }
+HR_INLINE int64_t lowest(const Attention& p, int64_t position) { return first_seen(p.window, position); }
 
 // The parts that `queries` queries at the end of a row see; one, of no positions, of a row without any.
 HR_INLINE RowParts parts_of(const Attention& p, int64_t row, int64_t queries = 1) {
@@ -433,7 +433,7 @@ HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens)
     if (start < 0 || queries < 0 || start + queries > num_tokens || length < 0) return false;
     if (p.causal && length < queries) return false;
     if (length > p.table_stride * p.block_tokens) return false;
-    const int64_t low = larger<int64_t>(length - queries - p.window + 1, 0);
+    const int64_t low = first_seen(p.window, length - queries);
     for (int64_t j = low / p.block_tokens; j < ceil_div(length, p.block_tokens); ++j) {
       const int64_t block = p.block_table[row * p.table_stride + j];
       if (block < 0 || block >= num_blocks) return false;
@@ -490,7 +490,7 @@ int32_t run_quantized(Attention& p, int32_t dtype) {
 // lse [num_tokens, heads], or null: the natural logarithm of each query's sum of exponentials of its scores, the sink's among
 // them; -Inf of one that sees nothing.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
-// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. mode: 0 a cache of the queries' type,
+// t * head_dim, strides in elements of the cache. window 0: all positions; -C: chunks of C. softcap 0: none. mode: 0 a cache of the queries' type,
 // 1 int8, 2 e4m3; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
 // every query of a row sees all of its positions.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
@@ -504,7 +504,7 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
     return HR_BAD_SHAPE;
   Attention p{q, kv, out, query_start, kv_len, block_table, sinks, lse, rows, table_stride, heads, kv_heads, head_dim,
               head_dim, block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
-              window > 0 ? window : INT32_MAX, scale, softcap, kRows, (mode & 8) == 0, (mode & 4) != 0, nullptr, nullptr, nullptr};
+              window != 0 ? window : INT32_MAX, scale, softcap, kRows, (mode & 8) == 0, (mode & 4) != 0, nullptr, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
   const int32_t form = mode & 3;
   if (form == 1) return run_quantized<int8_t>(p, dtype);

@@ -3,11 +3,11 @@
 `bind(problem)` returns `f(q_THD, kv, plan, lse_TH=None) -> out_THD`. T query tokens, H query heads,
 K KV heads (query head h reads KV head h // (H/K)), D head_dim; kv [num_blocks, 2, K, block_tokens,
 D], the step's own KV already written. The queries of a row are its last tokens: the one at position
-p sees positions max(0, p - window + 1) .. p. With `causal=False` every query of a row sees all of
-its `kv_len` positions, of which there may be none: the result is then zeros. scores = scale * q.k;
-with `softcap` c they become c * tanh(scores / c) (Gemma 2). With `sinks`, `bind(problem, sinks_H)`
-takes a float32 per query head: a score beside those of the positions that takes its share of the
-softmax and has no value (gpt-oss).
+p sees positions max(0, p - window + 1) .. p, or with `chunk` C, p // C * C .. p (Llama 4). With
+`causal=False` every query of a row sees all of its `kv_len` positions, of which there may be none:
+the result is then zeros. scores = scale * q.k; with `softcap` c they become c * tanh(scores / c)
+(Gemma 2). With `sinks`, `bind(problem, sinks_H)` takes a float32 per query head: a score beside
+those of the positions that takes its share of the softmax and has no value (gpt-oss).
 
 `lse_TH`, float32 [T, H] and contiguous, is filled with the natural logarithm of each query's sum of
 exp(scores), the sink's among them; -Inf of a query that sees nothing. With it the results over
@@ -102,11 +102,11 @@ def check_lse(lse_TH: torch.Tensor, q_THD: torch.Tensor) -> None:
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
     """`dtype` is that of q, the output and, unless it is `quantized` ("int8" or "fp8" values and
-    scales, kernels/kv_write/quantized.py), the cache. `window` and `softcap` are None where the
-    layer has none. With `sinks` the kernel is bound with them.
+    scales, kernels/kv_write/quantized.py), the cache. `window`, `chunk` and `softcap` are None
+    where the layer has none. With `sinks` the kernel is bound with them.
 
-    Without `causal` there is no window: it is counted from a query's own position, which is not
-    among those it sees."""
+    Without `causal` there is neither window nor chunk: they are counted from a query's own position,
+    which is not among those it sees."""
 
     device: str
     dtype: torch.dtype
@@ -116,13 +116,20 @@ class AttentionProblem:
     block_tokens: int
     scale: float
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     quantized: str | None = None
     sinks: bool = False
     causal: bool = True
 
     def __post_init__(self) -> None:
-        assert self.causal or self.window is None, self
+        assert self.causal or not self.reach, self
+        assert self.window is None or self.chunk is None, self
+
+    @property
+    def reach(self) -> int:
+        """What kernels take as their window: -C for chunks of C, 0 for neither."""
+        return -self.chunk if self.chunk else self.window or 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +148,17 @@ class SamplePlan:
 
 
 def sample_plan(
-    rows: list[tuple[int, int]], *, block_tokens: int, window: int | None, device: str
+    rows: list[tuple[int, int]],
+    *,
+    block_tokens: int,
+    window: int | None,
+    chunk: int | None = None,
+    device: str,
 ) -> tuple[SamplePlan, int]:
     """A plan for `rows` of (query tokens, kv length), and the number of blocks it needs.
 
     Blocks are dealt backwards from the highest id, so that neighbours in a sequence are not
-    neighbours in memory; blocks wholly outside the window are the null block.
+    neighbours in memory; blocks wholly outside the window or chunk are the null block.
     """
     counts = [-(-kv_len // block_tokens) for _, kv_len in rows]
     table = np.zeros((len(rows), max(counts)), np.int32)
@@ -154,6 +166,8 @@ def sample_plan(
     next_block = sum(counts)
     for i, (num_query, kv_len) in enumerate(rows):
         lowest = max(0, kv_len - num_query - window + 1) if window else 0
+        if chunk:
+            lowest = (kv_len - num_query) // chunk * chunk
         for j in range(lowest // block_tokens, counts[i]):
             table[i, j] = next_block
             next_block -= 1
@@ -201,7 +215,11 @@ def _steps(problem: AttentionProblem) -> list[list[tuple[int, int]]]:
 def _sample(problem: AttentionProblem) -> Sample:
     plans = [
         sample_plan(
-            rows, block_tokens=problem.block_tokens, window=problem.window, device=problem.device
+            rows,
+            block_tokens=problem.block_tokens,
+            window=problem.window,
+            chunk=problem.chunk,
+            device=problem.device,
         )
         for rows in _steps(problem)
     ]

@@ -73,6 +73,8 @@ def dequantized(
 
 def _lowest(problem: AttentionProblem, position: int) -> int:
     """The lowest position the query at `position` sees."""
+    if problem.chunk:
+        return position // problem.chunk * problem.chunk
     return max(0, position - problem.window + 1) if problem.window else 0
 
 
@@ -105,7 +107,10 @@ def _decode(
     """Rows start..end with one query each, where query token i belongs to row i, into `result`."""
     block_tokens, kv_heads = problem.block_tokens, problem.kv_heads
     kv_len_R = plan.kv_len_R[start:end].long()
-    lowest_R = (kv_len_R - (problem.window or plan.max_kv_len)).clamp_(min=0)
+    if problem.chunk:
+        lowest_R = (kv_len_R - 1) // problem.chunk * problem.chunk
+    else:
+        lowest_R = (kv_len_R - (problem.window or plan.max_kv_len)).clamp_(min=0)
     first_R = torch.div(lowest_R, block_tokens, rounding_mode="floor")
     kv_lens = [int(length) for length in plan.host_kv_len[start:end]]
     num_blocks = max(
@@ -199,6 +204,7 @@ def _prefill_row(
             k_KSD[:, seen],
             v_KSD[:, seen],
             first_query=offset + start - low if problem.causal else kv_len,
+            origin=low,
             sinks_H=sinks_H,
             lse_QH=None if result.lse_TH is None else result.lse_TH[start:stop],
         )
@@ -225,17 +231,20 @@ def _tile(
     v_KSD: torch.Tensor,
     *,
     first_query: int,
+    origin: int,
     sinks_H: torch.Tensor | None,
     lse_QH: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Queries at positions first_query .. over S positions counted from the same origin; returns
-    [Q, H, D], and fills `lse_QH` if there is one."""
+    """Queries at positions first_query .. over S positions counted from the same `origin`;
+    returns [Q, H, D], and fills `lse_QH` if there is one."""
     q_KGQD = q_QHD.unflatten(1, (problem.kv_heads, -1)).permute(1, 2, 0, 3)
     query_Q1 = torch.arange(first_query, first_query + len(q_QHD), device=q_QHD.device)[:, None]
     key_S = torch.arange(k_KSD.shape[1], device=q_QHD.device)
     seen_QS = key_S <= query_Q1
     if problem.window is not None:
         seen_QS &= key_S > query_Q1 - problem.window
+    if problem.chunk is not None:
+        seen_QS &= key_S >= (query_Q1 + origin) // problem.chunk * problem.chunk - origin
     shape = (problem.kv_heads, q_KGQD.shape[1], *k_KSD.shape[1:])
     k_KGSD, v_KGSD = k_KSD[:, None].expand(shape), v_KSD[:, None].expand(shape)
     if _plain(problem) and lse_QH is None:

@@ -171,7 +171,7 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
         "HEAD_DIM": problem.head_dim,
         "D": power_of_two(problem.head_dim, least=16),
         "BLOCK_TOKENS": problem.block_tokens,
-        "WINDOW": problem.window or 0,
+        "WINDOW": problem.reach,
         "SOFTCAP": problem.softcap is not None,
         "QUANTIZED": problem.quantized is not None,
         "BITS": problem.quantized is not None
@@ -258,7 +258,7 @@ def _bind_decode(
             "MAX_QUERIES": tiles.m // group,
             "MIN_QUERIES": least,
             "N": tiles.n,
-            "WINDOW": problem.window or 0,
+            "WINDOW": problem.reach,
             "CAUSAL": problem.causal,
             "MIN_SPLIT_TOKENS": MIN_SPLIT_TOKENS
             if num_rows > 1
@@ -388,7 +388,7 @@ def _decode_plan(problem: AttentionProblem, rows: int) -> tuple[str, bool]:
 
 def _shares(problem: AttentionProblem, rows: int) -> bool:
     """Whether a step of so many decodes looks for shared prefixes, if its tables are wide."""
-    if not problem.causal or problem.window is not None or rows < cascade.LEAST_ROWS:
+    if not problem.causal or problem.reach or rows < cascade.LEAST_ROWS:
         return False
     return triton_plans.PREFIX not in triton_plans.skipped(problem)
 

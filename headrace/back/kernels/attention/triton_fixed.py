@@ -31,7 +31,7 @@ import triton.language as tl
 
 from headrace.back.kernels.attention import triton_plans
 from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
-from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
+from headrace.back.kernels.attention.triton_rows import capped, first_seen, pick, row_spans
 from headrace.back.kernels.attention.triton_softmax import divisor, store_lse
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.grid import enter
@@ -90,7 +90,7 @@ def _attend_split(
             factor = scale * 1.4426950408889634
         seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
         if WINDOW:
-            seen = seen & (o_n[None, :] > b_position[:, None] - WINDOW)
+            seen = seen & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
         b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
         b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
@@ -174,7 +174,7 @@ def fixed_kernel(
         p_q = q + o_token * q_token_stride + o_query_head * q_head_stride
         b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         b_position = tl.minimum(length - queries + o_query, length - 1)
-        lowest = tl.maximum(length - queries + first_query - WINDOW + 1, 0) if WINDOW else 0
+        lowest = first_seen(length - queries + first_query, WINDOW) if WINDOW else 0
         end = tl.minimum(length - queries + first_query + QUERIES, length)
         if not CAUSAL:
             b_position = tl.zeros([M], tl.int32) + (length - 1)
@@ -281,7 +281,7 @@ def bind(
     constants = {
         "KV_HEADS": kv_heads, "GROUP": problem.heads // kv_heads, "SPLIT_TOKENS": SPLIT_TOKENS,
         "MAX_SPLITS": MAX_SPLITS, "HEAD_DIM": problem.head_dim, "D": depth,
-        "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.window or 0,
+        "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.reach,
         "SOFTCAP": problem.softcap is not None, "CAUSAL": problem.causal, "SINKS": problem.sinks,
     }  # fmt: skip
 

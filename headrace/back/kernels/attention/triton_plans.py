@@ -101,6 +101,7 @@ def sample(problem: AttentionProblem, step: Step) -> Sample:
         list(step.rows),
         block_tokens=problem.block_tokens,
         window=problem.window,
+        chunk=problem.chunk,
         device=problem.device,
     )
     prefix_blocks = -(-step.prefix_tokens // problem.block_tokens)

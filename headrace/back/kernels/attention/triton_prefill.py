@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
-from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
+from headrace.back.kernels.attention.triton_rows import capped, first_seen, pick, row_spans
 from headrace.back.kernels.attention.triton_softmax import (
     LOG2E,
     divisor,
@@ -68,7 +68,7 @@ def _step(
     if MASKED:
         seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
         if WINDOW:
-            seen = seen & (o_n[None, :] > b_position[:, None] - WINDOW)
+            seen = seen & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
     b_p, b_shrink, b_higher = softmax_weights(b_s, b_max, factor, MASKED)
     b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
@@ -145,7 +145,7 @@ def prefill_kernel(
     p_table = table + i_row.to(tl.int64) * table_stride
     lowest = 0
     if WINDOW:
-        lowest = tl.maximum(lowest_position - WINDOW + 1, 0)
+        lowest = first_seen(lowest_position, WINDOW)
         unmasked = lowest // N * N
     else:
         unmasked = (lowest_position + 1) // N * N

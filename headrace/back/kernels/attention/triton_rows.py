@@ -19,6 +19,16 @@ def pick(b_values, b_chosen):
 
 
 @triton.jit
+def first_seen(positions, WINDOW: tl.constexpr):
+    """The first positions that queries at `positions` see: of a window, or of chunks of -WINDOW."""
+    if WINDOW < 0:
+        first = tl.maximum(positions, 0) // -WINDOW * -WINDOW
+    else:
+        first = tl.maximum(positions - WINDOW + 1, 0)
+    return first
+
+
+@triton.jit
 def row_spans(starts, lengths, num_rows, WINDOW: tl.constexpr, ROWS: tl.constexpr):
     """Of every row: index, query tokens, KV length, and the first position any of its queries
     sees."""
@@ -29,7 +39,7 @@ def row_spans(starts, lengths, num_rows, WINDOW: tl.constexpr, ROWS: tl.constexp
     b_length = tl.load(lengths + o_r, mask=m_r, other=0)
     b_first = tl.zeros([ROWS], tl.int32)
     if WINDOW:
-        b_first = tl.maximum(b_length - b_queries - WINDOW + 1, 0)
+        b_first = first_seen(b_length - b_queries, WINDOW)
     return o_r, b_queries, b_length, b_first
 
 

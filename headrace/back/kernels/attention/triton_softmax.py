@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
-from headrace.back.kernels.attention.triton_rows import capped
+from headrace.back.kernels.attention.triton_rows import capped, first_seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -82,7 +82,7 @@ def attend_tile(
     if HIDDEN:
         seen = seen & (o_n[None, :] <= b_position[:, None])
     if WINDOW:
-        seen = seen & (o_n[None, :] > b_position[:, None] - WINDOW)
+        seen = seen & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])
     b_s = tl.where(seen, b_s, float("-inf"))
     b_p, b_shrink, b_max = softmax_weights(b_s, b_max, 1.0, HIDDEN)
     b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)

@@ -32,5 +32,7 @@ def attention_weights(
     seen_QS = key_S <= query_Q1
     if problem.window is not None:
         seen_QS &= key_S > query_Q1 - problem.window
+    if problem.chunk is not None:
+        seen_QS &= key_S >= query_Q1 // problem.chunk * problem.chunk
     scores = scores_of(problem, q_KGQD, k_KSD[:, None]).masked_fill_(~seen_QS, float("-inf"))
     return scores.softmax(-1).flatten(0, 1).transpose(0, 1)

@@ -163,12 +163,17 @@ HR_INLINE F mask_scores(const TileTask& p, float* scores, const TileScales& scal
   }
   F best[4] = {none, none, none, none};
   // Positions rise from lane to lane.
-  if (first + kKeys - 1 <= position[0] && first >= int64_t(position[kLanes - 1]) - p.window + 1) {
+  if (first + kKeys - 1 <= position[0] && first >= first_seen(p.window, position[kLanes - 1])) {
     for (int64_t j = 0; j < kKeys; j += 4)
       HR_UNROLL for (int i = 0; i < 4; ++i) best[i] = vmax(load(scores + (j + i) * 32), best[i]);
   } else {
     const I at = load_raw<I>(position);
-    const I least = at - int32_t(smaller<int64_t>(p.window, INT32_MAX) - 1);  // the first visible position
+    I least = at - int32_t(smaller<int64_t>(p.window, INT32_MAX) - 1);  // the first visible position
+    if (p.window < 0) {
+      alignas(64) int32_t chunk[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) chunk[i] = int32_t(first_seen(p.window, position[i]));
+      least = load_raw<I>(chunk);
+    }
     for (int64_t j = 0; j < kKeys; ++j) {
       const int32_t key = int32_t(first + j);
       const F v = select((at >= key) & (least <= key), load(scores + j * 32), none);

@@ -264,7 +264,7 @@ HR_INLINE void run_steps(const TileTask& p, const PrefillMemory& m, const Stretc
 HR_INLINE int64_t list_steps(const TileTask& p, int64_t blocks, int64_t first, Step* steps) {
   int64_t count = 0;
   for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t lowest = p.position[b * kQueryRows] - p.window + 1, highest = p.position[b * kQueryRows + kQueryRows - 1];
+    const int64_t lowest = first_seen(p.window, p.position[b * kQueryRows]), highest = p.position[b * kQueryRows + kQueryRows - 1];
     for (int64_t t = 0; t < kStretchTiles; ++t) {
       const int64_t token = first + t * kKeys;
       if (token <= highest && token + kKeys > lowest && token + kKeys > p.low && token < p.high)

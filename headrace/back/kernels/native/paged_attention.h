@@ -20,7 +20,7 @@ struct Attention {
   float* lse;          // [tokens, heads] log-sum-exp of each query's scores, or null
   int64_t rows, table_stride, heads, kv_heads, head_dim, value_dim, block_tokens;
   int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
-  int64_t window;  // positions a query sees, itself included
+  int64_t window;  // positions a query sees, itself included; -C: those of its chunk of C, up to itself
   float scale, softcap;
   int64_t prefill_rows;  // query rows of a prefill task
   bool causal;     // else every query of a row sees all its positions
@@ -44,6 +44,12 @@ enum : int32_t { kWholeRow = 0, kPartOfRows = 1, kPartOfQueries = 2 };
 struct Task {
   int32_t row, token, tokens, head, heads, low, high, first, part;
 };
+
+// The first position that a query at `position` sees.
+HR_INLINE int64_t first_seen(int64_t window, int64_t position) {
+  if (window < 0) return larger<int64_t>(position, 0) / -window * -window;
+  return larger<int64_t>(position - window + 1, 0);
+}
 
 template <class S>
 constexpr bool kQuantized = sizeof(S) == 1;
