@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from headrace.back.models.families import text_config
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import build_model, family_of
 from headrace.back.models.weights import copies
@@ -33,6 +34,13 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
     torch.manual_seed(seed)
     config.architectures = None
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomize(model, seed=seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def randomize(model: Any, *, seed: int = 11) -> None:
+    """Gives every parameter random values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,8 +49,6 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
                 parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(noise * 0.2)
-    model.save_pretrained(folder)
-    return model
 
 
 def model_spec(
@@ -58,7 +64,7 @@ def model_spec(
         family=family_of(config),
         dtype=dtype,
         max_model_len=max_model_len,
-        logits_width=config["vocab_size"],
+        logits_width=text_config(config)["vocab_size"],
         eos_ids=(),
         config=config,
     )

@@ -51,7 +51,7 @@ class PagedRun:
         self.rows = rows
         self.block_tokens = block_tokens
         self.done = [0] * len(rows)
-        windows = [layer.span for layer in model.kv_forms]
+        windows = [(layer.kind, layer.span) for layer in model.kv_forms]
         self.windows = list(dict.fromkeys(windows))
         self.group_of_layer = tuple(self.windows.index(window) for window in windows)
         longest = max(-(-len(row) // block_tokens) for row in rows)
@@ -127,9 +127,10 @@ class PagedRun:
         )
 
     def _free_window_blocks(self) -> None:
-        for group, window in enumerate(self.windows):
-            for row, done in enumerate(self.done if window else []):
-                lowest = max(0, done - window + 1) // self.block_tokens
+        for group, (kind, span) in enumerate(self.windows):
+            for row, done in enumerate(self.done if span else []):
+                first = done // span * span if kind == "chunked" else max(0, done - span + 1)
+                lowest = first // self.block_tokens
                 for index in range(lowest):
                     block = int(self.tables[group, row, index])
                     if block:

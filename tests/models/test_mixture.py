@@ -18,7 +18,16 @@ from headrace.core.core import EngineCore
 from tests.models.oracle import load_ours, model_spec, save_oracle
 from tests.models.test_parity import tiny_config
 
-FAMILIES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe", "deepseek-v3", "glm4-moe")
+FAMILIES = (
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "olmoe",
+    "granite-moe",
+    "deepseek-v3",
+    "glm4-moe",
+    "llama4",
+)
 NUM_TOKENS = 6
 
 

@@ -184,6 +184,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1",
         {"num_experts": 5, "moe_topk": 2, "head_dim": 8, "intermediate_size": 24},
     ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        {**EXPERTS, "head_dim": 8, "sliding_window": 12, "layer_types": MIXED, "n_group": 2},
+    ),
+    "llama4": (
+        "Llama4Text",
+        {
+            **{"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 64},
+            **{"no_rope_layers": [1, 0, 1], "attention_chunk_size": 12, "floor_scale": 7},
+            **{"attn_scale": 0.5, "moe_layers": [0, 2]},
+        },
+    ),
+    "llama4-two-experts": (
+        "Llama4Text",
+        {
+            **{"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"attention_chunk_size": 16, "use_qk_norm": False, "attn_temperature_tuning": False},
+            **rope(**LLAMA3),
+        },
+    ),
     "deepseek-v2": (
         "DeepseekV2",
         {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "q_lora_rank": None},

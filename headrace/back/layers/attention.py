@@ -83,15 +83,17 @@ class AttentionNames:
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScale:
-    """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / length)), so that the
-    softmax of long contexts stays sharp (Llama 4, "attention temperature")."""
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / length)), so
+    that the softmax of long contexts stays sharp (Llama 4, "attention temperature")."""
 
     beta: float
     length: int
+    offset: int = 0
 
     def table(self, max_positions: int) -> torch.Tensor:
         """The factors of all positions, float32."""
-        passed = torch.arange(max_positions, dtype=torch.float32).div_(self.length).floor_()
+        position = torch.arange(max_positions, dtype=torch.float32).add_(self.offset)
+        passed = position.div_(self.length).floor_()
         return 1 + self.beta * torch.log1p(passed)
 
 

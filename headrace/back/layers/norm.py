@@ -40,7 +40,9 @@ class NormSpec:
     def build(self, scope: Scope, width: int, *, eps: float) -> RMSNorm | LayerNorm:
         """The norm whose tensors are `scope / "weight"` and "bias"."""
         if not self.layer:
-            return RMSNorm(scope, width, eps=eps, unit_offset=self.unit_offset)
+            return RMSNorm(
+                scope, width, eps=eps, unit_offset=self.unit_offset, weighted=self.weighted
+            )
         return LayerNorm(
             scope,
             width,
@@ -53,6 +55,7 @@ class NormSpec:
 
 RMS = NormSpec()
 RMS_UNIT_OFFSET = NormSpec(unit_offset=True)
+RMS_NO_WEIGHT = NormSpec(weighted=False)
 LAYER = NormSpec(layer=True, bias=True)
 LAYER_NO_BIAS = NormSpec(layer=True)
 LAYER_UNIT_OFFSET = NormSpec(layer=True, bias=True, unit_offset=True)
@@ -96,7 +99,15 @@ class RMSNorm:
     for ops that fuse the norm with what follows it.
     """
 
-    def __init__(self, scope: Scope, width: int, *, eps: float, unit_offset: bool = False) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        width: int,
+        *,
+        eps: float,
+        unit_offset: bool = False,
+        weighted: bool = True,
+    ) -> None:
         self.norm: Norm = not_loaded
         self.add_norm: AddNorm = not_loaded
         self.weight_E = torch.empty(0)
@@ -104,7 +115,8 @@ class RMSNorm:
         self._scope = scope
         self._offset = 1.0 if unit_offset else 0.0
         self._problem = RMSNormProblem(device=scope.kind, dtype=scope.dtype, width=width, eps=eps)
-        self._weight = scope.param("weight", (width,), init="zeros" if unit_offset else "ones")
+        init = "zeros" if unit_offset else "ones"
+        self._weight = scope.param("weight", (width,), init=init) if weighted else None
         scope.on_finish(self._finish)
 
     @property
@@ -113,7 +125,10 @@ class RMSNorm:
         return self
 
     def _finish(self) -> None:
-        self.weight_E = self._weight.take().float() + self._offset
+        if self._weight is None:
+            self.weight_E = torch.ones(self._problem.width, device=self._scope.device)
+        else:
+            self.weight_E = self._weight.take().float() + self._offset
         self.norm = self._scope.bind(OP, self._problem, self.weight_E)
         self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
 

@@ -22,7 +22,7 @@ from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec, GatedMLPSpec
 from headrace.back.layers.norm import PRE, RMS, LayerNorm, NormPlacement, NormSpec, RMSNorm
 from headrace.back.layers.scope import Scope
-from headrace.back.models.weights import WeightPlan
+from headrace.back.models.weights import WeightPlan, names_within
 from headrace.back.parallel.collectives import Partial
 from headrace.base.config.hf import REQUIRED, ConfigReader
 from headrace.base.config.resolved import Decision
@@ -268,8 +268,8 @@ class Decoder:
         tied = (rf"{names.head}\.(weight|bias)",) if sizes.tied or not self.generates else ()
         self.weights = WeightPlan(
             params=tuple(self._ledger.params),
-            ignored=(*IGNORED, *tied, *spec.ignored),
-            prefix=names.prefix,
+            ignored=(*IGNORED, *names_within(scope.path, (*tied, *spec.ignored))),
+            prefix=(scope / names.prefix).path,
         )
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()

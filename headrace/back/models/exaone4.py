@@ -9,6 +9,7 @@ from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,
+    DecoderSizes,
     DecoderSpec,
     LayerSpec,
     plain_attention,
@@ -21,25 +22,32 @@ from headrace.base.config.hf import ConfigReader
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Exaone4ForCausalLM."""
     sizes = read_sizes(config, eps=1e-5)
+    layers = tuple(
+        LayerSpec(attention=attention, placement=POST)
+        for attention in exaone_attentions(scope, config, sizes)
+    )
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
+
+
+def exaone_attentions(
+    scope: Scope, config: ConfigReader, sizes: DecoderSizes
+) -> tuple[AttentionSpec, ...]:
+    """The attention of each layer."""
     window = config.int("sliding_window", None, ge=1)
     period = _period(config)
     windows = read_windows(
         config, sizes.layers, window=window, sliding=lambda layer: (layer + 1) % period != 0
     )
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
-    layers = tuple(
-        LayerSpec(
-            attention=AttentionSpec(
-                **plain_attention(sizes),
-                rope=rope if of_layer or not window else None,
-                window=of_layer,
-                qk_norm=QKNorm(eps=sizes.eps),
-            ),
-            placement=POST,
+    return tuple(
+        AttentionSpec(
+            **plain_attention(sizes),
+            rope=rope if of_layer or not window else None,
+            window=of_layer,
+            qk_norm=QKNorm(eps=sizes.eps),
         )
         for of_layer in windows
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
 
 
 def _period(config: ConfigReader) -> int:

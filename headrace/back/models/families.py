@@ -13,6 +13,8 @@ FALLBACK = "transformers"
 
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4",
+    "ExaoneMoeForCausalLM": "exaone_moe",
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "ministral",
     "Ministral3ForCausalLM": "ministral3",
@@ -67,6 +69,21 @@ ARCHITECTURES: Mapping[str, str] = {
     "XLMRobertaForMaskedLM": "roberta",
     "ModernBertForMaskedLM": "modernbert",
 }
+TEXT_TYPES: Mapping[str, str] = {
+    "mistral": "mistral",
+    "ministral3": "ministral3",
+    "llama4_text": "llama4",
+    "gemma3_text": "gemma3",
+}
+"""Families of the text part of models with several, by its `model_type`."""
+WRAPPERS: Mapping[str, str] = {
+    "Mistral3ForConditionalGeneration": "language_model",
+    "LlavaForConditionalGeneration": "language_model",
+    "Llama4ForConditionalGeneration": "language_model",
+    "Gemma3ForConditionalGeneration": "language_model",
+}
+"""Architectures with several parts (vision, audio), of which the text part is served, and where it
+lies in the checkpoint."""
 ENCODERS = frozenset({"bert", "roberta", "modernbert"})
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
@@ -93,11 +110,13 @@ _BASES = {
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """What a class name says. `head`: lm, sequence, token or none. `bare`: the checkpoint is of the
-    base model alone, whose tensor names lack the prefix."""
+    base model alone, whose tensor names lack the prefix. `within`: where the text part lies among
+    others."""
 
     family: str
     head: str = "lm"
     bare: bool = False
+    within: str = ""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -110,11 +129,22 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         )
     if names[0] == COLBERT:
         return Architecture(family="bert", head="none")
+    text = config.get("text_config")
+    if names[0] in WRAPPERS and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:
+        return Architecture(family=TEXT_TYPES[text["model_type"]], within=WRAPPERS[names[0]])
     for suffix, head in _HEADS.items():
         base = names[0].removesuffix(suffix)
         if base != names[0] and base in _BASES:
             return Architecture(family=_BASES[base], head=head, bare=suffix == "Model")
     return Architecture(family=FALLBACK)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the text part; whether its embeddings are tied, the whole model may say."""
+    if not architecture_of(config).within:
+        return config
+    over = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**config["text_config"], **over}
 
 
 def family_of(config: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from headrace.back.models.blocks import GATED_MLP
 from headrace.base.config.hf import ConfigReader
 
 CORRECTION_BIAS = "gate.e_score_correction_bias"
+BIAS_BESIDE = "e_score_correction_bias"
 
 
 def sparse_layers(config: ConfigReader, layers: int) -> list[bool]:
@@ -28,6 +29,17 @@ def dense_first(
     on."""
     first = config.int("first_k_dense_replace", default, ge=0)
     return [i >= first and i % every == 0 for i in range(layers)]
+
+
+def sparse_by_type(config: ConfigReader, layers: int, *, dense: int = 0) -> list[bool]:
+    """Which layers have experts, by `mlp_layer_types`; without it all but the first ones, `dense`
+    of them unless `first_k_dense_replace` says."""
+    types = config.list("mlp_layer_types", None, of=str, length=layers)
+    if types is None:
+        return dense_first(config, layers, default=dense)
+    if not set(types) <= {"dense", "sparse"}:
+        raise config.wrong("mlp_layer_types", f"{layers} of dense, sparse")
+    return [kind == "sparse" for kind in types]
 
 
 def feed_forwards(mixture: MixtureSpec, sparse: Iterable[bool]) -> tuple[FeedForwardSpec, ...]:
@@ -51,7 +63,7 @@ def routed_mixture(config: ConfigReader, *, grouped: bool = True) -> MixtureSpec
     if experts % groups:
         raise config.wrong("n_group", f"a divisor of n_routed_experts ({experts})")
     inner = config.int("moe_intermediate_size", ge=1)
-    shared = config.int("n_shared_experts", 0, ge=0)
+    shared = config.int("n_shared_experts", 0, ge=0, aliases=("num_shared_experts",))
     return MixtureSpec(
         router=RouterSpec(
             experts=experts,
@@ -65,16 +77,16 @@ def routed_mixture(config: ConfigReader, *, grouped: bool = True) -> MixtureSpec
     )
 
 
-def sigmoid_mixture(config: ConfigReader) -> MixtureSpec:
+def sigmoid_mixture(config: ConfigReader, *, bias_name: str = CORRECTION_BIAS) -> MixtureSpec:
     """The experts of DeepSeek-V3 and of those who followed it: sigmoid scores, a bias that only
-    chooses, and groups by their best two."""
+    chooses, and groups by their best two. `bias_name`: where it lies in the layer's module."""
     mixture = routed_mixture(config)
     router = replace(
         mixture.router,
         score="sigmoid",
         renormalize=config.bool("norm_topk_prob", True),
         group_score="top2",
-        bias_name=CORRECTION_BIAS,
+        bias_name=bias_name,
     )
     return replace(mixture, router=router)
 

@@ -10,13 +10,19 @@ import torch
 
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily
-from headrace.back.models.families import ARCHITECTURES, FALLBACK, family_of
+from headrace.back.models.families import (
+    ARCHITECTURES,
+    FALLBACK,
+    architecture_of,
+    family_of,
+    text_config,
+)
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.scheme import SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.hf import ConfigReader
-from headrace.base.config.resolved import ModelSpec
+from headrace.base.config.resolved import Decision, ModelSpec
 from headrace.base.registry import Registry
 
 __all__ = ["ARCHITECTURES", "FALLBACK", "FAMILIES", "build_model", "family_of"]
@@ -29,6 +35,7 @@ FAMILIES: Registry[BuildFamily] = Registry(
     },
 )
 
+_TEXT_ALONE = Decision("model.parts", "auto", "text", "images, audio and video are not read")
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -65,4 +72,9 @@ def build_model(
         deterministic=spec.deterministic,
         planned=planned,
     )
-    return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))
+    within = "" if spec.family == FALLBACK else architecture_of(spec.config).within
+    if not within:
+        return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))
+    scope.ledger.note(_TEXT_ALONE)
+    reader = ConfigReader(text_config(spec.config), "config.json: text_config")
+    return FAMILIES.load(spec.family)(scope / within, reader)

@@ -24,7 +24,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     rope = read_rope(
         config, head_dim=sizes.head_dim, max_positions=scope.max_positions, default_theta=2e6
     )
-    rotated = _rotated(config, sizes.layers)
+    rotated = rotated_layers(config, sizes.layers)
     used = config.bool("use_sliding_window", False)
     window = config.int("sliding_window", None, ge=1)
     windows = read_windows(
@@ -51,7 +51,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
 
 
-def _rotated(config: ConfigReader, layers: int) -> tuple[bool, ...]:
+def rotated_layers(config: ConfigReader, layers: int) -> tuple[bool, ...]:
     """Whether each layer has rope: no_rope_layers lists 1 for yes and 0 for no, in spite of its
     name."""
     interval = config.int("no_rope_layer_interval", 4, ge=1)

@@ -14,11 +14,12 @@ rectangles to copy; the loader needs no more. Names are those of the checkpoint 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from headrace.back.parallel.param import Copy, Param, WeightPiece, copies
 
-__all__ = ["Copy", "Param", "WeightPiece", "WeightPlan", "copies"]
+__all__ = ["Copy", "Param", "WeightPiece", "WeightPlan", "copies", "names_within"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,3 +33,12 @@ class WeightPlan:
     params: tuple[Param, ...]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+
+
+def names_within(path: str, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Patterns of a text model's own names, which lie below `path` in a checkpoint of several
+    parts; the others' names may be anything."""
+    if not path:
+        return patterns
+    inside = re.escape(f"{path}.")
+    return (*(inside + pattern for pattern in patterns), f"(?!{inside}).*")

@@ -105,8 +105,8 @@ class AttentionProblem:
     scales, kernels/kv_write/quantized.py), the cache. `window`, `chunk` and `softcap` are None
     where the layer has none. With `sinks` the kernel is bound with them.
 
-    Without `causal` there is neither window nor chunk: they are counted from a query's own position,
-    which is not among those it sees."""
+    Without `causal` there is neither window nor chunk: they are counted from a query's own
+    position, which is not among those it sees."""
 
     device: str
     dtype: torch.dtype

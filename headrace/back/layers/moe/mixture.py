@@ -40,7 +40,8 @@ _PLAIN = Decision("model.experts", "auto", "not quantized", "no kernel multiplie
 class RouterSpec:
     """How experts are chosen and weighed: see op `route`, whose words these are. `name`: the
     router's weight within the module; `bias_name`: that of the bias that only chooses, a tensor of
-    `bias_dims` dimensions, of which only the last is not 1."""
+    `bias_dims` dimensions, of which only the last is not 1. `weighs_inputs`: the weights multiply
+    what goes into the experts, not what comes out (Llama 4)."""
 
     experts: int
     top_k: int
@@ -55,6 +56,7 @@ class RouterSpec:
     bias_name: str | None = None
     bias_dims: int = 1
     linear_bias: bool = False
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +129,22 @@ class Mixture:
     def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | Partial:
         """y_TE, to be added to the residual."""
         expert_TK, weight_TK = self._route(self._logits(x_TE))
-        y_TE = self._experts(x_TE, expert_TK, weight_TK)
+        if self._spec.router.weighs_inputs:
+            y_TE = self._of_weighed(x_TE, expert_TK, weight_TK)
+        else:
+            y_TE = self._experts(x_TE, expert_TK, weight_TK)
         axis = self._scope.mesh.tp
         return y_TE if axis.size == 1 else Partial(y_TE, axis)
+
+    def _of_weighed(
+        self, x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """Each slot of a token is a row of its own."""
+        x_TKE = x_TE[:, None] * weight_TK[..., None].to(x_TE.dtype)
+        expert_P1 = expert_TK.reshape(-1, 1)
+        weight_P1 = weight_TK.new_ones(expert_P1.shape)
+        y_PE = self._experts(x_TKE.flatten(0, 1), expert_P1, weight_P1)
+        return y_PE.view(x_TKE.shape).sum(1)
 
     @property
     def _is_gated(self) -> bool:
@@ -180,7 +195,7 @@ class Mixture:
             device=scope.kind,
             dtype=scope.dtype,
             experts=len(weights.up_XIE),
-            slots=problem.slots,
+            slots=1 if router.weighs_inputs else problem.slots,
             width=self._width,
             inner=local_size(self._inner, scope.mesh.tp),
             activation=self._activation,

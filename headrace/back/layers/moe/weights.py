@@ -141,6 +141,35 @@ class _Merged:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransposedExperts:
+    """One tensor [X, E, 2I], gates first, and one [X, I, E] (Llama 4)."""
+
+    up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    biased = False
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout."""
+        return _Transposed(scope, sizes, self)
+
+
+class _Transposed:
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: TransposedExperts) -> None:
+        count, width, inner = sizes.experts, sizes.width, sizes.inner
+        columns = Shard(axis="tp", dim=2, parts=(sizes.part, sizes.part))
+        rows = Shard(axis="tp", dim=1, parts=(sizes.part,))
+        self._up = scope.param(names.up, (count, width, 2 * inner), shard=columns)
+        self._down = scope.param(names.down, (count, inner, width), shard=rows)
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        return ExpertWeights(
+            up_XIE=self._up.take().transpose(1, 2).contiguous(),
+            down_XEI=self._down.take().transpose(1, 2).contiguous(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class InterleavedExperts:
     """One tensor [X, E, 2I] of gates and ups in turn, and one [X, I, E], with biases of the names
     and `_bias` (gpt-oss)."""

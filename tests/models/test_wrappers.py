@@ -1,0 +1,57 @@
+"""Models with several parts (vision, audio) serve their text part: its logits equal those of transformers for
+text alone, and the other parts' tensors are left where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, randomize
+from tests.models.paged import random_rows, teacher_forced
+from tests.models.test_parity import LENGTHS, LLAMA3, MIXED, SIZES, compare, rope
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Mistral3": ("Pixtral", "Mistral", {"head_dim": 8}),
+    "Llava": ("Pixtral", "Mistral", {"sliding_window": None}),
+    "Llama4": (
+        "Llama4",
+        "Llama4Text",
+        {"head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 16, **rope(**LLAMA3)},
+    ),
+    "Gemma3": (
+        "Siglip",
+        "Gemma3Text",
+        {"head_dim": 8, "sliding_window": 9, "layer_types": MIXED},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    vision, text, changes = CASES[name]
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=getattr(transformers, f"{vision}VisionConfig")(**VISION),
+        text_config=getattr(transformers, f"{text}Config")(**(SIZES | changes)),
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = "eager"
+    oracle = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    randomize(oracle)
+    oracle.save_pretrained(tmp_path)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    ours = load_ours(model_spec(tmp_path))
+    assert [one.chosen for one in ours.decisions if one.field == "model.parts"] == ["text"]
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
