@@ -19,6 +19,7 @@ from headrace.back.models.families import (
     FALLBACK,
     Architecture,
     architecture_of,
+    kv_heads_of,
     reserved_positions,
 )
 from headrace.base.config.gguf import GGUFFile, read_gguf
@@ -126,7 +127,7 @@ def describe(
     layers = reader.int("num_hidden_layers", aliases=("n_layer", "num_layers"), ge=1, le=100_000)
     hidden = reader.int("hidden_size", aliases=("n_embd", "d_model"), ge=1)
     heads = reader.int("num_attention_heads", aliases=("n_head", "num_heads"), ge=1)
-    kv_heads = reader.int("num_key_value_heads", heads, ge=1)
+    kv_heads = kv_heads_of(chosen, reader, heads)
     head_dim = reader.int("head_dim", max(1, hidden // heads), ge=1)
     width = reader.int("vocab_size", ge=1)
     dtype = _dtype(reader, stored)
@@ -154,7 +155,7 @@ def describe(
         windows=_windows(reader, layers),
         num_params=num_params,
         weight_bytes=stored.num_bytes if stored else num_params * DTYPE_BYTES[dtype],
-        kv_bytes_per_token=0 if encodes else 2 * layers * kv_heads * head_dim * DTYPE_BYTES[dtype],
+        kv_bytes_per_token=layers * _kv_bytes(chosen, reader, kv_heads, head_dim, dtype),
         tokenizer_path=str(located.path),
         generation_defaults=dict(generation),
         head=named.head,
@@ -165,6 +166,17 @@ def describe(
         dense=() if modules is None else modules.dense,
         unattended_expansion=modules is not None and modules.unattended,
     )
+
+
+def _kv_bytes(family: str, reader: ConfigReader, kv_heads: int, head_dim: int, dtype: str) -> int:
+    """What a layer keeps of a token: a key and a value of each KV head, or one latent of all of
+    them with the rotated key beside it. The fallback keeps no latents, encoders nothing."""
+    if family in ENCODERS:
+        return 0
+    values, rank = 2 * kv_heads * head_dim, reader.int("kv_lora_rank", None, ge=1)
+    if rank is not None and family != FALLBACK:
+        values = rank + reader.int("qk_rope_head_dim", 0, ge=0)
+    return values * DTYPE_BYTES[dtype]
 
 
 def _text_part(reader: ConfigReader) -> ConfigReader:

@@ -46,6 +46,17 @@ def test_sizes_are_read() -> None:
     assert found.kv_bytes_per_token == 2 * 3 * 2 * 8 * 2
 
 
+def test_kv_bytes_are_those_of_what_the_family_keeps() -> None:
+    falcon = {"architectures": ["FalconForCausalLM"], "num_key_value_heads": None}
+    assert facts(**falcon).kv_bytes_per_token == 2 * 3 * 1 * 8 * 2
+    assert facts(**falcon, multi_query=False).kv_bytes_per_token == 2 * 3 * 8 * 8 * 2
+    grouped = facts(**falcon, new_decoder_architecture=True, num_kv_heads=4)
+    assert (grouped.num_kv_heads, grouped.kv_bytes_per_token) == (4, 2 * 3 * 4 * 8 * 2)
+    latent = {"kv_lora_rank": 24, "qk_rope_head_dim": 6, "num_key_value_heads": 8}
+    deepseek = facts(**latent, architectures=["DeepseekV3ForCausalLM"])
+    assert deepseek.kv_bytes_per_token == 3 * (24 + 6) * 2
+
+
 def test_generation_config_decides_the_end_of_text_where_it_names_one() -> None:
     assert facts().eos_ids == (7,)
     assert facts({"eos_token_id": [8, 9]}).eos_ids == (8, 9)

@@ -16,6 +16,7 @@ from headrace.back.models.blocks import (
     plain_attention,
     read_sizes,
 )
+from headrace.back.models.families import kv_heads_of
 from headrace.base.config.hf import ConfigReader
 
 NAMES = DecoderNames(prefix="transformer", embedding="word_embeddings", layers="h", norm="ln_f")
@@ -31,10 +32,6 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         raise config.wrong("alibi", "false: position biases are not built")
     grouped = config.bool("new_decoder_architecture", False)
     heads = config.int("num_attention_heads", aliases=("n_head",), ge=1)
-    if grouped:
-        kv_heads = config.int("num_kv_heads", heads, aliases=("n_head_kv",), ge=1)
-    else:
-        kv_heads = 1 if config.bool("multi_query", True) else heads
     sizes = read_sizes(
         config,
         activation=("activation",),
@@ -42,7 +39,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         default_activation="gelu",
         eps=1e-5,
         tied=True,
-        kv_heads=kv_heads,
+        kv_heads=kv_heads_of("falcon", config, heads),
     )
     bias = config.bool("bias", False)
     layer = LayerSpec(

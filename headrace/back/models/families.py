@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.base.config.hf import ConfigReader
 from headrace.base.errors import CheckpointError
 
 FALLBACK = "transformers"
@@ -159,3 +160,12 @@ def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
         return 0
     value = config.get(key, 1)
     return value + 1 if isinstance(value, int) else 0
+
+
+def kv_heads_of(family: str, config: ConfigReader, heads: int) -> int:
+    """The KV heads beside `heads` query heads. Falcon has keys of its own."""
+    if family != "falcon":
+        return config.int("num_key_value_heads", heads, ge=1)
+    if config.bool("new_decoder_architecture", False):
+        return config.int("num_kv_heads", heads, aliases=("n_head_kv",), ge=1)
+    return 1 if config.bool("multi_query", True) else heads
