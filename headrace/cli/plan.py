@@ -17,7 +17,7 @@ from rich.table import Table
 
 from headrace.back.platforms.detect import FAKES
 from headrace.base.config.options import CommandLine
-from headrace.base.config.resolved import Decision, Resolved
+from headrace.base.config.resolved import Decision, KVSpec, Resolved
 from headrace.base.config.tree import Options
 from headrace.base.config.units import show_bytes
 from headrace.cli.model_argument import add_model_argument, with_model
@@ -25,6 +25,7 @@ from headrace.launch.facts import resolve_options
 from headrace.launch.performance_model import (
     KNOWN_DEVICES,
     DeviceModel,
+    ModelCost,
     PerformanceEstimate,
     estimate_performance,
     known_device,
@@ -132,10 +133,26 @@ def _predict(
     memory = kv.memory_bytes
     if memory is None and kv.num_blocks is not None:
         memory = kv.num_blocks * kv.block_tokens * sum(layer for layer, _ in cost.kv_layers)
-    return estimate_performance(
+    estimate = estimate_performance(
         cost, target, kv_memory_bytes=memory, max_model_len=spec.max_model_len, context=context,
         sample=sample, devices=ranks,
-    ), kernels  # fmt: skip
+    )  # fmt: skip
+    return _with_stated_length(estimate, kv, cost), kernels
+
+
+def _with_stated_length(
+    estimate: PerformanceEstimate, kv: KVSpec, cost: ModelCost
+) -> PerformanceEstimate:
+    """The server does not start where one sequence of the stated length is more than the stated
+    memory."""
+    needed = 0 if kv.least_tokens is None else cost.kv_bytes(kv.least_tokens)
+    if needed <= estimate.kv_memory_bytes:
+        return estimate
+    shortfall = (
+        f"--max-model-len {kv.least_tokens} takes {show_bytes(needed)} for one sequence, more than "
+        f"--kv-memory ({show_bytes(estimate.kv_memory_bytes)}): raise the one or lower the other"
+    )
+    return msgspec.structs.replace(estimate, fits=False, shortfall=shortfall)
 
 
 # What a kernel of another device answers (`supports` of back/kernels): "runs on the CPU only".

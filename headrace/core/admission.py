@@ -12,8 +12,8 @@ import sys
 
 import numpy as np
 
-from headrace.base.config.resolved import SchedulerSpec
-from headrace.base.errors import ContextTooLong, InvalidRequest, QueueFull, RateLimited
+from headrace.base.config.resolved import KVSpec, SchedulerSpec
+from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, RateLimited
 from headrace.base.wire.load import MARGIN, Load
 from headrace.base.wire.request import (
     BOUNDS,
@@ -158,6 +158,18 @@ def _length_limit(num_prompt: int, max_tokens: int, facts: WorkerFacts, kv: KVMa
             field="prompt",
         )
     return min(num_prompt + max_tokens, kv.capacity_tokens)
+
+
+def check_stated_length(spec: KVSpec, kv: KVManager) -> None:
+    """Refuses to start where one sequence of the stated length does not fit the stated memory."""
+    if spec.least_tokens is None or spec.least_tokens <= kv.capacity_tokens:
+        return
+    raise ConfigError(
+        f"--max-model-len {spec.least_tokens}: --kv-memory {spec.memory_bytes} bytes holds sequences "
+        f"of {kv.capacity_tokens} tokens at most ({kv.pool.num_usable} KV {kv.pool.unit}, "
+        f"{kv.least_needed(spec.least_tokens)} are needed): raise the one or lower the other",
+        field="max_model_len",
+    )
 
 
 def check_policy(spec: SchedulerSpec, request: EngineRequest) -> None:

@@ -37,6 +37,7 @@ from headrace.base.wire.request import (
     TokenBatch,
 )
 from headrace.core.absent import AbsentExecutor
+from headrace.core.admission import check_stated_length
 from headrace.core.core import EngineCore
 from headrace.core.grammar.hook import GrammarHook
 from headrace.core.lifecycle import record_graph
@@ -296,6 +297,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     core = EngineCore(
         spec, executor, hooks=admission_hooks_of(spec), source=source, service=service
     )
+    check_stated_length(spec.kv, core.kv)
     frontends = FrontendConnections(socket_path, core.hello(), status)
     facts = executor.facts
     memory = {

@@ -311,7 +311,7 @@ def _kv(
     if model.encodes:
         choose.note("--kv-blocks", "auto", 1, "an encoder keeps no KV cache")
         return KVSpec(block_tokens=requested.block_tokens, prefix_caching=False, num_blocks=1)
-    blocks, memory, fit = requested.kv_blocks, None, False
+    blocks, memory, fit, least_tokens = requested.kv_blocks, None, False, None
     needed = -(-max_model_len // requested.block_tokens) + 1  # block 0 belongs to nobody
     if blocks is not None and states_length(options) and blocks < needed:
         raise ConfigError(
@@ -320,6 +320,7 @@ def _kv(
         )
     if blocks is None and requested.kv_memory != "auto":
         memory = parse_bytes(requested.kv_memory, field="--kv-memory")
+        least_tokens = max_model_len if states_length(options) else None
     elif blocks is None and device_spec.executor == "null":
         blocks = max(NULL_BLOCKS, needed)
         choose.note("--kv-blocks", "auto", blocks, "nothing is stored by the null executor")
@@ -341,6 +342,7 @@ def _kv(
         num_blocks=blocks,
         memory_bytes=memory,
         fit=fit,
+        least_tokens=least_tokens,
     )
 
 

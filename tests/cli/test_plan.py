@@ -50,6 +50,13 @@ def test_it_says_what_is_missing_where_a_model_does_not_fit(capsys: Captured) ->
     assert "does not fit" in printed(capsys, *TOO_SMALL, status=1)
 
 
+def test_a_stated_length_beyond_the_stated_memory_does_not_fit(capsys: Captured) -> None:
+    words = ("--device", "h200", "--kv-memory", "1MiB", "--max-model-len")
+    assert document(capsys, *words, "16")["fits"] is True
+    plan = document(capsys, *words, "2048", status=1)
+    assert plan["shortfall"].startswith("--max-model-len 2048 takes"), plan["shortfall"]
+
+
 def test_kernels_of_other_devices_are_named_with_explain_alone(capsys: Captured) -> None:
     assert "CPU only" not in printed(capsys, "--device", "h200")
     assert "native: runs on the CPU only" in printed(capsys, "--device", "h200", "--explain")

@@ -7,7 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.base.config.resolved import KVSpec
+from headrace.base.errors import ConfigError
 from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
+from headrace.core.admission import check_stated_length
 from headrace.core.ports import AdmissionHook, AdmissionVerdict
 from tests.core.harness import WIDTH, Driver, make_request, make_spec
 
@@ -28,6 +31,16 @@ def changed(**fields: Any) -> EngineRequest:
 
 def sampled(**fields: Any) -> EngineRequest:
     return make_request(1, sampling=RowSampling(**fields))
+
+
+def test_a_stated_length_that_the_stated_memory_cannot_hold_is_refused_at_start() -> None:
+    driver = Driver(make_spec(num_blocks=21, block_tokens=4, max_model_len=256))
+    memory = KVSpec(block_tokens=4, prefix_caching=True, memory_bytes=4096)
+    check_stated_length(memory, driver.core.kv)
+    check_stated_length(msgspec.structs.replace(memory, least_tokens=80), driver.core.kv)
+    stated = msgspec.structs.replace(memory, least_tokens=81)
+    with pytest.raises(ConfigError, match=r"--max-model-len 81: --kv-memory 4096 bytes .* 80 tok"):
+        check_stated_length(stated, driver.core.kv)
 
 
 @pytest.mark.parametrize(

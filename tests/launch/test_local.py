@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from headrace.base.config.tree import Options
-from headrace.base.errors import EngineDead
+from headrace.base.errors import EngineDead, StartError
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Generation
@@ -51,6 +51,19 @@ def test_prompts_make_no_room_for_decodes_where_nobody_watches_tokens(model: Pat
     given = msgspec.convert({**values(model), "scheduler": {"max_decode_slowdown": 3.0}}, Options)
     with start_local(given) as local:
         assert local.resolved.engine.scheduler.max_decode_slowdown == 3.0
+
+
+def test_a_stated_length_beyond_the_stated_memory_does_not_start(model: Path) -> None:
+    given = {
+        "model": {"model": str(model), "load_format": "dummy", "max_model_len": 200},
+        "kv": {"kv_memory": "16KiB"},
+        "device": {"device": "cpu"},
+    }
+    with (
+        pytest.raises(StartError, match=r"--max-model-len 200: --kv-memory 16384 bytes holds"),
+        start_local(msgspec.convert(given, Options)),
+    ):
+        pass
 
 
 async def test_a_local_engine_answers_and_leaves_nothing_behind(model: Path) -> None:

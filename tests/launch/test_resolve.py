@@ -329,6 +329,13 @@ def test_minus_one_gives_the_lengths_that_auto_gives(kv: dict[str, str]) -> None
     assert spec.engine == resolve(options(kv=blocks), windowed, CPU).engine
 
 
+def test_a_length_stated_beside_the_memory_must_fit_it() -> None:
+    stated, memory = {"max_model_len": 1000}, {"kv_memory": "1GiB"}
+    assert resolved(kv=memory, model=stated).engine.kv.least_tokens == 1000
+    for model, kv in ((stated, {}), ({}, memory), ({"max_model_len": -1}, memory)):
+        assert resolved(kv=kv, model=model).engine.kv.least_tokens is None
+
+
 def test_tables_of_positions_are_no_longer_than_what_the_memory_holds() -> None:
     """A model that states 4 million positions."""
     long = msgspec.structs.replace(MODEL, max_model_len=4_000_000)

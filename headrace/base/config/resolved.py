@@ -75,7 +75,8 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     into blocks.
 
     `fit`: memory_bytes is the most that is of use; a worker takes less if its device has less left
-    (DeviceSpec).
+    (DeviceSpec). `least_tokens`: one sequence of so many must fit, which the user stated beside the
+    memory.
     """
 
     block_tokens: int
@@ -83,6 +84,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     memory_bytes: int | None = None
     fit: bool = False
+    least_tokens: int | None = None
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
