@@ -1,5 +1,6 @@
-"""The flags of `vllm serve` and llama-server, for `headrace serve`: each one that is known here
-becomes ours, is left out because it asks for what is so anyway, or is refused with a hint.
+"""The flags of `vllm serve` and llama-server, for `headrace serve`, `plan` and `render`: each one
+that is known here becomes ours, is left out because it asks for what is so anyway or for what the
+command has no option for, or is refused with a hint.
 
 Our own flags are never looked up: where a name is ours, it means what docs/CONFIG.md says. What was
 translated or left out is a Decision, printed at start with the others.
@@ -271,10 +272,12 @@ def translated(argv: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str
         else:
             server, row = OTHERS[flag]
             values = [value] if equals else _taken(queue, row.arity)
-            ours = _ours(flag, server, row, values)
+            ours, why = _ours(flag, server, row, values), row.why
+            if ours and ours[0] not in known:
+                ours, why = [], "this command has no such option"
             words += ours
             has_model = has_model or "--model" in ours
-            why = f"{server}'s flag: {row.why}"
+            why = f"{server}'s flag: {why}"
             decisions.append(Decision(flag, " ".join(values), " ".join(ours) or "left out", why))
     return words, decisions
 

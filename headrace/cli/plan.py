@@ -21,6 +21,7 @@ from headrace.base.config.resolved import Decision, KVSpec, Resolved
 from headrace.base.config.tree import Options
 from headrace.base.config.units import show_bytes
 from headrace.cli.model_argument import add_model_argument, with_model
+from headrace.cli.other_servers import translated, without_gpu
 from headrace.launch.facts import resolve_options
 from headrace.launch.performance_model import (
     KNOWN_DEVICES,
@@ -59,13 +60,16 @@ def main(argv: Sequence[str]) -> int:
     line.parser.add_argument(
         "--explain", action="store_true", help="also why kernels of other devices do not run here"
     )
-    own, options = line.parse(argv)
+    words, notes = translated(argv, line.flags)
+    own, options = line.parse(words)
     device = None if own.device == "cpu" else known_device(own.device)
+    if device is None:
+        options, notes = without_gpu(_on(options, device="cpu"), notes)
     resolved, shortfall = _resolve(with_model(options, own.path), own.device)
     estimate, kernels = _predict(resolved, device, own.context)
     if shortfall:
         estimate = msgspec.structs.replace(estimate, fits=False, shortfall=shortfall)
-    decisions = (*resolved.decisions, *kernels)
+    decisions = (*notes, *resolved.decisions, *kernels)
     if own.json:
         document = {
             **msgspec.to_builtins(estimate),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from headrace.base.config.options import CommandLine
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
+from headrace.cli.other_servers import translated
 from headrace.front.server.render_server import serve_texts, text_services
 from headrace.launch.facts import resolve_text
 from headrace.launch.listen import address_of, bind
@@ -25,7 +26,8 @@ def main(argv: Sequence[str]) -> int:
         groups=("model", "server"),
     )
     add_model_argument(line)
-    own, options = line.parse(argv)
+    words, notes = translated(argv, line.flags)
+    own, options = line.parse(words)
     text, server, _ = resolve_text(with_model(options, own.path))
     logs.configure("render", server.log_level)
     listener = bind(server.host, server.port)
@@ -33,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     host = f"[{host}]" if ":" in host else host
     grpc_address = None if server.grpc_port is None else f"{host}:{server.grpc_port}"
     services = text_services(text, server)
+    for note in notes:
+        print(f"{note.field} {note.requested}: {note.chosen} ({note.why})", flush=True)
 
     def announce(grpc_port: int | None) -> None:
         seconds = time.monotonic() - began

@@ -53,6 +53,20 @@ def test_flags_become_ours(typed: str, ours: str) -> None:
     assert words == ours.split()
 
 
+def test_what_a_command_has_no_option_for_is_left_out() -> None:
+    """A command line of vLLM's is the same for serve, plan and render."""
+    render = CommandLine("headrace render", "", groups=("model", "server"))
+    typed = ["M", "--max-num-seqs", "64", "--tool-call-parser", "hermes"]
+    words, notes = translated(typed, render.flags)
+    assert words == ["M", "--tool-parser", "hermes"]
+    assert [(note.field, note.chosen) for note in notes] == [
+        ("--max-num-seqs", "left out"),
+        ("--tool-call-parser", "--tool-parser hermes"),
+    ]
+    with pytest.raises(ConfigError, match="LoRA"):
+        translated(["M", "--enable-lora"], render.flags)
+
+
 def test_each_flag_that_is_not_ours_is_a_decision() -> None:
     _, notes = translated(
         ["M", "--max-num-seqs", "64", "--enforce-eager", "--port", "1"], line().flags

@@ -37,8 +37,18 @@ def test_it_decides_as_the_named_device_would_have_it_decided(capsys: Captured) 
     assert decided["kernel.attention"] == decided["kernel.fused_linear"] == "triton"
 
 
+VLLM = ("--max-num-seqs", "8", "--gpu-memory-utilization", "0.9", "--api-key", "k")
+
+
+def test_a_command_line_of_vllms_is_understood(capsys: Captured) -> None:
+    plan = document(capsys, "--device", "h200", *VLLM)
+    decided = {d[0]: d[2] for d in plan["decisions"]}
+    assert decided["--max-num-seqs"] == "--max-running 8" and decided["--api-key"] == "left out"
+
+
 def test_it_measures_this_machine(capsys: Captured) -> None:
-    here = {d[0]: d[2] for d in document(capsys)["decisions"]}
+    here = {d[0]: d[2] for d in document(capsys, *VLLM[2:])["decisions"]}
+    assert here["--gpu-memory-utilization"] == "left out"
     assert any(name.startswith("kernel.") for name in here)
     assert here["--max-running"] == "64" and "--gpu-memory" not in here
 
