@@ -3,7 +3,8 @@
     python -m benchmarks.h200.offline --shape qwen3-8b --out results.json [--parts steps,prefill,offline,gap,drawn]
 
 Figures are those of `headrace bench latency` and `bench throughput` (their code), on dummy bfloat16 weights, prefix
-caching off, greedy, fixed lengths.
+caching off, greedy, fixed lengths. Mixtures route uniformly (routing.py): the experts that a batch reads are those that
+the floor counts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.h200.routing import distinct_experts, uniform_routing
 from benchmarks.h200.shapes import (
     OFFLINE_BARS,
     PREFILL_BARS,
@@ -76,13 +78,15 @@ def steps(engine: OfflineEngine, shape: str, extra: list[tuple[int, int]]) -> li
             iterations=1,
             warmup=1,
         )
-        floor = step_floor_ms(shape, batch=batch, context=prompt + OUTPUT / 2)
+        distinct = distinct_experts(shape, batch)
+        floor = step_floor_ms(shape, batch=batch, context=prompt + OUTPUT / 2, distinct=distinct)
         rows.append(
             {
                 "shape": shape,
                 "batch": batch,
                 "prompt": prompt,
                 "step_ms": found["decode_step_ms"],
+                "distinct": round(distinct, 1),
                 "p99_ms": found["decode_step_p99_ms"],
                 "floor_ms": floor,
                 "of_floor": floor / found["decode_step_ms"],
@@ -243,12 +247,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     extra = [tuple(map(int, one.split("x"))) for one in given.extra.split(",") if one]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, uniform_routing(given.shape):
         engine = make_engine(
             write_model(Path(folder), given.shape),
             tensor_parallel=given.tensor_parallel,
             kv_dtype=given.kv_dtype,
         )
+    for batch, _ in STEP_BARS[given.shape]:
+        print("distinct experts of a layer,", batch, "rows:", distinct_experts(given.shape, batch))
     facts = engine.executor.facts
     result: dict[str, Any] = {
         "versions": versions(),

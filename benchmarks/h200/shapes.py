@@ -7,6 +7,7 @@ is some text.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,68 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28,
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": _COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "attention_bias": False,
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
 }
 # (batch, prompt): ms a decode step may take
 STEP_BARS = {
@@ -61,9 +124,21 @@ STEP_BARS = {
         (256, 1024): 15.5,
     },
     "qwen3-0.6b": {(1, 128): 0.75, (32, 128): 1.0, (256, 128): 3.4},
+    "qwen3-30b-a3b": {(1, 128): 2.2, (32, 128): 14.0, (256, 128): 18.5},
+    "deepseek-v2-lite": {(1, 128): 1.7, (32, 128): 8.1, (256, 128): 9.2},
 }
-PREFILL_BARS = {"qwen3-8b": {(1, 8192): 42_000, (16, 1024): 48_000}, "qwen3-0.6b": {}}
-OFFLINE_BARS = {"qwen3-8b": 7_600, "qwen3-0.6b": 31_000}
+PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
+    "qwen3-8b": {(1, 8192): 42_000, (16, 1024): 48_000},
+    "qwen3-0.6b": {},
+    "qwen3-30b-a3b": {(1, 8192): 70_000, (16, 1024): 88_000},
+    "deepseek-v2-lite": {(1, 8192): 100_000, (16, 1024): 115_000},
+}
+OFFLINE_BARS = {
+    "qwen3-8b": 7_600,
+    "qwen3-0.6b": 31_000,
+    "qwen3-30b-a3b": 8_500,
+    "deepseek-v2-lite": 15_000,
+}
 
 
 def write_model(folder: Path, shape: str) -> Path:
@@ -87,32 +162,68 @@ def write_model(folder: Path, shape: str) -> Path:
     return target
 
 
-def num_weights(shape: str) -> int:
-    """Weights that a decode step reads: all but the embedding table, unless it is the head too."""
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """Of one layer. `kv`: what makes keys and values; `rest`: all others that every token meets;
+    `expert`: of one that is routed to (0: there are none)."""
+
+    kv: int
+    rest: int
+    expert: int = 0
+
+
+def layer_weights(shape: str) -> list[LayerWeights]:
+    """Every layer's."""
     c = SHAPES[shape]
-    beside_kv, kv = _layer_weights(shape)
-    layers = c["num_hidden_layers"] * (beside_kv + kv)
-    return int(layers + c["vocab_size"] * c["hidden_size"])
+    width, heads = c["hidden_size"], c["num_attention_heads"]
+    if "kv_lora_rank" in c:
+        rank, rotary = c["kv_lora_rank"], c["qk_rope_head_dim"]
+        nope, values = c["qk_nope_head_dim"], c["v_head_dim"]
+        kv = width * (rank + rotary)
+        rest = heads * (width * (nope + rotary + values) + rank * (nope + values))
+    else:
+        head_dim = c["head_dim"]
+        kv, rest = width * 2 * c["num_key_value_heads"] * head_dim, width * 2 * heads * head_dim
+    dense = LayerWeights(kv=kv, rest=rest + 3 * width * c["intermediate_size"])
+    experts, _ = routing(shape)
+    if not experts:
+        return [dense] * c["num_hidden_layers"]
+    expert = 3 * width * c["moe_intermediate_size"]
+    shared = c.get("n_shared_experts", 0) * expert
+    sparse = LayerWeights(kv=kv, rest=rest + shared + width * experts, expert=expert)
+    first = c.get("first_k_dense_replace", 0)
+    return [dense] * first + [sparse] * (c["num_hidden_layers"] - first)
 
 
-def _layer_weights(shape: str) -> tuple[int, int]:
-    """Of one layer: all but those that make keys and values, and these."""
+def routing(shape: str) -> tuple[int, int]:
+    """Experts that tokens are routed to, and how many a token takes; zeros: there are none."""
     c = SHAPES[shape]
-    width, head_dim = c["hidden_size"], c["head_dim"]
-    rest = width * 2 * c["num_attention_heads"] * head_dim + 3 * width * c["intermediate_size"]
-    return rest, width * 2 * c["num_key_value_heads"] * head_dim
+    experts = c.get("num_experts") or c.get("n_routed_experts") or 0
+    return int(experts), int(c.get("num_experts_per_tok", 0))
 
 
-def step_floor_ms(shape: str, *, batch: int, context: float) -> float:
-    """Weights and KV of the batch read once, in bfloat16."""
+def cache_width(shape: str) -> int:
+    """Elements of the KV cache of a token and a layer."""
     c = SHAPES[shape]
-    kv = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
-    return 2e3 * (num_weights(shape) + batch * context * kv) / BYTES_PER_S
+    if "kv_lora_rank" in c:
+        return int(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+    return int(2 * c["num_key_value_heads"] * c["head_dim"])
+
+
+def step_floor_ms(shape: str, *, batch: int, context: float, distinct: float = 0.0) -> float:
+    """Weights and KV of the batch read once, in bfloat16; `distinct`: experts of a layer that the
+    batch is routed to, on average."""
+    c, layers = SHAPES[shape], layer_weights(shape)
+    weights = c["vocab_size"] * c["hidden_size"]  # not the embedding table, unless it is the head
+    weights += sum(layer.kv + layer.rest + distinct * layer.expert for layer in layers)
+    kv = len(layers) * cache_width(shape)
+    return 2e3 * (weights + batch * context * kv) / BYTES_PER_S
 
 
 def prefill_bound(shape: str) -> float:
     """Tokens per second at the measured matrix rate, attention not counted: of the last layer only keys and values are
     needed of every token."""
-    c = SHAPES[shape]
-    beside_kv, kv = _layer_weights(shape)
-    return FLOPS / (2 * (c["num_hidden_layers"] * (beside_kv + kv) - beside_kv))
+    _, chosen = routing(shape)
+    layers = layer_weights(shape)
+    met = sum(layer.kv + layer.rest + chosen * layer.expert for layer in layers[:-1])
+    return FLOPS / (2 * (met + layers[-1].kv))

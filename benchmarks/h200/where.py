@@ -25,6 +25,7 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.h200.offline import make_engine
+from benchmarks.h200.routing import uniform_routing
 from benchmarks.h200.shapes import write_model
 from headrace.bench.offline import OfflineEngine
 from headrace.bench.throughput import draw_lengths
@@ -137,6 +138,27 @@ def decodes(engine: OfflineEngine, clocks: Clocks, batch: int, prompt: int) -> d
     return row
 
 
+def prompts(engine: OfflineEngine, clocks: Clocks, count: int, length: int) -> dict[str, Any]:
+    """Prompts alone: the kernels of all of them together, as of one step."""
+    rng, row = np.random.default_rng(3), {"prompts": count, "length": length}
+    for _ in range(2):
+        engine.run([engine.request(rng, length, 1, 0.0) for _ in range(count)])
+    for _ in range(count):
+        engine.core.add(engine.request(rng, length, 1, 0.0))
+    with clocks.sampled(row), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        finish(engine)
+    total: dict[str, list[float]] = {}
+    for event in seen.profiler.kineto_results.events():
+        if "CUDA" in str(event.device_type()) and "emcpy" not in event.name():
+            entry = total.setdefault(event.name()[:70], [0, 0.0])
+            entry[0] += 1
+            entry[1] += event.duration_ns() / 1e3
+    ranked = sorted(total.items(), key=lambda item: -item[1][1])
+    row["us"] = round(sum(us for _, us in total.values()), 1)
+    row["kernels"] = [(name, int(n), round(us, 1)) for name, (n, us) in ranked[:22]]
+    return row
+
+
 def mixed(engine: OfflineEngine, clocks: Clocks, tokens: int, users: int) -> dict[str, Any]:
     """Steps of prompts beside decodes."""
     rng, row = np.random.default_rng(2), {"mixed": tokens, "users": users}
@@ -197,12 +219,13 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--batches", default="8,32,128,256")
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--prompts", default="", help="prompts alone, such as 1x8192,16x1024")
     parser.add_argument("--mixed", default="2048", help="budgets of tokens; empty: none")
     parser.add_argument("--users", type=int, default=256)
     parser.add_argument("--offline", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, uniform_routing(given.shape):
         engine = make_engine(write_model(Path(folder), given.shape))
     clocks, rows = Clocks(), []
     try:
@@ -211,6 +234,10 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
         for batch in given.batches.split(","):
             rows.append(decodes(engine, clocks, int(batch), given.prompt))
+            print(json.dumps(rows[-1]), flush=True)
+        for one in given.prompts.split(",") if given.prompts else []:
+            count, length = map(int, one.split("x"))
+            rows.append(prompts(engine, clocks, count, length))
             print(json.dumps(rows[-1]), flush=True)
         for tokens in given.mixed.split(",") if given.mixed else []:
             rows.append(mixed(engine, clocks, int(tokens), given.users))

@@ -138,6 +138,16 @@ def _fixed_decodes() -> object:
     return bind(problem, tile=tile)(*attention.OP.sample(problem).arguments)
 
 
+def _experts_hopper() -> object:
+    """Each regime."""
+    from headrace.back.kernels.experts import triton_hopper
+
+    for plan in triton_hopper.PLANS:
+        sample = triton_hopper.sample_of(EXPERTS, plan.m + 2)
+        triton_hopper.bind(sample.problem, *sample.weights, always=plan)(*sample.arguments)
+    return None
+
+
 def _latent_attention() -> object:
     """DeepSeek's sizes, with log-sum-exps."""
     from headrace.back.kernels.latent_attention import triton_latent
@@ -281,6 +291,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("route", _call(route.OP, "route.triton_route:KERNEL", ROUTE)),
     ("experts", _call(experts.OP, "experts.triton_experts:KERNEL", EXPERTS)),
+    ("experts Hopper", _experts_hopper),
     ("head_linear", _call(head_linear.OP, "head_linear.triton_head_linear:KERNEL", ABSORB)),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
     ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),

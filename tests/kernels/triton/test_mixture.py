@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from headrace.back.kernels.experts import op as experts
-from headrace.back.kernels.experts import triton_experts
+from headrace.back.kernels.experts import triton_dispatch, triton_experts
 from headrace.back.kernels.route import op as route
 from headrace.back.kernels.route import triton_route
 from headrace.back.kernels.triton.wrap import interpreted
@@ -46,15 +46,26 @@ def test_a_token_has_the_same_bits_among_any_others(dtype):
         assert torch.equal(part, whole[begin:end])
 
 
-def test_many_pairs_are_sorted_in_order():
+@pytest.mark.parametrize("tokens", [1, 3, 300, 700])
+def test_pairs_are_sorted_in_order_into_tiles_of_one_expert(tokens, monkeypatch):
+    """One expert that nobody chose, one that every token did."""
+    monkeypatch.setattr(triton_dispatch, "ONE_BLOCKS", (64, 1024))
     generator = torch.Generator().manual_seed(2)
-    expert = torch.randint(0, 7, (2500,), generator=generator, dtype=torch.int32).to(DEVICE)
-    pairs, places = torch.empty_like(expert), torch.empty_like(expert)
-    starts = torch.empty(9, dtype=torch.int32, device=DEVICE)
-    triton_experts.sort_kernel[(8,)](
-        expert, pairs, places, starts, 2500, X=8, BLOCK=1024, DEPENDENT=False
-    )
-    order = expert.argsort(stable=True)
-    assert torch.equal(pairs.long(), order)
-    assert torch.equal(pairs[places.long()].long().cpu(), torch.arange(2500))
-    assert starts.diff().tolist() == expert.bincount(minlength=8).tolist()
+    others = torch.rand(tokens, 8, generator=generator)[:, 2:].argsort(1)[:, :2] + 1
+    order = torch.cat((torch.zeros(tokens, 1), others), dim=1)
+    expert = order.to(device=DEVICE, dtype=torch.int32)
+    x = torch.randn(tokens, 20, generator=generator).to(DEVICE)
+    found = triton_dispatch.dispatched(x, expert, experts=8, m=16)
+    count = int(found.tiles[0])
+    tile_expert, tile_rows = found.tiles[1 : 1 + 2 * count].cpu().view(count, 2).T
+    sizes = expert.flatten().long().bincount(minlength=8).cpu()
+    assert torch.equal(tile_expert.long().bincount(minlength=8), (sizes + 15) // 16)
+    assert tile_expert.tolist() == sorted(tile_expert.tolist())
+    places = found.places_P.long().cpu()
+    flat = expert.flatten().long().cpu()
+    assert torch.equal(tile_expert.long()[places // 16], flat)
+    assert (places % 16 < tile_rows[places // 16]).all() and int(tile_rows.sum()) == 3 * tokens
+    for one in range(8):
+        mine = places[flat == one]
+        assert torch.equal(mine, mine.sort().values)
+    assert torch.equal(found.rows_NE[found.places_P.long()], x.repeat_interleave(3, dim=0))

@@ -134,6 +134,7 @@ OP: Op[ExpertsProblem] = Op(
     ),
     kernels=(
         "headrace.back.kernels.experts.native:KERNEL",
+        "headrace.back.kernels.experts.triton_hopper:KERNEL",
         "headrace.back.kernels.experts.triton_experts:KERNEL",
     ),
     sample=_sample,

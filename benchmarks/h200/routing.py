@@ -1,0 +1,76 @@
+"""Uniform routing for benchmarks: routers see seeded random logits in place of their own, which, of dummy weights,
+send all tokens to a few experts.
+
+The router's product and the choice run as ever; only what is chosen from is exchanged. Row i of a step has the same
+logits in every step, and every layer its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.h200.shapes import layer_weights, routing
+from headrace.back.layers.moe.mixture import Mixture
+
+ROWS = 16384 + 64
+APART = 389
+"""Rows between two layers' logits."""
+
+
+@cache
+def _logits(columns: int, layers: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(17)
+    return torch.randn(ROWS + APART * layers, columns, generator=generator)
+
+
+@cache
+def _device_logits(columns: int, layers: int, device: torch.device) -> torch.Tensor:
+    return _logits(columns, layers).to(device)
+
+
+@contextmanager
+def uniform_routing(shape: str) -> Iterator[None]:
+    """Models built meanwhile route so; nothing changes for shapes without experts."""
+    experts, _ = routing(shape)
+    layers = sum(layer.expert > 0 for layer in layer_weights(shape))
+    if experts and torch.cuda.is_available():
+        _device_logits(experts, layers, torch.device("cuda", 0))  # not while a graph is recorded
+    finish = Mixture._finish
+    count = 0
+
+    def finish_uniform(mixture: Mixture) -> None:
+        nonlocal count
+        finish(mixture)
+        route, begin = mixture._route, APART * (count % layers)
+        count += 1
+
+        def uniform(logits_TG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            known = _device_logits(logits_TG.shape[1], layers, logits_TG.device)
+            return route(known[begin : begin + len(logits_TG)])
+
+        mixture._route = uniform
+
+    if not experts:
+        yield
+        return
+    with patch.object(Mixture, "_finish", finish_uniform):
+        yield
+
+
+def distinct_experts(shape: str, rows: int) -> float:
+    """Experts of a layer that so many rows are sent to, on average over the layers; 0 without experts."""
+    experts, chosen = routing(shape)
+    if not experts:
+        return 0.0
+    layers = sum(layer.expert > 0 for layer in layer_weights(shape))
+    logits = _logits(experts, layers)
+    counts = [
+        logits[APART * i : APART * i + rows].topk(chosen, dim=1).indices.unique().numel()
+        for i in range(layers)
+    ]
+    return sum(counts) / layers

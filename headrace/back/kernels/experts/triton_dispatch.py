@@ -1,0 +1,193 @@
+"""Pairs of a token and a slot in the order of their experts, made on the device: the rows that the
+grouped GEMMs of every kernel here read.
+
+Each expert's rows begin at a multiple of M, the rows of a tile, so that a tile is of one expert
+whole, and a GEMM needs no more than the list of the tiles' experts. Rows between an expert's last
+pair and its next multiple are padding: whatever they hold is never read by the combination. Pairs
+of one expert keep their order.
+
+Up to ONE_BLOCK pairs one launch counts, places and copies; more are counted in blocks by a launch
+of their own, since each program needs what lies before its own pairs.
+
+P pairs, X experts, K slots of a token, E width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.back.kernels.triton.grid import enter, enter_late
+from headrace.back.kernels.triton.wrap import launch, power_of_two
+
+ONE_BLOCKS = (64, 512, 4096)
+"""Pairs that every program counts for itself, by the size its kernel is compiled for."""
+BLOCK_TOKENS = 128
+"""Tokens whose pairs are counted together where there are more."""
+TOKENS = 8
+"""Of a program there."""
+COLUMNS = 256
+"""Of a token that are copied at a time there."""
+ADDED = 1024
+"""Outputs of a token that a program adds up."""
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_kernel(
+    expert, counts, num_pairs, NX: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of PAIRS, P when padded. counts int32 [blocks, NX]."""
+    enter(DEPENDENT)
+    o_p = tl.arange(0, P)
+    o_pair = tl.program_id(0) * PAIRS + o_p
+    m_p = (o_p < PAIRS) & (o_pair < num_pairs)
+    b_expert = tl.load(expert + o_pair, mask=m_p, other=0)
+    b_count = tl.histogram(b_expert, NX, mask=m_p).to(tl.int32)
+    tl.store(counts + tl.program_id(0) * NX + tl.arange(0, NX), b_count)
+
+
+@triton.jit
+def _counted(counts, blocks, i_block, NX: tl.constexpr, STEP: tl.constexpr):
+    """Pairs of each expert, and those in blocks before `i_block`."""
+    o_x = tl.arange(0, NX)
+    b_total = tl.zeros([NX], tl.int32)
+    b_before = tl.zeros([NX], tl.int32)
+    for begin in range(0, blocks, STEP):
+        o_b = begin + tl.arange(0, STEP)
+        m_b = (o_b < blocks)[:, None]
+        b_count = tl.load(counts + o_b[:, None] * NX + o_x[None, :], mask=m_b, other=0)
+        b_total += tl.sum(b_count, axis=0)
+        b_before += tl.sum(tl.where((o_b < i_block)[:, None], b_count, 0), axis=0)
+    return b_total, b_before
+
+
+@triton.jit(do_not_specialize=["num_tokens", "blocks"])
+def dispatch_kernel(
+    expert, x, counts, places, rows, tiles, num_tokens, blocks,
+    NX: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
+    COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: R tokens each. places [T SLOTS]: the row of each pair; rows [., E]: x in that order;
+    tiles int32: how many there are, then of each its expert, and how many of its rows are pairs.
+    If COUNTED, `counts` are those of blocks of PAIRS; else P, a power of two, is at least all
+    pairs. NX: experts, K: SLOTS, as powers of two."""
+    enter_late(DEPENDENT)
+    num_pairs = num_tokens * SLOTS
+    i_program = tl.program_id(0)
+    o_x = tl.arange(0, NX)
+    begin = 0
+    if COUNTED:
+        block = i_program * R * SLOTS // PAIRS
+        begin = block * PAIRS
+        b_total, b_before = _counted(counts, blocks, block, NX, 16)
+    else:
+        o_all = tl.arange(0, P)
+        m_all = o_all < num_pairs
+        b_all = tl.load(expert + o_all, mask=m_all, other=0)
+        b_total = tl.histogram(b_all, NX, mask=m_all).to(tl.int32)
+        b_before = tl.zeros([NX], tl.int32)
+    b_tiles = (b_total + M - 1) // M
+    b_first = tl.cumsum(b_tiles, axis=0) - b_tiles
+    b_base = b_first * M + b_before
+    if i_program == 0:
+        tl.store(tiles, tl.sum(b_tiles, axis=0))
+    for i in range(i_program, tl.max(b_tiles, axis=0), tl.num_programs(0)):
+        m_x = i < b_tiles
+        p_tile = tiles + 1 + 2 * (b_first + i)
+        tl.store(p_tile, o_x, mask=m_x)
+        tl.store(p_tile + 1, tl.minimum(b_total - i * M, M), mask=m_x)
+
+    o_r = i_program * R + tl.arange(0, R)
+    o_k = tl.arange(0, K)
+    o_own = o_r[:, None] * SLOTS + o_k[None, :]
+    m_own = (o_r < num_tokens)[:, None] & (o_k < SLOTS)[None, :]
+    b_own = tl.load(expert + o_own, mask=m_own, other=0)
+    is_own = b_own[:, :, None] == o_x[None, None, :]
+    b_place = tl.sum(tl.where(is_own, b_base[None, None, :], 0), axis=2)
+    for start in range(begin, (i_program + 1) * R * SLOTS, STEP):
+        o_p = start + tl.arange(0, STEP)
+        b_other = tl.load(expert + o_p, mask=o_p < num_pairs, other=-1)
+        is_before = (o_p[None, None, :] < o_own[:, :, None]) & (
+            b_other[None, None, :] == b_own[:, :, None]
+        )
+        b_place += tl.sum(is_before.to(tl.int32), axis=2)
+    tl.store(places + o_own, b_place, mask=m_own)
+    for column in range(0, E, C):
+        o_e = column + tl.arange(0, C)
+        m_e = (o_r < num_tokens)[:, None] & (o_e < E)[None, :]
+        b_x = tl.load(x + o_r.to(tl.int64)[:, None] * E + o_e[None, :], mask=m_e, other=0.0)
+        for k in tl.static_range(SLOTS):
+            b_row = tl.sum(tl.where(o_k[None, :] == k, b_place, 0), axis=1).to(tl.int64)
+            tl.store(rows + b_row[:, None] * E + o_e[None, :], b_x, mask=m_e)
+
+
+@triton.jit
+def combine_kernel(
+    out, weight, places, y, SLOTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: tokens, tiles of their outputs. Slots are added up in order."""
+    enter(DEPENDENT)
+    i_t = tl.program_id(0).to(tl.int64)
+    o_e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_e = o_e < E
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(SLOTS):
+        place = tl.load(places + i_t * SLOTS + k).to(tl.int64)
+        b_out = tl.load(out + place * E + o_e, mask=m_e, other=0.0).to(tl.float32)
+        b_sum = tl.fma(b_out, tl.zeros_like(b_out) + tl.load(weight + i_t * SLOTS + k), b_sum)
+    tl.store(y + i_t * E + o_e, b_sum.to(y.dtype.element_ty), mask=m_e)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """places int32 [P], rows [rows, E], tiles as in `dispatch_kernel`."""
+
+    places_P: torch.Tensor
+    rows_NE: torch.Tensor
+    tiles: torch.Tensor
+
+
+def dispatched(x_TE: torch.Tensor, expert_TK: torch.Tensor, *, experts: int, m: int) -> Dispatched:
+    """Launches the dispatch to tiles of `m` rows."""
+    (num_tokens, slots), width = expert_TK.shape, x_TE.shape[1]
+    pairs, padded, common = num_tokens * slots, power_of_two(experts), launch(x_TE.device)
+    most_tiles = pairs // m + min(experts, pairs)
+    is_counted = pairs > ONE_BLOCKS[-1]
+    block = BLOCK_TOKENS * slots
+    blocks = triton.cdiv(pairs, block)
+    # Each part begins at 16 bytes: kernels are compiled for that.
+    sizes = [-(-size // 4) * 4 for size in (pairs, 1 + 2 * most_tiles, blocks * padded)]
+    places_P, tiles, counts = expert_TK.new_empty(sum(sizes)).split_with_sizes(sizes)
+    rows_NE = x_TE.new_empty((most_tiles * m, width))
+    p = power_of_two(block) if is_counted else next(size for size in ONE_BLOCKS if size >= pairs)
+    if is_counted:
+        count_kernel[(blocks,)](
+            expert_TK, counts, pairs, NX=padded, PAIRS=block, P=p, num_warps=4, **common
+        )
+    r = TOKENS if is_counted else 1
+    dispatch_kernel[(triton.cdiv(num_tokens, r),)](
+        expert_TK, x_TE, counts, places_P, rows_NE, tiles, num_tokens, blocks, NX=padded,
+        SLOTS=slots, K=power_of_two(slots), E=width, M=m, R=r, PAIRS=block, P=p,
+        STEP=128 if is_counted else min(1024, p), C=COLUMNS if is_counted else power_of_two(width),
+        COUNTED=is_counted, num_warps=4, **common,
+    )  # fmt: skip
+    return Dispatched(places_P=places_P[:pairs], rows_NE=rows_NE, tiles=tiles)
+
+
+def combined(
+    out_NE: torch.Tensor, weight_TK: torch.Tensor, places_P: torch.Tensor, x_TE: torch.Tensor
+) -> torch.Tensor:
+    """y_TE: each token's weighted sum of its pairs' results."""
+    y_TE = x_TE.new_empty(x_TE.shape)
+    num_tokens, width = x_TE.shape
+    combine_kernel[(num_tokens, triton.cdiv(width, ADDED))](
+        out_NE, weight_TK, places_P, y_TE, SLOTS=weight_TK.shape[1], E=width, BLOCK=ADDED,
+        num_warps=4, **launch(x_TE.device),
+    )  # fmt: skip
+    return y_TE
