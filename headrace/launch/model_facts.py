@@ -25,6 +25,7 @@ from headrace.back.models.families import (
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.layer_count import num_layers
 from headrace.base.config.refused import refuse_quantization, refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
@@ -124,7 +125,7 @@ def describe(
     if chosen == FALLBACK:
         refuse_remote_code(config, where)
     reader = _text_part(ConfigReader(config, where))
-    layers = reader.int("num_hidden_layers", aliases=("n_layer", "num_layers"), ge=1, le=100_000)
+    layers = num_layers(reader)
     hidden = reader.int("hidden_size", aliases=("n_embd", "d_model"), ge=1)
     heads = reader.int("num_attention_heads", aliases=("n_head", "num_heads"), ge=1)
     kv_heads = kv_heads_of(chosen, reader, heads)

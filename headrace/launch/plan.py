@@ -27,6 +27,7 @@ from headrace.back.platforms.facts import DeviceFacts
 from headrace.back.quant.online import pack
 from headrace.back.quant.scheme import SCHEMES
 from headrace.back.sampling.sampler import choose_kernels
+from headrace.base.config.layer_count import first_layers
 from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
 from headrace.base.optional import available
 from headrace.launch.performance_model import DeviceModel, ModelCost
@@ -94,9 +95,7 @@ def _num_bytes(param: Param) -> int:
 
 def with_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
     """The model's first layers, with dummy weights."""
-    config = {**spec.config, "num_hidden_layers": num_layers}
-    if isinstance(config.get("layer_types"), list):
-        config["layer_types"] = config["layer_types"][:num_layers]
+    config = first_layers(spec.config, num_layers)
     return msgspec.structs.replace(spec, config=config, format="dummy")
 
 

@@ -75,6 +75,12 @@ MAMBA2: dict[str, Any] = {
 }
 
 
+MAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2},
+    **{"mamba_expand": 2, "mamba_d_conv": 4},
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -287,6 +293,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2-bounded": (
         "Mamba2",
         {**MAMBA2, "time_step_limit": (0.3, 0.9), "use_bias": True, "use_conv_bias": False},
+    ),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **{**MAMBA, "num_local_experts": 0, "shared_intermediate_size": 40},
+            **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 2.5},
+            "residual_multiplier": 0.4,
+        },
+    ),
+    "granite-hybrid-experts": (
+        "GraniteMoeHybrid",
+        {
+            **{**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+            **{"shared_intermediate_size": 40, "position_embedding_type": "rope"},
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+            "shared_intermediate_size": 40,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            **{"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2},
+            **{"num_hidden_layers": 4, "head_dim": 8, "use_bias": True},
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        },
     ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),
     "ministral3": ("Ministral3", {"head_dim": 8, **rope(**YARN, llama_4_scaling_beta=0.4)}),

@@ -4,7 +4,7 @@ same face."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -59,15 +59,21 @@ class FeedForwardSpec(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class GatedMLPSpec:
     """A dense gated MLP. `merged` names the checkpoint tensor that holds gate and up, if they are
-    one there; `name` is the module in the layer."""
+    one there, `down` the one that leads back; `name` is the module in the layer. `inner`: its own,
+    where it is not the family's usual one."""
 
     name: str = "mlp"
     bias: bool = False
     merged: str | None = None
+    down: str = "down_proj"
+    inner: int | None = None
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
-        return GatedMLP(scope / self.name, place, bias=self.bias, merged=self.merged)
+        place = replace(place, inner=self.inner or place.inner)
+        return GatedMLP(
+            scope / self.name, place, bias=self.bias, merged=self.merged, down=self.down
+        )
 
 
 class GatedMLP:
@@ -130,6 +136,42 @@ class GatedMLP:
             activation=self._activation,
         )
         self._act = self._scope.bind(OP, problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummedSpec:
+    """Two feed-forwards of the same tokens, side by side: experts, and an MLP that stands beside
+    their module, of any width."""
+
+    experts: FeedForwardSpec
+    beside: FeedForwardSpec
+
+    def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
+        """See FeedForwardSpec."""
+        experts = self.experts.build(scope, replace(place, norm=None, adds=False))
+        return Summed(experts, self.beside.build(scope, replace(place, norm=None, adds=True)))
+
+
+class Summed:
+    """x_TE -> the sum of both: see SummedSpec."""
+
+    norms = False
+
+    def __init__(self, experts: FeedForward, beside: FeedForward) -> None:
+        self._experts, self._beside = experts, beside
+
+    def forward_into(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor
+    ) -> torch.Tensor | Partial | None:
+        """y_TE, to be added to the residual."""
+        one_TE = self._experts.forward_into(x_TE, residual_TE)
+        assert one_TE is not None
+        sum_TE = one_TE.share if isinstance(one_TE, Partial) else one_TE
+        other_TE = self._beside.forward_into(x_TE, sum_TE)
+        if other_TE is not None:
+            sum_TE += other_TE.share if isinstance(other_TE, Partial) else other_TE
+        assert isinstance(one_TE, Partial) == isinstance(other_TE, Partial), "one is no share"
+        return one_TE
 
 
 @dataclass(frozen=True, kw_only=True)

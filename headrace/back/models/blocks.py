@@ -20,11 +20,13 @@ from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec, GatedMLPSpec
-from headrace.back.layers.norm import PRE, RMS, LayerNorm, NormPlacement, NormSpec, RMSNorm
+from headrace.back.layers.norm import PRE, RMS, NormPlacement, NormSpec, RMSNorm
+from headrace.back.layers.residual import BlockNorm, Branch, add_norm, sum_branches
 from headrace.back.layers.scope import Scope
 from headrace.back.models.weights import WeightPlan, names_within
 from headrace.back.parallel.collectives import Partial
 from headrace.base.config.hf import REQUIRED, ConfigReader
+from headrace.base.config.layer_count import num_layers
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError
 
@@ -40,10 +42,6 @@ ACTIVATIONS = {
 PLAIN_ACTIVATIONS = {**ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"}
 """Of MLPs without a gate."""
 GATED_MLP = GatedMLPSpec()
-Branch = torch.Tensor | Partial | None
-"""What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a
-sum."""
-BlockNorm = RMSNorm | LayerNorm
 Stream = tuple[Branch, torch.Tensor]
 """And the residual [T, E]."""
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
@@ -158,19 +156,19 @@ class DecoderLayer:
         at_N = None if after is None else batch.logits_at_N
         if self.attention is not None:
             norm = None if self.attention.norms else self.before_attention
-            x_TE = _add_norm(norm, branch_TE, residual_TE)
+            x_TE = add_norm(norm, branch_TE, residual_TE)
             q_TX = self.attention.queries(x_TE, batch, at_N)
             if after is not None and at_N is not None:
                 residual_TE, batch = residual_TE.index_select(0, at_N), after
             branch_TE = self.attention.attend_into(q_TX, residual_TE, batch)
             branch_TE = self._after(self.after_attention, branch_TE)
         elif at_N is not None:
-            residual_TE = _add_norm(None, branch_TE, residual_TE)
+            residual_TE = add_norm(None, branch_TE, residual_TE)
             branch_TE, residual_TE = None, residual_TE.index_select(0, at_N)
         if self.mlp is None:
             return branch_TE, residual_TE
         norm = None if self.mlp.norms else self.before_mlp
-        x_TE = _add_norm(norm, branch_TE, residual_TE)
+        x_TE = add_norm(norm, branch_TE, residual_TE)
         return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE)), residual_TE
 
     @property
@@ -183,7 +181,7 @@ class DecoderLayer:
     ) -> Stream:
         """Whatever reads the residual comes before what adds to it."""
         assert self.attention is not None and self.mlp is not None, "a branch is missing"
-        x_TE = _add_norm(self.before_attention, branch_TE, residual_TE)
+        x_TE = add_norm(self.before_attention, branch_TE, residual_TE)
         after = batch.last_token_batch if last else None
         at_N = None if after is None else batch.logits_at_N
         q_THD = self.attention.queries(x_TE, batch, at_N)
@@ -194,7 +192,7 @@ class DecoderLayer:
             x_TE = self.before_mlp.norm(residual_TE)
         mlp_TE = self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
         branch_TE = self.attention.attend_into(q_THD, residual_TE, batch)
-        return _sum(self._after(self.after_attention, branch_TE), mlp_TE), residual_TE
+        return sum_branches(self._after(self.after_attention, branch_TE), mlp_TE), residual_TE
 
     def _after(self, norm: BlockNorm | None, branch_TE: Branch) -> Branch:
         if branch_TE is None or isinstance(branch_TE, Partial):  # goes into the residual as it is
@@ -204,31 +202,6 @@ class DecoderLayer:
         if self.branch_scale != 1.0:
             branch_TE = branch_TE * self.branch_scale
         return branch_TE
-
-
-def _sum(one_TE: Branch, other_TE: Branch) -> Branch:
-    """Two branches as one; the ranks' shares of both are summed together."""
-    if one_TE is None or other_TE is None:
-        return other_TE if one_TE is None else one_TE
-    if isinstance(one_TE, Partial) and isinstance(other_TE, Partial):
-        return Partial(one_TE.share + other_TE.share, one_TE.axis)
-    first_TE, second_TE = (
-        branch_TE.total() if isinstance(branch_TE, Partial) else branch_TE
-        for branch_TE in (one_TE, other_TE)
-    )
-    return first_TE + second_TE
-
-
-def _add_norm(norm: BlockNorm | None, branch_TE: Branch, residual_TE: torch.Tensor) -> torch.Tensor:
-    if branch_TE is None:
-        return residual_TE if norm is None else norm.norm(residual_TE)
-    if isinstance(branch_TE, Partial):
-        if norm is not None:
-            return norm.sum_norm(branch_TE, residual_TE)
-        branch_TE = branch_TE.total()
-    if norm is None:
-        return residual_TE.add_(branch_TE)
-    return norm.add_norm(branch_TE, residual_TE)
 
 
 class Decoder:
@@ -297,7 +270,7 @@ class Decoder:
         stream: Stream = branch_TE, self._embedding.lookup(batch.token_ids_T)
         for layer in self._layers:
             stream = layer.forward(stream, batch, last=layer is self._layers[-1])
-        return _add_norm(self._norm, *stream)
+        return add_norm(self._norm, *stream)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32."""
@@ -352,7 +325,7 @@ def read_sizes(
         inner=config.int(
             "intermediate_size", 4 * width if not gated else REQUIRED, aliases=INNER, ge=1
         ),
-        layers=config.int("num_hidden_layers", aliases=("n_layer",), ge=1),
+        layers=num_layers(config),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim or width // heads,

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from headrace.back.layers.norm import NormPlacement
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_norm import GatedNormSpec
 from headrace.back.layers.ssm.mamba2 import Mamba2Spec
 from headrace.back.models.blocks import Decoder, DecoderNames, DecoderSpec, LayerSpec
-from headrace.back.models.ssm import ANY_STEP, read_recurrent_sizes
+from headrace.back.models.ssm import ANY_STEP, ONE_BRANCH, divides, read_recurrent_sizes
 from headrace.base.config.hf import ConfigReader
 
 NAMES = DecoderNames(prefix="backbone", embedding="embeddings", norm="norm_f")
-ONE_BRANCH = NormPlacement(before_attention="norm")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Mamba2ForCausalLM."""
     sizes = read_recurrent_sizes(config, tied=False)
-    config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
+    config.choice("hidden_act", ("silu", "swish"), "silu")
     heads = config.int("num_heads", 128, ge=1)
     head_dim = config.int("head_dim", 64, ge=1)
-    groups = config.int("n_groups", 8, ge=1)
-    if heads % groups:
-        raise config.wrong("n_groups", f"a divisor of num_heads ({heads})")
+    groups = divides(config, "n_groups", config.int("n_groups", 8, ge=1), heads)
     layer = LayerSpec(
         attention=Mamba2Spec(
             width=sizes.width,

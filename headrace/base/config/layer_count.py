@@ -1,0 +1,34 @@
+"""How many layers a config.json describes: it states the number, or what each layer is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.base.config.hf import REQUIRED, ConfigReader
+
+PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+"""Keys with one entry (or letter) per layer."""
+INDICES = ("attn_layer_indices",)
+"""Keys that list layers by their numbers."""
+
+
+def num_layers(config: ConfigReader) -> int:
+    """The number of layers, at least 1."""
+    kinds = next((config.raw[key] for key in PER_LAYER if key in config), None)
+    counted = len(kinds) if isinstance(kinds, list | str) and kinds else REQUIRED
+    return config.int(
+        "num_hidden_layers", counted, aliases=("n_layer", "num_layers"), ge=1, le=100_000
+    )
+
+
+def first_layers(raw: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The config.json of a model's first `count` layers."""
+    cut = {**raw, "num_hidden_layers": count}
+    for key in PER_LAYER:
+        if isinstance(cut.get(key), list | str):
+            cut[key] = cut[key][:count]
+    for key in INDICES:
+        if isinstance(cut.get(key), list):
+            cut[key] = [index for index in cut[key] if index < count]
+    return cut
