@@ -1,13 +1,14 @@
 """Tokens per second with and without n-gram drafts, in paired turns, on texts that copy and texts
 that do not.
 
-    python -m benchmarks.speculative [--model M] [--rows 1,4] [--turns 3] [--drafts 6] [--out FILE]
+    python -m benchmarks.speculative [--model M | --shape S] [--rows 1,4] [--turns 3] [--drafts 6] [--out FILE]
     python -m benchmarks.speculative --write     puts what results hold into speculative.md
 
 One engine drafts and one does not, both over the same options; turns alternate, so that what else a
 machine does strikes both. `copy`: one allowed id, so that what follows is there to be looked up and
 each draft stands, whatever the model. `free`: random prompts and the model's own answers. The tokens
-of both engines are compared on the way. CPU seconds of the process stand beside wall seconds, as
+of both engines are compared on the way. `--shape`: dummy weights of a shape of benchmarks/h200, both engines
+on one GPU. CPU seconds of the process stand beside wall seconds, as
 shared machines have other work.
 """
 
@@ -16,12 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.h200.shapes import write_model
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import Options, SpeculationOptions
@@ -33,6 +36,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE / "speculative.md"
 PASSAGE, ANSWER = 96, 128
+SHAPE_KV = "16GiB"
+"""KV memory of each engine, where two share a GPU."""
 
 
 class Bench:
@@ -91,7 +96,11 @@ def tasks(rng: np.random.Generator, width: int, rows: int) -> dict[str, tuple[An
 def measured(given: argparse.Namespace) -> dict[str, Any]:
     """Medians of all turns, by task and rows."""
     options = Options()
-    if given.model:
+    if given.shape:
+        model = str(write_model(Path(tempfile.mkdtemp()), given.shape))
+        options = _with(options, "model", model=model, load_format="dummy", max_model_len=4096)
+        options = _with(options, "kv", kv_memory=SHAPE_KV)
+    elif given.model:
         options = _with(options, "model", model=given.model)
     drafting = SpeculationOptions(method="ngram", num_speculative_tokens=given.drafts)
     specs = [
@@ -143,16 +152,16 @@ def page(results: list[dict[str, Any]]) -> str:
         f"Made by `python -m benchmarks.speculative --write`: {ANSWER} tokens behind {PASSAGE}, medians of",
         "paired turns. `copy` is the best there is (each draft stands); `free` are the model's own answers",
         "to random tokens, which repeat themselves the more the smaller the model is. CPU ms: processor",
-        "time of the process per token. On CUDA rows with allowed ids are sampled by the host and draft",
-        "nothing, so that `copy` shows there what asking costs; and a verifying step takes other kernels",
-        "than a decode, so that without `--deterministic` near ties may fall otherwise.",
+        "time of the process per token. On CUDA a verifying step takes other tiles than a decode, so that",
+        "without `--deterministic` near ties may fall otherwise.",
         "",
     ]
     if not any(one["device"] == "cuda" for one in results):
         lines += ["On an H200: not run.", ""]
     for one in results:
         lines += [
-            f"{one['model']} on {one['device']}, {one['threads']} thread(s), {one['drafts']} drafts:",
+            f"{one['model']} on {one['device']}, {one['threads']} thread(s), {one['drafts']} drafts"
+            f"{one.get('note', '')}:",
             "",
             "| task | rows | tok/s plain | drafted | times | CPU ms plain | drafted | same tokens |",
             "|---|---|---|---|---|---|---|---|",
@@ -171,6 +180,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", default="")
+    parser.add_argument("--shape", default="", help="such as qwen3-8b")
     parser.add_argument("--rows", default="1,4")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=6)

@@ -17,6 +17,7 @@ from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.runner import devices, runner
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs
+from headrace.back.runner.sizes import Buckets
 from headrace.back.sampling import sampler
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import (
@@ -192,8 +193,10 @@ def test_every_way_to_sample_gives_the_tokens_of_plain_decoding(pair: Any) -> No
 def test_lengths_that_only_the_device_knows_give_the_same_tokens(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: plans go out with bounds, drafts are proposed and random rows drawn in the step."""
+    """As on a GPU: plans go out with bounds, drafts are proposed and random rows drawn in the step,
+    whose sizes are few."""
     monkeypatch.setattr(devices, "CpuGraphs", lambda library: Calls())
+    monkeypatch.setattr(devices, "ExactSizes", Buckets)
     monkeypatch.setattr(runner, "Sampler", partial(sampler.Sampler, on_device=True))
     plain, drafted = pair(prefix_caching=False)
     requests = requests_of(plain.spec, 2 * len(SAMPLINGS))

@@ -28,7 +28,7 @@ from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import StartedRunner, start_runner
 from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.affinity import set_affinity
-from headrace.base.config.resolved import Decision, DeviceSpec, EngineSpec
+from headrace.base.config.resolved import Decision, DeviceSpec, EngineSpec, verify_queries
 from headrace.base.errors import ConfigError, StartError
 from headrace.base.registry import Registry
 from headrace.base.wire.step import WorkerFacts
@@ -141,7 +141,11 @@ def build_resident(
 
         def build(checks: DeferredChecks | None = None) -> Resident:
             model, report = load_model(
-                spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens
+                spec.model,
+                mesh=mesh,
+                device=device,
+                block_tokens=spec.kv.block_tokens,
+                verify_queries=verify_queries(spec),
             )
             if checks is not None:
                 choose_kernels(device)

@@ -302,6 +302,7 @@ class Attention:
             softcap=spec.softcap,
             quantized=scope.kv_quantized,
             sinks=self._sinks is not None,
+            verify_queries=scope.verify_queries,
         )
         sinks = () if self._sinks is None else (self._sinks.take().float(),)
         self._attend = scope.bind(ATTENTION, self._problem, *sinks)

@@ -76,12 +76,13 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
-    come from the engine. `scheme` says how weights of linear layers are quantized; None: they are
-    not. `kv_quantized`: "int8" or "fp8" values in the KV cache. `deterministic`: only invariant
-    kernels (kernels/op.py) are chosen. `stored` names the checkpoint's tensors that are quantized
-    already and stay so. `planned`: the kind of device that kernels are chosen for but not bound,
-    while all tensors are on meta."""
+    """The place of one layer. `path` is its checkpoint name; `block_tokens`, `max_positions` and
+    `verify_queries` (query tokens of a row in steps that verify drafts) come from the engine.
+    `scheme` says how weights of linear layers are quantized; None: they are not. `kv_quantized`:
+    "int8" or "fp8" values in the KV cache. `deterministic`: only invariant kernels (kernels/op.py)
+    are chosen. `stored` names the checkpoint's tensors that are quantized already and stay so.
+    `planned`: the kind of device that kernels are chosen for but not bound, while all tensors are
+    on meta."""
 
     ledger: Ledger
     mesh: Mesh
@@ -89,6 +90,7 @@ class Scope:
     dtype: torch.dtype
     block_tokens: int
     max_positions: int
+    verify_queries: int = 1
     scheme: Scheme | None = None
     kv_quantized: str | None = None
     deterministic: bool = False

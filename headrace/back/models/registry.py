@@ -49,14 +49,16 @@ def build_model(
     mesh: Mesh,
     device: torch.device,
     block_tokens: int,
+    verify_queries: int = 1,
     stored: Stored | None = None,
     planned: str = "",
 ) -> LoadableModel:
     """An empty model on `device`: its weights are to be loaded (`model.weights`), then
     `finish_load` makes it ready.
 
-    `block_tokens` is the KV block size, which attention kernels are chosen for; `stored` the
-    tensors that stay in the quantized blocks of their checkpoint. `planned`: see Scope.
+    `block_tokens` is the KV block size, which attention kernels are chosen for, as for
+    `verify_queries`; `stored` the tensors that stay in the quantized blocks of their checkpoint.
+    `verify_queries`, `planned`: see Scope.
     """
     scope = Scope(
         ledger=Ledger(),
@@ -64,6 +66,7 @@ def build_model(
         device=device,
         dtype=DTYPES[spec.dtype],
         block_tokens=block_tokens,
+        verify_queries=verify_queries,
         max_positions=spec.max_model_len,
         head=Head(kind=spec.head, num_labels=spec.num_labels, bare=spec.bare),
         scheme=None if spec.quantization is None else SCHEMES[spec.quantization],

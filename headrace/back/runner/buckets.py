@@ -192,13 +192,14 @@ class BucketSteps:
         """See Steps. One that is looked into is run by itself, over the same rows and cache."""
         if probe is not None:
             return self._exact.run(plan, shape, probe=probe, take_masks=take_masks)
-        bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
-        needs = shape.needs
+        needs, size = shape.needs, {"tokens": int(shape.query_start[-1]), "rows": shape.rows.size}
+        bucket = self.buckets.of(**size)
         if shape.verifies and isinstance(needs, InStepSampling) and not needs.samples:
             needs = "logits"  # where steps do not sample, the rows of drafts are not known in them
         is_sampled = needs == "argmax" or isinstance(needs, InStepSampling)
         if shape.verifies:
-            bucket = replace(bucket, verifies=True, commits=is_sampled)
+            bucket = self.buckets.verifying(**size, queries=shape.max_query_len)
+            bucket = replace(bucket, commits=is_sampled)
         in_step = bucket.verifies or done_in_step(needs, decodes=bucket.decode)
         if in_step and needs not in self._lacks:
             bucket = replace(bucket, sampler_input=needs)
@@ -323,7 +324,7 @@ class BucketSteps:
         batch = Batch(
             token_ids_T=out.token_ids_T,
             positions_T=out.positions_T,
-            plans=self._plans(bucket, out, starts_R1, 1 if bucket.decode else bucket.tokens),
+            plans=self._plans(bucket, out, starts_R1, bucket.most_queries),
             group_of_layer=self._resources.group_of_layer,
             kv=self._resources.kv,
             logits_at_N=out.last_R,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,6 +38,10 @@ class ExactSizes:
         """The step's own size."""
         updates = self._groups * (tokens // 8 + 2 * rows)
         return Bucket(tokens=tokens, rows=rows, decode=tokens == rows, updates=updates)
+
+    def verifying(self, *, tokens: int, rows: int, queries: int) -> Bucket:
+        """See Sizes. Kernels do not ask how the tokens are spread over the rows."""
+        return replace(self.of(tokens=tokens, rows=rows), decode=False, queries=tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,10 @@ def _is_of(sizes: Sizes, bucket: Bucket) -> bool:
         return False
     if isinstance(bucket.sampler_input, InStepSampling) and bucket.sampler_input.penalties:
         return False
-    base = sizes.of(tokens=bucket.tokens, rows=bucket.rows)
+    size = {"tokens": bucket.tokens, "rows": bucket.rows}
+    base = sizes.of(**size)
+    if bucket.verifies:
+        base = sizes.verifying(**size, queries=bucket.queries)
     same = base.tokens == bucket.tokens and base.rows == bucket.rows
+    same = same and base.queries == bucket.queries
     return same and base.decode == bucket.decode and base.updates == bucket.updates

@@ -12,13 +12,16 @@ from headrace.back.sampling.top_candidates import SamplerInput
 MIXED_ROWS = 16
 """The smallest number of rows of a bucket with prompts in it; the next are 4 and 16 times as
 many."""
+FEW_TOKENS = (2, 4, 8)
+"""Numbers of tokens, below those of all steps, that only steps have which verify drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """The size of a step. `decode`: every row has one query token, row i is token i, tokens ==
     rows. `sampler_input`: what it leaves for the sampler, or does itself. `every`: it leaves the
-    hidden states of all tokens, not only of each row's last."""
+    hidden states of all tokens, not only of each row's last. `queries`: of a step that verifies
+    drafts, the query tokens of a row at most; 0: of others."""
 
     tokens: int
     rows: int
@@ -26,12 +29,22 @@ class Bucket:
     updates: int
     sampler_input: SamplerInput = "logits"
     every: bool = False
-    verifies: bool = False
+    queries: int = 0
     commits: bool = True
+
+    @property
+    def verifies(self) -> bool:
+        """Whether its rows have drafts, each of whose places is sampled."""
+        return self.queries > 0
+
+    @property
+    def most_queries(self) -> int:
+        """Query tokens of a row at most."""
+        return self.queries or (1 if self.decode else self.tokens)
 
     def __str__(self) -> str:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
-        size += ", verifying" if self.verifies else ""
+        size += f", verifying {self.queries} a row" if self.verifies else ""
         size += ", all hidden states" if self.every else ""
         return (
             f"{size}, {self.sampler_input}"
@@ -62,6 +75,10 @@ class Sizes(Protocol):
         """A bucket that holds a step."""
         ...
 
+    def verifying(self, *, tokens: int, rows: int, queries: int) -> Bucket:
+        """A bucket that holds a step whose rows, of at most so many query tokens, verify drafts."""
+        ...
+
 
 class SizesFactory(Protocol):
     """Makes the sizes of a runner's steps."""
@@ -75,7 +92,11 @@ class Buckets:
 
     Sizes of decodes are few, so that all are recorded at start: one that is met later costs two
     steps launched kernel by kernel (H200, 8B, 512 requests to their end: 43 sizes recorded on the
-    way took 1.6 of 26 s). Padding rows read no KV, only the products grow."""
+    way took 1.6 of 26 s). Padding rows read no KV, only the products grow.
+
+    Steps that verify drafts have sizes of their own: rows and query tokens of a row in powers of
+    two, which the kernels of decodes are launched by, and tokens as other steps, beginning with
+    few."""
 
     def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
         self._groups = groups
@@ -83,6 +104,7 @@ class Buckets:
         self._tokens = _token_sizes(max_tokens)
         rows = (MIXED_ROWS * 4**i for i in range(8))
         self._rows = [*(r for r in rows if r < max_rows), max_rows]
+        self._few = [size for size in FEW_TOKENS if size < self._tokens[0]]
 
     def of(self, *, tokens: int, rows: int) -> Bucket:
         """The smallest bucket that holds a step."""
@@ -92,6 +114,16 @@ class Buckets:
         most = self._rows[bisect_left(self._rows, rows)]
         updates = self._groups * (size // 8 + 2 * most)
         return Bucket(tokens=size, rows=most, decode=False, updates=updates)
+
+    def verifying(self, *, tokens: int, rows: int, queries: int) -> Bucket:
+        """See Sizes."""
+        sizes = [*self._few, *self._tokens]
+        size = sizes[bisect_left(sizes, tokens)]
+        most = min(_power_of_two(rows), self._rows[-1])
+        updates = self._groups * (size // 8 + 2 * most)
+        return Bucket(
+            tokens=size, rows=most, decode=False, updates=updates, queries=_power_of_two(queries)
+        )
 
     def decode(self, rows: int) -> Bucket:
         """The bucket of that many decodes."""
@@ -116,6 +148,10 @@ class Buckets:
         largest = self._decodes[-1]
         few = {*(1 << i for i in range(16)), *(3 << i for i in range(16))}
         return tuple(rows for rows in self.common_rows if rows == largest or rows in few)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
 
 
 def _decode_sizes(most: int) -> list[int]:

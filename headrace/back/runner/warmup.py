@@ -74,8 +74,9 @@ def warm_up(
     compiling: bool = False,
 ) -> float:
     """Runs one prefill and one decode step of the largest size, then the sizes of decode that are
-    common, twice: where steps are recorded, the second one is; again with random rows, where those
-    are steps of their own, in powers of two (others are recorded when they come). Returns the
+    common, twice: where steps are recorded, the second one is; and those of powers of two that
+    verify drafts, with few and with many drafts. Again with random rows, where those are steps of
+    their own, in powers of two (others are recorded when they come). Returns the
     seconds. `compiling`: nothing is computed, so the sizes that take all kernels between them,
     once, are enough, and what comes out means nothing.
 
@@ -93,7 +94,8 @@ def warm_up(
         sizes = [rows for rows in common if rows <= num_rows for _ in range(again)] or [num_rows]
         decodes = [_decode(rows, length) for rows in sizes]
         for rows in sorted({rows for rows in sizes if common and not rows & (rows - 1)}):
-            decodes += again * _verify(runner, spec, rows, length)
+            verifying = _verify(runner, spec, rows, length)
+            decodes += again * (verifying if compiling or sampling is GREEDY else verifying[-1:])
         prompt = _prompt(length, logits_width)
         columns = runner.num_groups, 1 + length // spec.kv.block_tokens
         prefill = _prefill(
@@ -118,7 +120,7 @@ def run_largest(
     results = [runner.execute(prefill, all_hidden=True)]
     if spec.speculation is not None:
         rows = min(num_rows, spec.speculation.max_rows)
-        results += [runner.execute(plan) for plan in _verify(runner, spec, rows, length)]
+        results += [runner.execute(plan) for plan in _verify(runner, spec, rows, length)[-1:]]
     _check(spec, [*results, runner.execute(_end(num_rows))])
 
 
@@ -179,15 +181,21 @@ def _decode(num_rows: int, length: int) -> StepPlan:
 
 
 def _verify(runner: PlanRunner, spec: EngineSpec, num_rows: int, length: int) -> list[StepPlan]:
-    """A step whose rows all verify as many drafts as they can; none where the rows are too many for
-    drafts, or too short."""
-    drafts, speculation = runner.max_drafts, spec.speculation
-    if speculation is None or not drafts or num_rows > speculation.max_rows:
+    """Steps whose rows all verify drafts, so many that they have 2, 4, 8 ... query tokens, last as
+    many as they can; none where the rows are too many for drafts, or too short."""
+    most, speculation = runner.max_drafts, spec.speculation
+    if speculation is None or not most or num_rows > speculation.max_rows:
         return []
-    if length + 1 + drafts > spec.model.max_model_len:
+    if length + 1 + most > spec.model.max_model_len:
         return []
-    plan = _plan(num_rows, starts=[], num_tokens=1 + drafts, num_computed=length)
-    return [replace(plan, drafts=np.full(num_rows, drafts, np.int32))]
+    counts = [*(queries - 1 for queries in (2, 4, 8, 16) if queries - 1 < most), most]
+    plans = {
+        drafts: _plan(num_rows, starts=[], num_tokens=1 + drafts, num_computed=length)
+        for drafts in counts
+    }
+    return [
+        replace(plan, drafts=np.full(num_rows, drafts, np.int32)) for drafts, plan in plans.items()
+    ]
 
 
 def _plan(

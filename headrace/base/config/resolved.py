@@ -169,6 +169,11 @@ def max_forward_tokens(spec: EngineSpec) -> int:
     return max(most, spec.speculation.max_rows * (1 + spec.speculation.num_tokens))
 
 
+def verify_queries(spec: EngineSpec) -> int:
+    """Query tokens of a row at most in steps that verify drafts; 1: none do."""
+    return 1 if spec.speculation is None else 1 + spec.speculation.num_tokens
+
+
 class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How queries and documents become tokens for late interaction (ColBERT): a prefix token behind
     the first one, a greatest length; queries filled up with mask tokens (`expands`), documents

@@ -95,6 +95,25 @@ def _hopper_decode() -> object:
     return None
 
 
+def _hopper_few_queries() -> object:
+    """The same of rows that verify drafts."""
+    from headrace.back.kernels.attention import hopper_decode, triton_plans
+    from headrace.back.kernels.attention.cascade import NONE
+
+    for problem, queries, rows in (
+        (_attention(32, 8, 128), 4, 8),
+        (_attention(32, 8, 128), 16, 64),
+        (_attention(14, 2, 64), 8, 8),
+        (_attention(32, 8, 128, quantized="fp8"), 8, 64),
+        (_attention(16, 8, 64, quantized="int8"), 2, 8),
+    ):
+        step = triton_plans.few_queries(problem, rows=rows, queries=queries)
+        q_THD, kv, plan = triton_plans.sample(problem, step).arguments
+        decode = hopper_decode.bind_decode(problem, queries)
+        decode(q_THD, kv, plan, torch.empty_like(q_THD), None, NONE)
+    return None
+
+
 def _hopper_lse() -> object:
     """Both Hopper kernels where log-sum-exps are asked for."""
     from headrace.back.kernels.attention import hopper, hopper_decode
@@ -123,10 +142,18 @@ def _lse(kernel: str, problem: object, step: int = 0) -> Callable[[], object]:
 
 
 def _few_queries() -> object:
-    """A step of rows with few queries each."""
-    problem = _attention(32, 8, 128)
-    bound = load_kernel(f"headrace.back.kernels.{_ATTENTION}").bind(problem)
-    return bound(*attention.OP.sample(problem).further[0])
+    """Steps of rows with few queries each."""
+    from headrace.back.kernels.attention import triton_plans
+
+    for problem, queries in (
+        (_attention(32, 8, 128), 4),
+        (_attention(32, 8, 128), 16),
+        (_attention(14, 2, 64, quantized="int8"), 8),
+    ):
+        bound = load_kernel(f"headrace.back.kernels.{_ATTENTION}").bind(problem)
+        step = triton_plans.few_queries(problem, queries=queries)
+        bound(*triton_plans.sample(problem, step).arguments)
+    return None
 
 
 def _fixed_decodes() -> object:
@@ -269,6 +296,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("attention Hopper decode", _hopper_decode),
     ("attention Hopper lse", _hopper_lse),
     ("attention few queries", _few_queries),
+    ("attention Hopper few queries", _hopper_few_queries),
     ("attention lse", _lse(_ATTENTION, _attention(32, 8, 128))),
     (
         "attention lse partial sinks",

@@ -201,6 +201,30 @@ def test_on_hopper_each_stream_is_a_plan_whose_place_the_generic_kernels_take(
     assert names() == [SMALL_NAME, LARGE_NAME, many, *others]
 
 
+def test_on_hopper_steps_that_verify_drafts_are_plans_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (hopper, hopper_decode):
+        monkeypatch.setattr(module, "unfit", lambda problem: None)
+    problem = replace(PROBLEM, verify_queries=4)
+    streams = [
+        hopper_decode.plan_name(problem, rows, queries) for rows in (8, 64) for queries in (2, 4)
+    ]
+    generic = ["few queries a row", "few queries a row"]
+    few = [name for name in names(problem) if "quer" in name]
+    assert few == [*generic, *streams] and len(set(streams)) == 4
+    (one,) = [one for one in triton_attention.plans(problem) if one.name == streams[0]]
+    assert one.skip is not None
+    one.skip("it is wrong")
+    assert [name for name in names(problem) if "quer" in name] == [*generic, *streams[1:]]
+    assert hopper_decode.verified_queries(problem, rows=64, queries=3) == 4
+    assert hopper_decode.verified_queries(problem, rows=65, queries=3) is None
+    assert hopper_decode.verified_queries(problem, rows=8, queries=5) is None
+    assert hopper_decode.verified_queries(PROBLEM, rows=8, queries=2) is None
+    wide = replace(problem, heads=32, kv_heads=1)
+    assert hopper_decode.verified_queries(wide, rows=8, queries=4) is None
+
+
 def skip(*plans: str) -> None:
     for check in {check.name: check for check in triton_attention.plans(PROBLEM)}.values():
         if check.name in plans:

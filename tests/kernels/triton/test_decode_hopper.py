@@ -46,8 +46,9 @@ DEALS = [(1, 1), (5, 2), (33, 1), *([] if interpreted() else [(132, 4)])]
 
 
 def runs_of(
-    lengths: list[int], most: int, least: int, near: int, firsts: list[int], prompts: int = 0
-):
+    lengths: list[int], most: int, least: int, near: int, firsts: list[int], prompts: int = 0,
+    most_queries: int = 1,
+):  # fmt: skip
     """The list of runs, on the host; of the rows as many as `prompts`, the last, have two queries."""
     rows = len(lengths)
     queries = [int(length > 0) for length in lengths]
@@ -58,8 +59,8 @@ def runs_of(
     runs = torch.full((most * RUN_FIELDS,), -1, dtype=torch.int32, device=DEVICE)
     runs_kernel[(most,)](
         starts.to(DEVICE), torch.tensor(lengths).int().to(DEVICE), joins.to(DEVICE), runs, rows, most,
-        POSITIONS=POSITIONS, LEAST=least, NEAR=near, ROWS=row_bucket(rows),
-        RUNS=power_of_two(most), SHARED=any(firsts), DEPENDENT=False,
+        QUERIES=most_queries, POSITIONS=POSITIONS, LEAST=least, NEAR=near,
+        ROWS=row_bucket(rows), RUNS=power_of_two(most), SHARED=any(firsts), DEPENDENT=False,
     )  # fmt: skip
     return runs.view(most, RUN_FIELDS).tolist()
 
@@ -103,6 +104,13 @@ def test_rows_with_more_queries_are_not_dealt():
     alone = runs_of(decodes, 8, 1, 2, none[:4])
     beside = runs_of([*decodes, 400, 90], 8, 1, 2, none, prompts=2)
     assert [run[:7] for run in beside if run[2]] == [run[:7] for run in alone if run[2]]
+
+
+def test_rows_with_drafts_are_dealt_as_those_without():
+    rows, none = [70, 1, 33, 200, 90], [0] * 5
+    alone = runs_of(rows, 8, 1, 2, none)
+    drafted = runs_of(rows, 8, 1, 2, none, prompts=3, most_queries=2)
+    assert [run[:9] for run in drafted if run[2]] == [run[:9] for run in alone if run[2]]
 
 
 # heads, KV heads, head_dim, block_tokens, window, soft cap
@@ -209,14 +217,14 @@ def test_shared_prefixes_do_not_show(per_sm, code, monkeypatch):
 
 @hopper_only
 @pytest.mark.parametrize("code", [None, *CODES])
-@pytest.mark.parametrize("rows", [3, 40, 200])
-def test_the_newest_position_is_seen(rows, code, monkeypatch):
+@pytest.mark.parametrize("rows, queries", [(3, 1), (40, 1), (200, 1), (3, 4), (40, 16)])
+def test_the_newest_positions_are_seen(rows, queries, code, monkeypatch):
     """What the kernel asks for before the one that writes the newest keys and values has ended is older than they
     (REG lines on graphs): layers of both in one graph, against the kernel that waits."""
     heads, kv_heads, dim = 32, 8, 128
-    lengths = [1 + 37 * i % 300 for i in range(rows)]
+    lengths, tokens = [queries + 37 * i % 300 for i in range(rows)], rows * queries
     plan, blocks = attention.sample_plan(
-        [(1, n) for n in lengths], block_tokens=16, window=None, device=DEVICE
+        [(queries, n) for n in lengths], block_tokens=16, window=None, device=DEVICE
     )
     new = {"dtype": BF16, "device": DEVICE}
     generator = torch.Generator(DEVICE).manual_seed(2)
@@ -224,15 +232,16 @@ def test_the_newest_position_is_seen(rows, code, monkeypatch):
         torch.randn(blocks, 2, kv_heads, 16, dim, generator=generator, **new) for _ in range(4)
     ]
     problem = attention.AttentionProblem(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, block_tokens=16, scale=dim**-0.5, quantized=code, **new
+        heads=heads, kv_heads=kv_heads, head_dim=dim, block_tokens=16, scale=dim**-0.5, quantized=code,
+        verify_queries=queries, **new,
     )  # fmt: skip
     if code is not None:
         caches = [quantized_cache(kv, code) for kv in caches]
     writing = qk_rope_write.QKRopeWriteProblem(
         heads=heads, kv_heads=kv_heads, head_dim=dim, rotary_dim=0, block_tokens=16, quantized=code, **new,
     )  # fmt: skip
-    values = torch.empty(4, rows, (heads + 2 * kv_heads) * dim, **new)
-    positions = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    values = torch.empty(4, tokens, (heads + 2 * kv_heads) * dim, **new)
+    positions = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
     table = torch.zeros(1, dim, device=DEVICE)
     results = {}
     for least in (1, 1 << 30):
@@ -289,14 +298,35 @@ def test_log_sum_exps_equal_the_reference(code, shape):
 
 
 @hopper_only
+@pytest.mark.parametrize("code", [None, *CODES])
+@pytest.mark.parametrize("verify_queries", [1, 16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("queries", [2, 4, 8, 16])
-def test_rows_with_few_queries_equal_the_reference(shape, queries):
-    """As when drafts are verified, beside rows with one query; twice the same bits."""
+def test_rows_with_few_queries_equal_the_reference(
+    shape, queries, verify_queries, code, monkeypatch
+):
+    """As when drafts are verified, beside rows with one query, by the generic kernel and by this
+    one; log-sum-exps; twice the same bits; NaN where nothing was written."""
     rows = [(1, 700), *((1 + i % queries, 20 + 97 * i % 900) for i in range(40))]
     rows = sorted(rows, key=lambda row: row[0] != 1)
     problem, q, kv, plan, padded = attention_case(shape, BF16, rows, pad_rows=7, pad_tokens=5)
-    attend, tokens = triton_attention.bind(problem), sum(taken for taken, _ in rows)
-    out = attend(q, kv, padded)
-    assert close(out[:tokens], exact(problem, q, kv, plan), BF16)
-    assert torch.equal(out[:tokens], attend(q, kv, padded)[:tokens])
+    problem = replace(problem, verify_queries=verify_queries)
+    attended, cache, wide = in_codes(problem, kv, code)
+    padded = replace(padded, max_query_len=queries)
+    taken, serves = [], hopper_decode.verified_queries
+    monkeypatch.setattr(
+        hopper_decode,
+        "verified_queries",
+        lambda *asked, **size: taken.append(serves(*asked, **size)) or taken[-1],
+    )
+    attend, tokens = triton_attention.bind(attended), sum(many for many, _ in rows)
+    out = attend(q, cache, padded)
+    fits = shape[0] // shape[1] * queries <= hopper_decode.MOST_QUERIES
+    if triton_attention.few_queries_tiles(attended, padded) is not None:
+        assert taken == [queries if fits and verify_queries > 1 else None]
+    assert close(out[:tokens], exact(problem, q, wide, plan), BF16)
+    assert torch.equal(out[:tokens], attend(q, cache, padded)[:tokens])
+    lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+    assert torch.equal(attend(q, cache, padded, lse)[:tokens], out[:tokens])
+    _, expected_lse = exact_lse(problem, q[:tokens], wide, plan)
+    assert (lse[:tokens] - expected_lse).abs().max() < 0.05

@@ -47,3 +47,27 @@ def paired(b_x):
     X: gl.constexpr = b_x.shape[0]
     D: gl.constexpr = b_x.shape[1]
     return b_x.reshape([X, D // 4, 2, 2]).permute((0, 1, 3, 2)).reshape([X, D])
+
+
+@gluon.constexpr_function
+def lanes(rows, depth):
+    """How a quantized tile [rows, D] is loaded: each thread sixteen beside each other of every row
+    it holds in a matrix instruction."""
+    more = [[0, 64]] if depth == 128 else []
+    more += [[64, 0]] if rows == 128 else []
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], *more],
+        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[rows, depth],
+    )
+
+
+@gluon.jit
+def mixed(b_x):
+    """Columns in the order in which a thread that has loaded sixteen values beside each other holds
+    them for the matrix instruction, which wants two here and two there of each sixteen."""
+    X: gl.constexpr = b_x.shape[0]
+    D: gl.constexpr = b_x.shape[1]
+    return b_x.reshape([X, D // 64, 4, 4, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([X, D])

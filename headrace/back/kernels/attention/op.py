@@ -25,7 +25,8 @@ test holds the table to the kernels and to what they support:
     triton_decode.py             GPU       fp32 fp16 bf16  q int8 fp8  up to 16 queries, KV splits
     triton_prefill.py            GPU       fp32 fp16 bf16  q int8 fp8  with more queries
     triton_cascade.py            GPU       fp32 fp16 bf16  q int8 fp8  of one query, a shared prefix
-    triton_decode_hopper.py      Hopper    fp16 bf16       q int8 fp8  of one query, 8 rows or more
+    triton_decode_hopper.py      Hopper    fp16 bf16       q int8 fp8  of one query, or of drafts,
+                                                                       8 rows or more
     triton_prefill_hopper.py     Hopper    fp16 bf16       q           with more queries
     triton_prefill_quantized.py  Hopper    bf16            int8 fp8    with more queries
     triton_fixed.py              GPU       fp32 fp16 bf16  q           any; bits of any step
@@ -103,7 +104,9 @@ def check_lse(lse_TH: torch.Tensor, q_THD: torch.Tensor) -> None:
 class AttentionProblem:
     """`dtype` is that of q, the output and, unless it is `quantized` ("int8" or "fp8" values and
     scales, kernels/kv_write/quantized.py), the cache. `window`, `chunk` and `softcap` are None
-    where the layer has none. With `sinks` the kernel is bound with them.
+    where the layer has none. With `sinks` the kernel is bound with them. `verify_queries`:
+    query tokens of a row at most in steps that verify drafts, for which there may be plans of their
+    own; 1: none do.
 
     Without `causal` there is neither window nor chunk: they are counted from a query's own
     position, which is not among those it sees."""
@@ -121,6 +124,7 @@ class AttentionProblem:
     quantized: str | None = None
     sinks: bool = False
     causal: bool = True
+    verify_queries: int = 1
 
     def __post_init__(self) -> None:
         assert self.causal or not self.reach, self

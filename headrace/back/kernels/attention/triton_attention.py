@@ -24,7 +24,14 @@ from headrace.back.kernels.attention.triton_decode import (
     decode_kernel,
     splits_kernel,
 )
-from headrace.back.kernels.attention.triton_lists import Launch, Tiles, lists, numbers, row_bucket
+from headrace.back.kernels.attention.triton_lists import (
+    Launch,
+    Tiles,
+    fitted,
+    lists,
+    numbers,
+    row_bucket,
+)
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
 from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel, PlanCheck
@@ -68,34 +75,6 @@ DecodeLaunch = Callable[
     [torch.Tensor, torch.Tensor, Plan, torch.Tensor, torch.Tensor | None, Tiles | None], None
 ]
 """f(q_THD, kv, plan, out_THD, lse_TH, tiles of a step of few queries a row)"""
-
-
-def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
-    """The same, or smaller ones where keys, values, queries and weights would not fit the device's
-    shared memory."""
-    depth = power_of_two(problem.head_dim, least=16) * problem.dtype.itemsize
-    least = power_of_two(problem.heads // problem.kv_heads, least=16)
-    room = shared_bytes()
-
-    def taken(tiles: Tiles) -> int:
-        # Places are read from the table a stage before what lies there: of five stages two hold
-        # keys and values.
-        buffers = tiles.num_stages // 2 if tiles.num_stages > 4 else max(1, tiles.num_stages - 1)
-        pipeline = buffers * 2 * tiles.n * depth
-        return tiles.m * depth + pipeline + tiles.m * tiles.n * problem.dtype.itemsize
-
-    while taken(tiles) > room:
-        if tiles.n > 32:
-            tiles = replace(tiles, n=tiles.n // 2)
-        elif tiles.num_stages > 1:
-            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
-        elif tiles.m > least:
-            tiles = replace(tiles, m=tiles.m // 2)
-        elif tiles.n > 16:
-            tiles = replace(tiles, n=16)
-        else:
-            break
-    return tiles
 
 
 def decode_tiles(problem: AttentionProblem, rows: int = 1, queries: int = 1) -> Tiles:
@@ -216,7 +195,7 @@ def _bind_decode(
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
 
     prefix = cascade.bind_prefix(problem, shared, prefill_tiles(problem))
-    stream = hopper_decode.bind_decode(problem) if hopper_decode.unfit(problem) is None else None
+    streams = hopper_decode.bind_streams(problem, without)
     with_prefix = triton_plans.PREFIX not in without
 
     def make(
@@ -230,11 +209,6 @@ def _bind_decode(
         )  # fmt: skip
         return splits
 
-    def streams(plan: Plan, kv: torch.Tensor) -> bool:
-        if stream is None or not hopper_decode.serves(plan, kv):
-            return False
-        return hopper_decode.plan_name(problem, len(plan.kv_len_R)) not in without
-
     def decode(
         q_THD: torch.Tensor,
         kv: torch.Tensor,
@@ -244,19 +218,18 @@ def _bind_decode(
         few: Tiles | None,
     ) -> None:
         num_rows, device = len(plan.kv_len_R), q_THD.device
-        shares = with_prefix and cascade.serves(problem, plan)
+        shares = with_prefix and few is None and cascade.serves(problem, plan)
         common = prefix(q_THD, kv, plan) if shares else cascade.NONE
-        least = 1
-        if stream is not None and few is None and streams(plan, kv):
+        streamed, stream = streams(plan, kv, few is not None)
+        if stream is not None:
             stream(q_THD, kv, plan, out_THD, lse_TH, common)
-            if plan.max_query_len == 1:
+            if plan.max_query_len <= streamed:
                 return
-            least = 2
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
         tiles = few or tiles_for(problem, num_rows, without)[0]
         sizes = {
             "MAX_QUERIES": tiles.m // group,
-            "MIN_QUERIES": least,
+            "MIN_QUERIES": streamed + 1,
             "N": tiles.n,
             "WINDOW": problem.reach,
             "CAUSAL": problem.causal,
@@ -274,14 +247,16 @@ def _bind_decode(
         partial = torch.empty(
             most * kv_heads * tiles.m * (depth + 2), dtype=torch.float32, device=device
         )
+        merged = 1 if few is None else power_of_two(plan.max_query_len)
+        merged_m = power_of_two(merged * group)
         options = launch(device)
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_kernel[(kv_heads, most)](
             q_THD, *typed(kv, problem.quantized), sinks_H, out_THD, lse_TH, plan.block_table_RB,
             splits, partial, common.partial, counters(device), *numbers(problem, q_THD, kv, plan),
-            KV_HEADS=kv_heads, GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,
-            COMBINED=max(2, min(16, 16 * 1024 // (power_of_two(group) * depth))),
+            KV_HEADS=kv_heads, MERGED=merged, MERGED_M=merged_m, M=tiles.m, N=tiles.n,
+            COMBINED=max(2, min(16, 16 * 1024 // (merged_m * depth))),
             SHARED=common.joins is not None, PREFIX_M=common.m, LSE=lse_TH is not None, **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
         )  # fmt: skip
@@ -347,8 +322,7 @@ def plans(problem: AttentionProblem) -> list[PlanCheck]:
     without = triton_plans.skipped(problem)
     check = partial(triton_plans.check, problem, bind=bind)
     checks = _decode_checks(problem)
-    if triton_plans.FEW_QUERIES not in without:
-        checks.append(check(triton_plans.FEW_QUERIES, triton_plans.few_queries(problem)))
+    checks += _few_checks(problem)
     if not hopper.unfit(problem) and triton_plans.PREFILL_TMA not in without:
         alone = triton_plans.prompts(problem, decodes=0)
         checks.append(check(triton_plans.PREFILL_TMA, alone))
@@ -373,6 +347,28 @@ def _decode_checks(problem: AttentionProblem) -> list[PlanCheck]:
         else:
             checks.setdefault(key, check(name, triton_plans.decodes(rows), needed=is_last))
     return list(checks.values())
+
+
+def _few_checks(problem: AttentionProblem) -> list[PlanCheck]:
+    """Few queries a row: as many as verify drafts, in powers of two, by the generic kernel and by
+    Hopper's."""
+    without = triton_plans.skipped(problem)
+    check = partial(triton_plans.check, problem, bind=bind)
+    sizes = [2**i for i in range(1, 5) if 2**i <= power_of_two(problem.verify_queries)]
+    checks = []
+    if triton_plans.FEW_QUERIES not in without:
+        steps = [triton_plans.few_queries(problem, queries=most) for most in sizes or [4]]
+        checks = [check(triton_plans.FEW_QUERIES, step) for step in steps]
+    if hopper_decode.unfit(problem):
+        return checks
+    for rows in (hopper_decode.LEAST_ROWS, hopper_decode.MOST_VERIFYING_ROWS):
+        for queries in sizes:
+            name = hopper_decode.plan_name(problem, rows, queries)
+            padded = hopper_decode.verified_queries(problem, rows=rows, queries=queries)
+            if padded is not None and name not in without:
+                step = triton_plans.few_queries(problem, rows=rows, queries=queries)
+                checks.append(check(name, step))
+    return checks
 
 
 def _decode_plan(problem: AttentionProblem, rows: int) -> tuple[str, bool]:

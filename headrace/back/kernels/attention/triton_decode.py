@@ -77,16 +77,16 @@ def decode_kernel(
     q, kv, scales, sinks, out, lse, table, splits, partial, prefix, counters, q_token_stride,
     q_head_stride, out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale,
     softcap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr, MERGED_M: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr, BITS: tl.constexpr,
     SINKS: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr, COMBINED: tl.constexpr,
     SHARED: tl.constexpr, PREFIX_M: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, splits at most): heads of a split run beside each other, since they lie beside each
     other in a block; `partial` float32 [splits at most, K, M, D+2]; `lse` float32 [T, H], if LSE.
-    What is read before the wait was written before the kernel that this one waits for
-    (enter_late)."""
+    MERGED: queries of a row whose splits are merged at once, with their heads MERGED_M rows. What
+    is read before the wait was written before the kernel that this one waits for (enter_late)."""
     i_split = tl.program_id(1)
     i_head = tl.program_id(0)
     p_split = splits + i_split * 12
@@ -157,41 +157,43 @@ def decode_kernel(
         p_prefix = prefix
         if SHARED:
             p_prefix = prefix + (first_item * KV_HEADS + i_head).to(tl.int64) * (PREFIX_M * (D + 2))
-        for i_query in range(0, queries):
+        o_g = tl.arange(0, MERGED_M)
+        for i_query in range(0, queries, MERGED):
+            m_g = (o_g < MERGED * GROUP) & (i_query + o_g // GROUP < queries)
             b_all, b_highest, b_total = _result(
-                p_row, i_query, num_splits, p_prefix, lane, prefix_splits, GROUP, GROUP_PADDED, M,
-                D, STEP, COMBINED, SHARED, PREFIX_M, KV_HEADS,
+                p_row, i_query * GROUP + o_g, m_g, num_splits, p_prefix, lane * GROUP + o_g,
+                prefix_splits, M, D, STEP, COMBINED, SHARED, PREFIX_M, KV_HEADS,
             )  # fmt: skip
             b_out = b_all / divisor(b_total, CAUSAL)[:, None]
-            o_g = tl.arange(0, GROUP_PADDED)
-            p_out = out + (first_token + i_query) * out_token_stride + i_head * GROUP * HEAD_DIM
-            p_out = p_out + o_g[:, None] * HEAD_DIM + o_d[None, :]
-            m_out = (o_g < GROUP)[:, None] & m_d[None, :]
+            o_out = first_token + i_query + o_g // GROUP
+            o_out_head = i_head * GROUP + o_g % GROUP
+            p_out = out + o_out * out_token_stride + o_out_head * HEAD_DIM
+            m_out = m_g[:, None] & m_d[None, :]
+            p_out = p_out[:, None] + o_d[None, :]
             tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
             if LSE:
-                p_lse = lse + ((first_token + i_query) * KV_HEADS + i_head) * GROUP + o_g
-                store_lse(p_lse, b_highest, b_total, o_g < GROUP)
+                p_lse = lse + o_out * (KV_HEADS * GROUP) + o_out_head
+                store_lse(p_lse, b_highest, b_total, m_g)
 
 
 @triton.jit
 def _result(
-    p_row, i_query, num_splits, p_prefix, lane, prefix_splits, GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    COMBINED: tl.constexpr, SHARED: tl.constexpr, PREFIX_M: tl.constexpr, KV_HEADS: tl.constexpr,
+    p_row, o_m, m_m, num_splits, p_prefix, o_lane, prefix_splits, M: tl.constexpr, D: tl.constexpr,
+    STEP: tl.constexpr, COMBINED: tl.constexpr, SHARED: tl.constexpr, PREFIX_M: tl.constexpr,
+    KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Sums [group, D], maxima and totals of one query from its row's splits and its prefix's."""
-    o_g = tl.arange(0, GROUP_PADDED)
-    b_total = tl.zeros([GROUP_PADDED], tl.float32)
-    b_highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    b_all = tl.zeros([GROUP_PADDED, D], tl.float32)
+    """Sums [rows, D], maxima and totals of rows `o_m` of a tile from all its splits, and from those
+    of its prefix, in whose tile they are rows `o_lane`."""
+    b_total = tl.zeros(o_m.shape, tl.float32)
+    b_highest = tl.full(o_m.shape, float("-inf"), tl.float32)
+    b_all = tl.zeros([o_m.shape[0], D], tl.float32)
     b_all, b_total, b_highest = _combined(
-        b_all, b_total, b_highest, p_row, i_query * GROUP + o_g, o_g < GROUP, num_splits, M, D,
-        STEP, COMBINED,
-    )  # fmt: skip
+        b_all, b_total, b_highest, p_row, o_m, m_m, num_splits, M, D, STEP, COMBINED
+    )
     if SHARED:
         b_all, b_total, b_highest = _combined(
-            b_all, b_total, b_highest, p_prefix, lane * GROUP + o_g, o_g < GROUP, prefix_splits,
-            PREFIX_M, D, KV_HEADS * PREFIX_M * (D + 2), COMBINED,
+            b_all, b_total, b_highest, p_prefix, o_lane, m_m, prefix_splits, PREFIX_M, D,
+            KV_HEADS * PREFIX_M * (D + 2), COMBINED,
         )  # fmt: skip
     return b_all, b_highest, b_total
 
@@ -201,7 +203,7 @@ def _combined(
     b_acc, b_total, b_highest, p_row, o_m, m_m, num_splits, M: tl.constexpr, D: tl.constexpr,
     STEP: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Adds one query's splits, COMBINED at a time, to its sums [group, D], totals and maxima."""
+    """Adds the rows' splits, COMBINED at a time, to their sums [rows, D], totals and maxima."""
     o_d = tl.arange(0, D)
     for first in range(0, num_splits, COMBINED):
         o_s = first + tl.arange(0, COMBINED)

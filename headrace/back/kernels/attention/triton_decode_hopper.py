@@ -14,8 +14,10 @@ Quantized values (triton_quantized.py) are dequantized on their way: keys betwee
 the matrix instruction, which takes them from registers, values into shared memory once more. Scales
 go onto scores and weights; they are copied past the TMA, as far ahead as it is.
 
-K KV heads, D head_dim, Q queries of a program (HEADS * GROUP, padded), ROWS positions and heads of
-a tile.
+A row that verifies drafts has QUERIES queries at most, each of which sees up to its own position.
+
+K KV heads, D head_dim, Q queries of a program (HEADS * QUERIES * GROUP, padded), ROWS positions and
+heads of a tile.
 """
 
 from __future__ import annotations
@@ -31,7 +33,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headrace.back.kernels.attention.gluon_quantized import dequantized, load_scales, paired
+from headrace.back.kernels.attention.gluon_columns import (
+    causal,
+    of_heads,
+    of_row,
+    query_pointers,
+)
+from headrace.back.kernels.attention.gluon_quantized import (
+    dequantized,
+    lanes,
+    load_scales,
+    mixed,
+    paired,
+)
 from headrace.back.kernels.attention.gluon_softmax import softmax_weights, store_lse
 from headrace.back.kernels.attention.triton_prefill_hopper import blocks_from
 from headrace.back.kernels.attention.triton_quantized import PAIRS_UP
@@ -74,9 +88,10 @@ def _blocks(
 def _first_tiles(
     lengths, joins, table, table_stride, row, tile, length, first, tiles, units,
     BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+    QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Of the first STAGES tiles the blocks, and whether all of it is older than the newest
-    position; and the tile after them."""
+    """Of the first STAGES tiles the blocks, and whether all of it is older than the QUERIES newest
+    positions; and the tile after them."""
     POSITIONS: gl.constexpr = BLOCKS * BLOCK_TOKENS
     waiting = ()
     old = ()
@@ -88,7 +103,7 @@ def _first_tiles(
         start = first + tile * POSITIONS
         blocks = _blocks(table, table_stride, row, start, length, BLOCK_TOKENS, BLOCKS)
         waiting += (blocks,)
-        old += (start + POSITIONS < length,)
+        old += (start + POSITIONS <= length - QUERIES,)
         tile += 1
     if units > STAGES:
         row, tile, length, first, tiles = _next(
@@ -226,8 +241,9 @@ def _added(
 
 @gluon.jit
 def _attend_tile(
-    b_acc, b_sums, b_max, queries, keys, values, weights, m_own, o_position, seen, factor,
+    b_acc, b_sums, b_max, queries, keys, values, weights, m_own, o_position, seen, o_back, factor,
     BOX: gl.constexpr, BLOCK_TOKENS: gl.constexpr, S_LAYOUT: gl.constexpr, ROW: gl.constexpr,
+    QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Adds a tile, of which `seen` positions hold something: sums [D, Q], weights of each position
     and head [ROWS, Q], maxima [Q]."""
@@ -238,7 +254,7 @@ def _attend_tile(
     b_s = gl.zeros([ROWS, Q], gl.float32, S_LAYOUT)
     b_s = warpgroup_mma(keys, queries.permute((1, 0)), b_s, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, deps=[b_s]) * factor
-    b_s = gl.where(m_own & (o_position < seen)[:, None], b_s, float("-inf"))
+    b_s = gl.where(causal(m_own, o_position, seen, o_back, QUERIES), b_s, float("-inf"))
     b_p, b_shrink, b_higher = softmax_weights(b_s, b_max, 1.0, True, 0)
     weights.store(b_p.to(keys.dtype))
     fence_async_shared()
@@ -251,42 +267,18 @@ def _attend_tile(
     return b_acc, b_sums, b_higher
 
 
-@gluon.constexpr_function
-def _lanes(rows, depth):
-    """How a quantized tile [rows, D] is loaded: each thread sixteen beside each other of every row
-    it holds in a matrix instruction."""
-    more = [[0, 64]] if depth == 128 else []
-    more += [[64, 0]] if rows == 128 else []
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], *more],
-        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[rows, depth],
-    )
-
-
-@gluon.jit
-def _mixed(b_x):
-    """Columns in the order in which a thread that has loaded sixteen values beside each other holds
-    them for the matrix instruction, which wants two here and two there of each sixteen."""
-    X: gl.constexpr = b_x.shape[0]
-    D: gl.constexpr = b_x.shape[1]
-    return b_x.reshape([X, D // 64, 4, 4, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([X, D])
-
-
 @gluon.jit
 def _attend_quantized(
     b_acc, b_sums, b_max, queries, keys, values, wide, weights, k_scales, v_scales, m_own,
-    o_position, seen, factor, S_LAYOUT: gl.constexpr, LANES: gl.constexpr, ROW: gl.constexpr,
-    UP: gl.constexpr, QUANTIZED: gl.constexpr,
+    o_position, seen, o_back, factor, S_LAYOUT: gl.constexpr, LANES: gl.constexpr,
+    ROW: gl.constexpr, UP: gl.constexpr, QUANTIZED: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """The same of a quantized tile, with its scales: they are numbers wherever they lie. The
     columns of `queries` are mixed, and queries and sums are UP times too large or too small."""
     ROWS: gl.constexpr = keys.shape[0]
     Q: gl.constexpr = queries.shape[0]
     FIRST: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
-    b_k = gl.convert_layout(_mixed(dequantized(keys.load(LANES), QUANTIZED)), FIRST)
+    b_k = gl.convert_layout(mixed(dequantized(keys.load(LANES), QUANTIZED)), FIRST)
     b_s = gl.zeros([ROWS, Q], gl.float32, S_LAYOUT)
     b_s = warpgroup_mma(b_k, queries.permute((1, 0)), b_s, use_acc=False, is_async=True)
     wide.store(dequantized(values.load(ROW), QUANTIZED))
@@ -294,7 +286,7 @@ def _attend_quantized(
     b_s, b_k = warpgroup_mma_wait(0, deps=[b_s, b_k])
     b_keys = k_scales.load(gl.SliceLayout(1, S_LAYOUT))
     b_s = b_s * (b_keys * (factor * UP))[:, None]
-    b_s = gl.where(m_own & m_m[:, None], b_s, float("-inf"))
+    b_s = gl.where(causal(m_own, o_position, seen, o_back, QUERIES), b_s, float("-inf"))
     b_p, b_shrink, b_higher = softmax_weights(b_s, b_max, 1.0, True, 0)
     b_values = v_scales.load(gl.SliceLayout(1, S_LAYOUT))
     b_scaled = b_p * gl.where(m_m, b_values * UP, 0.0)[:, None]
@@ -314,7 +306,7 @@ def _store_queries(queries, p_q, m_q, QUANTIZED: gl.constexpr):
     if QUANTIZED is not None:
         if QUANTIZED == "fp8":
             b_q = paired(b_q * PAIRS_UP)
-        b_q = _mixed(b_q)
+        b_q = mixed(b_q)
     queries.store(b_q)
     fence_async_shared()
     thread_barrier()
@@ -376,7 +368,7 @@ def _with_prefix(
 @gluon.jit
 def _finish(
     b_acc, b_sum, b_max, tile, last, tiles, p_sharers, row, i_run, i_share, i_head, p_out, lse,
-    token, partial, counters, joins, prefix, o_d, o_q, m_q, KV_HEADS: gl.constexpr,
+    o_lse, partial, counters, joins, prefix, o_d, o_q, m_q, KV_HEADS: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, SHARED: gl.constexpr, PREFIX_M: gl.constexpr,
     S_LAYOUT: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
@@ -398,23 +390,22 @@ def _finish(
         b_out = (b_acc / b_sum[None, :]).to(p_out.dtype.element_ty)
         gl.store(p_out, b_out, mask=m_q[None, :])
         if LSE:
-            p_lse = lse + (token * KV_HEADS + i_head) * GROUP + o_q
-            store_lse(p_lse, b_max, b_sum, m_q)
+            store_lse(lse + o_lse, b_max, b_sum, m_q)
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def decode_hopper_kernel(
     cache, scales, q, out, lse, runs, starts, lengths, joins, table, partial, prefix, counters,
     q_token_stride, q_head_stride, out_token_stride, table_stride, factor, KV_HEADS: gl.constexpr,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
-    BLOCKS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, PREFIX_M: gl.constexpr,
-    QUANTIZED: gl.constexpr, LSE: gl.constexpr, DEPENDENT: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, Q: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+    PREFIX_M: gl.constexpr, QUANTIZED: gl.constexpr, LSE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Grid (K / HEADS, runs). `cache`: descriptor of the cache as rows of D, HEADS heads of a block
     at a time; if QUANTIZED ("int8" or "fp8") as heads of a block, int8, and `scales` is the same
     memory as float32. `factor`: scale * log2(e); `partial` float32 [runs, K / HEADS, 2, Q * (D +
-    2)]. What is read before the wait was written before the kernel that this one waits for
-    (enter_late): all but the newest position."""
+    2)]. Rows have 1 to QUERIES queries. What is read before the wait was written before the kernel
+    that this one waits for (enter_late): all but the newest positions."""
     D: gl.constexpr = cache.block_shape[len(cache.block_shape) - 1]
     BOX: gl.constexpr = HEADS * BLOCK_TOKENS
     ROWS: gl.constexpr = BLOCKS * BOX
@@ -430,7 +421,7 @@ def decode_hopper_kernel(
         STORED_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.int8)
         V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], WIDE)
         V_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
-        LANES: gl.constexpr = _lanes(ROWS, D)
+        LANES: gl.constexpr = lanes(ROWS, D)
         SLOTS: gl.constexpr = [STAGES * BLOCKS, HEADS, BLOCK_TOKENS, D]
         key_slots = gl.allocate_shared_memory(gl.int8, SLOTS, cache.layout)
         value_slots = gl.allocate_shared_memory(gl.int8, SLOTS, cache.layout)
@@ -445,7 +436,7 @@ def decode_hopper_kernel(
         values = gl.allocate_shared_memory(WIDE, [STAGES, ROWS, D], cache.layout)
         key_slots, value_slots, own = keys, values, ready
     queries = gl.allocate_shared_memory(WIDE, [Q, D], Q_SHARED)
-    weights = gl.allocate_shared_memory(WIDE, [Q, ROWS], W_SHARED)
+    weights = gl.allocate_shared_memory(WIDE, [Q, ROWS], W_SHARED).permute((1, 0))
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
@@ -465,7 +456,7 @@ def decode_hopper_kernel(
 
     waiting, old, a_row, a_tile, a_length, a_first, a_tiles = _first_tiles(
         lengths, joins, table, table_stride, row, tile, length, first, tiles, units,
-        BLOCK_TOKENS, BLOCKS, STAGES, SHARED,
+        BLOCK_TOKENS, BLOCKS, STAGES, SHARED, QUERIES,
     )  # fmt: skip
     start = a_first + a_tile * POSITIONS
     a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)
@@ -484,21 +475,21 @@ def decode_hopper_kernel(
     o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     o_q = gl.arange(0, Q, layout=gl.SliceLayout(0, S_LAYOUT))
     o_position = o_m // BOX * BLOCK_TOKENS + o_m % BLOCK_TOKENS
-    m_q = o_q < HEADS * GROUP
-    m_own = (o_m % BOX // BLOCK_TOKENS)[:, None] == (o_q // GROUP)[None, :]
+    m_q = o_q < HEADS * GROUP * QUERIES
+    m_own = (o_m % BOX // BLOCK_TOKENS)[:, None] == (o_q // (GROUP * QUERIES))[None, :]
+    o_head, o_query = of_heads(o_q, GROUP, QUERIES)
     o_d = gl.arange(0, D, layout=gl.SliceLayout(1, S_LAYOUT))
     if QUANTIZED == "fp8":
         o_d = (o_d & ~3) | (o_d & 1) << 1 | (o_d & 2) >> 1
-    o_qm = gl.arange(0, Q, layout=gl.SliceLayout(1, ROW))
-    o_qd = gl.arange(0, D, layout=gl.SliceLayout(0, ROW))
-    p_q = q + (i_head * GROUP + o_qm[:, None]) * q_head_stride + o_qd[None, :]
-    m_load = (o_qm < HEADS * GROUP)[:, None]
-    weighed = weights.permute((1, 0))
+    p_q, o_load, m_load = query_pointers(
+        q, i_head, q_token_stride, q_head_stride, HEADS, GROUP, QUERIES, Q, D, ROW
+    )
     count = 0
     while count < units:
         begin = count
         last = gl.minimum(tiles, tile + units - count)
-        _store_queries(queries, p_q + token * q_token_stride, m_load, QUANTIZED)
+        m_mine, m_taken, o_back = of_row(starts, row, token, m_q, m_load, o_query, o_load, QUERIES)
+        _store_queries(queries, p_q + token * q_token_stride, m_taken[:, None], QUANTIZED)
         b_max = gl.full([Q], float("-inf"), gl.float32, gl.SliceLayout(0, S_LAYOUT))
         b_sums = gl.zeros([ROWS, Q], gl.float32, S_LAYOUT)
         b_acc = gl.zeros([D, Q], gl.float32, S_LAYOUT)
@@ -509,14 +500,15 @@ def decode_hopper_kernel(
             if QUANTIZED is not None:
                 b_acc, b_sums, b_max = _attend_quantized(
                     b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), wide,
-                    weighed, own.index(slot * 2), own.index(slot * 2 + 1), m_own, o_position, seen,
-                    factor, S_LAYOUT, LANES, V_ROW, UP, QUANTIZED,
+                    weights, own.index(slot * 2), own.index(slot * 2 + 1), m_own, o_position, seen,
+                    o_back, factor, S_LAYOUT, LANES, V_ROW, UP, QUANTIZED, QUERIES,
                 )  # fmt: skip
                 async_copy.wait_group(STAGES - 2)
             else:
                 b_acc, b_sums, b_max = _attend_tile(
-                    b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), weighed,
-                    m_own, o_position, seen, factor, BOX, BLOCK_TOKENS, S_LAYOUT, ROW,
+                    b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), weights,
+                    m_own, o_position, seen, o_back, factor, BOX, BLOCK_TOKENS, S_LAYOUT, ROW,
+                    QUERIES,
                 )  # fmt: skip
             thread_barrier()
             count += 1
@@ -539,12 +531,13 @@ def decode_hopper_kernel(
                     a_blocks = _blocks(
                         table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS
                     )
-        p_out = out + token * out_token_stride + (i_head * GROUP + o_q)[None, :] * D
+        o_token = token + o_query
+        p_out = out + (o_token * out_token_stride + (i_head * GROUP + o_head) * D)[None, :]
         _finish(
             b_acc * UP, gl.sum(b_sums, axis=0), b_max, tile, last, tiles,
             p_run + gl.where(begin == 0, 3, 5), row, i_run, i_share, i_head, p_out + o_d[:, None],
-            lse, token, partial, counters, joins, prefix, o_d, o_q, m_q, KV_HEADS, HEADS, GROUP,
-            SHARED, PREFIX_M, S_LAYOUT, LSE,
+            lse, (o_token * KV_HEADS + i_head) * GROUP + o_head, partial, counters, joins, prefix,
+            o_d, o_q, m_mine, KV_HEADS, HEADS, GROUP, SHARED, PREFIX_M, S_LAYOUT, LSE,
         )  # fmt: skip
         if count < units:
             row, tile, length, first, tiles = _next(

@@ -1,15 +1,18 @@
-"""Lists of work that kernels make on the device once a step, for all layers that share a plan."""
+"""Sizes of tiles, and lists of work that kernels make on the device once a step, for all layers
+that share a plan."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from headrace.back.kernels.attention.op import AttentionProblem, Plan
+from headrace.back.kernels.triton.room import shared_bytes
+from headrace.back.kernels.triton.wrap import power_of_two
 
 ROW_BUCKETS = (16, 64, 256, 1024, 4096)
 """Rows a program reads; few sizes, so that few kernels are compiled."""
@@ -27,6 +30,34 @@ class Tiles:
     n: int
     num_warps: int
     num_stages: int
+
+
+def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
+    """The same, or smaller ones where keys, values, queries and weights would not fit the device's
+    shared memory."""
+    depth = power_of_two(problem.head_dim, least=16) * problem.dtype.itemsize
+    least = power_of_two(problem.heads // problem.kv_heads, least=16)
+    room = shared_bytes()
+
+    def taken(tiles: Tiles) -> int:
+        # Places are read from the table a stage before what lies there: of five stages two hold
+        # keys and values.
+        buffers = tiles.num_stages // 2 if tiles.num_stages > 4 else max(1, tiles.num_stages - 1)
+        pipeline = buffers * 2 * tiles.n * depth
+        return tiles.m * depth + pipeline + tiles.m * tiles.n * problem.dtype.itemsize
+
+    while taken(tiles) > room:
+        if tiles.n > 32:
+            tiles = replace(tiles, n=tiles.n // 2)
+        elif tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif tiles.m > least:
+            tiles = replace(tiles, m=tiles.m // 2)
+        elif tiles.n > 16:
+            tiles = replace(tiles, n=16)
+        else:
+            break
+    return tiles
 
 
 def numbers(

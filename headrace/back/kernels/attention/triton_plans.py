@@ -65,10 +65,12 @@ def decodes(rows: int, *, prefix_tokens: int = 0) -> Step:
     return Step(rows=tuple((1, length) for length in lengths), prefix_tokens=prefix_tokens)
 
 
-def few_queries(problem: AttentionProblem) -> Step:
-    """Rows as when drafts are verified."""
-    block = problem.block_tokens
-    return Step(rows=((1, block), (2, 2), (4, LONG), (3, 3 + block)))
+def few_queries(problem: AttentionProblem, *, rows: int = 4, queries: int = 4) -> Step:
+    """Rows as when drafts are verified: up to so many queries, in four rows or more."""
+    block, three = problem.block_tokens, min(3, queries)
+    first = [(1, block), (2, 2), (queries, LONG), (three, three + block)]
+    others = [(1 + i % queries, 1 + i % queries + 7 * i % 50) for i in range(4, rows)]
+    return Step(rows=tuple(sorted((*first, *others), key=lambda row: row[0] > 1)))
 
 
 def prompts(problem: AttentionProblem, *, decodes: int) -> Step:

@@ -62,6 +62,7 @@ def runs_kernel(
     runs,
     num_rows,
     most,
+    QUERIES: tl.constexpr,
     POSITIONS: tl.constexpr,
     LEAST: tl.constexpr,
     NEAR: tl.constexpr,
@@ -71,15 +72,16 @@ def runs_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (`most`, the runs at most); `runs` int32 [most, 12]. Tiles of POSITIONS, at least LEAST
-    a run; cuts move by up to NEAR tiles, or to the next row in any case (_slack). Rows with one
-    query come first and are dealt, no others; if SHARED, they begin behind their prefixes (`joins`:
+    a run; cuts move by up to NEAR tiles, or to the next row in any case (_slack). Rows with up to
+    QUERIES queries are dealt, no others; if SHARED, they begin behind their prefixes (`joins`:
     triton_cascade.py)."""
     i_run = tl.program_id(0)
     enter(DEPENDENT)
     o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, 0, ROWS)
     if SHARED:
         b_first = tl.load(joins + o_r * 4, mask=o_r < num_rows, other=0)
-    b_tiles = tl.where(b_queries == 1, tl.cdiv(b_length - b_first, POSITIONS), 0)
+    ours = (b_queries >= 1) & (b_queries <= QUERIES)
+    b_tiles = tl.where(ours, tl.cdiv(b_length - b_first, POSITIONS), 0)
     b_until = tl.cumsum(b_tiles, axis=0)
     total = tl.sum(b_tiles, axis=0)
     num_runs = tl.minimum(most, tl.maximum(total // LEAST, 1))

@@ -69,6 +69,7 @@ def load_model(
     mesh: Mesh,
     device: torch.device,
     block_tokens: int,
+    verify_queries: int = 1,
     options: LoadOptions = LoadOptions(),
 ) -> tuple[LoadableModel, LoadReport]:
     """This rank's model, ready to run, and how the load went. A flaw of the checkpoint is a
@@ -79,7 +80,14 @@ def load_model(
         where: torch.device, stored: Stored | None = None, *, bare: bool = spec.bare
     ) -> LoadableModel:
         named = msgspec.structs.replace(spec, bare=bare)
-        return build_model(named, mesh=mesh, device=where, block_tokens=block_tokens, stored=stored)
+        return build_model(
+            named,
+            mesh=mesh,
+            device=where,
+            block_tokens=block_tokens,
+            verify_queries=verify_queries,
+            stored=stored,
+        )
 
     if spec.format == "dummy":
         with report.phase("build"):
