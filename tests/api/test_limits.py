@@ -202,16 +202,6 @@ def test_ambiguous_framing_is_refused(strict: Served, head: bytes) -> None:
     assert error_of(answer)["type"] == "invalid_request_error"
 
 
-def test_connections_beyond_the_limit_are_told_so(strict: Served) -> None:
-    idle = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(20)]
-    try:
-        answer = raw(strict, b"")
-        assert status(answer) == 503 and b"retry-after: " in answer
-    finally:
-        for connection in idle:
-            connection.close()
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [

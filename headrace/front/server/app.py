@@ -21,6 +21,7 @@ from headrace.front.server.administration.api import AdminAuthenticator, api_aut
 from headrace.front.server.conversation.context import SCOPE_KEY, RequestContext, Services
 from headrace.front.server.http.auth import ID_HEADERS, UNIX, client_label, request_id
 from headrace.front.server.http.failures import ENDS, Failure, failure_of
+from headrace.front.server.http.protocol import PLACE_KEY
 from headrace.front.server.http.sse import ClientGone, SlowReader
 from headrace.front.server.responses import websocket
 from headrace.front.server.sockets import SocketShell
@@ -95,6 +96,8 @@ class Shell:
         context.sent_id = client_label(wire.headers.get(b"x-request-id"))
         try:
             context.tenant = self.authenticator.tenant(scope)
+            if context.tenant or not self.services.server.api_key_digests:
+                scope.get(PLACE_KEY, _no_place)()
             self._refuse_while_draining(scope)
             context.tells_timing = TIMING_HEADER in wire.headers
             context.begin_trace(scope)
@@ -145,6 +148,10 @@ def _below(root: str, scope: Scope) -> Scope:
         if root and path.startswith(root + "/")
         else scope
     )
+
+
+def _no_place() -> None:
+    """The connection has none to keep: it is not one of our protocol (tests)."""
 
 
 def _header_timeout_s(value: bytes | None) -> float | None:

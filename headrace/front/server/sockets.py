@@ -14,13 +14,13 @@ from contextlib import suppress
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from headrace.base.errors import Forbidden, HeadraceError, NotFound, Unavailable
+from headrace.base.errors import HeadraceError, NotFound, Unavailable
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.http.auth import (
     ID_HEADERS,
     UNIX,
     ApiKeyAuthenticator,
-    is_loopback,
+    check_origin,
     request_id,
 )
 from headrace.front.server.http.failures import failure_of
@@ -75,7 +75,7 @@ class SocketShell:
             raise NotFound("unknown route")
         server = self._services.server
         if not server.api_key_digests and not server.host.startswith(UNIX):
-            _check_origin(scope)
+            check_origin(scope)
         limit = server.max_websockets
         if self._open >= limit:
             self._services.metrics.add("headrace_rejections_total", reason="connections")
@@ -83,14 +83,6 @@ class SocketShell:
                 f"this server has {limit} WebSocket connections open, its limit", retry_after_s=1.0
             )
         return session
-
-
-def _check_origin(scope: Scope) -> None:
-    for name, value in scope["headers"]:
-        if name == b"origin":
-            host = value.decode("latin-1").partition("://")[2]
-            if not host or not is_loopback(host):
-                raise Forbidden("without API keys pages of other sites may not connect")
 
 
 async def _refuse(

@@ -65,6 +65,7 @@ class ApiKeyAuthenticator:
         if not self.api_key_digests:
             if not self.socket_file:
                 check_host(scope)
+                check_form(scope)
             return ""
         if presented is None:
             raise Unauthorized(
@@ -128,6 +129,23 @@ def check_host(scope: Scope) -> None:
     for name, value in scope["headers"]:
         if name == b"host" and not is_loopback(value.decode("latin-1")):
             raise Forbidden("without API keys this server answers only to localhost")
+
+
+def check_form(scope: Scope) -> None:
+    """Without keys, a page of another site may not send what browsers send without asking: a form.
+    (JSON they send nowhere without our consent, which they never get.)"""
+    headers = dict(scope["headers"])
+    if b"json" not in headers.get(b"content-type", b"json").lower():
+        check_origin(scope)
+
+
+def check_origin(scope: Scope) -> None:
+    """Without keys, only pages of this machine are served."""
+    for name, value in scope["headers"]:
+        if name == b"origin":
+            host = value.decode("latin-1").partition("://")[2]
+            if not host or not is_loopback(host):
+                raise Forbidden("without API keys this server does not answer pages of other sites")
 
 
 def is_loopback(host: str) -> bool:

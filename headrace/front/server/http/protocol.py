@@ -30,6 +30,11 @@ MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
 
 
+LEAVE_S = 2.0
+PLACE_KEY = "headrace.keep_place"
+"""In the scope: what a connection calls its own once a request on it has shown a key."""
+
+
 class HeaderTimeout(RequestError):
     """The client did not finish its headers in time."""
 
@@ -53,55 +58,91 @@ def guarded_protocol(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio
     class Guarded(GuardedProtocol):
         connection_limits = limits
         connection_metrics = metrics
+        strangers = {}
 
     return Guarded
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Invariant: while a header block is incomplete, `_head_timer` runs and `_head_bytes` counts
-    what arrived of it."""
+    """`strangers`: the connections on which nobody has shown a key yet (without keys: asked
+    anything), oldest first. They share half of the places; the one that has waited longest makes
+    room for a new one.
+
+    Invariant: while a header block is incomplete, `_head_timer` runs and `_head_bytes` counts what
+    arrived of it. Once there is a `_refusal`, everything that arrives is discarded; it is written
+    behind the answers that were under way."""
 
     connection_limits: ConnectionLimits
     connection_metrics: Metrics
+    strangers: dict[GuardedProtocol, None]
 
     _head_timer: asyncio.TimerHandle | None = None
+    _leave_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _header_bytes = 0
+    _refusal: HeadraceError | None = None
 
     def connection_made(  # type: ignore[override]  # uvicorn's signature
         self, transport: asyncio.Transport
     ) -> None:
-        """Refuses connections over the limit; starts the clock of the first header block."""
+        """Makes room for the connection, or refuses it; starts the clock of the first header
+        block."""
         super().connection_made(transport)
-        if len(self.connections) > self.connection_limits.max_connections:
-            self.connection_metrics.add("headrace_rejections_total", reason="connections")
-            self.refuse(Unavailable("too many open connections", retry_after_s=1.0))
-            return
+        self.strangers[self] = None
         self._start_head()
+        limit = self.connection_limits.max_connections
+        if len(self.connections) > limit or len(self.strangers) > max(1, limit // 2):
+            next(stranger for stranger in self.strangers if stranger._is_idle)._make_room()
+
+    def _make_room(self) -> None:
+        if self._refusal is not None:
+            self.transport.abort()  # it has been told, and does not leave
+            del self.strangers[self]
+            return
+        self.connection_metrics.add("headrace_rejections_total", reason="connections")
+        self.refuse(Unavailable("too many open connections", retry_after_s=1.0))
+
+    def keep_place(self) -> None:
+        """A request on it has shown a key: it is no stranger any more."""
+        self.strangers.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the clock."""
+        """Stops the clocks."""
         self._end_head()
+        if self._leave_timer is not None:
+            self._leave_timer.cancel()
+        self.strangers.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser; what it holds of an unfinished header block is bounded by one read
         beyond the limit."""
-        if self.transport.is_closing():
+        if self._is_over:
             return
         super().data_received(data)
-        if self._head_timer is not None and not self.transport.is_closing():
+        if self._is_over:
+            return
+        if self._head_timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.refuse(_head_too_large())
+        elif self._is_idle and self.timeout_keep_alive_task is None:
+            self._start_head()  # an empty line, which begins no request
+
+    def eof_received(self) -> None:
+        """The client sends no more. One whose request is whole is taken to have left: nothing tells
+        it from one that still reads."""
+        unfinished = not self._is_idle and self.cycle.more_body
+        if unfinished or (self._head_timer is not None and self._head_bytes):
+            self.refuse(InvalidRequest("the connection ended before the request did"))
 
     def on_message_begin(self) -> None:
         """A further request on a kept connection: its header block gets a clock of its own."""
         super().on_message_begin()
         self._header_bytes = 0
-        abort = self.transport.abort
-        self.scope[ABORT_KEY] = abort  # type: ignore[literal-required]  # a key of ours
-        if self._head_timer is None:
+        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]  # our keys
+        self.scope[PLACE_KEY] = self.keep_place  # type: ignore[literal-required]  # our keys
+        if self._head_timer is None and not self._is_over:
             self._start_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -112,20 +153,40 @@ class GuardedProtocol(HttpToolsProtocol):
             self.refuse(_head_too_large())
 
     def on_headers_complete(self) -> None:
-        """Starts the request, unless it was refused while its headers arrived."""
+        """Starts the request, unless it is refused by its headers."""
         self._end_head()
-        if not self.transport.is_closing():
+        version = self.parser.get_http_version()
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if version not in ("1.0", "1.1"):
+            self.refuse(InvalidRequest(f"HTTP {version} is not spoken here; use HTTP/1.1"))
+        elif hosts > 1 or (version == "1.1" and not hosts):
+            self.refuse(InvalidRequest(f"{hosts} Host headers given; HTTP/1.1 asks for one"))
+        if not self._is_over:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Ignores the body of a refused request."""
-        if self.cycle is not None:
+        if not self._is_over:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Ignores the end of a refused request."""
-        if self.cycle is not None:
+        if not self._is_over:
             super().on_message_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Ignores a refused one; else the connection is the WebSocket's."""
+        if not self._is_over:
+            self.strangers.pop(self, None)
+            super().handle_websocket_upgrade()
+
+    def on_response_complete(self) -> None:
+        """A refusal that has waited for this answer follows it."""
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last and self._refusal is not None:
+            self._unset_keepalive_if_required()
+            self._write_refusal(self._refusal)
 
     def send_400_response(self, msg: str) -> None:
         """What the parser refuses (bad syntax, Content-Length beside Transfer-Encoding) in OpenAI's
@@ -133,18 +194,42 @@ class GuardedProtocol(HttpToolsProtocol):
         self.refuse(InvalidRequest("the bytes received are not a valid HTTP request"))
 
     def refuse(self, error: HeadraceError) -> None:
-        """Answers outside ASGI and closes; a second refusal on a closing connection is ignored."""
+        """Answers outside ASGI and ends the connection, once the requests before this one are
+        answered; a second refusal is ignored."""
         self._end_head()
-        if self.transport.is_closing():
+        if self._is_over:
             return
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle.response_started:
-                self.transport.close()  # an answer is under way: nothing may be written into it
-                return
+        self._refusal = error
+        if self._is_idle:
+            self._write_refusal(error)
+        elif not self.cycle.more_body:
+            return  # an answer is under way: nothing may be written into it
+        elif self.pipeline:
+            self.pipeline.popleft()  # the wrong request is this one, which waits for others
+        elif self.cycle.response_started:
+            self.transport.close()
+        else:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self._write_refusal(error)
+
+    def _write_refusal(self, error: HeadraceError) -> None:
+        """Writes it and closes our side; what still comes is read for a while, or the answer would
+        be lost in a reset."""
+        if self.transport.is_closing():
+            return
         self.transport.write(refusal(error, self.connection_limits.errors))
-        self.transport.close()
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._leave_timer = self.loop.call_later(LEAVE_S, self.transport.close)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_over(self) -> bool:
+        return self._refusal is not None or self.transport.is_closing()
 
     def _start_head(self) -> None:
         self._head_bytes = 0
