@@ -48,6 +48,18 @@ def test_its_schemas_are_valid_and_every_reference_leads_somewhere(document: Any
     assert not any("headrace" in name for name in schemas), "names are those of the requests"
 
 
+def test_fields_of_a_query_are_parameters(document: Any) -> None:
+    (mode, clear) = document["paths"]["/pause"]["post"]["parameters"]
+    assert (mode["name"], mode["in"], mode["required"]) == ("mode", "query", False)
+    assert mode["schema"]["default"] == "abort" and "keep" in mode["schema"]["enum"]
+    assert clear["name"] == "clear_cache" and clear["schema"]["type"] == "boolean"
+    for item in document["paths"].values():
+        for operation in item.values():
+            for parameter in operation.get("parameters", ()):
+                jsonschema.Draft202012Validator.check_schema(parameter["schema"])
+    assert "parameters" not in document["paths"]["/resume"]["post"]
+
+
 SAID: Any = [{"role": "user", "content": "x"}]
 BODIES: list[tuple[str, Any]] = [
     ("/v1/chat/completions", {"model": "m", "messages": SAID}),

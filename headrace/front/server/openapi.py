@@ -5,7 +5,7 @@ nothing can be out of date."""
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from headrace.front.server.conversation.context import RequestContext, json_resp
 
 Json = dict[str, Any]
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+NO_DEFAULTS: Mapping[str, Any] = {}
 _REFERENCE = "#/components/schemas/{name}"
 
 
@@ -39,8 +40,8 @@ class Error(msgspec.Struct, kw_only=True):
 
 
 class ApiRoute(Route):
-    """A route that can be described: `bodies` are the structs its request may be; with `sockets` it
-    also upgrades."""
+    """A route that can be described: `bodies` are the structs its request may be, `query` the one
+    whose fields stand in its query, with `defaults` of its own; with `sockets` it also upgrades."""
 
     def __init__(
         self,
@@ -50,11 +51,15 @@ class ApiRoute(Route):
         methods: Sequence[str],
         doc: str,
         bodies: Sequence[type[msgspec.Struct]] = (),
+        query: type[msgspec.Struct] | None = None,
+        defaults: Mapping[str, Any] = NO_DEFAULTS,
         sockets: bool = False,
     ) -> None:
         super().__init__(path, endpoint, methods=list(methods))
         self.doc = doc
         self.bodies = bodies
+        self.query = query
+        self.defaults = defaults
         self.sockets = sockets
         self.described = list(methods)
 
@@ -98,17 +103,34 @@ def _operation(route: ApiRoute, method: str, *, is_public: bool) -> Json:
         operation["tags"] = ["admin"]
     if route.sockets:
         operation["x-websocket"] = True
-    if parameters := _PARAMETER.findall(route.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in parameters
-        ]
+    if parameters := _parameters(route):
+        operation["parameters"] = parameters
     if route.bodies:
         schemas = [{"$ref": _REFERENCE.format(name=body.__name__)} for body in route.bodies]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         content = {"application/json": {"schema": schema}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
+
+
+def _parameters(route: ApiRoute) -> list[Json]:
+    names = _PARAMETER.findall(route.path)
+    parameters: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+    if route.query is None:
+        return parameters
+    _, components = msgspec.json.schema_components([route.query])
+    described = components[route.query.__name__]
+    for name, schema in described["properties"].items():
+        if name in names:
+            continue
+        required = name in described.get("required", ()) and name not in route.defaults
+        if name in route.defaults:
+            schema = {**schema, "default": route.defaults[name]}
+        parameters.append({"name": name, "in": "query", "required": required, "schema": schema})
+    return parameters
 
 
 def _answer(route: ApiRoute) -> Json:

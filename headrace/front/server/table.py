@@ -283,9 +283,15 @@ def _administers(route: named.NamedRoute) -> ApiRoute:
         status = 503 if document.get("status") == "unavailable" else 200
         return json_response(route.answer(document), status=status)
 
-    bodies = (route.reads,) if route.has_body and route.reads.__struct_fields__ else ()
-    methods = route.methods or (operation.method,)
-    return ApiRoute(route.path, endpoint, methods=methods, doc=operation.doc, bodies=bodies)
+    return ApiRoute(
+        route.path,
+        endpoint,
+        methods=route.methods or (operation.method,),
+        doc=operation.doc,
+        bodies=(route.reads,) if route.has_body and route.reads.__struct_fields__ else (),
+        query=None if route.has_body else route.reads,
+        defaults=route.fixed,
+    )
 
 
 async def _document(request: Request) -> object:

@@ -196,18 +196,13 @@ def measure_missing(
     shapes: Iterable[tuple[GemmShape, torch.dtype]],
     device: GemmDevice,
     say: Callable[[str], None],
-    *,
-    stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Measures the shapes that no table of this GPU holds and keeps each in the user's table as
-    soon as it is known; asks `stop` before each, so that an idle server can be interrupted. Returns
-    how many were measured."""
+    soon as it is known. Returns how many were measured."""
     count = 0
     for shape, dtype in shapes:
         if shape.key in measured(device):
             continue
-        if stop():
-            break
         write(user_file(device), device, tune([shape], dtype, say))
         count += 1
     return count
