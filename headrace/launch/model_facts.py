@@ -26,7 +26,9 @@ from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
-from headrace.base.config.refused import refuse_quantization, refuse_remote_code
+from headrace.base.config.quantization import stored_quantization
+from headrace.base.config.quantized_tensors import find_quantized
+from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
@@ -91,10 +93,10 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
         facts = describe(located, gguf_config(file), generation, _gguf_stored(file), family=family)
         template = file.text("tokenizer.chat_template")
         return msgspec.structs.replace(facts, chat_template=template)
-    config = read_json(located.path / "config.json")
+    config = read_config(located.path)
     generation_path = located.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
-    stored = None if located.format == "dummy" else _safetensors_stored(located.path)
+    stored = None if located.format == "dummy" else _safetensors_stored(located.path, config)
     return describe(located, config, generation, stored, family=family)
 
 
@@ -105,6 +107,18 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     num_params: int
     num_bytes: int
     dtype: str | None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json; what a ModelOpt checkpoint says of its weights in a file of its own stands under
+    `quantization_config`, as newer ones have it."""
+    config = read_json(folder / "config.json")
+    beside = folder / "hf_quant_config.json"
+    if "quantization_config" not in config and beside.is_file():
+        inside = ConfigReader(read_json(beside), str(beside)).section("quantization")
+        if inside is not None:
+            config["quantization_config"] = {"quant_method": "modelopt", **inside.raw}
+    return config
 
 
 def describe(
@@ -121,7 +135,7 @@ def describe(
     named = architecture_of(config) if family == "auto" else Architecture(family=family)
     chosen = named.family
     if located.format == "safetensors":
-        refuse_quantization(config, where)
+        stored_quantization(config, where)
     if chosen == FALLBACK:
         refuse_remote_code(config, where)
     reader = _text_part(ConfigReader(config, where))
@@ -236,9 +250,30 @@ def _count_params(
     return tables * reader.int("vocab_size", ge=1) * hidden + layers * layer + hidden
 
 
-def _safetensors_stored(folder: Path) -> Stored:
-    headers = [read_safetensors_header(path) for path in find_weight_files(folder).files]
-    return _stored(tensor for header in headers for tensor in header.values())
+def _safetensors_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
+    headers: dict[str, StoredTensor] = {}
+    for path in find_weight_files(folder).files:
+        headers |= read_safetensors_header(path)
+    quantization = stored_quantization(config, f"{folder}/config.json")
+    if quantization is None:
+        return _stored(headers.values())
+    tensors = find_quantized(
+        quantization, headers, lambda name: _content(headers[name]), str(folder)
+    )
+    hidden = tensors.claimed | tensors.activation_scales
+    plain = _stored(tensor for name, tensor in headers.items() if name not in hidden)
+    count = sum(math.prod(weight.shape) for weight in tensors.weights.values())
+    return Stored(
+        num_params=plain.num_params + count,
+        num_bytes=plain.num_bytes + count * DTYPE_BYTES[plain.dtype or "bfloat16"],
+        dtype=plain.dtype,
+    )
+
+
+def _content(tensor: StoredTensor) -> bytes:
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        return file.read(tensor.num_bytes)
 
 
 def _stored(tensors: Iterable[StoredTensor]) -> Stored:

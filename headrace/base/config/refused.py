@@ -1,5 +1,4 @@
-"""What a config.json may not ask for: code of its own, weights stored in a format that cannot be
-read."""
+"""What a config.json may not ask for: code of its own."""
 
 from __future__ import annotations
 
@@ -34,17 +33,3 @@ def refuse_remote_code(raw: Mapping[str, Any], where: str) -> None:
             "use a model whose architecture is supported",
             field=keys[0],
         )
-
-
-def refuse_quantization(raw: Mapping[str, Any], where: str) -> None:
-    """Refuses a checkpoint whose weights are stored in a quantized format, by its key."""
-    for key in ("quantization_config", "compression_config"):
-        for part, inside in (("", raw), *((f"{name}.", part) for name, part in raw.items())):
-            config = inside.get(key) if isinstance(inside, Mapping) else None
-            if config:
-                method = config.get("quant_method") if isinstance(config, Mapping) else config
-                raise CheckpointError(
-                    f"{where}: {part}{key}.quant_method is {method!r}: safetensors quantized so cannot be read; take "
-                    "the plain checkpoint (--quantization int8, fp8 or int4 packs it on load) or a GGUF file",
-                    field=key,
-                )

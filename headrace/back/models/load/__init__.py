@@ -23,6 +23,7 @@ from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import check, fill
 from headrace.back.models.load.gguf import GGUFSource
 from headrace.back.models.load.manifest import verify_manifest
+from headrace.back.models.load.quantized import QuantizedSource
 from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.models.load.source import Source
 from headrace.back.models.protocol import LoadableModel
@@ -30,6 +31,7 @@ from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.stored import Stored
+from headrace.base.config.quantization import stored_quantization
 from headrace.base.config.resolved import Decision, ModelSpec
 from headrace.base.errors import CheckpointError
 
@@ -115,6 +117,8 @@ def _load(
             report.decisions += (_verified(Path(spec.manifest), Path(spec.path)),)
         source = open_source(spec)
     with closing(source):
+        if isinstance(source, QuantizedSource):
+            report.decisions += source.decisions(spec.quantization or spec.dtype)
         stored, why = stored_blocks(spec, source, device)
         with report.phase("check"):
             meta = torch.device("meta")
@@ -168,7 +172,11 @@ def open_source(spec: ModelSpec) -> Source:
     if spec.format not in SOURCES:
         known = ", ".join(sorted(SOURCES))
         raise CheckpointError(f"load_format {spec.format!r} is not one of {known}, dummy")
-    return SOURCES[spec.format](Path(spec.path))
+    source = SOURCES[spec.format](Path(spec.path))
+    if not isinstance(source, SafetensorsSource):
+        return source
+    quantization = stored_quantization(spec.config, f"{spec.path}/config.json")
+    return source if quantization is None else QuantizedSource(source, quantization)
 
 
 def _fill_dummy(model: LoadableModel, seed: int) -> None:

@@ -95,6 +95,11 @@ class SafetensorsSource:
             data = data.clone()
         target.copy_(data.view(dtype).view(shape)[source])
 
+    def content(self, name: str) -> bytes:
+        """All bytes of a small tensor."""
+        stored = self._stored[name]
+        return os.pread(self._files[stored.path], stored.num_bytes, stored.offset)
+
     def blocks(self, name: str) -> StoredRows:
         """There are none in this format."""
         raise AssertionError(f"{name} is not stored in blocks")

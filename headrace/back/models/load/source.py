@@ -39,7 +39,7 @@ class CheckpointTensor:
     @property
     def blocks(self) -> bool:
         """Whether the source can give the stored blocks (`Source.blocks`)."""
-        return self.dequantized and self.dtype not in PLAIN
+        return self.squeezed and self.dequantized and self.dtype not in PLAIN
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether this is the tensor a model wants as `shape`."""

@@ -1,0 +1,125 @@
+"""A safetensors checkpoint with quantized weights as a source of plain ones: each is dequantized, a
+run of rows at a time, as it is copied to where the model wants it.
+
+On a device the stored tensors are brought there first, and become floats there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import product
+
+import torch
+
+from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSource
+from headrace.back.models.load.source import CheckpointTensor
+from headrace.back.parallel.param import StoredRows
+from headrace.back.quant.formats import READERS
+from headrace.base.config.quantization import StoredQuantization
+from headrace.base.config.quantized_tensors import (
+    QuantizedTensor,
+    find_quantized,
+)
+from headrace.base.config.resolved import Decision
+
+HOST_ELEMENTS, DEVICE_ELEMENTS = 1 << 20, 1 << 25
+"""Values that are floats at once: on the host what a core's cache holds."""
+
+
+class QuantizedSource:
+    """The tensors of `files`, the quantized weights under their own names."""
+
+    def __init__(self, files: SafetensorsSource, quantization: StoredQuantization) -> None:
+        self.where = files.where
+        self._files = files
+        self._method = quantization.method
+        tensors = find_quantized(quantization, files.entries, files.content, files.where)
+        self._weights = tensors.weights
+        self._scales = tensors.activation_scales
+        hidden = tensors.claimed | tensors.activation_scales
+        plain = {name: entry for name, entry in files.entries.items() if name not in hidden}
+        self.entries: Mapping[str, CheckpointTensor] = plain | {
+            name: self._entry(weight) for name, weight in tensors.weights.items()
+        }
+
+    def _entry(self, weight: QuantizedTensor) -> CheckpointTensor:
+        values = self._files.entries[weight.members["values"]]
+        return CheckpointTensor(
+            shape=weight.shape,
+            dtype=weight.kind,
+            where=values.where,
+            order=values.order,
+            dequantized=True,
+        )
+
+    def decisions(self, dtype: str) -> tuple[Decision, ...]:
+        """How many weights of which kind are dequantized, and what is not made use of."""
+        kinds = Counter(weight.kind for weight in self._weights.values())
+        count = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+        weights = Decision(
+            "weights", self._method, dtype, f"{count or 'none'}: dequantized while they load"
+        )
+        if not self._scales:
+            return (weights,)
+        why = "activations and the KV cache get scales as they come"
+        return weights, Decision("scales", f"{len(self._scales)} stored", "not used", why)
+
+    def copy(
+        self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
+    ) -> None:
+        """Writes `weight[source]`, dequantized in float32, in the target's dtype."""
+        weight = self._weights.get(name)
+        if weight is None:
+            self._files.copy(name, shape, source, target)
+            return
+        *outer, rows, columns = (
+            slice(*cut.indices(size)) for cut, size in zip(source, shape, strict=True)
+        )
+        for place in product(*(range(cut.stop - cut.start) for cut in outer)):
+            index = tuple(cut.start + i for cut, i in zip(outer, place, strict=True))
+            self._copy_matrix(weight, index, rows, columns, target[place])
+
+    def _copy_matrix(
+        self,
+        weight: QuantizedTensor,
+        index: tuple[int, ...],
+        rows: slice,
+        columns: slice,
+        target: torch.Tensor,
+    ) -> None:
+        on_host = target.device.type == "cpu"
+        width = max(1, columns.stop - columns.start)
+        step = max(32, (HOST_ELEMENTS if on_host else DEVICE_ELEMENTS) // width // 32 * 32)
+
+        def read(role: str, *cuts: slice) -> torch.Tensor:
+            return self._member(weight.members[role], index, cuts, target.device)
+
+        reader = READERS[weight.numbers.arrangement]
+        for first in range(rows.start, rows.stop, step):
+            part = slice(first, min(first + step, rows.stop))
+            groups = reader(weight, read, part, columns)
+            at = slice(part.start - rows.start, part.stop - rows.start)
+            target[at].copy_(groups.dequantized())
+
+    def _member(
+        self, name: str, index: tuple[int, ...], cuts: tuple[slice, ...], device: torch.device
+    ) -> torch.Tensor:
+        entry = self._files.entries[name]
+        lead = tuple(slice(i, i + 1) for i in index) if len(entry.shape) > len(index) else ()
+        missing = len(entry.shape) - len(lead) - len(cuts)
+        cuts = (*lead, *cuts, *(slice(None),) * missing)
+        sizes = [
+            len(range(*cut.indices(size))) for cut, size in zip(cuts, entry.shape, strict=True)
+        ]
+        part = torch.empty(sizes, dtype=TORCH_DTYPES[entry.dtype], device=device)
+        self._files.copy(name, entry.shape, cuts, part)
+        return part.view(sizes[len(lead) :])
+
+    def blocks(self, name: str) -> StoredRows:
+        """There are none in this format."""
+        return self._files.blocks(name)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._files.close()

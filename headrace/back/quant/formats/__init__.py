@@ -1,0 +1,35 @@
+"""The numbers of quantized checkpoint tensors: for each arrangement (base/config/
+quantized_tensors.py), what a rectangle of the weight is made of.
+
+A reader returns `Groups`: values, and scales (and zero points) that groups of columns share. It
+reads only the tensors' parts that it needs, wherever they are to be (host or device). Nothing here
+knows kernels; kernels never see a format.
+
+R rows, C columns of the rectangle, G groups of its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headrace.back.quant.formats import bitsandbytes, floats4, packed, scaled
+from headrace.back.quant.formats.groups import Groups, Read
+from headrace.base.config.quantized_tensors import QuantizedTensor
+
+Reader = Callable[[QuantizedTensor, Read, slice, slice], Groups]
+
+
+READERS: Mapping[str, Reader] = {
+    "gptq": packed.gptq,
+    "awq": packed.awq,
+    "packed": packed.compressed,
+    "scaled": scaled.scaled,
+    "fp8-blocks": scaled.scaled,
+    "bnb-int8": scaled.bitsandbytes,
+    "nvfp4": floats4.modelopt,
+    "nvfp4-packed": floats4.compressed,
+    "mxfp4-packed": floats4.powers,
+    "mxfp4-blocks": floats4.gpt_oss,
+    "bnb-4bit": bitsandbytes.levels,
+}
+"""Arrangement -> reader."""

@@ -1,0 +1,72 @@
+"""e2m1 numbers, two to a byte, lowest first, with a scale for 16 inputs (NVFP4: e4m3, and one
+float32 for all) or for 32 (MXFP4: powers of two).
+
+Source: Open Compute Project, Microscaling Formats (MX) 1.0, section 5.3; NVFP4 as ModelOpt 0.29 and
+compressed-tensors 0.9 write it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.quant.formats.groups import Groups, Read, column_groups
+from headrace.back.quant.formats.scaled import powers_of_two
+from headrace.base.config.quantized_tensors import QuantizedTensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def modelopt(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """value * scale * outer."""
+    return _nvfp4(tensor, read, rows, columns, read("outer").float())
+
+
+def compressed(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """value * scale / outer."""
+    return _nvfp4(tensor, read, rows, columns, 1 / read("outer").float())
+
+
+def _nvfp4(
+    tensor: QuantizedTensor, read: Read, rows: slice, columns: slice, outer: torch.Tensor
+) -> Groups:
+    scales = read("scales", rows, slice(None)).float() * outer.reshape(1, 1)
+    return _grouped(tensor, _values(read, rows, columns), scales, columns)
+
+
+def powers(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """value * 2 ** (scale - 127)."""
+    scales = powers_of_two(read("scales", rows, slice(None)))
+    return _grouped(tensor, _values(read, rows, columns), scales, columns)
+
+
+def gpt_oss(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """The same, from values [O, I / 32, 16] where the weight is [I, O]: rows are inputs."""
+    groups = slice(rows.start // 32, -(-rows.stop // 32))
+    blocks = read("values", columns, groups, slice(None))
+    values_CR = _levels(blocks).flatten(1)[:, rows.start - groups.start * 32 :]
+    scales_CG = powers_of_two(read("scales", columns, groups))
+    group_R = torch.arange(rows.start, rows.stop, device=blocks.device) // 32 - groups.start
+    values_RC = values_CR[:, : rows.stop - rows.start].t() * scales_CG.t()[group_R]
+    return Groups(values_RC=values_RC, scales_RG=values_RC.new_ones(1, 1))
+
+
+def _grouped(
+    tensor: QuantizedTensor, values: torch.Tensor, scales: torch.Tensor, columns: slice
+) -> Groups:
+    assert tensor.numbers.group is not None, tensor
+    group = column_groups(columns, tensor.numbers.group[1], values.device)
+    return Groups(values_RC=values, scales_RG=scales, group_C=group)
+
+
+def _values(read: Read, rows: slice, columns: slice) -> torch.Tensor:
+    halves = slice(columns.start // 2, -(-columns.stop // 2))
+    values = _levels(read("values", rows, halves))
+    first = columns.start % 2
+    return values[:, first : first + columns.stop - columns.start]
+
+
+def _levels(packed: torch.Tensor) -> torch.Tensor:
+    """float32 numbers of bytes, twice as many along the last dimension."""
+    table = torch.tensor(E2M1, device=packed.device)
+    both = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return table[both.int()]

@@ -1,0 +1,61 @@
+"""What every format's reader returns, and what they share: bit fields, and groups of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Read = Callable[..., torch.Tensor]
+"""`read(role, *slices)`: that part of a member, the leading index of its expert left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """A rectangle of a weight: (value - zero) * scale.
+
+    values_RC    integers or floats, in any dtype
+    scales_RG    floats
+    zeros_RG     None: 0
+    group_C      int64, which group a column belongs to; None: column c to c * G // C
+    """
+
+    values_RC: torch.Tensor
+    scales_RG: torch.Tensor
+    zeros_RG: torch.Tensor | None = None
+    group_C: torch.Tensor | None = None
+
+    def dequantized(self) -> torch.Tensor:
+        """float32 [R, C]."""
+        values = self.values_RC.float()
+        if self.zeros_RG is not None:
+            values = values - self._columns(self.zeros_RG.float())
+        return values * self._columns(self.scales_RG.float())
+
+    def _columns(self, by_group_RG: torch.Tensor) -> torch.Tensor:
+        if by_group_RG.shape[1] == 1:
+            return by_group_RG
+        assert self.group_C is not None
+        return by_group_RG[:, self.group_C]
+
+
+def column_groups(columns: slice, group: int, device: torch.device) -> torch.Tensor | None:
+    """The group of each column, of groups of that many neighbours; None: all are one group."""
+    if group == 0:
+        return None
+    return torch.arange(columns.start, columns.stop, device=device) // group
+
+
+def fields(words: torch.Tensor, bits: int, first: int, count: int) -> torch.Tensor:
+    """Fields first .. first + count of a stream of bits along the last dimension, lowest bits
+    first, as int16; a field may lie across two words. `words` int32 [..., W], of which the first
+    begins with field 0."""
+    at = torch.arange(first, first + count, device=words.device) * bits
+    word, shift = at // 32, at % 32
+    wide = words.long() & 0xFFFFFFFF
+    low = wide[..., word] >> shift
+    if 32 % bits:
+        after = wide[..., (word + 1).clamp(max=words.shape[-1] - 1)]
+        low = low | torch.where(shift + bits > 32, after << (32 - shift), 0)
+    return (low & ((1 << bits) - 1)).to(torch.int16)

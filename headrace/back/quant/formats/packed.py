@@ -1,0 +1,97 @@
+"""Integers of 2 to 8 bits packed into words of 32: GPTQ, AWQ and compressed-tensors.
+
+Source: the formats as AutoGPTQ 0.7 and GPTQModel 2, AutoAWQ 0.2 (GEMM) and compressed-tensors 0.9
+write them. O outputs, I inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.quant.formats.groups import Groups, Read, column_groups, fields
+from headrace.base.config.quantized_tensors import QuantizedTensor
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which of a word's eight fields holds output i: 0, 2, 4, 6 come first, then 1, 3, 5, 7."""
+
+
+def gptq(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values packed along the inputs [I bits / 32, O], zero points along the outputs [G, O bits /
+    32] (in version 1 less one), scales [G, O]; `order` [I] says each input's group (act-order)."""
+    numbers = tensor.numbers
+    bits = numbers.bits
+    packed = read("values", _words(columns, bits), rows).t()
+    values = fields(packed, bits, *_within(columns, bits))
+    scales_GR = read("scales", slice(None), rows)
+    zero_words = read("zeros", slice(None), _words(rows, bits))
+    zeros_GR = fields(zero_words, bits, *_within(rows, bits)) + numbers.zero_offset
+    return Groups(
+        values_RC=values,
+        scales_RG=scales_GR.t(),
+        zeros_RG=(zeros_GR & ((1 << bits) - 1)).t(),
+        group_C=_groups(tensor, read, columns, values.device),
+    )
+
+
+def awq(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values [I, O / 8] and zero points [G, O / 8] with eight outputs to a word, interleaved;
+    scales [G, O]."""
+    words = slice(rows.start // 8, -(-rows.stop // 8))
+    first = rows.start - words.start * 8
+
+    def outputs(packed: torch.Tensor) -> torch.Tensor:
+        order = torch.tensor(AWQ_ORDER, device=packed.device) * 4
+        unpacked = ((packed[..., None] >> order) & 15).flatten(-2).to(torch.int16)
+        return unpacked[:, first : first + rows.stop - rows.start].t()
+
+    values = outputs(read("values", columns, words))
+    return Groups(
+        values_RC=values,
+        scales_RG=read("scales", slice(None), rows).t(),
+        zeros_RG=outputs(read("zeros", slice(None), words)),
+        group_C=_groups(tensor, read, columns, values.device),
+    )
+
+
+def compressed(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values [O, I bits / 32] with an offset of half the range, as zero points [O bits / 32, G]
+    have it; scales [O, G], or one."""
+    bits = tensor.numbers.bits
+    half = 1 << (bits - 1)
+    packed = read("values", rows, _words(columns, bits))
+    values = fields(packed, bits, *_within(columns, bits)) - half
+    zeros = None
+    if "zeros" in tensor.members:
+        words = read("zeros", _words(rows, bits), slice(None)).t()
+        zeros = (fields(words, bits, *_within(rows, bits)) - half).t()
+    one = tensor.numbers.group == (0, 0)
+    scales = read("scales").reshape(1, 1) if one else read("scales", rows, slice(None))
+    return Groups(
+        values_RC=values,
+        scales_RG=scales,
+        zeros_RG=zeros,
+        group_C=_groups(tensor, read, columns, values.device),
+    )
+
+
+def _groups(
+    tensor: QuantizedTensor, read: Read, columns: slice, device: torch.device
+) -> torch.Tensor | None:
+    if "order" in tensor.members:
+        return read("order", columns).long()
+    assert tensor.numbers.group is not None, tensor
+    return column_groups(columns, tensor.numbers.group[1], device)
+
+
+def _words(span: slice, bits: int) -> slice:
+    """The words that hold fields span.start .. span.stop, from a word on that begins with a
+    field."""
+    run = 32 if 32 % bits else 32 // bits
+    words = run * bits // 32
+    return slice(span.start // run * words, -(-span.stop // run) * words)
+
+
+def _within(span: slice, bits: int) -> tuple[int, int]:
+    """Where the fields begin in these words, and how many they are."""
+    run = 32 if 32 % bits else 32 // bits
+    return span.start % run, span.stop - span.start

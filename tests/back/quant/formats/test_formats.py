@@ -1,0 +1,254 @@
+"""Every format's numbers equal what the public packages read back (golden.py), or what the packers
+below store, in any rectangle. QNT-01 QNT-02 QNT-05 QNT-06."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from headrace.back.models.load.quantized import QuantizedSource
+from headrace.back.models.load.safetensors import SafetensorsSource
+from headrace.base.config.quantization import stored_quantization
+from headrace.base.errors import CheckpointError
+
+GOLDEN = Path(__file__).with_name("golden.safetensors")
+Stored = dict[str, torch.Tensor]
+
+
+def golden_cases() -> list[str]:
+    with safe_open(GOLDEN, "pt") as file:
+        return sorted(name for name in file.metadata() if name != "format")
+
+
+def golden(case: str) -> tuple[dict[str, Any], Stored, torch.Tensor]:
+    with safe_open(GOLDEN, "pt") as file:
+        config = json.loads(file.metadata()[case])
+    prefix, tensors = f"{case}.", load_file(GOLDEN)
+    stored = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(f"{prefix}module.")
+    }
+    return config, stored, tensors[f"{prefix}expected"]
+
+
+def open_weight(folder: Path, config: dict[str, Any], stored: Stored) -> QuantizedSource:
+    save_file(
+        {name: value.contiguous() for name, value in stored.items()}, folder / "model.safetensors"
+    )
+    quantization = stored_quantization({"quantization_config": config}, "config.json")
+    assert quantization is not None
+    return QuantizedSource(SafetensorsSource(folder), quantization)
+
+
+def assert_rectangles(source: QuantizedSource, name: str, expected: torch.Tensor) -> None:
+    """The whole weight, and pieces of it that begin and end anywhere."""
+    shape = tuple(expected.shape)
+    assert source.entries[name].shape == shape
+    cuts = [tuple(slice(0, size) for size in shape)]
+    cuts += [tuple(slice(size // 3, size - 1) for size in shape)]
+    cuts += [tuple(slice(size // 2, size) for size in shape)]
+    cuts += [(*(slice(0, size) for size in shape[:-1]), slice(7, 8))]
+    for cut in cuts:
+        assert_rectangle(source, name, expected, cut)
+
+
+def assert_rectangle(
+    source: QuantizedSource, name: str, expected: torch.Tensor, cut: tuple[slice, ...]
+) -> None:
+    """Equal within the roundings of the dtype that the expected values were computed in."""
+    wanted = expected[cut].float()
+    target = torch.full(wanted.shape, torch.nan)
+    source.copy(name, tuple(expected.shape), cut, target)
+    rounding = 2 * torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(target, wanted, rtol=rounding, atol=0)
+
+
+@pytest.mark.parametrize("case", golden_cases())
+def test_what_packages_have_written_is_read_as_they_read_it(case: str, tmp_path: Path) -> None:
+    config, stored, expected = golden(case)
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert list(source.entries) == ["module.weight"]
+        assert_rectangles(source, "module.weight", expected)
+
+
+def bit_stream(values_NC: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of fields as int32 words, lowest bits first, by Python's integers."""
+    rows = []
+    for row in values_NC.tolist():
+        number = sum(int(value) << (i * bits) for i, value in enumerate(row))
+        count = -(-len(row) * bits // 32)
+        rows.append([number >> (32 * i) & 0xFFFFFFFF for i in range(count)])
+    return torch.tensor(rows, dtype=torch.int64).to(torch.int32)
+
+
+def integers(bits: int, groups: int, order_I: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Values [O, I], scales and zero points [O, G], and the weight they stand for."""
+    generator = torch.Generator().manual_seed(bits)
+    outputs, top = 32, 1 << bits
+    values = torch.randint(0, top, (outputs, len(order_I)), generator=generator)
+    zeros = torch.randint(1, top, (outputs, groups), generator=generator)
+    scales = (torch.rand(outputs, groups, generator=generator) + 0.1).half()
+    weight = (values - zeros[:, order_I]) * scales.float()[:, order_I]
+    return values, scales, zeros, weight
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq(bits: int, version: str, act_order: bool, tmp_path: Path) -> None:
+    order = torch.arange(96) // 32
+    if act_order:
+        order = order[torch.randperm(96, generator=torch.Generator().manual_seed(3))]
+    values, scales, zeros, weight = integers(bits, 3, order)
+    stored_zeros = zeros - 1 if version == "gptq" else zeros
+    stored = {
+        "module.qweight": bit_stream(values, bits).t(),
+        "module.qzeros": bit_stream(stored_zeros.t(), bits),
+        "module.scales": scales.t(),
+        "module.g_idx": order.int(),
+    }
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": 32,
+        "desc_act": act_order,
+        "checkpoint_format": version,
+    }
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", weight)
+
+
+def awq_words(values_NO: torch.Tensor) -> torch.Tensor:
+    """Eight outputs to a word in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits."""
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    return bit_stream(values_NO.unflatten(1, (-1, 8))[..., order].flatten(1), 4)
+
+
+def awq_stored() -> tuple[Stored, torch.Tensor]:
+    values, scales, zeros, weight = integers(4, 2, torch.arange(64) // 32)
+    stored = {
+        "module.qweight": awq_words(values.t()),
+        "module.qzeros": awq_words(zeros.t()),
+        "module.scales": scales.t(),
+    }
+    return stored, weight
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def test_awq(tmp_path: Path) -> None:
+    stored, weight = awq_stored()
+    with closing(open_weight(tmp_path, AWQ, stored)) as source:
+        assert_rectangles(source, "module.weight", weight)
+
+
+def test_fp8_in_blocks_whose_last_ones_are_cut(tmp_path: Path) -> None:
+    weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 3, generator=torch.Generator().manual_seed(2))
+    stored = {"module.weight": weight, "module.weight_scale_inv": scales}
+    spread = scales.repeat_interleave(16, 0)[:40].repeat_interleave(32, 1)[:, :72]
+    config = {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", weight.float() * spread)
+
+
+def test_fp8_of_experts_in_one_tensor(tmp_path: Path) -> None:
+    weight = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1))
+    weight = weight.to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, 2, generator=torch.Generator().manual_seed(2))
+    stored = {"mlp.experts.gate_up_proj": weight, "mlp.experts.gate_up_proj_scale_inv": scales}
+    spread = scales.repeat_interleave(16, 1).repeat_interleave(32, 2)
+    config = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "mlp.experts.gate_up_proj", weight.float() * spread)
+
+
+def test_mxfp4_of_gpt_oss_equals_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(4)
+    blocks = torch.randint(0, 256, (2, 12, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 134, (2, 12, 3), dtype=torch.uint8, generator=generator)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    stored = {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}
+    with closing(open_weight(tmp_path, {"quant_method": "mxfp4"}, stored)) as source:
+        assert_rectangles(source, "experts.down_proj", expected)
+
+
+def test_modelopt_nvfp4_multiplies_by_its_outer_scale(tmp_path: Path) -> None:
+    _, stored, expected = golden("nvfp4")
+    stored = {
+        "module.weight": stored["module.weight_packed"],
+        "module.weight_scale": stored["module.weight_scale"],
+        "module.weight_scale_2": 1 / stored["module.weight_global_scale"][0],
+        "module.input_scale": torch.ones(()),
+        "attn.k_proj.k_scale": torch.ones(()),
+    }
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert list(source.entries) == ["module.weight"]
+        assert_rectangles(source, "module.weight", expected)
+        assert [one.field for one in source.decisions("bfloat16")] == ["weights", "scales"]
+
+
+def test_int8_of_bitsandbytes(tmp_path: Path) -> None:
+    weight = torch.randint(-127, 128, (8, 16), generator=torch.Generator().manual_seed(1))
+    magnitudes = torch.rand(8, generator=torch.Generator().manual_seed(2))
+    stored = {"module.weight": weight.to(torch.int8), "module.SCB": magnitudes}
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", weight * magnitudes[:, None] / 127)
+
+
+@given(st.data())
+def test_any_rectangle_of_any_format(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    case = data.draw(st.sampled_from(golden_cases()))
+    config, stored, expected = golden(case)
+    cut = []
+    for size in expected.shape:
+        first = data.draw(st.integers(0, size - 1))
+        cut.append(slice(first, data.draw(st.integers(first + 1, size))))
+    folder = tmp_path_factory.mktemp("weights")
+    with closing(open_weight(folder, config, stored)) as source:
+        assert_rectangle(source, "module.weight", expected, tuple(cut))
+
+
+def test_a_missing_scale_is_named(tmp_path: Path) -> None:
+    stored, _ = awq_stored()
+    del stored["module.scales"]
+    with pytest.raises(CheckpointError, match=r"module\.qweight is quantized.*module\.scales is"):
+        open_weight(tmp_path, AWQ, stored)
+
+
+def test_a_scale_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    stored, _ = awq_stored()
+    stored["module.scales"] = stored["module.scales"][:1]
+    with pytest.raises(
+        CheckpointError, match=r"module\.scales has the shape \[1, 32\], not \[2, 32\]"
+    ):
+        open_weight(tmp_path, AWQ, stored)
+
+
+def test_a_weight_that_the_config_says_is_plain_is_refused(tmp_path: Path) -> None:
+    stored, _ = awq_stored()
+    config = {**AWQ, "modules_to_not_convert": ["module"]}
+    with pytest.raises(CheckpointError, match=r"module\.qweight is quantized.*plain"):
+        open_weight(tmp_path, config, stored)
+
+
+def test_a_surplus_scale_stays_in_the_list_of_tensors(tmp_path: Path) -> None:
+    stored, _ = awq_stored()
+    stored["other.scales"] = torch.ones(2, 8)
+    with closing(open_weight(tmp_path, AWQ, stored)) as source:
+        assert "other.scales" in source.entries

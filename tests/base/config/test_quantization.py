@@ -1,0 +1,107 @@
+"""`quantization_config` becomes rules; unknown variants are refused by key, value and known values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.base.config.quantization import StoredQuantization, stored_quantization
+from headrace.base.errors import CheckpointError
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+MIXED = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": FP8, "format": "float-quantized"},
+        "group_1": {"targets": ["re:.*down_proj"], "weights": INT4, "format": "pack-quantized"},
+    },
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+}
+
+
+def read(config: dict[str, Any], section: str | None = None) -> StoredQuantization | None:
+    raw = {"quantization_config": config}
+    return stored_quantization({section: raw} if section else raw, "config.json")
+
+
+def test_a_plain_checkpoint_has_none() -> None:
+    assert (
+        stored_quantization({"hidden_size": 3, "quantization_config": None}, "config.json") is None
+    )
+
+
+def test_the_text_part_may_have_it() -> None:
+    assert read({"quant_method": "mxfp4"}, "text_config") == read({"quant_method": "mxfp4"})
+
+
+def test_a_named_module_goes_before_its_class_and_an_ignored_one_before_both() -> None:
+    quantization = read(MIXED)
+    assert quantization is not None
+    down = quantization.of("model.layers.1.mlp.down_proj")
+    up = quantization.of("model.layers.1.mlp.up_proj")
+    assert down is not None and (down.arrangement, down.bits, down.group) == ("packed", 4, (1, 128))
+    assert up is not None and (up.arrangement, up.group) == ("scaled", (128, 128))
+    assert quantization.of("lm_head") is None
+    assert quantization.of("model.layers.1.mlp.gate") is None
+
+
+def test_what_is_not_converted_covers_all_below_and_only_whole_names() -> None:
+    names = ["lm_head", "model.layers.0", "model.vision*"]
+    quantization = read({"quant_method": "fp8", "modules_to_not_convert": names})
+    assert quantization is not None
+    assert quantization.of("model.layers.0.mlp.up_proj") is None
+    assert quantization.of("model.layers.01.mlp.up_proj") is not None
+    assert quantization.of("model.visions.mlp.up_proj") is None
+
+
+def test_gptq_says_which_modules_differ() -> None:
+    dynamic = {"-:.*k_proj": {}, "+:.*down_proj": {"bits": 8, "group_size": 64}}
+    quantization = read({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": dynamic})
+    assert quantization is not None
+    assert quantization.of("model.layers.0.self_attn.k_proj") is None
+    down = quantization.of("model.layers.0.mlp.down_proj")
+    assert down is not None and (down.bits, down.group) == (8, (1, 64))
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quant_method", "'aqlm'.*gptq"),
+        ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "bits", "5.*2 or 3 or 4 or 8"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+            "checkpoint_format",
+            "'marlin'.*gptq, gptq_v2",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+            "version",
+            "'gemv'.*gemm",
+        ),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt", "'e5m2'.*e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size", "two positive"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo", "'W4A8'.*NVFP4"),
+        (
+            {**MIXED, "transform_config": {"config_groups": {}}},
+            "transform_config",
+            "no transforms",
+        ),
+        (
+            {**MIXED, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "format",
+            "sparse-24-bitmask.*dense",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf3"},
+            "bnb_4bit_quant_type",
+            "'nf3'.*fp4, nf4",
+        ),
+    ],
+)
+def test_unknown_variants_are_refused(config: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as seen:
+        read(config)
+    assert seen.value.field == field
