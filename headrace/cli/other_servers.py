@@ -143,6 +143,7 @@ VLLM: Mapping[str, OtherFlag] = {
     "--otlp-traces-endpoint": _as("--otlp-endpoint"),
     "--enable-force-include-usage": _switch("--force-include-usage"),
     "--return-tokens-as-token-ids": _switch("--return-tokens-as-token-ids"),
+    "--enable-per-request-metrics": _switch("--per-request-metrics"),
     "--enable-tokenizer-info-endpoint": _switch("--tokenizer-info"),
     "--enable-prompt-tokens-details": _left_out(_ALWAYS),
     "--enable-server-load-tracking": _left_out(_ALWAYS),

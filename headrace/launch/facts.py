@@ -9,7 +9,8 @@ import msgspec
 
 from headrace.base import env
 from headrace.base.config.resolved import Decision, Resolved, ServerSpec, TextSpec
-from headrace.base.config.tree import Options, ServerOptions
+from headrace.base.config.server_options import ServerOptions
+from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError, MissingDependency
 from headrace.base.optional import available
 from headrace.front.text.tokenizer_files import read_facts

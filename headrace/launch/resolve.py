@@ -23,7 +23,8 @@ from headrace.base.config.resolved import (
     ServerSpec,
     TextSpec,
 )
-from headrace.base.config.tree import Options, ServerOptions, ServerSettings
+from headrace.base.config.server_options import ServerOptions, ServerSettings
+from headrace.base.config.tree import Options
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
 from headrace.front.text.parsing.families import (

@@ -205,7 +205,6 @@ def _named(name: str) -> dict[str, Any]:
             "allowed: 'none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'; got \"huge\"",
         ),
         ({"verbosity": "loud"}, "verbosity", "loud"),
-        ({"echo": True}, "echo", "chat"),
         ({"best_of": 2}, "best_of", "chat"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "reads arguments"),
         ({"return_weight_versions": True}, "return_weight_versions", "no versions"),

@@ -56,7 +56,6 @@ LARGER = {  # lines at most, and why the file is one idea; the list and its numb
     "back/models/transformers.py": (430, "the fallback: one adapter over one library"),
     "back/runner/buckets.py": (480, "a recorded step: its tensors, its message and its parts"),
     "back/runner/memory.py": (450, "one measurement of what a device has left"),
-    "base/config/tree.py": (550, "the tree of options: one field after another"),
     "core/core.py": (500, "the step loop"),
     "core/scheduler/scheduler.py": (450, "what runs in a step"),
     "front/client/llm.py": (410, "the synchronous public API"),

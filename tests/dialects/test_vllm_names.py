@@ -3,17 +3,20 @@ official client and raw HTTP against the bundled model (API-22)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import tokenizers
 
 from headrace.base import errors
 from headrace.front.server.http.error_names import ERROR_NAMES, names_of
 from headrace.front.server.http.protocol import HeaderTimeout
 from headrace.front.server.responses.websocket import TooManyLanes
+from headrace.launch.locate import bundled_model
 from tests.api.clients import openai_client
 from tests.api.serving import NO_TLS, Served, serving
 from tests.dialects import agent
@@ -24,6 +27,7 @@ WEATHER: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 OPTIONS = (
     *("--compat", "vllm", "--api-keys", KEY, "--served-model-name", "demo", "--root-path", "/llm"),
     *("--force-include-usage", "--max-logprobs", "40", "--return-tokens-as-token-ids"),
+    *("--per-request-metrics", "--tokenizer-info"),
 )
 
 
@@ -193,3 +197,127 @@ def test_a_proxys_prefix_may_stand_before_every_path(vllm: Served) -> None:
     assert raw(vllm, "GET", "/llmv1/models").status_code == 404
     assert raw(vllm, "GET", "/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert httpx.get(vllm.url + "/llm/v1/models", verify=NO_TLS).status_code == 401
+
+
+def answer(client: openai.OpenAI, **more: Any) -> Any:
+    call: Any = {"model": "demo", "messages": ADD, "temperature": 0, "max_tokens": 8, **more}
+    return client.chat.completions.create(**call)
+
+
+def test_extension_fields_are_null_where_they_say_nothing(gpt: openai.OpenAI) -> None:
+    chat = answer(gpt).model_dump()
+    assert {
+        chat[name] for name in ("prompt_logprobs", "prompt_token_ids", "kv_transfer_params")
+    } == {None}
+    assert chat["choices"][0]["token_ids"] is None and "metrics" not in chat
+    text = gpt.completions.create(model="demo", prompt="a", max_tokens=2).model_dump()
+    for name in ("prompt_logprobs", "prompt_token_ids", "token_ids", "stop_reason"):
+        assert text["choices"][0][name] is None
+    told = answer(gpt, extra_body={"return_token_ids": True, "prompt_logprobs": 0}).model_dump()
+    assert told["prompt_token_ids"] and told["prompt_logprobs"] and told["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("server", ["bundled", "vllm"])
+def test_ids_asked_for_replace_the_likeliest(server: str, request: pytest.FixtureRequest) -> None:
+    asked = request.getfixturevalue("client" if server == "vllm" else "gpt")
+    more: Any = {"logprob_token_ids": [5, 7], "return_tokens_as_token_ids": True}
+    chat = answer(asked, logprobs=True, top_logprobs=3, max_tokens=1, extra_body=more)
+    entry = chat.choices[0].logprobs.content[0]
+    shown = [t.token for t in entry.top_logprobs]
+    named = ["token_id:5", "token_id:7"]
+    assert shown == (([entry.token, *named]) if server == "vllm" else named)
+
+
+def test_the_sampled_token_leads_its_alternatives_for_vllms_users(
+    client: openai.OpenAI, gpt: openai.OpenAI
+) -> None:
+    bias: Any = {"logit_bias": {"300": 100}, "logprobs": True, "top_logprobs": 3, "max_tokens": 1}
+    ids: Any = {"return_tokens_as_token_ids": True}
+    theirs = answer(client, **bias, extra_body=ids).choices[0].logprobs.content[0]
+    ours = answer(gpt, **bias, extra_body=ids).choices[0].logprobs.content[0]
+    assert theirs.token == ours.token == "token_id:300"
+    likeliest = [t.token for t in ours.top_logprobs]
+    assert "token_id:300" not in likeliest and len(likeliest) == 3
+    assert [t.token for t in theirs.top_logprobs] == ["token_id:300", *likeliest[:2]]
+    body: Any = {
+        "model": "demo",
+        "prompt": "a",
+        "max_tokens": 1,
+        "logprobs": 2,
+        "logit_bias": {"300": 100},
+    }
+    texts = [
+        c.completions.create(**body, extra_body=ids).choices[0].logprobs for c in (client, gpt)
+    ]
+    orders = [list(t.model_dump()["top_logprobs"][0]) for t in texts if t is not None]
+    assert orders[0] == [orders[1][-1], *orders[1][:-1]] and orders[0][0] == "token_id:300"
+
+
+def test_echo_repeats_the_message_that_goes_on(gpt: openai.OpenAI) -> None:
+    begun: Any = [*ADD, {"role": "assistant", "content": "17 + 25 ="}]
+    more: Any = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+    whole = answer(gpt, messages=begun, extra_body=more).choices[0].message.content
+    assert whole.startswith("17 + 25 =") and "42" in whole
+    chunks = answer(gpt, messages=begun, extra_body=more, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+    assert not answer(gpt, extra_body={"echo": True}).choices[0].message.content.startswith("What")
+
+
+def test_other_roles_reach_the_template_for_vllms_users(
+    client: openai.OpenAI, gpt: openai.OpenAI
+) -> None:
+    messages: Any = [{"role": "narrator", "content": "It rains."}, *ADD]
+    assert answer(client, messages=messages).choices[0].message.role == "assistant"
+    with pytest.raises(openai.BadRequestError, match="narrator"):
+        answer(gpt, messages=messages)
+    for role in ("<|im_start|>", "a b", "", 7):
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].role"):
+            answer(client, messages=[{"role": role, "content": "It rains."}])
+
+
+def test_a_request_is_told_where_its_time_went(client: openai.OpenAI) -> None:
+    whole = answer(client, max_tokens=4)
+    metrics, gaps = whole.metrics, whole.usage.completion_tokens - 1
+    assert set(metrics) == {
+        *("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"),
+        "tokens_per_second",
+    }
+    assert metrics["time_to_first_token_ms"] > 0 and metrics["tokens_per_second"] > 0
+    assert metrics["generation_time_ms"] == pytest.approx(gaps * metrics["mean_itl_ms"], abs=0.01)
+    last = list(answer(client, stream=True))[-1]
+    assert last.usage and last.metrics["time_to_first_token_ms"] > 0
+    assert "metrics" not in answer(client, n=2).model_dump()
+    ask: Any = {"model": "demo", "max_tokens": 2}
+    one: Any = client.completions.create(prompt="a", **ask)
+    assert one.metrics["queue_time_ms"] >= 0
+    assert "metrics" not in client.completions.create(prompt=["a", "b"], **ask).model_dump()
+
+
+def test_the_load_stands_in_a_header_where_it_is_asked_for(bundled: Served) -> None:
+    header = "endpoint-load-metrics"
+    text = bundled.get("/health", **{f"{header}-format": "text"}).headers[header]
+    assert text.startswith("TEXT named_metrics.kv_cache_usage_perc=")
+    json_form = bundled.get("/health", **{f"{header}-format": "JSON"}).headers[header]
+    named = json.loads(json_form.removeprefix("JSON "))["named_metrics"]
+    assert 0 <= named["kv_cache_usage_perc"] <= 1 and named["num_requests_waiting"] == 0
+    for form in ({}, {f"{header}-format": "xml"}):
+        assert header not in bundled.get("/health", **form).headers
+
+
+def test_tokens_are_told_as_they_stand_in_the_vocabulary(vllm: Served) -> None:
+    found = raw(
+        vllm, "POST", "/tokenize", json={"prompt": "one two", "return_token_strs": True}
+    ).json()
+    tokenizer = tokenizers.Tokenizer.from_file(str(bundled_model() / "tokenizer.json"))
+    config = json.loads((bundled_model() / "tokenizer_config.json").read_text())
+    assert found["token_strs"] == [tokenizer.id_to_token(i) for i in found["tokens"]]
+    info = raw(vllm, "GET", "/tokenizer_info").json()
+    assert info["tokenizer_class"] == config["tokenizer_class"] and info["chat_template"]
+    assert info["eos_token"] == config["eos_token"]
+
+
+def test_preemptions_of_requests_are_counted(vllm: Served, client: openai.OpenAI) -> None:
+    answer(client, max_tokens=1)
+    lines = raw(vllm, "GET", "/metrics").text.splitlines()
+    counts = [line for line in lines if line.startswith("headrace_request_preemptions_count")]
+    assert sum(float(line.split()[-1]) for line in counts) > 0

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from headrace.base.config.resolved import Resolved, ServerSpec
-from headrace.base.config.tree import Options, ServerOptions, ServerSettings
+from headrace.base.config.server_options import ServerOptions, ServerSettings
+from headrace.base.config.tree import Options
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.resolve import resolve

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.config.tree import ServerSettings
+from headrace.base.config.server_options import ServerSettings
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):

@@ -52,6 +52,7 @@ class Series:
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LONG_SECONDS = (0.1, 1.0, 10.0, 60.0, 300.0, 900.0, 1800.0, 3600.0)
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
@@ -261,6 +262,12 @@ TABLE: tuple[Series, ...] = (
         kind=MetricKind.HISTOGRAM,
         doc="Choices that a request asked for.",
         buckets=_CHOICES,
+    ),
+    Series(
+        name="headrace_request_preemptions",
+        kind=MetricKind.HISTOGRAM,
+        doc="How often a choice lost its place to others and was computed again.",
+        buckets=_PREEMPTIONS,
     ),
     Series(
         name="headrace_request_max_tokens",

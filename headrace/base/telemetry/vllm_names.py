@@ -32,6 +32,7 @@ SERIES: Mapping[str, tuple[str, ...]] = {
     "headrace_request_generation_tokens": ("vllm:request_generation_tokens",),
     "headrace_rejections": ("vllm:admission_rejections",),
     "headrace_request_n": ("vllm:request_params_n",),
+    "headrace_request_preemptions": ("vllm:request_num_preemptions",),
     "headrace_request_max_tokens": ("vllm:request_params_max_tokens",),
     "headrace_nonfinite_requests": ("vllm:corrupted_requests",),
     "headrace_websockets_open": ("vllm:websocket_connections_active",),

@@ -23,6 +23,7 @@ from headrace.front.server.http.auth import ID_HEADERS, UNIX, client_label, requ
 from headrace.front.server.http.failures import ENDS, Failure, failure_of
 from headrace.front.server.http.protocol import PLACE_KEY
 from headrace.front.server.http.sse import ClientGone, SlowReader
+from headrace.front.server.native.load_header import FORMAT_HEADER, load_header
 from headrace.front.server.responses import websocket
 from headrace.front.server.sockets import SocketShell
 from headrace.front.server.table import PUBLIC, admin_routes, shape_of, table
@@ -207,6 +208,8 @@ class _Wire:
             if self.context.tells_timing and self.context.timeline is not None:
                 timing = self.context.timeline.server_timing()
                 extra.append((b"server-timing", timing.encode()))
+            if (form := self.headers.get(FORMAT_HEADER)) is not None:
+                extra += await load_header(self.context.services, form)
             if self.context.services.draining:
                 extra.append((b"connection", b"close"))
             message = {**message, "headers": [*message.get("headers", []), *extra]}

@@ -142,6 +142,7 @@ def services_over(
         limits=template_limits,
         pool=pool,
         max_tokens=text.max_model_len,
+        any_role=server.compat == "vllm",
     )
     return Services(
         engine=engine,

@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.files import file_text
-from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool
+from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool, text_size
 from headrace.front.text.threads import TEXT_THREADS
 from headrace.front.text.tokenizer import MARK, Guard, Tokenizer, neutral, unguard
 
@@ -34,6 +34,7 @@ _OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "
 _OPTIONS = ("continue_final_message", "conversation", "tokenize", "chat_template", "return_dict")
 _SIZE_OPTIONS = ("return_tensors", "padding", "truncation", "max_length")
 _RESERVED = frozenset((*_OWN_NAMES, *_OPTIONS, *_SIZE_OPTIONS))
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
@@ -67,15 +68,17 @@ class ChatTemplate:
         limits: TemplateLimits | None = None,
         pool: TemplatePool | None = None,
         max_tokens: int | None = None,
+        any_role: bool = False,
     ) -> None:
-        """`source` None means that the model has no template: every render is refused. `max_tokens`
-        bounds a prompt."""
+        """`source` None: the model has no template, and every render is refused. `max_tokens`
+        bounds a prompt. `any_role`: roles that OpenAI does not know reach the template."""
         self.source = source
         self._tokenizer = tokenizer
         self._limits = limits or TemplateLimits()
         self._pool = pool or TemplatePool(self._limits)
         self._short = LoopRenderer(self._pool)
         self._max_tokens = max_tokens
+        self._any_role = any_role
         self._names: frozenset[str] | None = None
 
     def render(self, messages: Messages, **options: Unpack[RenderOptions]) -> list[int]:
@@ -132,7 +135,7 @@ class ChatTemplate:
             )
         guard = self._tokenizer.guard
         messages_with_mark = template_messages(
-            messages, guard, developer_role="developer" in source
+            messages, guard, developer_role="developer" in source, any_role=self._any_role
         )
         if continue_final_message:
             messages_with_mark[-1]["content"] += MARK
@@ -229,17 +232,20 @@ def _cut(rendered: str) -> str:
 
 
 def template_messages(
-    messages: Sequence[dict[str, Any]], guard: Guard, *, developer_role: bool
+    messages: Sequence[dict[str, Any]], guard: Guard, *, developer_role: bool, any_role: bool
 ) -> list[dict[str, Any]]:
-    """The messages a template sees. Without `developer_role` the template knows no developer: it
-    reads as system."""
+    """The messages a template sees. Without `developer_role` a developer reads as system.
+    `any_role`: a role may be any word."""
     if not messages:
         raise InvalidRequest(
             "messages: an empty list; at least one message is needed", field="messages"
         )
     if len(messages) > MAX_MESSAGES:
         raise _bad("messages", f"{len(messages)} messages are more than {MAX_MESSAGES}")
-    rendered = [_message(message, f"messages[{i}]", guard) for i, message in enumerate(messages)]
+    rendered = []
+    for i, message in enumerate(messages):
+        _check_role(message, f"messages[{i}]", any_role=any_role)
+        rendered.append(_message(message, f"messages[{i}]", guard))
     for message in rendered:
         if message["role"] == "developer" and not developer_role:
             message["role"] = "system"
@@ -263,29 +269,19 @@ def protect_tree(value: Any, protect: Callable[[str], str], field: str, depth: i
     raise _bad(field, f"{type(value).__name__} is not a JSON value")
 
 
-def text_size(value: Any) -> int:
-    """The number of characters in all texts of a JSON value, without recursion."""
-    size, stack = 0, [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            size += len(item)
-        elif isinstance(item, dict):
-            stack.extend(item)
-            stack.extend(item.values())
-        elif isinstance(item, list | tuple):
-            stack.extend(item)
-    return size
-
-
-def _message(message: dict[str, Any], field: str, guard: Guard) -> dict[str, Any]:
+def _check_role(message: Any, field: str, *, any_role: bool) -> None:
     if not isinstance(message, dict):
         raise _bad(field, f"{type(message).__name__} is not a message (an object)")
     role = message.get("role")
-    if role not in ROLES:
-        raise _bad(f"{field}.role", f"{role!r:.80} is none of {', '.join(ROLES)}")
+    if role in ROLES or (any_role and isinstance(role, str) and _ROLE.fullmatch(role)):
+        return
+    raise _bad(f"{field}.role", f"{role!r:.80} is none of {', '.join(ROLES)}")
+
+
+def _message(message: dict[str, Any], field: str, guard: Guard) -> dict[str, Any]:
+    role = message["role"]
     rendered: dict[str, Any] = {
-        "role": role,
+        "role": guard.protect_name(role),
         "content": _content(message, f"{field}.content", guard),
     }
     for name in ("name", "tool_call_id"):

@@ -310,3 +310,18 @@ def _settle(answer: _Answer, reply: dict[str, Any] | None) -> None:
     """Nobody may wait any more: the client left, or it went another way."""
     if not answer.done():
         answer.set_result(reply)
+
+
+def text_size(value: Any) -> int:
+    """The number of characters in all texts of a JSON value, without recursion."""
+    size, stack = 0, [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, dict):
+            stack.extend(item)
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple):
+            stack.extend(item)
+    return size

@@ -45,13 +45,14 @@ class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `special_tokens` are the variables a chat template sees (`bos_token`, `eos_token`, ...).
     `add_bos` and `add_eos` override what the vocabulary's own post-processor does; None leaves it
-    alone.
+    alone. `tokenizer_class`: as that file names it.
     """
 
     special_tokens: dict[str, str] = {}
     chat_template: str | None = None
     add_bos: bool | None = None
     add_eos: bool | None = None
+    tokenizer_class: str | None = None
 
 
 class Pieces(dict[int, str | bytes]):
@@ -79,9 +80,8 @@ class Tokenizer(ABC):
     """Text to token ids and back.
 
     `num_ids` is one more than the greatest id. `special_ids` are dropped from answers by default.
-    `longest_token` is the most characters one token can stand for, which bounds how long a text can
-    be and still fit. `drop_first_space`: a text that starts with its first token loses one leading
-    space (SentencePiece vocabularies).
+    `longest_token`: the most characters one token stands for, which bounds a text that can fit.
+    `drop_first_space`: a text loses one leading space (SentencePiece vocabularies).
     """
 
     num_ids: int
@@ -97,8 +97,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
-        """Encodes with control tokens recognised and the vocabulary's own prefix and suffix tokens
-        added."""
+        """Encodes with control tokens recognised, and adds the vocabulary's own at the ends."""
 
     @abstractmethod
     def _encode_bare(self, text: str) -> list[int]:
@@ -113,8 +112,7 @@ class Tokenizer(ABC):
         """Encodes the output of a template whose input went through `Guard.protect`."""
 
     def encode_written(self, text: str) -> list[int]:
-        """Encodes text as a model writes it: markup (<tool_call>) is its own token, a special
-        token's name is text."""
+        """Encodes text as a model writes it: only markup (<tool_call>) is its own token."""
         return self.encode_guarded(self.guard.protect_special(text))
 
     @abstractmethod
@@ -220,6 +218,10 @@ class Tokenizer(ABC):
                 f"(0 to {self.num_ids - 1} are)",
                 field=field,
             )
+
+    def vocabulary_token(self, token_id: int) -> str:
+        """A token as it stands in the vocabulary (Ġword), where that is text."""
+        return self.token_text(token_id)
 
     def token_text(self, token_id: int) -> str:
         """A token as people read it; bytes that are no character become U+FFFD."""

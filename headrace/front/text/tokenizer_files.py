@@ -91,6 +91,7 @@ def read_facts(folder: Path) -> TokenizerFacts:
         chat_template=_chat_template(folder, config.get("chat_template")),
         add_bos=_flag(config.get("add_bos_token")),
         add_eos=_flag(config.get("add_eos_token")),
+        tokenizer_class=_token_text(config.get("tokenizer_class")),
     )
 
 

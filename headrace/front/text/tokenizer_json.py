@@ -65,6 +65,9 @@ class JsonTokenizer(Tokenizer):
         token = self._tokens.get(token_id)
         return b"" if token is None else self._decoder.token_bytes(token)
 
+    def vocabulary_token(self, token_id: int) -> str:
+        return self._tokens.get(token_id, "")
+
     def _encode(self, text: str) -> list[int]:
         return _ids(self._library, text, add_special_tokens=True)
 

@@ -51,6 +51,9 @@ class SentencePieceTokenizer(Tokenizer):
         piece_id: int = self._library.piece_to_id(token)
         return piece_id if self._pieces[piece_id] == token else None
 
+    def vocabulary_token(self, token_id: int) -> str:
+        return self._pieces[token_id] if 0 <= token_id < self.num_ids else ""
+
     def token_bytes(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.num_ids:
             return b""

@@ -34,7 +34,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
-from headrace.base.config.tree import ServerSettings
+from headrace.base.config.server_options import ServerSettings
 from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.admission_retry import RetryingEngine

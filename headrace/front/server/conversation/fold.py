@@ -45,6 +45,7 @@ class Tally:
 
     num_prompt = 0
     num_hit = 0
+    first_ended: Ended | None = None
 
     def __init__(self, num_choices: int) -> None:
         self.num_choices = num_choices
@@ -61,6 +62,8 @@ class Tally:
             case Ended():  # the engine's own count
                 self.output[event.index] = event.num_output
                 self.num_hit = max(self.num_hit, event.num_cached)
+                if event.index == 0:
+                    self.first_ended = event
             case Started():
                 self.num_prompt, self.num_hit = event.num_prompt, event.num_cached
 
@@ -154,6 +157,28 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
     }
 
 
+def request_metrics(ended: Ended | None) -> dict[str, float | None]:
+    """The `metrics` extension: where the time of a request with one choice went. Null where a stop
+    string ended it before the engine's times were known."""
+    ttft = queue = generation = itl = rate = None
+    if ended is not None and ended.total_s is not None and ended.first_token_s is not None:
+        queue = ended.scheduled_s or 0.0
+        ttft, generation = ended.first_token_s - queue, ended.total_s - ended.first_token_s
+        itl = generation / (ended.num_output - 1) if ended.num_output > 1 else None
+        rate = ended.num_output / max(ended.total_s - queue, 1e-9)
+    return {
+        "time_to_first_token_ms": _milliseconds(ttft),
+        "generation_time_ms": _milliseconds(generation),
+        "queue_time_ms": _milliseconds(queue),
+        "mean_itl_ms": _milliseconds(itl),
+        "tokens_per_second": None if rate is None else round(rate, 3),
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)
+
+
 def finish_reason(ended: Ended) -> str:
     """OpenAI's name of the reason, which knows neither "abort" (an administrator ended it) nor
     "repetition".
@@ -185,7 +210,19 @@ def token_name(score: TokenScore, *, as_id: bool) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in score.data)
 
 
-def chat_logprobs(scores: list[ScoredToken], *, as_id: bool) -> dict[str, object]:
+def alternatives(scored: ScoredToken, *, sampled_first: bool) -> list[TokenScore]:
+    """The candidates shown beside a token: those asked for by id, else the likeliest ones.
+    `sampled_first`: the token itself leads them, in the place of the least likely if need be."""
+    others = scored.named or scored.top
+    if not sampled_first or not others:
+        return others
+    led = [scored.token, *(score for score in others if score.id != scored.token.id)]
+    return led if scored.named else led[: len(others)]
+
+
+def chat_logprobs(
+    scores: list[ScoredToken], *, as_id: bool, sampled_first: bool = False
+) -> dict[str, object]:
     """The `logprobs` object of a chat choice."""
 
     def entry(score: TokenScore) -> dict[str, object]:
@@ -196,7 +233,10 @@ def chat_logprobs(scores: list[ScoredToken], *, as_id: bool) -> dict[str, object
         }
 
     content = [
-        {**entry(scored.token), "top_logprobs": [entry(s) for s in (*scored.top, *scored.named)]}
+        {
+            **entry(scored.token),
+            "top_logprobs": [entry(s) for s in alternatives(scored, sampled_first=sampled_first)],
+        }
         for scored in scores
     ]
     return {"content": content, "refusal": None}
@@ -218,25 +258,34 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    scores: list[ScoredToken | None], *, first: str, offsets: TextOffsets, as_id: bool
+    scores: list[ScoredToken | None],
+    *,
+    first: str,
+    offsets: TextOffsets,
+    as_id: bool,
+    sampled_first: bool = False,
 ) -> dict[str, object]:
     """The `logprobs` object of a completion choice. `first`: the text of a token without a score (a
     prompt's first)."""
     return {
         "tokens": [first if s is None else token_name(s.token, as_id=as_id) for s in scores],
         "token_logprobs": [None if s is None else logprob(s.token.logprob) for s in scores],
-        "top_logprobs": [None if s is None else _top(s, as_id=as_id) for s in scores],
+        "top_logprobs": [
+            None if s is None else _top(s, as_id=as_id, sampled_first=sampled_first) for s in scores
+        ],
         "text_offset": [
             offsets.place(first.encode() if s is None else s.token.data) for s in scores
         ],
     }
 
 
-def _top(scored: ScoredToken, *, as_id: bool) -> dict[str, float]:
-    logprobs = {
-        token_name(s, as_id=as_id): logprob(s.logprob) for s in (*scored.top, *scored.named)
-    }
-    logprobs.setdefault(token_name(scored.token, as_id=as_id), logprob(scored.token.logprob))
+def _top(scored: ScoredToken, *, as_id: bool, sampled_first: bool) -> dict[str, float]:
+    """The candidates and the token itself, which comes last where it is none of them."""
+    others = alternatives(scored, sampled_first=False)
+    shown = [scored.token, *others] if sampled_first else [*others, scored.token]
+    logprobs: dict[str, float] = {}
+    for score in shown:
+        logprobs.setdefault(token_name(score, as_id=as_id), logprob(score.logprob))
     return logprobs
 
 

@@ -41,6 +41,7 @@ class GenerateReply:
     num_choices: int
     sampling: TokenSampling
     request: GenerateRequest
+    as_vllm: bool = False
     spans: Spans | None = None
 
 
@@ -85,6 +86,7 @@ def begin_generate(
         num_choices=params.n,
         sampling=sampling,
         request=request,
+        as_vllm=services.server.compat == "vllm",
         spans=partial(spans, services.tokenizer) if sampling.return_token_offsets else None,
     )
     return events, reply

@@ -89,6 +89,7 @@ async def prompt_ids(context: RequestContext, prompt: PromptSource) -> list[int]
             services.tokenizer,
             pool=services.guest_templates,
             max_tokens=services.text.max_model_len,
+            any_role=services.server.compat == "vllm",
         )
     ids = await template.render_async(
         prompt.messages,

@@ -234,6 +234,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
@@ -266,7 +267,6 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **REFUSED,
-    "echo": (bool, "not supported in chat; the messages are known to you"),
     "best_of": (lambda value: value not in (None, 1), "not supported in chat; send n"),
     "suffix": (bool, "not supported in chat; /v1/completions inserts before a suffix"),
 }

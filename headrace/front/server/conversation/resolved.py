@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.config.tree import ServerSettings
+from headrace.base.config.server_options import ServerSettings
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events
@@ -40,6 +40,7 @@ from headrace.front.server.conversation.request import (
     parse,
 )
 from headrace.front.server.conversation.structured import AnswerForm, form_of, narrowed
+from headrace.front.text.chat import parts_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,9 @@ def run_options(request: Common) -> RunOptions:
 @dataclass(frozen=True, kw_only=True)
 class AnswerFields:
     """What an answer shows beside its text. `scores`: log-probabilities; `tokens_as_ids`: under the
-    ids of their tokens; `joins_end`: a stream's last delta of a choice carries its finish_reason;
+    ids of their tokens; `as_vllm`: a stream's last delta of a choice carries its finish_reason, and
+    the sampled token leads its alternatives; `echo`: text that the answer repeats before its own;
+    `metrics`: where the time went;
     `attention_dtype`: how captured attention is written."""
 
     num_choices: int = 1
@@ -107,7 +110,9 @@ class AnswerFields:
     with_usage: bool = False
     continuous_usage: bool = False
     pads: bool = False
-    joins_end: bool = False
+    as_vllm: bool = False
+    echo: str = ""
+    metrics: bool = False
     scores: bool = False
     prompt_scores: bool = False
     token_ids: bool = False
@@ -130,7 +135,8 @@ def answer_fields(request: Common, settings: ServerSettings, *, scores: bool) ->
         with_usage=with_usage,
         continuous_usage=with_usage and options.continuous_usage_stats,
         pads=bool(options.include_obfuscation),
-        joins_end=settings.compat == "vllm",
+        as_vllm=settings.compat == "vllm",
+        metrics=settings.per_request_metrics and (request.n or 1) == 1,
         scores=scores,
         prompt_scores=request.prompt_logprobs is not None,
         token_ids=bool(request.return_token_ids),
@@ -282,15 +288,30 @@ def resolved(
             params=params,
             form=form_of(request),
             run=run_options(request),
-            fields=answer_fields(
-                request,
-                served.settings,
-                scores=bool(request.logprobs or request.logprob_token_ids),
+            fields=dataclasses.replace(
+                answer_fields(
+                    request,
+                    served.settings,
+                    scores=bool(request.logprobs or request.logprob_token_ids),
+                ),
+                echo=_echoed(request),
             ),
             calls=calls,
             sent=sent,
             shows_reasoning=request.include_reasoning is not False,
         )
+
+
+def _echoed(request: ChatRequest) -> str:
+    """With `echo` the text of the last message, where the answer goes on in its role."""
+    last = request.messages[-1]
+    opens = request.add_generation_prompt
+    if opens is None:
+        opens = not request.continue_final_message
+    role = "assistant" if opens else last.get("role")
+    if not request.echo or last.get("role") != role or last.get("content") is None:
+        return ""
+    return parts_text(last["content"], f"messages[{len(request.messages) - 1}].content")
 
 
 def _inside(place: str, field: str) -> str:

@@ -334,6 +334,7 @@ def _count_end(event: Ended, line: Timeline, metrics: Metrics) -> None:
     metrics.add("headrace_request_success_total", finished_reason=event.reason)
     metrics.add("headrace_generation_tokens_total", event.num_output)
     metrics.observe("headrace_request_generation_tokens", event.num_output)
+    metrics.observe("headrace_request_preemptions", event.num_preemptions)
     metrics.observe("headrace_e2e_request_latency_seconds", line.total_s)
     if event.index == 0:
         metrics.add("headrace_cached_prompt_tokens_total", event.num_cached)

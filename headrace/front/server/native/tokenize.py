@@ -72,7 +72,9 @@ async def post_detokenize(context: RequestContext, document: Any) -> Response:
 
 
 async def _strings(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    return await TEXT_THREADS.run(2 * len(ids), lambda: [tokenizer.token_text(i) for i in ids])
+    return await TEXT_THREADS.run(
+        2 * len(ids), lambda: [tokenizer.vocabulary_token(i) for i in ids]
+    )
 
 
 async def get_tokenizer_info(context: RequestContext, request: Request) -> Response:
@@ -88,6 +90,8 @@ async def get_tokenizer_info(context: RequestContext, request: Request) -> Respo
             "model": text.model_names[0],
             "max_model_len": text.max_model_len,
             "vocab_size": tokenizer.num_ids,
+            "tokenizer_class": tokenizer.facts.tokenizer_class or type(tokenizer).__name__,
+            **tokenizer.facts.special_tokens,
             "special_tokens": tokenizer.facts.special_tokens,
             "special_token_ids": {piece: i for i, piece in special.items()},
             "eos_token_ids": list(text.eos_ids),

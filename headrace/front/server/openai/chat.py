@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from headrace.front.client.events import Delta, Ended, Events, Started
+from headrace.front.client.events import Delta, Ended, Events, ScoredToken, Started
 from headrace.front.server.conversation.calls import (
     CustomBegin,
     CustomInput,
@@ -33,6 +33,7 @@ from headrace.front.server.conversation.fold import (
     attention_document,
     chat_logprobs,
     finish_reason,
+    request_metrics,
     scores_by_id,
     stop_reason,
     usage,
@@ -111,7 +112,7 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
     for, the end mark."""
     fields = reply.fields
     tally = Tally(fields.num_choices)
-    plain = not (fields.scores or fields.token_ids or fields.continuous_usage or fields.joins_end)
+    plain = not (fields.scores or fields.token_ids or fields.continuous_usage or fields.as_vllm)
     held: dict[int, dict[str, Any]] = {}  # the last delta of a choice that waits for its end
     extras: dict[str, Any] = {"usage": None} if fields.with_usage else {}
     frames = [_around_text(reply, index, extras) for index in range(tally.num_choices)]
@@ -136,7 +137,7 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
                     choices = _deltas(reply, event)
                     if event.index in held:
                         choices.insert(0, held.pop(event.index))
-                    if fields.joins_end and event.last:
+                    if fields.as_vllm and event.last:
                         held[event.index] = choices.pop()
                     for choice in choices:
                         yield _event(reply, [choice], extras)
@@ -146,8 +147,12 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
                 case Started():
                     for index in range(tally.num_choices):
                         yield _event(reply, [_role(reply, index)], extras)
+                    for index in range(tally.num_choices if fields.echo else 0):
+                        echoed = _plain_choice(index, {"content": fields.echo})
+                        yield _event(reply, [echoed], extras)
     if fields.with_usage:
-        yield _event(reply, [], {"usage": usage([tally])})
+        facts = {"metrics": request_metrics(tally.first_ended)} if fields.metrics else {}
+        yield _event(reply, [], {"usage": usage([tally]), **facts})
     yield DONE
 
 
@@ -219,12 +224,16 @@ def _deltas(reply: ChatReply, event: Delta) -> list[dict[str, Any]]:
     else:
         shown = [{"content": event.text}]
     choices = [_plain_choice(event.index, delta) for delta in shown]
-    as_id = reply.fields.tokens_as_ids
     if event.scores:
-        choices[0]["logprobs"] = chat_logprobs(event.scores, as_id=as_id)
+        choices[0]["logprobs"] = _scored(reply, event.scores)
     if reply.fields.token_ids:
         choices[0]["token_ids"] = event.token_ids
     return choices
+
+
+def _scored(reply: ChatReply, scores: list[ScoredToken]) -> dict[str, object]:
+    fields = reply.fields
+    return chat_logprobs(scores, as_id=fields.tokens_as_ids, sampled_first=fields.as_vllm)
 
 
 def _end(event: Ended, last: dict[str, Any] | None) -> dict[str, Any]:
@@ -257,7 +266,12 @@ def _document(reply: ChatReply, fold: Fold) -> dict[str, Any]:
         "model": reply.model,
         "choices": [choice_of(reply, fold, index) for index in range(fold.num_choices)],
         "usage": usage([fold]),
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
+        "kv_transfer_params": None,
     }
+    if reply.fields.metrics:
+        document["metrics"] = request_metrics(fold.first_ended)
     if reply.fields.service_tier is not None:
         document["service_tier"] = reply.fields.service_tier
     if fold.prompt_scores is not None and reply.fields.prompt_scores:
@@ -271,10 +285,10 @@ def _document(reply: ChatReply, fold: Fold) -> dict[str, Any]:
     return document
 
 
-def _message(choice: FoldedChoice) -> dict[str, Any]:
+def _message(choice: FoldedChoice, *, echo: str) -> dict[str, Any]:
     """The message: content null where there are only calls; reasoning and calls only where there
     are any."""
-    content = "".join(choice.text)
+    content = echo + "".join(choice.text)
     only_calls = not content and bool(choice.calls)
     message: dict[str, Any] = {
         "role": "assistant",
@@ -303,13 +317,13 @@ def choice_of(reply: ChatReply, fold: Fold, index: int) -> dict[str, Any]:
     """One choice of the full answer."""
     choice = fold.choices[index]
     assert choice.ended is not None, f"choice {index} of {reply.id} never ended"
-    as_id = reply.fields.tokens_as_ids
     document: dict[str, Any] = {
         "index": index,
-        "message": _message(choice),
-        "logprobs": chat_logprobs(choice.scores, as_id=as_id) if reply.fields.scores else None,
+        "message": _message(choice, echo=reply.fields.echo),
+        "logprobs": _scored(reply, choice.scores) if reply.fields.scores else None,
         "finish_reason": finish_reason(choice.ended),
         "stop_reason": stop_reason(choice.ended),
+        "token_ids": None,
     }
     if reply.fields.token_ids:
         document["token_ids"] = choice.token_ids

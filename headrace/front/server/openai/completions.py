@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from headrace.base.config.tree import ServerSettings
+from headrace.base.config.server_options import ServerSettings
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Delta, Ended, Event, PromptScored, ScoredToken, Started
 from headrace.front.server.conversation.context import RequestContext
@@ -29,6 +29,7 @@ from headrace.front.server.conversation.fold import (
     attention_document,
     completion_logprobs,
     finish_reason,
+    request_metrics,
     scores_by_id,
     stop_reason,
     usage,
@@ -129,7 +130,7 @@ async def to_chunks(
     offsets = [[TextOffsets() for _ in range(reply.n)] for _ in reply.prompts]
     scored: dict[int, list[ScoredToken | None]] = {}
     unsaid = set(range(len(tallies))) if reply.request.echo else set[int]()
-    plain = not (continuous or fields.token_ids or fields.joins_end)
+    plain = not (continuous or fields.token_ids or fields.as_vllm)
     heads = [_delta_head(reply, at) for at in range(len(tallies) * reply.n)] if plain else []
     tail = _PLAIN_END + (b',"usage":null}\n\n' if with_usage else b"}\n\n")
 
@@ -153,7 +154,7 @@ async def to_chunks(
                     yield head + text + tail
                 case Delta():
                     piece = _delta(reply, number, event, offsets[number][event.index])
-                    if fields.joins_end and event.last:
+                    if fields.as_vllm and event.last:
                         held[piece["index"]] = piece
                     else:
                         yield chunk(piece)
@@ -167,7 +168,8 @@ async def to_chunks(
                 ):
                     yield chunk(_piece(reply, number, 0, "") | facts)
     if with_usage:
-        yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage(tallies)}) + b"\n\n"
+        last_words = _envelope(reply, []) | {"usage": usage(tallies)} | _times(reply, tallies)
+        yield b"data: " + orjson.dumps(last_words) + b"\n\n"
     yield DONE
 
 
@@ -209,7 +211,11 @@ def _echo(
     choice = _piece(reply, number, sample, prompt.text)
     if reply.request.logprobs is not None and scores is not None:
         choice["logprobs"] = completion_logprobs(
-            scores, first=prompt.first, offsets=offsets, as_id=_as_id(reply)
+            scores,
+            first=prompt.first,
+            offsets=offsets,
+            as_id=reply.fields.tokens_as_ids,
+            sampled_first=reply.fields.as_vllm,
         )
     return choice | _prompt_facts(reply, number)
 
@@ -234,7 +240,11 @@ def _delta(
     if event.scores:
         scores: list[ScoredToken | None] = list(event.scores)
         choice["logprobs"] = completion_logprobs(
-            scores, first="", offsets=offsets, as_id=_as_id(reply)
+            scores,
+            first="",
+            offsets=offsets,
+            as_id=reply.fields.tokens_as_ids,
+            sampled_first=reply.fields.as_vllm,
         )
     if reply.request.return_token_ids:
         choice["token_ids"] = event.token_ids
@@ -246,10 +256,6 @@ def _end(
 ) -> dict[str, Any]:
     choice = _piece(reply, number, event.index, "") if last is None else last
     return choice | {"finish_reason": finish_reason(event), "stop_reason": stop_reason(event)}
-
-
-def _as_id(reply: CompletionReply) -> bool:
-    return reply.fields.tokens_as_ids
 
 
 async def to_answer(
@@ -269,7 +275,15 @@ async def to_answer(
             choices[number * reply.n]["attn_capture_data"] = await asyncio.to_thread(
                 attention_document, fold.attention, reply.request.attn_capture_dtype
             )
-    return orjson.dumps(_envelope(reply, choices) | {"usage": usage(folds)})
+    document = _envelope(reply, choices) | {"usage": usage(folds), "kv_transfer_params": None}
+    return orjson.dumps(document | _times(reply, folds))
+
+
+def _times(reply: CompletionReply, tallies: Sequence[Tally]) -> dict[str, Any]:
+    """The `metrics`, where they are told: of one prompt with one choice."""
+    if not reply.fields.metrics or len(tallies) != 1:
+        return {}
+    return {"metrics": request_metrics(tallies[0].first_ended)}
 
 
 def _choices(reply: CompletionReply, folds: list[Fold]) -> list[dict[str, Any]]:
@@ -288,12 +302,19 @@ def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dic
     document |= {
         "finish_reason": finish_reason(choice.ended),
         "stop_reason": stop_reason(choice.ended),
+        "prompt_logprobs": None,
+        "token_ids": None,
+        "prompt_token_ids": None,
     }
     if reply.fields.scores:
         head = (fold.prompt_scores or []) if request.echo else []
         scores: list[ScoredToken | None] = [*head, *choice.scores]
         document["logprobs"] = completion_logprobs(
-            scores, first=prompt.first, offsets=TextOffsets(), as_id=_as_id(reply)
+            scores,
+            first=prompt.first,
+            offsets=TextOffsets(),
+            as_id=reply.fields.tokens_as_ids,
+            sampled_first=reply.fields.as_vllm,
         )
     if request.prompt_logprobs is not None and fold.prompt_scores is not None:
         document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)

@@ -19,6 +19,7 @@ from headrace.front.server.conversation.fold import (
     LOWEST,
     Fold,
     FoldedChoice,
+    alternatives,
     logprob,
     scores_by_id,
     stop_reason,
@@ -136,7 +137,7 @@ def _choice(reply: GenerateReply, index: int, choice: FoldedChoice) -> dict[str,
         "logprobs": None,
     }
     if choice.scores:
-        document["logprobs"] = {"content": [_scored(scored) for scored in choice.scores]}
+        document["logprobs"] = {"content": [_scored(reply, scored) for scored in choice.scores]}
     if reply.spans is not None:
         document["token_offsets"] = reply.spans(choice.token_ids, continues=True)
     if reply.request.output_mode == "text":
@@ -144,9 +145,9 @@ def _choice(reply: GenerateReply, index: int, choice: FoldedChoice) -> dict[str,
     return document
 
 
-def _scored(scored: ScoredToken) -> dict[str, Any]:
-    others = [_score(score) for score in (*scored.top, *scored.named)]
-    return {**_score(scored.token), "top_logprobs": others}
+def _scored(reply: GenerateReply, scored: ScoredToken) -> dict[str, Any]:
+    others = alternatives(scored, sampled_first=reply.as_vllm)
+    return {**_score(scored.token), "top_logprobs": [_score(score) for score in others]}
 
 
 def _score(score: TokenScore) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.config.tree import ServerOptions
+from headrace.base.config.server_options import ServerOptions
 from headrace.base.errors import Conflict, NotFound
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.server.administration import operations

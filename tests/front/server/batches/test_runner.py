@@ -10,7 +10,7 @@ import orjson
 import pytest
 from starlette.responses import Response
 
-from headrace.base.config.tree import ServerOptions
+from headrace.base.config.server_options import ServerOptions
 from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.conversation.context import LineRoute, RequestContext, Services
 from headrace.front.server.process import services_over

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace.base.config.tree import ServerOptions
+from headrace.base.config.server_options import ServerOptions
 from headrace.base.errors import RateLimited
 from headrace.front.server.http.auth import KeyShares
 from headrace.launch.resolve import server_spec

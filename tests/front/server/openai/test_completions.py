@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.config.tree import ServerSettings
+from headrace.base.config.server_options import ServerSettings
 from headrace.front.client.events import Delta, Ended, Event, PromptScored, Started
 from headrace.front.server.conversation.prompts import Prompt
 from headrace.front.server.conversation.request import CompletionRequest, parse

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.config.tree import ServerOptions
+from headrace.base.config.server_options import ServerOptions
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.openai import render
 from headrace.front.server.process import services_over
