@@ -9,8 +9,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, TooLarge
+from headrace.front.server.batches.upload import receive_file
+from headrace.front.server.state import files
 from headrace.front.server.state.files import FileStore
 from tests.api.serving import NO_TLS, Served
 from tests.batches.conftest import KEY
@@ -149,3 +153,54 @@ def test_an_upload_may_begin_while_others_end(tmp_path: Path) -> None:
         for ended in [threads.submit(upload_and_delete) for _ in range(8)]:
             ended.result()
     assert store.of_owner("") == []
+
+
+def test_what_one_key_stores_leaves_room_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In number and in bytes: half is divided among the keys, the other half is whoever's comes first."""
+    monkeypatch.setattr(files, "MAX_FILES", 16)
+    store = FileStore(tmp_path / "files", max_bytes=16_000, owners=("a", "b"))
+
+    def uploads(owner: str, size: int) -> int:
+        for count in range(100):
+            upload = store.upload(owner)
+            try:
+                upload.write(b"x" * size)
+                upload.finish(filename="f", purpose="user_data", expires_s=None)
+            except TooLarge:
+                upload.cancel()
+                return count
+        raise AssertionError("there is no bound")
+
+    assert uploads("a", 10) == 12 and uploads("b", 10) == 4
+    for info in (*store.of_owner("a"), *store.of_owner("b")):
+        store.delete(info)
+    assert uploads("a", 2000) == 4 and uploads("b", 2000) == 4
+    assert uploads("whose key is gone", 1) == 0
+
+
+async def test_an_upload_looks_through_the_folder_off_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path / "files", max_bytes=1 << 20)
+    looked: list[int] = []
+    room = store.room
+
+    def seen(owner: str) -> int:
+        looked.append(threading.get_ident())
+        return room(owner)
+
+    monkeypatch.setattr(store, "room", seen)
+    body = (
+        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nuser_data\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc\r\n--x--\r\n'
+    )
+    scope = {"type": "http", "headers": [(b"content-type", b"multipart/form-data; boundary=x")]}
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    info = await receive_file(Request(scope, receive), store, "", idle_s=5)
+    assert info.bytes == 3
+    assert len(looked) == 2 and threading.get_ident() not in looked

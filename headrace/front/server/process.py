@@ -36,7 +36,7 @@ from headrace.front.server.app import make_admin_app, make_app
 from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.conversation.context import Services, stream_interval_of
 from headrace.front.server.conversation.tracing import Tracer
-from headrace.front.server.http.auth import KeyShares
+from headrace.front.server.http.auth import KeyShares, tenant_of
 from headrace.front.server.http.event_loop import watch_event_loop
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.server.http.stand_in import StandIn
@@ -176,7 +176,9 @@ def open_stores(text: TextSpec, spec: ServerSpec) -> tuple[FileStore, BatchStore
         folder = env.cache_dir() / "files" / hashlib.sha256(name.encode()).hexdigest()[:16]
         named = "--file-store auto (a folder in HEADRACE_CACHE_DIR; none: no files are kept)"
     files = FileStore(
-        private_folder(folder, named=named) / "files", max_bytes=spec.file_store_bytes
+        private_folder(folder, named=named) / "files",
+        max_bytes=spec.file_store_bytes,
+        owners=[tenant_of(digest) for digest in spec.api_key_digests] or ("",),
     )
     return files, BatchStore(folder / "batches")
 

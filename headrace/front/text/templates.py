@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import struct
 import threading
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.errors import EngineError, InvalidRequest, Unavailable
+from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, Unavailable
 from headrace.base.pipe_process import PipeProcess
 
 PATIENCE_S = 0.5
@@ -160,12 +161,20 @@ class Worker:
             message = f"messages: the chat template takes longer than {limit_s:g} s"
             raise InvalidRequest(message, field="messages") from None
         except EOFError:
-            message = "messages: the chat template ended the process that rendered it"
-            raise InvalidRequest(message, field="messages") from None
+            raise self.why_ended() from None
         except BaseException:
             self.close()
             raise
         return reply
+
+    def why_ended(self) -> HeadraceError:
+        """What becomes of the request over which the process ended: killed from outside, for want
+        of memory say, it was not the request's doing."""
+        if self._child.exit_signal() == signal.SIGKILL:
+            return Unavailable("the chat template process was killed", retry_after_s=1.0)
+        return InvalidRequest(
+            "messages: the chat template ended the process that rendered it", field="messages"
+        )
 
     def write(self, frame: bytes, source: str) -> None:
         """Sends a request without waiting for its reply; the process knows its template from then
@@ -242,7 +251,7 @@ class LoopRenderer:
         assert self._worker is not None
         piece = os.read(self._worker.output, _READ_BYTES)
         if not piece:
-            self._end("messages: the chat template ended the process that rendered it")
+            self._end(self._worker.why_ended())
         self._buffer += piece
         while (reply := _reply_in(self._buffer)) is not None:
             size, answer = self._sent.popleft()
@@ -266,12 +275,13 @@ class LoopRenderer:
             for _, answer in list(self._sent)[1:]:
                 _settle(answer, None)
         else:
-            self._end(f"messages: the chat template takes longer than {limit_s:g} s")
+            message = f"messages: the chat template takes longer than {limit_s:g} s"
+            self._end(InvalidRequest(message, field="messages"))
             return
         self._timer = self._loop.call_later(delay_s, self._check)
 
-    def _end(self, message: str) -> None:
-        """The process is lost: the first one is refused, the others go another way."""
+    def _end(self, error: HeadraceError) -> None:
+        """The process is lost: the first one fails, the others go another way."""
         assert self._worker is not None and self._loop is not None
         self._loop.remove_reader(self._worker.output)
         if self._timer is not None:
@@ -281,7 +291,7 @@ class LoopRenderer:
             if i:
                 _settle(answer, None)
             elif not answer.done():
-                answer.set_exception(InvalidRequest(message, field="messages"))
+                answer.set_exception(error)
         self._sent.clear()
         self._buffer.clear()
         self._replies += 1

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.base.errors import InvalidRequest, Unavailable
-from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool
+from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool, Worker
 from tests.stopwatch import Stopwatch
 
 LOOP_LIMITS = TemplateLimits(seconds=3.0, max_chars=100_000, memory_bytes=512 << 20)
@@ -182,9 +182,18 @@ async def test_a_process_that_dies_costs_only_the_request_it_was_at(short: LoopR
     await asyncio.sleep(0)
     assert short._worker is not None
     short._worker._child._process.kill()
-    with pytest.raises(InvalidRequest, match="ended the process"):
+    with pytest.raises(Unavailable, match="was killed"):
         await slow
     assert await other == "b" and await short.render("c", {}) == "c"
+
+
+def test_a_process_that_is_killed_over_a_request_is_no_fault_of_it():
+    worker = Worker(LIMITS)
+    worker._child._process.kill()
+    with pytest.raises(Unavailable, match="was killed") as caught:
+        worker.ask("a", worker.frame("a", {}), 60.0)
+    assert caught.value.status == 503 and caught.value.retry_after_s
+    worker.close()
 
 
 async def test_a_request_that_is_given_up_leaves_the_order_of_the_others(

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,10 +97,21 @@ async def queue(context: RequestContext, asked: NoParameters) -> Json:
     return {"server_load": load, "load_tracking_enabled": True, "engines": queues}
 
 
+def _without_others(engine: Json, tenant: str) -> Json:
+    """A core's status without what it tells of other keys but their sum."""
+    waiting: Counter[str] = Counter()
+    for name, count in engine.get("waiting_by_tenant", {}).items():
+        own = not tenant or tenant.startswith(name)
+        waiting[name if own else "other keys"] += count
+    return {**engine, "waiting_by_tenant": dict(waiting)}
+
+
 async def ledger(context: RequestContext, asked: NoParameters) -> Json:
     """What is held now, in numbers; at rest all of it is back at the baseline."""
     services = context.services
-    engines = await services.engine.call("status")
+    engines: list[Any] = await services.engine.call("status")
+    if context.tenant != ADMIN_TENANT:
+        engines = [_without_others(engine, context.tenant) for engine in engines]
     process = {
         "pid": os.getpid(),
         "generations": services.shares.total,

@@ -42,7 +42,7 @@ async def receive_file(
                 parser.write(chunk)
             except FormParserError:
                 raise InvalidRequest("the body is not valid multipart/form-data") from None
-        return form.finish()
+        return await asyncio.to_thread(form.finish)  # looks through the whole folder
     except BaseException:
         upload.cancel()
         raise

@@ -74,7 +74,7 @@ class ApiKeyAuthenticator:
         # Every digest is compared, so that the time does not depend on which one matches.
         matches = [hmac.compare_digest(presented, known) for known in self.api_key_digests]
         if any(matches):
-            return presented[:TENANT_CHARS]
+            return tenant_of(presented)
         if self.admin_key_digest and hmac.compare_digest(presented, self.admin_key_digest):
             if template_of(path) == OTHER:
                 raise NotFound("unknown route")
@@ -100,6 +100,11 @@ class ApiKeyAuthenticator:
     def _is_api_key(self, presented: str | None) -> bool:
         matches = [hmac.compare_digest(presented or "", known) for known in self.api_key_digests]
         return any(matches)
+
+
+def tenant_of(digest: str) -> str:
+    """The name of the tenant whose key has this digest."""
+    return digest[:TENANT_CHARS]
 
 
 def presented_digest(scope: Scope) -> str | None:

@@ -13,7 +13,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -95,10 +96,13 @@ def room_on_disk() -> Iterator[None]:
 
 
 class FileStore:
-    """See the module. `max_bytes`: all files together; one owner may use half of it."""
+    """See the module. `max_bytes`: all files together; one owner may use half of it. Half of it,
+    and of MAX_FILES, is divided among the `owners`; the rest is for whoever comes first, also for
+    those whose key is gone."""
 
-    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int, owners: Collection[str] = ("",)) -> None:
         self.max_bytes = max_bytes
+        self._owners = frozenset(owners)
         self._folder = private_folder(folder)
 
     def upload(self, owner: str) -> Upload:
@@ -133,21 +137,30 @@ class FileStore:
     def room(self, owner: str) -> int:
         """Bytes that this owner may still store. What has expired, and what no upload will finish,
         is removed first."""
-        total = mine = number = 0
+        numbers, sizes = Counter[str](), Counter[str]()
         for info in self._all():
             if info.expired:
                 self.delete(info)
                 continue
-            number += 1
-            total += info.bytes
-            mine += info.bytes if info.owner == owner else 0
-        if number >= MAX_FILES:
-            return 0
+            numbers[info.owner] += 1
+            sizes[info.owner] += info.bytes
         for part in self._folder.glob("*.part"):
             with suppress(FileNotFoundError):  # its upload has ended meanwhile
                 if time.time() - part.stat().st_mtime > STALE_UPLOAD_S:
                     part.unlink()
-        return min(self.max_bytes - total, self.max_bytes // 2 - mine)
+        if not self._left(MAX_FILES, numbers, owner):
+            return 0
+        return min(
+            self._left(self.max_bytes, sizes, owner), max(0, self.max_bytes // 2 - sizes[owner])
+        )
+
+    def _left(self, most: int, used: Counter[str], owner: str) -> int:
+        """What is left of `most` for an owner: of its own part, and of what is everybody's."""
+        part = most // 2 // max(1, len(self._owners))
+        parts = dict.fromkeys(self._owners, part)
+        beyond = sum(max(0, amount - parts.get(one, 0)) for one, amount in used.items())
+        common = most - part * len(self._owners) - beyond
+        return max(0, parts.get(owner, 0) - used[owner]) + max(0, common)
 
     def has(self, ident: str) -> bool:
         """Whether there is a file with this id of ours."""

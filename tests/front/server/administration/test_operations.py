@@ -116,6 +116,21 @@ async def test_startup_tells_what_is_waited_for(connect: Any) -> None:
             }
 
 
+async def test_a_key_reads_nothing_of_other_keys_in_the_ledger(connect: Any) -> None:
+    async with connect() as (llm, core):
+        waiting = {"aaaaaaaa": 2, "bbbbbbbb": 3, "no key": 1}
+        core.replies["status"] = {"waiting": 6, "waiting_by_tenant": waiting}
+        for tenant, seen in (
+            ("a" * 32, {"aaaaaaaa": 2, "other keys": 4}),
+            ("c" * 32, {"other keys": 6}),
+            (ADMIN_TENANT, waiting),
+            ("", waiting),
+        ):
+            with over(llm, tenant) as context:
+                engine = (await operations.ledger(context, NONE))["engines"][0]
+                assert engine == {"waiting": 6, "waiting_by_tenant": seen}
+
+
 async def test_models_tell_the_length_that_the_pool_holds(connect: Any) -> None:
     async with connect(capacity_tokens=100) as (llm, _):
         with over(llm) as context:
