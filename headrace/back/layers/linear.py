@@ -9,6 +9,7 @@ outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -30,14 +31,23 @@ from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergedTensor:
+    """A checkpoint tensor that holds several parts of a ColumnLinear, by their places there: one
+    after the other, or, with `groups`, the first group's share of each, then the next group's."""
+
+    name: str
+    parts: tuple[int, ...]
+    groups: int = 1
+
+
 class ColumnLinear:
     """x_TI -> y_TO with the outputs of all `parts` side by side, each split over the ranks.
 
     `scope` is that of the layer around it: a part is the checkpoint tensor `scope / part.name`,
-    unless `merged` names the one tensor that holds all parts: one after the other, or, with
-    `groups`, the first group's share of each part, then the next group's. `transposed`: the
-    checkpoint holds weights as [inputs, outputs]. `sizes` are the local widths of the parts.
-    `project` is the GEMM.
+    unless one of `tensors` holds it, or `merged` names the one that holds all parts (in `groups`).
+    `transposed`: the checkpoint holds weights as [inputs, outputs]. `sizes` are the local widths of
+    the parts. `project` is the GEMM.
 
     `norm` and `activation` are what the layer around it puts before and behind the GEMM. Where a
     kernel does all in one, `project` does: `activates` and `norms` tell, and if it `norms`, x is
@@ -53,10 +63,14 @@ class ColumnLinear:
         bias: bool = False,
         merged: str | None = None,
         groups: int = 1,
+        tensors: tuple[MergedTensor, ...] = (),
         transposed: bool = False,
         norm: RMSNorm | None = None,
         activation: str | None = None,
     ) -> None:
+        if merged is not None:
+            places = tuple(range(len(parts)))
+            tensors = (MergedTensor(name=merged, parts=places, groups=groups),)
         shard = Shard(axis="tp", dim=0, parts=parts)
         self.sizes = [local_size(part, scope.mesh.tp) for part in parts]
         self.project: Linear = not_loaded
@@ -66,8 +80,7 @@ class ColumnLinear:
         self._activation = activation
         self._inputs = inputs
         self._parts = parts
-        self._merged = merged
-        self._groups = groups
+        self._tensors = _all_tensors(parts, tensors)
         self._transposed = transposed
         self._weight = scope.quantized(self._param("weight", (inputs,), shard))
         self._bias = self._param("bias", (), shard) if bias else None
@@ -75,7 +88,7 @@ class ColumnLinear:
 
     def _param(self, leaf: str, rest: tuple[int, ...], shard: Shard) -> Param:
         outputs = sum(part.size for part in self._parts)
-        named = self._merged or "+".join(part.name for part in self._parts)
+        named = "+".join(tensor.name for tensor in self._tensors)
         return self._scope.param(
             f"{named}.{leaf}",
             (outputs, *rest),
@@ -98,20 +111,22 @@ class ColumnLinear:
                 transposed=turned,
             )
 
-        if self._merged is not None and self._groups == 1:
-            yield piece(self._merged, outputs)
-            return
-        offset = before = 0
-        for part in self._parts:
-            if self._merged is None:
-                yield piece(part.name, part.size, offset=offset)
-            else:
-                size, group = part.size // self._groups, outputs // self._groups
-                for i in range(self._groups):
-                    rows = (i * group + before, size)
-                    yield piece(self._merged, outputs, offset=offset + i * size, rows=rows)
-                before += size
-            offset += part.size
+        sizes = [part.size for part in self._parts]
+        for tensor in self._tensors:
+            first, *more = tensor.parts
+            whole = sum(sizes[place] for place in tensor.parts)
+            in_order = tensor.parts == tuple(range(first, first + len(tensor.parts)))
+            if not more or (tensor.groups == 1 and in_order):
+                yield piece(tensor.name, whole, offset=sum(sizes[:first]))
+                continue
+            before = 0
+            for place in tensor.parts:
+                share, group = sizes[place] // tensor.groups, whole // tensor.groups
+                offset = sum(sizes[:place])
+                for i in range(tensor.groups):
+                    rows = (i * group + before, share)
+                    yield piece(tensor.name, whole, offset=offset + i * share, rows=rows)
+                before += share
 
     def _finish(self) -> None:
         bias, weight = self._bias.take() if self._bias else None, self._weight.take()
@@ -129,6 +144,19 @@ class ColumnLinear:
                 break
         assert gemm is not None
         self.project = gemm
+
+
+def _all_tensors(
+    parts: tuple[Part, ...], merged: tuple[MergedTensor, ...]
+) -> tuple[MergedTensor, ...]:
+    """Those that are merged, and one for each other part, in the order of their first parts."""
+    held = {place for tensor in merged for place in tensor.parts}
+    alone = [
+        MergedTensor(name=part.name, parts=(place,))
+        for place, part in enumerate(parts)
+        if place not in held
+    ]
+    return tuple(sorted((*merged, *alone), key=lambda tensor: tensor.parts[0]))
 
 
 class RowLinear:
