@@ -186,6 +186,19 @@ def test_gated_activation_equals_the_reference(library, dtype, activation, width
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [1, 5, 41])
+def test_a_gate_stands_for_several_values_and_rows_are_views(library, dtype, spread):
+    problem = gated_norm_op.GatedNormProblem(
+        device="cpu", dtype=dtype, width=6 * spread, group=0, gate="sigmoid", spread=spread
+    )
+    x, opened = 3 * values(3, 6 * spread + 7, dtype=dtype), 6 * values(3, 11, dtype=dtype, seed=1)
+    both = x[:, : 6 * spread], opened[:, :6]
+    ours = gated_norm.bind_with(library, problem, None)(*both)
+    theirs = gated_norm_op.bind_reference(problem, None)(*both)
+    torch.testing.assert_close(ours, theirs, rtol=BOUND[dtype], atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", gated_norm_op.GATES)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(("width", "group"), [(41, 0), (40, 40), (84, 21), (9000, 4500)])

@@ -303,6 +303,16 @@ def test_gated_activation_equals_the_reference(dtype, activation):
     assert close(ours.nan_to_num(), theirs.nan_to_num(), dtype)
 
 
+@pytest.mark.parametrize("spread", [1, 5])
+def test_a_gate_stands_for_several_values(spread):
+    problem = gated_norm.GatedNormProblem(
+        device=DEVICE, dtype=torch.float32, width=300, group=0, gate="sigmoid", spread=spread
+    )
+    x, gate = random(3, 307)[:, :300], random(3, 310)[:, : 300 // spread]
+    ours = triton_gated_norm.bind(problem, None)(x, gate)
+    assert close(ours, gated_norm.bind_reference(problem, None)(x, gate), torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", gated_norm.GATES)
 @pytest.mark.parametrize("norm_first", [False, True])

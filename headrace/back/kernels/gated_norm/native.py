@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.gated_norm.op import GatedNorm, GatedNormProblem, check_weight
+from headrace.back.kernels.gated_norm.op import GATES, GatedNorm, GatedNormProblem, check_weight
 from headrace.back.kernels.native.library import (
     DTYPES,
     FLOAT,
@@ -17,7 +17,7 @@ from headrace.back.kernels.native.library import (
 )
 from headrace.back.kernels.op import Kernel
 
-_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 4, FLOAT, INT32, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 6, FLOAT, INT32, INT32, INT32)
 
 
 def bind_with(
@@ -28,17 +28,18 @@ def bind_with(
     kernel = library.bind("gated_norm", *_ARGUMENTS)
     weight_E = None if weight_E is None else weight_E.contiguous()
     width, group = problem.width, problem.group or problem.width
-    norm_first, silu = int(problem.norm_first), int(problem.gate == "silu")
-    code = DTYPES[problem.dtype]
+    norm_first, gate = int(problem.norm_first), GATES.index(problem.gate)
+    spread, code = problem.spread, DTYPES[problem.dtype]
 
     def gated_norm(x_TE: torch.Tensor, gate_TE: torch.Tensor) -> torch.Tensor:
-        assert x_TE.shape == gate_TE.shape and x_TE.dtype == gate_TE.dtype == problem.dtype
-        assert x_TE.is_contiguous() and gate_TE.stride(1) == 1, (x_TE.stride(), gate_TE.stride())
+        assert x_TE.shape[1] == width == gate_TE.shape[1] * spread, (x_TE.shape, gate_TE.shape)
+        assert x_TE.dtype == gate_TE.dtype == problem.dtype, (x_TE.dtype, gate_TE.dtype)
+        assert x_TE.stride(1) == gate_TE.stride(1) == 1, (x_TE.stride(), gate_TE.stride())
         y_TE = x_TE.new_empty(x_TE.shape)
         kernel(
             x_TE.data_ptr(), gate_TE.data_ptr(), None if weight_E is None else weight_E.data_ptr(),
-            y_TE.data_ptr(), x_TE.shape[0], width, group, gate_TE.stride(0), problem.eps,
-            norm_first, silu, code,
+            y_TE.data_ptr(), x_TE.shape[0], width, group, spread, x_TE.stride(0),
+            gate_TE.stride(0), problem.eps, norm_first, gate, code,
         )  # fmt: skip
         return y_TE
 

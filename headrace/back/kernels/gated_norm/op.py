@@ -7,8 +7,9 @@ With a = act(gate) and n(v) = v / sqrt(mean(v^2) + eps) over each `group` of nei
     y = n(x) * w * a        `norm_first` (gated delta nets, Yang et al. 2024, section 3.4)
     y = x * a               group 0: no norm; the weight is None
 
-x_TE and y_TE contiguous, gate_TE may be a view into a merged projection; all in the model's dtype,
-weight_E float32.
+act may be none: then a is the gate itself. Without a norm a gate may stand for `spread` values: that
+of value e is at e // spread. x_TE and gate_TE may be views into merged projections;
+all in the model's dtype, weight_E float32.
 
 T query tokens, E width.
 """
@@ -30,12 +31,13 @@ from headrace.back.kernels.op import (
 )
 
 GatedNorm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-GATES = ("silu", "sigmoid")
+GATES = ("silu", "sigmoid", "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedNormProblem:
-    """`group` divides `width`; 0: there is no norm. `gate`: one of GATES."""
+    """`group` divides `width`; 0: there is no norm. `gate`: one of GATES. `spread` divides `width`;
+    above 1 there is no norm."""
 
     device: str
     dtype: torch.dtype
@@ -44,6 +46,7 @@ class GatedNormProblem:
     eps: float = 0.0
     norm_first: bool = False
     gate: str = "silu"
+    spread: int = 1
 
 
 def bind_reference(problem: GatedNormProblem, weight_E: torch.Tensor | None) -> GatedNorm:
@@ -52,7 +55,10 @@ def bind_reference(problem: GatedNormProblem, weight_E: torch.Tensor | None) -> 
 
     def gated_norm(x_TE: torch.Tensor, gate_TE: torch.Tensor) -> torch.Tensor:
         wide_TE, opened_TE = x_TE.float(), gate_TE.float()
-        opened_TE = opened_TE.sigmoid() * (opened_TE if problem.gate == "silu" else 1.0)
+        if problem.spread > 1:
+            opened_TE = opened_TE.repeat_interleave(problem.spread, dim=1)
+        if problem.gate:
+            opened_TE = opened_TE.sigmoid() * (opened_TE if problem.gate == "silu" else 1.0)
         if weight_E is None:
             return (wide_TE * opened_TE).to(x_TE.dtype)
         wide_TE = wide_TE if problem.norm_first else wide_TE * opened_TE
@@ -68,6 +74,7 @@ def check_weight(problem: GatedNormProblem, weight_E: torch.Tensor | None) -> No
     """Asserts that the weight is that of the problem."""
     assert problem.gate in GATES, problem.gate
     assert (problem.group > 0) == (weight_E is not None), problem
+    assert problem.spread == 1 or (weight_E is None and problem.width % problem.spread == 0)
     if weight_E is not None:
         assert problem.width % problem.group == 0, problem
         assert weight_E.dtype == torch.float32 and weight_E.shape == (problem.width,), weight_E
@@ -81,8 +88,8 @@ def _sample(problem: GatedNormProblem) -> Sample:
         problem=problem,
         weights=(weight if problem.group else None,),
         arguments=(
-            both[:, : problem.width].contiguous(),
-            both[:, problem.width : 2 * problem.width],
+            both[:, : problem.width],
+            both[:, problem.width : problem.width + problem.width // problem.spread],
         ),
     )
 

@@ -23,6 +23,7 @@ def gated_norm_kernel(
     gate,
     weight,
     y,
+    x_stride,
     gate_stride,
     eps,
     WIDTH: tl.constexpr,
@@ -30,7 +31,8 @@ def gated_norm_kernel(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
-    SILU: tl.constexpr,
+    GATE: tl.constexpr,
+    SPREAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -38,11 +40,14 @@ def gated_norm_kernel(
     o_g = tl.arange(0, BLOCK)
     o_e = tl.program_id(1) * GROUP + o_g
     m_e = (o_g < GROUP) & (o_e < WIDTH)
-    b_x = tl.load(x + i_row * WIDTH + o_e, mask=m_e, other=0.0).to(tl.float32)
-    b_gate = tl.load(gate + i_row * gate_stride + o_e, mask=m_e, other=0.0).to(tl.float32)
-    b_open = tl.sigmoid(b_gate)
-    if SILU:
-        b_open *= b_gate
+    b_x = tl.load(x + i_row * x_stride + o_e, mask=m_e, other=0.0).to(tl.float32)
+    p_gate = gate + i_row * gate_stride + o_e // SPREAD
+    b_gate = tl.load(p_gate, mask=m_e, other=0.0).to(tl.float32)
+    b_open = b_gate
+    if GATE == "sigmoid":
+        b_open = tl.sigmoid(b_gate)
+    if GATE == "silu":
+        b_open = b_gate * tl.sigmoid(b_gate)
     b_y = b_x * b_open
     if NORM:
         b_square = b_x * b_x if NORM_FIRST else b_y * b_y
@@ -59,12 +64,12 @@ def bind(problem: GatedNormProblem, weight_E: torch.Tensor | None) -> GatedNorm:
     block = power_of_two(group, least=32)
 
     def gated_norm(x_TE: torch.Tensor, gate_TE: torch.Tensor) -> torch.Tensor:
-        assert x_TE.is_contiguous() and gate_TE.stride(1) == 1, (x_TE.stride(), gate_TE.stride())
+        assert x_TE.stride(1) == gate_TE.stride(1) == 1, (x_TE.stride(), gate_TE.stride())
         y_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
         gated_norm_kernel[(x_TE.shape[0], triton.cdiv(width, group))](
-            x_TE, gate_TE, x_TE if weight_E is None else weight_E, y_TE, gate_TE.stride(0),
-            problem.eps, WIDTH=width, GROUP=group, BLOCK=block, NORM=normed,
-            NORM_FIRST=problem.norm_first, SILU=problem.gate == "silu",
+            x_TE, gate_TE, x_TE if weight_E is None else weight_E, y_TE, x_TE.stride(0),
+            gate_TE.stride(0), problem.eps, WIDTH=width, GROUP=group, BLOCK=block, NORM=normed,
+            NORM_FIRST=problem.norm_first, GATE=problem.gate, SPREAD=problem.spread,
             num_warps=min(16, max(1, block // 256)), **launch(x_TE.device),
         )  # fmt: skip
         return y_TE

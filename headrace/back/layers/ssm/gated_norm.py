@@ -22,7 +22,7 @@ from headrace.base.errors import ConfigError
 class GatedNormSpec:
     """groups      norms side by side in the whole width; 0: there is no norm, only the gate
     norm_first  the gate comes behind the norm
-    gate        "silu" or "sigmoid"
+    gate        "silu", "sigmoid" or "": as it is
     shared      the checkpoint has one weight for all groups
     name        the module in the mixer
     """
