@@ -14,11 +14,13 @@ from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
+from headrace.back.kernels.gated_norm.op import OP as GATED_NORM
+from headrace.back.kernels.gated_norm.op import GatedNorm, GatedNormProblem
 from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
-from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import (
     RMS,
     HeadsLayerNorm,
@@ -98,6 +100,33 @@ class QueryScale:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutputGate:
+    """What heads give is multiplied by the sigmoid of a projection of the layer's input (Qiu et al.
+    2025, "Gated attention for large language models"). `per_head`: one number a head, else one a
+    value. `name`: the projection's module; None: the query's tensor holds it too, head by head its
+    query and its gate."""
+
+    name: str | None = None
+    per_head: bool = False
+
+    def part(self, heads: int, values: int) -> Part:
+        """The projection, in global sizes."""
+        return Part(self.name or "gate", heads * (1 if self.per_head else values), heads)
+
+    def bind(self, scope: Scope, heads: int, values: int) -> GatedNorm:
+        """(y_TX, gate_TX) -> y_TX."""
+        problem = GatedNormProblem(
+            device=scope.kind,
+            dtype=scope.dtype,
+            width=heads * values,
+            group=0,
+            gate="sigmoid",
+            spread=values if self.per_head else 1,
+        )
+        return scope.bind(GATED_NORM, problem, None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """One layer's attention, in global sizes.
 
@@ -105,6 +134,7 @@ class AttentionSpec:
     chunk      it sees those of its chunk of so many tokens, up to itself (Llama 4)
     rope       None: no position embedding (NoPE layers)
     clip       queries, keys and values are cut to this magnitude as they come out of the projection
+    gate       of what heads give
     sinks      a learned score per head, beside those of the positions, takes part in the softmax
     """
 
@@ -123,6 +153,7 @@ class AttentionSpec:
     clip: float | None = None
     sinks: bool = False
     query_scale: QueryScale | None = None
+    gate: OutputGate | None = None
     names: AttentionNames = AttentionNames()
 
     @property
@@ -137,6 +168,15 @@ class AttentionSpec:
     ) -> Attention:
         """The layer. `norm`, `adds`: see Attention."""
         return Attention(scope, cache, self, norm=norm, adds=adds)
+
+
+Queries = tuple[torch.Tensor, torch.Tensor | None]
+"""With the gates of what they give, if there are any."""
+
+
+def chosen(x_TX: torch.Tensor | None, at_N: torch.Tensor) -> torch.Tensor | None:
+    """Rows `at_N` of what may be missing."""
+    return None if x_TX is None else x_TX.index_select(0, at_N)
 
 
 class Attention:
@@ -166,13 +206,16 @@ class Attention:
         self._heads = local_units(q, scope.mesh.tp)
         self._kv_heads = local_units(k, scope.mesh.tp)
         self._split = [self._heads, self._kv_heads, self._kv_heads]
+        gates = () if spec.gate is None else (spec.gate.part(spec.heads, spec.head_dim),)
+        both = MergedTensor(name=names.query, parts=(0, 3), groups=spec.heads)
         self._qkv = ColumnLinear(
             scope,
             spec.width,
-            (q, k, v),
+            (q, k, v, *gates),
             bias=spec.qkv_bias,
             merged=names.merged,
             groups=spec.kv_heads if names.by_group else 1,
+            tensors=(both,) if spec.gate is not None and spec.gate.name is None else (),
             transposed=names.transposed,
             norm=norm,
         )
@@ -193,7 +236,7 @@ class Attention:
                 spec.qk_norm.build(scope / of_k, k),
             )
         self._rope = Rope(scope, spec.rope) if spec.rope else None
-        self._attend = self._write = not_loaded
+        self._attend = self._write = self._gated = not_loaded
         self._query_scale_P: torch.Tensor | None = None
         self._fused: QKRopeWrite | None = None
         scope.on_finish(self._finish)
@@ -218,12 +261,15 @@ class Attention:
 
     def queries(
         self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """q_THD, normed and rotated, of the tokens `at_N`, None: of all, whose keys and values are
-        in the cache."""
+    ) -> Queries:
+        """q_THD, normed and rotated, and the gates of what they give, of the tokens `at_N`, None:
+        of all, whose keys and values are in the cache."""
         plan = batch.plans[batch.group_of_layer[self._layer]]
         kv = batch.kv[self._layer]
-        qkv_TC = self._qkv.project(x_TE)
+        qkv_TC, gate_TX = self._qkv.project(x_TE), None
+        if self._spec.gate is not None:
+            *qkv_sizes, gate_size = self._qkv.sizes
+            qkv_TC, gate_TX = qkv_TC.split_with_sizes((sum(qkv_sizes), gate_size), dim=1)
         if self._fused is not None:
             table_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
             q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
@@ -233,24 +279,30 @@ class Attention:
             q_THD = q_THD * self._query_scale_P[batch.positions_T, None, None]
         if batch.probe is not None:
             batch.probe.see(self._layer, self._problem, q_THD, kv, plan)
-        return q_THD if at_N is None else q_THD.index_select(0, at_N)
+        if at_N is None:
+            return q_THD, gate_TX
+        return q_THD.index_select(0, at_N), chosen(gate_TX, at_N)
 
     def attend_into(
-        self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
+        self, queries: Queries, residual_TE: torch.Tensor, batch: Batch
     ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
+        q_THD, gate_TX = queries
         plan = batch.plans[batch.group_of_layer[self._layer]]
-        kv = batch.kv[self._layer]
-        return self._out.project_into(self._attend(q_THD, kv, plan).flatten(1), residual_TE)
+        y_TX = self._attend(q_THD, batch.kv[self._layer], plan).flatten(1)
+        if gate_TX is not None:
+            y_TX = self._gated(y_TX, gate_TX)
+        return self._out.project_into(y_TX, residual_TE)
 
     def _separately(
         self, qkv_TC: torch.Tensor, batch: Batch, plan: AttentionPlan, kv: torch.Tensor
     ) -> torch.Tensor:
         """Norm, rotation and KV write by an op each; returns q_THD."""
-        shape = (qkv_TC.shape[0], -1, self._spec.head_dim)
         if self._spec.clip is not None:
             qkv_TC.clamp_(-self._spec.clip, self._spec.clip)
-        q_THD, k_TKD, v_TKD = qkv_TC.view(shape).split_with_sizes(self._split, dim=1)
+        q_THD, k_TKD, v_TKD = qkv_TC.unflatten(1, (-1, self._spec.head_dim)).split_with_sizes(
+            self._split, dim=1
+        )
         after_rope = self._spec.qk_norm is not None and self._spec.qk_norm.after_rope
         if not after_rope:
             q_THD, k_TKD = self._normed(q_THD, k_TKD)
@@ -282,6 +334,8 @@ class Attention:
             "head_dim": spec.head_dim,
             "block_tokens": scope.block_tokens,
         }
+        if spec.gate is not None:
+            self._gated = spec.gate.bind(scope, self._heads, spec.head_dim)
         if spec.query_scale is not None:
             tables = scope.ledger.tables
             if spec.query_scale not in tables:

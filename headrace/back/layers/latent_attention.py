@@ -22,6 +22,7 @@ from headrace.back.kernels.latent_attention.op import OP as LATENT_ATTENTION
 from headrace.back.kernels.latent_attention.op import LatentAttentionProblem
 from headrace.back.kernels.latent_write.op import OP as LATENT_WRITE
 from headrace.back.kernels.latent_write.op import LatentWriteProblem
+from headrace.back.layers.attention import OutputGate, Queries, chosen
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.rope import Rope, RopeSpec
@@ -29,6 +30,14 @@ from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part, Shard, local_units
 from headrace.base.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentNames:
+    """The module in its layer, and its output projection."""
+
+    module: str = "self_attn"
+    out: str = "o_proj"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +60,14 @@ class LatentAttentionSpec:
     eps: float = 1e-6
     down_bias: bool = False
     out_bias: bool = False
+    gate: OutputGate | None = None
+    names: LatentNames = LatentNames()
 
     def build(
         self, scope: Scope, cache: int, *, norm: RMSNorm | None = None, adds: bool = False
     ) -> LatentAttention:
         """The layer. See AttentionSpec."""
-        return LatentAttention(scope / "self_attn", cache, self, norm=norm, adds=adds)
+        return LatentAttention(scope / self.names.module, cache, self, norm=norm, adds=adds)
 
 
 class LatentAttention:
@@ -87,8 +98,9 @@ class LatentAttention:
         latent = Part("kv_a_proj_with_mqa", spec.rank + rotary, 1)
         first = queries if spec.q_rank is None else Part("q_a_proj", spec.q_rank, 1)
         # One GEMM for both down-projections: a small batch reads x once.
+        gates = () if spec.gate is None else (spec.gate.part(spec.heads, spec.values),)
         self._down = ColumnLinear(
-            scope, spec.width, (first, latent), bias=spec.down_bias, norm=norm
+            scope, spec.width, (first, latent, *gates), bias=spec.down_bias, norm=norm
         )
         self._q_norm: RMSNorm | None = None
         self._q_up: ColumnLinear | None = None
@@ -104,9 +116,11 @@ class LatentAttention:
             shard=Shard(axis="tp", dim=0, parts=(heads,)),
         )
         values = Part("o_proj", spec.heads * spec.values, spec.heads)
-        self._out = RowLinear(scope / "o_proj", values, spec.width, bias=spec.out_bias, adds=adds)
+        self._out = RowLinear(
+            scope / spec.names.out, values, spec.width, bias=spec.out_bias, adds=adds
+        )
         self._rope = Rope(scope, spec.rope)
-        self._absorb = self._expand = self._write = self._attend = not_loaded
+        self._absorb = self._expand = self._write = self._attend = self._gated = not_loaded
         scope.on_finish(self._finish)
 
     @property
@@ -122,13 +136,14 @@ class LatentAttention:
 
     def queries(
         self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """q_THW, absorbed and rotated, of the tokens `at_N`, None: of all, whose latents are in the
-        cache."""
+    ) -> Queries:
+        """q_THW, absorbed and rotated, and the gates of what they give, of the tokens `at_N`, None:
+        of all, whose latents are in the cache."""
         spec, kv = self._spec, batch.kv[self._layer]
         plan = batch.plans[batch.group_of_layer[self._layer]]
         down_TX = self._down.project(x_TE)
-        q_TX, latent_TW = down_TX.split_with_sizes(self._down.sizes, dim=1)
+        q_TX, latent_TW, *gates = down_TX.split_with_sizes(self._down.sizes, dim=1)
+        gate_TX = gates[0] if gates else None
         if self._q_up is not None:
             q_TX = self._queries_up(q_TX)
         q_THD = q_TX.unflatten(1, (self._heads, -1))
@@ -138,18 +153,23 @@ class LatentAttention:
         )
         if at_N is not None:
             q_THD, q_THW = q_THD.index_select(0, at_N), q_THW.index_select(0, at_N)
+            gate_TX = chosen(gate_TX, at_N)
         self._absorb(q_THD[..., : spec.nope], q_THW[..., : spec.rank])
-        return q_THW
+        return q_THW, gate_TX
 
     def attend_into(
-        self, q_THW: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
+        self, queries: Queries, residual_TE: torch.Tensor, batch: Batch
     ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
+        q_THW, gate_TX = queries
         plan = batch.plans[batch.group_of_layer[self._layer]]
         latent_THC = self._attend(q_THW, batch.kv[self._layer], plan)
         y_THV = q_THW.new_empty((q_THW.shape[0], self._heads, self._spec.values))
         self._expand(latent_THC, y_THV)
-        return self._out.project_into(y_THV.flatten(1), residual_TE)
+        y_TX = y_THV.flatten(1)
+        if gate_TX is not None:
+            y_TX = self._gated(y_TX, gate_TX)
+        return self._out.project_into(y_TX, residual_TE)
 
     def _queries_up(self, q_TX: torch.Tensor) -> torch.Tensor:
         assert self._q_up is not None and self._q_norm is not None
@@ -159,6 +179,8 @@ class LatentAttention:
         spec, scope, rope = self._spec, self._scope, self._spec.rope
         facts = {"device": scope.kind, "dtype": scope.dtype, "heads": self._heads}
         weight_HXC = self._kv_up.take().unflatten(0, (self._heads, spec.nope + spec.values))
+        if spec.gate is not None:
+            self._gated = spec.gate.bind(scope, self._heads, spec.values)
         key_HNC, value_HVC = weight_HXC.split_with_sizes((spec.nope, spec.values), dim=1)
         absorb = HeadLinearProblem(**facts, inputs=spec.nope, outputs=spec.rank)
         expand = HeadLinearProblem(**facts, inputs=spec.rank, outputs=spec.values)

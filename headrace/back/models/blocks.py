@@ -157,10 +157,10 @@ class DecoderLayer:
         if self.attention is not None:
             norm = None if self.attention.norms else self.before_attention
             x_TE = add_norm(norm, branch_TE, residual_TE)
-            q_TX = self.attention.queries(x_TE, batch, at_N)
+            handed = self.attention.queries(x_TE, batch, at_N)
             if after is not None and at_N is not None:
                 residual_TE, batch = residual_TE.index_select(0, at_N), after
-            branch_TE = self.attention.attend_into(q_TX, residual_TE, batch)
+            branch_TE = self.attention.attend_into(handed, residual_TE, batch)
             branch_TE = self._after(self.after_attention, branch_TE)
         elif at_N is not None:
             residual_TE = add_norm(None, branch_TE, residual_TE)
@@ -184,14 +184,14 @@ class DecoderLayer:
         x_TE = add_norm(self.before_attention, branch_TE, residual_TE)
         after = batch.last_token_batch if last else None
         at_N = None if after is None else batch.logits_at_N
-        q_THD = self.attention.queries(x_TE, batch, at_N)
+        handed = self.attention.queries(x_TE, batch, at_N)
         if after is not None and at_N is not None:
             residual_TE, batch = residual_TE.index_select(0, at_N), after
             x_TE = x_TE.index_select(0, at_N)
         if self.before_mlp is not None:
             x_TE = self.before_mlp.norm(residual_TE)
         mlp_TE = self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
-        branch_TE = self.attention.attend_into(q_THD, residual_TE, batch)
+        branch_TE = self.attention.attend_into(handed, residual_TE, batch)
         return sum_branches(self._after(self.after_attention, branch_TE), mlp_TE), residual_TE
 
     def _after(self, norm: BlockNorm | None, branch_TE: Branch) -> Branch:
@@ -308,9 +308,10 @@ def read_sizes(
     eps: float = 1e-6,
     tied: bool = False,
     kv_heads: int | None = None,
+    inner: int | None = None,
 ) -> DecoderSizes:
-    """The common sizes, checked against each other. `eps` and `tied` are the family's defaults,
-    `kv_heads` those of a family with a key of its own."""
+    """The common sizes, checked against each other. `eps`, `tied` and `inner` are the family's
+    defaults, `kv_heads` those of a family with a key of its own."""
     width = config.int("hidden_size", aliases=("n_embd",), ge=1)
     heads = config.int("num_attention_heads", aliases=("n_head",), ge=1)
     kv_heads = kv_heads or config.int("num_key_value_heads", heads, ge=1)
@@ -323,7 +324,10 @@ def read_sizes(
         vocabulary=config.int("vocab_size", ge=1),
         width=width,
         inner=config.int(
-            "intermediate_size", 4 * width if not gated else REQUIRED, aliases=INNER, ge=1
+            "intermediate_size",
+            inner or (REQUIRED if gated else 4 * width),
+            aliases=INNER,
+            ge=1,
         ),
         layers=num_layers(config),
         heads=heads,
