@@ -227,6 +227,7 @@ def families() -> set[str]:
         "attention_hook",
         "latent",
         "moe",
+        "hybrid",
     }
     return {p.stem for p in (PACKAGE / "back" / "models").glob("*.py")} - shared
 

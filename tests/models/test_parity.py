@@ -81,6 +81,17 @@ MAMBA: dict[str, Any] = {
 }
 
 
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "rms_norm_eps": 0.01,  # transformers' chunks and its own steps differ where a head gives next to nothing
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -226,6 +237,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": (
         "Glm4Moe",
         {**ROUTED, "head_dim": 8, "use_qk_norm": True, **rope(partial_rotary_factor=0.5)},
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3.5": ("Qwen3_5Text", {**DELTA, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeText",
+        {**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 24},
     ),
     "minicpm3-direct-queries": (
         "MiniCPM3",

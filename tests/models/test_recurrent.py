@@ -18,8 +18,16 @@ from tests.models.oracle import load_ours, model_spec, save_oracle
 from tests.models.test_mixture import answers, greedy
 from tests.models.test_parity import tiny_config
 
-FAMILIES = ("mamba2", "bamba", "granite-hybrid-experts", "nemotron-h")
-RECORDED = ("mamba2", "bamba", "nemotron-h")
+FAMILIES = (
+    "mamba2",
+    "bamba",
+    "granite-hybrid-experts",
+    "nemotron-h",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
+)
+RECORDED = ("mamba2", "bamba", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 BLOCK = 16
 GENERATOR_SEED = 5
 

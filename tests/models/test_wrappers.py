@@ -12,7 +12,7 @@ import transformers
 
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, randomize
 from tests.models.paged import random_rows, teacher_forced
-from tests.models.test_parity import LENGTHS, LLAMA3, MIXED, SIZES, compare, rope
+from tests.models.test_parity import DELTA, EXPERTS, LENGTHS, LLAMA3, MIXED, SIZES, compare, rope
 
 VISION = {
     "hidden_size": 32,
@@ -29,6 +29,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Llama4",
         "Llama4Text",
         {"head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 16, **rope(**LLAMA3)},
+    ),
+    "Qwen3_5": ("Qwen3_5", "Qwen3_5Text", {**DELTA, "head_dim": 16}),
+    "Qwen3_5Moe": (
+        "Qwen3_5Moe",
+        "Qwen3_5MoeText",
+        {**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 24},
     ),
     "Gemma3": (
         "Siglip",

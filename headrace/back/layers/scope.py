@@ -82,7 +82,8 @@ class Scope:
     "int8" or "fp8" values in the KV cache. `deterministic`: only invariant kernels (kernels/op.py)
     are chosen. `stored` names the checkpoint's tensors that are quantized already and stay so.
     `planned`: the kind of device that kernels are chosen for but not bound, while all tensors are
-    on meta."""
+    on meta. `base_within`: where the model lies among others but for its head, instead of below the
+    prefix of its family."""
 
     ledger: Ledger
     mesh: Mesh
@@ -97,6 +98,7 @@ class Scope:
     stored: Stored = field(default_factory=dict)
     head: Head = Head()
     planned: str = ""
+    base_within: str = ""
     path: str = ""
 
     @property

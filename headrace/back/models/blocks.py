@@ -209,7 +209,8 @@ class Decoder:
 
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
         names, sizes = spec.names, spec.sizes
-        inside = scope if scope.head.bare else scope / names.prefix
+        prefix = scope.base_within or names.prefix
+        inside = scope if scope.head.bare else scope / prefix
         self.logits_width = sizes.vocabulary
         self.generates = scope.head.kind == "lm"
         self.attention_heads = sizes.heads
@@ -242,7 +243,7 @@ class Decoder:
         self.weights = WeightPlan(
             params=tuple(self._ledger.params),
             ignored=(*IGNORED, *names_within(scope.path, (*tied, *spec.ignored))),
-            prefix=(scope / names.prefix).path,
+            prefix=(scope / prefix).path,
         )
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()

@@ -69,6 +69,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "BambaForCausalLM": "bamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "NemotronHForCausalLM": "nemotron_h",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5",
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "roberta",
     "XLMRobertaForMaskedLM": "roberta",
@@ -79,6 +82,8 @@ TEXT_TYPES: Mapping[str, str] = {
     "ministral3": "ministral3",
     "llama4_text": "llama4",
     "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
 }
 """Families of the text part of models with several, by its `model_type`."""
 WRAPPERS: Mapping[str, str] = {
@@ -89,6 +94,11 @@ WRAPPERS: Mapping[str, str] = {
 }
 """Architectures with several parts (vision, audio), of which the text part is served, and where it
 lies in the checkpoint."""
+BASES_WITHIN: Mapping[str, str] = {
+    "Qwen3_5ForConditionalGeneration": "model.language_model",
+    "Qwen3_5MoeForConditionalGeneration": "model.language_model",
+}
+"""The same, where the head stands apart from the rest of the text part, which lies here."""
 ENCODERS = frozenset({"bert", "roberta", "modernbert"})
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
@@ -116,12 +126,13 @@ _BASES = {
 class Architecture:
     """What a class name says. `head`: lm, sequence, token or none. `bare`: the checkpoint is of the
     base model alone, whose tensor names lack the prefix. `within`: where the text part lies among
-    others."""
+    others; `base_within`: where all of it but the head does, instead of below its prefix."""
 
     family: str
     head: str = "lm"
     bare: bool = False
     within: str = ""
+    base_within: str = ""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -135,8 +146,10 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if names[0] == COLBERT:
         return Architecture(family="bert", head="none")
     text = config.get("text_config")
-    if names[0] in WRAPPERS and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:
-        return Architecture(family=TEXT_TYPES[text["model_type"]], within=WRAPPERS[names[0]])
+    within, base = WRAPPERS.get(names[0], ""), BASES_WITHIN.get(names[0], "")
+    if (within or base) and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:
+        family = TEXT_TYPES[text["model_type"]]
+        return Architecture(family=family, within=within, base_within=base)
     for suffix, head in _HEADS.items():
         base = names[0].removesuffix(suffix)
         if base != names[0] and base in _BASES:
@@ -146,7 +159,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the text part; whether its embeddings are tied, the whole model may say."""
-    if not architecture_of(config).within:
+    named = architecture_of(config)
+    if not named.within and not named.base_within:
         return config
     over = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return {**config["text_config"], **over}

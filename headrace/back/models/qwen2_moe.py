@@ -17,8 +17,9 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     return qwen2_decoder(scope, config, sizes, mixtures, bias=config.bool("qkv_bias", True))
 
 
-def qwen_mixture(config: ConfigReader) -> MixtureSpec:
-    """The experts of Qwen's layers; a shared MLP where the config has one."""
+def qwen_mixture(config: ConfigReader, *, renormalize: bool = False) -> MixtureSpec:
+    """The experts of Qwen's layers; a shared MLP where the config has one. `renormalize`: the
+    family's default."""
     experts = config.int("num_experts", ge=1, aliases=("num_local_experts",))
     inner = config.int("moe_intermediate_size", ge=1)
     shared = config.int("shared_expert_intermediate_size", None, ge=1)
@@ -26,7 +27,7 @@ def qwen_mixture(config: ConfigReader) -> MixtureSpec:
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", ge=1, le=experts),
-            renormalize=config.bool("norm_topk_prob", False),
+            renormalize=config.bool("norm_topk_prob", renormalize),
         ),
         inner=inner,
         shared=None

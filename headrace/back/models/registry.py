@@ -6,6 +6,8 @@ fallback, if that library knows it; the choice is a decision, never silent.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from headrace.back.layers.scope import Head, Ledger, Scope
@@ -75,9 +77,12 @@ def build_model(
         deterministic=spec.deterministic,
         planned=planned,
     )
-    within = "" if spec.family == FALLBACK else architecture_of(spec.config).within
-    if not within:
-        return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))
+    family, reader = FAMILIES.load(spec.family), ConfigReader(spec.config, "config.json")
+    if spec.family == FALLBACK:
+        return family(scope, reader)
+    named = architecture_of(spec.config)
+    if not named.within and not named.base_within:
+        return family(scope, reader)
     scope.ledger.note(_TEXT_ALONE)
     reader = ConfigReader(text_config(spec.config), "config.json: text_config")
-    return FAMILIES.load(spec.family)(scope / within, reader)
+    return family(replace(scope / named.within, base_within=named.base_within), reader)

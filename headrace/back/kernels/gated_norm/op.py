@@ -7,8 +7,8 @@ With a = act(gate) and n(v) = v / sqrt(mean(v^2) + eps) over each `group` of nei
     y = n(x) * w * a        `norm_first` (gated delta nets, Yang et al. 2024, section 3.4)
     y = x * a               group 0: no norm; the weight is None
 
-act may be none: then a is the gate itself. Without a norm a gate may stand for `spread` values: that
-of value e is at e // spread. x_TE and gate_TE may be views into merged projections;
+act may be none: then a is the gate itself. Without a norm a gate may stand for `spread` values:
+that of value e is at e // spread. x_TE and gate_TE may be views into merged projections;
 all in the model's dtype, weight_E float32.
 
 T query tokens, E width.

@@ -13,7 +13,7 @@ from headrace.back.attention.plan import Batch
 from headrace.back.kernels.causal_conv.op import OP, CausalConv, CausalConvProblem
 from headrace.back.kernels.gated_scan.op import ScanRows
 from headrace.back.layers.scope import Scope, not_loaded
-from headrace.back.parallel.param import Param
+from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
 
 
@@ -37,8 +37,8 @@ def wide_param(
 
 class ShortConv:
     """x_TC -> y_TC: a causal convolution of each channel with a SiLU behind it. `scope` is that of
-    its weight [channels, 1, taps]; `parts`: the channels as they lie side by side. `form` is its
-    cache."""
+    its weight [channels, 1, taps], or with `separate` that around these modules, which have the
+    weight of one part each; `parts`: the channels as they lie side by side. `form` is its cache."""
 
     def __init__(
         self,
@@ -47,8 +47,9 @@ class ShortConv:
         parts: tuple[Part, ...],
         *,
         taps: int,
-        bias: bool,
+        bias: bool = False,
         activation: str = "silu",
+        separate: tuple[str, ...] = (),
     ) -> None:
         self._scope, self._cache, self._taps = scope, cache, taps
         self._activation = activation
@@ -56,7 +57,17 @@ class ShortConv:
         channels = sum(part.size for part in parts)
         shard = Shard(axis="tp", dim=0, parts=parts)
         self.sizes = [local_size(part, scope.mesh.tp) for part in parts]
-        self._weight = scope.param("weight", (channels, 1, taps), shard=shard)
+        pieces = tuple(
+            WeightPiece(
+                name=scope.name(f"{name}.weight"),
+                shape=(part.size, 1, taps),
+                offset=sum(before.size for before in parts[:place]),
+            )
+            for place, (name, part) in enumerate(zip(separate, parts, strict=bool(separate)))
+        )
+        self._weight = scope.param(
+            "weight", (channels, 1, taps), pieces=pieces or None, shard=shard
+        )
         self._bias = scope.param("bias", (channels,), shard=shard, init="zeros") if bias else None
         scope.on_finish(self._finish)
 

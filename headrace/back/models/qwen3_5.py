@@ -1,0 +1,42 @@
+"""Qwen 3.5, dense and with experts: Qwen3-Next's layers with projections of their own in the
+checkpoint. The text model stands alone, or beside a vision tower below another prefix."""
+
+from __future__ import annotations
+
+from headrace.back.layers.linear import MergedTensor
+from headrace.back.layers.norm import RMS_UNIT_OFFSET
+from headrace.back.layers.scope import Scope
+from headrace.back.layers.ssm.gated_delta import KEY, QUERY, VALUE, DeltaNames
+from headrace.back.models.blocks import (
+    GATED_MLP,
+    Decoder,
+    DecoderSpec,
+    LayerSpec,
+    read_sizes,
+)
+from headrace.back.models.hybrid import qwen_mixers
+from headrace.back.models.qwen2_moe import qwen_mixture
+from headrace.back.models.qwen3_next import DRAFTS
+from headrace.base.config.hf import ConfigReader
+
+DELTA = DeltaNames(
+    parts=("q", "k", "v", "in_proj_z", "in_proj_b", "in_proj_a"),
+    merged=(MergedTensor(name="in_proj_qkv", parts=(QUERY, KEY, VALUE)),),
+    convs=("conv1d",),
+    out="out_proj",
+)
+VISION = r"model\.visual\..*"
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, and the text side of
+    Qwen3_5ForConditionalGeneration and Qwen3_5MoeForConditionalGeneration."""
+    mixes = "num_experts" in config
+    sizes = read_sizes(config, inner=1 if mixes else None)
+    feed_forward = qwen_mixture(config, renormalize=True) if mixes else GATED_MLP
+    layers = tuple(
+        LayerSpec(attention=mixer, feed_forward=feed_forward)
+        for mixer in qwen_mixers(scope, config, sizes, DELTA)
+    )
+    spec = DecoderSpec(sizes=sizes, layers=layers, norm=RMS_UNIT_OFFSET, ignored=(DRAFTS, VISION))
+    return Decoder(scope, spec)
