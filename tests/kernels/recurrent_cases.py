@@ -14,6 +14,7 @@ from headrace.back.kernels.causal_conv import op as causal_conv
 from headrace.back.kernels.gated_delta import op as gated_delta
 from headrace.back.kernels.gated_scan import op as gated_scan
 from headrace.back.kernels.gated_scan.op import ScanRows
+from headrace.back.kernels.selective_scan import op as selective_scan
 from headrace.back.kernels.ssd_scan import op as ssd_scan
 from headrace.back.kernels.state_rows import op as state_rows
 
@@ -43,6 +44,8 @@ CASES = {
             **{"bound": -5.0, "beta_scale": 2.0},
         },
     ),
+    "selective_scan": (selective_scan, {"channels": 40, "state_dim": 16}),
+    "selective_scan-odd": (selective_scan, {"channels": 70, "state_dim": 21}),
     "ssd_scan": (ssd_scan, {"heads": 4, "groups": 2, "head_dim": 20, "state_dim": 24}),
     "ssd_scan-limits": (
         ssd_scan,
@@ -59,6 +62,7 @@ def problem_of(case: str, dtype: torch.dtype, device: str = "cpu") -> Any:
         "causal_conv": "CausalConvProblem",
         "gated_delta": "GatedDeltaProblem",
         "ssd_scan": "SsdScanProblem",
+        "selective_scan": "SelectiveScanProblem",
     }
     more = {} if module is gated_scan else {"dtype": dtype}
     return module, getattr(module, names[case.partition("-")[0]])(device=device, **more, **sizes)
@@ -155,11 +159,22 @@ def _naive_ssd(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> 
     return torch.stack(ys), state
 
 
+def _naive_selective(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    decay, bias, skip = (one.double() for one in weights)
+    ys = []
+    for x, raw, b, c, gate in zip(*(one.double() for one in inputs), strict=True):
+        dt = torch.nn.functional.softplus(raw + bias)
+        state = (dt[:, None] * decay).exp() * state + torch.outer(dt * x, b)
+        ys.append((state @ c + skip * x) * gate * gate.sigmoid())
+    return torch.stack(ys), state
+
+
 NAIVE: dict[str, Callable[..., Any]] = {
     "gated_scan": _naive_scan,
     "causal_conv": _naive_conv,
     "gated_delta": _naive_delta,
     "ssd_scan": _naive_ssd,
+    "selective_scan": _naive_selective,
 }
 
 

@@ -75,6 +75,7 @@ MAMBA2: dict[str, Any] = {
 }
 
 
+MAMBA1: dict[str, Any] = {"state_size": 16, "time_step_rank": 16}
 MAMBA: dict[str, Any] = {
     **{"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2},
     **{"mamba_expand": 2, "mamba_d_conv": 4},
@@ -313,6 +314,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2-bounded": (
         "Mamba2",
         {**MAMBA2, "time_step_limit": (0.3, 0.9), "use_bias": True, "use_conv_bias": False},
+    ),
+    "mamba": ("Mamba", {**MAMBA1, "conv_kernel": 3}),
+    "mamba-biased": ("Mamba", {**MAMBA1, "use_bias": True, "tie_word_embeddings": False}),
+    "falcon-mamba": ("FalconMamba", MAMBA1),
+    "jamba": (
+        "Jamba",
+        {
+            **{"num_experts": 5, "num_experts_per_tok": 2, "mamba_d_state": 16},
+            **{"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 16},
+        },
     ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}),
     "granite-hybrid": (

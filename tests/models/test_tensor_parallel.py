@@ -22,7 +22,8 @@ NAMES = (
     "llama4",
     "llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "deepseek-v3", "one-kv-head",
     "cohere-qk-norm", "gpt2", "falcon-grouped", "phi", "qwen2-moe", "granite-moe", "gpt-oss",
-    "mamba2", "bamba", "granite-hybrid-experts", "nemotron-h", "qwen3-next", "qwen3.5",
+    "mamba2", "mamba", "jamba", "bamba", "granite-hybrid-experts", "nemotron-h", "qwen3-next",
+    "qwen3.5",
 )  # fmt: skip
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_norm import GatedNormSpec
 from headrace.back.layers.ssm.mamba2 import Mamba2Spec
-from headrace.back.models.blocks import Decoder, DecoderNames, DecoderSpec, LayerSpec
-from headrace.back.models.ssm import ANY_STEP, ONE_BRANCH, divides, read_recurrent_sizes
+from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec
+from headrace.back.models.ssm import ANY_STEP, BACKBONE, ONE_BRANCH, divides, read_recurrent_sizes
 from headrace.base.config.hf import ConfigReader
-
-NAMES = DecoderNames(prefix="backbone", embedding="embeddings", norm="norm_f")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
@@ -35,4 +33,4 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         placement=ONE_BRANCH,
         feed_forward=None,
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers, names=NAMES))
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers, names=BACKBONE))

@@ -12,21 +12,19 @@ from headrace.back.layers.ssm.gated_norm import GatedNormSpec
 from headrace.back.layers.ssm.mamba2 import Mamba2Spec
 from headrace.back.models.blocks import (
     Decoder,
-    DecoderNames,
     DecoderSizes,
     DecoderSpec,
     LayerSpec,
     plain_attention,
     read_sizes,
 )
-from headrace.back.models.ssm import HYBRID_KINDS, ONE_BRANCH, divides, read_layer_kinds
+from headrace.back.models.ssm import BACKBONE, HYBRID_KINDS, ONE_BRANCH, divides, read_layer_kinds
 from headrace.base.config.hf import ConfigReader
 
 KINDS = {**HYBRID_KINDS, "mlp": "mlp"}
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp"}
 """Of `hybrid_override_pattern`, as the models' first configs have it."""
 ATTENTION_NAMES = AttentionNames(module="mixer")
-NAMES = DecoderNames(prefix="backbone", embedding="embeddings", norm="norm_f")
 MLP_PLACEMENT = NormPlacement(before_mlp="norm")
 
 
@@ -47,7 +45,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     kinds = _kinds(config, sizes.layers)
     return Decoder(
         scope,
-        DecoderSpec(sizes=sizes, layers=tuple(layers[kind] for kind in kinds), names=NAMES),
+        DecoderSpec(sizes=sizes, layers=tuple(layers[kind] for kind in kinds), names=BACKBONE),
     )
 
 

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 
 from headrace.back.layers.norm import NormPlacement
 from headrace.back.layers.ssm.gated_norm import GatedNormSpec
+from headrace.back.layers.ssm.mamba1 import Mamba1Spec
 from headrace.back.layers.ssm.mamba2 import Mamba2Spec
-from headrace.back.models.blocks import EPS, DecoderSizes
+from headrace.back.models.blocks import EPS, DecoderNames, DecoderSizes
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.layer_count import num_layers
 
+MAMBA1_KEYS = ("expand", "state_size", "time_step_rank")
+BACKBONE = DecoderNames(prefix="backbone", embedding="embeddings", norm="norm_f")
 ANY_STEP = (0.0, math.inf)
 """The limits of a time step where the config states none."""
 ONE_BRANCH = NormPlacement(before_attention="norm")
@@ -38,6 +41,27 @@ def read_recurrent_sizes(config: ConfigReader, *, tied: bool, eps: float = 1e-5)
         eps=config.float("rms_norm_eps", eps, aliases=EPS, ge=0.0),
         activation="silu",
         tied=config.bool("tie_word_embeddings", tied),
+    )
+
+
+def read_mamba1(
+    config: ConfigReader, width: int, *, keys: tuple[str, str, str] = MAMBA1_KEYS
+) -> Mamba1Spec:
+    """Mamba as it is stated where all layers are of that kind; `keys`: what expansion, state size
+    and the rank of time steps are called."""
+    expand, state, rank = keys
+    automatic = config.raw.get(rank, "auto") == "auto"
+    config.choice("hidden_act", ("silu", "swish"), "silu")
+    inner = config.int(expand, 2, ge=1) * width
+    stated = keys == MAMBA1_KEYS  # elsewhere it is the size of the MLPs
+    return Mamba1Spec(
+        width=width,
+        inner=config.int("intermediate_size", inner, ge=1) if stated else inner,
+        state_dim=config.int(state, 16, ge=1),
+        step_rank=-(-width // 16) if automatic else config.int(rank, ge=1),
+        taps=config.int("conv_kernel", 4, aliases=("mamba_d_conv",), ge=2, le=8),
+        bias=config.bool("use_bias", False) or config.bool("mamba_proj_bias", False),
+        conv_bias=config.bool("use_conv_bias", True) and config.bool("mamba_conv_bias", True),
     )
 
 

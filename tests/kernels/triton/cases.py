@@ -384,6 +384,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             "gated_delta-wide",
             "gated_delta-bounded",
             "ssd_scan-limits",
+            "selective_scan",
         )
     ),
     *(
