@@ -22,7 +22,7 @@ import triton
 
 from headrace.back.kernels.experts.op import Experts, ExpertsProblem
 from headrace.back.kernels.op import Kernel, PlanCheck, Sample, random_tensor, sample_generator
-from headrace.back.kernels.triton.wrap import interpreted, launch, num_sms, unsupported
+from headrace.back.kernels.triton.wrap import capability, interpreted, launch, num_sms, unsupported
 
 FEW_TOKENS = 2
 """Measured on an H200 with 128 experts of 2048 x 768 and 8 slots, uniform routing: 1 and 2 tokens
@@ -219,7 +219,7 @@ def _plans(problem: ExpertsProblem) -> Sequence[PlanCheck]:
 def _supports(problem: ExpertsProblem) -> str | None:
     if interpreted() or problem.device != "cuda" or torch.version.hip is not None:
         return "runs on NVIDIA's GPUs only"
-    if torch.cuda.get_device_capability() != (9, 0):
+    if capability() != (9, 0):
         return "asks for the TMA unit and the matrix instructions of compute capability 9.0"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"knows bfloat16 and float16, not {problem.dtype}"

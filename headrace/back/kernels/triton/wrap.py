@@ -60,10 +60,15 @@ def unsupported_quantization(quantized: str | None, head_dim: int) -> str | None
     if head_dim % 16:
         return f"reads quantized heads of a multiple of 16, not {head_dim}"
     if quantized == "fp8" and not interpreted() and torch.version.hip is None:
-        capability = _planned or torch.cuda.get_device_capability()
-        if capability < (8, 9):
-            return f"fp8 needs compute capability 8.9, not {capability[0]}.{capability[1]}"
+        major, minor = capability()
+        if (major, minor) < (8, 9):
+            return f"fp8 needs compute capability 8.9, not {major}.{minor}"
     return None
+
+
+def capability() -> tuple[int, int]:
+    """That of the device kernels are chosen for: the planned one, or this machine's."""
+    return _planned or torch.cuda.get_device_capability()
 
 
 @contextmanager
