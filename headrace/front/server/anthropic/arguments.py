@@ -47,11 +47,11 @@ _SAFE = frozenset({_At.FIRST, _At.IN_TEXT, _At.AFTER})
 
 
 class ToolInput:
-    """One call's arguments while they come. `value` is the object that was sent, once it is
-    over."""
+    """One call's arguments while they come. `document` is the JSON of the object that was sent,
+    once it is over: as text, since its numbers may be greater than what is parsed here holds."""
 
     def __init__(self) -> None:
-        self.value: dict[str, object] = {}
+        self.document = "{}"
         self._raw: list[str] = []
         self._sent: list[str] = []
         self._held = ""
@@ -83,9 +83,8 @@ class ToolInput:
         else:
             out = self._closed(raw)
             self._sent.append(out)
-        document = orjson.loads("".join(self._sent) or "{}")
-        assert isinstance(document, dict)
-        self.value = document
+        self.document = "".join(self._sent) or "{}"
+        assert isinstance(orjson.loads(self.document), dict)
         return out
 
     def _let(self, count: int) -> str:

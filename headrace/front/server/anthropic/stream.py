@@ -146,7 +146,7 @@ class MessageStream:
                 )
             case "tool_use":
                 frames += self._input_delta(self._input.end())
-                block["input"] = self._input.value
+                block["input"] = orjson.Fragment(self._input.document)
                 self._input = ToolInput()
         frames.append({"type": "content_block_stop", "index": self._index})
         self._open = None
