@@ -105,6 +105,7 @@ def test_every_answer_under_a_schema_validates(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # four minutes of processor time, in wall time by the load
 @settings(
     max_examples=10_000,
     deadline=None,
