@@ -89,7 +89,7 @@ class SampledTokens:
         """The tokens int32 [N], and index into them -> why that row has none."""
         max_logit = self.max_logit[self.index]
         chosen_logit = None if self.chosen_logit is None else self.chosen_logit[self.index]
-        if self.masked:
+        if self.masked:  # of a row of -inf alone nobody knows whose it is
             chosen_logit = max_logit
             max_logit = np.where(max_logit == -np.inf, np.float32(0.0), max_logit)
         return self.tokens[self.index], failures(max_logit, chosen_logit)

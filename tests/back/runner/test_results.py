@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from headrace.back.kernels.step_verify.op import REJECTED, UNDRAFTED
 from headrace.back.runner.batch import shape_of
 from headrace.back.runner.results import LaunchedStep, SampledTokens
-from headrace.base.errors import HeadraceError, InvalidRequest
+from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.step import StepPlan
 
 
@@ -48,3 +48,14 @@ def test_a_row_that_was_refused_gains_nothing() -> None:
     refused: dict[int, HeadraceError] = {1: InvalidRequest("too much is asked for")}
     step = LaunchedStep(plan=plan, shape=shape_of(plan), sampled=sampled, refused=refused)
     assert step.result().tokens.tolist() == [[0, 1], [-1, -1]]
+
+
+def test_a_masked_row_of_minus_infinity_has_no_admissible_token() -> None:
+    """Also where the model's own logits were so: NaN and infinity are the model's fault still."""
+    values = np.array([-np.inf, np.nan, np.inf, 1.0], np.float32)
+    tokens = np.arange(4, dtype=np.int32)
+    failed = SampledTokens(tokens=tokens, max_logit=values, masked=True).read()[1]
+    kinds = {0: InvalidRequest, 1: NonFiniteLogits, 2: NonFiniteLogits}
+    assert {row: type(error) for row, error in failed.items()} == kinds
+    plain = SampledTokens(tokens=tokens, max_logit=values).read()[1]
+    assert isinstance(plain[0], NonFiniteLogits)
