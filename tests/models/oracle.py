@@ -29,7 +29,9 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
     Weights are large enough, and norms and biases random enough, that a forgotten one changes the
     logits.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
     torch.manual_seed(seed)
     config.architectures = None

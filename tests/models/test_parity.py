@@ -206,6 +206,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "ExaoneMoe",
         {**EXPERTS, "head_dim": 8, "sliding_window": 12, "layer_types": MIXED, "n_group": 2},
     ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **LATENT,
+            **{**ROUTED, "norm_topk_prob": True, "head_dim": 16},
+            **rope(**YARN, llama_4_scaling_beta=0.4, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
+    "afmoe": (
+        "Afmoe",
+        {
+            **{**EXPERTS, "head_dim": 8, "sliding_window": 12, "layer_types": MIXED},
+            **{"num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True},
+        },
+    ),
+    "hy-v3": (
+        "HYV3",
+        {**EXPERTS, "head_dim": 8, "num_shared_experts": 2, "router_scaling_factor": 1.4},
+    ),
+    "mimo-v2-flash": (
+        "MiMoV2Flash",
+        {
+            **{**ROUTED, "head_dim": 12, "v_head_dim": 8, "num_attention_heads": 8},
+            "sliding_window": 12,
+            **{"layer_types": MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        },
+    ),
     "llama4": (
         "Llama4Text",
         {

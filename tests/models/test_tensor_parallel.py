@@ -19,7 +19,7 @@ from tests.models.tensor_parallel_rank import LENGTHS
 from tests.models.test_parity import CASES, compare, tiny_config
 
 NAMES = (
-    "llama4",
+    "llama4", "afmoe", "mimo-v2-flash",
     "llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "deepseek-v3", "one-kv-head",
     "cohere-qk-norm", "gpt2", "falcon-grouped", "phi", "qwen2-moe", "granite-moe", "gpt-oss",
     "mamba2", "mamba", "jamba", "bamba", "granite-hybrid-experts", "nemotron-h", "qwen3-next",

@@ -3,16 +3,35 @@ text alone, and the other parts' tensors are left where they are."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, randomize
+from tests.models.oracle import (
+    BLOCK_TOKENS,
+    load_ours,
+    model_spec,
+    oracle_logits,
+    randomize,
+    save_oracle,
+)
 from tests.models.paged import random_rows, teacher_forced
-from tests.models.test_parity import DELTA, EXPERTS, LENGTHS, LLAMA3, MIXED, SIZES, compare, rope
+from tests.models.test_parity import (
+    DELTA,
+    EXPERTS,
+    LENGTHS,
+    LLAMA3,
+    MIXED,
+    SIZES,
+    compare,
+    rope,
+    tiny_config,
+)
 
 VISION = {
     "hidden_size": 32,
@@ -60,4 +79,21 @@ def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> No
     ours = load_ours(model_spec(tmp_path))
     assert [one.chosen for one in ours.decisions if one.field == "model.parts"] == ["text"]
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_kimi_k25_has_the_logits_of_its_deepseek_text_model(tmp_path: Path) -> None:
+    """MOD-02. The names are those of the published checkpoint, which transformers does not write."""
+    oracle = save_oracle(tiny_config("deepseek-v3"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    tensors["vision_tower.patch_embed.proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
     compare(got, oracle_logits(oracle, rows), 1e-4)

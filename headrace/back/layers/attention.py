@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
@@ -29,7 +30,7 @@ from headrace.back.layers.norm import (
     RMSNorm,
     SplitRMSNorm,
 )
-from headrace.back.layers.rope import Rope, RopeSpec
+from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
@@ -80,23 +81,8 @@ class AttentionNames:
     merged: str | None = None
     by_group: bool = False
     out: str = "o_proj"
+    sinks: str = "sinks"
     transposed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueryScale:
-    """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / length)), so
-    that the softmax of long contexts stays sharp (Llama 4, "attention temperature")."""
-
-    beta: float
-    length: int
-    offset: int = 0
-
-    def table(self, max_positions: int) -> torch.Tensor:
-        """The factors of all positions, float32."""
-        position = torch.arange(max_positions, dtype=torch.float32).add_(self.offset)
-        passed = position.div_(self.length).floor_()
-        return 1 + self.beta * torch.log1p(passed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +122,9 @@ class AttentionSpec:
     clip       queries, keys and values are cut to this magnitude as they come out of the projection
     gate       of what heads give
     sinks      a learned score per head, beside those of the positions, takes part in the softmax
+    value_dim  dimensions of a head's value, where they are fewer than `head_dim`; the cache holds
+               zeros behind them
+    value_scale  what values are multiplied with
     """
 
     width: int
@@ -154,7 +143,14 @@ class AttentionSpec:
     sinks: bool = False
     query_scale: QueryScale | None = None
     gate: OutputGate | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
     names: AttentionNames = AttentionNames()
+
+    @property
+    def plain_values(self) -> bool:
+        """Whether values are cached as they come out of the projection."""
+        return self.value_dim in (None, self.head_dim) and self.value_scale == 1.0
 
     @property
     def cache_kind(self) -> str:
@@ -199,14 +195,15 @@ class Attention:
         names, scope = spec.names, scope / spec.names.module
         q = Part(names.query, spec.heads * spec.head_dim, spec.heads)
         k = Part(names.key, spec.kv_heads * spec.head_dim, spec.kv_heads)
-        v = Part(names.value, spec.kv_heads * spec.head_dim, spec.kv_heads)
+        value_dim = spec.value_dim or spec.head_dim
+        v = Part(names.value, spec.kv_heads * value_dim, spec.kv_heads)
         self._layer = layer
         self._spec = spec
         self._scope = scope
         self._heads = local_units(q, scope.mesh.tp)
         self._kv_heads = local_units(k, scope.mesh.tp)
         self._split = [self._heads, self._kv_heads, self._kv_heads]
-        gates = () if spec.gate is None else (spec.gate.part(spec.heads, spec.head_dim),)
+        gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
         both = MergedTensor(name=names.query, parts=(0, 3), groups=spec.heads)
         self._qkv = ColumnLinear(
             scope,
@@ -221,7 +218,7 @@ class Attention:
         )
         self._out = RowLinear(
             scope / names.out,
-            q,
+            Part(names.out, spec.heads * value_dim, spec.heads),
             spec.width,
             bias=spec.out_bias,
             adds=adds,
@@ -289,7 +286,8 @@ class Attention:
         """y_TE, to be added to the residual; None if that was done."""
         q_THD, gate_TX = queries
         plan = batch.plans[batch.group_of_layer[self._layer]]
-        y_TX = self._attend(q_THD, batch.kv[self._layer], plan).flatten(1)
+        y_THD = self._attend(q_THD, batch.kv[self._layer], plan)
+        y_TX = y_THD[..., : self._spec.value_dim].flatten(1)
         if gate_TX is not None:
             y_TX = self._gated(y_TX, gate_TX)
         return self._out.project_into(y_TX, residual_TE)
@@ -300,9 +298,15 @@ class Attention:
         """Norm, rotation and KV write by an op each; returns q_THD."""
         if self._spec.clip is not None:
             qkv_TC.clamp_(-self._spec.clip, self._spec.clip)
-        q_THD, k_TKD, v_TKD = qkv_TC.unflatten(1, (-1, self._spec.head_dim)).split_with_sizes(
-            self._split, dim=1
+        q_THD, k_TKD, v_TKD = (
+            part_TC.unflatten(1, (heads, -1))
+            for part_TC, heads in zip(
+                qkv_TC.split_with_sizes(self._qkv.sizes[:3], dim=1), self._split, strict=True
+            )
         )
+        if not self._spec.plain_values:
+            lacking = self._spec.head_dim - v_TKD.shape[2]
+            v_TKD = F.pad(v_TKD * self._spec.value_scale, (0, lacking))
         after_rope = self._spec.qk_norm is not None and self._spec.qk_norm.after_rope
         if not after_rope:
             q_THD, k_TKD = self._normed(q_THD, k_TKD)
@@ -335,13 +339,9 @@ class Attention:
             "block_tokens": scope.block_tokens,
         }
         if spec.gate is not None:
-            self._gated = spec.gate.bind(scope, self._heads, spec.head_dim)
+            self._gated = spec.gate.bind(scope, self._heads, spec.value_dim or spec.head_dim)
         if spec.query_scale is not None:
-            tables = scope.ledger.tables
-            if spec.query_scale not in tables:
-                table_P = spec.query_scale.table(scope.max_positions)
-                tables[spec.query_scale] = table_P.to(scope.dtype).to(scope.device)
-            self._query_scale_P = tables[spec.query_scale]
+            self._query_scale_P = spec.query_scale.table_in(scope)
         self._fused = self._bind_fused(shape)
         if self._fused is None:
             self._write = scope.bind(
@@ -362,9 +362,10 @@ class Attention:
         self._attend = scope.bind(ATTENTION, self._problem, *sinks)
 
     def _sinks_param(self) -> Param:
-        heads = Part("sinks", self._spec.heads, self._spec.heads)
+        name = self._spec.names.sinks
+        heads = Part(name, self._spec.heads, self._spec.heads)
         shard = Shard(axis="tp", dim=0, parts=(heads,))
-        return self._scope.param("sinks", (heads.size,), shard=shard, init="zeros")
+        return self._scope.param(name, (heads.size,), shard=shard, init="zeros")
 
     def _bind_fused(self, shape: dict[str, Any]) -> QKRopeWrite | None:
         """Norm, rotation and KV write in one kernel, if there is one for this layer."""
@@ -375,7 +376,7 @@ class Attention:
             if len(fusible) != len(weights) or qk_norm.after_rope:
                 return None
             weights = [norm.weight_E for norm in fusible]
-        if self._spec.clip is not None:
+        if self._spec.clip is not None or not self._spec.plain_values:
             return None
         problem = QKRopeWriteProblem(
             **shape,

@@ -25,7 +25,7 @@ from headrace.back.kernels.latent_write.op import LatentWriteProblem
 from headrace.back.layers.attention import OutputGate, Queries, chosen
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
-from headrace.back.layers.rope import Rope, RopeSpec
+from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part, Shard, local_units
@@ -60,6 +60,7 @@ class LatentAttentionSpec:
     eps: float = 1e-6
     down_bias: bool = False
     out_bias: bool = False
+    query_scale: QueryScale | None = None
     gate: OutputGate | None = None
     names: LatentNames = LatentNames()
 
@@ -121,6 +122,7 @@ class LatentAttention:
         )
         self._rope = Rope(scope, spec.rope)
         self._absorb = self._expand = self._write = self._attend = self._gated = not_loaded
+        self._query_scale_P: torch.Tensor | None = None
         scope.on_finish(self._finish)
 
     @property
@@ -155,6 +157,9 @@ class LatentAttention:
             q_THD, q_THW = q_THD.index_select(0, at_N), q_THW.index_select(0, at_N)
             gate_TX = chosen(gate_TX, at_N)
         self._absorb(q_THD[..., : spec.nope], q_THW[..., : spec.rank])
+        if self._query_scale_P is not None:
+            positions_T = batch.positions_T if at_N is None else batch.positions_T[at_N]
+            q_THW = q_THW * self._query_scale_P[positions_T, None, None]
         return q_THW, gate_TX
 
     def attend_into(
@@ -192,6 +197,8 @@ class LatentAttention:
             LatentWriteProblem(**facts, **cache, nope=spec.nope, eps=spec.eps, layout=rope.layout),
             self._kv_norm.weight_E,
         )
+        if spec.query_scale is not None:
+            self._query_scale_P = spec.query_scale.table_in(scope)
         self._attend = scope.bind(
             LATENT_ATTENTION, LatentAttentionProblem(**facts, **cache, scale=spec.scale)
         )

@@ -77,6 +77,30 @@ class Rope:
         self.table_PR = scope.ledger.tables[spec]
 
 
+@dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / length)), so
+    that the softmax of long contexts stays sharp (Llama 4, "attention temperature")."""
+
+    beta: float
+    length: int
+    offset: int = 0
+
+    def table(self, max_positions: int) -> torch.Tensor:
+        """The factors of all positions, float32."""
+        position = torch.arange(max_positions, dtype=torch.float32).add_(self.offset)
+        passed = position.div_(self.length).floor_()
+        return 1 + self.beta * torch.log1p(passed)
+
+    def table_in(self, scope: Scope) -> torch.Tensor:
+        """The table of all positions in the model's dtype; layers with one scale share it."""
+        tables = scope.ledger.tables
+        if self not in tables:
+            table_P = self.table(scope.max_positions)
+            tables[self] = table_P.to(scope.dtype).to(scope.device)
+        return tables[self]
+
+
 def rope_table(spec: RopeSpec, max_positions: int) -> torch.Tensor:
     """table_PR float32: cosines, then sines, of every position."""
     frequencies = torch.tensor(spec.frequencies, dtype=torch.float32)
@@ -93,6 +117,7 @@ def read_rope(
     theta: float | None = None,
     default_theta: float = 10_000.0,
     default_share: float = 1.0,
+    whole: bool = False,
     keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
     layout: str = "half",
     renamed: Mapping[str, str] = OLD_NAMES,
@@ -101,9 +126,9 @@ def read_rope(
     or `rope_scaling` beside `rope_theta` and `partial_rotary_factor`.
 
     `theta` overrides the base frequency of the second spelling, whose scaling is then left out
-    (Gemma 3's local layers). `default_share` of a head is rotated where nothing is said; `keys` are
-    what the second spelling calls base frequency and share; `layout`: see op rope. `renamed` maps
-    old names of kinds.
+    (Gemma 3's local layers). `default_share` of a head is rotated where nothing is said, all of it
+    if `whole`; `keys` are what the second spelling calls base frequency and share; `layout`: see op
+    rope. `renamed` maps old names of kinds.
     """
     values = _rope_section(config, layer_type, scaled=theta is None)
     top = config.float(keys[0], default_theta, ge=1.0) if theta is None else theta
@@ -114,6 +139,8 @@ def read_rope(
         ge=0.0,
         le=1.0,
     )
+    if whole:
+        partial = 1.0
     rotary_dim = int(head_dim * partial)
     if partial == 1.0 and head_dim % 2:
         key = "head_dim" if "head_dim" in config.raw else "num_attention_heads"

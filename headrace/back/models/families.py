@@ -15,6 +15,10 @@ FALLBACK = "transformers"
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
+    "Mistral4ForCausalLM": "mistral4",
+    "AfmoeForCausalLM": "afmoe",
+    "HYV3ForCausalLM": "hy_v3",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
     "ExaoneMoeForCausalLM": "exaone_moe",
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "ministral",
@@ -83,6 +87,9 @@ ARCHITECTURES: Mapping[str, str] = {
 TEXT_TYPES: Mapping[str, str] = {
     "mistral": "mistral",
     "ministral3": "ministral3",
+    "mistral4": "mistral4",
+    "kimi_k2": "deepseek",
+    "deepseek_v3": "deepseek",
     "llama4_text": "llama4",
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen3_5",
@@ -93,6 +100,8 @@ WRAPPERS: Mapping[str, str] = {
     "Mistral3ForConditionalGeneration": "language_model",
     "LlavaForConditionalGeneration": "language_model",
     "Llama4ForConditionalGeneration": "language_model",
+    "Kimi_K25ForConditionalGeneration": "language_model",
+    "KimiK25ForConditionalGeneration": "language_model",
     "Gemma3ForConditionalGeneration": "language_model",
 }
 """Architectures with several parts (vision, audio), of which the text part is served, and where it

@@ -26,7 +26,7 @@ def read_latent_attention(
     q_rank = config.int("q_lora_rank", None, ge=1)
     if bias and q_rank is None:
         raise config.wrong("attention_bias", "false where q_lora_rank is absent")
-    rope = read_rope(config, head_dim=rotary, max_positions=scope.max_positions)
+    rope = read_rope(config, head_dim=rotary, max_positions=scope.max_positions, whole=True)
     return LatentAttentionSpec(
         width=sizes.width,
         heads=sizes.heads,

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.back.layers.attention import AttentionSpec, QKNorm, QueryScale
+from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
 from headrace.back.layers.moe.weights import TransposedExperts
 from headrace.back.layers.norm import RMS_NO_WEIGHT
-from headrace.back.layers.rope import read_rope
+from headrace.back.layers.rope import QueryScale, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.back.layers.attention import AttentionSpec, QueryScale
-from headrace.back.layers.rope import read_rope
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.rope import QueryScale, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
 from headrace.base.config.hf import ConfigReader
@@ -18,13 +18,14 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             **plain_attention(sizes),
             rope=rope,
             window=config.int("sliding_window", None, ge=1),
-            query_scale=_query_scale(config),
+            query_scale=read_query_scale(config),
         )
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))
 
 
-def _query_scale(config: ConfigReader) -> QueryScale | None:
+def read_query_scale(config: ConfigReader) -> QueryScale | None:
+    """What queries of far positions are multiplied with."""
     rope = config.section("rope_parameters") or config.section("rope_scaling")
     beta = None if rope is None else rope.float("llama_4_scaling_beta", None, ge=0.0)
     if rope is None or not beta:

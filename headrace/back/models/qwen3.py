@@ -32,10 +32,18 @@ def qwen3_decoder(
     config: ConfigReader,
     sizes: DecoderSizes,
     feed_forwards: Sequence[FeedForwardSpec],
+    *,
+    default_theta: float = 10_000.0,
+    ignored: tuple[str, ...] = (),
 ) -> Decoder:
     """The decoder with a feed-forward for each layer."""
     bias = config.bool("attention_bias", False)
-    rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
+    rope = read_rope(
+        config,
+        head_dim=sizes.head_dim,
+        max_positions=scope.max_positions,
+        default_theta=default_theta,
+    )
     layers = tuple(
         LayerSpec(
             attention=AttentionSpec(
@@ -52,4 +60,4 @@ def qwen3_decoder(
             qwen_windows(config, sizes.layers), feed_forwards, strict=True
         )
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, ignored=ignored))

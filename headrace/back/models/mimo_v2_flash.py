@@ -1,0 +1,67 @@
+"""MiMo-V2-Flash: windows with attention sinks and twice the KV heads in most layers, values smaller
+than keys, a third of each head rotated, experts routed as DeepSeek-V3 routes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.back.layers.attention import AttentionNames, AttentionSpec
+from headrace.back.layers.rope import read_rope
+from headrace.back.layers.scope import Scope
+from headrace.back.models.blocks import (
+    Decoder,
+    DecoderSizes,
+    DecoderSpec,
+    LayerSpec,
+    plain_attention,
+    read_sizes,
+    read_windows,
+)
+from headrace.back.models.moe import feed_forwards, sigmoid_mixture, sparse_by_type
+from headrace.base.config.hf import ConfigReader
+
+SHARE = 0.334
+THETAS = {"full_attention": 5_000_000.0, "sliding_attention": 10_000.0}
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """MiMoV2FlashForCausalLM."""
+    sizes = read_sizes(config, eps=1e-5)
+    windows = read_windows(
+        config,
+        sizes.layers,
+        window=config.int("sliding_window", 129, ge=1),
+        sliding=lambda layer: layer % 6 != 0,
+    )
+    mixture = replace(sigmoid_mixture(config), shared=None)
+    sparse = sparse_by_type(config, sizes.layers, dense=1)
+    layers = tuple(
+        LayerSpec(attention=_attention(scope, config, sizes, window), feed_forward=feed_forward)
+        for window, feed_forward in zip(windows, feed_forwards(mixture, sparse), strict=True)
+    )
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
+
+
+def _attention(
+    scope: Scope, config: ConfigReader, sizes: DecoderSizes, window: int | None
+) -> AttentionSpec:
+    kind = "sliding_attention" if window else "full_attention"
+    rope = read_rope(
+        config,
+        head_dim=sizes.head_dim,
+        max_positions=scope.max_positions,
+        layer_type=kind,
+        default_theta=THETAS[kind],
+        default_share=SHARE,
+    )
+    kv_heads = sizes.kv_heads * (2 if window else 1)
+    return AttentionSpec(
+        **{**plain_attention(sizes), "kv_heads": kv_heads},
+        rope=rope,
+        window=window,
+        qkv_bias=config.bool("attention_bias", False),
+        sinks=window is not None,
+        names=AttentionNames(sinks="attention_sink_bias"),
+        value_dim=config.int("v_head_dim", sizes.head_dim, ge=1, le=sizes.head_dim),
+        value_scale=config.float("attention_value_scale", 1.0),
+    )
