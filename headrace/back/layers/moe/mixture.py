@@ -85,15 +85,18 @@ class MixtureSpec:
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec; the place's `inner` is that of dense layers."""
         activation = self.activation or place.activation
-        return Mixture(scope / self.name, self, place.width, activation=activation)
+        return Mixture(scope / self.name, self, place.width, activation=activation, adds=place.adds)
 
 
 class Mixture:
-    """x_TE -> y_TE: see MixtureSpec."""
+    """x_TE -> y_TE: see MixtureSpec. `adds`: y goes into the residual as it is."""
 
     norms = False
 
-    def __init__(self, scope: Scope, spec: MixtureSpec, width: int, *, activation: str) -> None:
+    def __init__(
+        self, scope: Scope, spec: MixtureSpec, width: int, *, activation: str, adds: bool = True
+    ) -> None:
+        self._adds = adds
         self._scope, self._spec, self._width, self._activation = scope, spec, width, activation
         router, shared = spec.router, spec.shared
         assert shared is None or shared.inner % spec.inner == 0, (shared, spec.inner)
@@ -134,7 +137,10 @@ class Mixture:
         else:
             y_TE = self._experts(x_TE, expert_TK, weight_TK)
         axis = self._scope.mesh.tp
-        return y_TE if axis.size == 1 else Partial(y_TE, axis)
+        if axis.size == 1:
+            return y_TE
+        share = Partial(y_TE, axis)
+        return share if self._adds else share.total()
 
     def _of_weighed(
         self, x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
