@@ -36,6 +36,6 @@ def experts_problem(
         width=75 if odd else 128,
         inner=37 if odd else 64,
         activation=activation,
-        clamp=7.0 if is_oai else 0.0,
+        clamp={"swiglu_oai": 7.0, "swiglu_step": 0.4}.get(activation, 0.0),
         bias=is_oai,
     )

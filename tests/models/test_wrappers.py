@@ -41,9 +41,26 @@ VISION = {
     "image_size": 32,
     "patch_size": 16,
 }
+STEP_VISION = {**VISION, "width": 32, "layers": 1, "heads": 2}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Mistral3": ("Pixtral", "Mistral", {"head_dim": 8}),
     "Llava": ("Pixtral", "Mistral", {"sliding_window": None}),
+    "Step3p7": (
+        "",
+        "Step3p7Text",
+        {
+            **{"pad_token_id": 1, "head_dim": 8, "layer_types": MIXED, "sliding_window": 12},
+            **{"num_sliding_attention_heads": 8, "query_pre_attn_scalar": 8},
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            **{"share_expert_dim": 20, "moe_router_scaling_factor": 1.5},
+            **{"mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limits": [0, 0, 0.3]},
+            "swiglu_limits_shared": [0, 0.2, 0],
+            "rope_parameters": {
+                "full_attention": {**LLAMA3, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "Llama4": (
         "Llama4",
         "Llama4Text",
@@ -67,7 +84,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> None:
     vision, text, changes = CASES[name]
     config = getattr(transformers, f"{name}Config")(
-        vision_config=getattr(transformers, f"{vision}VisionConfig")(**VISION),
+        vision_config=getattr(transformers, f"{vision}VisionConfig")(**VISION)
+        if vision
+        else STEP_VISION,
         text_config=getattr(transformers, f"{text}Config")(**(SIZES | changes)),
         tie_word_embeddings=False,
     )
@@ -78,6 +97,39 @@ def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> No
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
     ours = load_ours(model_spec(tmp_path))
     assert [one.chosen for one in ours.decisions if one.field == "model.parts"] == ["text"]
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_step_3_5_reads_the_keys_of_its_published_config(tmp_path: Path) -> None:
+    """MOD-01: lists by layer, heads of their own for windows, layers with experts in one text."""
+    changes = CASES["Step3p7"][2]
+    config = transformers.Step3p7Config(
+        vision_config=STEP_VISION, text_config=transformers.Step3p7TextConfig(**(SIZES | changes))
+    )
+    config._attn_implementation = "eager"
+    oracle = transformers.Step3p7ForConditionalGeneration(config).eval()
+    randomize(oracle)
+    oracle.save_pretrained(tmp_path)
+    full = {key: changes["rope_parameters"]["full_attention"][key] for key in LLAMA3}
+    kept = {key: changes[key] for key in ("head_dim", "layer_types", "sliding_window")}
+    kept |= {key: changes[key] for key in ("moe_intermediate_size", "share_expert_dim")}
+    kept |= {key: changes[key] for key in ("swiglu_limits", "swiglu_limits_shared")}
+    published = {
+        **{**SIZES, **kept, "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5"},
+        **{"num_attention_groups": 2, "num_key_value_heads": None, "rms_norm_eps": 1e-5},
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 8,
+        },
+        **{"rope_theta": [100.0, 500.0, 100.0], "partial_rotary_factors": [1.0, 0.5, 1.0]},
+        **{"rope_scaling": full, "yarn_only_types": ["full_attention"]},
+        **{"moe_layers_enum": "1,2", "moe_num_experts": 6, "moe_top_k": 2},
+        "moe_router_scaling_factor": 1.5,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    ours = load_ours(model_spec(tmp_path))
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
 

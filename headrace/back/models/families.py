@@ -15,6 +15,9 @@ FALLBACK = "transformers"
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
+    "Step3p5ForCausalLM": "step3p5",
+    "SarvamMoEForCausalLM": "sarvam_moe",
+    "SarvamMLAForCausalLM": "deepseek",
     "Mistral4ForCausalLM": "mistral4",
     "AfmoeForCausalLM": "afmoe",
     "HYV3ForCausalLM": "hy_v3",
@@ -89,6 +92,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "ministral3": "ministral3",
     "mistral4": "mistral4",
     "kimi_k2": "deepseek",
+    "step3p5": "step3p5",
     "deepseek_v3": "deepseek",
     "llama4_text": "llama4",
     "gemma3_text": "gemma3",
@@ -107,6 +111,7 @@ WRAPPERS: Mapping[str, str] = {
 """Architectures with several parts (vision, audio), of which the text part is served, and where it
 lies in the checkpoint."""
 BASES_WITHIN: Mapping[str, str] = {
+    "Step3p7ForConditionalGeneration": "model",
     "Qwen3_5ForConditionalGeneration": "model.language_model",
     "Qwen3_5MoeForConditionalGeneration": "model.language_model",
 }

@@ -24,7 +24,7 @@ def test_routing_equals_the_reference(library, name):
 
 
 @pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "swiglu_step"])
 @pytest.mark.parametrize("dtype", BOUND)
 def test_experts_equal_the_reference(library, dtype, activation, odd):
     kernel = Kernel(

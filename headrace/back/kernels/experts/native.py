@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.experts.op import SWIGLU_OAI, Experts, ExpertsProblem
+from headrace.back.kernels.experts.op import SWIGLU_OAI, SWIGLU_STEP, Experts, ExpertsProblem
 from headrace.back.kernels.native.library import (
     DTYPES,
     FLOAT,
@@ -18,7 +18,14 @@ from headrace.back.kernels.native.library import (
 )
 from headrace.back.kernels.op import Kernel
 
-ACTIVATION_IDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, SWIGLU_OAI: 100}
+ACTIVATION_IDS = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    SWIGLU_OAI: 100,
+    SWIGLU_STEP: 101,
+}
 _ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 5, FLOAT, INT32, INT32)
 
 

@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kInner = 16;    // inner values of a task: as many gates and ups
 constexpr int64_t kOutputs = 32;  // outputs of a task
 constexpr int64_t kPairs = 64;    // whose panels are filled at a time
-constexpr int32_t kSwigluOai = 100;
+constexpr int32_t kSwigluOai = 100, kSwigluStep = 101;
 constexpr float kOaiAlpha = 1.702f;
 
 struct Mixture {
@@ -69,6 +69,8 @@ HR_INLINE void fill_row(const T* x, int64_t K, int64_t m, int64_t rows, char* pa
 }
 
 HR_INLINE F act_of(const Mixture& p, F g, F u) {
+  if (p.activation == kSwigluStep)
+    return vmin(splat(p.clamp), g * vsigmoid(g)) * vmin(splat(p.clamp), vmax(splat(-p.clamp), u));
   if (p.clamp > 0) g = vmin(splat(p.clamp), g), u = vmin(splat(p.clamp), vmax(splat(-p.clamp), u));
   if (p.activation == kSwigluOai) return g * vsigmoid(kOaiAlpha * g) * (u + 1.0f);
   return gate(p.activation, g, u);

@@ -8,8 +8,9 @@ sum.
     h = act(gate x) * (up x)        y[t] = sum over k of weight[t, k] * down[expert[t, k]] h
 
 `clamp` c > 0 bounds gates from above and ups from both sides before the product. The activation
-"swiglu_oai" is gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss). Any number of tokens may go to one
-expert, and none to another; sums are float32, and inner values are rounded to `dtype`.
+"swiglu_oai" is gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss); "swiglu_step" is silu, where c
+bounds its result and not the gate (Step-3.5). Any number of tokens may go to one expert, and none
+to another; sums are float32, and inner values are rounded to `dtype`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from headrace.back.kernels.op import (
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 SWIGLU_OAI = "swiglu_oai"
+SWIGLU_STEP = "swiglu_step"
 OAI_ALPHA = 1.702
 
 
@@ -84,6 +86,8 @@ def bind_reference(
 def activated(problem: ExpertsProblem, up_PI: torch.Tensor) -> torch.Tensor:
     """float32 [P, 2I] (gates, then ups) to [P, I]."""
     gate, up = up_PI.chunk(2, dim=1)
+    if problem.activation == SWIGLU_STEP:
+        return F.silu(gate).clamp(max=problem.clamp) * up.clamp(-problem.clamp, problem.clamp)
     if problem.clamp:
         gate, up = gate.clamp(max=problem.clamp), up.clamp(-problem.clamp, problem.clamp)
     if problem.activation == SWIGLU_OAI:

@@ -37,6 +37,9 @@ MAX_EXPERTS = 1024
 def gated(
     b_gate, b_up, clamp, alpha, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, OAI: tl.constexpr
 ):
+    if ACTIVATION == "swiglu_step":
+        b_up = tl.minimum(tl.maximum(b_up, -clamp), clamp)
+        return tl.minimum(activate(b_gate, "silu"), clamp) * b_up
     if CLAMP:
         b_gate = tl.minimum(b_gate, clamp)
         b_up = tl.minimum(tl.maximum(b_up, -clamp), clamp)

@@ -141,6 +141,34 @@ class _Merged:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StackedExperts:
+    """Gates [X, I, E], ups [X, I, E] and downs [X, E, I] in a tensor each (Step-3.5)."""
+
+    gate: str = "gate_proj.weight"
+    up: str = "up_proj.weight"
+    down: str = "down_proj.weight"
+    biased = False
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout."""
+        return _Stacked(scope, sizes, self)
+
+
+class _Stacked:
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: StackedExperts) -> None:
+        count, width, inner = sizes.experts, sizes.width, sizes.inner
+        rows, columns = (Shard(axis="tp", dim=dim, parts=(sizes.part,)) for dim in (1, 2))
+        self._gate = scope.param(names.gate, (count, inner, width), shard=rows)
+        self._up = scope.param(names.up, (count, inner, width), shard=rows)
+        self._down = scope.param(names.down, (count, width, inner), shard=columns)
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        up_XIE = torch.cat((self._gate.take(), self._up.take()), dim=1)
+        return ExpertWeights(up_XIE=up_XIE, down_XEI=self._down.take())
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransposedExperts:
     """One tensor [X, E, 2I], gates first, and one [X, I, E] (Llama 4)."""
 

@@ -1,0 +1,1 @@
+"""Independent float32 references, in plain PyTorch, of models that no library has a class for."""
