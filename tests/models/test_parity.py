@@ -214,6 +214,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **rope(**YARN, llama_4_scaling_beta=0.4, mscale=1.0, mscale_all_dim=1.0),
         },
     ),
+    "phimoe": (
+        "Phimoe",
+        {
+            **{"num_local_experts": 6, "router_jitter_noise": 0.4, "attention_bias": True},
+            **{"lm_head_bias": True, "sliding_window": None},
+        },
+    ),
     "afmoe": (
         "Afmoe",
         {

@@ -293,12 +293,14 @@ def _longrope(scaling: _Scaling) -> tuple[torch.Tensor, float]:
     stretches = {
         key: values.list(key, of=float, length=half) for key in ("short_factor", "long_factor")
     }
-    chosen = stretches["long_factor" if scaling.max_positions > original else "short_factor"]
     factor = scaling.factor()
-    attention = values.float("attention_factor", None, ge=0.0)
+    passes = scaling.max_positions > original
+    own = values.float("long_mscale" if passes else "short_mscale", None, ge=0.0)  # Phi-3.5-MoE
+    attention = own or values.float("attention_factor", None, ge=0.0)
     if attention is None:
         grown = math.log(factor) / math.log(original) if factor > 1 else 0.0
         attention = math.sqrt(1 + grown)
+    chosen = stretches["long_factor" if passes else "short_factor"]
     stretch = torch.tensor(chosen, dtype=torch.float32)
     return 1.0 / (stretch * scaling.base**scaling.exponents), attention
 

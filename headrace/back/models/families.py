@@ -15,6 +15,8 @@ FALLBACK = "transformers"
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
+    "PhimoeForCausalLM": "phimoe",
+    "PhiMoEForCausalLM": "phimoe",
     "Step3p5ForCausalLM": "step3p5",
     "SarvamMoEForCausalLM": "sarvam_moe",
     "SarvamMLAForCausalLM": "deepseek",

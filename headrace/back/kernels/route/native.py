@@ -14,11 +14,11 @@ from headrace.back.kernels.native.library import (
     unsupported,
 )
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.route.op import Route, RouteProblem
+from headrace.back.kernels.route.op import SPARSEMIXER, Route, RouteProblem
 
 MAX_EXPERTS = 1024
 MAX_GROUPS = 64
-_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 7, FLOAT, INT32)
+_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 7, FLOAT, FLOAT, INT32)
 
 
 def bind_with(
@@ -33,6 +33,7 @@ def bind_with(
         + 4 * problem.softmax_chosen
         + 8 * (problem.group_score == "top2")
         + 16 * problem.shared_gate
+        + 32 * (problem.score == SPARSEMIXER)
     )
 
     def route(logits_TG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,8 @@ def bind_with(
         kernel(
             logits_TG.data_ptr(), bias.data_ptr() if bias is not None else None,
             expert_TK.data_ptr(), weight_TK.data_ptr(), count, problem.experts, problem.columns,
-            problem.top_k, problem.shared, problem.groups, problem.kept_groups, problem.scale, mode,
+            problem.top_k, problem.shared, problem.groups, problem.kept_groups, problem.scale, problem.jitter,
+            mode,
         )  # fmt: skip
         return expert_TK, weight_TK
 

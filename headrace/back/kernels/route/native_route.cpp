@@ -8,14 +8,14 @@ constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kTokensPerChunk = 16;
 constexpr float kSumEps = 1e-20f;
-enum : int32_t { kSigmoid = 1, kRenormalize = 2, kSoftmaxChosen = 4, kTopTwo = 8, kSharedGate = 16 };
+enum : int32_t { kSigmoid = 1, kRenormalize = 2, kSoftmaxChosen = 4, kTopTwo = 8, kSharedGate = 16, kSparseMixer = 32 };
 
 struct Routes {
   const float *logits, *bias;
   int32_t* experts_of;
   float* weights;
   int64_t tokens, experts, columns, top_k, shared, groups, kept_groups;
-  float scale;
+  float scale, jitter;
   int32_t mode;
 };
 
@@ -23,6 +23,10 @@ HR_INLINE float exponential(float x) { return vexp(splat(x))[0]; }
 HR_INLINE float sigmoid(float x) { return vsigmoid(splat(x))[0]; }
 
 HR_INLINE void score_experts(const Routes& p, const float* logits, float* scores) {
+  if (p.mode & kSparseMixer) {
+    for (int64_t x = 0; x < p.experts; ++x) scores[x] = logits[x];
+    return;
+  }
   if (p.mode & kSigmoid) {
     for (int64_t x = 0; x < p.experts; ++x) scores[x] = sigmoid(logits[x]);
     return;
@@ -61,6 +65,23 @@ HR_INLINE void keep_groups(const Routes& p, float* choices) {
     if (!kept[x / size]) choices[x] = -__builtin_inff();
 }
 
+// Shares of the logits near the chosen one, of those not chosen before it.
+HR_INLINE void weigh_near(const Routes& p, const float* logits, const int32_t* chosen, float* weights) {
+  float left[kMaxExperts];
+  for (int64_t x = 0; x < p.experts; ++x) left[x] = logits[x];
+  for (int64_t k = 0; k < p.top_k; ++k) {
+    const float top = left[chosen[k]];
+    float total = 0;
+    for (int64_t x = 0; x < p.experts; ++x) {
+      const float size = logits[x] < 0 ? -logits[x] : logits[x];
+      const bool is_far = (top - logits[x]) / larger(size, top) > 2 * p.jitter;
+      if (!is_far) total += exponential(left[x] - top);
+    }
+    weights[k] = p.scale / total;
+    left[chosen[k]] = -__builtin_inff();
+  }
+}
+
 HR_INLINE void weigh(const Routes& p, const float* logits, const float* scores, const int32_t* chosen, float* weights) {
   float total = 0;
   if (p.mode & kSoftmaxChosen) {
@@ -86,7 +107,8 @@ void route_tokens(void* context, int64_t i) {
     for (int64_t x = 0; x < p.experts; ++x) choices[x] = p.bias ? scores[x] + p.bias[x] : scores[x];
     if (p.groups > 1) keep_groups(p, choices);
     for (int64_t k = 0; k < p.top_k; ++k) chosen[k] = int32_t(take_best(choices, p.experts));
-    weigh(p, logits, scores, chosen, weights);
+    if (p.mode & kSparseMixer) weigh_near(p, logits, chosen, weights);
+    else weigh(p, logits, scores, chosen, weights);
     for (int64_t s = 0; s < p.shared; ++s) {
       chosen[p.top_k + s] = int32_t(p.experts + s);
       weights[p.top_k + s] = p.mode & kSharedGate ? sigmoid(logits[p.experts]) : 1.0f;
@@ -99,11 +121,11 @@ void route_tokens(void* context, int64_t i) {
 // logits [tokens, columns], bias [experts] or null; experts_of and weights [tokens, top_k + shared], all contiguous.
 HR_PUBLIC int32_t HR_EXPORT(route)(const float* logits, const float* bias, int32_t* experts_of, float* weights,
                                    int64_t tokens, int64_t experts, int64_t columns, int64_t top_k, int64_t shared,
-                                   int64_t groups, int64_t kept_groups, float scale, int32_t mode) {
+                                   int64_t groups, int64_t kept_groups, float scale, float jitter, int32_t mode) {
   if (experts < 1 || experts > kMaxExperts || top_k < 1 || top_k > experts || shared < 0 || groups < 1 ||
       groups > kMaxGroups || experts % groups || kept_groups < 1 || kept_groups > groups || columns < experts)
     return HR_BAD_SHAPE;
-  Routes p{logits, bias, experts_of, weights, tokens, experts, columns, top_k, shared, groups, kept_groups, scale, mode};
+  Routes p{logits, bias, experts_of, weights, tokens, experts, columns, top_k, shared, groups, kept_groups, scale, jitter, mode};
   hr_parallel(route_tokens, &p, ceil_div(tokens, kTokensPerChunk));
   return HR_OK;
 }

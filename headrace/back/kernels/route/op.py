@@ -11,6 +11,10 @@ from: a group is worth its best expert ("max") or the sum of its best two ("top2
 scores of the chosen, divided by their sum with `renormalize`, times `scale`; with `softmax_chosen`
 the softmax of the chosen logits instead. The lower index wins among equals.
 
+With the score "sparsemixer" (Phi-3.5-MoE; Liu et al. 2023) experts are chosen by their logits, one
+after another. The weight of one with logit m is its share of the softmax over those not yet chosen
+but for those whose logit l is far from m: (m - l) / max(|l|, m) > 2 * `jitter`.
+
 The slots behind them are those of the `shared` experts, X, X + 1, ..., which every token takes,
 with weight 1 or the sigmoid of the last logit.
 """
@@ -25,13 +29,15 @@ import torch
 from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_generator
 
 Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+SPARSEMIXER = "sparsemixer"
 SUM_EPS = 1e-20
 """Added to the sum that renormalized weights are divided by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteProblem:
-    """See the top of the file. `scale` multiplies the routed experts' weights."""
+    """See the top of the file. `scale` multiplies the routed experts' weights. A sparsemixer has
+    neither bias nor groups nor shared experts."""
 
     device: str
     experts: int
@@ -46,6 +52,7 @@ class RouteProblem:
     bias: bool = False
     shared: int = 0
     shared_gate: bool = False
+    jitter: float = 0.0
 
     @property
     def columns(self) -> int:
@@ -64,6 +71,8 @@ def bind_reference(problem: RouteProblem, bias_X: torch.Tensor | None = None) ->
 
     def route(logits_TG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_TX = logits_TG[:, : problem.experts]
+        if problem.score == SPARSEMIXER:
+            return _sparsemixer(problem, logits_TX)
         score_TX = logits_TX.sigmoid() if problem.score == "sigmoid" else logits_TX.softmax(1)
         choice_TX = score_TX if bias_X is None else score_TX + bias_X
         if problem.groups > 1:
@@ -84,6 +93,20 @@ def bind_reference(problem: RouteProblem, bias_X: torch.Tensor | None = None) ->
         return expert_TK.to(torch.int32), weight_TK
 
     return route
+
+
+def _sparsemixer(
+    problem: RouteProblem, logits_TX: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    left_TX, experts, weights = logits_TX.clone(), [], []
+    for _ in range(problem.top_k):
+        top_T1, chosen_T1 = left_TX.max(1, keepdim=True)
+        far_TX = (top_T1 - logits_TX) / logits_TX.abs().maximum(top_T1) > 2 * problem.jitter
+        near_TX = left_TX.masked_fill(far_TX, float("-inf"))
+        experts.append(chosen_T1)
+        weights.append(near_TX.softmax(1).gather(1, chosen_T1) * problem.scale)
+        left_TX.scatter_(1, chosen_T1, float("-inf"))
+    return torch.cat(experts, 1).to(torch.int32), torch.cat(weights, 1)
 
 
 def _within_groups(problem: RouteProblem, choice_TX: torch.Tensor) -> torch.Tensor:

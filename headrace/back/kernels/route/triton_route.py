@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.route.op import SUM_EPS, Route, RouteProblem
+from headrace.back.kernels.route.op import SPARSEMIXER, SUM_EPS, Route, RouteProblem
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
@@ -48,12 +48,12 @@ def _within_groups(
 
 @triton.jit
 def route_kernel(
-    logits, bias, expert, weight, scale, sum_eps,
+    logits, bias, expert, weight, scale, sum_eps, far,
     X: tl.constexpr, NONE: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr,
     K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     SOFTMAX_CHOSEN: tl.constexpr, SHARED_GATE: tl.constexpr, BIAS: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, TOP_TWO: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SPARSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens. NONE: X padded to a power of two, K likewise the slots."""
     enter(DEPENDENT)
@@ -63,7 +63,9 @@ def route_kernel(
     o_k = tl.arange(0, K)
     m_x = o_x < X
     b_logits = tl.load(logits + i_t * COLUMNS + o_x, mask=m_x, other=float("-inf"))
-    if SIGMOID:
+    if SPARSE:
+        b_score = b_logits
+    elif SIGMOID:
         b_score = tl.where(m_x, tl.sigmoid(b_logits), 0.0)
     else:
         b_score = tl.exp(b_logits - tl.max(b_logits, axis=0))
@@ -80,6 +82,11 @@ def route_kernel(
         chosen = _best(b_choice, o_x, NONE)
         b_from = b_logits if SOFTMAX_CHOSEN else b_score
         value = tl.sum(tl.where(o_x == chosen, tl.where(m_x, b_from, 0.0), 0.0), axis=0)
+        if SPARSE:
+            top = tl.max(b_choice, axis=0)
+            m_far = (top - b_logits) / tl.maximum(tl.abs(b_logits), top) > far
+            m_near = (b_choice > float("-inf")) & ~m_far
+            value = 1.0 / tl.sum(tl.where(m_near, tl.exp(b_logits - top), 0.0), axis=0)
         b_expert = tl.where(o_k == k, chosen, b_expert)
         b_weight = tl.where(o_k == k, value, b_weight)
         b_choice = tl.where(o_x == chosen, float("-inf"), b_choice)
@@ -105,6 +112,7 @@ def bind(problem: RouteProblem, bias_X: torch.Tensor | None = None) -> Route:
     constants = {
         "X": problem.experts, "NONE": power_of_two(problem.experts), "COLUMNS": problem.columns,
         "TOP_K": problem.top_k, "K": power_of_two(problem.slots), "SHARED": problem.shared,
+        "SPARSE": problem.score == SPARSEMIXER,
         "SIGMOID": problem.score == "sigmoid", "SOFTMAX_CHOSEN": problem.softmax_chosen,
         "RENORMALIZE": problem.renormalize and not problem.softmax_chosen,
         "SHARED_GATE": problem.shared_gate, "BIAS": problem.bias, "GROUPS": problem.groups,
@@ -118,7 +126,8 @@ def bind(problem: RouteProblem, bias_X: torch.Tensor | None = None) -> Route:
         expert_TK = logits_TG.new_empty(shape, dtype=torch.int32)
         weight_TK = logits_TG.new_empty(shape)
         route_kernel[(shape[0],)](
-            logits_TG, bias_X, expert_TK, weight_TK, problem.scale, SUM_EPS, num_warps=1,
+            logits_TG, bias_X, expert_TK, weight_TK, problem.scale, SUM_EPS, 2 * problem.jitter,
+            num_warps=1,
             **constants, **launch(logits_TG.device),
         )  # fmt: skip
         return expert_TK, weight_TK

@@ -57,6 +57,7 @@ class RouterSpec:
     bias_dims: int = 1
     linear_bias: bool = False
     weighs_inputs: bool = False
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,7 @@ class Mixture:
             bias=self._choice_bias is not None,
             shared=self._num_shared,
             shared_gate=self._is_gated,
+            jitter=router.jitter,
         )
         choice_bias = self._choice_bias.take().float().flatten() if self._choice_bias else None
         self._route = scope.bind(ROUTE, problem, choice_bias)
