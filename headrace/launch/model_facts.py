@@ -208,7 +208,7 @@ def _dtype(reader: ConfigReader, stored: Stored | None) -> str:
 def _max_positions(reader: ConfigReader) -> int:
     """The stated context. YaRN is the one scaling whose config may keep the length before the
     extension."""
-    keys = ("n_positions", "n_ctx")
+    keys = ("n_positions", "n_ctx", "model_max_length")
     stated = reader.int("max_position_embeddings", 2048, aliases=keys, ge=1, le=MAX_POSITIONS)
     scaling = reader.section("rope_parameters") or reader.section("rope_scaling")
     if scaling is None or ("rope_type" not in scaling and "type" not in scaling):

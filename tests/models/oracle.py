@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from headrace.back.models.families import text_config
+from headrace.back.models.load.source import name_of
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import build_model, family_of
 from headrace.back.models.weights import copies
@@ -88,20 +89,21 @@ def fill(model: LoadableModel, folder: Path) -> None:
     import re
 
     with safe_open(folder / "model.safetensors", framework="pt") as checkpoint:
-        names = set(checkpoint.keys())
+        names = list(checkpoint.keys())
+        stored = {name_of(name, model.weights.renamed): name for name in names}
         wanted = {copy.name for param in model.weights.params for copy in copies(param)}
         extra = {
             name
-            for name in names - wanted
+            for name in set(stored) - wanted
             if not any(re.fullmatch(pattern, name) for pattern in model.weights.ignored)
         }
-        assert wanted <= names, f"missing: {sorted(wanted - names)}"
+        assert wanted <= set(stored), f"missing: {sorted(wanted - set(stored))}"
         assert not extra, f"unknown: {sorted(extra)}"
         for param in model.weights.params:
             assert param.tensor is not None
             param.tensor.fill_(float("nan"))
             for copy in copies(param):
-                source = checkpoint.get_slice(copy.name)
+                source = checkpoint.get_slice(stored[copy.name])
                 assert tuple(source.get_shape()) == copy.shape, copy.name
                 param.target(copy).copy_(source[copy.source])
 

@@ -273,6 +273,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {**ROUTED, "head_dim": 8, "use_qk_norm": True, **rope(partial_rotary_factor=0.5)},
     ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
+    "lfm2-as-stated": ("Lfm2", {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "olmo-hybrid": ("OlmoHybrid", {**DELTA, "linear_num_key_heads": 4, "linear_key_head_dim": 12}),
+    "olmo-hybrid-nope": (
+        "OlmoHybrid",
+        {
+            **{**DELTA, "linear_num_key_heads": 4, "linear_key_head_dim": 12},
+            **{"rope_parameters": None, "linear_allow_neg_eigval": False},
+        },
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        {
+            **{**LATENT, "q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4},
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16},
+            **{"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "rms_norm_eps": 0.01},
+            "layer_types": DELTA["layer_types"],
+        },
+    ),
+    "bailing-hybrid": (
+        "BailingHybrid",
+        {
+            **{key: size for key, size in LATENT.items() if key != "q_lora_rank"},
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16},
+            **{"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "rms_norm_eps": 0.01},
+            **{"head_dim": 8, "first_k_dense_replace": 1, "layer_types": DELTA["layer_types"]},
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "minimax": (
+        "MiniMax",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
+            **{"linear_attn_alpha_factor": 1.5, "mlp_alpha_factor": 0.7},
+            "layer_types": DELTA["layer_types"],
+        },
+    ),
     "qwen3-next": (
         "Qwen3Next",
         {**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 24},

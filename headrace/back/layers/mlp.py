@@ -59,12 +59,14 @@ class FeedForwardSpec(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class GatedMLPSpec:
     """A dense gated MLP. `merged` names the checkpoint tensor that holds gate and up, if they are
-    one there, `down` the one that leads back; `name` is the module in the layer. `inner`: its own,
-    where it is not the family's usual one."""
+    one there, else `gate` and `up` do; `down` the one that leads back; `name` is the module in the
+    layer. `inner`: its own, where it is not the family's usual one."""
 
     name: str = "mlp"
     bias: bool = False
     merged: str | None = None
+    gate: str = "gate_proj"
+    up: str = "up_proj"
     down: str = "down_proj"
     inner: int | None = None
 
@@ -72,14 +74,18 @@ class GatedMLPSpec:
         """See FeedForwardSpec."""
         place = replace(place, inner=self.inner or place.inner)
         return GatedMLP(
-            scope / self.name, place, bias=self.bias, merged=self.merged, down=self.down
+            scope / self.name,
+            place,
+            bias=self.bias,
+            merged=self.merged,
+            names=(self.gate, self.up, self.down),
         )
 
 
 class GatedMLP:
     """x_TE -> y_TE. `merged` names the checkpoint tensor that holds gate and up, if they are one
-    there (Phi-3); `down` the one that leads back. If `norms`, x is what goes into the norm before
-    it."""
+    there (Phi-3); `names`: those of gate, up and down. If `norms`, x is what goes into the norm
+    before it."""
 
     def __init__(
         self,
@@ -88,10 +94,10 @@ class GatedMLP:
         *,
         bias: bool = False,
         merged: str | None = None,
-        down: str = "down_proj",
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        inner = place.inner
-        parts = (Part("gate_proj", inner, inner), Part("up_proj", inner, inner))
+        (gate, up, down), inner = names, place.inner
+        parts = (Part(gate, inner, inner), Part(up, inner, inner))
         self._gate_up = ColumnLinear(
             scope,
             place.width,

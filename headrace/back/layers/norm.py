@@ -158,6 +158,25 @@ class RMSNorm:
         return self.add_norm(partial.total(), residual_TE)
 
 
+class ScaledNorm:
+    """`norm(x)`: what `norm` gives, times a factor."""
+
+    def __init__(self, scope: Scope, norm: RMSNorm, factor: float) -> None:
+        self.norm: Norm = not_loaded
+        self._scope, self._norm, self._factor = scope, norm, factor
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        weight_E = self._norm.weight_E
+        problem = RMSNormProblem(
+            device=self._scope.kind,
+            dtype=self._scope.dtype,
+            width=weight_E.shape[0],
+            eps=self._norm.eps,
+        )
+        self.norm = self._scope.bind(OP, problem, weight_E * self._factor)
+
+
 class SplitRMSNorm:
     """A norm over a width that the ranks share (queries or keys of all heads, as in OLMo 2): the
     mean square is taken over all ranks. x_TW -> y_TW with W the local width of `part`."""

@@ -20,7 +20,7 @@ from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec, GatedMLPSpec
-from headrace.back.layers.norm import PRE, RMS, NormPlacement, NormSpec, RMSNorm
+from headrace.back.layers.norm import PRE, RMS, NormPlacement, NormSpec, RMSNorm, ScaledNorm
 from headrace.back.layers.residual import BlockNorm, Branch, add_norm, sum_branches
 from headrace.back.layers.scope import Scope
 from headrace.back.models.weights import WeightPlan, names_within
@@ -67,12 +67,14 @@ class DecoderSizes:
 class LayerSpec:
     """One decoder layer. Its first branch, `attention`, is any mixer: attention or a recurrent
     layer. A layer may lack one of its branches. `branch_scale`: what each branch is multiplied with
-    behind its last norm."""
+    behind its last norm. `normed_residual`: each branch is added to what the norm before it gives,
+    times these, instead of to what goes into that norm."""
 
     attention: MixerSpec | None
     placement: NormPlacement = PRE
     feed_forward: FeedForwardSpec | None = GATED_MLP
     branch_scale: float = 1.0
+    normed_residual: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class DecoderNames:
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A whole decoder. `norm` is the kind of all norms of the residual. `positions`: rows of the
-    table of learned positions, if it has a name."""
+    table of learned positions, if it has a name. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
     layers: tuple[LayerSpec, ...]
@@ -103,6 +105,7 @@ class DecoderSpec:
     positions: int = 0
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 class DecoderLayer:
@@ -120,6 +123,7 @@ class DecoderLayer:
         self.before_attention = norm(place.before_attention)
         plain = spec.branch_scale == 1.0
         self.parallel = place.parallel
+        self.normed_residual = spec.normed_residual is not None
         self.attention = spec.attention and spec.attention.build(
             scope,
             cache,
@@ -140,10 +144,17 @@ class DecoderLayer:
         )
         self.after_mlp = norm(place.after_mlp)
         self.branch_scale = spec.branch_scale
+        self.residual_norms: list[ScaledNorm] = []
+        if spec.normed_residual is not None:
+            for before, factor in zip(
+                (self.before_attention, self.before_mlp), spec.normed_residual, strict=True
+            ):
+                assert isinstance(before, RMSNorm), "the residual is what a norm gives"
+                self.residual_norms.append(ScaledNorm(scope, before, factor))
 
     def _fusible(self, norm: BlockNorm | None) -> RMSNorm | None:
-        """The norm, where the GEMM behind it may do it: not where both branches read the same."""
-        return None if norm is None or self.parallel else norm.fusible
+        """The norm, where the GEMM behind it may do it: not where others read what it gives."""
+        return None if norm is None or self.parallel or self.normed_residual else norm.fusible
 
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """Adds the branch of the layer before to the residual, in place, and leaves its own MLP
@@ -157,6 +168,8 @@ class DecoderLayer:
         if self.attention is not None:
             norm = None if self.attention.norms else self.before_attention
             x_TE = add_norm(norm, branch_TE, residual_TE)
+            if self.residual_norms:
+                residual_TE = self.residual_norms[0].norm(residual_TE)
             handed = self.attention.queries(x_TE, batch, at_N)
             if after is not None and at_N is not None:
                 residual_TE, batch = residual_TE.index_select(0, at_N), after
@@ -169,6 +182,8 @@ class DecoderLayer:
             return branch_TE, residual_TE
         norm = None if self.mlp.norms else self.before_mlp
         x_TE = add_norm(norm, branch_TE, residual_TE)
+        if self.residual_norms:
+            residual_TE = self.residual_norms[1].norm(residual_TE)
         return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE)), residual_TE
 
     @property
@@ -244,6 +259,7 @@ class Decoder:
             params=tuple(self._ledger.params),
             ignored=(*IGNORED, *names_within(scope.path, (*tied, *spec.ignored))),
             prefix=(scope / prefix).path,
+            renamed=spec.renamed,
         )
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()

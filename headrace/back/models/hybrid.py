@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headrace.back.layers.attention import AttentionSpec, OutputGate, QKNorm
 from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.norm import RMS_UNIT_OFFSET
@@ -15,16 +17,18 @@ from headrace.base.config.hf import ConfigReader
 MAX_TAPS = 8
 
 
-def linear_layers(config: ConfigReader, layers: int, *, linear: str, every: int) -> list[bool]:
-    """Which layers are recurrent: those that `layer_types` calls `linear`, else all but each
-    `every`-th."""
+def linear_layers(
+    config: ConfigReader, layers: int, *, default: Callable[[int], bool]
+) -> list[bool]:
+    """Which layers are recurrent: those that `layer_types` calls linear_attention, else those that
+    `default` does."""
     types = config.list("layer_types", None, of=str)
     if types is None:
-        return [(i + 1) % every != 0 for i in range(layers)]
-    known = (linear, "full_attention")
+        return [default(i) for i in range(layers)]
+    known = ("linear_attention", "full_attention")
     if len(types) != layers or not set(types) <= set(known):
         raise config.wrong("layer_types", f"{layers} of {', '.join(known)}")
-    return [name == linear for name in types]
+    return [name == known[0] for name in types]
 
 
 def read_gated_delta(
@@ -92,5 +96,5 @@ def qwen_mixers(
     """Each layer's mixer in Qwen's hybrid models."""
     every = config.int("full_attention_interval", 4, ge=1)
     linear, whole = read_gated_delta(config, sizes, names), gated_attention(scope, config, sizes)
-    kinds = linear_layers(config, sizes.layers, linear="linear_attention", every=every)
+    kinds = linear_layers(config, sizes.layers, default=lambda i: (i + 1) % every != 0)
     return tuple(linear if is_linear else whole for is_linear in kinds)

@@ -82,7 +82,7 @@ def _layer(
             sizes.feed_forward,
             bias=config.bool("mlp_bias", False),
             merged="Wi",
-            down="Wo",
+            names=("", "", "Wo"),
         ),
     )
 

@@ -11,6 +11,8 @@ from headrace.back.models.blocks import GATED_MLP
 from headrace.base.config.hf import ConfigReader
 
 CORRECTION_BIAS = "gate.e_score_correction_bias"
+GROUPS, CHOSEN = ("num_expert_group",), ("num_experts_per_token",)
+"""Other names of two keys."""
 BIAS_BESIDE = "e_score_correction_bias"
 
 
@@ -59,7 +61,7 @@ def routed_mixture(config: ConfigReader, *, grouped: bool = True) -> MixtureSpec
     chosen among the groups whose best expert is highest."""
     aliases = ("num_experts", "num_local_experts")
     experts = config.int("n_routed_experts", ge=1, aliases=aliases)
-    groups = config.int("n_group", 1, ge=1, le=64) if grouped else 1
+    groups = config.int("n_group", 1, aliases=GROUPS, ge=1, le=64) if grouped else 1
     if experts % groups:
         raise config.wrong("n_group", f"a divisor of n_routed_experts ({experts})")
     inner = config.int("moe_intermediate_size", ge=1)
@@ -67,7 +69,7 @@ def routed_mixture(config: ConfigReader, *, grouped: bool = True) -> MixtureSpec
     return MixtureSpec(
         router=RouterSpec(
             experts=experts,
-            top_k=config.int("num_experts_per_tok", ge=1, le=experts),
+            top_k=config.int("num_experts_per_tok", aliases=CHOSEN, ge=1, le=experts),
             scale=config.float("routed_scaling_factor", 1.0),
             groups=groups,
             kept_groups=config.int("topk_group", 1, ge=1, le=groups) if groups > 1 else 1,
@@ -84,7 +86,7 @@ def sigmoid_mixture(config: ConfigReader, *, bias_name: str = CORRECTION_BIAS) -
     router = replace(
         mixture.router,
         score="sigmoid",
-        renormalize=config.bool("norm_topk_prob", True),
+        renormalize=config.bool("norm_topk_prob", True, aliases=("moe_renormalize",)),
         group_score="top2",
         bias_name=bias_name,
     )

@@ -28,11 +28,13 @@ class WeightPlan:
 
     `ignored` are regular expressions that match whole names (rotary inv_freq buffers, a tied
     lm_head ...). `prefix`: below it lies all but the head, unless the checkpoint is bare.
+    `renamed`: (pattern, replacement) for names that a checkpoint may have instead of these.
     """
 
     params: tuple[Param, ...]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def names_within(path: str, patterns: tuple[str, ...]) -> tuple[str, ...]:

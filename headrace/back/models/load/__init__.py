@@ -25,7 +25,7 @@ from headrace.back.models.load.gguf import GGUFSource
 from headrace.back.models.load.manifest import verify_manifest
 from headrace.back.models.load.quantized import QuantizedSource
 from headrace.back.models.load.safetensors import SafetensorsSource
-from headrace.back.models.load.source import Source
+from headrace.back.models.load.source import Source, renamed
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.models.weights import WeightPlan
@@ -123,6 +123,7 @@ def _load(
         with report.phase("check"):
             meta = torch.device("meta")
             plan = build(meta, stored).weights
+            source = renamed(source, plan.renamed)
             bare = spec.bare or lacks_prefix(plan, source)
             check(build(meta, stored, bare=True).weights if bare else plan, source)
         with report.phase("build"):

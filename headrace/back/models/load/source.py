@@ -7,6 +7,7 @@ opened, before any weight is allocated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,3 +70,39 @@ class Source(Protocol):
     def close(self) -> None:
         """Lets go of the files."""
         ...
+
+
+def renamed(source: Source, names: tuple[tuple[str, str], ...]) -> Source:
+    """The source by the model's names, where it has others (`WeightPlan.renamed`)."""
+    return RenamedSource(source, names) if names else source
+
+
+def name_of(name: str, names: tuple[tuple[str, str], ...]) -> str:
+    """What the model calls a tensor of a checkpoint."""
+    for pattern, replacement in names:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+class RenamedSource:
+    """A source by other names of its tensors."""
+
+    def __init__(self, source: Source, names: tuple[tuple[str, str], ...]) -> None:
+        self._source = source
+        self._stored = {name_of(name, names): name for name in source.entries}
+        self.where = source.where
+        self.entries = {name: source.entries[stored] for name, stored in self._stored.items()}
+
+    def copy(
+        self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
+    ) -> None:
+        """See Source."""
+        self._source.copy(self._stored[name], shape, source, target)
+
+    def blocks(self, name: str) -> StoredRows:
+        """See Source."""
+        return self._source.blocks(self._stored[name])
+
+    def close(self) -> None:
+        """See Source."""
+        self._source.close()
