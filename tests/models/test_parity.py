@@ -221,6 +221,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"lm_head_bias": True, "sliding_window": None},
         },
     ),
+    "flex-olmo": (
+        "FlexOlmo",
+        {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
+    ),
+    "youtu": ("Youtu", {**LATENT, "tie_word_embeddings": True}),
     "afmoe": (
         "Afmoe",
         {

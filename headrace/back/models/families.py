@@ -15,6 +15,8 @@ FALLBACK = "transformers"
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "Llama4ForCausalLM": "llama4",
+    "FlexOlmoForCausalLM": "flex_olmo",
+    "YoutuForCausalLM": "youtu",
     "PhimoeForCausalLM": "phimoe",
     "PhiMoEForCausalLM": "phimoe",
     "Step3p5ForCausalLM": "step3p5",

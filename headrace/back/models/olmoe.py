@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
+from headrace.back.layers.norm import PRE, NormPlacement
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
@@ -13,6 +14,11 @@ from headrace.base.config.hf import ConfigReader
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """OlmoeForCausalLM."""
+    return olmoe_decoder(scope, config, placement=PRE)
+
+
+def olmoe_decoder(scope: Scope, config: ConfigReader, *, placement: NormPlacement) -> Decoder:
+    """The decoder, with its norms at `placement`."""
     sizes = read_sizes(config, eps=1e-5)
     if config.float("clip_qkv", None) is not None:
         raise config.wrong("clip_qkv", "null: projections that are clipped behind their norm")
@@ -34,5 +40,6 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             ),
             inner=sizes.inner,
         ),
+        placement=placement,
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))
