@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
 from headrace.base.errors import CheckpointError
 from headrace.core.core import EngineCore
-from tests.models.oracle import load_ours, model_spec, save_oracle
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
+from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_mixture import answers, greedy
 from tests.models.test_parity import tiny_config
 
@@ -95,6 +97,20 @@ def test_a_preempted_request_of_a_hybrid_goes_on_as_if_nothing_had_happened(
     assert answers(core, prompts)[0] == expected
     assert core.scheduler.num_preemptions > 0
     core.executor.close()
+
+
+@pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+@pytest.mark.parametrize("name", DELTAS)
+def test_a_row_has_the_same_bits_alone_and_beside_others(name: str, tmp_path: Path) -> None:
+    """With --deterministic, which no layer refuses."""
+    save_oracle(tiny_config(name), tmp_path)
+    ours = load_ours(replace(model_spec(tmp_path), deterministic=True))
+    rows = random_rows(97, (37, 22, 9))
+    run = {"block_tokens": BLOCK_TOKENS, "dtype": torch.float32}
+    beside, alone = (teacher_forced(ours, some, **run)[0] for some in (rows, rows[:1]))
+    assert torch.equal(beside, alone)
 
 
 def test_layers_of_an_unknown_kind_are_refused_by_key_and_number(tmp_path: Path) -> None:
