@@ -25,7 +25,7 @@ from headrace.back.models.load.gguf import GGUFSource
 from headrace.back.models.load.manifest import verify_manifest
 from headrace.back.models.load.quantized import QuantizedSource
 from headrace.back.models.load.safetensors import SafetensorsSource
-from headrace.back.models.load.source import Source, renamed
+from headrace.back.models.load.source import Source, renamed, separate_experts
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.models.weights import WeightPlan
@@ -123,7 +123,8 @@ def _load(
         with report.phase("check"):
             meta = torch.device("meta")
             plan = build(meta, stored).weights
-            source = renamed(source, plan.renamed)
+            wanted = {piece.name for param in plan.params for piece in param.pieces}
+            source = separate_experts(renamed(source, plan.renamed), wanted)
             bare = spec.bare or lacks_prefix(plan, source)
             check(build(meta, stored, bare=True).weights if bare else plan, source)
         with report.phase("build"):

@@ -8,8 +8,8 @@ opened, before any weight is allocated.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -102,6 +102,75 @@ class RenamedSource:
     def blocks(self, name: str) -> StoredRows:
         """See Source."""
         return self._source.blocks(self._stored[name])
+
+    def close(self) -> None:
+        """See Source."""
+        self._source.close()
+
+
+FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
+"""Tensors of all experts of a layer [X, O, I], and the matrices of one expert that lie in O."""
+
+
+def separate_experts(source: Source, wanted: Collection[str]) -> Source:
+    """The source with a tensor for each expert where the model wants that and the checkpoint has
+    one for all."""
+    parts: dict[str, ExpertPart] = {}
+    for name, entry in source.entries.items():
+        for ending, matrices in FUSED:
+            stem = name.removesuffix(ending)
+            first = f"{stem}experts.0.{matrices[0]}.weight"
+            if stem == name or first not in wanted or len(entry.shape) != 3:
+                continue
+            count, rows = entry.shape[0], entry.shape[1] // len(matrices)
+            for i in range(count):
+                for place, matrix in enumerate(matrices):
+                    one = f"{stem}experts.{i}.{matrix}.weight"
+                    parts[one] = ExpertPart(name=name, expert=i, first=place * rows, rows=rows)
+    return SeparatedSource(source, parts) if parts else source
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPart:
+    """Rows `first .. first + rows` of an expert within the tensor of all."""
+
+    name: str
+    expert: int
+    first: int
+    rows: int
+
+
+class SeparatedSource:
+    """A source with a tensor for each expert instead of one for all."""
+
+    def __init__(self, source: Source, parts: Mapping[str, ExpertPart]) -> None:
+        self._source, self._parts = source, parts
+        self.where = source.where
+        fused = {part.name for part in parts.values()}
+        kept = {name: entry for name, entry in source.entries.items() if name not in fused}
+        for name, part in parts.items():
+            entry = source.entries[part.name]
+            kept[name] = replace(entry, shape=(part.rows, entry.shape[2]))
+        self.entries: Mapping[str, CheckpointTensor] = kept
+
+    def copy(
+        self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
+    ) -> None:
+        """See Source."""
+        part = self._parts.get(name)
+        if part is None:
+            self._source.copy(name, shape, source, target)
+            return
+        rows, columns = source
+        first = part.first + (rows.start or 0)
+        last = part.first + (part.rows if rows.stop is None else rows.stop)
+        place = (slice(part.expert, part.expert + 1), slice(first, last), columns)
+        whole = self._source.entries[part.name].shape
+        self._source.copy(part.name, whole, place, target[None])
+
+    def blocks(self, name: str) -> StoredRows:
+        """See Source."""
+        return self._source.blocks(name)
 
     def close(self) -> None:
         """See Source."""
