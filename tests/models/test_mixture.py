@@ -27,6 +27,8 @@ FAMILIES = (
     "deepseek-v3",
     "glm4-moe",
     "llama4",
+    "mistral4",
+    "mimo-v2-flash",
 )
 NUM_TOKENS = 6
 
