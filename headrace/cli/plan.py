@@ -25,6 +25,7 @@ from headrace.cli.other_servers import translated, without_gpu
 from headrace.launch.facts import resolve_options
 from headrace.launch.performance_model import (
     KNOWN_DEVICES,
+    STATE,
     DeviceModel,
     ModelCost,
     PerformanceEstimate,
@@ -136,7 +137,8 @@ def _predict(
             kernels = kernels_of(spec, block_tokens=kv.block_tokens)
     memory = kv.memory_bytes
     if memory is None and kv.num_blocks is not None:
-        memory = kv.num_blocks * kv.block_tokens * sum(layer for layer, _ in cost.kv_layers)
+        per_token = sum(layer for layer, window in cost.kv_layers if window != STATE)
+        memory = kv.num_blocks * kv.block_tokens * per_token
     estimate = estimate_performance(
         cost, target, kv_memory_bytes=memory, max_model_len=spec.max_model_len, context=context,
         sample=sample, devices=ranks,

@@ -17,14 +17,16 @@ import msgspec
 from headrace.back.models.families import (
     ENCODERS,
     FALLBACK,
+    RECURRENT,
     Architecture,
     architecture_of,
     kv_heads_of,
+    recurrent_layers,
     reserved_positions,
 )
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
-from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
 from headrace.base.config.quantization import stored_quantization
 from headrace.base.config.quantized_tensors import find_quantized
@@ -38,6 +40,8 @@ from headrace.launch.pooling_facts import labels_of, read_pooling
 from headrace.launch.pooling_modules import read_modules
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+LONGEST_RECURRENT: Final = 131_072
+"""Context of families whose state does not grow and whose config states none."""
 MAX_POSITIONS: Final = 1 << 24
 """Longest context believed (the longest published is 10 million); rotary tables are sized by it."""
 _STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -141,7 +145,7 @@ def describe(
     reader = _text_part(ConfigReader(config, where))
     layers = num_layers(reader)
     hidden = reader.int("hidden_size", aliases=("n_embd", "d_model"), ge=1)
-    heads = reader.int("num_attention_heads", aliases=("n_head", "num_heads"), ge=1)
+    heads = _heads(reader, chosen)
     kv_heads = kv_heads_of(chosen, reader, heads)
     head_dim = reader.int("head_dim", max(1, hidden // heads), ge=1)
     width = reader.int("vocab_size", ge=1)
@@ -158,7 +162,7 @@ def describe(
         architecture=str((config.get("architectures") or ["?"])[0]),
         family=chosen,
         dtype=dtype,
-        max_model_len=_max_positions(reader) - reserved_positions(chosen, config),
+        max_model_len=_max_positions(reader, chosen) - reserved_positions(chosen, config),
         logits_width=width,
         eos_ids=_eos_ids(generation, reader, where, width),
         config=config,
@@ -167,7 +171,7 @@ def describe(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        windows=_windows(reader, layers),
+        windows=_windows(reader, chosen, layers),
         num_params=num_params,
         weight_bytes=stored.num_bytes if stored else num_params * DTYPE_BYTES[dtype],
         kv_bytes_per_token=layers * _kv_bytes(chosen, reader, kv_heads, head_dim, dtype),
@@ -205,11 +209,17 @@ def _dtype(reader: ConfigReader, stored: Stored | None) -> str:
     return reader.choice("torch_dtype", DTYPE_BYTES, default, aliases=("dtype",))
 
 
-def _max_positions(reader: ConfigReader) -> int:
+def _heads(reader: ConfigReader, family: str) -> int:
+    none = 1 if family in RECURRENT else REQUIRED
+    return reader.int("num_attention_heads", none, aliases=("n_head", "num_heads"), ge=1)
+
+
+def _max_positions(reader: ConfigReader, family: str) -> int:
     """The stated context. YaRN is the one scaling whose config may keep the length before the
     extension."""
     keys = ("n_positions", "n_ctx", "model_max_length")
-    stated = reader.int("max_position_embeddings", 2048, aliases=keys, ge=1, le=MAX_POSITIONS)
+    default = LONGEST_RECURRENT if family in RECURRENT else 2048
+    stated = reader.int("max_position_embeddings", default, aliases=keys, ge=1, le=MAX_POSITIONS)
     scaling = reader.section("rope_parameters") or reader.section("rope_scaling")
     if scaling is None or ("rope_type" not in scaling and "type" not in scaling):
         return stated
@@ -230,12 +240,17 @@ def _eos_ids(
     return stated or reader.ids("eos_token_id", below=width)
 
 
-def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+def _windows(reader: ConfigReader, family: str, layers: int) -> tuple[int | None, ...]:
+    """See ModelFacts; 0: the layer keeps nothing per token."""
     window = reader.int("sliding_window", None, ge=1)
     kinds = reader.list("layer_types", None, of=str)
+    recurrent = recurrent_layers(family, reader.raw, layers)
     if window is None or kinds is None or len(kinds) != layers:
-        return (None,) * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        return tuple(0 if i in recurrent else None for i in range(layers))
+    slides = "sliding_attention"
+    return tuple(
+        0 if i in recurrent else window if kinds[i] == slides else None for i in range(layers)
+    )
 
 
 def _count_params(

@@ -63,11 +63,15 @@ def known_device(name: str) -> DeviceModel:
     return KNOWN_DEVICES[name]
 
 
+STATE = 1
+"""The window of a recurrent state: its bytes are there once, however long the context is."""
+
+
 class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     """What a model costs. `read_bytes` are the weights one decode step reads (all but the embedding
     table, unless it is also the head), of them `head_bytes` the head's; `multiplied` is the number
     of weights a token is multiplied with. `kv_layers`: one (bytes per token, window in tokens or
-    None) per layer."""
+    None) per layer, recurrent states each with the window STATE."""
 
     weight_bytes: int
     read_bytes: int

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from headrace.back.attention.forms import StateForm
 from headrace.back.kernels.native.library import NativeLibrary, load, use_threads
 from headrace.back.kernels.op import DeferredChecks, decisions
 from headrace.back.kernels.probe.native import reader
@@ -30,7 +31,7 @@ from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.config.layer_count import first_layers
 from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
 from headrace.base.optional import available
-from headrace.launch.performance_model import DeviceModel, ModelCost
+from headrace.launch.performance_model import STATE, DeviceModel, ModelCost
 
 _PROBE_BYTES = 128 << 20
 _PROBE_ROWS, _PROBE_SIZE = 256, 2048
@@ -67,22 +68,27 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
         for name, (count, _, dims) in sizes.items()
         if dims == 2 and (tied or name not in tables)
     )
-    kv = tuple(
-        (
-            form.block_bytes(1, dtype),
-            form.span,
-        )
-        for form in model.kv_forms
-        if form.kind != "state"
-    )
     head_bytes = sum(s[1] for n, s in sizes.items() if "lm_head" in n or n == "head")
     return ModelCost(
         weight_bytes=total,
         read_bytes=total if tied else total - table_bytes,
         head_bytes=table_bytes if tied else head_bytes,
         multiplied=matrices,
-        kv_layers=kv,
+        kv_layers=_kv_layers(model, dtype),
     )
+
+
+def _kv_layers(model: LoadableModel, dtype: torch.dtype) -> tuple[tuple[int, int | None], ...]:
+    """See ModelCost. The state of a recurrence belongs to the inputs kept right before it."""
+    layers: list[tuple[int, int | None]] = []
+    for form in model.kv_forms:
+        num_bytes, span = form.block_bytes(1, dtype), form.span
+        if isinstance(form, StateForm):
+            span = STATE
+            if form.dtype is not None and layers and layers[-1][1] == STATE:
+                num_bytes += layers.pop()[0]
+        layers.append((num_bytes, span))
+    return tuple(layers)
 
 
 def _shape(param: Param) -> tuple[int, ...]:

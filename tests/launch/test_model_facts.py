@@ -57,6 +57,24 @@ def test_kv_bytes_are_those_of_what_the_family_keeps() -> None:
     assert deepseek.kv_bytes_per_token == 3 * (24 + 6) * 2
 
 
+def test_models_without_attention_state_neither_heads_nor_a_longest_text() -> None:
+    changes = {"num_attention_heads": None, "max_position_embeddings": None}
+    found = facts(**changes, architectures=["MambaForCausalLM"])
+    assert (found.max_model_len, found.windows) == (131_072, (0, 0, 0))
+    with pytest.raises(CheckpointError, match="num_attention_heads"):
+        facts(**changes)
+
+
+def test_layers_that_keep_a_state_have_no_cache_per_token() -> None:
+    kinds = ["mamba", "attention", "linear_attention"]
+    hybrid = facts(architectures=["GraniteMoeHybridForCausalLM"], layer_types=kinds)
+    assert hybrid.windows == (0, None, 0)
+    bamba = facts(architectures=["BambaForCausalLM"], attn_layer_indices=[2])
+    assert bamba.windows == (0, 0, None)
+    listed = facts(num_hidden_layers=None, layers_block_type=kinds)
+    assert listed.num_layers == 3
+
+
 def test_generation_config_decides_the_end_of_text_where_it_names_one() -> None:
     assert facts().eos_ids == (7,)
     assert facts({"eos_token_id": [8, 9]}).eos_ids == (8, 9)

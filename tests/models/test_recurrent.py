@@ -3,9 +3,12 @@ chunks, beside other requests, behind a snapshot, after preemption, on recorded 
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -14,10 +17,11 @@ from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
 from headrace.base.errors import CheckpointError
+from headrace.base.wire.request import Call, EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.paged import random_rows, teacher_forced
-from tests.models.test_mixture import answers, greedy
+from tests.models.test_mixture import NUM_TOKENS, answers, greedy
 from tests.models.test_parity import tiny_config
 
 DELTAS = (
@@ -41,9 +45,9 @@ BLOCK = 16
 GENERATOR_SEED = 5
 
 
-def engine(folder: Path, **kv: Any) -> EngineCore:
+def engine(folder: Path, *, longest: int = 128, **kv: Any) -> EngineCore:
     spec = EngineSpec(
-        model=model_spec(folder),
+        model=model_spec(folder, max_model_len=longest),
         kv=KVSpec(block_tokens=BLOCK, prefix_caching=True, **(kv or {"memory_bytes": 1 << 22})),
         scheduler=SchedulerSpec(max_step_tokens=BLOCK, max_running=4),
         device=DeviceSpec(device="cpu", executor="inline", threads=1),
@@ -102,7 +106,7 @@ def test_a_preempted_request_of_a_hybrid_goes_on_as_if_nothing_had_happened(
 @pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
 )
-@pytest.mark.parametrize("name", DELTAS)
+@pytest.mark.parametrize("name", (*DELTAS, "bamba", "jamba"))
 def test_a_row_has_the_same_bits_alone_and_beside_others(name: str, tmp_path: Path) -> None:
     """With --deterministic, which no layer refuses."""
     save_oracle(tiny_config(name), tmp_path)
@@ -111,6 +115,52 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(name: str, tmp_path: Pa
     run = {"block_tokens": BLOCK_TOKENS, "dtype": torch.float32}
     beside, alone = (teacher_forced(ours, some, **run)[0] for some in (rows, rows[:1]))
     assert torch.equal(beside, alone)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "mistral-window"])
+def test_a_long_conversation_computes_only_what_is_new(name: str, tmp_path: Path) -> None:
+    """BEY-24, OBS-02: of each turn the last answer, what was sent, and less than a block."""
+    save_oracle(tiny_config(name), tmp_path)
+    core = engine(tmp_path, longest=1024)
+    sent, history = prompts_of(*(5 + turn % 7 for turn in range(40))), []
+    for turn, words in enumerate(sent):
+        known = len(history) - NUM_TOKENS
+        history += words
+        tokens, cached = answers(core, {turn: history})
+        assert len(history) - cached < len(words) + NUM_TOKENS + BLOCK or turn == 0, turn
+        assert cached <= max(known, 0) + NUM_TOKENS
+        history += tokens[turn]
+    core.executor.close()
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_nothing_leaks_over_requests_of_which_some_are_aborted(count: int, tmp_path: Path) -> None:
+    save_oracle(tiny_config("bamba"), tmp_path)
+    core, pick = engine(tmp_path), random.Random(4)
+    shared = prompts_of(40)[0]
+    for id in range(1, count + 1):
+        prompt = [*shared[: pick.choice([0, 16, 32, 40])], *(id % 97, pick.randrange(97))]
+        core.add(
+            EngineRequest(
+                id=id,
+                prompt=np.asarray(prompt, "<i4").tobytes(),
+                stop=StopRules(max_tokens=pick.choice([1, 3, 6])),
+                sampling=RowSampling(temperature=0.0),
+            )
+        )
+        for _ in range(pick.choice([0, 1, 3])):
+            core.step(wait=True)
+        if id % 3 == 0:
+            core.abort([id - pick.choice([0, 1, 2])])
+    while core.has_work:
+        core.step(wait=True)
+    status = core.call(Call(number=1, operation="status"))
+    assert status is not None and status.error is None
+    found = msgspec.msgpack.decode(status.result)
+    assert found["running"] == found["waiting"] == found["refcount_sum"] == 0, found
+    assert found["free_blocks"] == found["total_blocks"], found
+    assert found["free_rows"] == found["total_rows"], found
+    core.executor.close()
 
 
 def test_layers_of_an_unknown_kind_are_refused_by_key_and_number(tmp_path: Path) -> None:

@@ -128,6 +128,10 @@ BASES_WITHIN: Mapping[str, str] = {
 """The same, where the head stands apart from the rest of the text part, which lies here."""
 ENCODERS = frozenset({"bert", "roberta", "modernbert"})
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
+RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
+"""Families without attention: their config states neither heads nor a longest text."""
+RECURRENT_KINDS = frozenset({"mamba", "linear_attention"})
+"""Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
 """Families whose positions begin one behind the id under this key, and so have fewer than the
 config states."""
@@ -214,3 +218,16 @@ def kv_heads_of(family: str, config: ConfigReader, heads: int) -> int:
     if config.bool("new_decoder_architecture", False):
         return config.int("num_kv_heads", heads, aliases=("n_head_kv",), ge=1)
     return 1 if config.bool("multi_query", True) else heads
+
+
+def recurrent_layers(family: str, config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """The layers that keep no cache per token, as far as the config lists them."""
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    attending = config.get("attn_layer_indices")
+    if family in RECURRENT:
+        return frozenset(range(layers))
+    if isinstance(kinds, list):
+        return frozenset(i for i, kind in enumerate(kinds) if kind in RECURRENT_KINDS)
+    if isinstance(attending, list):
+        return frozenset(i for i in range(layers) if i not in attending)
+    return frozenset()

@@ -23,7 +23,9 @@ def num_layers(config: ConfigReader) -> int:
 
 
 def first_layers(raw: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The config.json of a model's first `count` layers."""
+    """The config.json of a model's first `count` layers, or of all if there are fewer."""
+    stated = raw.get("num_hidden_layers")
+    count = min(count, stated) if isinstance(stated, int) else count
     cut = {**raw, "num_hidden_layers": count}
     for key in PER_LAYER:
         if isinstance(cut.get(key), list | str):
