@@ -1,11 +1,12 @@
 """What one row with a mask, a bias or banned words costs its step: eight rows of the bundled model,
 plain, against seven plain ones and one that asks for something.
 
-    python -m benchmarks.masked_rows [--turns N] [--threads N] [--write]
+    python -m benchmarks.masked_rows [--turns N] [--threads N] [--prompts] [--write]
 
 The core runs in this process, all rows are greedy and equally long, and white space is no part of
 the grammar, so that no step jumps. Turns alternate between the kinds, so that what else a machine
-does strikes all; the median step counts. Processor time stands beside the clock's.
+does strikes all; the median step counts. Processor time stands beside the clock's. `--prompts`: steps
+that have a chunk of a prompt besides.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from headrace.launch.vocabulary import encoder_of, vocabulary_of
 PAGE = Path(__file__).with_suffix(".md")
 RESULTS = Path(__file__).parent / "results" / "masked_rows.json"
 ROWS, PROMPT, ANSWER = 8, 16, 160
+CHUNK = 8
+"""Tokens of a prompt that stand beside the decodes."""
 
 
 def kinds(width: int) -> dict[str, dict[str, Any]]:
@@ -54,27 +57,35 @@ def kinds(width: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def turn(core: EngineCore, first_id: int, more: dict[str, Any]) -> list[tuple[float, float]]:
+def turn(
+    core: EngineCore, first_id: int, more: dict[str, Any], *, prompts: bool
+) -> list[tuple[float, float]]:
     """When each step of decodes of all rows had ended: seconds by the clock, and of the
-    processor."""
+    processor. `prompts`: of those that have a chunk of a prompt besides."""
     plain = {"sampling": RowSampling(temperature=0.0)}
     for row in range(ROWS):
         fields = plain | (more if row == ROWS - 1 else {})
         prompt = np.arange(row + 3, row + 3 + PROMPT, dtype="<i4").tobytes()
         stop = StopRules(max_tokens=ANSWER)
         core.add(EngineRequest(id=first_id + row, prompt=prompt, stop=stop, **fields))
+    if prompts:
+        rng = np.random.default_rng(first_id)
+        prompt = rng.integers(10, 1000, CHUNK * (ANSWER - 20)).astype("<i4").tobytes()
+        stop = StopRules(max_tokens=1)
+        core.add(EngineRequest(id=first_id + ROWS, prompt=prompt, stop=stop, **plain))
     counts = dict.fromkeys(range(first_id, first_id + ROWS), 0)
-    left = ROWS
+    left = ROWS + prompts
     marks: list[tuple[float, float]] = []
     while left:
         batch = core.step(wait=True).tokens
         if batch is None:
             continue
         for id in batch.ids.tolist():
-            counts[id] += 1
+            if id in counts:
+                counts[id] += 1
         assert all(end.error is None for end in batch.finished), batch.finished
         left -= len(batch.finished)
-        if left == ROWS and min(counts.values()) > 0:
+        if left == ROWS + prompts and min(counts.values()) > 0:
             marks.append((time.perf_counter(), time.process_time()))
     return marks
 
@@ -85,9 +96,13 @@ def step_times(marks: list[tuple[float, float]]) -> dict[str, float]:
     return {"step_ms": 1000 * float(np.median(wall)), "cpu_ms": 1000 * float(np.mean(cpu))}
 
 
-def measured(turns: int, threads: int | None) -> dict[str, Any]:
+def measured(turns: int, threads: int | None, *, prompts: bool) -> dict[str, Any]:
     """The medians of all turns, by kind."""
     options = Options()
+    if prompts:
+        limits = {"max_step_tokens": ROWS + CHUNK, "max_running": ROWS + 1}
+        scheduler = msgspec.structs.replace(options.scheduler, **limits)
+        options = msgspec.structs.replace(options, scheduler=scheduler)
     if threads is not None:
         device = msgspec.structs.replace(options.device, threads=threads)
         options = msgspec.structs.replace(options, device=device)
@@ -100,7 +115,8 @@ def measured(turns: int, threads: int | None) -> dict[str, Any]:
     results: dict[str, list[dict[str, float]]] = {name: [] for name in asked}
     for i in range(turns + 1):  # the first compiles the grammar and records the steps
         for k, (name, more) in enumerate(asked.items()):
-            marks = turn(core, 1 + ROWS * (i * len(asked) + k), more)
+            first_id = 1 + (ROWS + 1) * (i * len(asked) + k)
+            marks = turn(core, first_id, more, prompts=prompts)
             if i:
                 results[name].append(step_times(marks))
     core.close()
@@ -144,10 +160,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int)
+    parser.add_argument(
+        "--prompts", action="store_true", help="steps with a prompt's chunk besides"
+    )
     parser.add_argument("--name", default="in the step", help="the column of the table")
     parser.add_argument("--write", action="store_true", help="keep the result and write the page")
     asked = parser.parse_args()
-    measure = measured(asked.turns, asked.threads)
+    measure = measured(asked.turns, asked.threads, prompts=asked.prompts)
     print(json.dumps(measure, indent=1))
     if asked.write:
         kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

@@ -196,9 +196,9 @@ class StepShape:
 
 
 def done_in_step(needs: SamplerInput, *, decodes: bool) -> bool:
-    """Whether a step does what its rows need of the sampler. Beside prompts it only samples: every
-    other form would be one more recording of every mixed size, and is left to the host."""
-    return decodes or needs == InStepSampling()
+    """Whether a step does what its rows need of the sampler. Beside prompts it samples and masks:
+    every other form would be one more recording of every mixed size, and is left to the host."""
+    return decodes or (isinstance(needs, InStepSampling) and not needs.words)
 
 
 def shape_of(plan: StepPlan) -> StepShape:

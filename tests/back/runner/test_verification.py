@@ -60,6 +60,8 @@ def plan_of(*, prompt: bool, drafts: bool) -> StepPlan:
         (InStepSampling(), True, False, False),
         (InStepSampling(penalties=8), False, False, False),
         (InStepSampling(alternatives=5), False, False, False),
+        (InStepSampling(masks=True), True, False, False),
+        (InStepSampling(masks=True, grammar=True), True, False, False),
         # Beside prompts the host samples these, and the noise depends on the exact position.
         (InStepSampling(penalties=8), True, True, False),
         (InStepSampling(alternatives=5), True, True, False),
