@@ -154,8 +154,9 @@ class SummedSpec:
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
-        experts = self.experts.build(scope, replace(place, norm=None, adds=False))
-        return Summed(experts, self.beside.build(scope, replace(place, norm=None, adds=True)))
+        experts = self.experts.build(scope, replace(place, norm=None, adds=True))
+        beside = self.beside.build(scope, replace(place, norm=None, adds=True))
+        return Summed(experts, beside, adds=place.adds)
 
 
 class Summed:
@@ -163,8 +164,8 @@ class Summed:
 
     norms = False
 
-    def __init__(self, experts: FeedForward, beside: FeedForward) -> None:
-        self._experts, self._beside = experts, beside
+    def __init__(self, experts: FeedForward, beside: FeedForward, *, adds: bool) -> None:
+        self._experts, self._beside, self._adds = experts, beside, adds
 
     def forward_into(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor
@@ -177,7 +178,7 @@ class Summed:
         if other_TE is not None:
             sum_TE += other_TE.share if isinstance(other_TE, Partial) else other_TE
         assert isinstance(one_TE, Partial) == isinstance(other_TE, Partial), "one is no share"
-        return one_TE
+        return one_TE.total() if isinstance(one_TE, Partial) and not self._adds else one_TE
 
 
 @dataclass(frozen=True, kw_only=True)
