@@ -281,7 +281,7 @@ def _check_role(message: Any, field: str, *, any_role: bool) -> None:
 def _message(message: dict[str, Any], field: str, guard: Guard) -> dict[str, Any]:
     role = message["role"]
     rendered: dict[str, Any] = {
-        "role": guard.protect_name(role),
+        "role": role if role in ROLES else guard.protect_name(role),
         "content": _content(message, f"{field}.content", guard),
     }
     for name in ("name", "tool_call_id"):
