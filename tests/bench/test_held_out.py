@@ -32,7 +32,11 @@ def test_written_items_are_read_back_and_the_bytes_are_the_same_each_time(tmp_pa
     assert read_items(tmp_path / "a") == {"story": items[:2], "copy": items[2:]}
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", gzip.compress(b""), gzip.compress(b"{}\n{}\n")])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", gzip.compress(b""), gzip.compress(b"{}\n{}\n")],
+    ids=["empty", "no archive", "nothing in it", "no items"],
+)
 def test_what_is_no_such_file_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(ConfigError, match=r"--items .*x: no file of held-out items"):
