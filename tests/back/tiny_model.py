@@ -147,7 +147,7 @@ class TinyModel:
 
 
 def load_tiny(
-    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int
+    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int, verify_queries: int
 ) -> tuple[TinyModel, LoadReport]:
     """A loader for executors: `spec.config` holds the arguments of TinyModel."""
     return TinyModel(**spec.config), LoadReport(weight_bytes=4)
@@ -172,7 +172,7 @@ class ParallelTinyModel(TinyModel):
 
 
 def load_tiny_parallel(
-    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int
+    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int, verify_queries: int
 ) -> tuple[TinyModel, LoadReport]:
     """A loader for two ranks."""
     return ParallelTinyModel(mesh, **spec.config), LoadReport(weight_bytes=4)
