@@ -183,6 +183,7 @@ class EngineCore:
             max_model_len=facts.max_model_len,
             capacity_tokens=self.kv.capacity_tokens,
             max_running=self.rows.num_rows,
+            step_tokens=self.spec.max_step_tokens,
             max_in_flight=self.rows.num_rows + self.spec.max_queued_requests if bounded else None,
             num_blocks=facts.num_blocks,
             block_tokens=facts.block_tokens,

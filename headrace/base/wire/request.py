@@ -259,8 +259,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     `logits_width` bounds every token id; `capacity_tokens` is the most tokens one request can ever
     hold in the KV pool; `max_model_len` its bound by the model. `max_in_flight`: requests that may
-    run and wait together; None where a more urgent one still gets in. `trouble`: why nothing can be
-    served, or ""; `failing`: why answers are not to be expected although steps run, or "".
+    run and wait together; None where a more urgent one still gets in. `step_tokens`: the most of
+    one step. `trouble`: why nothing can be served, or ""; `failing`: why answers are not to be
+    expected although steps run, or "".
     `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
     `log_level`: what an administrator wants every process to log, or "". `start_s` breaks the
     start-up time down by phase.
@@ -270,6 +271,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     max_model_len: int
     capacity_tokens: int
     max_running: int
+    step_tokens: int = 8192
     max_in_flight: int | None = None
     num_blocks: int
     block_tokens: int

@@ -28,29 +28,58 @@ async def all_of(works: Iterable[Work[T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def run_admitted(works: Iterable[Callable[[], Work[T]]], *, window: int) -> list[T]:
-    """`all_of` for the parts of one request, at most `window` of them at once.
+async def run_admitted(
+    works: Iterable[tuple[int, Callable[[], Work[T]]]], engine: EngineClient
+) -> list[T]:
+    """`all_of` for the parts of one request, each with its number of prompt tokens; at once as many
+    as the engine does in two steps, of as many tokens: it stays busy, and who comes meanwhile waits
+    for two steps and not for the whole request.
 
     They are admitted as a whole: a part that finds the engine's queue full is tried again, so that
     what was done for the others is not lost. Unavailable only where no part found room."""
-    retrying_engine, places = _Admission(), asyncio.Semaphore(window)
+    crowd, room = _Admission(), _Room(engine.window, engine.window_tokens)
 
-    async def admitted(work: Callable[[], Work[T]]) -> T:
-        async with places:
-            while True:
-                retrying_engine.inside += 1
-                try:
-                    result = await work()
-                except Unavailable:
-                    if retrying_engine.is_refused():
-                        raise
-                else:
-                    retrying_engine.inside -= 1
-                    retrying_engine.found_room = True
-                    return result
-                await asyncio.sleep(RETRY_S)
+    async def admitted(work: Callable[[], Work[T]], tokens: int) -> T:
+        try:
+            return await crowd.admitted(work)
+        finally:
+            room.give_back(tokens)
 
-    return await all_of(admitted(work) for work in works)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks: list[asyncio.Task[T]] = []
+            for tokens, work in works:
+                await room.take(tokens)
+                tasks.append(group.create_task(admitted(work, tokens)))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class _Room:
+    """What the parts of one request may have with the engine at once: so many of them, of so many
+    tokens together. One part always may. Taken by one task."""
+
+    def __init__(self, parts: int, tokens: int) -> None:
+        self._parts, self._tokens = parts, tokens
+        self._num_parts = self._num_tokens = 0
+        self._freed = asyncio.Event()
+
+    async def take(self, tokens: int) -> None:
+        """Waits until there is room for one more part."""
+        while self._num_parts and (
+            self._num_parts == self._parts or self._num_tokens + tokens > self._tokens
+        ):
+            self._freed.clear()
+            await self._freed.wait()
+        self._num_parts += 1
+        self._num_tokens += tokens
+
+    def give_back(self, tokens: int) -> None:
+        """A part is over."""
+        self._num_parts -= 1
+        self._num_tokens -= tokens
+        self._freed.set()
 
 
 class RetryingEngine:
@@ -99,6 +128,21 @@ class _Admission:
     def __init__(self) -> None:
         self.inside = 0
         self.found_room = False
+
+    async def admitted(self, work: Callable[[], Work[T]]) -> T:
+        """The result of a part, which is tried again while another one finds room."""
+        while True:
+            self.inside += 1
+            try:
+                result = await work()
+            except Unavailable:
+                if self.is_refused():
+                    raise
+            else:
+                self.inside -= 1
+                self.found_room = True
+                return result
+            await asyncio.sleep(RETRY_S)
 
     def is_refused(self) -> bool:
         """A part was refused: whether all are, because no other found room or still may."""

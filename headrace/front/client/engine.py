@@ -103,6 +103,11 @@ class AsyncLLM:
         return max(1, 2 * sum(hello.max_running for hello in self._hellos))
 
     @property
+    def window_tokens(self) -> int:
+        """See `events.EngineClient.window_tokens`: what the cores compute in two steps."""
+        return max(1, 2 * sum(hello.step_tokens for hello in self._hellos))
+
+    @property
     def alive(self) -> bool:
         """See `events.EngineClient.alive`: one of several replicas is enough."""
         return any(core.serves for core in self._cores)

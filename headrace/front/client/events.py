@@ -194,6 +194,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def window_tokens(self) -> int:
+        """The same in prompt tokens."""
+        ...
+
+    @property
     def ready(self) -> bool:
         """Whether requests can be served now."""
         ...

@@ -27,7 +27,7 @@ class NoEngine:
 
     ready = True
     alive = True
-    window = 1
+    window = window_tokens = 1
     trouble = ""
     degraded = False
     held = ""

@@ -101,8 +101,8 @@ async def expected(
         num_prompt = len(each.prompt_ids)
         return Expected(values=np.array(values), num_prompt=num_prompt, num_cached=num_cached)
 
-    works = (partial(one, *numbered) for numbered in enumerate(asked))
-    return await run_admitted(works, window=services.engine.window)
+    works = ((len(each.prompt_ids), partial(one, i, each)) for i, each in enumerate(asked))
+    return await run_admitted(works, services.engine)
 
 
 def _one_token(tokens: tuple[int, ...]) -> SamplingParams:

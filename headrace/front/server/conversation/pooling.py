@@ -120,8 +120,8 @@ async def pooled(
         counted = measured(events, context, generation)
         return await fold_pooled(counted, num_prompt=len(pool_input.ids))
 
-    works = (partial(one, *numbered) for numbered in enumerate(inputs))
-    return await run_admitted(works, window=services.engine.window)
+    works = ((len(each.ids), partial(one, i, each)) for i, each in enumerate(inputs))
+    return await run_admitted(works, services.engine)
 
 
 def usage_of(answers: Sequence[Counted]) -> dict[str, Any]:
