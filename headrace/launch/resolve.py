@@ -406,6 +406,7 @@ def server_spec(options: ServerOptions) -> ServerSpec:
         admin_listen=_admin_address(options),
         profile_dir=_absolute(options.profile_dir),
         max_body_bytes=parse_bytes(options.max_body_bytes, field="--max-body-bytes"),
+        body_budget_bytes=_body_budget(options),
         max_bytes_per_key=_optional_bytes(options.max_bytes_per_key, "--max-bytes-per-key"),
         file_store_bytes=parse_bytes(options.file_store_bytes, field="--file-store-bytes"),
         response_store=_response_store(options.response_store),
@@ -431,6 +432,20 @@ def _admin_address(options: ServerOptions) -> str | None:
     if options.admin_key is None and not _is_loopback(host):
         raise ConfigError(f"--admin-listen {address}: others can reach it; set --admin-key")
     return f"{host}:{port}"
+
+
+def _body_budget(options: ServerOptions) -> int:
+    """Bytes for all bodies; half of it, one key's share, must hold the largest one."""
+    largest = parse_bytes(options.max_body_bytes, field="--max-body-bytes")
+    if options.body_budget_bytes == "auto":
+        return 8 * largest
+    budget = parse_bytes(options.body_budget_bytes, field="--body-budget-bytes")
+    if budget < 2 * largest:
+        raise ConfigError(
+            f"--body-budget-bytes: {options.body_budget_bytes} given; at least twice "
+            f"--max-body-bytes ({options.max_body_bytes}) is needed, of which one key has half"
+        )
+    return budget
 
 
 def _optional_bytes(text: str | None, field: str) -> int | None:

@@ -238,6 +238,7 @@ class ServerSpec(ServerSettings, frozen=True, kw_only=True):
     admin_listen: str | None
     profile_dir: str | None
     max_body_bytes: int
+    body_budget_bytes: int
     max_bytes_per_key: int | None
     file_store_bytes: int
     response_store: str

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.base.config.bounds import Bytes, Natural, Positive, Processes, Seconds
+from headrace.base.config.bounds import Auto, Bytes, Natural, Positive, Processes, Seconds
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +198,14 @@ class ServerOptions(ServerSettings, frozen=True, kw_only=True):
     max_body_bytes: Annotated[
         Bytes, Meta(description="Largest request body, also after decompression.")
     ] = "32MiB"
+    body_budget_bytes: Annotated[
+        Auto | Bytes,
+        Meta(
+            description="Memory of all request bodies of an API process that are being read and prepared, half of it "
+            "for one key; the first 64 KiB of each are free. A body that finds no room within a second gets 503, "
+            "or 429 by its key's half. At least twice, auto: 8 times --max-body-bytes."
+        ),
+    ] = "auto"
     max_bytes_per_key: Annotated[
         str | None,
         Meta(

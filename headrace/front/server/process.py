@@ -37,6 +37,7 @@ from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.conversation.context import Services, stream_interval_of
 from headrace.front.server.conversation.tracing import Tracer
 from headrace.front.server.http.auth import KeyShares, tenant_of
+from headrace.front.server.http.body_budget import BodyBudget
 from headrace.front.server.http.event_loop import watch_event_loop
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.server.http.stand_in import StandIn
@@ -153,6 +154,7 @@ def services_over(
         server=server,
         metrics=Metrics(),
         shares=KeyShares.of(server),
+        bodies=BodyBudget(server.body_budget_bytes),
         tracer=None
         if server.otlp_endpoint is None
         else Tracer(server.otlp_endpoint, model=text.model_names[0]),

@@ -300,7 +300,7 @@ async def _document(request: Request) -> object:
     spec = context.services.server
     length = request.headers.get("content-length", "0")
     context.body_bytes = int(length) if length.isdecimal() else 0
-    return await read_json(request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s)
+    return await read_json(request, spec, context.make_room)
 
 
 async def _handled(request: Request, handler: Writer, document: object) -> Response:
@@ -317,10 +317,7 @@ def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> Api
 
     async def endpoint(request: Request) -> Response:
         context = context_of(request)
-        spec = context.services.server
-        document = await read_json(
-            request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
-        )
+        document = await read_json(request, context.services.server, context.make_room)
         return await handler(context, request, document)
 
     return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "", bodies=bodies)

@@ -40,6 +40,7 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Ended, EngineClient
 from headrace.front.server.http.auth import KeyShares
+from headrace.front.server.http.body_budget import BodyBudget, BodyRoom
 from headrace.front.server.http.event_loop import LoopSigns
 from headrace.front.server.http.failures import OPENAI, VLLM, ErrorFormat
 from headrace.front.server.state.batches import BatchStore
@@ -121,6 +122,7 @@ class Services:
     server: ServerSpec
     metrics: Metrics
     shares: KeyShares
+    bodies: BodyBudget
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     tracer: Tracer | None = None
     interval: StreamInterval | None = None
@@ -256,7 +258,8 @@ class RequestContext:
 
     `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be
     told. `client_label`: what the body calls the request, sent back as a header; `sent_id`: what
-    its X-Request-Id does. `body_bytes`: its size. `retrying_engine`: the engine of a request of
+    its X-Request-Id does. `body_bytes`: its size; `body_room`: what its body holds of the
+    budget of all bodies. `retrying_engine`: the engine of a request of
     many generations. `queued` is set once the engine lets a generation of it
     wait: from then on it is not refused."""
 
@@ -270,6 +273,7 @@ class RequestContext:
     client_label: str | None = None
     sent_id: str | None = None
     body_bytes: int = 0
+    body_room: BodyRoom | None = None
     timeline: Timeline | None = None
     trace: RequestTrace | None = None
     retrying_engine: RetryingEngine | None = None
@@ -305,6 +309,19 @@ class RequestContext:
         x-request-id what they sent."""
         echoes = self.services.server.compat == "vllm" and header == b"x-request-id"
         return (self.sent_id if echoes else None) or self.request_id
+
+    async def make_room(self, num_bytes: int, *, wait_s: float) -> None:
+        """Takes room for a body of so many bytes, until `body_is_read` or the end of the answer."""
+        if self.body_room is None:
+            self.body_room = BodyRoom(self.services.bodies, self.tenant)
+            self.held.callback(self.body_room.close)
+        await self.body_room.grow_to(num_bytes, wait_s=wait_s)
+
+    def body_is_read(self) -> None:
+        """Of the body there is nothing left but the prompt's ids: they are the engine's business,
+        however long the answer takes."""
+        if self.body_room is not None:
+            self.body_room.close()
 
     def hold_place(self) -> None:
         """Takes one of this key's places until the answer is complete; RateLimited when none is

@@ -48,6 +48,7 @@ async def begin(context: RequestContext, conversation: Conversation) -> tuple[li
     context.hold_place()
     with as_sent(conversation.sent):
         ids = await prompt_ids(context, conversation.prompt)
+        context.body_is_read()
         tail = services.answers.prompt_tail(services.tokenizer, ids)
         events = generate(
             context,

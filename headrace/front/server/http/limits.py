@@ -18,8 +18,10 @@ import json
 import logging
 import math
 import re
+import time
 import zlib
 from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable
 from itertools import islice
 from typing import (
     Annotated,
@@ -38,18 +40,14 @@ import numpy as np
 from msgspec import Meta
 from starlette.requests import Request
 
-from headrace.base.errors import InvalidRequest, RequestError, TooLarge, UnsupportedMedia
+from headrace.base.config.resolved import ServerSpec
+from headrace.base.errors import InvalidRequest, TooLarge, UnsupportedMedia
 from headrace.base.optional import available, require
+from headrace.front.server.http.body_budget import FREE_BYTES, WAIT_S, BodyTimeout, check_rate
 
 log = logging.getLogger(__name__)
 THREAD_BYTES = 256 * 1024  # from here on a body is parsed in a thread (some 2 ms)
 MAX_GZIP_MEMBERS = 64
-
-
-class BodyTimeout(RequestError):
-    """The body stopped arriving."""
-
-    status = 408
 
 
 class _Inflater(Protocol):
@@ -119,10 +117,18 @@ class _Zstd:
         return bool(self._stream.eof)
 
 
-async def read_json(request: Request, *, max_bytes: int, idle_s: float) -> Any:
+class RoomTaker(Protocol):
+    """Takes room for a body of so many bytes, beyond FREE_BYTES, or raises an OverloadError."""
+
+    def __call__(self, num_bytes: int, *, wait_s: float) -> Awaitable[None]:
+        """Waits for so long at most."""
+        ...
+
+
+async def read_json(request: Request, limits: ServerSpec, room: RoomTaker) -> Any:
     """The JSON document in the body; every breach of a limit is the RequestError that names it."""
     _check_content_type(request)
-    body = await _read_body(request, max_bytes=max_bytes, idle_s=idle_s)
+    body = await _read_body(request, limits, room)
     return await parse_body(body)
 
 
@@ -141,29 +147,38 @@ def _check_content_type(request: Request) -> None:
         )
 
 
-async def _read_body(request: Request, *, max_bytes: int, idle_s: float) -> bytes:
+async def _read_body(request: Request, limits: ServerSpec, room: RoomTaker) -> bytes:
     declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > max_bytes:
+    size = int(declared) if declared.isdecimal() else 0
+    max_bytes = limits.max_body_bytes
+    if size > max_bytes:
         raise _too_large(max_bytes)
     inflater = _inflater(request.headers.get("content-encoding", "identity"))
-    body = bytearray()
-    received = 0
+    if size > FREE_BYTES:
+        await room(size, wait_s=WAIT_S)
+    begin, body, received = time.monotonic(), bytearray(), 0
     stream = request.stream()
-    while True:
-        try:
-            async with asyncio.timeout(idle_s):
-                chunk = await anext(stream, None)
-        except TimeoutError:
-            raise BodyTimeout(f"the body paused for more than {idle_s:g} s") from None
-        if chunk is None:
-            break
+    while (chunk := await _next_chunk(stream, idle_s=limits.body_timeout_s)) is not None:
         received += len(chunk)
         body += chunk if inflater is None else _inflate(inflater, chunk, room=max_bytes - len(body))
-        if max(received, len(body)) > max_bytes:
+        size = max(received, len(body))
+        if size > max_bytes:
             raise _too_large(max_bytes)
+        if size > FREE_BYTES:
+            # What has been decompressed lies in memory: it does not wait there.
+            await room(size, wait_s=WAIT_S if inflater is None else 0.0)
+            check_rate(received, time.monotonic() - begin, grace_s=limits.body_timeout_s)
     if inflater is not None and not inflater.finished:
         raise InvalidRequest("the compressed body ends too early")
     return bytes(body)
+
+
+async def _next_chunk(stream: AsyncGenerator[bytes, None], *, idle_s: float) -> bytes | None:
+    try:
+        async with asyncio.timeout(idle_s):
+            return await anext(stream, None)
+    except TimeoutError:
+        raise BodyTimeout(f"the body paused for more than {idle_s:g} s") from None
 
 
 def _inflater(encoding: str) -> _Inflater | None:

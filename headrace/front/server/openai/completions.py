@@ -84,6 +84,7 @@ async def post_completions(context: RequestContext, document: Any) -> Response:
     run = run_options(request)
     context.hold_place()
     prompts = [await prompt_of(context, request, prompt) for prompt in sent_prompts]
+    context.body_is_read()
     label = completion_id("cmpl")
     events = joined(
         [

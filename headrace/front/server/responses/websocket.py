@@ -22,6 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from headrace.base.errors import HeadraceError, InvalidRequest, RateLimited
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.http.auth import request_id
+from headrace.front.server.http.body_budget import WAIT_S, BodyRoom
 from headrace.front.server.http.failures import Failure, failure_of
 from headrace.front.server.http.limits import parse_body
 from headrace.front.server.http.sse import STALL_S
@@ -136,7 +137,12 @@ class WebSocketSession:
 
     async def _take(self, text: str, named: Json) -> None:
         """One frame of the client; `named` gets its stream_id, for the answer."""
-        document = await parse_body(text.encode("utf-8", "surrogatepass"))
+        room = BodyRoom(self._request_context.services.bodies, self._request_context.tenant)
+        try:
+            await room.grow_to(len(text), wait_s=WAIT_S)
+            document = await parse_body(text.encode("utf-8", "surrogatepass"))
+        finally:
+            room.close()
         if not isinstance(document, dict):
             raise InvalidRequest("a message must be a JSON object")
         lane = document.get("stream_id")
