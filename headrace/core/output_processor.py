@@ -273,6 +273,11 @@ class OutputBuffer:
         return self._has_tokens or bool(self._replies or self._new)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the end of a request is among it."""
+        return bool(self._batch.finished)
+
+    @property
     def _has_tokens(self) -> bool:
         batch = self._batch
         scores = batch.prompt_logprobs or batch.pooled or batch.captured or batch.cached

@@ -95,6 +95,8 @@ class CoreLoop:
         self._unhandled = []
         for message in messages:
             self._handle(message)
+        if core.output_buffer.has_ended:
+            self._send(core.output_buffer.take())  # who is refused does not wait for a step
         if not core.has_work:
             if idle and self._may_record and not messages:
                 self._record_graph()

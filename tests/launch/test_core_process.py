@@ -9,7 +9,8 @@ import pytest
 
 from headrace.base.wire.load import Load
 from headrace.base.wire.request import AbortRequests, ToFront, TokenBatch
-from headrace.base.wire.step import RecordedGraphs
+from headrace.base.wire.step import RecordedGraphs, StepPlan
+from headrace.core.ports import Pending
 from headrace.core.reports import status
 from headrace.launch.core_process import CoreLoop
 from headrace.launch.frontend_connections import FrontendConnections, Incoming
@@ -94,6 +95,33 @@ def test_what_arrives_during_a_step_keeps_its_order() -> None:
     ends = [(end.id, end.reason) for batch in frontends.sent for end in batch.finished]
     assert sorted(ends) == [(1, "abort"), (2, "abort"), (3, "length")]
     driver.assert_at_rest()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_is_refused_does_not_wait_for_a_step(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.2: refusals of the core took one to two steps, 50 to 100 ms where a step takes 50."""
+    driver = Driver(make_spec(max_running=1, max_queued_requests=0, overlap=overlap))
+    loop, frontends = loop_on(driver)
+    frontends.arrivals.append([(FRONTEND, make_request(1, max_tokens=40))])
+    for _ in range(3):
+        loop.turn()
+    sent_at_submit: list[list[int]] = []
+    submit = driver.core.executor.submit
+
+    def watched(plan: StepPlan) -> Pending:
+        sent_at_submit.append([end.id for batch in frontends.sent for end in batch.finished])
+        return submit(plan)
+
+    monkeypatch.setattr(driver.core.executor, "submit", watched)
+    frontends.arrivals.append([(FRONTEND, make_request(2, max_tokens=40))])
+    loop.turn()
+    assert sent_at_submit == [[2]]
+    while driver.core.has_work:
+        loop.turn()
+    ends = [end.id for batch in frontends.sent for end in batch.finished]
+    assert ends == [2, 1], "each end is told once"
 
 
 def test_graphs_are_recorded_one_at_a_time_while_nothing_waits(
