@@ -83,6 +83,7 @@ class ManagedProcess:
         self.restart_at: float | None = None
         self.heard_at: float | None = None
         self.stopped_at: float | None = None
+        self.stop: int | None = None
 
     def restart_delay_s(self, now: float) -> float | None:
         """Records a death; seconds until the restart, None after too many recent deaths."""
@@ -173,10 +174,11 @@ class Supervisor:
         hangs as a whole. A restart follows."""
         if managed.child is None or managed.heard_at is None:
             return
-        if not _is_stopped(managed.child):
+        stop = stop_of(managed.child.process.pid)
+        if stop is None:
             managed.stopped_at = None
-        elif managed.stopped_at is None:
-            managed.stopped_at = now
+        elif managed.stopped_at is None or stop != managed.stop:
+            managed.stopped_at, managed.stop = now, stop
         silence_s = now - managed.heard_at
         if managed.stopped_at is not None and now - managed.stopped_at >= CHECK_S:
             log.error("%s was stopped by a signal; it is killed", managed.name)
@@ -385,11 +387,14 @@ def _api_processes(
     ]
 
 
-def _is_stopped(child: ChildProcess) -> bool:
-    """Whether a signal has stopped the process (state T of proc_pid_stat(5)); one under a debugger
-    is in state t and left alone."""
+def stop_of(pid: int) -> int | None:
+    """Which stop by a signal a process is in, by how often it was taken off its CPU before (state T
+    and the context switches of proc_pid_status(5)); None: it is in none. Two looks that see the
+    same number see one stop. A process under a debugger is in state t and left alone."""
     try:
-        stat = Path(f"/proc/{child.process.pid}/stat").read_text()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
+        return None
+    status = dict(line.partition(":")[::2] for line in lines)
+    switches = int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
+    return switches if status["State"].split()[0] == "T" else None
