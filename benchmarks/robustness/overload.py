@@ -6,6 +6,9 @@ With --deadline-s every request has so much time (X-Request-Timeout-S), the queu
 in which requests are due; those answered 504 are `late`. The report is then overload_deadlines.json.
 
 The null executor's time per step is fixed, so the capacity is known: ROWS requests of TOKENS tokens at STEP_S a step.
+Of that REACHABLE can be had where steps overlap: a row's last step is in flight while the next one is planned, which
+leaves the row empty, so that each request takes one step of its row more. `of_capacity` is the goodput over it, of what
+was done between SETTLED_S after the begin and the end of the sending.
 Requests come at random times whatever becomes of them. `ledger` is sent = ok + refused + failed + lost; `retried` is
 the stock client's success within three tries at 1.2 times the capacity. Two controls tell the server from the machine:
 `client_lag_p99_ms` is how late the client itself woke from short sleeps meanwhile (it cannot see an answer sooner), and
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
@@ -34,6 +38,8 @@ from benchmarks.robustness.serving import at_rest, children, null_model, residen
 
 STEP_S, ROWS, TOKENS, QUEUE = 0.05, 4, 8, 8
 CAPACITY = ROWS / (TOKENS * STEP_S)  # requests a second
+REACHABLE = ROWS / ((TOKENS + 1) * STEP_S)
+SETTLED_S = 2.0
 LEVELS = (0.5, 1, 2, 5, 20)
 KEYS = [f"key-{i}" for i in range(4)]
 BODY = {"prompt": "fox", "max_tokens": TOKENS, "min_tokens": TOKENS}
@@ -46,6 +52,7 @@ class Tally:
         self._timeout = {} if deadline_s is None else {"X-Request-Timeout-S": str(deadline_s)}
         self.sent = 0
         self.outcomes: Counter[str] = Counter()
+        self.ok_at: list[float] = []
         self.ok_by_key: Counter[str] = Counter()
         self.refused_ms: list[float] = []
         self.with_retry_after = 0
@@ -66,7 +73,9 @@ class Tally:
                 if response.status not in (200, 429, 503):
                     kind = "late" if response.status == 504 else "failed"
                 self.outcomes[kind] += 1
-                self.ok_by_key[key] += kind == "ok"
+                if kind == "ok":
+                    self.ok_by_key[key] += 1
+                    self.ok_at.append(time.perf_counter())
         except aiohttp.ClientError:
             self.outcomes["lost"] += 1
 
@@ -103,13 +112,17 @@ async def at_level(
     while (due := due + random_.expovariate(level * CAPACITY)) < seconds:
         await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
         tasks.append(asyncio.create_task(tally.one(session, random_.choice(KEYS))))
+    sent_until = time.perf_counter()
     await asyncio.gather(*tasks)
     wall = time.perf_counter() - begin
     lagging.cancel()
+    settled = [ended for ended in tally.ok_at if begin + SETTLED_S < ended <= sent_until]
+    settled_req_s = len(settled) / max(sent_until - begin - SETTLED_S, 1e-3)
     shares = np.array([tally.ok_by_key[key] for key in KEYS], float)
     return {
         "level": level, "sent": tally.sent, "ledger": dict(tally.outcomes),
         "goodput_req_s": round(tally.outcomes["ok"] / wall, 2),
+        "of_capacity": round(settled_req_s / min(REACHABLE, level * CAPACITY), 3),
         "refused_p99_ms": round(float(np.percentile(tally.refused_ms, 99)), 1) if tally.refused_ms else None,
         "client_lag_p99_ms": round(float(np.percentile(lags, 99)), 1),
         "api_cpu_ms_per_request": round(1000 * (api_cpu_s(supervisor) - cpu_s) / max(tally.sent, 1), 2),
@@ -144,7 +157,7 @@ async def with_retries(base: str, seconds: float) -> float:
 
 
 async def run(
-    base: str, supervisor: Any, seconds: float, deadline_s: float | None
+    base: str, supervisor: Any, seconds: float, deadline_s: float | None, at: list[float]
 ) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     connector = aiohttp.TCPConnector(limit=0)
@@ -152,7 +165,7 @@ async def run(
         levels, memory = [], []
         async with aiohttp.ClientSession(base, headers=headers) as asking:
             await at_rest(asking)
-            for level in LEVELS:
+            for level in at:
                 levels.append(await at_level(session, level, seconds, supervisor, deadline_s))
                 await at_rest(asking)
                 memory.append(round(resident_mib(supervisor), 1))
@@ -160,8 +173,9 @@ async def run(
             rest = await at_rest(asking)
     by_level = {found["level"]: found["goodput_req_s"] for found in levels}
     return {
-        "capacity_req_s": CAPACITY, "seconds": seconds, "levels": levels,
-        "goodput_20x_over_1x": round(by_level[20] / by_level[1], 3),
+        "capacity_req_s": CAPACITY, "reachable_req_s": round(REACHABLE, 2),
+        "load_average": [round(x, 1) for x in os.getloadavg()], "seconds": seconds, "levels": levels,
+        "goodput_20x_over_1x": round(by_level[max(at)] / by_level[1], 3),
         "retried_home": retried, "rss_mib_after_level": memory,
         "leaked_blocks": rest["total_blocks"] - rest["free_blocks"],
     }  # fmt: skip
@@ -170,6 +184,7 @@ async def run(
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=20.0, help="of each level")
+    parser.add_argument("--levels", type=float, nargs="+", default=LEVELS, help="1 among them")
     parser.add_argument("--deadline-s", type=float, help="the time of each request")
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     given = parser.parse_args()
@@ -181,7 +196,9 @@ def main() -> int:
         if given.deadline_s is None:
             arguments += ["--policy", "fair", "--max-queued-requests", str(QUEUE)]
         with server(*arguments) as (base, supervisor):
-            report = asyncio.run(run(base, supervisor, given.seconds, given.deadline_s))
+            report = asyncio.run(
+                run(base, supervisor, given.seconds, given.deadline_s, given.levels)
+            )
     print(json.dumps(report, indent=1))
     if given.write:
         name = "overload.json" if given.deadline_s is None else "overload_deadlines.json"

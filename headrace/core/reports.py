@@ -102,6 +102,7 @@ def load_of(engine: EngineView) -> Load:
         prompt_tokens=computed,
         output_tokens=counters.output_tokens_each.value,
         computed_share=computed / prompt if prompt else 1.0,
+        steps_ahead=int(scheduler.spec.overlap),
     )
 
 

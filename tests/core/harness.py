@@ -209,9 +209,9 @@ DECODE_S, TOKEN_S = 0.004, 0.0001
 class TimedDriver(Driver):
     """A core whose steps take the time a device would: so much for the decodes, so much for each prefill token."""
 
-    def __init__(self, **scheduler: Any) -> None:
+    def __init__(self, *, overlap: bool = False, **scheduler: Any) -> None:
         spec = make_spec(
-            num_blocks=600, block_tokens=16, max_model_len=4096, overlap=False, **scheduler
+            num_blocks=600, block_tokens=16, max_model_len=4096, overlap=overlap, **scheduler
         )
         super().__init__(spec, check=False)
         assert isinstance(self.clock, Clock)

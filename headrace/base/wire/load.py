@@ -30,6 +30,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="l
     `prefill_token_s`, `decode_step_s`: measured seconds that a prompt's token and a step of decodes
     take; 0 until they are known. `prompt_tokens`, `output_tokens`: of a request lately, on average,
     the first without those found in the cache; `computed_share`: what these are of whole prompts.
+    `steps_ahead`: steps that are submitted before one is done: so many pass from a request's start
+    to its first step, and from its last one until its row is free.
     `dues`: quantiles of the times in seconds at which the waiting ones are due (see ORDER_S); none
     where they start in another order."""
 
@@ -42,6 +44,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="l
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
     computed_share: float = 1.0
+    steps_ahead: int = 0
     dues: tuple[float, ...] = ()
 
     @property
@@ -62,13 +65,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="l
         prompt = self.prompt_tokens
         if self.waiting:
             prompt = self.computed_share * self.waiting_tokens / self.waiting
-        decode_s = self.output_tokens * self.decode_step_s / max(self.running, 1)
+        steps = self.output_tokens + self.steps_ahead if self.output_tokens else 0.0
+        decode_s = steps * self.decode_step_s / max(self.running, 1)
         return (behind + 1) * (prompt * self.prefill_token_s + decode_s)
 
     def service_s(self, *, num_prompt: float, output_tokens: float) -> float:
         """Seconds from its start to its end: its prompt, its steps, and the prompts of those that
         start meanwhile."""
-        prompt_s = self.computed_share * num_prompt * self.prefill_token_s
+        ahead_s = self.steps_ahead * self.decode_step_s
+        prompt_s = ahead_s + self.computed_share * num_prompt * self.prefill_token_s
         if not self.output_tokens:
             return prompt_s + output_tokens * self.decode_step_s
         beside_s = self.running * self.prompt_tokens * self.prefill_token_s / self.output_tokens
