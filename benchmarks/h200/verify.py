@@ -50,7 +50,9 @@ def spec_of(model: str, drafts: int, rows: int, longest: int) -> EngineSpec:
         scheduler=SchedulerOptions(
             max_running=rows,
             max_step_tokens=CHUNK,
-            speculative_config=SpeculationOptions(method="ngram", num_speculative_tokens=drafts),
+            speculative_config=SpeculationOptions(
+                method="ngram", num_speculative_tokens=drafts, adaptive=False
+            ),
         ),
     )
     return resolve_options(options).engine

@@ -417,7 +417,7 @@ class EngineCore:
         before_update()
         begin, now = time.perf_counter(), self.clock()
         self._in_flight_steps.popleft()
-        self.scheduler.prefill_budget.observe(
+        in_flight.seconds = self.scheduler.prefill_budget.observe(
             in_flight.submitted_at,
             now,
             decodes=in_flight.num_decodes,

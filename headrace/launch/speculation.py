@@ -55,4 +55,5 @@ def speculation_spec(
         max_rows=min(rows, scheduler.max_running),
         max_match=longest,
         min_match=least,
+        adaptive=requested.adaptive,
     )

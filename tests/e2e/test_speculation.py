@@ -37,7 +37,7 @@ from tests.back.runner.test_runner import Calls
 pytestmark = pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
 )
-NGRAM = Speculation(method="ngram", num_speculative_tokens=6, prompt_lookup_min=1)
+NGRAM = Speculation(method="ngram", num_speculative_tokens=6, prompt_lookup_min=1, adaptive=False)
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. " * 4,
     "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, ",

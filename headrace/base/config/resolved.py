@@ -146,6 +146,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     max_match: int = 4
     min_match: int = 1
+    adaptive: bool = False
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

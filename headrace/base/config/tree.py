@@ -167,6 +167,8 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     greater."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
     """ngram: and at least. None: 2, or prompt_lookup_max if less."""
+    adaptive: bool = True
+    """Draft only what pays, by measured times of steps and by how often drafts stand."""
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,15 +31,20 @@ OUTLIER = 3.0  # a step this many times as long as expected was held up by somet
 FIRST_SHARE = 8  # before anything is measured: this part of the step's budget
 
 
-class _Mean:
-    """Seconds per unit, the newest measurements weighing most."""
+class RecentMean:
+    """Seconds per unit, the newest measurements weighing most. Without `first` the first one does
+    not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: bool = True) -> None:
         self._seconds = 0.0
         self._units = 0.0
+        self._counts = first
 
     def add(self, seconds: float, units: float) -> None:
         """A measurement; one that is far off counts no more than the bound of what is credible."""
+        if not self._counts:
+            self._counts = True
+            return
         if self._units:
             seconds = min(seconds, OUTLIER * self.value * units)
         self._seconds = FORGET * self._seconds + seconds
@@ -60,8 +65,8 @@ class PrefillBudgetModel:
         self._max_slowdown = max_slowdown
         self._max_tokens = max_tokens
         self._least = block_tokens
-        self._decode_step = _Mean()
-        self._prefill_token = _Mean()
+        self._decode_step = RecentMean()
+        self._prefill_token = RecentMean()
         self._mixed_steps = 0
         self._finished_at = 0.0
 
@@ -100,9 +105,9 @@ class PrefillBudgetModel:
 
     def observe(
         self, submitted_at: float, now: float, *, decodes: int, prefill_tokens: int
-    ) -> None:
-        """A step is done. Steps run one after another: it began when it was submitted, or when the
-        one before ended."""
+    ) -> float:
+        """A step is done; for its seconds. Steps run one after another: it began when it was
+        submitted, or when the one before ended."""
         seconds = now - max(submitted_at, self._finished_at)
         self._finished_at = now
         if not prefill_tokens:
@@ -114,6 +119,7 @@ class PrefillBudgetModel:
             self._mixed_steps += 1
             added = seconds - self._decode_step.value
             self._prefill_token.add(max(added, 0.0), prefill_tokens)
+        return seconds
 
 
 @dataclass(eq=False)

@@ -29,8 +29,9 @@ class InFlightStep:
     """What the core must know of a submitted step to read its result; index i is plan.rows[i].
 
     `position`: tokens with KV after the step, for rows with drafts in flight an upper bound;
-    `drafts`: see StepPlan; `submitted_at` is set when it goes to the executor. `deferred` names the
-    hooks whose payload the workers still wait for.
+    `drafts`: see StepPlan; `submitted_at` is set when it goes to the executor, `seconds`, what it
+    took, when its result is in. `deferred` names the hooks whose payload the workers still wait
+    for.
     """
 
     step: int
@@ -43,6 +44,7 @@ class InFlightStep:
     prefills: list[tuple[int, Request]]
     drafts: Int32
     submitted_at: float = 0.0
+    seconds: float = 0.0
     deferred: tuple[str, ...] = ()
 
 

@@ -23,7 +23,16 @@ from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.wire.step import StepResult, WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RowTable
+from headrace.core.scheduler.budget import RecentMean
 from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
+
+KEEP = 0.8  # share of its weight that what became of a row's drafts keeps at its next ones
+FIRST_CHANCE = 0.8  # that a draft stands, before any was tried
+PLAIN_FIRST = 3  # steps of a number of rows before one drafts: what drafts cost is compared to them
+PROBE_STEPS = 128  # of so many steps one is plain, and, where drafts do not pay, one tries them
+RETRY_STEPS = 16  # and where they pay, of so many one tries rows that have none
+START_WEIGHT = 1.0  # drafts for which the chance of others stands when a row begins
+LEAST = 0.01  # tokens that a draft costs at least: what is free cannot be compared
 
 Int32 = npt.NDArray[np.int32]
 Intp = npt.NDArray[np.intp]
@@ -111,9 +120,61 @@ class NoSpeculation:
         """Nothing was promised."""
 
 
+class DraftPrices:
+    """What drafts cost, as measured, in tokens: the time that a draft adds to a step, over the time
+    in which a plain step of as many rows gains one. The first step of a size is not measured, as
+    its kernels may be made in it."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, RecentMean] = {}
+        self._extra: dict[tuple[int, int], RecentMean] = {}
+        self._steps: dict[int, int] = {}
+
+    def turn(self, rows: int) -> int:
+        """Which step this is of those with about so many rows: counts up."""
+        size = _size_class(rows)
+        self._steps[size] = self._steps.get(size, -1) + 1
+        return self._steps[size]
+
+    def price(self, rows: int, drafts: int) -> float:
+        """Of each of `drafts` in a step; 0 while it is not known."""
+        known = self._extra.get(self._sizes(rows, drafts))
+        return 0.0 if known is None else known.value
+
+    def observe(self, rows: int, drafts: int, seconds: float) -> None:
+        """A step of decodes is done."""
+        if not drafts:
+            known = self._plain.setdefault(_size_class(rows), RecentMean(first=False))
+            known.add(seconds, rows)
+            return
+        token_s = self._plain[_size_class(rows)].value if _size_class(rows) in self._plain else 0.0
+        if token_s <= 0.0:
+            return
+        extra = min(seconds / token_s - rows, float(max(rows, drafts)))  # a step more, at most
+        sizes = self._sizes(rows, drafts)
+        self._extra.setdefault(sizes, RecentMean(first=False)).add(
+            max(extra, LEAST * drafts), drafts
+        )
+
+    @staticmethod
+    def _sizes(rows: int, drafts: int) -> tuple[int, int]:
+        return _size_class(rows), (8 * drafts // rows).bit_length()
+
+
+def _size_class(rows: int) -> int:
+    """Rows up to the next quarter of a power of two."""
+    unit = max(1, (1 << (rows - 1).bit_length()) // 8)
+    return -(-rows // unit) * unit
+
+
 class DraftLengths:
     """Drafts by what a row's last ones were worth: twice as many, and one, after all stood; as many
     as stood, and one, after some did; half as many, at least one, after none did.
+
+    If `adaptive`, of these only as many as are worth their price: the k-th draft of a row stands
+    with the k-th power of the chance that its drafts had lately, and what a step is expected to
+    gain must be above what its drafts cost (Leviathan 2023, section 3.3, with both measured). Now
+    and then a step is plain, or has drafts that are not expected to pay, so that both stay known.
 
     `max_drafts`: of a row in a step, as many as both the options and the workers allow.
     """
@@ -128,6 +189,11 @@ class DraftLengths:
         self._next = np.zeros(rows.num_rows, np.int32)
         self._max_drafts = max_drafts
         self._stats = DraftStats(max_drafts)
+        self._prices = DraftPrices() if spec.adaptive else None
+        self._stood = np.full(rows.num_rows, FIRST_CHANCE)
+        self._tried = np.ones(rows.num_rows)
+        self._chance = FIRST_CHANCE
+        self._unpaid = 0  # for so many rows nothing pays until something is learned
 
     @property
     def stats(self) -> DraftStats:
@@ -137,6 +203,11 @@ class DraftLengths:
     def start(self, row: int, request: Request) -> None:
         """See Speculation."""
         self._most[row] = self._next[row] = self._max_drafts if may_draft(request) else 0
+        self._stood[row], self._tried[row] = (
+            START_WEIGHT * min(self._chance, FIRST_CHANCE),
+            START_WEIGHT,
+        )
+        self._unpaid = 0
 
     def lacking_blocks(self, crossing: Intp) -> Intp:
         """See Speculation: a block may have been taken for drafts that did not stand."""
@@ -155,6 +226,8 @@ class DraftLengths:
             return
         rows = self._rows
         drafts = np.minimum(self._next[decoding], rows.limit[decoding] - rows.length[decoding])
+        if self._prices is not None:
+            drafts = self._worthwhile(self._prices, decoding, drafts)
         planned = rows.num_planned_tokens[decoding]
         pool, next_blocks = self._kv.pool, [len(decoding)] * len(self._kv.kinds)
         behind = -planned % self._kv.block_tokens  # room in the block of the newest token
@@ -166,6 +239,32 @@ class DraftLengths:
             )
         if drafts.any():
             builder.add_drafts(drafts.astype(np.int32))
+
+    def _worthwhile(self, prices: DraftPrices, decoding: Intp, most: Int32) -> Int32:
+        """Of `most` drafts of each row those that pay."""
+        rows, turn = len(decoding), prices.turn(len(decoding))
+        best, best_net = np.zeros_like(most), 0.0
+        probe = turn % PROBE_STEPS == PROBE_STEPS // 2
+        if turn < PLAIN_FIRST or turn % PROBE_STEPS == 0 or (rows == self._unpaid and not probe):
+            return best
+        chance = np.clip(self._stood[decoding] / self._tried[decoding], 0.01, 0.99)
+        cap = 1
+        while cap < 2 * self._max_drafts:
+            drafts = np.minimum(most, cap)
+            price = prices.price(rows, int(drafts.sum()))
+            if price > 0.0:
+                paying = np.log(min(price, 1.0)) / np.log(chance)
+                drafts = np.minimum(drafts, paying.astype(np.int32))
+            count = int(drafts.sum())
+            gain = float((chance * (1.0 - chance**drafts) / (1.0 - chance)).sum())
+            net = gain - count * prices.price(rows, count) if count else 0.0
+            if net > best_net:
+                best, best_net = drafts, net
+            cap *= 2
+        self._unpaid = 0 if best_net > 0.0 else rows
+        if probe or (best_net > 0.0 and turn % RETRY_STEPS == 0):
+            return np.maximum(best, np.minimum(most, 1))
+        return best
 
     def _extend(
         self,
@@ -194,12 +293,22 @@ class DraftLengths:
         self, in_flight: InFlightStep, result: StepResult, live: npt.NDArray[np.bool_]
     ) -> None:
         """See Speculation."""
+        if self._prices is not None and not in_flight.prefills and len(in_flight.rows):
+            drafts = int(in_flight.drafts.sum()) if len(in_flight.drafts) else 0
+            self._prices.observe(len(in_flight.rows), drafts, in_flight.seconds)
         if not len(in_flight.drafts):
             return
+        self._unpaid = 0
         rows = in_flight.rows[live]
         accepted = (result.tokens[live] >= 0).sum(axis=1, dtype=np.int32) - 1
         drafted = result.drafted[live] if len(result.drafted) else np.zeros_like(accepted)
-        self._rows.settle_drafts(rows, in_flight.drafts[live], accepted)
+        planned = in_flight.drafts[live]
+        self._rows.settle_drafts(rows, planned, accepted)
+        self._stood[rows] = KEEP * self._stood[rows] + accepted
+        self._tried[rows] = KEEP * self._tried[rows] + accepted + (accepted < planned)
+        tried = float(self._tried[rows].sum())
+        if tried:
+            self._chance += (1.0 - KEEP) * (float(self._stood[rows].sum()) / tried - self._chance)
         self._stats.add(drafted, accepted)
         length = self._next[rows]
         grown = np.maximum(length, 2 * drafted + 1)

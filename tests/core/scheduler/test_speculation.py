@@ -14,12 +14,16 @@ from headrace.back.executor.null import NullBehaviour
 from headrace.base import splitmix
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.wire.request import RowSampling
-from tests.core.harness import EOS, FULL, Driver, make_request, make_spec, window_groups
+from headrace.base.wire.step import StepPlan
+from headrace.core.scheduler.speculation import DraftPrices
+from tests.core.harness import EOS, FULL, Clock, Driver, make_request, make_spec, window_groups
 from tests.core.test_properties import alone, outcome, random_requests
 
 
-def spec_of(num_tokens: int = 3, max_rows: int = 8) -> SpeculationSpec:
-    return SpeculationSpec(method="ngram", num_tokens=num_tokens, max_rows=max_rows)
+def spec_of(num_tokens: int = 3, max_rows: int = 8, adaptive: bool = False) -> SpeculationSpec:
+    return SpeculationSpec(
+        method="ngram", num_tokens=num_tokens, max_rows=max_rows, adaptive=adaptive
+    )
 
 
 def behaviour(rate: float, **fields: Any) -> NullBehaviour:
@@ -41,6 +45,7 @@ def behaviour(rate: float, **fields: Any) -> NullBehaviour:
     rate=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     num_tokens=st.integers(1, 15),
     max_rows=st.integers(1, 8),
+    adaptive=st.booleans(),
     num_blocks=st.integers(80, 160),
     max_step_tokens=st.sampled_from([3, 9, 16, 64, 200]),
     max_running=st.integers(1, 8),
@@ -50,12 +55,18 @@ def behaviour(rate: float, **fields: Any) -> NullBehaviour:
     window=st.sampled_from([None, 1, 5, 8, 16]),
 )
 def test_any_acceptance_leaves_every_request_as_it_is_alone(
-    seed: int, rate: float, num_tokens: int, max_rows: int, window: int | None, **config: Any
+    seed: int,
+    rate: float,
+    num_tokens: int,
+    max_rows: int,
+    adaptive: bool,
+    window: int | None,
+    **config: Any,
 ) -> None:
     """SPC-02, SPC-06: tokens, ends, stop ids and prompt scores, under preemption, chunks, hits, windows."""
     groups = FULL if window is None else window_groups(window)
     requests = random_requests(seed, 10)
-    spec = make_spec(speculation=spec_of(num_tokens, max_rows), **config)
+    spec = make_spec(speculation=spec_of(num_tokens, max_rows, adaptive), **config)
     driver = Driver(spec, groups=groups, behaviour=behaviour(rate))
     rng = random.Random(seed)
     for request in requests:
@@ -166,3 +177,65 @@ def test_log_probabilities_come_with_each_accepted_token():
     ids = [int(scores.ids[0]) for scores in driver.logprobs[1] if scores is not None]
     assert ids == driver.tokens[1] and len(ids) == 20
     assert np.unique(ids).size > 1
+
+
+class PricedDriver(Driver):
+    """A step takes a second, and `price` seconds for each draft of a row on average."""
+
+    def __init__(self, price: float, rate: float, *, num_tokens: int, adaptive: bool = True):
+        speculation = spec_of(num_tokens, adaptive=adaptive) if num_tokens else None
+        spec = make_spec(speculation=speculation, overlap=False, num_blocks=2048)
+        super().__init__(spec, behaviour=NullBehaviour(accepts=behaviour(rate).accepts))
+        submit = self.executor.submit
+
+        def timed(plan: StepPlan) -> Any:
+            assert isinstance(self.clock, Clock)
+            self.clock.now += 1.0 + price * float(plan.drafts.sum()) / len(plan.rows)
+            return submit(plan)
+
+        self.executor.submit = timed
+
+    def seconds(self) -> float:
+        """Of answers of four rows, once the prices are known."""
+        for turn in range(3):
+            begin = self.clock()
+            self.add(*(make_request(4 * turn + n, 8, max_tokens=240) for n in range(4)))
+            self.run()
+        return self.clock() - begin
+
+
+@pytest.mark.parametrize("price", [0.0, 0.05, 0.3, 0.9])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+def test_drafts_never_cost_more_than_they_bring(price: float, rate: float):
+    """Beside plain steps, and beside the better of drafting always and never."""
+    plain = PricedDriver(price, rate, num_tokens=0).seconds()
+    always = PricedDriver(price, rate, num_tokens=7, adaptive=False).seconds()
+    adaptive = PricedDriver(price, rate, num_tokens=7).seconds()
+    assert plain / adaptive > 0.97
+    assert min(plain, always) / adaptive > 0.85
+
+
+def test_drafts_that_begin_to_stand_are_noticed():
+    copies = NullBehaviour(accepts=lambda request, position: 7 if position > 100 else 0)
+    driver = PricedDriver(0.1, 0.0, num_tokens=7)
+    driver.executor.behaviour = copies
+    driver.seconds()
+    assert driver.ask("status")["accepted_draft_tokens"] > 3 * 4 * 40
+
+
+def test_the_price_of_a_draft_is_what_it_adds_to_a_plain_step():
+    prices = DraftPrices()
+    for _ in range(3):
+        prices.observe(4, 0, 1.0)
+        prices.observe(4, 8, 1.5)
+    assert prices.price(4, 8) == pytest.approx(0.25)  # half a step, 2 tokens, for 8 drafts
+    assert prices.price(4, 28) == prices.price(2, 8) == 0.0
+
+
+def test_a_first_step_of_a_size_does_not_count():
+    prices = DraftPrices()
+    prices.observe(4, 0, 900.0)
+    prices.observe(4, 0, 1.0)
+    prices.observe(4, 8, 900.0)
+    prices.observe(4, 8, 1.5)
+    assert prices.price(4, 8) == pytest.approx(0.25)
