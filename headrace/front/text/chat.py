@@ -172,8 +172,12 @@ class ChatTemplate:
         if len(tools) > MAX_TOOLS:
             raise InvalidRequest(f"tools: {len(tools)} are more than {MAX_TOOLS}", field="tools")
         protected_tools = protect_tree(list(tools), self._tokenizer.guard.protect, "tools")
+        names: set[str] = set()
         for i, tool in enumerate(tools):
-            _check_tool(tool, f"tools[{i}]")
+            name = _check_tool(tool, f"tools[{i}]")
+            if name in names:
+                raise _bad(f"tools[{i}].function.name", f"{name!r:.80} is offered twice")
+            names.add(name)
         return protected_tools
 
     def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
@@ -200,8 +204,8 @@ class ChatTemplate:
         return self._names
 
 
-def _check_tool(tool: dict[str, Any], field: str) -> None:
-    """A function with a name that can be written into a call; other kinds of tool are refused."""
+def _check_tool(tool: dict[str, Any], field: str) -> str:
+    """The name of a function, which can be written into a call; other kinds of tool are refused."""
     kind, function = tool.get("type"), tool.get("function")
     if kind != "function":
         raise InvalidRequest(
@@ -218,6 +222,7 @@ def _check_tool(tool: dict[str, Any], field: str) -> None:
             "allowed: a call is written with the name as it is",
             field=f"{field}.function.name",
         )
+    return name
 
 
 def _cut(rendered: str) -> str:

@@ -160,12 +160,13 @@ async def post_cancel(context: RequestContext, request: Request) -> Response:
 
 
 def _shown(info: FileInfo) -> dict[str, Any]:
+    expires = {} if info.expires_at is None else {"expires_at": info.expires_at}
     return {
         "id": info.id,
         "object": "file",
         "bytes": info.bytes,
         "created_at": info.created_at,
-        "expires_at": info.expires_at,
+        **expires,
         "filename": info.filename,
         "purpose": info.purpose,
         "status": "processed",

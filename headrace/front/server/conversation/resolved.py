@@ -102,8 +102,8 @@ class AnswerFields:
     """What an answer shows beside its text. `scores`: log-probabilities; `tokens_as_ids`: under the
     ids of their tokens; `as_vllm`: a stream's last delta of a choice carries its finish_reason, and
     the sampled token leads its alternatives; `echo`: text that the answer repeats before its own;
-    `metrics`: where the time went;
-    `attention_dtype`: how captured attention is written."""
+    `metrics`: where the time went; `offers_tools`: it may begin with a call; `attention_dtype`: how
+    captured attention is written."""
 
     num_choices: int = 1
     streams: bool = False
@@ -113,6 +113,7 @@ class AnswerFields:
     as_vllm: bool = False
     echo: str = ""
     metrics: bool = False
+    offers_tools: bool = False
     scores: bool = False
     prompt_scores: bool = False
     token_ids: bool = False
@@ -295,6 +296,7 @@ def resolved(
                     scores=bool(request.logprobs or request.logprob_token_ids),
                 ),
                 echo=_echoed(request),
+                offers_tools=bool(request.tools) and request.tool_choice != "none",
             ),
             calls=calls,
             sent=sent,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +43,7 @@ from headrace.front.server.conversation.pipeline import begin, streamed
 from headrace.front.server.conversation.prompts import spans
 from headrace.front.server.conversation.request import ChatRequest, parse
 from headrace.front.server.conversation.resolved import AnswerFields, Conversation, resolved
-from headrace.front.server.conversation.stages import ParsedDelta
+from headrace.front.server.conversation.stages import ParsedDelta, parts_of
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
 from headrace.front.text.parsing.engine import (
@@ -116,9 +117,13 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
     held: dict[int, dict[str, Any]] = {}  # the last delta of a choice that waits for its end
     extras: dict[str, Any] = {"usage": None} if fields.with_usage else {}
     frames = [_around_text(reply, index, extras) for index in range(tally.num_choices)]
+    silent = set(range(tally.num_choices if fields.offers_tools else 0))
     async with aclosing(events):
         async for event in events:
             tally.take(event)
+            if isinstance(event, Delta | Ended) and _speaks(event, silent):
+                silent.remove(event.index)
+                yield _event(reply, [_role(reply, event.index, of=event)], extras)
             if fields.continuous_usage:
                 extras = {"usage": usage([tally])}
             match event:
@@ -145,8 +150,9 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
                     last = held.pop(event.index, None)
                     yield _event(reply, [_end(event, last)], extras)
                 case Started():
-                    for index in range(tally.num_choices):
-                        yield _event(reply, [_role(reply, index)], extras)
+                    if not fields.offers_tools:
+                        for index in range(tally.num_choices):
+                            yield _event(reply, [_role(reply, index)], extras)
                     for index in range(tally.num_choices if fields.echo else 0):
                         echoed = _plain_choice(index, {"content": fields.echo})
                         yield _event(reply, [echoed], extras)
@@ -175,8 +181,19 @@ def _event(reply: ChatReply, choices: list[dict[str, Any]], extras: dict[str, An
     return b"data: " + orjson.dumps(_envelope(reply, choices) | extras) + b"\n\n"
 
 
-def _role(reply: ChatReply, index: int) -> dict[str, Any]:
-    choice = _plain_choice(index, {"role": "assistant", "content": ""})
+def _speaks(event: Delta | Ended, silent: Collection[int]) -> bool:
+    """Whether a choice that waits for its first words gets them now."""
+    if event.index not in silent:
+        return False
+    return isinstance(event, Ended) or any(part_delta(part) for part in parts_of(event))
+
+
+def _role(reply: ChatReply, index: int, *, of: Delta | Ended | None = None) -> dict[str, Any]:
+    """The first chunk of a choice. Where tools are offered it waits for the first words: a message
+    that begins with a call or with reasoning has no content yet (null)."""
+    is_other = isinstance(of, Delta) and not isinstance(parts_of(of)[0], Content)
+    content = None if is_other else ""
+    choice = _plain_choice(index, {"role": "assistant", "content": content})
     if reply.fields.token_ids:
         choice["prompt_token_ids"] = reply.prompt_ids
     if reply.prompt_text is not None:

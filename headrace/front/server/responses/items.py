@@ -15,7 +15,7 @@ import orjson
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.conversation.calls import CUSTOM_ARGUMENT
 from headrace.front.server.responses.schema import Json
-from headrace.front.server.responses.tools import Offered
+from headrace.front.server.responses.tools import TOOL_SEARCH, Offered
 
 Unseal = Callable[[str], str | None]
 SUMMARY = "A summary of the conversation so far:\n"
@@ -26,7 +26,11 @@ _PREFIXES = {
     "compaction": "cmp",
     "function_call_output": "fco",
     "custom_tool_call_output": "cto",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
 }
+_WITH_STATUS = frozenset({"message", *_PREFIXES} - {"compaction"})
+"""Items whose published type has a status."""
 _PASSED_OVER = re.compile(
     r"(web_search|file_search|computer|code_interpreter|image_generation|local_shell|shell|apply_patch|tool_search|mcp_"
     r"|program|additional_tools|configuration_update)\w*"
@@ -65,7 +69,8 @@ def _with_id(item: Json, response: str, index: int) -> Json:
             numbered["content"] = [{"type": part, "text": content}]
             if role == "assistant":
                 numbered["content"][0]["annotations"] = []
-        numbered.setdefault("status", "completed")
+    if kind in _WITH_STATUS and numbered.get("status") is None:
+        numbered["status"] = "completed"
     if not isinstance(numbered["id"], str):
         numbered["id"] = item_id(prefix, response, index, is_own=True)
     return numbered
@@ -97,8 +102,8 @@ class ItemMessages:
             case "function_call":
                 self._call(item, at, _string(item, "arguments", at))
             case "custom_tool_call":
-                arguments = {CUSTOM_ARGUMENT: _string(item, "input", at)}
-                self._call(item, at, orjson.dumps(arguments).decode())
+                custom = {CUSTOM_ARGUMENT: _string(item, "input", at)}
+                self._call(item, at, orjson.dumps(custom).decode())
             case "function_call_output" | "custom_tool_call_output":
                 ident = _string(item, "call_id", at)
                 content = _output(item.get("output"), f"{at}.output")
@@ -109,6 +114,13 @@ class ItemMessages:
                 if summary is None:
                     raise _bad(f"{at}.encrypted_content", "was not made by this server for you")
                 self._add(at, {"role": "system", "content": SUMMARY + summary})
+            case "tool_search_call" if isinstance(item.get("call_id"), str):
+                arguments = orjson.dumps(item.get("arguments") or {}).decode()
+                self._call({**item, "name": TOOL_SEARCH, "namespace": None}, at, arguments)
+            case "tool_search_output" if isinstance(item.get("call_id"), str):
+                names = orjson.dumps({"tools": Offered().load(item, at)}).decode()
+                message = {"role": "tool", "tool_call_id": item["call_id"], "content": names}
+                self._add(at, message)
             case str() as kind if _PASSED_OVER.fullmatch(kind):
                 pass
             case kind:

@@ -89,7 +89,7 @@ async def prepare(
         created=int(time.time()),
         request=request,
         document=document,
-        tools=offered(request.tools),
+        tools=offered(request.tools, [*history, *own_items]),
         seal=lambda text: services.sealer.seal(text, owner=context.tenant, purpose=PURPOSE),
         stored=services.store is not None and request.store is not False,
         defaults=dict(services.text.generation_defaults),
@@ -126,7 +126,7 @@ async def translate(
     translated = to_request(
         request,
         document,
-        tools=offered(request.tools),
+        tools=offered(request.tools, [*history, *own_items]),
         history=history,
         own_items=own_items,
         unseal=unseal,

@@ -32,7 +32,7 @@ from headrace.front.text.parsing.engine import (
     Reasoning,
 )
 
-_CALLS = frozenset({"function_call", "custom_tool_call"})
+_CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
 _CUT = {"length": "max_output_tokens", "repetition": "repetition"}
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
@@ -123,8 +123,8 @@ class ResponseStream:
             case CallArguments():
                 self._texts.append(part.text)
                 item = self._open
-                if item is None or item["type"] == "custom_tool_call":
-                    return []  # its input is inside the arguments: known at the end
+                if item is None or item["type"] != "function_call":
+                    return []  # told at the end: an input inside the arguments, or an object
                 return [self._said("response.function_call_arguments.delta", None, delta=part.text)]
             case CallEnd():
                 return self._close(complete=True, ends_call=True)
@@ -147,6 +147,10 @@ class ResponseStream:
         fields: Json = {"call_id": part.id, "name": tool.name}
         if tool.namespace is not None:
             fields["namespace"] = tool.namespace
+        if tool.search:
+            return events + self._become(
+                "tool_search_call", "tsc", call_id=part.id, execution="client", arguments={}
+            )
         if tool.custom:
             return events + self._become("custom_tool_call", "ctc", **fields, input="")
         return events + self._become("function_call", "fc", **fields, arguments="")
@@ -183,6 +187,9 @@ class ResponseStream:
                 events = self._end_custom(
                     item, custom_input(whole) if complete else cut_input(whole)
                 )
+            case "tool_search_call":
+                item["arguments"] = _object(whole)
+                events = []
             case _:
                 item["arguments"] = whole
                 name = item["name"]
@@ -285,6 +292,15 @@ class ResponseStream:
             "usage": usage(self._num_prompt, ended),
         }
         return [*events, self._about(f"response.{self.response['status']}")]
+
+
+def _object(text: str) -> Json:
+    """Arguments as an object; text that is none stands under INVALID_JSON."""
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        document = None
+    return document if isinstance(document, dict) else {"INVALID_JSON": text}
 
 
 def _logprobs(scores: list[ScoredToken]) -> list[Json]:

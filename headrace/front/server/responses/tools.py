@@ -2,12 +2,14 @@
 that was meant.
 
 A namespace is flattened (`name__function`); a custom tool, whose input is free text, is a function
-with one text argument. Tools that the vendor's servers run are passed over: clients always offer
-some, and nothing is run here."""
+with one text argument. A search for tools that the client carries out is a function too, and what
+it finds is offered from then on. Tools that the vendor's servers run are passed over: clients
+always offer some, and nothing is run here."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,14 @@ HOSTED = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "local_shell"),
     *("shell", "apply_patch", "tool_search", "computer", "programmatic_tool_calling"),
 )
+TOOL_SEARCH = "tool_search"
+_FINDS = ("tool_search_output", "additional_tools")
+"""Items that bring further tools."""
+_ANY_QUERY: Json = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}},
+    "required": ["query"],
+}
 log = logging.getLogger(__name__)
 
 
@@ -28,6 +38,7 @@ class Tool:
 
     name: str
     custom: bool = False
+    search: bool = False
     namespace: str | None = None
 
 
@@ -67,10 +78,35 @@ class Offered:
                 strict=strict,
                 custom=True,
             )
+        elif kind == TOOL_SEARCH and tool.get("execution") == "client":
+            self._search(tool, at)
         elif isinstance(kind, str) and kind.startswith(HOSTED):
             log.warning("%s: tools of type %s are not run by this server; passed over", at, kind)
         else:
             raise _bad(f"{at}.type", f"{kind!r:.80} given; allowed: function, custom, namespace")
+
+    def load(self, item: Json, at: str) -> list[str]:
+        """The tools that an item brings; the names of their functions. One that is offered already
+        stays as it is."""
+        brought = Offered()
+        tools = item.get("tools")
+        if not isinstance(tools, list):
+            raise _bad(f"{at}.tools", "an array of tools is needed")
+        for i, tool in enumerate(tools):
+            brought.add(tool, f"{at}.tools[{i}]")
+        for function in brought.functions:
+            name = function["function"]["name"]
+            if name not in self.names:
+                self.functions.append(function)
+                self.names[name] = brought.names[name]
+        return list(brought.names)
+
+    def _search(self, tool: Json, at: str) -> None:
+        parameters = tool.get("parameters")
+        parameters = parameters if isinstance(parameters, dict) else _ANY_QUERY
+        named = {"name": TOOL_SEARCH, "description": tool.get("description") or "Search for tools."}
+        self._function(named, at, None, parameters=parameters)
+        self.names[TOOL_SEARCH] = Tool(name=TOOL_SEARCH, search=True)
 
     def _namespace(self, tool: Json, at: str) -> None:
         inside = tool.get("tools")
@@ -105,11 +141,14 @@ class Offered:
         self.names[flat] = Tool(name=name, custom=custom, namespace=namespace)
 
 
-def offered(tools: list[Json] | None) -> Offered:
-    """The tools of a request."""
+def offered(tools: list[Json] | None, items: Iterable[Json] = ()) -> Offered:
+    """The tools of a request, and those that its items brought."""
     offered_tools = Offered()
     for i, tool in enumerate(tools or []):
         offered_tools.add(tool, f"tools[{i}]")
+    for i, item in enumerate(items):
+        if item.get("type") in _FINDS:
+            offered_tools.load(item, f"input[{i}]")
     return offered_tools
 
 

@@ -92,7 +92,7 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, status=status, times=times, **changes)
 
     def shown(self) -> dict[str, Any]:
-        """The object as clients see it."""
+        """The object as clients see it: what has not happened is absent."""
         moments = (
             "in_progress",
             "finalizing",
@@ -103,7 +103,8 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
             "cancelled",
         )
         listed = [msgspec.to_builtins(error) for error in self.errors]
-        return {
+        over = self.status in OVER
+        document = {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
@@ -111,14 +112,15 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,
             "status": self.status,
-            "output_file_id": self.output_file_id if self.status in OVER else None,
-            "error_file_id": self.error_file_id if self.status in OVER else None,
+            "output_file_id": self.output_file_id if over else None,
+            "error_file_id": self.error_file_id if over else None,
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **{f"{name}_at": self.times.get(f"{name}_at") for name in moments},
             "request_counts": msgspec.to_builtins(self.counts),
-            "metadata": self.metadata,
         }
+        shown = {name: value for name, value in document.items() if value is not None}
+        return {**shown, "metadata": self.metadata}
 
 
 class BatchStore:

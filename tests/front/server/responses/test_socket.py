@@ -13,6 +13,7 @@ from starlette.types import Message
 from starlette.websockets import WebSocket
 
 from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.http.body_budget import BodyBudget
 from headrace.front.server.responses import websocket
 
 
@@ -69,7 +70,9 @@ async def test_a_client_that_left_is_no_lost_exception() -> None:
             raise OSError("the peer is gone")
 
     server = SimpleNamespace(max_body_bytes=1 << 20, log_slow_s=None)
-    services: Any = SimpleNamespace(abandon=asyncio.Event(), server=server, tracer=None)
+    services: Any = SimpleNamespace(
+        abandon=asyncio.Event(), server=server, tracer=None, bodies=BodyBudget(1 << 20)
+    )
     socket = WebSocket({"type": "websocket"}, receive, send)
     await socket.accept()
     async with asyncio.timeout(5):
