@@ -19,6 +19,7 @@ from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, local_pieces
 from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
+from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.scheme import Scheme
 from headrace.back.quant.stored import Stored, StoredWeight, kept_blocks
@@ -158,7 +159,7 @@ class Scope:
 
     def quantized(
         self, weight: Param, *, read_whole: bool = True
-    ) -> Param | OnlineWeight | StoredWeight:
+    ) -> Param | OnlineWeight | StoredWeight | KeptWeight:
         """The weight of a GEMM [outputs, inputs]: quantized while it loads if the scope says so,
         else as the checkpoint holds it. A table that is not `read_whole` each step gains nothing
         from the former."""
@@ -166,7 +167,8 @@ class Scope:
             return OnlineWeight(weight, self.scheme)
         if self.stored and kept_blocks(weight, self.stored):
             return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
-        return weight
+        kept = scheme_of(weight, self.stored) if self.stored else None
+        return weight if kept is None else KeptWeight(weight, kept)
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

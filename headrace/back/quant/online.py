@@ -75,8 +75,8 @@ def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight | BlockWeight:
 def _pack_rows(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight:
     packed = empty(*weight_OI.shape, FP8 if scheme.floating else INT8)
     if not quantize(weight_OI, packed):
-        for first, rows in _chunks(weight_OI):
-            quantized, scales, _ = scheme.quantize(rows)
+        for first, rows in chunks(*weight_OI.shape):
+            quantized, scales, _ = scheme.quantize(weight_OI[rows])
             write_panels(packed, first, quantized, scales)
     return packed
 
@@ -84,16 +84,15 @@ def _pack_rows(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight:
 def _pack_blocks(weight_OI: torch.Tensor, scheme: Scheme, layout: BlockLayout) -> BlockWeight:
     segment = blocks.empty_segment(layout, *weight_OI.shape)
     if not quantize_blocks(weight_OI, segment):
-        for first, rows in _chunks(weight_OI):
-            blocks.write_quantized(segment, first, *scheme.quantize(rows))
+        for first, rows in chunks(*weight_OI.shape):
+            blocks.write_quantized(segment, first, *scheme.quantize(weight_OI[rows]))
     return BlockWeight(weight_OI.shape[1], (segment,))
 
 
-def _chunks(weight_OI: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """(number of the first panel, rows), a few panels at a time."""
-    outputs, inputs = weight_OI.shape
+def chunks(outputs: int, inputs: int) -> list[tuple[int, slice]]:
+    """(number of the first panel, its rows and the next ones), a few panels at a time."""
     panels = max(1, CHUNK_ELEMENTS // (PANEL * inputs))
     return [
-        (first, weight_OI[first * PANEL : (first + panels) * PANEL])
+        (first, slice(first * PANEL, (first + panels) * PANEL))
         for first in range(0, -(-outputs // PANEL), panels)
     ]

@@ -25,6 +25,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     group        (outputs, inputs) that share a scale; 0: all of them; None: as the scales' shape
                  says
     signed       integers are stored with an offset, and the zero point is 0 unless it is stored
+    ordered      inputs belong to groups by an index (act-order), not by their place
+    symmetric    stored zero points are all the middle of the range
     zero_offset  what is added to a stored zero point
     """
 
@@ -32,6 +34,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     bits: int
     group: tuple[int, int] | None = None
     signed: bool = True
+    ordered: bool = False
+    symmetric: bool = False
     zero_offset: int = 0
 
 
@@ -116,6 +120,8 @@ def _gptq(config: ConfigReader) -> StoredQuantization:
         bits=bits,
         group=(1, 0 if size == -1 else size),
         signed=False,
+        ordered=config.bool("desc_act", False),
+        symmetric=config.bool("sym", False),
         zero_offset=1 if version == "gptq" else 0,
     )
     rules = _dynamic(config, numbers)
@@ -226,7 +232,12 @@ def _compressed_numbers(format: str, group: ConfigReader, weights: ConfigReader)
     bits = weights.int("num_bits", 8, ge=1, le=8)
     if weights.choice("type", ("int", "float"), "int") == "float" and bits not in (4, 8):
         raise weights.wrong("num_bits", "4 or 8 for floats")
-    return Numbers(arrangement=_COMPRESSED[format], bits=bits, group=shared[strategy])
+    return Numbers(
+        arrangement=_COMPRESSED[format],
+        bits=bits,
+        group=shared[strategy],
+        ordered="actorder" in weights and weights.raw["actorder"] in (True, "group"),
+    )
 
 
 def _modelopt(config: ConfigReader) -> StoredQuantization:

@@ -40,12 +40,13 @@ Bytes = Callable[[str], bytes]
 
 class QuantizedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A weight that several tensors stand for. `members`: role (as in `ARRANGEMENTS`) -> tensor;
-    `shape` is the weight's."""
+    `shape` is the weight's; `floating`: the values are e4m3."""
 
     name: str
     shape: tuple[int, ...]
     numbers: Numbers
     members: dict[str, str]
+    floating: bool = False
 
     @property
     def kind(self) -> str:
@@ -369,11 +370,8 @@ def _tensor(
 ) -> QuantizedTensor:
     arrangement = ARRANGEMENTS[numbers.arrangement]
     names = arrangement.names(weight)
-    missing = [
-        name
-        for role, name in names.items()
-        if name not in headers and role not in arrangement.optional
-    ]
+    needed = {name for role, name in names.items() if role not in arrangement.optional}
+    missing = sorted(needed - headers.keys())
     if missing:
         raise CheckpointError(
             f"{where}: {names['values']} is quantized, but {', '.join(missing)} is missing"
@@ -387,7 +385,10 @@ def _tensor(
             f"none of {numbers.arrangement} ({error})"
         ) from error
     members = {role: name for role, name in names.items() if name in headers}
-    tensor = QuantizedTensor(name=weight, shape=shape, numbers=numbers, members=members)
+    floating = headers[members["values"]].dtype in FP8
+    tensor = QuantizedTensor(
+        name=weight, shape=shape, numbers=numbers, members=members, floating=floating
+    )
     for role, forms in arrangement.expected(shape, numbers).items():
         if role in members and stored.shape(role) not in forms:
             wanted = " or ".join(str(list(form)) for form in dict.fromkeys(forms))

@@ -118,7 +118,7 @@ def _load(
         source = open_source(spec)
     with closing(source):
         if isinstance(source, QuantizedSource):
-            report.decisions += source.decisions(spec.quantization or spec.dtype)
+            report.decisions += source.decisions()
         stored, why = stored_blocks(spec, source, device)
         with report.phase("check"):
             meta = torch.device("meta")
@@ -130,7 +130,7 @@ def _load(
         with report.phase("build"):
             model = build(device, stored, bare=bare)
         if why:
-            report.decisions += (_kept(model, source, why),)
+            report.decisions += (_kept(model, source, why, spec.quantization or spec.dtype),)
         with report.phase("weights"):
             fill(model.weights, source, scan_finite=options.scan_finite)
     return model
@@ -149,24 +149,38 @@ def lacks_prefix(plan: WeightPlan, source: Source) -> bool:
 def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tuple[Stored, str]:
     """The tensors whose quantized blocks are kept, and why those or none; the text is empty if
     nothing is quantized."""
-    stored = {name: entry.dtype for name, entry in source.entries.items() if entry.blocks}
+    stored = {
+        name: entry.scheme or entry.dtype
+        for name, entry in source.entries.items()
+        if entry.quantized
+    }
     if not stored:
         return {}, ""
     if spec.quantization is not None:
         return stored, f"linear weights become {spec.quantization} (--quantization)"
     reason = unsupported(device.type, DTYPES[spec.dtype])
     if reason is not None:
-        return {}, f"dequantized to {spec.dtype}: the kernel that reads blocks {reason}"
+        return {}, f"the kernel that reads quantized weights {reason}"
     return stored, "read as the file holds them"
 
 
-def _kept(model: LoadableModel, source: Source, why: str) -> Decision:
-    """How many tensors of which type stay quantized; fused ones of which a part is plain, and small
-    ones, do not."""
-    kept = [param for param in model.weights.params if param.on_blocks is not None]
+def _kept(model: LoadableModel, source: Source, why: str, dtype: str) -> Decision:
+    """How many tensors of which type stay quantized. Fused ones of which a part is stored
+    otherwise, small ones, experts, and types without a kernel do not."""
+    kept = [
+        param
+        for param in model.weights.params
+        if param.on_blocks is not None or param.on_groups is not None
+    ]
     types = Counter(source.entries[piece.name].dtype for param in kept for piece in param.pieces)
-    count = ", ".join(f"{number} {name}" for name, number in sorted(types.items()))
-    return Decision("weights", "auto", count or "floats", why)
+    rest = Counter(entry.dtype for entry in source.entries.values() if entry.quantized) - types
+    if rest:
+        why += f"; {_counts(rest)}: dequantized to {dtype}"
+    return Decision("weights", "auto", _counts(types) or "floats", why)
+
+
+def _counts(types: Counter[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(types.items()))
 
 
 def open_source(spec: ModelSpec) -> Source:

@@ -70,7 +70,11 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
 
     def one(pair: tuple[Param, Copy]) -> int:
         param, copy = pair
-        write = _write_floats if param.on_blocks is None else _write_blocks
+        write = _write_floats
+        if param.on_blocks is not None:
+            write = _write_blocks
+        elif param.on_groups is not None:
+            write = _write_groups
         num_bytes = write(param, copy, source, scan_finite)
         with lock:
             left[id(param)] -= 1
@@ -106,6 +110,20 @@ def _write_blocks(param: Param, copy: Copy, source: Source, scan_finite: bool) -
             f"of the file's {len(rows.data)}; the tensor starts at byte {entry.order[1]})"
         )
     return rows.data.nbytes * len(range(*copy.source[0].indices(len(rows.data)))) // len(rows.data)
+
+
+def _write_groups(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
+    """A damaged scale is refused always, as for blocks."""
+    assert param.on_groups is not None, param.name
+    groups, numbers = source.groups(copy.name, copy.source)
+    bad = param.on_groups(copy, groups, numbers)
+    if bad is not None:
+        entry = source.entries[copy.name]
+        raise CheckpointError(
+            f"{entry.where}: a scale of tensor {copy.name!r} is NaN or Inf (row "
+            f"{copy.source[0].indices(copy.shape[0])[0] + bad})"
+        )
+    return groups.values_RC.nbytes
 
 
 def absent(param: Param, source: Source) -> bool:

@@ -20,8 +20,10 @@ import torch
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
 from headrace.back.models.load.source import CheckpointTensor
 from headrace.back.parallel.param import StoredRows
+from headrace.back.quant.formats.groups import Groups
 from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
 from headrace.base.config.gguf_config import ARCHITECTURES, gguf_config
+from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 
 CHUNK_ELEMENTS = 1 << 20
@@ -129,6 +131,10 @@ class GGUFSource:
         if heads := self._interleaved_heads(name):
             order = _deinterleaved(order, heads)
         return StoredRows(data, order)
+
+    def groups(self, name: str, source: tuple[slice, ...]) -> tuple[Groups, Numbers]:
+        """There are none in this format."""
+        raise AssertionError(f"{name} is not stored in groups")
 
     def close(self) -> None:
         """Drops the maps."""

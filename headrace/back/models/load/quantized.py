@@ -6,7 +6,6 @@ On a device the stored tensors are brought there first, and become floats there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from itertools import product
 
@@ -16,7 +15,9 @@ from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSourc
 from headrace.back.models.load.source import CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats import READERS
-from headrace.base.config.quantization import StoredQuantization
+from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.kept import kept_scheme
+from headrace.base.config.quantization import Numbers, StoredQuantization
 from headrace.base.config.quantized_tensors import (
     QuantizedTensor,
     find_quantized,
@@ -33,7 +34,6 @@ class QuantizedSource:
     def __init__(self, files: SafetensorsSource, quantization: StoredQuantization) -> None:
         self.where = files.where
         self._files = files
-        self._method = quantization.method
         tensors = find_quantized(quantization, files.entries, files.content, files.where)
         self._weights = tensors.weights
         self._scales = tensors.activation_scales
@@ -51,19 +51,15 @@ class QuantizedSource:
             where=values.where,
             order=values.order,
             dequantized=True,
+            scheme=kept_scheme(weight) or "",
         )
 
-    def decisions(self, dtype: str) -> tuple[Decision, ...]:
-        """How many weights of which kind are dequantized, and what is not made use of."""
-        kinds = Counter(weight.kind for weight in self._weights.values())
-        count = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
-        weights = Decision(
-            "weights", self._method, dtype, f"{count or 'none'}: dequantized while they load"
-        )
+    def decisions(self) -> tuple[Decision, ...]:
+        """What of the checkpoint is not made use of."""
         if not self._scales:
-            return (weights,)
+            return ()
         why = "activations and the KV cache get scales as they come"
-        return weights, Decision("scales", f"{len(self._scales)} stored", "not used", why)
+        return (Decision("scales", f"{len(self._scales)} stored", "not used", why),)
 
     def copy(
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
@@ -119,6 +115,19 @@ class QuantizedSource:
     def blocks(self, name: str) -> StoredRows:
         """There are none in this format."""
         return self._files.blocks(name)
+
+    def groups(self, name: str, source: tuple[slice, ...]) -> tuple[Groups, Numbers]:
+        """A rectangle as it is stored."""
+        weight = self._weights[name]
+        rows, columns = (
+            slice(*cut.indices(size)) for cut, size in zip(source, weight.shape, strict=True)
+        )
+
+        def read(role: str, *cuts: slice) -> torch.Tensor:
+            return self._member(weight.members[role], (), cuts, torch.device("cpu"))
+
+        reader = READERS[weight.numbers.arrangement]
+        return reader(weight, read, rows, columns), weight.numbers
 
     def close(self) -> None:
         """Closes the files."""

@@ -21,6 +21,8 @@ import torch
 from headrace.back.models.load.pinned import PinnedReaders
 from headrace.back.models.load.source import CheckpointTensor
 from headrace.back.parallel.param import StoredRows
+from headrace.back.quant.formats.groups import Groups
+from headrace.base.config.quantization import Numbers
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import WeightFiles, find_weight_files
 from headrace.base.errors import CheckpointError
@@ -103,6 +105,10 @@ class SafetensorsSource:
     def blocks(self, name: str) -> StoredRows:
         """There are none in this format."""
         raise AssertionError(f"{name} is not stored in blocks")
+
+    def groups(self, name: str, source: tuple[slice, ...]) -> tuple[Groups, Numbers]:
+        """There are none in this format."""
+        raise AssertionError(f"{name} is not stored in groups")
 
     def close(self) -> None:
         """Drops the maps and closes the files."""

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 
 from headrace.back.parallel.param import StoredRows
+from headrace.back.quant.formats.groups import Groups
+from headrace.base.config.quantization import Numbers
 
 PLAIN = ("F64", "F32", "F16", "BF16")
 """Types that hold plain floats."""
@@ -27,7 +29,8 @@ class CheckpointTensor:
 
     `dequantized` means that the source turns the values into floats (a quantized GGUF type); else
     `dtype` is stored as is. `squeezed` means that the format drops dimensions of size 1, so shapes
-    are compared without them.
+    are compared without them. `scheme` names the one of back/quant/scheme.py that holds a quantized
+    matrix as it is; "": none.
     """
 
     shape: tuple[int, ...]
@@ -36,11 +39,12 @@ class CheckpointTensor:
     order: tuple[int, int] = (0, 0)
     dequantized: bool = False
     squeezed: bool = False
+    scheme: str = ""
 
     @property
-    def blocks(self) -> bool:
-        """Whether the source can give the stored blocks (`Source.blocks`)."""
-        return self.squeezed and self.dequantized and self.dtype not in PLAIN
+    def quantized(self) -> bool:
+        """Whether the values are stored quantized."""
+        return self.dequantized and self.dtype not in PLAIN
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether this is the tensor a model wants as `shape`."""
@@ -63,8 +67,13 @@ class Source(Protocol):
         ...
 
     def blocks(self, name: str) -> StoredRows:
-        """The tensor's blocks as they are stored, without a copy; only where the entry has
-        `blocks`."""
+        """The tensor's blocks as they are stored, without a copy; only of formats
+        that have them."""
+        ...
+
+    def groups(self, name: str, source: tuple[slice, ...]) -> tuple[Groups, Numbers]:
+        """The numbers of a quantized matrix's rectangle, on the host, and what they are; only where
+        the entry has a `scheme`."""
         ...
 
     def close(self) -> None:

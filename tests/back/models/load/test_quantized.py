@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,23 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+import headrace.back.kernels.linear_blocks.layout as linear_blocks
+import headrace.back.kernels.linear_quant.layout as linear_quant
+import headrace.back.models.load as loading
+from headrace.back.kernels.linear_blocks.layout import BlockWeight
+from headrace.back.kernels.native import library as native
 from headrace.back.models.load import load_model
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.parallel.mesh import Mesh
+from headrace.back.parallel.param import Copy, Param, WeightPiece
+from headrace.back.parallel.shard import Part, Shard, Span
+from headrace.back.quant.kept import KeptWeight
+from headrace.back.quant.scheme import SCHEMES
 from headrace.base.config.resolved import Decision
-from headrace.base.errors import CheckpointError
+from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import read_model_facts
-from tests.back.quant.formats.test_formats import awq_words, bit_stream
+from tests.back.quant.formats.test_formats import awq_words, bit_stream, open_weight
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
 from tests.models.paged import teacher_forced
 from tests.models.test_parity import tiny_config
@@ -130,8 +140,10 @@ def load(folder: Path, **changes: Any) -> tuple[LoadableModel, tuple[Decision, .
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_quantized_checkpoint_answers_as_its_weights_dequantized(
-    format: str, tmp_path: Path
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where there is no kernel that reads them."""
+    monkeypatch.setattr(loading, "unsupported", lambda device, dtype: "is not built")
     oracle = quantize_folder(tmp_path, format)
     rows = [list(range(3, 30)), [5, 1, 2]]
     model, decisions = load(tmp_path)
@@ -139,7 +151,108 @@ def test_a_quantized_checkpoint_answers_as_its_weights_dequantized(
     for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
         torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
     (weights,) = (one for one in decisions if one.field == "weights")
-    assert (weights.chosen, "dequantized" in weights.why) == ("float32", True)
+    assert weights.chosen == "floats" and "21 " in weights.why
+    assert weights.why.endswith("dequantized to float32")
+
+
+KEPT = {
+    "gptq": ("21 4-bit gptq", "int4-asym"),
+    "awq": ("21 4-bit awq", "int4-asym"),
+    "int8": ("21 8-bit scaled", "int8"),
+}
+
+
+@pytest.mark.skipif(
+    native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
+)
+@pytest.mark.parametrize("format", KEPT)
+def test_what_a_kernel_reads_is_packed_as_it_is(format: str, tmp_path: Path) -> None:
+    """The GEMMs round activations to int8, nothing else."""
+    oracle = quantize_folder(tmp_path, format)
+    count, _ = KEPT[format]
+    rows = [list(range(3, 30)), [5, 1, 2]]
+    model, decisions = load(tmp_path)
+    (weights,) = (one for one in decisions if one.field == "weights")
+    assert (weights.chosen, weights.why) == (count, "read as the file holds them")
+    assert sum(param.on_groups is not None for param in model.weights.params) == 12
+    ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
+        assert (row - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("format", KEPT)
+@pytest.mark.parametrize("cut", [None, (slice(8, 72), slice(32, 96))])
+def test_packed_numbers_are_the_stored_ones(
+    format: str, cut: tuple[slice, slice] | None, tmp_path: Path
+) -> None:
+    """All of a weight, or the part of a rank; scales of groups are rounded to bfloat16."""
+    quantize, config = FORMATS[format]
+    weight = torch.randn(80, 96, generator=torch.Generator().manual_seed(3))
+    stored, plain = quantize("m", weight)
+    cut = cut or (slice(0, 80), slice(0, 96))
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        entry = source.entries["m.weight"]
+        assert entry.scheme == KEPT[format][1]
+        groups, numbers = source.groups("m.weight", cut)
+        shape = (cut[0].stop - cut[0].start, cut[1].stop - cut[1].start)
+        piece = WeightPiece(name="m.weight", shape=(80, 96))
+        param = Param(
+            name="m",
+            shape=shape,
+            dtype=torch.float32,
+            pieces=(piece,),
+            tensor=torch.empty(shape),
+        )
+        kept = KeptWeight(param, SCHEMES[entry.scheme])
+        whole = (slice(0, shape[0]), slice(0, shape[1]))
+        copy = Copy(name="m.weight", shape=(80, 96), source=cut, target=whole)
+        assert param.on_groups is not None
+        assert param.on_groups(copy, groups, numbers) is None
+        param.filled()
+        packed = kept.take()
+    rows = torch.arange(shape[0])
+    back = (
+        linear_blocks.dequantize_rows(packed.segments[0], rows)
+        if isinstance(packed, BlockWeight)
+        else linear_quant.dequantize_rows(packed, rows)
+    )
+    torch.testing.assert_close(back, plain[cut], rtol=0, atol=0.01 * plain.abs().max().item())
+
+
+def test_a_rank_that_would_cut_a_group_is_refused_with_the_numbers() -> None:
+    param = Param(
+        name="m",
+        shape=(80, 96),
+        dtype=torch.float32,
+        pieces=(WeightPiece(name="m.weight", shape=(80, 96)),),
+        shard=Shard(axis="tp", dim=1, parts=(Part("inputs", 96, 96),)),
+        spans=(Span(start=0, size=48, local=0),),
+        tensor=torch.empty(80, 48),
+    )
+    with pytest.raises(ConfigError, match=r"inputs 0 to 48 of m\.weight: that cuts.*group of 32"):
+        KeptWeight(param, SCHEMES["int4"])
+
+
+def test_symmetric_zero_points_must_be_the_middle(tmp_path: Path) -> None:
+    quantize, config = FORMATS["gptq"]
+    stored, _ = quantize("m", torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))
+    with closing(open_weight(tmp_path, {**config, "sym": True}, stored)) as source:
+        whole = (slice(0, 64), slice(0, 64))
+        groups, numbers = source.groups("m.weight", whole)
+        piece = WeightPiece(name="m.weight", shape=(64, 64))
+        param = Param(
+            name="m",
+            shape=(64, 64),
+            dtype=torch.float32,
+            pieces=(piece,),
+            tensor=torch.empty(64, 64),
+        )
+        assert source.entries["m.weight"].scheme == "int4"
+        KeptWeight(param, SCHEMES["int4"])
+        copy = Copy(name="m.weight", shape=(64, 64), source=whole, target=whole)
+        assert param.on_groups is not None
+        with pytest.raises(CheckpointError, match="a zero point is not 8"):
+            param.on_groups(copy, groups, numbers)
 
 
 def test_experts_in_mxfp4_answer_as_dequantized(tmp_path: Path) -> None:

@@ -1,0 +1,197 @@
+"""Weights of quantized safetensors whose numbers a packed layout holds as they are: integers or
+e4m3 with the groups that there are kernels for. Only their order in memory changes, and float16
+scales of groups become bfloat16.
+
+A weight waits unpacked, a byte a value, until its last piece is there; loaders fill few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Lock
+
+import torch
+
+from headrace.back.kernels.linear_blocks import layout as blocks
+from headrace.back.kernels.linear_blocks.layout import BlockWeight
+from headrace.back.kernels.linear_quant.layout import (
+    PackedWeight,
+    empty,
+    packed_bytes,
+    write_panels,
+)
+from headrace.back.parallel.bundle import FP8, INT8, CutGroup, Dim
+from headrace.back.parallel.param import Copy, Param, copies, cut_error
+from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.online import chunks, layout_of
+from headrace.back.quant.scheme import SCHEMES, Scheme
+from headrace.base.config.quantization import Numbers
+from headrace.base.config.quantized_tensors import QuantizedTensor
+from headrace.base.errors import CheckpointError
+
+KeptSchemes = Mapping[str, str]
+"""Checkpoint weight -> name of the scheme that it is stored in."""
+
+_KEPT = ("gptq", "awq", "packed", "scaled")
+
+
+def kept_scheme(tensor: QuantizedTensor) -> str | None:
+    """The scheme (scheme.py) that holds the same numbers; None: there is none."""
+    numbers = tensor.numbers
+    if numbers.arrangement not in _KEPT or len(tensor.shape) != 2 or numbers.ordered:
+        return None
+    if numbers.arrangement == "scaled" and "zeros" in tensor.members:
+        return None
+    rows, group = numbers.group or (1, 0)
+    whole = group == 0 and (rows <= 1)
+    floating = tensor.floating
+    asymmetric = "zeros" in tensor.members and not numbers.symmetric
+    wanted = (numbers.bits, None if whole else group, asymmetric, floating)
+    for scheme in SCHEMES.values():
+        if (scheme.bits, scheme.group, scheme.asymmetric, scheme.floating) == wanted:
+            return scheme.name if rows <= 1 else None
+    return None
+
+
+def scheme_of(param: Param, kept: KeptSchemes) -> Scheme | None:
+    """The scheme of a matrix all of whose pieces are stored in it."""
+    names = {kept.get(piece.name, "") for piece in param.pieces}
+    if len(param.shape) != 2 or len(names) != 1:
+        return None
+    return SCHEMES.get(names.pop())
+
+
+class KeptWeight:
+    """A weight [outputs, inputs] filled with `Groups`. `take` gives it to its layer.
+
+    The parameter has no plain tensor; the loader hands groups to `param.on_groups` instead.
+    """
+
+    def __init__(self, param: Param, scheme: Scheme) -> None:
+        assert param.tensor is not None and param.tensor.dim() == 2, param
+        self._param, self._scheme = param, scheme
+        self._outputs, self._inputs = param.tensor.shape
+        self._waiting: _Unpacked | None = None
+        self._packed: PackedWeight | BlockWeight | None = None
+        self._lock = Lock()
+        layout = layout_of(scheme)
+        sizes = self._outputs, self._inputs
+        param.packed_bytes = packed_bytes(*sizes) if layout is None else layout.packed_bytes(*sizes)
+        for copy in copies(param):
+            self._group_columns(copy)
+        param.tensor = None
+        param.on_groups = self._write
+        param.on_filled = self._pack
+
+    def take(self) -> PackedWeight | BlockWeight:
+        """The packed weight."""
+        packed, self._packed = self._packed, None
+        assert packed is not None, f"{self._param.name} was taken before"
+        return packed
+
+    def _write(self, copy: Copy, groups: Groups, numbers: Numbers) -> int | None:
+        """Keeps one copy; the first of its rows with a scale of NaN or Inf, or None."""
+        with self._lock:
+            if self._waiting is None:
+                self._waiting = _Unpacked(self._outputs, self._inputs, self._scheme)
+        source, target = self._group_columns(copy)
+        rows, columns = copy.target
+        assert isinstance(rows, slice) and isinstance(columns, slice)
+        scales = groups.scales_RG.float()
+        whole = scales.shape[1] == 1
+        scales = scales if whole else scales[:, source]
+        quantized, minima = _normal(groups, scales, source, self._scheme, numbers, copy.name)
+        _check_order(groups, copy, self._scheme)
+        self._waiting.values_OI[rows, columns] = quantized
+        self._waiting.scales_OG[rows, target] = scales
+        if minima is not None:
+            assert self._waiting.minima_OG is not None
+            self._waiting.minima_OG[rows, target] = minima
+        bad = ~scales.isfinite().all(1)
+        return int(bad.nonzero()[0]) if bad.any() else None
+
+    def _group_columns(self, copy: Copy) -> tuple[slice, slice]:
+        """The groups of a copy, in the checkpoint and here; ConfigError if it cuts one."""
+        dim = Dim(1, per=self._scheme.group or 0)
+        here = copy.target[1]
+        assert isinstance(here, slice)
+        try:
+            source = dim.cut(copy.source, copy.shape)
+            target = dim.cut((slice(0), here), (0, self._inputs))
+        except CutGroup as error:
+            raise cut_error(self._param, copy.name, error) from error
+        return source, target
+
+    def _pack(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None, self._param.name
+        self._packed = waiting.packed(self._scheme)
+
+
+class _Unpacked:
+    """The numbers of a whole weight: int8 values (of e4m3 the bits), float32 scales and minima."""
+
+    def __init__(self, outputs: int, inputs: int, scheme: Scheme) -> None:
+        groups = 1 if scheme.group is None else -(-inputs // scheme.group)
+        self.values_OI = torch.empty(outputs, inputs, dtype=torch.int8)
+        self.scales_OG = torch.empty(outputs, groups)
+        self.minima_OG = torch.empty(outputs, groups) if scheme.asymmetric else None
+
+    def packed(self, scheme: Scheme) -> PackedWeight | BlockWeight:
+        """The same numbers in panels."""
+        layout = layout_of(scheme)
+        outputs, inputs = self.values_OI.shape
+        if layout is None:
+            weight = empty(outputs, inputs, FP8 if scheme.floating else INT8)
+            for first, rows in chunks(outputs, inputs):
+                write_panels(weight, first, self.values_OI[rows], self.scales_OG[rows])
+            return weight
+        segment = blocks.empty_segment(layout, outputs, inputs)
+        for first, rows in chunks(outputs, inputs):
+            minima = None if self.minima_OG is None else self.minima_OG[rows]
+            numbers = self.values_OI[rows], self.scales_OG[rows], minima
+            blocks.write_quantized(segment, first, *numbers)
+        return BlockWeight(inputs, (segment,))
+
+
+def _check_order(groups: Groups, copy: Copy, scheme: Scheme) -> None:
+    """That inputs belong to groups by their place, as the config says."""
+    start, stop, _ = copy.source[1].indices(copy.shape[1])
+    places = torch.arange(start, stop) // (scheme.group or copy.shape[1])
+    if groups.group_C is not None and not torch.equal(groups.group_C, places):
+        raise CheckpointError(
+            f"{copy.name}: its group index is not in order, although its quantization_config says "
+            "so (desc_act)",
+            field="quantization_config",
+        )
+
+
+def _normal(
+    groups: Groups,
+    scales_RG: torch.Tensor,
+    source: slice,
+    scheme: Scheme,
+    numbers: Numbers,
+    name: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values as a scheme has them, and minima: value * scale - minimum. Asymmetric values begin at
+    0; symmetric ones lie around it, where unsigned ones have the middle of their range."""
+    values = groups.values_RC
+    if scheme.floating:
+        return values.view(torch.int8), None
+    half = 1 << (scheme.bits - 1)
+    offset = (
+        (half if numbers.signed else 0) if scheme.asymmetric else (0 if numbers.signed else -half)
+    )
+    zeros = groups.zeros_RG
+    if scheme.asymmetric:
+        assert zeros is not None, name
+        minima = (zeros[:, source].float() + offset) * scales_RG
+        return (values.to(torch.int16) + offset).to(torch.int8), minima
+    if zeros is not None and not bool((zeros + offset == 0).all()):
+        raise CheckpointError(
+            f"{name}: a zero point is not {-offset}, although its quantization_config says that "
+            "the format is symmetric",
+            field="quantization_config",
+        )
+    return (values.to(torch.int16) + offset).to(torch.int8), None
