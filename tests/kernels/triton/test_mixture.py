@@ -50,6 +50,7 @@ def test_a_token_has_the_same_bits_among_any_others(dtype):
 def test_pairs_are_sorted_in_order_into_tiles_of_one_expert(tokens, monkeypatch):
     """One expert that nobody chose, one that every token did."""
     monkeypatch.setattr(triton_dispatch, "ONE_BLOCKS", (64, 1024))
+    monkeypatch.setattr(triton_dispatch, "BLOCKS", 2)
     generator = torch.Generator().manual_seed(2)
     others = torch.rand(tokens, 8, generator=generator)[:, 2:].argsort(1)[:, :2] + 1
     order = torch.cat((torch.zeros(tokens, 1), others), dim=1)

@@ -23,7 +23,7 @@ import triton.language as tl
 from headrace.back.kernels.triton.grid import enter, enter_late
 from headrace.back.kernels.triton.wrap import launch, power_of_two
 
-ONE_BLOCKS = (64, 512, 4096)
+ONE_BLOCKS = (64, 512, 2048, 4096)
 """Pairs that every program counts for itself, by the size its kernel is compiled for."""
 BLOCK_TOKENS = 128
 """Tokens whose pairs are counted together where there are more."""
@@ -31,6 +31,8 @@ TOKENS = 8
 """Of a program there."""
 COLUMNS = 256
 """Of a token that are copied at a time there."""
+BLOCKS = 16
+"""Blocks that a program makes the bases of."""
 ADDED = 1024
 """Outputs of a token that a program adds up."""
 
@@ -51,31 +53,58 @@ def count_kernel(
 
 
 @triton.jit
-def _counted(counts, blocks, i_block, NX: tl.constexpr, STEP: tl.constexpr):
-    """Pairs of each expert, and those in blocks before `i_block`."""
+def _store_tiles(tiles, b_total, b_first, o_x, M: tl.constexpr):
+    """The programs' share of the list of tiles: the i-th of every expert is program i's."""
+    i_program = tl.program_id(0)
+    b_tiles = (b_total + M - 1) // M
+    if i_program == 0:
+        tl.store(tiles, tl.sum(b_tiles, axis=0))
+    for i in range(i_program, tl.max(b_tiles, axis=0), tl.num_programs(0)):
+        m_x = i < b_tiles
+        p_tile = tiles + 1 + 2 * (b_first + i)
+        tl.store(p_tile, o_x, mask=m_x)
+        tl.store(p_tile + 1, tl.minimum(b_total - i * M, M), mask=m_x)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def bases_kernel(
+    counts, bases, tiles, blocks, NX: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: STEP blocks each. bases [blocks, NX]: the row of each expert's first pair in a
+    block."""
+    enter(DEPENDENT)
     o_x = tl.arange(0, NX)
+    i_first = tl.program_id(0) * STEP
     b_total = tl.zeros([NX], tl.int32)
     b_before = tl.zeros([NX], tl.int32)
     for begin in range(0, blocks, STEP):
         o_b = begin + tl.arange(0, STEP)
         m_b = (o_b < blocks)[:, None]
         b_count = tl.load(counts + o_b[:, None] * NX + o_x[None, :], mask=m_b, other=0)
-        b_total += tl.sum(b_count, axis=0)
-        b_before += tl.sum(tl.where((o_b < i_block)[:, None], b_count, 0), axis=0)
-    return b_total, b_before
+        b_sum = tl.sum(b_count, axis=0)
+        b_total += b_sum
+        b_before += tl.where(begin < i_first, b_sum, 0)
+    b_tiles = (b_total + M - 1) // M
+    b_first = tl.cumsum(b_tiles, axis=0) - b_tiles
+    _store_tiles(tiles, b_total, b_first, o_x, M)
+    b_base = b_first * M + b_before
+    for i in range(i_first, tl.minimum(i_first + STEP, blocks)):
+        tl.store(bases + i * NX + o_x, b_base)
+        b_base += tl.load(counts + i * NX + o_x)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "blocks"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def dispatch_kernel(
-    expert, x, counts, places, rows, tiles, num_tokens, blocks,
+    expert, x, bases, places, rows, tiles, num_tokens,
     NX: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
     COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: R tokens each. places [T SLOTS]: the row of each pair; rows [., E]: x in that order;
     tiles int32: how many there are, then of each its expert, and how many of its rows are pairs.
-    If COUNTED, `counts` are those of blocks of PAIRS; else P, a power of two, is at least all
-    pairs. NX: experts, K: SLOTS, as powers of two."""
+    If COUNTED, these are made already, and `bases` of blocks of PAIRS; else P, a power of two, is
+    at least all pairs. NX: experts, K: SLOTS, as powers of two."""
     enter_late(DEPENDENT)
     num_pairs = num_tokens * SLOTS
     i_program = tl.program_id(0)
@@ -84,23 +113,16 @@ def dispatch_kernel(
     if COUNTED:
         block = i_program * R * SLOTS // PAIRS
         begin = block * PAIRS
-        b_total, b_before = _counted(counts, blocks, block, NX, 16)
+        b_base = tl.load(bases + block * NX + o_x)
     else:
         o_all = tl.arange(0, P)
         m_all = o_all < num_pairs
         b_all = tl.load(expert + o_all, mask=m_all, other=0)
         b_total = tl.histogram(b_all, NX, mask=m_all).to(tl.int32)
-        b_before = tl.zeros([NX], tl.int32)
-    b_tiles = (b_total + M - 1) // M
-    b_first = tl.cumsum(b_tiles, axis=0) - b_tiles
-    b_base = b_first * M + b_before
-    if i_program == 0:
-        tl.store(tiles, tl.sum(b_tiles, axis=0))
-    for i in range(i_program, tl.max(b_tiles, axis=0), tl.num_programs(0)):
-        m_x = i < b_tiles
-        p_tile = tiles + 1 + 2 * (b_first + i)
-        tl.store(p_tile, o_x, mask=m_x)
-        tl.store(p_tile + 1, tl.minimum(b_total - i * M, M), mask=m_x)
+        b_tiles = (b_total + M - 1) // M
+        b_first = tl.cumsum(b_tiles, axis=0) - b_tiles
+        _store_tiles(tiles, b_total, b_first, o_x, M)
+        b_base = b_first * M
 
     o_r = i_program * R + tl.arange(0, R)
     o_k = tl.arange(0, K)
@@ -162,17 +184,21 @@ def dispatched(x_TE: torch.Tensor, expert_TK: torch.Tensor, *, experts: int, m: 
     block = BLOCK_TOKENS * slots
     blocks = triton.cdiv(pairs, block)
     # Each part begins at 16 bytes: kernels are compiled for that.
-    sizes = [-(-size // 4) * 4 for size in (pairs, 1 + 2 * most_tiles, blocks * padded)]
-    places_P, tiles, counts = expert_TK.new_empty(sum(sizes)).split_with_sizes(sizes)
+    table = blocks * padded if is_counted else 0
+    sizes = [-(-size // 4) * 4 for size in (pairs, 1 + 2 * most_tiles, table, table)]
+    places_P, tiles, counts, bases = expert_TK.new_empty(sum(sizes)).split_with_sizes(sizes)
     rows_NE = x_TE.new_empty((most_tiles * m, width))
     p = power_of_two(block) if is_counted else next(size for size in ONE_BLOCKS if size >= pairs)
     if is_counted:
         count_kernel[(blocks,)](
             expert_TK, counts, pairs, NX=padded, PAIRS=block, P=p, num_warps=4, **common
         )
+        bases_kernel[(triton.cdiv(blocks, BLOCKS),)](
+            counts, bases, tiles, blocks, NX=padded, M=m, STEP=BLOCKS, num_warps=4, **common
+        )
     r = TOKENS if is_counted else 1
     dispatch_kernel[(triton.cdiv(num_tokens, r),)](
-        expert_TK, x_TE, counts, places_P, rows_NE, tiles, num_tokens, blocks, NX=padded,
+        expert_TK, x_TE, bases, places_P, rows_NE, tiles, num_tokens, NX=padded,
         SLOTS=slots, K=power_of_two(slots), E=width, M=m, R=r, PAIRS=block, P=p,
         STEP=128 if is_counted else min(1024, p), C=COLUMNS if is_counted else power_of_two(width),
         COUNTED=is_counted, num_warps=4, **common,

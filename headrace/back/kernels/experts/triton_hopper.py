@@ -26,7 +26,7 @@ from headrace.back.kernels.triton.wrap import capability, interpreted, launch, n
 
 FEW_TOKENS = 2
 """Measured on an H200 with 128 experts of 2048 x 768 and 8 slots, uniform routing: 1 and 2 tokens
-26 and 41 us by "few", 30 and 48 by "stream"; 4 tokens 75 and 77."""
+23 and 41 us by "few", 30 and 48 by "stream"; 4 tokens 75 and 77."""
 STREAM_ROWS = {10: 16, 20: 32, 48: 64}
 """Rows of a tile by the pairs that an expert has on average, at most. Uniform routing then seldom
 needs two tiles of an expert, which would read its weights twice: with 8 pairs 303 us by tiles of 16
@@ -40,7 +40,7 @@ STREAM_BYTES = 200 << 10
 WIDE_STAGES = 4
 PART = 128
 """Weight rows that the TMA unit brings to a tile of "wide" at once."""
-FEW = {"up": (4, 512, 4), "down": (4, 256, 4)}
+FEW = {"up": (4, 512, 2), "down": (2, 512, 4)}
 """Outputs of a program, inputs of a step, warps."""
 
 
@@ -172,7 +172,7 @@ class Grouped:
 
         k = K["wide"]
         grouped_wide_kernel[(num_sms(x_NI.device),)](
-            _described(x_NI, m, k), self._weight(PART, k), _described(y_NO, m // 2, PART), tiles,
+            _described(x_NI, m // 2, k), self._weight(PART, k), _described(y_NO, m // 2, PART), tiles,
             **self._constants(k, WIDE_STAGES), num_warps=4, **launch(x_NI.device),
         )  # fmt: skip
 
