@@ -1,5 +1,5 @@
-"""Norm, rotation and write of latents in one Triton kernel: a program takes one query head of a
-token, or, behind the last head, its latent."""
+"""Norm, rotation and write of latents in one Triton kernel: a program takes a token, all heads of
+its query and its latent."""
 
 from __future__ import annotations
 
@@ -14,56 +14,68 @@ from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
 
 @triton.jit
-def _rotate(p_x, p_to, b_cos, b_sin, o_f, m_f, ROTARY: tl.constexpr, PAIRS: tl.constexpr):
-    """to = x rotated."""
-    STEP: tl.constexpr = 2 if PAIRS else 1
-    APART: tl.constexpr = 1 if PAIRS else ROTARY // 2
-    b_a = tl.load(p_x + o_f * STEP, mask=m_f, other=0.0).to(tl.float32)
-    b_b = tl.load(p_x + o_f * STEP + APART, mask=m_f, other=0.0).to(tl.float32)
+def _rotate(
+    p_x, p_to, m_x, b_cos, b_sin, F: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr
+):
+    """to = x rotated, of rows [N, 1] that there are, angles [1, F]."""
+    N: tl.constexpr = p_x.shape[0]
+    HALF: tl.constexpr = ROTARY // 2
     dtype = p_to.dtype.element_ty
-    tl.store(p_to + o_f * STEP, (b_a * b_cos - b_b * b_sin).to(dtype), mask=m_f)
-    tl.store(p_to + o_f * STEP + APART, (b_b * b_cos + b_a * b_sin).to(dtype), mask=m_f)
+    if PAIRS:  # neighbours come and go together, in wide accesses
+        o_r = tl.arange(0, 2 * F)[None, :]
+        m_r = m_x & (o_r < ROTARY)
+        b_x = tl.load(p_x + o_r, mask=m_r, other=0.0).to(tl.float32)
+        b_a, b_b = tl.split(tl.reshape(b_x, [N, F, 2]))
+        b_y = tl.join(b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin)
+        tl.store(p_to + o_r, tl.reshape(b_y, [N, 2 * F]).to(dtype), mask=m_r)
+    else:
+        o_f = tl.arange(0, F)[None, :]
+        m_f = m_x & (o_f < HALF)
+        b_a = tl.load(p_x + o_f, mask=m_f, other=0.0).to(tl.float32)
+        b_b = tl.load(p_x + HALF + o_f, mask=m_f, other=0.0).to(tl.float32)
+        tl.store(p_to + o_f, (b_a * b_cos - b_b * b_sin).to(dtype), mask=m_f)
+        tl.store(p_to + HALF + o_f, (b_b * b_cos + b_a * b_sin).to(dtype), mask=m_f)
 
 
 @triton.jit
 def latent_write_kernel(
     q, latent, position, table, kv, slot, out, weight, eps, q_token_stride, q_head_stride,
-    latent_stride, block_stride, HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr,
-    C: tl.constexpr, ROTARY: tl.constexpr, F: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
+    latent_stride, block_stride, HEADS: tl.constexpr, H: tl.constexpr, NOPE: tl.constexpr,
+    RANK: tl.constexpr, C: tl.constexpr, ROTARY: tl.constexpr, F: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens, heads + 1."""
+    """Grid: tokens. H: HEADS, C: RANK, F: ROTARY / 2, padded."""
     enter_late(DEPENDENT)
     i_t = tl.program_id(0).to(tl.int64)
-    i_h = tl.program_id(1)
     o_f = tl.arange(0, F)
-    m_f = o_f < ROTARY // 2
-    p_angles = table + tl.load(position + i_t) * ROTARY + o_f
-    b_cos = tl.load(p_angles, mask=m_f, other=0.0)
-    b_sin = tl.load(p_angles + ROTARY // 2, mask=m_f, other=0.0)
+    o_h = tl.arange(0, H)
+    o_c = tl.arange(0, C)
+    m_f, m_c = o_f < ROTARY // 2, o_c < RANK
     WIDTH: tl.constexpr = RANK + ROTARY
-    if i_h < HEADS:
-        p_q = q + i_t * q_token_stride + i_h * q_head_stride + NOPE
-        p_out = out + (i_t * HEADS + i_h) * WIDTH + RANK
-        _rotate(p_q, p_out, b_cos, b_sin, o_f, m_f, ROTARY, PAIRS)
-    else:
-        o_c = tl.arange(0, C)
-        m_c = o_c < RANK
-        p_latent = latent + i_t * latent_stride
-        b_slot = tl.load(slot + i_t)
-        p_kv = kv + b_slot // BLOCK_TOKENS * block_stride + b_slot % BLOCK_TOKENS * WIDTH
-        b_x = tl.load(p_latent + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=0) / RANK + eps)
-        b_y = b_x * b_scale * tl.load(weight + o_c, mask=m_c, other=0.0)
-        tl.store(p_kv + o_c, b_y.to(kv.dtype.element_ty), mask=m_c)
-        _rotate(p_latent + RANK, p_kv + RANK, b_cos, b_sin, o_f, m_f, ROTARY, PAIRS)
+    p_latent = latent + i_t * latent_stride
+    b_x = tl.load(p_latent + o_c, mask=m_c, other=0.0).to(tl.float32)
+    p_angles = table + tl.load(position + i_t) * ROTARY + o_f
+    b_cos = tl.load(p_angles, mask=m_f, other=0.0)[None, :]
+    b_sin = tl.load(p_angles + ROTARY // 2, mask=m_f, other=0.0)[None, :]
+    p_q = q + i_t * q_token_stride + o_h[:, None] * q_head_stride + NOPE
+    p_out = out + (i_t * HEADS + o_h[:, None]) * WIDTH + RANK
+    _rotate(p_q, p_out, (o_h < HEADS)[:, None], b_cos, b_sin, F, ROTARY, PAIRS)
+    b_slot = tl.load(slot + i_t)
+    p_kv = kv + b_slot // BLOCK_TOKENS * block_stride + b_slot % BLOCK_TOKENS * WIDTH
+    b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=0) / RANK + eps)
+    b_y = b_x * b_scale * tl.load(weight + o_c, mask=m_c, other=0.0)
+    tl.store(p_kv + o_c, b_y.to(kv.dtype.element_ty), mask=m_c)
+    o_one = tl.arange(0, 1)[:, None]
+    p_rotary = p_latent + RANK + o_one
+    _rotate(p_rotary, p_kv + RANK + o_one, o_one == 0, b_cos, b_sin, F, ROTARY, PAIRS)
 
 
 def bind(problem: LatentWriteProblem, weight_C: torch.Tensor) -> LatentWrite:
     """The kernel for one layer; keeps the weight."""
     weight_C = weight_C.float().contiguous()
     constants = {
-        "HEADS": problem.heads, "NOPE": problem.nope, "RANK": problem.rank,
+        "HEADS": problem.heads, "H": power_of_two(problem.heads), "NOPE": problem.nope,
+        "RANK": problem.rank,
         "C": power_of_two(problem.rank), "ROTARY": problem.rotary,
         "F": power_of_two(problem.rotary // 2), "PAIRS": problem.layout == "pairs",
         "BLOCK_TOKENS": problem.block_tokens,
@@ -79,9 +91,9 @@ def bind(problem: LatentWriteProblem, weight_C: torch.Tensor) -> LatentWrite:
         q_THW: torch.Tensor,
     ) -> None:
         check_operands(problem, q_THD, latent_TW, kv, q_THW)
-        latent_write_kernel[(q_THD.shape[0], problem.heads + 1)](
+        latent_write_kernel[(q_THD.shape[0],)](
             q_THD, latent_TW, positions_T, table_PR, kv, slot_T, q_THW, weight_C, problem.eps,
-            *q_THD.stride()[:2], latent_TW.stride(0), kv.stride(0), num_warps=1, **constants,
+            *q_THD.stride()[:2], latent_TW.stride(0), kv.stride(0), num_warps=2, **constants,
             **launch(q_THD.device),
         )  # fmt: skip
 
