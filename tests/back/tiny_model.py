@@ -43,6 +43,7 @@ class TinyModel:
     attention_heads = 0
     state = "plain"
     host_kernels = ("attention in plain torch",)
+    host_pairs: int | None = None
 
     def __init__(
         self,

@@ -55,6 +55,8 @@ class Kernel(Generic[P]):
     note       what the table of decisions says of a problem beside the kernel's name
     reads_host whether it reads arrays of the step on the host: such a step cannot be replayed from
                a graph
+    host_pairs from how many pairs of a prompt's query and a position on a step is launched by
+               itself, for the arrays on the host that the kernel asks for; None: it asks for none
     plans      problem -> each distinct way in which the kernel will run it, to be checked one by
                one; None: it runs as on the op's sample
     invariant  whether a row's result is the same bits whatever rows are beside it, however many
@@ -67,6 +69,7 @@ class Kernel(Generic[P]):
     plans: Callable[[P], Sequence[PlanCheck]] | None = None
     note: Callable[[P], str] = lambda problem: ""
     reads_host: bool = False
+    host_pairs: int | None = None
     invariant: bool = False
 
 

@@ -64,6 +64,11 @@ class Ledger:
         }
         return tuple(sorted(readers))
 
+    def host_pairs(self) -> int | None:
+        """See CausalModel."""
+        wanted = [one.kernel.host_pairs for one in self.choices]
+        return min((count for count in wanted if count is not None), default=None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Head:

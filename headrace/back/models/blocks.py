@@ -263,6 +263,7 @@ class Decoder:
         )
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
+        self.host_pairs: int | None = None
 
     def _logits_head(self, scope: Scope, spec: DecoderSpec) -> LogitsHead:
         return LogitsHead(
@@ -280,6 +281,7 @@ class Decoder:
         self._ledger.finish()
         self.decisions = self._ledger.decisions()
         self.host_kernels = self._ledger.host_kernels()
+        self.host_pairs = self._ledger.host_pairs()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See CausalModel."""

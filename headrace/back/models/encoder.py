@@ -164,12 +164,14 @@ class Encoder:
         self.weights = WeightPlan(params=tuple(scope.ledger.params), ignored=ignored)
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
+        self.host_pairs: int | None = None
 
     def finish_load(self) -> None:
         """Packs the loaded weights, layer by layer."""
         self._ledger.finish()
         self.decisions = self._ledger.decisions()
         self.host_kernels = self._ledger.host_kernels()
+        self.host_pairs = self._ledger.host_pairs()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, E]."""

@@ -18,6 +18,8 @@ class CausalModel(Protocol):
     """A loaded model on this rank: a decoder, or an encoder whose texts are only pooled.
 
     `generates`: it has a language-model head. `state` names a row of `runner/states`.
+    `host_pairs`: steps whose prompts have so many pairs of a query and a position are to be
+    launched by themselves, with their sizes on the host; None: none are.
     `attention_heads`: query heads of each layer, where a batch's probe sees them; 0: it does not.
     """
 
@@ -27,6 +29,7 @@ class CausalModel(Protocol):
     attention_heads: int
     state: str
     host_kernels: tuple[str, ...]
+    host_pairs: int | None
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Runs the decoder over T tokens; returns the normed hidden states [T, E] in the model's

@@ -112,6 +112,7 @@ class TransformersModel:
         self.logits_width = config.int("vocab_size", ge=1)
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
+        self.host_pairs: int | None = None
 
     def finish_load(self) -> None:
         """Chooses the attention kernels and compares a small paged run with transformers' own
@@ -138,6 +139,7 @@ class TransformersModel:
         )
         self.decisions = (fallback, *self._scope.ledger.decisions())
         self.host_kernels = self._scope.ledger.host_kernels()
+        self.host_pairs = self._scope.ledger.host_pairs()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See CausalModel."""

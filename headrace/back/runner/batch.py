@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -193,6 +194,14 @@ class StepShape:
     needs: SamplerInput = "logits"
     every: bool = False
     verifies: bool = False
+
+    @property
+    def prompt_pairs(self) -> int:
+        """Query tokens of rows with several times the positions of their row, summed."""
+        starts = self.query_start[self.num_decodes :].tolist()
+        lengths = self.kv_len[self.num_decodes :].tolist()
+        counts = (end - start for start, end in pairwise(starts))
+        return sum(count * length for count, length in zip(counts, lengths, strict=True))
 
 
 def done_in_step(needs: SamplerInput, *, decodes: bool) -> bool:

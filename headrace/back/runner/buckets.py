@@ -189,8 +189,9 @@ class BucketSteps:
         take_masks: TakeMasks,
         probe: AttentionProbe | None = None,
     ) -> StepOutputs:
-        """See Steps. One that is looked into is run by itself, over the same rows and cache."""
-        if probe is not None:
+        """See Steps. One that is looked into, or whose sizes the model wants on the host, is run by
+        itself, over the same rows and cache."""
+        if probe is not None or self._wants_host(shape):
             return self._exact.run(plan, shape, probe=probe, take_masks=take_masks)
         needs, size = shape.needs, {"tokens": int(shape.query_start[-1]), "rows": shape.rows.size}
         bucket = self.buckets.of(**size)
@@ -220,6 +221,10 @@ class BucketSteps:
         ring = self._sampled_ring if sampling.words else self._argmax_ring
         samples = self._read(ring, slot, sampling.words, sampling.masks)
         return StepOutputs(out=out, index=shape.place, samples=samples)
+
+    def _wants_host(self, shape: StepShape) -> bool:
+        least = self._resources.model.host_pairs
+        return least is not None and not shape.verifies and shape.prompt_pairs >= least
 
     def _read(
         self, ring: SampleRing, slot: int, words: int = 0, masked: bool = False

@@ -332,6 +332,28 @@ def test_a_row_begins_afresh_whatever_its_owner_before_left() -> None:
     assert driver.tokens[1] == model.greedy([5, 6, 7], 5)
 
 
+def test_prompts_whose_sizes_the_model_wants_are_launched_by_themselves() -> None:
+    """A prompt of three tokens is padded to a size, one of eight has its own on the host."""
+    seen: list[tuple[int, bool]] = []
+
+    class Asking(RecurrentModel):
+        host_pairs = 8 * 8
+
+        def forward(self, batch: Batch) -> torch.Tensor:
+            seen.append((len(batch.token_ids_T), batch.plans[0].host_kv_len is not None))
+            return super().forward(batch)
+
+    model, spec = Asking(attends=True), spec_of()
+    runner = start_runner(spec, model, device=CPU, steps=padded_steps).runner
+    driver = RunnerDriver(runner, spec)
+    for id, prompt in enumerate(([5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8])):
+        seen.clear()
+        driver.add(make_request(id, prompt, max_tokens=4))
+        driver.run()
+        assert driver.tokens[id] == model.greedy(prompt, 4)
+        assert [size for size, on_host in seen if on_host] == ([] if id == 0 else [8])
+
+
 def test_a_step_without_memory_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran of it has changed the state of its rows."""
     model, spec, failures = RecurrentModel(attends=False), spec_of(), [1]
