@@ -118,6 +118,7 @@ OP: Op[LatentAttentionProblem] = Op(
     kernels=(
         "headrace.back.kernels.latent_attention.native:KERNEL",
         "headrace.back.kernels.latent_attention.native:WHOLE",
+        "headrace.back.kernels.latent_attention.triton_hopper:KERNEL",
         "headrace.back.kernels.latent_attention.triton_latent:KERNEL",
     ),
     sample=_sample,
