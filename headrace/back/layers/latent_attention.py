@@ -3,6 +3,8 @@
 Keys and values of all heads come from one latent per token; the cache holds that alone, beside a
 rotated key that the heads share. Attention runs in the absorbed form: a head's key weight is
 applied to its query, its value weight to its result, so that all heads read the latent itself.
+Prompts are attended expanded instead where a kernel can (latent_expansion.py): each position's keys
+and values are computed again from its latent, which is written to the cache as ever.
 
 T tokens, E hidden size, H query heads of this rank, C rank of the latent, R rotary dimensions, W =
 C + R, D = nope + R, V value dimensions of a head.
@@ -10,19 +12,24 @@ C + R, D = nope + R, V value dimensions of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from headrace.back.attention.forms import CacheForm, LatentForm
-from headrace.back.attention.plan import Batch
+from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.kernels.expanded_attention.op import OP as EXPANDED_ATTENTION
+from headrace.back.kernels.expanded_attention.op import ExpandedAttentionProblem
 from headrace.back.kernels.head_linear.op import OP as HEAD_LINEAR
 from headrace.back.kernels.head_linear.op import HeadLinearProblem
 from headrace.back.kernels.latent_attention.op import OP as LATENT_ATTENTION
 from headrace.back.kernels.latent_attention.op import LatentAttentionProblem
 from headrace.back.kernels.latent_write.op import OP as LATENT_WRITE
 from headrace.back.kernels.latent_write.op import LatentWriteProblem
-from headrace.back.layers.attention import OutputGate, Queries, chosen
+from headrace.back.layers.attention import OutputGate, chosen
+from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, latents_of
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
@@ -69,6 +76,15 @@ class LatentAttentionSpec:
     ) -> LatentAttention:
         """The layer. See AttentionSpec."""
         return LatentAttention(scope / self.names.module, cache, self, norm=norm, adds=adds)
+
+
+class LatentQueries(NamedTuple):
+    """A step's rotated queries: q_THW, absorbed but for rows that are expanded, which take their
+    first `nope` elements from own_THN; and the gates of what they give."""
+
+    q_THW: torch.Tensor
+    own_THN: torch.Tensor
+    gate_TX: torch.Tensor | None
 
 
 class LatentAttention:
@@ -123,6 +139,8 @@ class LatentAttention:
         self._rope = Rope(scope, spec.rope)
         self._absorb = self._expand = self._write = self._attend = self._gated = not_loaded
         self._query_scale_P: torch.Tensor | None = None
+        self._attend_expanded: Callable[..., torch.Tensor] | None = None
+        self._key_HCN = self._value_HCV = torch.empty(0)
         scope.on_finish(self._finish)
 
     @property
@@ -138,9 +156,8 @@ class LatentAttention:
 
     def queries(
         self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
-    ) -> Queries:
-        """q_THW, absorbed and rotated, and the gates of what they give, of the tokens `at_N`, None:
-        of all, whose latents are in the cache."""
+    ) -> LatentQueries:
+        """Those of the tokens `at_N`, None: of all, whose latents are in the cache."""
         spec, kv = self._spec, batch.kv[self._layer]
         plan = batch.plans[batch.group_of_layer[self._layer]]
         down_TX = self._down.project(x_TE)
@@ -156,25 +173,68 @@ class LatentAttention:
         if at_N is not None:
             q_THD, q_THW = q_THD.index_select(0, at_N), q_THW.index_select(0, at_N)
             gate_TX = chosen(gate_TX, at_N)
-        self._absorb(q_THD[..., : spec.nope], q_THW[..., : spec.rank])
+        rows = self._expanded_rows(plan, kv, self) if at_N is None else None
+        first = len(q_THW) if rows is None else rows.first
+        if first:
+            self._absorb(q_THD[:first, :, : spec.nope], q_THW[:first, :, : spec.rank])
+        own_THN = q_THD[..., : spec.nope]
         if self._query_scale_P is not None:
             positions_T = batch.positions_T if at_N is None else batch.positions_T[at_N]
-            q_THW = q_THW * self._query_scale_P[positions_T, None, None]
-        return q_THW, gate_TX
+            scale_T11 = self._query_scale_P[positions_T, None, None]
+            q_THW, own_THN = q_THW * scale_T11, own_THN * scale_T11
+        return LatentQueries(q_THW, own_THN, gate_TX)
 
     def attend_into(
-        self, queries: Queries, residual_TE: torch.Tensor, batch: Batch
+        self, queries: LatentQueries, residual_TE: torch.Tensor, batch: Batch
     ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
-        q_THW, gate_TX = queries
-        plan = batch.plans[batch.group_of_layer[self._layer]]
-        latent_THC = self._attend(q_THW, batch.kv[self._layer], plan)
-        y_THV = q_THW.new_empty((q_THW.shape[0], self._heads, self._spec.values))
-        self._expand(latent_THC, y_THV)
+        q_THW, own_THN, gate_TX = queries
+        kv, plan = batch.kv[self._layer], batch.plans[batch.group_of_layer[self._layer]]
+        rows = self._expanded_rows(plan, kv, self._attend)
+        if rows is not None:
+            y_THV = self._expanded(q_THW, own_THN, kv, plan, rows)
+        else:
+            y_THV = q_THW.new_empty((q_THW.shape[0], self._heads, self._spec.values))
+            self._expand(self._attend(q_THW, kv, plan), y_THV)
         y_TX = y_THV.flatten(1)
         if gate_TX is not None:
             y_TX = self._gated(y_TX, gate_TX)
         return self._out.project_into(y_TX, residual_TE)
+
+    def _expanded_rows(
+        self, plan: AttentionPlan, kv: torch.Tensor, owner: object
+    ) -> ExpandedRows | None:
+        if self._attend_expanded is None:
+            return None
+        elements = self._heads * (self._spec.nope + self._spec.values)
+        return expanded_rows(plan, kv, owner, elements * kv.element_size())
+
+    def _expanded(
+        self,
+        q_THW: torch.Tensor,
+        own_THN: torch.Tensor,
+        kv: torch.Tensor,
+        plan: AttentionPlan,
+        rows: ExpandedRows,
+    ) -> torch.Tensor:
+        """y_THV of a step some of whose rows are expanded."""
+        assert self._attend_expanded is not None
+        spec, first = self._spec, rows.first
+        latent_SW = latents_of(rows, kv)
+        latent_SC, rotated_SR = latent_SW[:, : spec.rank], latent_SW[:, spec.rank :]
+        y_THV = self._attend_expanded(
+            own_THN,
+            q_THW[..., spec.rank :],
+            torch.matmul(latent_SC, self._key_HCN),
+            rotated_SR,
+            torch.matmul(latent_SC, self._value_HCV),
+            rows.begin_R,
+            plan,
+        )
+        if rows.decodes is not None:
+            latent_THC = self._attend(q_THW[:first], kv, rows.decodes)
+            self._expand(latent_THC, y_THV[:first])
+        return y_THV
 
     def _queries_up(self, q_TX: torch.Tensor) -> torch.Tensor:
         assert self._q_up is not None and self._q_norm is not None
@@ -189,8 +249,9 @@ class LatentAttention:
         key_HNC, value_HVC = weight_HXC.split_with_sizes((spec.nope, spec.values), dim=1)
         absorb = HeadLinearProblem(**facts, inputs=spec.nope, outputs=spec.rank)
         expand = HeadLinearProblem(**facts, inputs=spec.rank, outputs=spec.values)
-        self._absorb = scope.bind(HEAD_LINEAR, absorb, key_HNC.transpose(1, 2).contiguous())
-        self._expand = scope.bind(HEAD_LINEAR, expand, value_HVC.contiguous())
+        key_HCN, value_HVC = key_HNC.transpose(1, 2).contiguous(), value_HVC.contiguous()
+        self._absorb = scope.bind(HEAD_LINEAR, absorb, key_HCN)
+        self._expand = scope.bind(HEAD_LINEAR, expand, value_HVC)
         cache = {"rank": spec.rank, "rotary": rope.rotary_dim, "block_tokens": scope.block_tokens}
         self._write = scope.bind(
             LATENT_WRITE,
@@ -202,3 +263,15 @@ class LatentAttention:
         self._attend = scope.bind(
             LATENT_ATTENTION, LatentAttentionProblem(**facts, **cache, scale=spec.scale)
         )
+        if scope.deterministic:  # a prompt's bits would depend on how it is cut into steps
+            return
+        expanded = ExpandedAttentionProblem(
+            **facts,
+            own=spec.nope,
+            values=spec.values,
+            rotary=rope.rotary_dim,
+            scale=spec.scale,
+        )
+        self._attend_expanded = scope.bind_if_served(EXPANDED_ATTENTION, expanded)
+        if self._attend_expanded is not None:
+            self._key_HCN, self._value_HCV = key_HCN, value_HVC.transpose(1, 2)

@@ -1,11 +1,17 @@
-"""Latent attention absorbs no query that nobody reads."""
+"""Latent attention absorbs no query that nobody reads, and gives the same over expanded latents."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from headrace.back.kernels.expanded_attention import op as expanded_attention
+from headrace.back.kernels.op import Op
+from headrace.back.layers import latent_expansion
+from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.paged import PagedRun, random_rows
@@ -36,3 +42,40 @@ def test_only_the_last_layer_absorbs_the_last_tokens_alone(tmp_path: Path) -> No
     assert absorbed == [14, 14, 2]
     for one, all_tokens in zip(last, logits, strict=True):
         torch.testing.assert_close(one[0], all_tokens[-1])
+
+
+@pytest.mark.parametrize("most", [1, 1 << 30])
+def test_prompts_over_expanded_latents_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """KRN-06: whole, behind a prefix, beside decodes; and where there are too many positions."""
+    monkeypatch.setattr(latent_expansion, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(latent_expansion, "MOST_BYTES", most)
+    save_oracle(tiny_config("deepseek-v3"), tmp_path)
+    rows = random_rows(SIZES["vocab_size"], (30, 12, 45))
+    steps = [[(0, 9), (1, 1)], [(1, 1), (0, 20), (2, 40)], [(0, 1), (1, 1), (2, 5)]]
+
+    def logits() -> list[torch.Tensor]:
+        model = load_ours(model_spec(tmp_path))
+        run = PagedRun(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+        return [row for step in steps for row in run.step(step)]
+
+    absorbed = logits()
+    calls: list[int] = []
+
+    def served(scope: Scope, op: Op[Any], problem: Any, *weights: Any) -> Any:
+        if op is not expanded_attention.OP:
+            return bind_if_served(scope, op, problem, *weights)
+        reference = expanded_attention.bind_reference(problem)
+
+        def counting(q_THN: torch.Tensor, *others: Any) -> torch.Tensor:
+            calls.append(len(q_THN))
+            return reference(q_THN, *others)
+
+        return counting
+
+    bind_if_served = Scope.bind_if_served
+    monkeypatch.setattr(Scope, "bind_if_served", served)
+    for one, other in zip(logits(), absorbed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert calls == ([] if most == 1 else [10] * 3 + [61] * 3 + [7] * 3)

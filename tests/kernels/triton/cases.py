@@ -10,6 +10,7 @@ import torch
 from headrace.back.kernels.activation import op as activation
 from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.expanded_attention import op as expanded_attention
 from headrace.back.kernels.experts import op as experts
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.gated_norm import op as gated_norm
@@ -175,6 +176,28 @@ def _experts_hopper() -> object:
     return None
 
 
+def _latent_hopper() -> object:
+    """The kernels of steps that only decode."""
+    from headrace.back.kernels.latent_attention import triton_hopper
+
+    for heads in (16, 128):
+        problem = latent_attention.LatentAttentionProblem(
+            device="cpu", dtype=BF16, heads=heads, rank=512, rotary=64, block_tokens=16, scale=0.1
+        )
+        q_THW, kv, plan = latent_attention.OP.sample(problem).further[-1]
+        triton_hopper.bind(problem)(q_THW, kv, plan)
+    return None
+
+
+def _expanded_attention() -> object:
+    from headrace.back.kernels.expanded_attention import triton_hopper
+
+    problem = expanded_attention.ExpandedAttentionProblem(
+        device="cpu", dtype=BF16, heads=16, own=128, values=128, rotary=64, scale=0.1
+    )
+    return triton_hopper.bind(problem)(*expanded_attention.OP.sample(problem).arguments)
+
+
 def _latent_attention() -> object:
     """DeepSeek's sizes, with log-sum-exps."""
     from headrace.back.kernels.latent_attention import triton_latent
@@ -313,6 +336,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("attention shared", _shared),
     ("latent_attention", _latent_attention),
+    ("latent_attention Hopper", _latent_hopper),
+    ("expanded_attention Hopper", _expanded_attention),
     (
         "latent_write",
         _call(latent_write.OP, "latent_write.triton_latent_write:KERNEL", LATENT_WRITE),
@@ -464,6 +489,7 @@ ONLY = {
     for title in (
         *("attention Hopper", "attention Hopper decode", "attention Hopper lse"),
         *("stream act", "stream add", "wide 128 act", "wide 256 act"),
+        *("experts Hopper", "expanded_attention Hopper", "latent_attention Hopper"),
     )
 }
 """The targets of kernels that are for some alone."""
