@@ -1,6 +1,6 @@
 """Experts and latent attention alone on one H200: each step's kernels against the memory's rate and dense GEMMs.
 
-    python -m benchmarks.h200.mixtures --parts experts,grouped,latents --out mixtures.json
+    python -m benchmarks.h200.mixtures --parts experts,grouped,latents,prompts --out mixtures.json
 
 experts: the whole op (dispatch, both grouped GEMMs, combination) at uniform routing, by the kernel that is chosen for
 the step and by the one of fixed order. grouped: the two grouped GEMMs alone beside torch's dense GEMM of as many
@@ -20,9 +20,14 @@ import torch
 
 from benchmarks.h200.shapes import BYTES_PER_S, FLOPS
 from headrace.back.kernels.attention.op import sample_plan
+from headrace.back.kernels.expanded_attention import triton_hopper as triton_expanded
+from headrace.back.kernels.expanded_attention.op import ExpandedAttentionProblem
 from headrace.back.kernels.experts import triton_experts, triton_hopper
 from headrace.back.kernels.experts.op import ExpertsProblem
 from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
+from headrace.back.kernels.head_linear import triton_head_linear
+from headrace.back.kernels.head_linear.op import HeadLinearProblem
+from headrace.back.kernels.latent_attention import triton_hopper as triton_hopper_latent
 from headrace.back.kernels.latent_attention import triton_latent
 from headrace.back.kernels.latent_attention.op import LatentAttentionProblem
 from headrace.back.kernels.triton.timing import each_us
@@ -36,6 +41,10 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 LATENTS = ((16, 1, 81920), (16, 16, 8192), (16, 32, 8192), (16, 64, 8192), (128, 1, 81920),
            (128, 16, 8192), (128, 64, 8192))  # fmt: skip
 """(heads, rows, positions)."""
+PROMPTS = ((1, 16, 16), (1, 16, 1024), (1, 16, 8192), (1, 64, 64), (1, 64, 1024), (1, 64, 8192), (1, 128, 128),
+           (1, 256, 256), (1, 256, 8192), (1, 512, 512), (1, 1024, 1024), (1, 4096, 4096), (1, 8192, 8192),
+           (16, 8, 512), (16, 32, 512), (16, 1024, 1024))  # fmt: skip
+"""(rows, queries of each, positions)."""
 
 
 def weights_of(problem: ExpertsProblem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,14 +175,16 @@ def latents() -> list[dict[str, Any]]:
         caches = [torch.randn(blocks, 16, 576, **NEW) for _ in range(2 if count > 8 else 4)]
         q = torch.randn(count, heads, 576, **NEW)
         num_bytes, flops = count * length * 576 * 2, 2 * count * length * heads * (576 + 512)
-        us = each_us(
-            [partial(triton_latent.bind(problem), q, kv, plan) for kv in caches], replays=5
+        us, fixed_us = (
+            each_us([partial(bind(problem), q, kv, plan) for kv in caches], replays=5)
+            for bind in (triton_hopper_latent.bind, triton_latent.bind)
         )
         row = {
             "heads": heads,
             "rows": count,
             "positions": length,
             "us": round(us, 1),
+            "fixed us": round(fixed_us, 1),
             "of_memory": round(num_bytes / us * 1e6 / BYTES_PER_S, 3),
             "TFLOP/s": round(flops / us / 1e6),
         }
@@ -182,12 +193,54 @@ def latents() -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"experts": experts, "grouped": grouped, "latents": latents}
+def prompts() -> list[dict[str, Any]]:
+    """Prompts of 16 heads absorbed and expanded, each with the products before and behind: microseconds."""
+    rows, heads, scale = [], 16, 192**-0.5
+    facts = {**NEW, "heads": heads}
+    latent = LatentAttentionProblem(**facts, rank=512, rotary=64, block_tokens=16, scale=scale)
+    expanded = ExpandedAttentionProblem(**facts, own=128, values=128, rotary=64, scale=scale)
+    key, value = (torch.randn(heads, *size, **NEW) * 0.05 for size in ((512, 128), (128, 512)))
+    absorb, expand = (
+        triton_head_linear.bind(HeadLinearProblem(**facts, inputs=i, outputs=o), weight)
+        for i, o, weight in ((128, 512, key), (512, 128, value))
+    )
+    attend, attend_expanded = triton_latent.bind(latent), triton_expanded.bind(expanded)
+    for count, queries, length in PROMPTS:
+        plan, blocks = sample_plan(
+            [(queries, length)] * count, block_tokens=16, window=None, device="cuda"
+        )
+        kv = torch.randn(blocks, 16, 576, **NEW)
+        at = torch.randperm(blocks * 16, device="cuda")[: count * length]
+        begins = torch.arange(count, device="cuda", dtype=torch.int32) * length
+        q = torch.randn(count * queries, heads, 576, **NEW)
+        y = torch.empty(count * queries, heads, 128, **NEW)
+
+        def absorbed(q=q, kv=kv, plan=plan, y=y) -> None:
+            absorb(q[..., :128], q[..., :512])
+            expand(attend(q, kv, plan), y)
+
+        def in_full(q=q, kv=kv, plan=plan, at=at, begins=begins) -> None:
+            latent_SW = kv.flatten(0, 1).index_select(0, at)
+            own, rotated = latent_SW[:, :512], latent_SW[:, 512:]
+            keys, values = torch.matmul(own, key), torch.matmul(own, value.transpose(1, 2))
+            attend_expanded(q[..., :128], q[..., 512:], keys, rotated, values, begins, plan)
+
+        seen = count * queries * (2 * length - queries + 1) / 2
+        row: dict[str, Any] = {"rows": count, "queries": queries, "positions": length}
+        row["absorbed"] = round(each_us([absorbed] * 2, replays=3), 1)
+        row["expanded"] = us = round(each_us([in_full] * 2, replays=3), 1)
+        row["expanded TFLOP/s"] = round(2 * seen * heads * 320 / us / 1e6)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+PARTS = {"experts": experts, "grouped": grouped, "latents": latents, "prompts": prompts}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parts", default="experts,grouped,latents")
+    parser.add_argument("--parts", default="experts,grouped,latents,prompts")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     found = {part: PARTS[part]() for part in given.parts.split(",")}
