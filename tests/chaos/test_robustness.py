@@ -64,6 +64,25 @@ def test_requests_cut_at_random_moments_leave_nothing_behind() -> None:
     assert report["abort_ms"]["p50"] < 200 or not quiet
 
 
+def test_the_death_of_any_process_ends_no_stream_without_a_word() -> None:
+    """1.4, 1.6; times are the full run's. A dead API process cuts its own connections."""
+    kinds = ("core", "api", "templates")
+    arguments = ("--streams", "6", "--tokens", "60", "--signals", "kill", "--kinds", *kinds)
+    report = run("deaths", "--repeats", "1", *arguments, check=False)
+    assert [row["process"] for row in report["rows"]] == list(kinds)
+    for row in report["rows"]:
+        assert row["problems"] == [] and sum(row["outcomes"].values()) == 6, row
+        assert not row["outcomes"].keys() & {"wrong", "hangs"}, row
+    assert report["rows"][2]["outcomes"] == {"whole": 6}, "no stream needs a template any more"
+
+
+def test_grown_bodies_whose_clients_leave_do_not_stay_in_memory() -> None:
+    """P9, P21."""
+    report = run("bodies", "--bodies", "60", "--largest", "4", "--rest-s", "3")
+    assert report["restarts"] == [] and report["running_waiting"] == [0, 0]
+    assert sum(report["ends"].values()) == 60 and report["ends"]["left"] > 20
+
+
 def test_nothing_is_unpickled_in_any_process() -> None:
     """P1/T1."""
     report = run("no_pickle")

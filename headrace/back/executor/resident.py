@@ -20,13 +20,14 @@ from headrace.back.kernels.op import DeferredChecks, SelfCheckFailed
 from headrace.back.models.protocol import CausalModel
 from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh
-from headrace.back.platforms import code_pages, huge_pages
+from headrace.back.platforms import code_pages
 from headrace.back.platforms.detect import detect
 from headrace.back.platforms.facts import freest
 from headrace.back.platforms.placement import interleave
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import StartedRunner, start_runner
 from headrace.back.sampling.sampler import choose_kernels
+from headrace.base import heap
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision, DeviceSpec, EngineSpec, verify_queries
 from headrace.base.errors import ConfigError, StartError
@@ -116,7 +117,7 @@ class Resident:
         if self._device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream there was
             torch.cuda.empty_cache()
-        huge_pages.trim()
+        heap.trim()
 
 
 def _start(loaded: RankModel, checks: DeferredChecks | None) -> StartedRunner:

@@ -134,13 +134,6 @@ def give_back(address: int, num_bytes: int) -> None:
         _madvise(address, num_bytes, mmap.MADV_DONTNEED)
 
 
-def trim() -> None:
-    """What the C library holds free goes back to the system; one that cannot be asked keeps it."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
-
-
 def _madvise(address: int, num_bytes: int, advice: int) -> None:
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -23,7 +23,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace.base import env
+from headrace.base import env, heap
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision, ServerSpec, TextSpec
 from headrace.base.errors import HeadraceError, StartError
@@ -362,6 +362,7 @@ def main() -> int:
     # Threads of this process tokenize and render; the loop, which streams, shall not wait 5 ms for
     # each of them.
     sys.setswitchinterval(SWITCH_S)
+    heap.keep_compact()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(spec, listener, status, admin))

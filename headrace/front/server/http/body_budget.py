@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 
+from headrace.base import heap
 from headrace.base.errors import OverloadError, RateLimited, RequestError, Unavailable
 
 FREE_BYTES = 64 * 1024
@@ -21,6 +23,9 @@ MAX_WAITING = 64
 MIN_BYTES_PER_S = 128 * 1024
 """The least rate at which a body arrives that has taken room."""
 RETRY_S = 2.0
+TRIM_PERIOD_S = 1.0
+QUIET_S = 5.0
+"""So long after the last body its memory is given back: work on it may end later than its room."""
 
 
 class BodyTimeout(RequestError):
@@ -33,11 +38,18 @@ class BodyBudget:
     """`total` bytes for the bodies of this process beyond their first FREE_BYTES, half of it for
     one tenant.
 
+    What bodies were made into lies in pieces in the C library's heap, which keeps it (1 GiB after
+    240 bodies of up to 8 MiB): while they come and go `trim` gives it back, in a thread, once a
+    second.
+
     Invariants: what is held never exceeds a bound; no tenant is kept at zero; at most MAX_WAITING
     bodies wait."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, trim: Callable[[], None] = heap.trim) -> None:
         self._total, self._share = total, total // 2
+        self._trim = trim
+        self._trimming: asyncio.Task[None] | None = None
+        self._given_back_at = 0.0
         self._held = Counter[str]()
         self._num_waiting = 0
         self._freed = asyncio.Event()
@@ -96,6 +108,14 @@ class BodyBudget:
             del self._held[tenant]
         self._freed.set()
         self._freed = asyncio.Event()
+        self._given_back_at = time.monotonic()
+        if self._trimming is None or self._trimming.done():
+            self._trimming = asyncio.get_running_loop().create_task(self._trim_until_quiet())
+
+    async def _trim_until_quiet(self) -> None:
+        while time.monotonic() < self._given_back_at + QUIET_S:
+            await asyncio.sleep(TRIM_PERIOD_S)
+            await asyncio.to_thread(self._trim)
 
 
 class BodyRoom:

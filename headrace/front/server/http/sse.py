@@ -79,6 +79,9 @@ async def until_gone(
         raise Unavailable("the server is shutting down; the request was ended", retry_after_s=5.0)
     finally:
         await _ended(task, gone, over)
+        # What was raised knows this frame, and the task knows it: a circle, which would keep the
+        # request's body until the garbage collector comes by.
+        del task
 
 
 async def _cancel_when_gone(receive: Receive, work: asyncio.Future[Any]) -> bool:
