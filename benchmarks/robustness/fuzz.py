@@ -185,10 +185,9 @@ async def attack(session: aiohttp.ClientSession, wave: list[Case], seed: str) ->
     return tally
 
 
-async def attack_in_waves(base: str, cases: int, seed: int) -> None:
+async def attack_in_waves(base: str, every: list[Case], seed: int) -> None:
     """The attacking process: one wave for each line it is sent; a line of JSON tells what became of it."""
-    random_ = random.Random(seed)
-    every = list(make_cases(random_, cases))
+    cases = len(every)
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
         print("ready", flush=True)
@@ -232,9 +231,8 @@ class Bystanders:
 class Attacker:
     """The attacking process, from the side of the one that measures."""
 
-    def __init__(self, base: str, cases: int, seed: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.robustness.fuzz", "--attack", base]
-        command += [f"--cases={cases}", f"--seed={seed}"]
+    def __init__(self, base: str, script: list[str], seed: int) -> None:
+        command = [sys.executable, "-m", *script, "--attack", base, f"--seed={seed}"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -264,14 +262,19 @@ def percentiles_ms(gaps: list[float]) -> dict[str, float]:
 
 
 def gone(before: dict[int, str], after: dict[int, str]) -> list[str]:
-    """Processes of the server that are no longer there, template workers apart: those are made to be killed."""
+    """Processes of the server that are no longer there, those apart that are made to be killed: template workers, and
+    the processes in which grammars are tried."""
     return [
-        line for pid, line in before.items() if pid not in after and "template_worker" not in line
+        line
+        for pid, line in before.items()
+        if pid not in after and "template_worker" not in line and "grammar.trial" not in line
     ]
 
 
-async def run(base: str, supervisor: Any, cases: int, seed: int, calm_s: float) -> dict[str, Any]:
-    """The whole run; the report."""
+async def run(
+    base: str, supervisor: Any, script: list[str], seed: int, calm_s: float
+) -> dict[str, Any]:
+    """The whole run against the attack of `script`, a module with its arguments; the report."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
@@ -279,7 +282,7 @@ async def run(base: str, supervisor: Any, cases: int, seed: int, calm_s: float) 
         before, memory = children(supervisor), [resident_by_role(supervisor)]
         rest_before = await at_rest(session)
         tally = Tally()
-        attacker = Attacker(base, cases, seed)
+        attacker = Attacker(base, script, seed)
         streams = Bystanders(session, golden)
         watching = asyncio.create_task(streams.run())
         attack_s = 0.0
@@ -300,7 +303,7 @@ async def run(base: str, supervisor: Any, cases: int, seed: int, calm_s: float) 
         }
         p99 = [gap_ms[name].get("p99", 0.0) for name in ("attacked", "calm")]
         return {
-            "cases": cases, "seed": seed, "attack_s": round(attack_s, 1),
+            "seed": seed, "attack_s": round(attack_s, 1),
             "load_average": [round(load, 1) for load in psutil.getloadavg()],
             "statuses": dict(sorted(tally.statuses.items())),
             "requests_by_row": dict(sorted(tally.rows.items())),
@@ -326,11 +329,14 @@ def main() -> int:
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.attack:
-        asyncio.run(attack_in_waves(given.attack, given.cases, given.seed))
+        every = list(make_cases(random.Random(given.seed), given.cases))
+        asyncio.run(attack_in_waves(given.attack, every, given.seed))
         return 0
     # A small KV pool: cached prefixes touch its pages one by one, which is no growth.
     with server("--kv-memory", "128MiB") as (base, supervisor):
-        report = asyncio.run(run(base, supervisor, given.cases, given.seed, given.calm_s))
+        script = ["benchmarks.robustness.fuzz", f"--cases={given.cases}"]
+        work = run(base, supervisor, script, given.seed, given.calm_s)
+        report = {"cases": given.cases, **asyncio.run(work)}
     print(json.dumps(report, indent=1))
     if given.write:
         Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")

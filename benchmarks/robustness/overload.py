@@ -3,7 +3,7 @@
     python -m benchmarks.robustness.overload --seconds 20 --write [--deadline-s 2]
 
 With --deadline-s every request has so much time (X-Request-Timeout-S), the queue holds a thousand and is in the order
-in which requests are due; those answered 504 are `late`. The report is then overload_deadlines.json.
+in which requests are due; those answered 504 are `late`. The report is then overload_deadline_SECONDS.json.
 
 The null executor's time per step is fixed, so the capacity is known: ROWS requests of TOKENS tokens at STEP_S a step.
 Of that REACHABLE can be had where steps overlap: a row's last step is in flight while the next one is planned, which
@@ -201,7 +201,9 @@ def main() -> int:
             )
     print(json.dumps(report, indent=1))
     if given.write:
-        name = "overload.json" if given.deadline_s is None else "overload_deadlines.json"
+        name = "overload.json"
+        if given.deadline_s is not None:
+            name = f"overload_deadline_{given.deadline_s:g}.json"
         Path(__file__).with_name(name).write_text(json.dumps(report, indent=1) + "\n")
     lost = sum(found["ledger"].get(k, 0) for found in report["levels"] for k in ("lost", "failed"))
     refused = sum(found["ledger"].get("refused", 0) for found in report["levels"])

@@ -64,6 +64,15 @@ def test_requests_cut_at_random_moments_leave_nothing_behind() -> None:
     assert report["abort_ms"]["p50"] < 200 or not quiet
 
 
+def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
+    """P12; what bystanders wait is the full run's."""
+    report = run("grammars", "--grammars", "30", "--seed", "7", "--calm-s", "0", check=False)
+    assert report["problems"] == [] and report["restarts"] == 0
+    assert report["bystander_streams"] >= 8 and report["bystander_mismatches"] == 0
+    assert sum(report["statuses"].values()) == 30 and report["statuses"]["400"] > 2
+    assert report["running_waiting"] == [0, 0]
+
+
 def test_the_death_of_any_process_ends_no_stream_without_a_word() -> None:
     """1.4, 1.6; times are the full run's. A dead API process cuts its own connections."""
     kinds = ("core", "api", "templates")
