@@ -1,7 +1,8 @@
 """A model with latent attention of DeepSeek's sizes through the real executor, in bfloat16: CUDA against the CPU in
 float32, teacher-forced (`make test-gpu`). The same comparison runs with the CPU on both sides.
 
-On Hopper prompts are attended expanded and steps that only decode by the kernel that streams latents; others absorbed.
+Prompts are attended expanded, on Hopper and in bfloat16 on CPUs; on Hopper steps that only decode go by the kernel that
+streams latents.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def test_whole_and_chunked_prompts_and_decodes_agree(
     checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KRN-06: expanded prompts, behind a prefix too, and absorbed decodes are one attention."""
-    monkeypatch.setattr(Ledger, "host_pairs", lambda ledger: 1)  # on Hopper prompts are expanded
+    monkeypatch.setattr(Ledger, "host_pairs", lambda ledger: 1)  # of any prompt
     tested = started(checkpoint, device, "bfloat16")
     reference = started(checkpoint, "cpu", "float32")
     try:

@@ -18,11 +18,13 @@ import torch
 from headrace.back.attention.plan import AttentionPlan
 from headrace.back.kernels.attention.triton_lists import lists
 
-LEAST_QUERIES = 24
-"""Queries that see a position, on average over the positions, from which on it is expanded. With 16
-heads on an H200, the whole layer's attention absorbed and expanded, us: 16 rows of 512 positions
-with 8 queries each 49 and 111, with 32 115 and 113; 64 queries of a row of 64 22 and 21, of 8,192
-607 and 193; a prompt of 1,024 253 and 41, of 8,192 10,820 and 578."""
+LEAST_QUERIES = {"cuda": 24, "cpu": 96}
+"""Queries that see a position, on average over the positions, from which on it is expanded, by the
+kind of device. With 16 heads on an H200, the whole layer's attention absorbed and expanded, us: 16
+rows of 512 positions with 8 queries each 49 and 111, with 32 115 and 113; 64 queries of a row of 64
+22 and 21, of 8,192 607 and 193; a prompt of 1,024 253 and 41, of 8,192 10,820 and 578. On two cores
+with AVX-512, bfloat16, ms: 96 queries of a row of 1,024 14 and 12, 256 of 2,048 68 and 52; a prompt
+of 128 4.1 and 1.7, of 512 31 and 12, of 1,024 93 and 36."""
 MOST_BYTES = 512 << 20
 """Of keys and values of the positions of a step that are expanded; with more they stay absorbed."""
 
@@ -52,7 +54,7 @@ def expanded_rows(
     positions = int(lengths.sum())
     if not 0 < positions * position_bytes <= MOST_BYTES:
         return None
-    if int((queries * lengths).sum()) < LEAST_QUERIES * positions:
+    if int((queries * lengths).sum()) < LEAST_QUERIES[kv.device.type] * positions:
         return None
     key = ("expanded rows", kv.stride(0), kv.shape[1])
     return lists.get(plan, key, owner, lambda: _rows_of(plan, kv, positions))[0]

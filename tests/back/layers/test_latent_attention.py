@@ -49,8 +49,6 @@ def test_prompts_over_expanded_latents_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """KRN-06: whole, behind a prefix, beside decodes; and where there are too many positions."""
-    monkeypatch.setattr(latent_expansion, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(latent_expansion, "MOST_BYTES", most)
     save_oracle(tiny_config("deepseek-v3"), tmp_path)
     rows = random_rows(SIZES["vocab_size"], (30, 12, 45))
     steps = [[(0, 9), (1, 1)], [(1, 1), (0, 20), (2, 40)], [(0, 1), (1, 1), (2, 5)]]
@@ -61,6 +59,8 @@ def test_prompts_over_expanded_latents_are_the_same(
         return [row for step in steps for row in run.step(step)]
 
     absorbed = logits()
+    monkeypatch.setitem(latent_expansion.LEAST_QUERIES, "cpu", 1)
+    monkeypatch.setattr(latent_expansion, "MOST_BYTES", most)
     calls: list[int] = []
 
     def served(scope: Scope, op: Op[Any], problem: Any, *weights: Any) -> Any:

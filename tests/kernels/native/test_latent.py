@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from headrace.back.kernels.expanded_attention import native as expanded_attention
+from headrace.back.kernels.expanded_attention import op as expanded_attention_op
 from headrace.back.kernels.head_linear import native as head_linear
 from headrace.back.kernels.head_linear import op as head_linear_op
 from headrace.back.kernels.latent_attention import native as latent_attention
@@ -60,3 +62,20 @@ def test_attention_equals_the_reference(library, shape, dtype, whole):
 def test_whole_rows_have_the_bits_of_any_chunk(library, dtype):
     problem = attention_problem(SHAPES[0], dtype, "cpu")
     check_chunks(problem, lambda p: latent_attention.bind_with(library, p, whole=True))
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("heads, own, values, rotary", [(16, 128, 128, 64), (3, 24, 20, 6)])
+def test_expanded_attention_equals_the_reference(library, heads, own, values, rotary, dtype):
+    """KRN-06: new rows and rows behind a prefix, values shorter than keys."""
+    problem = expanded_attention_op.ExpandedAttentionProblem(
+        device="cpu",
+        dtype=dtype,
+        heads=heads,
+        own=own,
+        values=values,
+        rotary=rotary,
+        scale=(own + rotary) ** -0.5,
+    )
+    kernel = kernel_of(lambda problem: expanded_attention.bind_with(library, problem))
+    assert expanded_attention_op.OP.error(kernel, problem) <= BOUND[dtype]

@@ -106,7 +106,10 @@ OP: Op[ExpandedAttentionProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
     ),
-    kernels=("headrace.back.kernels.expanded_attention.triton_hopper:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.expanded_attention.native:KERNEL",
+        "headrace.back.kernels.expanded_attention.triton_hopper:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )
