@@ -1,5 +1,7 @@
 """The kernels that stand between a message and a decode step: the same as their definitions, and what they refuse."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from headrace.back.kernels.qk_rope_write.op import QKRopeWriteProblem
 from headrace.back.kernels.step_commit import native as step_commit
 from headrace.back.kernels.step_commit.op import OP as STEP_COMMIT
 from headrace.back.kernels.step_inputs import native as step_inputs
-from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem
+from headrace.back.kernels.step_inputs.op import HEADER, GroupBlocks, StepInputsProblem
 from headrace.back.kernels.step_inputs.op import OP as STEP_INPUTS
 from headrace.back.kernels.step_verify import native as step_verify
 from headrace.back.kernels.step_verify.op import OP as STEP_VERIFY
@@ -43,6 +45,36 @@ def test_step_inputs_are_as_defined(library, block_tokens, speculates):
         device="cpu", block_tokens=block_tokens, max_rows=9, speculates=speculates
     )
     assert STEP_INPUTS.error(kernel_of(library, step_inputs), problem) == 0
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_groups_of_unequal_blocks_and_cross_caches_have_slots_and_lengths_of_their_own(
+    library, speculates
+):
+    groups = (
+        GroupBlocks(tokens=32),
+        GroupBlocks(tokens=16, span=40),
+        GroupBlocks(tokens=16),
+    )
+    problem = StepInputsProblem(
+        device="cpu", block_tokens=16, max_rows=9, speculates=speculates, groups=groups
+    )
+    assert STEP_INPUTS.error(kernel_of(library, step_inputs), problem) == 0
+    words, tables, out = STEP_INPUTS.sample(problem).arguments
+    step_inputs.bind_with(library, problem)(words, tables, out)
+    newest = 17 if speculates else 18
+    assert out.lengths_GR.tolist() == [
+        [1, newest, 37, 0, 0], [40, 40, 40, 0, 0], [1, newest, 37, 0, 0]
+    ]  # fmt: skip
+    assert (out.slots_GT[1] == 0).all()
+    of_row = tables.blocks_GMB[:, 0].tolist()
+    assert out.slots_GT[0, 1] == of_row[0][0] * 32 + newest - 1
+    assert out.slots_GT[2, 1] == of_row[2][1] * 16 + newest - 17
+    assert out.tables_GRB[1, 0].tolist() == tables.blocks_GMB[1, 4].tolist()
+    words, tables, out = STEP_INPUTS.sample(problem).arguments
+    wide = replace(problem, groups=(*groups[:2], GroupBlocks(tokens=16, span=49)))
+    with pytest.raises(NativeError):  # more than its table holds
+        step_inputs.bind_with(library, wide)(words, tables, out)
 
 
 @pytest.mark.parametrize("speculates", [False, True])

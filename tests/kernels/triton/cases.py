@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -284,6 +285,14 @@ STEP = step_inputs.StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
 SPECULATIVE = step_inputs.StepInputsProblem(
     device="cpu", block_tokens=16, max_rows=9, speculates=True
 )
+UNEQUAL = replace(
+    SPECULATIVE,
+    groups=(
+        step_inputs.GroupBlocks(tokens=32),
+        step_inputs.GroupBlocks(tokens=16, span=40),
+        step_inputs.GroupBlocks(tokens=16),
+    ),
+)
 STATE = state_rows.StateRowsProblem(device="cpu", block_tokens=16)
 NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 
@@ -469,6 +478,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     (
         "step_inputs with lengths",
         _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", SPECULATIVE),
+    ),
+    (
+        "step_inputs of unequal groups",
+        _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", UNEQUAL),
     ),
     (
         "step_commit with lengths",

@@ -17,9 +17,11 @@ from headrace.back.kernels.step_inputs import op as inputs, triton_step
 from headrace.back.kernels.step_verify import op as verify, triton_verify
 from headrace.back.kernels.ngram_draft import op as ngram, triton_ngram
 
-for speculates in (False, True):
+unequal = (inputs.GroupBlocks(tokens=32), inputs.GroupBlocks(tokens=16, span=40),
+           inputs.GroupBlocks(tokens=16))
+for speculates, groups in ((False, ()), (True, ()), (False, unequal), (True, unequal)):
     problem = inputs.StepInputsProblem(
-        device="cpu", block_tokens=16, max_rows=9, speculates=speculates
+        device="cpu", block_tokens=16, max_rows=9, speculates=speculates, groups=groups
     )
     assert inputs.OP.error(triton_step.KERNEL, problem) == 0.0
     assert commit.OP.error(triton_commit.KERNEL, problem) == 0.0

@@ -18,6 +18,10 @@ With lengths on the device a row of n query tokens begins at position min(kv_len
 prompt's tokens are all there, so that the first term is the chunk's own, and a row that decodes
 begins with its newest token, however many the steps before it have accepted.
 
+Groups of caches may have blocks of sizes of their own (`GroupBlocks`). A cross cache holds an
+encoder's output: as many tokens in every row, none of which a step's tokens write, so that their
+slots are 0. Where groups differ, each row's length in each group is written too.
+
 Padding tokens are token 0 at position 0 in slot 0. The token ids come from the rows' own table, so
 that what the step before sampled is read here without a word to the host.
 """
@@ -50,8 +54,9 @@ class StepTables:
 class StepOut:
     """What is built. token_ids, positions int64 [T]; slots int64 [G, T]; tables int32 [G, R, B];
     last int64 [R]: each row's last query token (padding: 0). `updates`: the most block updates a
-    message of this bucket holds. kv_len int32 [R], where the tables
-    have lengths: what the message's bound has come to."""
+    message of this bucket holds. kv_len int32 [R], where the tables have lengths: what the
+    message's bound has come to. lengths int32 [G, R], where groups differ: of each row in each
+    group; padding: 0."""
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -60,19 +65,36 @@ class StepOut:
     last_R: torch.Tensor
     updates: int
     kv_len_R: torch.Tensor | None = None
+    lengths_GR: torch.Tensor | None = None
 
 
 StepInputs = Callable[[torch.Tensor, StepTables, StepOut], None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupBlocks:
+    """A group of caches. tokens: of a block. span: of a cross cache, the tokens of an encoder's
+    output; 0: the cache grows with the row."""
+
+    tokens: int
+    span: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepInputsProblem:
-    """`max_rows` is M. `speculates`: the rows' lengths lie on the device."""
+    """`max_rows` is M. `speculates`: the rows' lengths lie on the device. `groups`: of each KV
+    group, where they are not all of `block_tokens` and grow with the row."""
 
     device: str
     block_tokens: int
     max_rows: int
     speculates: bool = False
+    groups: tuple[GroupBlocks, ...] = ()
+
+    def groups_of(self, num_groups: int) -> tuple[GroupBlocks, ...]:
+        """Each of so many groups."""
+        assert len(self.groups) in (0, num_groups), (self.groups, num_groups)
+        return self.groups or (GroupBlocks(tokens=self.block_tokens),) * num_groups
 
     @cached_property
     def section(self) -> int:
@@ -109,15 +131,21 @@ def bind_reference(problem: StepInputsProblem) -> StepInputs:
         row_T = row_R[index_T]
         out.token_ids_T.copy_(torch.where(real_T, tables.tokens_MC[row_T, position_T], 0))
         out.positions_T.copy_(position_T)
-        block_T = torch.div(position_T, problem.block_tokens, rounding_mode="floor")
-        offset_T = position_T - block_T * problem.block_tokens
-        for blocks_MB, slot_T, table_RB in zip(
-            tables.blocks_GMB, out.slots_GT, out.tables_GRB, strict=True
+        groups = problem.groups_of(len(tables.blocks_GMB))
+        for blocks_MB, slot_T, table_RB, group in zip(
+            tables.blocks_GMB, out.slots_GT, out.tables_GRB, groups, strict=True
         ):
-            slot_T.copy_(
-                torch.where(real_T, blocks_MB[row_T, block_T] * problem.block_tokens + offset_T, 0)
-            )
             table_RB.copy_(blocks_MB[row_R])
+            if group.span:
+                slot_T.zero_()
+                continue
+            block_T = torch.div(position_T, group.tokens, rounding_mode="floor")
+            offset_T = position_T - block_T * group.tokens
+            block_T = blocks_MB[row_T, block_T]
+            slot_T.copy_(torch.where(real_T, block_T * group.tokens + offset_T, 0))
+        if out.lengths_GR is not None:
+            for length_R, group in zip(out.lengths_GR, groups, strict=True):
+                length_R.copy_((kv_len_R > 0) * group.span if group.span else kv_len_R)
         out.last_R.copy_((start_R1[1:] - 1).clamp_(min=0))
 
     return step_inputs
@@ -135,13 +163,15 @@ def _update(
 
 
 def _sample(problem: StepInputsProblem) -> Sample:
-    """Two decodes and a chunk in a bucket of 5 rows and 12 tokens, two groups, three updates."""
+    """Two decodes and a chunk in a bucket of 5 rows and 12 tokens, three updates; two groups, or
+    those of the problem."""
     device, size, most = problem.device, problem.section, 4
     problem = replace(problem, max_rows=9)
     size, generator = problem.section, sample_generator()
     words = torch.zeros(problem.updates_at + 2 * most, dtype=torch.int32)
     words[:4] = torch.tensor([3, 9, 2, 3])
     rows, columns = 10, 3
+    groups = problem.groups_of(len(problem.groups) or 2)
     for i, values in enumerate(
         ([4, 0, 7, 9, 9], [1, 18, 2 * problem.block_tokens + 5, 0, 0], [0, 1, 2, 9, 9, 9])
     ):
@@ -149,7 +179,8 @@ def _sample(problem: StepInputsProblem) -> Sample:
     pairs = [4 * columns, 31, 7 * columns + 2, 32, rows * columns + 7 * columns + 2, 33]
     words[problem.updates_at :][: len(pairs)] = torch.tensor(pairs)
     tokens = torch.randint(1, 99, (rows, 80), generator=generator, dtype=torch.int32)
-    blocks = torch.randint(1, 30, (2, rows, columns), generator=generator, dtype=torch.int32)
+    shape = (len(groups), rows, columns)
+    blocks = torch.randint(1, 30, shape, generator=generator, dtype=torch.int32)
     length_M = torch.full((rows,), 2 * problem.block_tokens + 6, dtype=torch.int32)
     length_M[0] = 17  # it decodes, and has gained a token less than the message allows for
     tables = StepTables(
@@ -161,12 +192,15 @@ def _sample(problem: StepInputsProblem) -> Sample:
     out = StepOut(
         token_ids_T=torch.full((12,), -1, **new),
         positions_T=torch.full((12,), -1, **new),
-        slots_GT=torch.full((2, 12), -1, **new),
-        tables_GRB=torch.zeros((2, 5, columns), dtype=torch.int32, device=device),
+        slots_GT=torch.full((len(groups), 12), -1, **new),
+        tables_GRB=torch.zeros((len(groups), 5, columns), dtype=torch.int32, device=device),
         last_R=torch.full((5,), -1, **new),
         updates=most,
         kv_len_R=torch.full((5,), -1, dtype=torch.int32, device=device)
         if problem.speculates
+        else None,
+        lengths_GR=torch.full((len(groups), 5), -1, dtype=torch.int32, device=device)
+        if problem.groups
         else None,
     )
     return Sample(problem=problem, weights=(), arguments=(words.to(device), tables, out))
@@ -177,17 +211,22 @@ def outputs(sample: Sample) -> list[torch.Tensor]:
     length."""
     _, tables, out = sample.arguments
     lengths = sample.arguments[0][HEADER + sample.problem.section :][: out.last_R.shape[0]]
-    used_R = (lengths + sample.problem.block_tokens - 1) // sample.problem.block_tokens
     column_B = torch.arange(out.tables_GRB.shape[2], device=lengths.device)
-    kept_RB = column_B < used_R[:, None]
+    kept_GRB = torch.stack(
+        [
+            column_B
+            < -(-((lengths > 0) * group.span if group.span else lengths) // group.tokens)[:, None]
+            for group in sample.problem.groups_of(len(out.tables_GRB))
+        ]
+    )
     return [
         tables.blocks_GMB[:, : sample.problem.max_rows],
         out.token_ids_T,
         out.positions_T,
         out.slots_GT,
-        out.tables_GRB * kept_RB,
+        out.tables_GRB * kept_GRB,
         out.last_R,
-        *(() if out.kv_len_R is None else (out.kv_len_R,)),
+        *(one for one in (out.kv_len_R, out.lengths_GR) if one is not None),
     ]
 
 

@@ -44,6 +44,7 @@ def _build_kernel(
     last,
     length,
     kv_len,
+    lengths,
     T,
     R,
     C,
@@ -55,8 +56,12 @@ def _build_kernel(
     HEADER: tl.constexpr,
     SEARCH: tl.constexpr,
     LENGTHS: tl.constexpr,
+    SPANS: tl.constexpr,
+    EACH: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """BLOCK_TOKENS, SPANS: of each group (GroupBlocks). EACH: `lengths` of the rows in each group
+    are written."""
     i_p = tl.program_id(0)
     num_tiles = tl.cdiv(T, TILE)
     p_row = words + HEADER
@@ -83,11 +88,12 @@ def _build_kernel(
         b_id = tl.load(tokens + b_row * C + b_pos, mask=m_real, other=0)
         tl.store(token_ids + o_t, b_id.to(tl.int64), mask=m_t)
         tl.store(positions + o_t, b_pos.to(tl.int64), mask=m_t)
-        b_index = b_pos // BLOCK_TOKENS
-        b_offset = b_pos - b_index * BLOCK_TOKENS
         for g in tl.static_range(GROUPS):
-            b_block = tl.load(blocks + (g * M1 + b_row) * B + b_index, mask=m_real, other=0)
-            b_slot = tl.where(m_real, b_block.to(tl.int64) * BLOCK_TOKENS + b_offset, 0)
+            m_slot = m_real & (SPANS[g] == 0)
+            b_index = b_pos // BLOCK_TOKENS[g]
+            b_offset = b_pos - b_index * BLOCK_TOKENS[g]
+            b_block = tl.load(blocks + (g * M1 + b_row) * B + b_index, mask=m_slot, other=0)
+            b_slot = tl.where(m_slot, b_block.to(tl.int64) * BLOCK_TOKENS[g] + b_offset, 0)
             tl.store(slots + g * T + o_t, b_slot, mask=m_t)
     else:
         i_r = i_p - num_tiles
@@ -99,8 +105,13 @@ def _build_kernel(
             first = tl.minimum(kv_tokens - num, tl.load(length + row) - 1)
             kv_tokens = tl.where(num > 0, first + num, 0)
             tl.store(kv_len + i_r, kv_tokens)
-        count = tl.cdiv(kv_tokens, BLOCK_TOKENS)
         for g in tl.static_range(GROUPS):
+            here = kv_tokens
+            if SPANS[g] > 0:
+                here = tl.where(kv_tokens > 0, SPANS[g], 0)
+            if EACH:
+                tl.store(lengths + g * R + i_r, here)
+            count = tl.cdiv(here, BLOCK_TOKENS[g])
             p_from = blocks + (g * M1 + row) * B
             p_to = tables + (g * R + i_r).to(tl.int64) * B
             for begin in range(0, count, TILE):
@@ -115,6 +126,7 @@ def bind(problem: StepInputsProblem) -> StepInputs:
         tokens_MC, blocks_GMB = tables.tokens_MC, tables.blocks_GMB
         num_groups, num_rows, columns = blocks_GMB.shape
         num_tokens, rows = out.token_ids_T.shape[0], out.last_R.shape[0]
+        groups = problem.groups_of(num_groups)
         _update_kernel[(triton.cdiv(out.updates, TILE),)](
             words, blocks_GMB, UPDATES_AT=problem.updates_at, TILE=TILE
         )
@@ -129,12 +141,15 @@ def bind(problem: StepInputsProblem) -> StepInputs:
             out.last_R,
             words if tables.length_M is None else tables.length_M,
             words if out.kv_len_R is None else out.kv_len_R,
+            words if out.lengths_GR is None else out.lengths_GR,
             num_tokens,
             rows,
             tokens_MC.shape[1],
             columns,
             num_rows,
-            BLOCK_TOKENS=problem.block_tokens,
+            BLOCK_TOKENS=tuple(group.tokens for group in groups),
+            SPANS=tuple(group.span for group in groups),
+            EACH=out.lengths_GR is not None,
             GROUPS=num_groups,
             P=problem.section,
             HEADER=HEADER,
