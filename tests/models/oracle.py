@@ -105,7 +105,7 @@ def fill(model: LoadableModel, folder: Path) -> None:
             for copy in copies(param):
                 source = checkpoint.get_slice(stored[copy.name])
                 assert tuple(source.get_shape()) == copy.shape, copy.name
-                param.target(copy).copy_(source[copy.source])
+                param.target(copy).copy_(source[copy.source] * copy.scale)
 
 
 def oracle_logits(oracle: Any, rows: list[list[int]]) -> list[torch.Tensor]:

@@ -76,6 +76,12 @@ MAMBA2: dict[str, Any] = {
 
 
 MAMBA1: dict[str, Any] = {"state_size": 16, "time_step_rank": 16}
+FALCON_H1: dict[str, Any] = {
+    **{"mamba_d_ssm": 96, "mlp_multipliers": [0.7, 1.4], "key_multiplier": 0.6},
+    **{"ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9], "ssm_in_multiplier": 1.3},
+    **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9},
+    **{"ssm_out_multiplier": 0.4, "embedding_multiplier": 2.5, "lm_head_multiplier": 0.3},
+}
 MAMBA: dict[str, Any] = {
     **{"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2},
     **{"mamba_expand": 2, "mamba_d_conv": 4},
@@ -406,6 +412,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    "falcon-h1": ("FalconH1", {**MAMBA, **FALCON_H1}),
+    "falcon-h1-normed": ("FalconH1", {**MAMBA, **FALCON_H1, "mamba_rms_norm": True}),
     "granite-hybrid": (
         "GraniteMoeHybrid",
         {

@@ -34,11 +34,12 @@ FAMILIES = (
     "falcon-mamba",
     "jamba",
     "bamba",
+    "falcon-h1",
     "granite-hybrid-experts",
     "nemotron-h",
     *DELTAS,
 )
-UNRECORDED = ("granite-hybrid-experts", "olmo-hybrid")
+UNRECORDED = ("falcon-h1", "granite-hybrid-experts", "olmo-hybrid")
 """They use operations of PyTorch."""
 RECORDED = [name for name in FAMILIES if name not in UNRECORDED]
 BLOCK = 16

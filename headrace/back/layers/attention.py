@@ -125,6 +125,7 @@ class AttentionSpec:
     value_dim  dimensions of a head's value, where they are fewer than `head_dim`; the cache holds
                zeros behind them
     value_scale  what values are multiplied with
+    out_scale    what the weight that leads back is multiplied with
     """
 
     width: int
@@ -145,6 +146,7 @@ class AttentionSpec:
     gate: OutputGate | None = None
     value_dim: int | None = None
     value_scale: float = 1.0
+    out_scale: float = 1.0
     names: AttentionNames = AttentionNames()
 
     @property
@@ -223,6 +225,7 @@ class Attention:
             bias=spec.out_bias,
             adds=adds,
             transposed=names.transposed,
+            scale=spec.out_scale,
         )
         self._sinks = self._sinks_param() if spec.sinks else None
         self._qk_norms: tuple[HeadNorm, HeadNorm] | None = None

@@ -101,23 +101,25 @@ class ColumnLinear:
         turned = self._transposed and leaf == "weight"
 
         def piece(
-            name: str, size: int, *, offset: int = 0, rows: tuple[int, int] | None = None
+            tensor: MergedTensor, size: int, *, offset: int, rows: tuple[int, int] | None = None
         ) -> WeightPiece:
             return WeightPiece(
-                name=self._scope.name(f"{name}.{leaf}"),
+                name=self._scope.name(f"{tensor.name}.{leaf}"),
                 shape=(*rest, size) if turned else (size, *rest),
                 offset=offset,
                 rows=rows,
                 transposed=turned,
+                scale=self._parts[place].scale,
             )
 
         sizes = [part.size for part in self._parts]
         for tensor in self._tensors:
-            first, *more = tensor.parts
+            place, *more = tensor.parts
             whole = sum(sizes[place] for place in tensor.parts)
-            in_order = tensor.parts == tuple(range(first, first + len(tensor.parts)))
-            if not more or (tensor.groups == 1 and in_order):
-                yield piece(tensor.name, whole, offset=sum(sizes[:first]))
+            in_order = tensor.parts == tuple(range(place, place + len(tensor.parts)))
+            alike = len({self._parts[part].scale for part in tensor.parts}) == 1
+            if not more or (tensor.groups == 1 and in_order and alike):
+                yield piece(tensor, whole, offset=sum(sizes[:place]))
                 continue
             before = 0
             for place in tensor.parts:
@@ -125,7 +127,7 @@ class ColumnLinear:
                 offset = sum(sizes[:place])
                 for i in range(tensor.groups):
                     rows = (i * group + before, share)
-                    yield piece(tensor.name, whole, offset=offset + i * share, rows=rows)
+                    yield piece(tensor, whole, offset=offset + i * share, rows=rows)
                 before += share
 
     def _finish(self) -> None:
@@ -164,7 +166,7 @@ class RowLinear:
 
     `scope` is the layer's own; `part` describes the split of the inputs. The bias is added once,
     after the sum. `adds`: the result goes into the residual as it is; then the sum over the ranks
-    is left to whoever adds it.
+    is left to whoever adds it. `scale`: what the checkpoint's weight is multiplied with.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class RowLinear:
         bias: bool = False,
         adds: bool = False,
         transposed: bool = False,
+        scale: float = 1.0,
     ) -> None:
         self.project: Linear = not_loaded
         self._into: FusedLinear | None = None
@@ -183,11 +186,11 @@ class RowLinear:
         self._adds = adds
         self._scope = scope
         shard = Shard(axis="tp", dim=1, parts=(part,))
-        name, shape = scope.name("weight"), (part.size, outputs)
-        turned = (WeightPiece(name=name, shape=shape, transposed=True),)
-        weight = scope.param(
-            "weight", (outputs, part.size), shard=shard, pieces=turned if transposed else None
+        shape = (part.size, outputs) if transposed else (outputs, part.size)
+        piece = WeightPiece(
+            name=scope.name("weight"), shape=shape, transposed=transposed, scale=scale
         )
+        weight = scope.param("weight", (outputs, part.size), shard=shard, pieces=(piece,))
         self._weight = scope.quantized(weight)
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)

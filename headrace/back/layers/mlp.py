@@ -60,7 +60,8 @@ class FeedForwardSpec(Protocol):
 class GatedMLPSpec:
     """A dense gated MLP. `merged` names the checkpoint tensor that holds gate and up, if they are
     one there, else `gate` and `up` do; `down` the one that leads back; `name` is the module in the
-    layer. `inner`: its own, where it is not the family's usual one."""
+    layer. `inner`: its own, where it is not the family's usual one. `gate_scale`, `down_scale`:
+    what these are multiplied with."""
 
     name: str = "mlp"
     bias: bool = False
@@ -69,6 +70,8 @@ class GatedMLPSpec:
     up: str = "up_proj"
     down: str = "down_proj"
     inner: int | None = None
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
@@ -79,13 +82,14 @@ class GatedMLPSpec:
             bias=self.bias,
             merged=self.merged,
             names=(self.gate, self.up, self.down),
+            scales=(self.gate_scale, self.down_scale),
         )
 
 
 class GatedMLP:
     """x_TE -> y_TE. `merged` names the checkpoint tensor that holds gate and up, if they are one
-    there (Phi-3); `names`: those of gate, up and down. If `norms`, x is what goes into the norm
-    before it."""
+    there (Phi-3); `names`: those of gate, up and down; `scales`: what gate and down are multiplied
+    with. If `norms`, x is what goes into the norm before it."""
 
     def __init__(
         self,
@@ -95,9 +99,10 @@ class GatedMLP:
         bias: bool = False,
         merged: str | None = None,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         (gate, up, down), inner = names, place.inner
-        parts = (Part(gate, inner, inner), Part(up, inner, inner))
+        parts = (Part(gate, inner, inner, scale=scales[0]), Part(up, inner, inner))
         self._gate_up = ColumnLinear(
             scope,
             place.width,
@@ -107,7 +112,9 @@ class GatedMLP:
             norm=place.norm,
             activation=place.activation,
         )
-        self._down = RowLinear(scope / down, parts[0], place.width, bias=bias, adds=place.adds)
+        self._down = RowLinear(
+            scope / down, parts[0], place.width, bias=bias, adds=place.adds, scale=scales[1]
+        )
         self._act: GatedAct = not_loaded
         self._scope = scope
         self._activation = place.activation

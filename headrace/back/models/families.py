@@ -81,6 +81,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "JambaForCausalLM": "jamba",
     "Mamba2ForCausalLM": "mamba2",
     "BambaForCausalLM": "bamba",
+    "FalconH1ForCausalLM": "falcon_h1",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "NemotronHForCausalLM": "nemotron_h",
     "Qwen3NextForCausalLM": "qwen3_next",

@@ -8,7 +8,7 @@ rectangles to copy; the loader needs no more. Names are those of the checkpoint 
     model = build_model(spec, mesh=mesh, device=device, block_tokens=16)
     for param in model.weights.params:
         for copy in copies(param):
-            param.target(copy).copy_(checkpoint[copy.name][copy.source])
+            param.target(copy).copy_(checkpoint[copy.name][copy.source] * copy.scale)
     model.finish_load()               # layers pack their weights and drop the plain ones
 """
 

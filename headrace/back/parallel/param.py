@@ -25,7 +25,8 @@ class WeightPiece:
 
     `shape` is the tensor's whole shape in the checkpoint. `rows`: it fills them with a part of
     itself, (first, number) along `dim`. `transposed`: the checkpoint holds the matrix with its
-    dimensions exchanged; `dim` and `rows` are those of the parameter.
+    dimensions exchanged; `dim` and `rows` are those of the parameter. `scale`: what its values are
+    multiplied with.
     """
 
     name: str
@@ -34,6 +35,7 @@ class WeightPiece:
     offset: int = 0
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    scale: float = 1.0
 
     @property
     def source(self) -> list[slice]:
@@ -123,7 +125,8 @@ class Param:
 @dataclass(frozen=True, kw_only=True)
 class Copy:
     """Copy `checkpoint[name][source]` to `param.tensor[target]`, or to that of `member`; both
-    rectangles have the same shape, or exchanged dimensions if it is `transposed`."""
+    rectangles have the same shape, or exchanged dimensions if it is `transposed`. Floats are
+    multiplied with `scale`."""
 
     name: str
     shape: tuple[int, ...]
@@ -131,6 +134,7 @@ class Copy:
     target: tuple[slice | int, ...]
     member: str = ""
     transposed: bool = False
+    scale: float = 1.0
 
 
 def copies(param: Param) -> Iterator[Copy]:
@@ -229,4 +233,5 @@ def _copy(piece: WeightPiece, source: list[slice], target: list[slice]) -> Copy:
         source=tuple(reversed(source) if piece.transposed else source),
         target=tuple(target),
         transposed=piece.transposed,
+        scale=piece.scale,
     )

@@ -18,13 +18,15 @@ from headrace.base.errors import ConfigError
 class Part:
     """`size` rows of the split dim in `units` that stay whole (heads); `name` is for messages.
 
-    `uneven` parts may leave some ranks one unit more than others (vocabulary rows).
+    `uneven` parts may leave some ranks one unit more than others (vocabulary rows). `scale`: what
+    the checkpoint's rows are multiplied with.
     """
 
     name: str
     size: int
     units: int
     uneven: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

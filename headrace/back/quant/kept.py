@@ -56,7 +56,8 @@ def kept_scheme(tensor: QuantizedTensor) -> str | None:
 def scheme_of(param: Param, kept: KeptSchemes) -> Scheme | None:
     """The scheme of a matrix all of whose pieces are stored in it."""
     names = {kept.get(piece.name, "") for piece in param.pieces}
-    if len(param.shape) != 2 or len(names) != 1:
+    scaled = any(piece.scale != 1.0 for piece in param.pieces)
+    if len(param.shape) != 2 or len(names) != 1 or scaled:
         return None
     return SCHEMES.get(names.pop())
 

@@ -34,7 +34,8 @@ Stored = Mapping[str, str]
 def kept_blocks(param: Param, stored: Stored) -> bool:
     """Whether all of a matrix is block-quantized, in layouts that there are kernels for."""
     layouts = [STORED_LAYOUTS.get(stored.get(piece.name, "")) for piece in param.pieces]
-    if len(param.shape) != 2 or len(layouts) > MAX_SEGMENTS:
+    scaled = any(piece.scale != 1.0 for piece in param.pieces)
+    if len(param.shape) != 2 or len(layouts) > MAX_SEGMENTS or scaled:
         return False
     return all(layout is not None and param.shape[1] % layout.block == 0 for layout in layouts)
 

@@ -27,8 +27,9 @@ from headrace.back.parallel.shard import Part, local_units
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Spec:
-    """One layer, in global sizes. `limits`: of the time step; `norm`: ONLY_GATE has none; `name`:
-    the module in its layer."""
+    """One layer, in global sizes. `limits`: of the time step; `norm`: ONLY_GATE has none; `scales`:
+    what gate, x, B, C and time steps are multiplied with, `out_scale`: the weight that leads back;
+    `name`: the module in its layer."""
 
     width: int
     heads: int
@@ -40,6 +41,8 @@ class Mamba2Spec:
     bias: bool = False
     conv_bias: bool = True
     norm: GatedNormSpec = ONLY_GATE
+    scales: tuple[float, ...] = (1.0,) * 5
+    out_scale: float = 1.0
     name: str = "mixer"
 
     def build(
@@ -65,9 +68,13 @@ class Mamba2:
         adds: bool = False,
     ) -> None:
         inner, states = spec.heads * spec.head_dim, spec.groups * spec.state_dim
-        gate, x = (Part(f"{name} of in_proj", inner, spec.heads) for name in ("gate", "x"))
-        b, c = (Part(f"{name} of in_proj", states, spec.groups) for name in ("B", "C"))
-        heads = Part("heads of in_proj", spec.heads, spec.heads)
+        units = (("gate", inner, spec.heads), ("x", inner, spec.heads))
+        units += (("B", states, spec.groups), ("C", states, spec.groups))
+        units += (("heads", spec.heads, spec.heads),)
+        gate, x, b, c, heads = (
+            Part(f"{name} of in_proj", size, count, scale=scale)
+            for (name, size, count), scale in zip(units, spec.scales, strict=True)
+        )
         self._scope, self._spec, self._cache = scope, spec, cache
         self._heads, self._groups = (local_units(part, scope.mesh.tp) for part in (x, b))
         self._in = ColumnLinear(
@@ -80,7 +87,9 @@ class Mamba2:
         self._step_bias = wide_param(scope, "dt_bias", heads)
         self._skip = wide_param(scope, "D", heads, init="ones")
         self._gated_norm = GatedNorm(scope, x, spec.norm)
-        self._out = RowLinear(scope / "out_proj", x, spec.width, bias=spec.bias, adds=adds)
+        self._out = RowLinear(
+            scope / "out_proj", x, spec.width, bias=spec.bias, adds=adds, scale=spec.out_scale
+        )
         self._scan: SsdScan = not_loaded
         scope.on_finish(self._finish)
 

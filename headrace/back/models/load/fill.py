@@ -92,6 +92,8 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
 def _write_floats(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
     target = param.target(copy)
     source.copy(copy.name, copy.shape, copy.source, target)
+    if copy.scale != 1.0:
+        target.mul_(copy.scale)
     if scan_finite:
         _scan(copy.name, source, target)
     return target.nbytes
