@@ -2,7 +2,8 @@
 
     python -m benchmarks.robustness.deaths --repeats 5 --write
 
-Two API processes, one core, the bundled model. In each cell `streams` greedy streams are begun, then one process of the
+Two API processes, one core, the bundled model; a new server for each repeat, for one whose core dies often gives up. In
+each cell `streams` greedy streams are begun, then one process of the
 kind gets the signal. `whole`: ended as usual with the known text; `error_event`: ended by an error event and the end
 mark; `cut`: the connection ended without one, which only the death of an API process may do, to its own streams;
 `wrong`: a text that is not the known one; `refused`: answered 503 with Retry-After before it began. `noticed_s` is the
@@ -200,20 +201,13 @@ class Run:
 
 
 async def run(
-    base: str, supervisor: psutil.Process, given: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """The table."""
-    whole, rows = Run(base, supervisor, given), []
+    base: str, supervisor: psutil.Process, given: argparse.Namespace, cells: list[Cell]
+) -> None:
+    """Every cell once."""
+    whole = Run(base, supervisor, given)
     await whole.learn()
-    for kind in given.kinds:
-        for name in given.signals:
-            cell = Cell(kind, name)
-            for _ in range(given.repeats):
-                await whole.hit(cell)
-                await asyncio.sleep(given.pause_s)
-            rows.append(cell.row())
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+    for cell in cells:
+        await whole.hit(cell)
 
 
 def main() -> int:
@@ -223,11 +217,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=tuple(SIGNALS))
-    parser.add_argument("--pause-s", type=float, default=0.0, help="between two deaths")
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     given = parser.parse_args()
-    with server("--api-servers", "2") as (base, supervisor):
-        rows = asyncio.run(run(base, supervisor, given))
+    cells = [Cell(kind, name) for kind in given.kinds for name in given.signals]
+    for _ in range(given.repeats):
+        with server("--api-servers", "2") as (base, supervisor):
+            asyncio.run(run(base, supervisor, given, cells))
+    rows = [cell.row() for cell in cells]
     report = {
         "streams": given.streams, "tokens": given.tokens,
         "load_average": [round(x, 1) for x in os.getloadavg()], "rows": rows,

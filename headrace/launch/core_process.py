@@ -97,6 +97,7 @@ class CoreLoop:
             self._handle(message)
         if core.output_buffer.has_ended:
             self._send(core.output_buffer.take())  # who is refused does not wait for a step
+        self._publish_load()
         if not core.has_work:
             if idle and self._may_record and not messages:
                 self._record_graph()
@@ -111,10 +112,15 @@ class CoreLoop:
         if (core.failing, core.service.held) != (self._announced.failing, self._announced.held):
             self._announce(core.hello())
         self._send(output)
-        self._publish_load()
+        if not core.scheduler.queue:
+            self._publish_load()
 
     def _publish_load(self) -> None:
-        """Tells the frontends what waits: every LOAD_PERIOD_S, and when nothing does any more."""
+        """Tells the frontends what waits: every LOAD_PERIOD_S, and when nothing does any more.
+
+        While something does this is done when all that has come is in the queue, before the step:
+        after it the requests that came meanwhile would be missing, and frontends take it that those
+        they have sent before are counted."""
         num_waiting = len(self._core.scheduler.queue)
         due = time.monotonic() >= self._published_at + LOAD_PERIOD_S
         if (num_waiting and due) or (self._num_waiting and not num_waiting):

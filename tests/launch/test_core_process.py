@@ -164,9 +164,9 @@ def test_what_waits_is_published_until_nothing_does() -> None:
     frontends.arrivals.append(list(requests))
     loop.turn()
     assert [(load.waiting, load.waiting_tokens, load.running) for load in frontends.loads] == [
-        (2, 12, 1)
-    ]
-    assert frontends.loads[0].dues == pytest.approx((9.0, 9.0))
+        (3, 18, 0)
+    ], "before the step: what comes during it is not counted, and is taken as sent after it"
+    assert frontends.loads[0].dues == pytest.approx((9.0, 9.0, 9.0))
     while driver.core.has_work:
         loop.turn()
     assert frontends.loads[-1].waiting == 0
