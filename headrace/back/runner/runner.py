@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.back.kernels.upload import to_device, to_host
+from headrace.back.kernels.upload import to_device
 from headrace.back.layers.pooling import Projection
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
@@ -32,8 +32,7 @@ from headrace.back.runner.memory import KVCounts, KVLayout, KVMemory
 from headrace.back.runner.pooler import Pooler
 from headrace.back.runner.results import LaunchedStep, SampledTokens
 from headrace.back.runner.states import StateFactory
-from headrace.back.runner.steps import StepOutputs, StepResources
-from headrace.back.sampling.features import SampledRows
+from headrace.back.runner.steps import StepOutputs, StepResources, token_choices
 from headrace.back.sampling.logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import EngineSpec
@@ -102,6 +101,7 @@ class Runner:
             device=device,
         )
         self._steps = plan.steps(resources, plan.spec, num_groups=len(plan.layout.groups))
+        self._choices = token_choices(self._sampler, self._steps, model.logits)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -277,40 +277,15 @@ class Runner:
     def _sample(
         self, plan: StepPlan, shape: StepShape, outputs: StepOutputs, await_deferred: AwaitDeferred
     ) -> SampledTokens:
-        """Samples the rows that the plan wants sampled and stores their tokens for the next step,
-        unless the step has done so."""
-        if (done := outputs.samples) is not None:
-            scores, at = done.scores, shape.place
-            logprobs = scores and self._sampler.logprobs(scores, shape.sampled_row, at)
-            return SampledTokens(
-                tokens=done.tokens,
-                max_logit=done.max_logit,
-                chosen_logit=done.chosen_logit,
-                logprobs=logprobs,
-                index=at,
-                masked=done.masked,
-            )
-        deferred = await_deferred(plan.step) if plan.deferred else {}
-        asked: SampledRows = {
-            "rows": shape.sampled_row,
-            "positions": shape.sampled_position,
-            "tokens": self._steps.rows.tokens.data,
-        }
-        if outputs.out.top_candidates is not None:
-            sampled = self._sampler.sample_candidates(
-                outputs.best(), lambda at: self._model.logits(outputs.hidden(at)), **asked
-            )
-        else:
-            masks = deferred.get(GRAMMAR_HOOK, NOTHING)
-            sampled = self._sampler.sample(*outputs.wanted(), masks=masks, **asked)
-        return SampledTokens(
-            tokens=self._steps.commit(shape, sampled.token_N, sampled.max_logit_N),
-            max_logit=to_host(sampled.max_logit_N).numpy(),
-            chosen_logit=None
-            if sampled.chosen_logit_N is None
-            else to_host(sampled.chosen_logit_N).numpy(),
-            logprobs=sampled.logprobs,
-        )
+        """Chooses a token for each row that the plan wants sampled and stores it for the next step,
+        by the first way that what the step has left suffices for."""
+
+        def masks() -> memoryview:
+            deferred = await_deferred(plan.step) if plan.deferred else {}
+            return deferred.get(GRAMMAR_HOOK, NOTHING)
+
+        choice = next(choice for choice in self._choices if choice.takes(outputs))
+        return choice.choose(shape, outputs, masks)
 
     def _score_prompts(
         self, shape: StepShape, hidden_TE: torch.Tensor

@@ -5,6 +5,8 @@ only `Steps`.
 steps on other devices whose kernels or model read something on the host. Steps of fixed sizes that
 are replayed: buckets.py, cuda_graphs.py.
 
+What a step leaves says who chooses its tokens: the rows of `token_choices`.
+
 T query tokens, N rows sampled, E hidden size, V vocabulary.
 """
 
@@ -23,9 +25,17 @@ from headrace.back.kernels.greedy.op import Argmax, Greedy
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import Rows, StepShape, build_batch
-from headrace.back.runner.results import DeviceEvent, PassedEvent, StepEvent, recorded
+from headrace.back.runner.results import (
+    DeviceEvent,
+    PassedEvent,
+    SampledTokens,
+    StepEvent,
+    recorded,
+)
 from headrace.back.runner.states.state import ModelState
+from headrace.back.sampling.features import SampledRows
 from headrace.back.sampling.in_step import StepSampler, StepSamples
+from headrace.back.sampling.sampler import Sampled, Sampler
 from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
@@ -178,6 +188,124 @@ class Steps(Protocol):
     def event(self) -> StepEvent:
         """The point behind everything that has been launched."""
         ...
+
+
+class TokenChoice(Protocol):
+    """A way to choose the tokens of a step that was launched: a row of `token_choices`."""
+
+    def takes(self, outputs: StepOutputs) -> bool:
+        """Whether the step has left what this way needs."""
+        ...
+
+    def choose(
+        self, shape: StepShape, outputs: StepOutputs, masks: Callable[[], memoryview]
+    ) -> SampledTokens:
+        """The tokens of the sampled rows, which have them when this returns; in a step that
+        verifies drafts with marks in place of what does not stand. `masks` waits for the payload of
+        the grammars; a step that chooses itself has taken it already."""
+        ...
+
+
+def token_choices(
+    sampler: Sampler, steps: Steps, logits: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[TokenChoice, ...]:
+    """All ways; the first that takes a step's outputs is the one. `logits`: of hidden states."""
+    return (
+        ChoiceInStep(sampler),
+        ChoiceAmongCandidates(sampler, steps, logits),
+        ChoiceFromLogits(sampler, steps),
+    )
+
+
+class ChoiceInStep:
+    """The step has chosen, by argmax or as InStepSampling says, and its rows have the tokens."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def takes(self, outputs: StepOutputs) -> bool:
+        """See TokenChoice."""
+        return outputs.samples is not None
+
+    def choose(
+        self, shape: StepShape, outputs: StepOutputs, masks: Callable[[], memoryview]
+    ) -> SampledTokens:
+        """See TokenChoice."""
+        samples = outputs.samples
+        assert samples is not None
+        scores, at = samples.scores, shape.place
+        return SampledTokens(
+            tokens=samples.tokens,
+            max_logit=samples.max_logit,
+            chosen_logit=samples.chosen_logit,
+            logprobs=scores and self._sampler.logprobs(scores, shape.sampled_row, at),
+            index=at,
+            masked=samples.masked,
+        )
+
+
+class ChoiceAmongCandidates:
+    """The host samples among each row's best tokens (sampling/top_candidates.py). No row has a
+    mask: of those the step leaves logits."""
+
+    def __init__(
+        self, sampler: Sampler, steps: Steps, logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._sampler, self._steps, self._logits = sampler, steps, logits
+
+    def takes(self, outputs: StepOutputs) -> bool:
+        """See TokenChoice."""
+        return outputs.out.top_candidates is not None
+
+    def choose(
+        self, shape: StepShape, outputs: StepOutputs, masks: Callable[[], memoryview]
+    ) -> SampledTokens:
+        """See TokenChoice."""
+        sampled = self._sampler.sample_candidates(
+            outputs.best(),
+            lambda at: self._logits(outputs.hidden(at)),
+            **_sampled_rows(shape, self._steps.rows),
+        )
+        return _committed(self._steps, shape, sampled)
+
+
+class ChoiceFromLogits:
+    """The host samples from whole rows of logits, whatever the rows ask for."""
+
+    def __init__(self, sampler: Sampler, steps: Steps) -> None:
+        self._sampler, self._steps = sampler, steps
+
+    def takes(self, outputs: StepOutputs) -> bool:
+        """See TokenChoice."""
+        return outputs.out.logits_RV is not None
+
+    def choose(
+        self, shape: StepShape, outputs: StepOutputs, masks: Callable[[], memoryview]
+    ) -> SampledTokens:
+        """See TokenChoice."""
+        asked = _sampled_rows(shape, self._steps.rows)
+        payload = masks()
+        sampled = self._sampler.sample(*outputs.wanted(), masks=payload, **asked)
+        return _committed(self._steps, shape, sampled)
+
+
+def _sampled_rows(shape: StepShape, rows: Rows) -> SampledRows:
+    return {
+        "rows": shape.sampled_row,
+        "positions": shape.sampled_position,
+        "tokens": rows.tokens.data,
+    }
+
+
+def _committed(steps: Steps, shape: StepShape, sampled: Sampled) -> SampledTokens:
+    """What the host has chosen, which goes into the rows."""
+    chosen_logit_N = sampled.chosen_logit_N
+    return SampledTokens(
+        tokens=steps.commit(shape, sampled.token_N, sampled.max_logit_N),
+        max_logit=to_host(sampled.max_logit_N).numpy(),
+        chosen_logit=None if chosen_logit_N is None else to_host(chosen_logit_N).numpy(),
+        logprobs=sampled.logprobs,
+    )
 
 
 class ExactSteps:
