@@ -446,6 +446,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
         },
     ),
+    "nemotron-h-experts": (
+        "NemotronH",
+        {
+            **{"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2},
+            **{"num_hidden_layers": 4, "head_dim": 8, "n_routed_experts": 6, "n_group": 2},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "topk_group": 1},
+            **{"moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5},
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        },
+    ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),
     "ministral3": ("Ministral3", {"head_dim": 8, **rope(**YARN, llama_4_scaling_beta=0.4)}),
 }

@@ -37,9 +37,10 @@ FAMILIES = (
     "falcon-h1",
     "granite-hybrid-experts",
     "nemotron-h",
+    "nemotron-h-experts",
     *DELTAS,
 )
-UNRECORDED = ("falcon-h1", "granite-hybrid-experts", "olmo-hybrid")
+UNRECORDED = ("falcon-h1", "granite-hybrid-experts", "nemotron-h-experts", "olmo-hybrid")
 """They use operations of PyTorch."""
 RECORDED = [name for name in FAMILIES if name not in UNRECORDED]
 BLOCK = 16

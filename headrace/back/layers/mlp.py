@@ -190,16 +190,19 @@ class Summed:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainMLPSpec:
-    """An MLP without a gate. `transposed`: weights are stored as [inputs, outputs]."""
+    """An MLP without a gate. `transposed`: weights are stored as [inputs, outputs]. `inner`: its
+    own, where it is not the family's usual one."""
 
     name: str = "mlp"
     up: str = "up_proj"
     down: str = "down_proj"
     bias: bool = False
     transposed: bool = False
+    inner: int | None = None
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
+        place = replace(place, inner=self.inner or place.inner)
         scope = scope / self.name
         activation = PARAMETRIC.get(place.activation, ElementwiseActivation)
         return PlainMLP(scope, self, place, activation(scope, place.activation))

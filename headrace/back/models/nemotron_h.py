@@ -1,11 +1,18 @@
-"""Nemotron-H: layers of one branch each: Mamba 2, attention without positions, or an MLP."""
+"""Nemotron-H and Nemotron 3: layers of one branch each: Mamba 2, attention without positions, an
+MLP, or experts.
+
+Their MLPs have no gate: down(relu(up)^2), which is down(relu(gate) * up) where gate and up are the
+same. So the experts' kernels serve them, with each up in memory twice.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
-from headrace.back.layers.mlp import PlainMLPSpec
+from headrace.back.layers.mlp import FeedForwardSpec, PlainMLPSpec, SummedSpec
+from headrace.back.layers.moe.weights import SeparateExperts
 from headrace.back.layers.norm import NormPlacement
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_norm import GatedNormSpec
@@ -18,14 +25,16 @@ from headrace.back.models.blocks import (
     plain_attention,
     read_sizes,
 )
+from headrace.back.models.moe import sigmoid_mixture
 from headrace.back.models.ssm import BACKBONE, HYBRID_KINDS, ONE_BRANCH, divides, read_layer_kinds
 from headrace.base.config.hf import ConfigReader
 
-KINDS = {**HYBRID_KINDS, "mlp": "mlp"}
-LETTERS = {"M": "mamba", "*": "attention", "-": "mlp"}
+KINDS = {**HYBRID_KINDS, "mlp": "mlp", "moe": "moe"}
+LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """Of `hybrid_override_pattern`, as the models' first configs have it."""
 ATTENTION_NAMES = AttentionNames(module="mixer")
 MLP_PLACEMENT = NormPlacement(before_mlp="norm")
+UNGATED = SeparateExperts(gate="experts.{}.up_proj.weight")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
@@ -43,10 +52,34 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         "mlp": LayerSpec(attention=None, placement=MLP_PLACEMENT, feed_forward=mlp),
     }
     kinds = _kinds(config, sizes.layers)
+    if "moe" in kinds:
+        layers["moe"] = LayerSpec(
+            attention=None, placement=MLP_PLACEMENT, feed_forward=_experts(config, sizes)
+        )
     return Decoder(
         scope,
-        DecoderSpec(sizes=sizes, layers=tuple(layers[kind] for kind in kinds), names=BACKBONE),
+        DecoderSpec(
+            sizes=sizes,
+            layers=tuple(layers[kind] for kind in kinds),
+            names=BACKBONE,
+            ignored=(r"mtp\..*",),
+        ),
     )
+
+
+def _experts(config: ConfigReader, sizes: DecoderSizes) -> FeedForwardSpec:
+    if sizes.activation != "relu2":
+        raise config.wrong("mlp_hidden_act", "relu2, as experts without a gate have it")
+    if config.int("moe_latent_size", None, ge=1) is not None:
+        raise config.wrong("moe_latent_size", "null: experts over a latent are not supported")
+    mixture = replace(
+        sigmoid_mixture(config), layout=UNGATED, shared=None, name="mixer", activation="relu"
+    )
+    shared = config.int("moe_shared_expert_intermediate_size", ge=1)
+    beside = PlainMLPSpec(
+        name="mixer.shared_experts", inner=shared, bias=config.bool("mlp_bias", False)
+    )
+    return SummedSpec(experts=mixture, beside=beside)
 
 
 def _mamba(config: ConfigReader, sizes: DecoderSizes) -> Mamba2Spec:
