@@ -2,10 +2,11 @@
 
     python -m benchmarks.robustness.deaths --repeats 5 --write
 
-Two API processes, one core, the bundled model; a new server for each repeat, for one whose core dies often gives up. In
-each cell `streams` greedy streams are begun, then one process of the
-kind gets the signal. `whole`: ended as usual with the known text; `error_event`: ended by an error event and the end
-mark; `cut`: the connection ended without one, which only the death of an API process may do, to its own streams;
+Two API processes, one core, the bundled model with --deterministic (a batch of 50 may round otherwise than one alone);
+a new server for each repeat, for one whose core dies often gives up. In each cell `streams` greedy streams are begun,
+then one process of the kind gets the signal. `whole`: ended as usual with the known text; `error_event`: ended by an
+error event and the end mark;
+`cut`: the connection ended without one, which only the death of an API process may do, to its own streams;
 `wrong`: a text that is not the known one; `refused`: answered 503 with Retry-After before it began. `noticed_s` is the
 time from the signal until the process is gone from the tree, `over_s` until the last stream that it hurt has ended, and
 `back_s` until a new stream has given the known text.
@@ -221,7 +222,7 @@ def main() -> int:
     given = parser.parse_args()
     cells = [Cell(kind, name) for kind in given.kinds for name in given.signals]
     for _ in range(given.repeats):
-        with server("--api-servers", "2") as (base, supervisor):
+        with server("--deterministic", "--api-servers", "2") as (base, supervisor):
             asyncio.run(run(base, supervisor, given, cells))
     rows = [cell.row() for cell in cells]
     report = {
