@@ -171,6 +171,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.5,
         },
     ),
+    "granite-swa": (
+        "GraniteSWA",
+        {
+            **{"num_hidden_layers": 4, "sliding_window": 12, "attention_multiplier": 0.2},
+            **{"embedding_multiplier": 3.0, "layer_rope_theta": [0, 500.0, 10000.0, 500.0]},
+        },
+    ),
+    "granite-moe-swa": (
+        "GraniteMoeSWA",
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+            **{"shared_intermediate_size": 40, "sliding_window": 12},
+        },
+    ),
     "minicpm3": ("MiniCPM3", LATENT),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2-moe": (

@@ -41,6 +41,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeSWAForCausalLM": "granitemoe_swa",
+    "GraniteSWAForCausalLM": "granite_swa",
     "SmolLM3ForCausalLM": "smollm3",
     "MiniCPM3ForCausalLM": "minicpm3",
     "StableLmForCausalLM": "stablelm",

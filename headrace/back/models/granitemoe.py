@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from headrace.back.layers.mlp import FeedForwardSpec, GatedMLPSpec, SummedSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
-from headrace.back.layers.moe.weights import MergedExperts
+from headrace.back.layers.moe.weights import ExpertLayout, MergedExperts
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSizes, read_sizes
 from headrace.back.models.granite import granite_attention, granite_decoder
@@ -23,8 +23,16 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     return granite_decoder(scope, config, sizes, [attention] * sizes.layers, feed_forward)
 
 
-def granite_experts(config: ConfigReader, sizes: DecoderSizes, *, shared: int) -> FeedForwardSpec:
-    """Experts, a shared MLP of that inner size (0: none), or both, as the config says."""
+def granite_experts(
+    config: ConfigReader,
+    sizes: DecoderSizes,
+    *,
+    shared: int,
+    layout: ExpertLayout = LAYOUT,
+    router: str = "router.layer",
+) -> FeedForwardSpec:
+    """Experts, a shared MLP of that inner size (0: none), or both, as the config says. `layout`,
+    `router`: what the checkpoint calls their weights."""
     mlp = GatedMLPSpec(
         name="shared_mlp", merged="input_linear", down="output_linear", inner=shared or None
     )
@@ -38,10 +46,10 @@ def granite_experts(config: ConfigReader, sizes: DecoderSizes, *, shared: int) -
             experts=experts,
             top_k=config.int("num_experts_per_tok", 2, ge=1, le=experts),
             softmax_chosen=True,
-            name="router.layer",
+            name=router,
         ),
         inner=sizes.inner,
-        layout=LAYOUT,
+        layout=layout,
         name="block_sparse_moe",
     )
     return SummedSpec(experts=mixture, beside=mlp) if shared else mixture
