@@ -372,6 +372,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.3}),
     "cohere-qk-norm": ("Cohere", {"use_qk_norm": True}),
     "cohere2": ("Cohere2", {"sliding_window": 12, "layer_types": MIXED}),
+    "cohere2-moe": (
+        "Cohere2Moe",
+        {
+            **{"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 12, "num_experts": 6},
+            **{"intermediate_size": 24, "prefix_dense_intermediate_size": 40},
+            **{"num_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window_pattern": 2},
+        },
+    ),
+    "cohere2-moe-sigmoid": (
+        "Cohere2Moe",
+        {
+            **{"head_dim": 8, "sliding_window": 12, "num_experts": 6, "intermediate_size": 24},
+            **{"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "rms_norm_eps": 1e-5},
+            "shared_expert_combination_strategy": "sum",
+        },
+    ),
     "olmo": ("Olmo", {}),
     "olmo-clipped": ("Olmo", {"clip_qkv": 0.4}),
     "olmo3": (

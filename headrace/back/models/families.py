@@ -51,6 +51,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "ArceeForCausalLM": "arcee",
     "CohereForCausalLM": "cohere",
     "Cohere2ForCausalLM": "cohere2",
+    "Cohere2MoeForCausalLM": "cohere2_moe",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "Exaone4ForCausalLM": "exaone4",
