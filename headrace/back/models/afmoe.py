@@ -44,7 +44,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     branches = feed_forwards(_mixture(config), [i >= dense for i in range(sizes.layers)])
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 **plain_attention(sizes),
                 rope=rope if window else None,
                 window=window,

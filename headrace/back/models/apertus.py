@@ -26,7 +26,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         default_theta=12_000_000.0,
     )
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=rope,
             qkv_bias=bias,

@@ -51,7 +51,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     mixture = sigmoid_mixture(config, bias_name="gate.expert_bias")
     sparse = sparse_by_type(config, sizes.layers, dense=2)
     layers = tuple(
-        LayerSpec(attention=delta if is_linear else latent, feed_forward=feed_forward)
+        LayerSpec(mixer=delta if is_linear else latent, feed_forward=feed_forward)
         for is_linear, feed_forward in zip(kinds, feed_forwards(mixture, sparse), strict=True)
     )
     ignored = draft_layers(config, sizes.layers)

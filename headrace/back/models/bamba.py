@@ -37,7 +37,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     mlp = GatedMLPSpec(name="feed_forward", bias=config.bool("mlp_bias", False))
     layers = tuple(
         LayerSpec(
-            attention=attention if layer in attending else mamba,
+            mixer=attention if layer in attending else mamba,
             placement=PLACEMENT,
             feed_forward=mlp,
         )

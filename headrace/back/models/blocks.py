@@ -65,12 +65,12 @@ class DecoderSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer. Its first branch, `attention`, is any mixer: attention or a recurrent
-    layer. A layer may lack one of its branches. `branch_scale`: what each branch is multiplied with
-    behind its last norm. `normed_residual`: each branch is added to what the norm before it gives,
-    times these, instead of to what goes into that norm."""
+    """One decoder layer. Its first branch, the mixer, is attention or a recurrent layer. A layer
+    may lack one of its branches. `branch_scale`: what each branch is multiplied with behind its
+    last norm. `normed_residual`: each branch is added to what the norm before it gives, times
+    these, instead of to what goes into that norm."""
 
-    attention: MixerSpec | None
+    mixer: MixerSpec | None
     placement: NormPlacement = PRE
     feed_forward: FeedForwardSpec | None = GATED_MLP
     branch_scale: float = 1.0
@@ -124,7 +124,7 @@ class DecoderLayer:
         plain = spec.branch_scale == 1.0
         self.parallel = place.parallel
         self.normed_residual = spec.normed_residual is not None
-        self.attention = spec.attention and spec.attention.build(
+        self.mixer = spec.mixer and spec.mixer.build(
             scope,
             cache,
             norm=self._fusible(self.before_attention),
@@ -165,15 +165,15 @@ class DecoderLayer:
             return self._forward_parallel(branch_TE, residual_TE, batch, last=last)
         after = batch.last_token_batch if last else None
         at_N = None if after is None else batch.logits_at_N
-        if self.attention is not None:
-            norm = None if self.attention.norms else self.before_attention
+        if self.mixer is not None:
+            norm = None if self.mixer.norms else self.before_attention
             x_TE = add_norm(norm, branch_TE, residual_TE)
             if self.residual_norms:
                 residual_TE = self.residual_norms[0].norm(residual_TE)
-            handed = self.attention.queries(x_TE, batch, at_N)
+            handed = self.mixer.queries(x_TE, batch, at_N)
             if after is not None and at_N is not None:
                 residual_TE, batch = residual_TE.index_select(0, at_N), after
-            branch_TE = self.attention.attend_into(handed, residual_TE, batch)
+            branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
             branch_TE = self._after(self.after_attention, branch_TE)
         elif at_N is not None:
             residual_TE = add_norm(None, branch_TE, residual_TE)
@@ -189,24 +189,24 @@ class DecoderLayer:
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """The caches of its mixer."""
-        return () if self.attention is None else self.attention.kv_forms
+        return () if self.mixer is None else self.mixer.kv_forms
 
     def _forward_parallel(
         self, branch_TE: Branch, residual_TE: torch.Tensor, batch: Batch, *, last: bool
     ) -> Stream:
         """Whatever reads the residual comes before what adds to it."""
-        assert self.attention is not None and self.mlp is not None, "a branch is missing"
+        assert self.mixer is not None and self.mlp is not None, "a branch is missing"
         x_TE = add_norm(self.before_attention, branch_TE, residual_TE)
         after = batch.last_token_batch if last else None
         at_N = None if after is None else batch.logits_at_N
-        handed = self.attention.queries(x_TE, batch, at_N)
+        handed = self.mixer.queries(x_TE, batch, at_N)
         if after is not None and at_N is not None:
             residual_TE, batch = residual_TE.index_select(0, at_N), after
             x_TE = x_TE.index_select(0, at_N)
         if self.before_mlp is not None:
             x_TE = self.before_mlp.norm(residual_TE)
         mlp_TE = self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
-        branch_TE = self.attention.attend_into(handed, residual_TE, batch)
+        branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
         return sum_branches(self._after(self.after_attention, branch_TE), mlp_TE), residual_TE
 
     def _after(self, norm: BlockNorm | None, branch_TE: Branch) -> Branch:
@@ -252,7 +252,7 @@ class Decoder:
         self._norm = spec.norm.build(inside / names.norm, sizes.width, eps=sizes.eps)
         self._head = self._logits_head(scope, spec) if self.generates else None
         self._classifier = classifier_of(scope, sizes.width)
-        if not all(layer.attention and layer.attention.probed for layer in self._layers):
+        if not all(layer.mixer and layer.mixer.probed for layer in self._layers):
             self.attention_heads = 0
         tied = (rf"{names.head}\.(weight|bias)",) if sizes.tied or not self.generates else ()
         self.weights = WeightPlan(

@@ -17,7 +17,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     bias = config.bool("attention_bias", False)
     heads = QKNorm(over="heads", eps=sizes.eps)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(
                 config,

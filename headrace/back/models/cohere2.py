@@ -34,7 +34,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 **plain_attention(sizes),
                 rope=rope if window else None,
                 window=window,

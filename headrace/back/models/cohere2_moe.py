@@ -35,7 +35,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     experts = _experts(config, sizes.inner)
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 **plain_attention(sizes),
                 rope=rope if window or (prefix == 1 and not is_sparse) else None,
                 window=window,

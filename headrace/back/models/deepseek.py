@@ -31,7 +31,7 @@ def deepseek_decoder(
         every=config.int("moe_layer_freq", 1, ge=1),
     )
     layers = tuple(
-        LayerSpec(attention=attention, feed_forward=feed_forward)
+        LayerSpec(mixer=attention, feed_forward=feed_forward)
         for feed_forward in feed_forwards(mixture, sparse)
     )
     ignored = draft_layers(config, sizes.layers)

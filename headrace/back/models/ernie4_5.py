@@ -22,7 +22,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         layout="pairs",
     )
     layer = LayerSpec(
-        attention=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias),
+        mixer=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias),
         feed_forward=GatedMLPSpec(bias=bias),
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))

@@ -37,7 +37,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     stop = sizes.layers if last == -1 else last + 1
     sparse = [first <= i < stop and (i + 1) % every == 0 for i in range(sizes.layers)]
     layers = tuple(
-        LayerSpec(attention=attention, feed_forward=feed_forward)
+        LayerSpec(mixer=attention, feed_forward=feed_forward)
         for feed_forward in feed_forwards(_mixture(config), sparse)
     )
     ignored = draft_layers(config, sizes.layers)

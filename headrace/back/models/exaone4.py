@@ -23,7 +23,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Exaone4ForCausalLM."""
     sizes = read_sizes(config, eps=1e-5)
     layers = tuple(
-        LayerSpec(attention=attention, placement=POST)
+        LayerSpec(mixer=attention, placement=POST)
         for attention in exaone_attentions(scope, config, sizes)
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))

@@ -16,7 +16,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     mixture = sigmoid_mixture(config, bias_name=BIAS_BESIDE)
     sparse = sparse_by_type(config, sizes.layers, dense=1)
     layers = tuple(
-        LayerSpec(attention=attention, feed_forward=feed_forward)
+        LayerSpec(mixer=attention, feed_forward=feed_forward)
         for attention, feed_forward in zip(
             exaone_attentions(scope, config, sizes),
             feed_forwards(mixture, sparse),

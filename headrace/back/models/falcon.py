@@ -43,7 +43,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     bias = config.bool("bias", False)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
             qkv_bias=bias,

@@ -41,9 +41,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             raise config.wrong(key, "false: multipliers would have to leave biases out")
     gate, down = _multipliers(config, "mlp_multipliers", 2)
     layer = LayerSpec(
-        attention=MixerPairSpec(
-            first=_mamba(config, sizes), second=_attention(scope, config, sizes)
-        ),
+        mixer=MixerPairSpec(first=_mamba(config, sizes), second=_attention(scope, config, sizes)),
         placement=PLACEMENT,
         feed_forward=GatedMLPSpec(name="feed_forward", gate_scale=gate, down_scale=down),
     )

@@ -23,7 +23,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     bias = config.bool("attention_bias", False)
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     layer = LayerSpec(
-        attention=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias)
+        mixer=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias)
     )
     return Decoder(
         scope,

@@ -41,7 +41,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         "out_bias": bias,
     }
     layers = tuple(
-        LayerSpec(attention=AttentionSpec(**attention, window=window), placement=SANDWICH)
+        LayerSpec(mixer=AttentionSpec(**attention, window=window), placement=SANDWICH)
         for window in windows
     )
     return Decoder(

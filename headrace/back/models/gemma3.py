@@ -43,7 +43,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     local, whole = _ropes(scope, config, sizes.head_dim)
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(**attention, window=window, rope=local if window else whole),
+            mixer=AttentionSpec(**attention, window=window, rope=local if window else whole),
             placement=SANDWICH,
         )
         for window in windows

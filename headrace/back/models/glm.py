@@ -21,7 +21,7 @@ def build_glm(scope: Scope, config: ConfigReader, placement: NormPlacement) -> D
     """The same with norms elsewhere."""
     sizes = read_sizes(config, eps=1.5625e-7)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(
                 config,

@@ -39,7 +39,7 @@ def glm_moe_decoder(
         qk_norm=QKNorm(eps=sizes.eps) if config.bool("use_qk_norm", False) else None,
     )
     layers = tuple(
-        LayerSpec(attention=attention, feed_forward=feed_forward)
+        LayerSpec(mixer=attention, feed_forward=feed_forward)
         for feed_forward in feed_forwards(sigmoid_mixture(config), sparse)
     )
     ignored = draft_layers(config, sizes.layers)

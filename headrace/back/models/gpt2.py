@@ -43,7 +43,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     scale = sizes.head_dim**-0.5 if config.bool("scale_attn_weights", True) else 1.0
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 **{**plain, "scale": scale / (index + 1) if by_layer else scale},
                 rope=None,
                 qkv_bias=True,

@@ -39,7 +39,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     parallel = config.bool("use_parallel_residual", True)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias, names=ATTENTION
         ),
         placement=PARALLEL_TWO_NORMS if parallel else PRE,

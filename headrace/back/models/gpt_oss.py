@@ -37,7 +37,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     window = config.int("sliding_window", 128, ge=1)
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 **plain_attention(sizes),
                 rope=rope,
                 window=one,

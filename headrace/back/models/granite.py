@@ -53,7 +53,7 @@ def granite_decoder(
     divides."""
     branch_scale = config.float("residual_multiplier", 1.0)
     layers = tuple(
-        LayerSpec(attention=mixer, feed_forward=feed_forward, branch_scale=branch_scale)
+        LayerSpec(mixer=mixer, feed_forward=feed_forward, branch_scale=branch_scale)
         for mixer in mixers
     )
     return Decoder(

@@ -21,7 +21,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         layout="pairs",
     )
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes), rope=rope, qkv_bias=config.bool("attention_bias", False)
         ),
         feed_forward=GatedMLPSpec(bias=config.bool("mlp_bias", False)),

@@ -20,7 +20,7 @@ from headrace.base.config.hf import ConfigReader
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """HunYuanDenseV1ForCausalLM."""
     sizes = read_sizes(config, eps=1e-5)
-    layer = LayerSpec(attention=hunyuan_attention(scope, config, sizes))
+    layer = LayerSpec(mixer=hunyuan_attention(scope, config, sizes))
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))
 
 

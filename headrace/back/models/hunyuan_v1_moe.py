@@ -15,7 +15,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = read_sizes(config, eps=1e-5)
     experts = config.int("num_experts", ge=1, aliases=("num_local_experts",))
     layer = LayerSpec(
-        attention=hunyuan_attention(scope, config, sizes),
+        mixer=hunyuan_attention(scope, config, sizes),
         feed_forward=MixtureSpec(
             router=RouterSpec(
                 experts=experts,

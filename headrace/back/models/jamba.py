@@ -47,7 +47,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     is_sparse = _periodic(config, "expert", sizes.layers, period=2, offset=1)
     layers = tuple(
         LayerSpec(
-            attention=attention if attends[i] else mamba,
+            mixer=attention if attends[i] else mamba,
             placement=PLACEMENT,
             feed_forward=mixture if is_sparse[i] and experts > 1 else MLP,
         )

@@ -35,7 +35,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     mixture = replace(sigmoid_mixture(config), layout=LAYOUT)
     sparse = sparse_by_type(config, sizes.layers, dense=1)
     layers = tuple(
-        LayerSpec(attention=mixer, feed_forward=feed_forward)
+        LayerSpec(mixer=mixer, feed_forward=feed_forward)
         for mixer, feed_forward in zip(
             _mixers(config, sizes.layers, delta, latent),
             feed_forwards(mixture, sparse),

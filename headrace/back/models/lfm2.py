@@ -36,7 +36,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = lfm2_sizes(config)
     mlp = replace(MLP, inner=_inner(config, sizes.inner))
     layers = tuple(
-        LayerSpec(attention=mixer, placement=PLACEMENT, feed_forward=mlp)
+        LayerSpec(mixer=mixer, placement=PLACEMENT, feed_forward=mlp)
         for mixer in lfm2_mixers(scope, config, sizes)
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, names=NAMES))

@@ -29,7 +29,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     dense = config.int("num_dense_layers", 2, ge=0)
     layers = tuple(
-        LayerSpec(attention=mixer, placement=PLACEMENT, feed_forward=MLP if i < dense else mixture)
+        LayerSpec(mixer=mixer, placement=PLACEMENT, feed_forward=MLP if i < dense else mixture)
         for i, mixer in enumerate(lfm2_mixers(scope, config, sizes))
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, names=NAMES))

@@ -37,7 +37,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sparse = config.list("moe_layers", list(range(step - 1, sizes.layers, step)), of=int)
     mixture = _mixture(config, sizes.inner)
     layers = tuple(
-        LayerSpec(attention=attention, feed_forward=mixture if i in sparse else DENSE)
+        LayerSpec(mixer=attention, feed_forward=mixture if i in sparse else DENSE)
         for i, attention in enumerate(_attentions(scope, config, sizes))
     )
     return Decoder(scope, DecoderSpec(sizes=replace(sizes, inner=dense_inner), layers=layers))

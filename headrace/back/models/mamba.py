@@ -17,6 +17,6 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 def mamba_decoder(scope: Scope, sizes: DecoderSizes, mamba: Mamba1Spec) -> Decoder:
     """Layers of a norm and this mixer each."""
-    layer = LayerSpec(attention=mamba, placement=ONE_BRANCH, feed_forward=None)
+    layer = LayerSpec(mixer=mamba, placement=ONE_BRANCH, feed_forward=None)
     spec = DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers, names=BACKBONE)
     return Decoder(scope, spec)

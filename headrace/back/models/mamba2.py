@@ -18,7 +18,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     head_dim = config.int("head_dim", 64, ge=1)
     groups = divides(config, "n_groups", config.int("n_groups", 8, ge=1), heads)
     layer = LayerSpec(
-        attention=Mamba2Spec(
+        mixer=Mamba2Spec(
             width=sizes.width,
             heads=heads,
             head_dim=head_dim,

@@ -36,7 +36,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     mixture = replace(sigmoid_mixture(config), shared=None)
     sparse = sparse_by_type(config, sizes.layers, dense=1)
     layers = tuple(
-        LayerSpec(attention=_attention(scope, config, sizes, window), feed_forward=feed_forward)
+        LayerSpec(mixer=_attention(scope, config, sizes, window), feed_forward=feed_forward)
         for window, feed_forward in zip(windows, feed_forwards(mixture, sparse), strict=True)
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))

@@ -14,7 +14,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = read_sizes(config, eps=1e-5, tied=True)
     depth = config.float("scale_depth", None)
     layer = LayerSpec(
-        attention=read_latent_attention(scope, config, sizes),
+        mixer=read_latent_attention(scope, config, sizes),
         branch_scale=1.0 if depth is None else depth / sizes.layers**0.5,
     )
     base = config.int("dim_model_base", None, ge=1)

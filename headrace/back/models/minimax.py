@@ -49,7 +49,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     kinds = linear_layers(config, sizes.layers, default=lambda i: i % 2 == 1)
     layers = tuple(
         LayerSpec(
-            attention=_lightning(sizes, index) if is_linear else attention,
+            mixer=_lightning(sizes, index) if is_linear else attention,
             feed_forward=mixture,
             normed_residual=(linear if is_linear else whole, mlp),
         )

@@ -19,7 +19,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = read_sizes(config)
     experts = config.int("num_local_experts", ge=1, aliases=("num_experts",))
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(
                 config,

@@ -28,7 +28,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         sliding=lambda layer: True,
     )
     layers = tuple(
-        LayerSpec(attention=AttentionSpec(**plain_attention(sizes), rope=rope, window=window))
+        LayerSpec(mixer=AttentionSpec(**plain_attention(sizes), rope=rope, window=window))
         for window in windows
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))

@@ -14,7 +14,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = read_sizes(config, eps=1e-5)
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=rope,
             window=config.int("sliding_window", None, ge=1),

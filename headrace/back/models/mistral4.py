@@ -28,7 +28,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     renormalize = config.bool("norm_topk_prob", True)
     router = replace(mixture.router, renormalize=renormalize, group_score="top2")
     layers = tuple(
-        LayerSpec(attention=attention, feed_forward=feed_forward)
+        LayerSpec(mixer=attention, feed_forward=feed_forward)
         for feed_forward in feed_forwards(
             replace(mixture, router=router, layout=LAYOUT), dense_first(config, sizes.layers)
         )

@@ -17,7 +17,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = read_sizes(config, gated=False, default_activation="relu2", eps=1e-5)
     bias = config.bool("attention_bias", False)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(
                 config,

@@ -45,16 +45,14 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     attention = AttentionSpec(**plain_attention(sizes), rope=None, names=ATTENTION_NAMES)
     mlp = PlainMLPSpec(name="mixer", bias=config.bool("mlp_bias", False))
     layers = {
-        "mamba": LayerSpec(
-            attention=_mamba(config, sizes), placement=ONE_BRANCH, feed_forward=None
-        ),
-        "attention": LayerSpec(attention=attention, placement=ONE_BRANCH, feed_forward=None),
-        "mlp": LayerSpec(attention=None, placement=MLP_PLACEMENT, feed_forward=mlp),
+        "mamba": LayerSpec(mixer=_mamba(config, sizes), placement=ONE_BRANCH, feed_forward=None),
+        "attention": LayerSpec(mixer=attention, placement=ONE_BRANCH, feed_forward=None),
+        "mlp": LayerSpec(mixer=None, placement=MLP_PLACEMENT, feed_forward=mlp),
     }
     kinds = _kinds(config, sizes.layers)
     if "moe" in kinds:
         layers["moe"] = LayerSpec(
-            attention=None, placement=MLP_PLACEMENT, feed_forward=_experts(config, sizes)
+            mixer=None, placement=MLP_PLACEMENT, feed_forward=_experts(config, sizes)
         )
     return Decoder(
         scope,

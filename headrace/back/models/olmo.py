@@ -16,7 +16,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = read_sizes(config, eps=1e-5)
     bias = config.bool("attention_bias", False)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
             qkv_bias=bias,

@@ -34,7 +34,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     whole = read_rope(config, **places, layer_type="full_attention", default_theta=theta)
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 **plain_attention(sizes),
                 rope=local if window else whole,
                 window=window,

@@ -49,7 +49,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     kinds = linear_layers(config, sizes.layers, default=lambda i: i % 4 != 3)
     layers = tuple(
-        LayerSpec(attention=linear) if is_linear else LayerSpec(attention=attention, placement=POST)
+        LayerSpec(mixer=linear) if is_linear else LayerSpec(mixer=attention, placement=POST)
         for is_linear in kinds
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, renamed=RENAMED))

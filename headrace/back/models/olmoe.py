@@ -25,7 +25,7 @@ def olmoe_decoder(scope: Scope, config: ConfigReader, *, placement: NormPlacemen
     bias = config.bool("attention_bias", False)
     experts = config.int("num_experts", 64, ge=1, aliases=("num_local_experts",))
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
             qkv_bias=bias,

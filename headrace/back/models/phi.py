@@ -26,7 +26,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     if config.bool("qk_layernorm", False):
         qk_norm = QKNorm(norm=LAYER, eps=sizes.eps, names=("q_layernorm", "k_layernorm"))
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(
                 config,

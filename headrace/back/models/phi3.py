@@ -21,7 +21,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         renamed={**OLD_NAMES, "yarn": "longrope"},
     )
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=rope,
             window=config.int("sliding_window", None, ge=1),

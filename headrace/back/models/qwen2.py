@@ -40,9 +40,7 @@ def qwen2_decoder(
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
-                **plain_attention(sizes), rope=rope, window=window, qkv_bias=bias
-            ),
+            mixer=AttentionSpec(**plain_attention(sizes), rope=rope, window=window, qkv_bias=bias),
             feed_forward=feed_forward,
         )
         for window, feed_forward in zip(

@@ -46,7 +46,7 @@ def qwen3_decoder(
     )
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 **plain_attention(sizes),
                 rope=rope,
                 window=window,

@@ -35,7 +35,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = read_sizes(config, inner=1 if mixes else None)
     feed_forward = qwen_mixture(config, renormalize=True) if mixes else GATED_MLP
     layers = tuple(
-        LayerSpec(attention=mixer, feed_forward=feed_forward)
+        LayerSpec(mixer=mixer, feed_forward=feed_forward)
         for mixer in qwen_mixers(scope, config, sizes, DELTA)
     )
     spec = DecoderSpec(sizes=sizes, layers=layers, norm=RMS_UNIT_OFFSET, ignored=(DRAFTS, VISION))

@@ -27,7 +27,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     mixture = qwen_mixture(config, renormalize=True)
     sparse = feed_forwards(mixture, sparse_layers(config, sizes.layers))
     layers = tuple(
-        LayerSpec(attention=mixer, feed_forward=feed_forward)
+        LayerSpec(mixer=mixer, feed_forward=feed_forward)
         for mixer, feed_forward in zip(
             qwen_mixers(scope, config, sizes, names), sparse, strict=True
         )

@@ -36,7 +36,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     mixture = sigmoid_mixture(config, bias_name="gate.expert_bias")
     sparse = dense_first(config, sizes.layers, default=1)
     layers = tuple(
-        LayerSpec(attention=attention, feed_forward=feed_forward)
+        LayerSpec(mixer=attention, feed_forward=feed_forward)
         for feed_forward in feed_forwards(mixture, sparse)
     )
     names = DecoderNames(embedding="word_embeddings")

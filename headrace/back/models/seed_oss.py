@@ -14,7 +14,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """SeedOssForCausalLM."""
     sizes = read_sizes(config)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
             qkv_bias=config.bool("attention_bias", True),

@@ -37,7 +37,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     mlp_bias = config.bool("mlp_bias", False)
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 **plain_attention(sizes),
                 rope=rope if has_rope else None,
                 window=layer_window,

@@ -19,7 +19,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         names = ("q_layernorm", "k_layernorm")
         qk_norm = QKNorm(over="heads", eps=sizes.eps, names=names, listed="norms")
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(
                 config,

@@ -18,7 +18,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     bias = config.bool("use_bias", True)
     layer = LayerSpec(
-        attention=AttentionSpec(
+        mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
             window=config.int("sliding_window", None, ge=1),

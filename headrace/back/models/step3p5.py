@@ -42,7 +42,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     layers = tuple(
         LayerSpec(
-            attention=_attention(scope, _of_layer(config, i, windows[i]), sizes, windows[i]),
+            mixer=_attention(scope, _of_layer(config, i, windows[i]), sizes, windows[i]),
             feed_forward=_feed_forward(config, i, sparse=sparse),
         )
         for i, sparse in enumerate(_sparse(config, sizes.layers))

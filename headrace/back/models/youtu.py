@@ -12,5 +12,5 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """YoutuForCausalLM."""
     sizes = read_sizes(config, tied=True)
     layout = "pairs" if config.bool("rope_interleave", True) else "half"
-    layer = LayerSpec(attention=read_latent_attention(scope, config, sizes, layout=layout))
+    layer = LayerSpec(mixer=read_latent_attention(scope, config, sizes, layout=layout))
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))

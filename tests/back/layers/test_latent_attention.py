@@ -25,13 +25,13 @@ def test_only_the_last_layer_absorbs_the_last_tokens_alone(tmp_path: Path) -> No
     absorbed: list[int] = []
 
     for layer in model._layers:
-        absorb = layer.attention._absorb
+        absorb = layer.mixer._absorb
 
         def counting(q_THN, q_THC, absorb=absorb):
             absorbed.append(len(q_THN))
             absorb(q_THN, q_THC)
 
-        layer.attention._absorb = counting
+        layer.mixer._absorb = counting
     rows = random_rows(SIZES["vocab_size"], (9, 5))
     whole = PagedRun(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     logits = whole.step([(0, 9), (1, 5)])
