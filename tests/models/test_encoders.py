@@ -61,6 +61,14 @@ def modern(**more: Any) -> transformers.ModernBertConfig:
     )
 
 
+def nomic(**more: Any) -> transformers.NomicBertConfig:
+    return transformers.NomicBertConfig(**SIZES, max_position_embeddings=40, **more)
+
+
+def jina(**more: Any) -> transformers.JinaEmbeddingsV3Config:
+    return transformers.JinaEmbeddingsV3Config(**SIZES, max_position_embeddings=40, **more)
+
+
 def qwen3(**more: Any) -> transformers.Qwen3Config:
     return transformers.Qwen3Config(
         **SIZES,
@@ -84,6 +92,14 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("ModernBertModel", modern),
     ("ModernBertForSequenceClassification", modern),
     ("ModernBertForTokenClassification", modern),
+    ("NomicBertModel", nomic),
+    ("NomicBertForMaskedLM", nomic),
+    ("NomicBertForSequenceClassification", nomic),
+    ("NomicBertForTokenClassification", nomic),
+    ("JinaEmbeddingsV3Model", jina),
+    ("JinaEmbeddingsV3ForMaskedLM", jina),
+    ("JinaEmbeddingsV3ForSequenceClassification", jina),
+    ("JinaEmbeddingsV3ForTokenClassification", jina),
 ]
 
 

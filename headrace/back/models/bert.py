@@ -38,7 +38,7 @@ POOLER = r"(.*\.)?pooler\..*"
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
     """BertModel, BertForSequenceClassification, BertForTokenClassification, BertForMaskedLM."""
-    return build_bert(scope, config, prefix="bert", first_position=0, head=_head)
+    return build_bert(scope, config, prefix="bert", first_position=0, head=pooler_head)
 
 
 def build_bert(
@@ -55,7 +55,10 @@ def build_bert(
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix
-    embeddings = _Embeddings(inside / "embeddings", sizes, config, first_position)
+    embedded = inside / "embeddings"
+    embeddings = BertEmbeddings(
+        embedded, sizes, config, norm=embedded / "LayerNorm", first_position=first_position
+    )
     layers = [_layer(inside / "encoder" / "layer" / str(i), sizes) for i in range(sizes.layers)]
     classifier = head(scope, inside, sizes.width)
     pooled = scope.head.kind == "sequence" and prefix == "bert"
@@ -71,7 +74,9 @@ def build_bert(
     )
 
 
-def _head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
+def pooler_head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
+    """A tanh layer on the first token (the pooler) and the class logits; of tokens the logits
+    alone."""
     head = outer.head
     if head.kind == "none":
         return None
@@ -98,36 +103,49 @@ def _layer(scope: Scope, sizes: EncoderSizes) -> EncoderLayer:
     )
 
 
-class _Embeddings:
-    """norm(word + position + type)."""
+class BertEmbeddings:
+    """norm(word + position + type). `norm`: its place; text begins at `first_position` of the
+    learned positions, None: there are none (a rope tells places apart)."""
 
     def __init__(
-        self, scope: Scope, sizes: EncoderSizes, config: ConfigReader, first_position: int
+        self,
+        scope: Scope,
+        sizes: EncoderSizes,
+        config: ConfigReader,
+        *,
+        norm: Scope,
+        first_position: int | None,
     ) -> None:
-        positions = config.int("max_position_embeddings", 512, ge=1)
         self.num_types = config.int("type_vocab_size", 2, ge=1)
-
-        def table(name: str, rows: int) -> Callable[[], torch.Tensor]:
-            return (scope / name).param("weight", (rows, sizes.width)).take
-
-        self._take = (
-            table("word_embeddings", sizes.vocabulary),
-            table("position_embeddings", positions),
-            table("token_type_embeddings", self.num_types),
-        )
-        self._tables: tuple[torch.Tensor, ...] = ()
+        self._tables = [
+            _Table(scope / "word_embeddings", sizes.vocabulary, sizes.width),
+            _Table(scope / "token_type_embeddings", self.num_types, sizes.width),
+        ]
         self._first = first_position
-        self._norm = LayerNorm(scope / "LayerNorm", sizes.width, eps=sizes.eps)
-        scope.on_finish(self._finish)
+        if first_position is not None:
+            positions = config.int("max_position_embeddings", 512, ge=1)
+            self._tables.append(_Table(scope / "position_embeddings", positions, sizes.width))
+        self._norm = LayerNorm(norm, sizes.width, eps=sizes.eps)
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """x_TE."""
-        words, positions, types = self._tables
+        words, types, *positions = (table.rows for table in self._tables)
         x_TE = F.embedding(batch.token_ids_T, words)
-        x_TE = x_TE + F.embedding(batch.positions_T + self._first, positions)
+        for table in positions:
+            assert self._first is not None
+            x_TE = x_TE + F.embedding(batch.positions_T + self._first, table)
         segments_T = batch.segments_T
         x_TE += types[0] if segments_T is None else F.embedding(segments_T, types)
         return self._norm.norm(x_TE)
 
+
+class _Table:
+    """Rows [`count`, `width`] to look up; there after loading."""
+
+    def __init__(self, scope: Scope, count: int, width: int) -> None:
+        self.rows = torch.empty(0)
+        self._weight = scope.param("weight", (count, width))
+        scope.on_finish(self._finish)
+
     def _finish(self) -> None:
-        self._tables = tuple(take() for take in self._take)
+        self.rows = self._weight.take()

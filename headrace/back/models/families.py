@@ -100,6 +100,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "RobertaForMaskedLM": "roberta",
     "XLMRobertaForMaskedLM": "roberta",
     "ModernBertForMaskedLM": "modernbert",
+    "NomicBertForMaskedLM": "nomic_bert",
+    "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
 }
 TEXT_TYPES: Mapping[str, str] = {
     "mistral": "mistral",
@@ -130,7 +132,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "Qwen3_5MoeForConditionalGeneration": "model.language_model",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
-ENCODERS = frozenset({"bert", "roberta", "modernbert"})
+ENCODERS = frozenset({"bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"})
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Families without attention: their config states neither heads nor a longest text."""

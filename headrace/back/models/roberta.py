@@ -14,10 +14,12 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
     """RobertaModel, XLMRobertaModel, and their ForSequenceClassification, ForTokenClassification,
     ForMaskedLM."""
     first = config.int("pad_token_id", 1, ge=0) + 1
-    return build_bert(scope, config, prefix="roberta", first_position=first, head=_head)
+    return build_bert(scope, config, prefix="roberta", first_position=first, head=first_token_head)
 
 
-def _head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
+def first_token_head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
+    """A tanh layer on the first token and the class logits, both below `classifier`; of tokens the
+    logits alone."""
     head = outer.head
     if head.kind == "none":
         return None
