@@ -117,7 +117,7 @@ class EngineCore:
             facts, prefix_caching=self._prefix_caching, chunk_tokens=self.spec.max_step_tokens
         )
         rows = RowTable(min(self.spec.max_running, facts.max_rows), facts.block_tokens)
-        speculation = speculation_of(self._speculation, facts, kv, rows)
+        speculation = speculation_of(self._speculation, facts, kv, rows, self.hooks)
         scheduler = Scheduler(
             self.spec, kv, rows, self.hooks, self.service, self.clock, speculation
         )
@@ -435,9 +435,9 @@ class EngineCore:
         in_flight, _ = self._in_flight_steps[0]
         live = (self.rows.epoch[in_flight.rows] == in_flight.epochs) & in_flight.sample
         rows = in_flight.rows[live]
-        payloads = self.hooks.deferred_payloads(
-            in_flight.deferred, rows, self.rows.id[rows].tolist()
-        )
+        ids = self.rows.id[rows].tolist()
+        drafts = self.scheduler.speculation.proposed_drafts(in_flight, live)
+        payloads = self.hooks.deferred_payloads(in_flight.deferred, rows, ids, drafts)
         in_flight.deferred = ()
         self.executor.send_deferred(in_flight.step, payloads)
         forced = self._model.jump_forward.take(self.hooks, in_flight, self.requests.get)

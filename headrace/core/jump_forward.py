@@ -89,6 +89,7 @@ class JumpForward:
     ) -> None:
         void = in_flight.rows == request.row
         in_flight.sample = in_flight.sample & ~void  # the plan has the old array
+        self._scheduler.speculation.give_up(in_flight, void)
         if request.first_token_at is None:
             request.first_token_at = self._now()
             self._output_buffer.add_cached(request.id, request.num_cached)

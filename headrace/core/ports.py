@@ -155,9 +155,19 @@ class AdmissionHook(Protocol):
         requests."""
         return False
 
-    def deferred_payload(self, rows: npt.NDArray[np.int32], request_ids: list[int]) -> memoryview:
+    @property
+    def follows_drafts(self) -> bool:
+        """Whether `deferred_payload` says what is needed behind drafts too."""
+        return False
+
+    def deferred_payload(
+        self,
+        rows: npt.NDArray[np.int32],
+        request_ids: list[int],
+        drafts: Sequence[npt.NDArray[np.int32]],
+    ) -> memoryview:
         """What the workers need before they sample these requests; every token before that is known
-        by now."""
+        by now. `drafts`: of each row, those that the step may verify."""
         return memoryview(b"")
 
     def forced(self) -> dict[int, list[int]]:

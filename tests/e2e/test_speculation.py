@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from headrace.base.config.tree import (
 from headrace.base.config.tree import SpeculationOptions as Speculation
 from headrace.base.wire.request import EngineRequest, RepetitionDetection, RowSampling, StopRules
 from headrace.core.core import EngineCore
+from headrace.core.ports import AdmissionHook
 from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.launch.facts import resolve_options
 from tests.back.runner.test_runner import Calls
@@ -123,6 +125,9 @@ def run(core: EngineCore, requests: list[EngineRequest], at_once: int = 6) -> di
             for request in waiting[:3]:
                 core.add(request)
             del waiting[:3]
+        if not core.has_work:  # a grammar is being compiled
+            time.sleep(core.idle_s or 0.001)
+            continue
         batch = core.step(wait=True).tokens
         if batch is None:
             continue
@@ -143,9 +148,9 @@ def run(core: EngineCore, requests: list[EngineRequest], at_once: int = 6) -> di
 class Engine:
     """A core over an executor of its own, which is closed at the end."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, hooks: Sequence[AdmissionHook] = ()) -> None:
         self.spec, self.executor = spec, InlineExecutor(spec)
-        self.core = EngineCore(spec, self.executor)
+        self.core = EngineCore(spec, self.executor, hooks=hooks)
 
     @property
     def replay(self) -> CpuGraphs:

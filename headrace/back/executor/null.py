@@ -459,8 +459,8 @@ class NullExecutor:
         if not payload:
             return
         place = {row: index for index, row in enumerate(rows.tolist())}
-        masked_rows, masks = unpack_masks(payload)
-        for row, words in zip(masked_rows.tolist(), masks.view(np.uint32), strict=True):
+        newest = unpack_masks(payload).of_newest()
+        for row, words in zip(newest.rows.tolist(), newest.masks.view(np.uint32), strict=True):
             token = int(tokens[place[row]])
             if not int(words[token >> 5]) >> (token & 31) & 1:
                 allowed = np.flatnonzero(words)

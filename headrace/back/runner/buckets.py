@@ -4,8 +4,8 @@ replayed.
 A step costs the host one packed message, one copy and one launch; kernels build positions, slots
 and tables from the message and from the rows' tables (kernels/step_inputs), and put the sampled
 tokens back into the rows and into a ring that is copied to the host on a stream of its own
-(kernels/step_commit). All tensors a step reads or writes are made
-once, for the largest bucket, and shared by all buckets: steps run one after another.
+(kernels/step_commit). All tensors of steps are made once, for the largest bucket, and shared by all
+buckets: steps run one after another.
 
 T query tokens and R rows of a bucket (padded), N rows sampled, G KV groups, M most rows, S ring
 slots.
@@ -37,6 +37,7 @@ from headrace.back.runner.replay import RING, DeferredSampling, Replay, SampleRi
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
 from headrace.back.runner.steps import (
+    AwaitMasks,
     ExactSteps,
     StepOutputs,
     StepResources,
@@ -48,7 +49,7 @@ from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
-from headrace.base.wire.step import RecordedGraphs, StepPlan
+from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan
 
 MOST_FRAMES = 512
 """Views of the static tensors that are kept, by size."""
@@ -73,13 +74,9 @@ class BucketSteps:
     ) -> None:
         device = resources.device
         self._resources, self._replay = resources, replay
-        shortcuts = {
-            "argmax": resources.model.argmax,
-            "top_candidates": resources.model.top_candidates,
-        }
-        self._shortcuts = {
-            sampler_input: way for sampler_input, way in shortcuts.items() if way is not None
-        }
+        model = resources.model
+        shortcuts = {"argmax": model.argmax, "top_candidates": model.top_candidates}
+        self._shortcuts = {name: way for name, way in shortcuts.items() if way is not None}
         self._lacks = shortcuts.keys() - self._shortcuts.keys()
         self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         problem = StepInputsProblem(
@@ -109,6 +106,7 @@ class BucketSteps:
             else DraftVerification(drafter, problem, self._tables, on_host=replay.on_host)
         )
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
+        self.masks_drafts = drafter is not None and replay.on_host
         self._exact = ExactSteps(resources, self.rows)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
         self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)
@@ -156,10 +154,14 @@ class BucketSteps:
             return sample is not None and sampling.samples == sample.samples
         return bucket.sampler_input not in self._lacks
 
-    def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
+    def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
         """See Steps."""
         self.rows.begin(plan)
-        return plan if self._speculation is None else self._speculation.begin(plan, needs)
+        return plan if self._speculation is None else self._speculation.begin(plan, needs, masks)
+
+    def propose_next(self, plan: StepPlan) -> np.ndarray:
+        """See Steps."""
+        return NO_DRAFTS if self._speculation is None else self._speculation.propose_next(plan)
 
     def commit(
         self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
@@ -213,9 +215,8 @@ class BucketSteps:
         if not isinstance(sampling, InStepSampling):
             out = self._replay.run(bucket, self._step)
             samples = self._read(self._argmax_ring, slot)
-            return StepOutputs(
-                out=out, index=shape.place, samples=samples if needs == "argmax" else None
-            )
+            chosen = samples if needs == "argmax" else None
+            return StepOutputs(out=out, index=shape.place, samples=chosen)
         rest = DeferredSampling(take_masks, self._sampled) if sampling.grammar else None
         out = self._replay.run(bucket, self._step, rest)
         ring = self._sampled_ring if sampling.words else self._argmax_ring

@@ -140,6 +140,7 @@ class LaunchedStep:
     pooled: Sequence[Vectors] = ()
     captured: Sequence[CapturedWeights] = ()
     refused: dict[int, HeadraceError] = field(default_factory=dict)
+    proposed: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
     lost: Callable[[np.ndarray], None] | None = None
 
     def done(self) -> bool:
@@ -181,6 +182,7 @@ class LaunchedStep:
             step=self.plan.step,
             tokens=tokens,
             drafted=drafted,
+            proposed=self.proposed,
             logprobs=logprobs,
             prompt_logprobs=[(index, scored.read()) for index, scored in self.prompts],
             pooled=[pooled for vectors in self.pooled for pooled in vectors.read(failed)],

@@ -30,15 +30,15 @@ from headrace.back.runner.capture import LayersOfRow, capture_of, forget_rows, n
 from headrace.back.runner.devices import StepsFactory
 from headrace.back.runner.memory import KVCounts, KVLayout, KVMemory
 from headrace.back.runner.pooler import Pooler
-from headrace.back.runner.results import LaunchedStep, SampledTokens
+from headrace.back.runner.results import LaunchedStep
 from headrace.back.runner.states import StateFactory
-from headrace.back.runner.steps import StepOutputs, StepResources, token_choices
+from headrace.back.runner.steps import StepResources, token_choices
 from headrace.back.sampling.logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING
-from headrace.base.wire.step import RecordedGraphs, StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,7 @@ class Runner:
             capture_layers=num_capturable(model, spec),
             capture_heads=model.attention_heads,
             max_drafts=self._steps.max_drafts,
+            masks_drafts=self._steps.masks_drafts,
             kv_bytes=self._kv.num_bytes,
             graphs=self._steps.graphs,
             decisions=[
@@ -225,19 +226,25 @@ class Runner:
             return LaunchedStep(plan=plan)
         every = all_hidden or bool(self._prompts.rows or self._pooler.rows)
         needs = self._sampler.needs(plan.rows[plan.sample], grammar=bool(plan.deferred))
-        plan = self._steps.begin(plan, needs)
+
+        def masks() -> memoryview:
+            deferred = await_deferred(plan.step) if plan.deferred else {}
+            return deferred.get(GRAMMAR_HOOK, NOTHING)
+
+        plan = self._steps.begin(plan, needs, masks)
         shape = dataclasses.replace(shape_of(plan), needs=needs, every=every)
         probe = capture_of(self._captured, shape) if self._captured else None
 
         def take_masks() -> None:
-            self._sampler.take_masks(await_deferred(plan.step).get(GRAMMAR_HOOK, NOTHING))
+            self._sampler.take_masks(masks())
 
         outputs = self._steps.run(plan, shape, probe=probe, take_masks=take_masks)
         prompts, refused = (
             self._score_prompts(shape, outputs.out.hidden_TE) if self._prompts.rows else ([], {})
         )
         if shape.sampled.size:
-            sampled = self._sample(plan, shape, outputs, await_deferred)
+            choice = next(choice for choice in self._choices if choice.takes(outputs))
+            sampled = choice.choose(shape, outputs, masks)
         else:
             sampled = None
             if plan.deferred:
@@ -247,6 +254,7 @@ class Runner:
             event=self._steps.event(),
             shape=shape,
             sampled=sampled,
+            proposed=self._steps.propose_next(plan) if plan.deferred else NO_DRAFTS,
             prompts=prompts,
             pooled=self._pooler.pool(shape, outputs.out.hidden_TE) if self._pooler.rows else (),
             captured=() if probe is None else probe.weights,
@@ -273,19 +281,6 @@ class Runner:
                 self._pooler.start(start)
             if start.sampling.capture_layers:
                 self._captured[start.row] = start.sampling.capture_layers
-
-    def _sample(
-        self, plan: StepPlan, shape: StepShape, outputs: StepOutputs, await_deferred: AwaitDeferred
-    ) -> SampledTokens:
-        """Chooses a token for each row that the plan wants sampled and stores it for the next step,
-        by the first way that what the step has left suffices for."""
-
-        def masks() -> memoryview:
-            deferred = await_deferred(plan.step) if plan.deferred else {}
-            return deferred.get(GRAMMAR_HOOK, NOTHING)
-
-        choice = next(choice for choice in self._choices if choice.takes(outputs))
-        return choice.choose(shape, outputs, masks)
 
     def _score_prompts(
         self, shape: StepShape, hidden_TE: torch.Tensor

@@ -38,8 +38,10 @@ from headrace.back.sampling.in_step import StepSampler, StepSamples
 from headrace.back.sampling.sampler import Sampled, Sampler
 from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
 from headrace.base.config.resolved import Decision
-from headrace.base.wire.step import RecordedGraphs, StepPlan
+from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan
 
+AwaitMasks = Callable[[], memoryview]
+"""Waits for the grammar masks of a step; its payload. It may be called again."""
 TakeMasks = Callable[[], None]
 """Waits for the grammar masks of a step and puts them where it reads them, behind what the device
 was given so far."""
@@ -140,6 +142,8 @@ class Steps(Protocol):
     """Those of them that take all kernels between them."""
     max_drafts: int
     """Drafts of a row that a step can verify."""
+    masks_drafts: bool
+    """Whether it can behind masks of grammars."""
 
     @property
     def graphs(self) -> RecordedGraphs:
@@ -160,9 +164,14 @@ class Steps(Protocol):
         tell is made up. None: there is nothing to compile."""
         ...
 
-    def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
+    def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
         """Takes over the rows that the plan starts and feeds; the plan as it can be run, which may
-        have fewer drafts and exact positions. `needs`: see StepShape."""
+        have fewer drafts and exact positions. `needs`: see StepShape. `masks` is called where
+        drafts must be allowed by them."""
+        ...
+
+    def propose_next(self, plan: StepPlan) -> np.ndarray:
+        """Behind a step that waited for masks: see StepResult.proposed."""
         ...
 
     def run(
@@ -197,9 +206,7 @@ class TokenChoice(Protocol):
         """Whether the step has left what this way needs."""
         ...
 
-    def choose(
-        self, shape: StepShape, outputs: StepOutputs, masks: Callable[[], memoryview]
-    ) -> SampledTokens:
+    def choose(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> SampledTokens:
         """The tokens of the sampled rows, which have them when this returns; in a step that
         verifies drafts with marks in place of what does not stand. `masks` waits for the payload of
         the grammars; a step that chooses itself has taken it already."""
@@ -227,9 +234,7 @@ class ChoiceInStep:
         """See TokenChoice."""
         return outputs.samples is not None
 
-    def choose(
-        self, shape: StepShape, outputs: StepOutputs, masks: Callable[[], memoryview]
-    ) -> SampledTokens:
+    def choose(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> SampledTokens:
         """See TokenChoice."""
         samples = outputs.samples
         assert samples is not None
@@ -257,9 +262,7 @@ class ChoiceAmongCandidates:
         """See TokenChoice."""
         return outputs.out.top_candidates is not None
 
-    def choose(
-        self, shape: StepShape, outputs: StepOutputs, masks: Callable[[], memoryview]
-    ) -> SampledTokens:
+    def choose(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> SampledTokens:
         """See TokenChoice."""
         sampled = self._sampler.sample_candidates(
             outputs.best(),
@@ -279,9 +282,7 @@ class ChoiceFromLogits:
         """See TokenChoice."""
         return outputs.out.logits_RV is not None
 
-    def choose(
-        self, shape: StepShape, outputs: StepOutputs, masks: Callable[[], memoryview]
-    ) -> SampledTokens:
+    def choose(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> SampledTokens:
         """See TokenChoice."""
         asked = _sampled_rows(shape, self._steps.rows)
         payload = masks()
@@ -312,6 +313,7 @@ class ExactSteps:
     """See the top of the file."""
 
     max_drafts = 0
+    masks_drafts = False
     common_rows: tuple[int, ...] = ()
     distinct_rows: tuple[int, ...] = ()
 
@@ -338,10 +340,14 @@ class ExactSteps:
     def compiling(self) -> None:
         """See Steps."""
 
-    def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
+    def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
         """See Steps."""
         self.rows.begin(plan)
         return plan
+
+    def propose_next(self, plan: StepPlan) -> np.ndarray:
+        """See Steps."""
+        return NO_DRAFTS
 
     def commit(
         self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor

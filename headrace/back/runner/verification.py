@@ -19,11 +19,13 @@ from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
 from headrace.back.kernels.step_verify.op import OP as VERIFY
 from headrace.back.runner.batch import done_in_step
+from headrace.back.runner.steps import AwaitMasks
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import ConfigError
+from headrace.base.wire.grammar import StepMasks, unpack_masks
 from headrace.base.wire.step import NO_DRAFTS, KVGroup, StepPlan
 
 
@@ -66,6 +68,7 @@ class DraftVerification:
         self._decisions = (*drafter.decisions, *decisions((choice,)))
         self.max_drafts = drafter.max_drafts
         self.count_M = torch.zeros_like(tables.length_M)
+        self._proposed_at = np.full(tables.length_M.numel(), -1, np.int32)
         self._on_host = on_host
 
     @property
@@ -78,12 +81,14 @@ class DraftVerification:
         """Whether drafts are proposed within the step."""
         return not self._on_host
 
-    def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
+    def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
         """The plan as it can be run, its rows having taken what it starts. On a GPU only what a
         step samples itself can be verified; what the host samples needs its exact positions,
         which the noise of a sample depends on."""
         if self._on_host:
-            return self._propose(self._exact(plan))
+            self._forget_proposed(plan)
+            plan = self._exact(plan)
+            return self._take_proposed(plan, masks) if plan.deferred else self._propose(plan)
         if not isinstance(needs, InStepSampling) and needs != "argmax":
             return self._exact(without_drafts(plan))
         if isinstance(needs, InStepSampling) and (needs.words or needs.grammar):
@@ -118,8 +123,64 @@ class DraftVerification:
         start = np.zeros(plan.rows.size + 1, np.int32)
         np.cumsum(plan.num_tokens, out=start[1:])
         self.propose(torch.from_numpy(plan.rows.astype(np.int32)), torch.from_numpy(start))
-        drafts = np.minimum(self.count_M.numpy()[plan.rows], plan.drafts)
-        plan = replace(without_drafts(plan), drafts=drafts)
-        if not drafts.any():
-            return replace(plan, drafts=NO_DRAFTS)
-        return replace(plan, num_tokens=plan.num_tokens + drafts)
+        return _with_drafts(plan, np.minimum(self.count_M.numpy()[plan.rows], plan.drafts))
+
+    # Masks must be made for the drafts of a step, by the core: so these are proposed and told
+    # behind the step before. A CPU's step waits for the masks before it computes, and leaves out
+    # the drafts that they forbid.
+
+    def propose_next(self, plan: StepPlan) -> np.ndarray:
+        """The drafts of the rows that the step has sampled: see StepResult.proposed."""
+        if not self._on_host:
+            return NO_DRAFTS
+        rows = plan.rows[plan.sample].astype(np.int32)
+        length, width = self._length_M.numpy()[rows], self._tables.tokens_MC.shape[1]
+        wanted = np.clip(width - length, 0, self.max_drafts)
+        start = np.zeros(rows.size + 1, np.int32)
+        np.cumsum(1 + wanted, out=start[1:])
+        self.propose(torch.from_numpy(rows), torch.from_numpy(start))
+        self._proposed_at[rows] = length
+        proposed = np.full((plan.rows.size, self.max_drafts), -1, np.int32)
+        count, tokens_MC = self.count_M.numpy()[rows], self._tables.tokens_MC.numpy()
+        for index, row, first, num in zip(
+            np.flatnonzero(plan.sample), rows, length, count, strict=True
+        ):
+            proposed[index, :num] = tokens_MC[row, first : first + num]
+        return proposed
+
+    def _forget_proposed(self, plan: StepPlan) -> None:
+        """What was proposed for rows that have other tokens now."""
+        for entry in (*plan.starts, *plan.feeds):
+            self._proposed_at[entry.row] = -1
+
+    def _take_proposed(self, plan: StepPlan, masks: AwaitMasks) -> StepPlan:
+        """The plan with the drafts that were proposed and are allowed."""
+        if not plan.drafts.size:
+            return plan
+        proposed = self._proposed_at[plan.rows] == self._length_M.numpy()[plan.rows]
+        drafts = np.where(proposed, np.minimum(self.count_M.numpy()[plan.rows], plan.drafts), 0)
+        if drafts.any():
+            drafts = self._allowed(plan.rows, drafts, unpack_masks(masks()))
+        return _with_drafts(plan, drafts.astype(np.int32))
+
+    def _allowed(self, rows: np.ndarray, drafts: np.ndarray, masks: StepMasks) -> np.ndarray:
+        """Of so many drafts of each row those before the first that a mask forbids."""
+        allowed = dict(zip(rows.tolist(), drafts.tolist(), strict=True))
+        tokens_MC, length_M = self._tables.tokens_MC.numpy(), self._length_M.numpy()
+        bits = masks.masks.view(np.uint32)
+        for index, (row, offset) in enumerate(
+            zip(masks.rows.tolist(), masks.offsets.tolist(), strict=True)
+        ):
+            if offset < allowed.get(row, 0):
+                draft = int(tokens_MC[row, length_M[row] + offset])
+                if not int(bits[index, draft >> 5]) >> (draft & 31) & 1:
+                    allowed[row] = offset
+        return np.asarray([allowed[row] for row in rows.tolist()], np.int32)
+
+
+def _with_drafts(plan: StepPlan, drafts: np.ndarray) -> StepPlan:
+    """The plan with these drafts; without any a plain one."""
+    plan = without_drafts(plan)
+    if not drafts.any():
+        return plan
+    return replace(plan, num_tokens=plan.num_tokens + drafts, drafts=drafts)

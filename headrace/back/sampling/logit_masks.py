@@ -231,7 +231,7 @@ class RowMasks:
 
     def take(self, payload: memoryview) -> None:
         """The grammar masks of this step, on a device behind what it was given so far."""
-        rows, masks = unpack_masks(payload)
+        rows, masks, _ = unpack_masks(payload).of_newest()
         has_grammar = np.zeros(len(self._tables.has_grammar_M), np.int32)
         has_grammar[rows] = 1
         self._tables.has_grammar_M.copy_(to_device(has_grammar, self._device))
@@ -262,18 +262,28 @@ class GrammarMask:
     def __init__(self, *, max_rows: int, width: int, device: torch.device) -> None:
         self._width = width
         self._device = device
-        self._masked = np.zeros(max_rows, np.bool_)
-        self._place = np.zeros(max_rows, np.int64)
+        self._first = np.zeros(max_rows, np.int64)
+        self._place = np.full((max_rows, 1), -1, np.int64)
         self._masks = np.zeros((0, 0), np.int32)
         self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
 
-    def take(self, payload: memoryview) -> np.ndarray:
-        """Takes over the masks of a step; whether each row has one, bool [max_rows]."""
-        rows, self._masks = unpack_masks(payload)
-        self._masked[:] = False
-        self._masked[rows] = True
-        self._place[rows] = np.arange(len(rows))
-        return self._masked
+    def take(self, payload: memoryview, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Takes over the masks of a step that samples the tokens at `positions` [N] of `rows` [N],
+        a row's in order; whether each has one, bool [N]."""
+        keyed, self._masks, offsets = unpack_masks(payload)
+        most = int(offsets.max(initial=0))
+        if most >= self._place.shape[1]:
+            self._place = np.empty((len(self._place), most + 1), np.int64)
+        self._place.fill(-1)
+        self._place[keyed, offsets] = np.arange(len(keyed))
+        self._first[rows[::-1]] = positions[::-1]
+        return self._places(rows, positions) >= 0
+
+    def _places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Which mask each token has; -1: none."""
+        offset = positions - self._first[rows]
+        within = offset < self._place.shape[1]
+        return np.where(within, self._place[rows, np.where(within, offset, 0)], -1)
 
     def start(self, start: RowStart) -> None:
         """Nothing is kept."""
@@ -283,7 +293,8 @@ class GrammarMask:
 
     def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Masks what is not allowed; ids beyond the mask are not."""
-        packed = ~self._masks[self._place[feature_rows.rows]].view(np.uint8)
+        place = self._places(feature_rows.rows, feature_rows.positions)
+        packed = ~self._masks[place].view(np.uint8)
         width = min(self._width, packed.shape[1] * 8)
         if self._device.type == "cpu":
             bits = np.unpackbits(packed, axis=1, count=width, bitorder="little")

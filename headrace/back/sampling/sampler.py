@@ -242,7 +242,7 @@ class Sampler:
         """
         use_N = self._numbers.use[rows]
         if masks:
-            use_N = use_N | np.where(self._grammar.take(masks)[rows], np.int64(Use.GRAMMAR), 0)
+            use_N = use_N | self._grammar.take(masks, rows, positions) * np.int64(Use.GRAMMAR)
         used = int(np.bitwise_or.reduce(use_N))
         token_N, max_logit_N = argmax
         if not used:

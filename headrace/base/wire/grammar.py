@@ -8,7 +8,7 @@ hook's part of a request.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -199,9 +199,25 @@ NOTHING = memoryview(b"")
 """A deferred payload without masks."""
 
 
+class StepMasks(NamedTuple):
+    """The masks of a step: K of them int32 [K, words], each of the token `offsets` [K] places
+    behind the first that `rows` [K] sample; beyond 0 only behind drafts."""
+
+    rows: Int32
+    masks: Int32
+    offsets: Int32
+
+    def of_newest(self) -> StepMasks:
+        """Those of steps without drafts."""
+        first = self.offsets == 0
+        if first.all():
+            return self
+        return StepMasks(self.rows[first], self.masks[first], self.offsets[first])
+
+
 class MaskBuffer:
-    """The payload of a step's masks, filled in place and handed on without a copy: K, words, rows
-    [K], masks [K, words], little-endian int32.
+    """The payload of a step's masks, filled in place and handed on without a copy: K, words, masks
+    [K, words], rows [K], offsets [K], little-endian int32.
 
     The same memory is used at every step; what was handed out is good until the next `begin`. So
     masks of a step must not be begun before the step that had the last ones has landed.
@@ -209,26 +225,40 @@ class MaskBuffer:
 
     def __init__(self, words: int) -> None:
         self._words = words
-        self._data = np.zeros(0, "<i4")
+        self._data = np.zeros(2, "<i4")
+        self._keys: list[tuple[Int32, int]] = []
+        self._count = 0
 
     def begin(self, rows: Int32) -> Int32:
         """Room for masks of these rows [K]: [K, words], with whatever was in it."""
-        count = len(rows)
-        size = 2 + count * (1 + self._words)
+        self._keys.clear()
+        self._count = 0
+        return self.add(rows, offset=0)
+
+    def add(self, rows: Int32, *, offset: int) -> Int32:
+        """Room for more, of tokens so many places behind; the room for the others may move."""
+        first, self._count = self._count, self._count + len(rows)
+        self._keys.append((rows, offset))
+        size = 2 + self._count * (2 + self._words)
         if size > self._data.size:
-            self._data = np.zeros(max(size, 2 * self._data.size), "<i4")
-        self._data[0], self._data[1] = count, self._words
-        self._data[2 : 2 + count] = rows
-        return self._data[2 + count : size].reshape(count, self._words)
+            grown = np.zeros(max(size, 2 * self._data.size), "<i4")
+            grown[: self._data.size] = self._data
+            self._data = grown
+        at = 2 + first * self._words
+        return self._data[at : at + len(rows) * self._words].reshape(len(rows), self._words)
 
     def payload(self) -> memoryview:
         """What was begun last, as bytes."""
-        count = int(self._data[0])
-        return self._data[: 2 + count * (1 + self._words)].data.cast("B")
+        count, end = self._count, 2 + self._count * self._words
+        self._data[0], self._data[1] = count, self._words
+        np.concatenate([rows for rows, _ in self._keys], out=self._data[end : end + count])
+        offsets = [np.full(len(rows), offset, np.int32) for rows, offset in self._keys]
+        np.concatenate(offsets, out=self._data[end + count : end + 2 * count])
+        return self._data[: end + 2 * count].data.cast("B")
 
 
 def pack_masks(rows: Int32, masks: Int32) -> memoryview:
-    """The payload of masks [K, words] of the rows [K], in memory of its own."""
+    """The payload of masks [K, words] of the newest tokens of rows [K], in memory of its own."""
     if not len(rows):
         return NOTHING
     buffer = MaskBuffer(masks.shape[1])
@@ -236,10 +266,13 @@ def pack_masks(rows: Int32, masks: Int32) -> memoryview:
     return buffer.payload()
 
 
-def unpack_masks(payload: memoryview) -> tuple[Int32, Int32]:
-    """Rows [K] and masks [K, words] of a payload."""
+def unpack_masks(payload: memoryview) -> StepMasks:
+    """The masks of a payload."""
     if not payload:
-        return np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
+        none = np.zeros(0, np.int32)
+        return StepMasks(none, np.zeros((0, 0), np.int32), none)
     words = np.frombuffer(payload, "<i4")
     count, width = int(words[0]), int(words[1])
-    return words[2 : 2 + count], words[2 + count :].reshape(count, width)
+    end = 2 + count * width
+    masks = words[2:end].reshape(count, width)
+    return StepMasks(words[end : end + count], masks, words[end + count : end + 2 * count])

@@ -51,9 +51,10 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     All groups but those of recurrent state draw from one pool of `num_blocks` slabs. A slab holds
     `blocks_per_slab` blocks of one group at a time: one block of any group where all blocks have
-    equal bytes. `groups` is empty for encoders, which keep no KV. `generates`: there is a
-    language-model head; without one requests can only be pooled. Attention weights can be had of
-    `capture_layers` layers with `capture_heads` heads; 0 where they cannot.
+    equal bytes. `groups` is empty for encoders, which keep no KV. `generates`: there is a language-
+    model head; without one requests can only be pooled. Attention weights can be had of
+    `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `masks_drafts`: drafts
+    can be verified behind masks that come with the step.
     """
 
     num_blocks: int
@@ -66,6 +67,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     capture_layers: int = 0
     capture_heads: int = 0
     max_drafts: int = 0
+    masks_drafts: bool = False
     weight_bytes: int = 0
     kv_bytes: int = 0
     graphs: RecordedGraphs = RecordedGraphs()
@@ -168,6 +170,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
                          was sampled, one behind a step without drafts, at least one and at most
                          1 + drafts behind one with them
     drafted [R] int32    drafts that were proposed and looked at; empty: none
+    proposed [R, D] int32  behind a step with deferred inputs: the drafts of each row's next step,
+                         should it have so many, then -1; empty: none
     failed               (index, error): this row alone failed (non-finite logits); it has no
                          token, or, behind accepted drafts, those before the failure
     """
@@ -175,6 +179,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     step: int
     tokens: np.ndarray
     drafted: np.ndarray = NO_DRAFTS
+    proposed: np.ndarray = NO_DRAFTS
     logprobs: list[RowLogprobs] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     pooled: list[tuple[int, Pooled]] = []

@@ -9,7 +9,7 @@ Rows without a grammar never have one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -38,41 +38,88 @@ FEW_WORDS = 64
 beginnings of one text are fewer tokens. Looking costs up to 0.1 ms."""
 _COMPILING = AdmissionVerdict("not_now", "the grammar is being compiled")
 Int32 = npt.NDArray[np.int32]
+_NO_ROWS = np.zeros(0, np.int32)
+
+
+class _Place:
+    """Where an answer is, or would be behind drafts. `failure`: why it cannot go on; the next token
+    ends it with this. `ahead`: the place behind the draft that may follow, for which masks have
+    been made."""
+
+    __slots__ = ("ahead", "draft", "failure", "tracker")
+
+    def __init__(self, tracker: ConstraintTracker) -> None:
+        self.tracker = tracker
+        self.failure: HeadraceError | None = None
+        self.draft = -1
+        self.ahead: _Place | None = None
+
+    def fail(self, error: Exception) -> HeadraceError:
+        """Something of ours failed over this request: it ends, nobody else does."""
+        log.error("a request's grammar failed", exc_info=error)
+        self.failure = EngineError("the grammar of this request failed")
+        return self.failure
+
+    def mask_spec(self, ending: Int32) -> MaskSpec | None:
+        """What may follow; `ending`, the mask that lets it end, where it cannot go on."""
+        if self.failure is not None:
+            return MaskSpec(False, ending)
+        try:
+            return self.tracker.mask_spec()
+        except Exception as error:
+            self.fail(error)
+            return MaskSpec(False, ending)
+
+    def follow(self, token: int) -> HeadraceError | None:
+        """Goes on by a token; why it cannot."""
+        if self.failure is not None:
+            return self.failure
+        try:
+            accepted = self.tracker.accept(token)
+        except Exception as error:
+            return self.fail(error)
+        if not accepted:
+            log.error("request out of step with its grammar at token %d", token)
+            return EngineError("the answer went out of step with its grammar")
+        return None
+
+    def behind(self, draft: int) -> _Place | None:
+        """The place behind a draft that its mask allows, None where nothing comes behind it."""
+        if self.failure is not None:
+            return None
+        ahead = _Place(self.tracker.copy())
+        if ahead.follow(draft) is not None or ahead.tracker.complete:
+            return None
+        self.draft, self.ahead = draft, ahead
+        return ahead
 
 
 class _ConstrainedRequest:
-    """What the hook keeps for one request."""
+    """What the hook keeps for one request; `place`: None until its grammar is compiled."""
 
-    __slots__ = ("constraint", "entry", "failure", "tracker")
+    __slots__ = ("constraint", "entry", "place")
 
     def __init__(self, constraint: Constraint, entry: GrammarEntry) -> None:
         self.constraint = constraint
         self.entry = entry
-        self.tracker: ConstraintTracker | None = None
-        self.failure: HeadraceError | None = None
-        """Why it cannot go on; the next token ends it with this."""
+        self.place: _Place | None = None
 
-    def fail(self, error: Exception) -> None:
-        """Something of ours failed over this request: it ends, nobody else does."""
-        log.error("a request's grammar failed", exc_info=error)
-        self.failure = EngineError("the grammar of this request failed")
 
-    def mask_spec(self, tracker: ConstraintTracker, ending: Int32) -> MaskSpec | None:
-        """What may follow; `ending`, the mask that lets it end, where it cannot go on."""
-        try:
-            return tracker.mask_spec() if self.failure is None else MaskSpec(False, ending)
-        except Exception as error:
-            self.fail(error)
-            return MaskSpec(False, ending)
+class _Lookahead(NamedTuple):
+    """A row of a step, at the place before the first of its `drafts` for which there is no mask
+    yet."""
+
+    row: int
+    request_id: int
+    field: str
+    place: _Place
+    drafts: list[int]
 
 
 class _MaskRow(NamedTuple):
     """A row that needs a mask."""
 
-    row: int
-    request_id: int
-    held: _ConstrainedRequest
-    tracker: ConstraintTracker
+    row: _Lookahead
     mask_spec: MaskSpec
 
 
@@ -141,7 +188,7 @@ class GrammarHook:
     def ready(self, request_id: int) -> AdmissionVerdict:
         """Waits for the compiler; raises what it found."""
         held = self._held.get(request_id)
-        if held is None or held.tracker is not None:
+        if held is None or held.place is not None:
             return _YES
         if not held.entry.done:
             return _COMPILING
@@ -154,8 +201,8 @@ class GrammarHook:
         engine = self._compiler.engine
         assert engine is not None, "compiled without an engine"
         matcher = held.entry.matcher
-        held.tracker = ConstraintTracker(
-            engine.vocabulary_index, held.constraint.reasoning, matcher
+        held.place = _Place(
+            ConstraintTracker(engine.vocabulary_index, held.constraint.reasoning, matcher)
         )
         return _YES
 
@@ -172,62 +219,90 @@ class GrammarHook:
         held = self._held
         return bool(held) and any(request_id in held for request_id in request_ids)
 
-    def deferred_payload(self, rows: Int32, request_ids: list[int]) -> memoryview:
-        """The masks of these rows, as far as they need one now."""
+    @property
+    def follows_drafts(self) -> bool:
+        """See AdmissionHook."""
+        return True
+
+    def deferred_payload(
+        self, rows: Int32, request_ids: list[int], drafts: Sequence[Int32]
+    ) -> memoryview:
+        """The masks of these rows, as far as they need one now; behind each draft that its mask
+        allows there is one more."""
         self._forced.clear()
-        wanted: list[_MaskRow] = []
-        for row, request_id in zip(rows.tolist(), request_ids, strict=True):
+        ahead: list[_Lookahead] = []
+        for row, request_id, tokens in zip(rows.tolist(), request_ids, drafts, strict=True):
             held = self._held.get(request_id)
-            if held is not None and held.tracker is not None:
-                mask_spec = held.mask_spec(held.tracker, self._vocabulary_index.eos_mask)
-                if mask_spec is not None:
-                    wanted.append(_MaskRow(row, request_id, held, held.tracker, mask_spec))
-        if not wanted:
+            if held is not None and held.place is not None:
+                held.place.ahead = None
+                field = held.constraint.field
+                ahead.append(_Lookahead(row, request_id, field, held.place, tokens.tolist()))
+        if not ahead:
             return NOTHING
-        wanted.sort(key=lambda entry: not entry.mask_spec.matcher)
         if self._masks is None:
             self._masks = MaskBuffer(self._vocabulary_index.words)
-        masks = self._masks.begin(np.asarray([entry.row for entry in wanted], np.int32))
+        self._masks.begin(_NO_ROWS)
+        offset = 0
+        while ahead:
+            ahead = self._mask(self._masks, ahead, offset)
+            offset += 1
+        return self._masks.payload()
+
+    def _mask(self, buffer: MaskBuffer, rows: list[_Lookahead], offset: int) -> list[_Lookahead]:
+        """The masks of these rows' tokens at an offset; the rows behind a draft that follows."""
+        wanted: list[_MaskRow] = []
+        free: list[_Lookahead] = []
+        for row in rows:
+            mask_spec = row.place.mask_spec(self._vocabulary_index.eos_mask)
+            if mask_spec is not None:
+                wanted.append(_MaskRow(row, mask_spec))
+            elif row.drafts:
+                free.append(row)
+        wanted.sort(key=lambda entry: not entry.mask_spec.matcher)
+        masks = buffer.add(np.asarray([entry.row.row for entry in wanted], np.int32), offset=offset)
         self._fill(wanted, masks)
         for mask, entry in zip(masks, wanted, strict=True):
             _complete(mask, entry.mask_spec)
-        self._force(wanted, masks)
-        return self._masks.payload()
+        self._force(wanted, masks, tell=offset == 0)
+        drafting = [entry.row for entry, mask in zip(wanted, masks, strict=True)
+                    if entry.row.drafts and _allows(mask, entry.row.drafts[0])]  # fmt: skip
+        return [row for row in map(_behind, (*free, *drafting)) if row is not None]
 
     def forced(self) -> dict[int, list[int]]:
         """The forced tokens that `deferred_payload` has seen."""
         forced, self._forced = self._forced, {}
         return forced if self._jump_forward else {}
 
-    def _force(self, wanted: list[_MaskRow], masks: Int32) -> None:
+    def _force(self, wanted: list[_MaskRow], masks: Int32, *, tell: bool) -> None:
         """Where few tokens may follow, they may all begin one text: then the tokenizer's own are
-        taken."""
+        taken. `tell`: the core may take them at once."""
         few = np.count_nonzero(masks, axis=1) <= FEW_WORDS
         for index in np.flatnonzero(few).tolist():
-            entry = wanted[index]
-            if not entry.mask_spec.matcher or entry.mask_spec.extra is not None:
+            row, mask_spec = wanted[index]
+            if not mask_spec.matcher or mask_spec.extra is not None or row.place.failure:
                 continue
-            if entry.held.failure is None:
-                self._force_row(entry, masks[index])
+            tokens = self._force_row(row.place, masks[index])
+            if tokens and tell:
+                self._forced[row.request_id] = tokens
 
-    def _force_row(self, entry: _MaskRow, mask: Int32) -> None:
+    def _force_row(self, place: _Place, mask: Int32) -> list[int]:
         try:
-            tokens = entry.tracker.force()
+            tokens = place.tracker.force()
         except Exception as error:
-            entry.held.fail(error)
+            place.fail(error)
             mask[:] = self._vocabulary_index.eos_mask
-            return
+            return []
         if tokens:
             _only(mask, tokens[0])
-            self._forced[entry.request_id] = tokens
+        return tokens
 
     def _fill(self, wanted: list[_MaskRow], masks: Int32) -> None:
         """The matchers' masks; one that failed lets its answer end, and the end is told by an
         error."""
         matchers = [
-            entry.tracker.matcher
+            entry.row.place.tracker.matcher
             for entry in wanted
-            if entry.mask_spec.matcher and entry.tracker.matcher is not None
+            if entry.mask_spec.matcher and entry.row.place.tracker.matcher is not None
         ]
         if not matchers:
             return
@@ -235,9 +310,9 @@ class GrammarHook:
         assert engine is not None
         for index, failure in enumerate(engine.backend.fill(matchers, masks[: len(matchers)])):
             if failure is not None:
-                held, field = wanted[index].held, wanted[index].held.constraint.field
-                held.failure = InvalidRequest(
-                    f"{field}: too complex to go on: {failure}", field=field
+                row = wanted[index].row
+                row.place.failure = InvalidRequest(
+                    f"{row.field}: too complex to go on: {failure}", field=row.field
                 )
                 masks[index] = self._vocabulary_index.eos_mask
 
@@ -254,25 +329,28 @@ class GrammarHook:
             return ends
         for request_id, token in zip(request_ids, tokens, strict=True):
             held = self._held.get(request_id)
-            if held is None or held.tracker is None or request_id in ends:
+            if held is None or held.place is None or request_id in ends:
                 continue
-            if (failure := self._follow(held, held.tracker, token)) is not None:
+            if (failure := _follow(held, held.place, token)) is not None:
                 ends[request_id] = failure
-            elif held.tracker.complete:
+            elif held.place.tracker.complete:
                 ends[request_id] = "stop"
         return ends
 
-    def _follow(
-        self, held: _ConstrainedRequest, tracker: ConstraintTracker, token: int
-    ) -> HeadraceError | None:
-        if held.failure is not None:
-            return held.failure
-        try:
-            accepted = tracker.accept(token)
-        except Exception as error:
-            held.fail(error)
-            return held.failure
-        if not accepted:
-            log.error("request out of step with its grammar at token %d", token)
-            return EngineError("the answer went out of step with its grammar")
+
+def _allows(mask: Int32, token: int) -> bool:
+    return bool(int(mask.view(np.uint32)[token >> 5]) >> (token & 31) & 1)
+
+
+def _behind(row: _Lookahead) -> _Lookahead | None:
+    """The row behind its next draft, if a token may follow that."""
+    place = row.place.behind(row.drafts[0])
+    return None if place is None else row._replace(place=place, drafts=row.drafts[1:])
+
+
+def _follow(held: _ConstrainedRequest, place: _Place, token: int) -> HeadraceError | None:
+    """A token counts. Behind a draft the place is as its mask has left it."""
+    if place.ahead is not None and place.draft == token and place.failure is None:
+        held.place = place.ahead
         return None
+    return place.follow(token)

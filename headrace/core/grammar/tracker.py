@@ -15,6 +15,7 @@ Tags are found in the tokens' text, so that it does not matter how they are cut 
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from enum import Enum
 
 import msgspec
@@ -124,6 +125,13 @@ class ConstraintTracker:
         elif self.phase is Phase.OPENING:
             return self._accept_opening(token)
         return True
+
+    def copy(self) -> ConstraintTracker:
+        """Another one at the same place."""
+        other = copy(self)
+        other.matcher = None if self.matcher is None else self.matcher.copy()
+        other._forced = self._forced.copy()
+        return other
 
     @property
     def complete(self) -> bool:

@@ -66,7 +66,11 @@ class AdmissionHooks:
         return tuple(hook.name for hook in self._hooks if hook.defers(request_ids))
 
     def deferred_payloads(
-        self, names: tuple[str, ...], rows: npt.NDArray[np.int32], request_ids: list[int]
+        self,
+        names: tuple[str, ...],
+        rows: npt.NDArray[np.int32],
+        request_ids: list[int],
+        drafts: Sequence[npt.NDArray[np.int32]],
     ) -> dict[str, memoryview]:
         """The deferred payloads of these hooks. Where one raises, the requests that it defers end
         with their next token."""
@@ -75,7 +79,7 @@ class AdmissionHooks:
             if hook.name not in names:
                 continue
             try:
-                payloads[hook.name] = hook.deferred_payload(rows, request_ids)
+                payloads[hook.name] = hook.deferred_payload(rows, request_ids, drafts)
             except Exception as error:
                 self._failed |= self._end_deferred(hook, request_ids, error)
         return payloads
@@ -84,6 +88,11 @@ class AdmissionHooks:
         """The requests of a step that a hook looks after end, as it failed over one of them."""
         _log.error("hook %s failed in a step", hook.name, exc_info=error)
         return {i: _as_ours(error) for i in request_ids if hook.defers([i])}
+
+    def follow_drafts(self, request: EngineRequest) -> bool:
+        """Whether all hooks that look after the request follow drafts."""
+        payloads = request.hook_payloads
+        return all(hook.follows_drafts for hook in self._hooks if hook.name in payloads)
 
     def forced(self) -> dict[int, list[int]]:
         """See AdmissionHook; one hook at most forces."""

@@ -7,22 +7,28 @@ them only while each decoding row could still have its next one, and they end at
 length limit.
 
 A row's tokens must not depend on who drafts: every draft is sampled as its place would be without
-(back/kernels/step_verify). What cannot be sampled ahead drafts nothing: rows with a grammar, whose
-masks follow the tokens one by one, with penalties, which count them, and rows whose layers are
-captured.
+(back/kernels/step_verify). What cannot be sampled ahead drafts nothing: rows with penalties, which
+count the tokens, and rows whose layers are captured.
+
+Masks of grammars follow the tokens one by one. So the drafts of such a row must be known when the
+masks are made: the workers tell them behind the step before (StepResult.proposed), and the hook
+makes a mask for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.config.resolved import SpeculationSpec
+from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import StepResult, WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RowTable
+from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.budget import RecentMean
 from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
 
@@ -36,6 +42,8 @@ LEAST = 0.01  # tokens that a draft costs at least: what is free cannot be compa
 
 Int32 = npt.NDArray[np.int32]
 Intp = npt.NDArray[np.intp]
+Bool = npt.NDArray[np.bool_]
+_NONE = np.zeros(0, np.int32)
 
 
 class DraftStats:
@@ -77,14 +85,21 @@ class Speculation(Protocol):
         """Gives the rows of a step their drafts, last of all."""
         ...
 
+    def proposed_drafts(self, in_flight: InFlightStep, live: Bool) -> Sequence[Int32]:
+        """Of each of these rows of the oldest step in flight, the drafts that it verifies at most,
+        as far as the workers have told them."""
+        ...
+
+    def give_up(self, in_flight: InFlightStep, void: Bool) -> None:
+        """What the step brings of these rows does not count: nothing is promised of them."""
+        ...
+
     def positions(self, in_flight: InFlightStep) -> Int32:
         """The position of the first token that each row of a step has sampled; every step before it
         is in."""
         ...
 
-    def settle(
-        self, in_flight: InFlightStep, result: StepResult, live: npt.NDArray[np.bool_]
-    ) -> None:
+    def settle(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> None:
         """A result is in: what was promised beyond it is taken back from rows still `live`."""
         ...
 
@@ -110,13 +125,18 @@ class NoSpeculation:
     def add_drafts(self, builder: StepPlanBuilder) -> None:
         """None."""
 
+    def proposed_drafts(self, in_flight: InFlightStep, live: Bool) -> Sequence[Int32]:
+        """None."""
+        return [_NONE] * int(live.sum())
+
+    def give_up(self, in_flight: InFlightStep, void: Bool) -> None:
+        """Nothing was promised."""
+
     def positions(self, in_flight: InFlightStep) -> Int32:
         """Those that were planned."""
         return in_flight.position
 
-    def settle(
-        self, in_flight: InFlightStep, result: StepResult, live: npt.NDArray[np.bool_]
-    ) -> None:
+    def settle(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> None:
         """Nothing was promised."""
 
 
@@ -180,14 +200,23 @@ class DraftLengths:
     """
 
     def __init__(
-        self, spec: SpeculationSpec, kv: KVManager, rows: RowTable, *, max_drafts: int
+        self,
+        spec: SpeculationSpec,
+        kv: KVManager,
+        rows: RowTable,
+        *,
+        max_drafts: int,
+        may_draft: Callable[[EngineRequest], bool],
     ) -> None:
         self._max_rows = spec.max_rows
+        self._may_draft = may_draft
         self._kv = kv
         self._rows = rows
         self._most = np.zeros(rows.num_rows, np.int32)
         self._next = np.zeros(rows.num_rows, np.int32)
         self._max_drafts = max_drafts
+        self._proposed = np.full((rows.num_rows, max_drafts), -1, np.int32)
+        self._proposed_at = np.full(rows.num_rows, -1, np.int32)
         self._stats = DraftStats(max_drafts)
         self._prices = DraftPrices() if spec.adaptive else None
         self._stood = np.full(rows.num_rows, FIRST_CHANCE)
@@ -202,11 +231,10 @@ class DraftLengths:
 
     def start(self, row: int, request: Request) -> None:
         """See Speculation."""
-        self._most[row] = self._next[row] = self._max_drafts if may_draft(request) else 0
-        self._stood[row], self._tried[row] = (
-            START_WEIGHT * min(self._chance, FIRST_CHANCE),
-            START_WEIGHT,
-        )
+        self._most[row] = self._next[row] = self._max_drafts if self._may_draft(request.wire) else 0
+        self._proposed_at[row] = -1
+        self._stood[row] = START_WEIGHT * min(self._chance, FIRST_CHANCE)
+        self._tried[row] = START_WEIGHT
         self._unpaid = 0
 
     def lacking_blocks(self, crossing: Intp) -> Intp:
@@ -285,14 +313,31 @@ class DraftLengths:
         builder.add_updates(request, self._kv.extend(request, planned + room))
         return room
 
+    def proposed_drafts(self, in_flight: InFlightStep, live: Bool) -> Sequence[Int32]:
+        """See Speculation."""
+        rows = in_flight.rows[live]
+        if not len(in_flight.drafts):
+            return [_NONE] * len(rows)
+        proposed = self._proposed_at[rows] == self._rows.num_known_tokens[rows]
+        most = np.where(proposed, in_flight.drafts[live], 0)
+        drafts = [self._proposed[row, :num] for row, num in zip(rows, most.tolist(), strict=True)]
+        return [tokens[tokens >= 0] for tokens in drafts]
+
+    def give_up(self, in_flight: InFlightStep, void: Bool) -> None:
+        """See Speculation."""
+        if len(in_flight.drafts):
+            drafts = in_flight.drafts[void]
+            self._rows.settle_drafts(in_flight.rows[void], drafts, np.zeros_like(drafts))
+
     def positions(self, in_flight: InFlightStep) -> Int32:
         """See Speculation: behind all tokens that are known."""
         return self._rows.num_known_tokens[in_flight.rows]
 
-    def settle(
-        self, in_flight: InFlightStep, result: StepResult, live: npt.NDArray[np.bool_]
-    ) -> None:
+    def settle(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> None:
         """See Speculation."""
+        live = live & in_flight.sample
+        if len(result.proposed):
+            self._keep_proposed(in_flight.rows[live], result, live)
         if self._prices is not None and not in_flight.prefills and len(in_flight.rows):
             drafts = int(in_flight.drafts.sum()) if len(in_flight.drafts) else 0
             self._prices.observe(len(in_flight.rows), drafts, in_flight.seconds)
@@ -317,23 +362,39 @@ class DraftLengths:
         lengths = np.where(drafted > 0, lengths, length)
         self._next[rows] = np.minimum(lengths, self._most[rows])
 
+    def _keep_proposed(self, rows: Int32, result: StepResult, live: Bool) -> None:
+        """The drafts of the next step, behind the tokens that this one brings."""
+        gained = (result.tokens[live] >= 0).sum(axis=1, dtype=np.int32)
+        self._proposed[rows] = result.proposed[live, : self._max_drafts]
+        self._proposed_at[rows] = self._rows.num_known_tokens[rows] + gained
+
 
 def speculation_of(
-    spec: SpeculationSpec | None, facts: WorkerFacts, kv: KVManager, rows: RowTable
+    spec: SpeculationSpec | None,
+    facts: WorkerFacts,
+    kv: KVManager,
+    rows: RowTable,
+    hooks: AdmissionHooks,
 ) -> Speculation:
     """What the options say, as far as the workers can verify drafts."""
     if spec is None or not facts.max_drafts:
         return NoSpeculation()
-    return DraftLengths(spec, kv, rows, max_drafts=min(spec.num_tokens, facts.max_drafts))
+
+    def may_draft(request: EngineRequest) -> bool:
+        follows = facts.masks_drafts and hooks.follow_drafts(request)
+        return samples_ahead(request) and (follows or not request.hook_payloads)
+
+    most = min(spec.num_tokens, facts.max_drafts)
+    return DraftLengths(spec, kv, rows, max_drafts=most, may_draft=may_draft)
 
 
-def may_draft(request: Request) -> bool:
+def samples_ahead(request: EngineRequest) -> bool:
     """Whether each of the row's tokens can be sampled before it is known that it comes."""
-    sampling = request.wire.sampling
+    sampling = request.sampling
     penalties = (
         sampling.repetition_penalty,
         sampling.presence_penalty,
         sampling.frequency_penalty,
     )
     counts = penalties != (1.0, 0.0, 0.0)
-    return not counts and not request.wire.hook_payloads and not sampling.capture_layers
+    return not counts and not sampling.capture_layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
 from headrace.back.runner.verification import DraftVerification
@@ -12,7 +13,8 @@ from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.ngram import NgramDrafter
 from headrace.base.config.resolved import SpeculationSpec
-from headrace.base.wire.step import NO_DRAFTS, StepPlan
+from headrace.base.wire.grammar import NOTHING, MaskBuffer
+from headrace.base.wire.step import NO_DRAFTS, RowFeed, StepPlan
 
 NONE = np.zeros(0, np.int32)
 ROWS, BOUNDS, LENGTHS = [2, 0], [30, 41], [25, 39]
@@ -74,9 +76,28 @@ def test_what_the_host_samples_has_exact_positions(
     needs: SamplerInput, prompt: bool, exact: bool, drafts: bool
 ) -> None:
     plan = plan_of(prompt=prompt, drafts=not prompt)
-    begun = verification(on_host=False).begin(plan, needs)
+    begun = verification(on_host=False).begin(plan, needs, lambda: NOTHING)
     begins = [length - 1 for length in LENGTHS] if exact else BOUNDS
     assert begun.num_computed[:2].tolist() == begins
     assert begun.drafts.tolist() == ([3, 3] if drafts else [])
     tokens = [4, 4] if drafts else [1, 1]
     assert begun.num_tokens.tolist() == [*tokens, 5][: len(begun.rows)]
+
+
+def test_drafts_that_are_told_are_cut_by_their_masks() -> None:
+    """Behind a step that waits for masks the next one's drafts are told; a draft without a mask is
+    free, and nothing stands behind one that is forbidden."""
+    steps = verification(on_host=True)
+    steps._tables.tokens_MC[:, :40] = torch.tensor([7, 8, 9, 10] * 10)
+    proposed = steps.propose_next(plan_of(prompt=False, drafts=False))
+    assert proposed.tolist() == [[8, 9, 10], [10, 7, 8]]
+    buffer = MaskBuffer(1)
+    buffer.begin(np.array([2, 0], np.int32))[:] = [[1 << 8], [1 << 10]]
+    buffer.add(np.array([2], np.int32), offset=1)[:] = [[1 << 10]]
+    plan = replace(plan_of(prompt=False, drafts=True), deferred=("grammar",))
+    begun = steps.begin(plan, "logits", buffer.payload)
+    assert begun.drafts.tolist() == [1, 3] and begun.num_tokens.tolist() == [2, 4]
+    assert begun.num_computed.tolist() == [length - 1 for length in LENGTHS]
+    feed = RowFeed(row=0, start=39, tokens=np.array([1], np.int32))
+    begun = steps.begin(replace(plan, feeds=[feed]), "logits", buffer.payload)
+    assert begun.drafts.tolist() == [1, 0], "of a row that was given tokens nothing was told"

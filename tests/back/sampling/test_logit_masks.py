@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.back.sampling.features import failures
+from headrace.back.sampling.features import FeatureRows, failures
+from headrace.back.sampling.logit_masks import GrammarMask
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.grammar import NOTHING, MaskBuffer, pack_masks, unpack_masks
 from headrace.base.wire.request import RowSampling
@@ -116,13 +117,34 @@ def test_the_payload_comes_back_as_it_was() -> None:
     assert pack_masks(rows[:0], masks[:0]) == b"" and len(unpack_masks(b"")[0]) == 0
 
 
+def test_tokens_behind_drafts_have_masks_of_their_own() -> None:
+    """Row 2 samples at positions 7 to 9, row 0 at 4 and 5: keyed by row and how far behind the first."""
+    grammar = GrammarMask(max_rows=3, width=64, device=torch.device("cpu"))
+    buffer = MaskBuffer(2)
+    buffer.begin(np.array([2, 0], np.int32))[:] = [mask_of([5], 64), mask_of([9], 64)]
+    buffer.add(np.array([2], np.int32), offset=1)[:] = mask_of([6, 40], 64)
+    rows, positions = np.array([2, 2, 2, 0, 0]), np.array([7, 8, 9, 4, 5])
+    masked_N = grammar.take(buffer.payload(), rows, positions)
+    assert masked_N.tolist() == [True, True, False, True, False]
+    at = np.flatnonzero(masked_N)
+    asked = FeatureRows(
+        rows=rows[at], positions=positions[at], num_output=at, tokens=torch.zeros(0)
+    )
+    logits_KV = torch.zeros((3, 64))
+    grammar.apply(logits_KV, asked)
+    left = [torch.isfinite(logits_V).nonzero().flatten().tolist() for logits_V in logits_KV]
+    assert left == [[5], [6, 40], [9]]
+    assert unpack_masks(buffer.payload()).of_newest().rows.tolist() == [2, 0]
+
+
 def test_masks_are_filled_in_the_memory_that_travels() -> None:
     """No copy between the library that makes a mask and the frame; the next step has the same memory."""
     buffer = MaskBuffer(3)
     masks = buffer.begin(np.array([4, 2], np.int32))
     payload = buffer.payload()
     masks[:] = [[1, 2, 3], [4, 5, 6]]
-    rows, seen = unpack_masks(payload)
+    rows, seen, offsets = unpack_masks(payload)
+    assert offsets.tolist() == [0, 0]
     assert rows.tolist() == [4, 2] and np.shares_memory(seen, masks)
     fewer = buffer.begin(np.array([7], np.int32))
     fewer[:] = 9

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import jsonschema
+import numpy as np
 import pytest
 
 from headrace.base.wire.grammar import (
@@ -22,6 +24,7 @@ from headrace.base.wire.grammar import (
     Tag,
     Triggered,
     Until,
+    unpack_masks,
 )
 from headrace.base.wire.request import RowSampling
 from headrace.core.grammar.compiler import CompileLimits
@@ -310,3 +313,31 @@ def test_a_compiler_that_is_gone_leaves_no_thread_and_no_process() -> None:
             return
         time.sleep(0.01)
     raise AssertionError((threads, processes))
+
+
+def test_masks_behind_drafts_are_those_of_one_token_at_a_time(hook: GrammarHook) -> None:
+    """API-09: a mask for each drafted position, up to the first draft that its own forbids."""
+    text = '{"name": "Ann", "age": 3}'
+    tokens = np.asarray(tokenizer().encode_plain(text), np.int32)
+    row = np.array([3], np.int32)
+    none = [np.zeros(0, np.int32)]
+    hook.admit(constrained(1, PERSON_NODE))
+    hook.admit(constrained(2, PERSON_NODE))
+    while hook.ready(1).answer != "yes" or hook.ready(2).answer != "yes":
+        time.sleep(0.001)
+    ahead = unpack_masks(hook.deferred_payload(row, [1], [tokens]))
+    masks = ahead.masks.copy()
+    assert ahead.offsets.tolist() == list(range(len(tokens))), "none behind the end of the answer"
+    assert (ahead.rows == 3).all()
+    for place, token in enumerate(tokens.tolist()):
+        one = unpack_masks(hook.deferred_payload(row, [2], none))
+        assert (one.masks == masks[place]).all(), place
+        last = {"stop"} if place == len(tokens) - 1 else set()
+        assert set(hook.accept_tokens([2], [token]).values()) == last
+    wrong = np.concatenate([tokens[:2], tokens[:3]])
+    cut = unpack_masks(hook.deferred_payload(row, [1], [wrong]))
+    assert cut.offsets.tolist() == [0, 1, 2]
+    assert hook.accept_tokens([1], tokens[:1].tolist()) == {}, "no draft counts by itself"
+    assert (unpack_masks(hook.deferred_payload(row, [1], none)).masks == masks[1]).all()
+    for request_id in (1, 2):
+        hook.finish(request_id)

@@ -108,7 +108,7 @@ class FailingHook:
     def defers(self, request_ids: list[int]) -> bool:
         return not self._held.isdisjoint(request_ids)
 
-    def deferred_payload(self, rows, request_ids: list[int]) -> memoryview:
+    def deferred_payload(self, rows, request_ids: list[int], drafts) -> memoryview:
         assert self._method != "deferred_payload", "planted"
         return memoryview(b"")
 
