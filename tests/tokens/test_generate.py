@@ -222,19 +222,57 @@ def test_a_derender_that_does_not_fit_is_refused(bundled: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
+    "change",
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": CHATS[2]["tools"], "tool_choice": "required"}, "tools"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        {"response_format": {"type": "json_object"}},
+        {"tools": CHATS[2]["tools"], "tool_choice": "required"},
+        {"structured_outputs": {"regex": "a{3,9}"}},
+        {"thinking_token_budget": 5},
     ],
+    ids=["json", "call", "regex", "budget"],
 )
-def test_a_structure_that_ids_cannot_carry_is_refused(
-    bundled: Served, change: dict[str, Any], field: str
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_rendered_chat_carries_what_its_answer_must_look_like(
+    bundled: Served, change: dict[str, Any], thinking: bool
 ) -> None:
-    answer = bundled.post("/v1/chat/completions/render", {**CHATS[0], **change})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    """Contract 10: a constraint behind reasoning, forced calls, a budget of reasoning."""
+    kwargs = {"enable_thinking": thinking}
+    chat = {**CHATS[0], **change, "chat_template_kwargs": kwargs, "temperature": 0}
+    chat["max_tokens"] = 120
+    direct = post(bundled, "/v1/chat/completions", chat)
+    free = {**CHATS[0], "chat_template_kwargs": kwargs, "temperature": 0, "max_tokens": 120}
+    rendered = post(bundled, "/v1/chat/completions/render", chat)
+    at_once = {**rendered, "output_mode": "derender"}
+    assert _said(post(bundled, "/inference/v1/generate", at_once)) == _said(direct)
+    if "thinking_token_budget" not in change or thinking:
+        assert _said(post(bundled, "/v1/chat/completions", free)) != _said(direct)
+    generated = post(bundled, "/inference/v1/generate", rendered)
+    back = {"request": chat, "response": generated, "token_ids": rendered["token_ids"]}
+    assert _said(post(bundled, "/v1/chat/completions/derender", back)) == _said(direct)
+
+
+def test_a_rendered_chat_goes_on_with_its_last_message(bundled: Served) -> None:
+    chat = {
+        "messages": [CHATS[0]["messages"][0], {"role": "assistant", "content": "It is 4"}],
+        **{"continue_final_message": True, "temperature": 0, "max_tokens": 20},
+        "structured_outputs": {"regex": "[0-9]{1,3}!"},
+    }
+    direct = post(bundled, "/v1/chat/completions", chat)
+    rendered = post(bundled, "/v1/chat/completions/render", chat)
+    answer = post(bundled, "/inference/v1/generate", {**rendered, "output_mode": "derender"})
+    assert _said(answer) == _said(direct)
+    assert direct["choices"][0]["message"]["content"].endswith("!")
+
+
+def _said(answer: dict[str, Any]) -> list[Any]:
+    """Content, reasoning and calls of each choice, and how it ended."""
+    said = []
+    for choice in answer["choices"]:
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        texts = (message.get("content"), message.get("reasoning"))
+        said.append((*texts, calls, choice["finish_reason"]))
+    return said
 
 
 def test_a_structure_of_a_completion_goes_along(bundled: Served) -> None:

@@ -4,6 +4,7 @@ Nothing is rendered."""
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -24,9 +25,13 @@ from headrace.front.server.conversation.request import (
     parse,
     sampling_params,
 )
-from headrace.front.server.conversation.resolved import Conversation, run_options
+from headrace.front.server.conversation.resolved import Conversation, as_sent, run_options
 from headrace.front.server.conversation.stages import without_reasoning
-from headrace.front.server.conversation.structured import plain_structure
+from headrace.front.server.conversation.structured import (
+    Structure,
+    plain_structure,
+    structure_of,
+)
 from headrace.front.server.http.auth import completion_id, own_id
 from headrace.front.server.http.limits import Count, Name, TokenId
 
@@ -49,7 +54,7 @@ def begin_generate(
     context: RequestContext, request: GenerateRequest, chat: Conversation | None = None
 ) -> tuple[Events, GenerateReply]:
     """The events of the answer, which run once they are read, and what its chunks share. With
-    `chat` they are parsed as the answer to it."""
+    `chat` the answer looks as that asks for, and output_mode derender parses it."""
     services = context.services
     model = services.model_name(request.model)
     _refuse(request)
@@ -67,17 +72,20 @@ def begin_generate(
     context.hold_place()
     asked = request.request_id
     label = completion_id("gen") if asked is None else own_id(context.tenant, asked)
-    events = generate(
-        context,
-        request.token_ids,
-        params,
-        run_options(sampling),
-        label=label,
-        answers=None if chat is None else parsers(context, chat.form, request.token_ids, params),
-        structure=plain_structure(sampling),
-        prompt_field="token_ids",
-    )
-    if chat is not None and not chat.shows_reasoning:
+    parsing = chat if request.output_mode == "derender" else None
+    with nullcontext() if chat is None else as_sent(chat.sent):
+        structure = _structure(context, request, sampling, chat)
+        events = generate(
+            context,
+            request.token_ids,
+            params,
+            run_options(sampling),
+            label=label,
+            answers=parsing and parsers(context, parsing.form, request.token_ids, params),
+            structure=structure,
+            prompt_field="token_ids",
+        )
+    if parsing is not None and not parsing.shows_reasoning:
         events = without_reasoning(events)
     reply = GenerateReply(
         id=label,
@@ -90,6 +98,20 @@ def begin_generate(
         spans=partial(spans, services.tokenizer) if sampling.return_token_offsets else None,
     )
     return events, reply
+
+
+def _structure(
+    context: RequestContext,
+    request: GenerateRequest,
+    sampling: TokenSampling,
+    chat: Conversation | None,
+) -> Structure:
+    """What the answer must look like: of a chat behind its reasoning, and with its tools' calls."""
+    if chat is None:
+        return plain_structure(sampling)
+    services = context.services
+    tail = services.answers.prompt_tail(services.tokenizer, request.token_ids)
+    return structure_of(chat.form, services.answers, prompt_tail=tail)
 
 
 def _refuse(request: GenerateRequest) -> None:

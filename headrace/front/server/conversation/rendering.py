@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import SamplingParams
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.generation import TokenSampling
@@ -27,13 +26,13 @@ from headrace.front.server.conversation.request import (
     parse,
 )
 from headrace.front.server.conversation.resolved import TranslatedRequest, as_sent, called, resolved
-from headrace.front.server.conversation.structured import AnswerForm, narrowed, structure_of
+from headrace.front.server.conversation.structured import narrowed
 from headrace.front.server.http.auth import completion_id
 
 CONTEXT = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort"),
     *("logprobs", "top_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
-    *("functions", "function_call"),
+    *("functions", "function_call", "thinking_token_budget"),
 )
 
 
@@ -53,25 +52,11 @@ async def rendered_chat(context: RequestContext, request: ChatRequest) -> dict[s
     conversation = resolved(request, context.services.served, id=completion_id("gen"))
     with as_sent(conversation.sent):
         ids = await prompt_ids(context, conversation.prompt)
-        _refuse_structure(context, conversation.form, ids)
     converted, calls = called(request)
     of_other_kinds = bool(calls.custom or calls.functions)
     parse_context = parse_context_of(request if of_other_kinds else narrowed(converted))
     rendered = _rendered(context, request, ids, conversation.params)
     return rendered | {"parse_context": parse_context}
-
-
-def _refuse_structure(context: RequestContext, form: AnswerForm, ids: list[int]) -> None:
-    """A constraint behind reasoning, or one that forces calls, is no sampling field: token routes
-    cannot carry it."""
-    services = context.services
-    tail = services.answers.prompt_tail(services.tokenizer, ids)
-    structure = structure_of(form, services.answers, prompt_tail=tail)
-    if structure.grammar is not None or structure.reasoning is not None:
-        field = structure.field if structure.grammar is not None else "thinking_token_budget"
-        raise InvalidRequest(
-            f"{field}: a rendered request cannot carry it; use /v1/chat/completions", field=field
-        )
 
 
 async def render_completion(context: RequestContext, document: Any) -> list[dict[str, Any]]:
@@ -92,9 +77,11 @@ async def rendered_completion(
 
 
 def parse_context_of(request: ChatRequest) -> dict[str, Any]:
-    """What the answer's parser must know of a chat; its messages and how to sample are told
-    elsewhere."""
+    """What the answer's parser must know of a chat, with the message that it continues; its other
+    messages and how to sample are told elsewhere."""
     fields = {name: getattr(request, name) for name in CONTEXT}
+    if request.continue_final_message:
+        fields |= {"continue_final_message": True, "messages": request.messages[-1:]}
     return {name: msgspec.to_builtins(value) for name, value in fields.items() if value is not None}
 
 

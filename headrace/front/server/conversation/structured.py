@@ -36,6 +36,13 @@ parameters."""
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
+ANSWER_FORM = (
+    *("response_format", "structured_outputs", "guided_whitespace_pattern"),
+    *(f"guided_{kind}" for kind in _GUIDED),
+)
+"""The fields of a request that say what its answer must look like."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Structure:
     """What an answer must be, what errors about it name, and the reasoning before it. Empty: it is

@@ -32,7 +32,8 @@ from headrace.front.server.conversation.generation import (
 )
 from headrace.front.server.conversation.pipeline import streamed
 from headrace.front.server.conversation.request import ChatRequest, parse
-from headrace.front.server.conversation.resolved import as_sent
+from headrace.front.server.conversation.resolved import Conversation
+from headrace.front.server.conversation.structured import ANSWER_FORM
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
 from headrace.front.server.openai import chat
@@ -43,7 +44,8 @@ async def post_generate(context: RequestContext, document: Any) -> Response:
     request = parse(document, GenerateRequest)
     if request.output_mode == "derender":
         return await _derendered(context, request)
-    events, reply = begin_generate(context, request)
+    chat_context = None if request.parse_context is None else _conversation(context, request)
+    events, reply = begin_generate(context, request, chat_context)
     if request.stream:
         return await streamed(context, to_chunks(events, reply))
     return Response(await to_answer(events, reply), media_type="application/json")
@@ -51,20 +53,8 @@ async def post_generate(context: RequestContext, document: Any) -> Response:
 
 async def _derendered(context: RequestContext, request: GenerateRequest) -> Response:
     """The chat completion that a rendered chat asks for, whole or as a stream."""
-    beside = {"n": request.sampling_params.get("n"), "stream": request.stream or None}
-    options = msgspec.to_builtins(request.stream_options)
-    document = {
-        **(request.parse_context or {}),
-        **{name: value for name, value in beside.items() if value is not None},
-        "stream_options": options if request.stream else None,
-        "messages": [{"role": "user", "content": ""}],
-    }
-    chat_request = parse(document, ChatRequest)
-    conversation = chat.to_conversation(
-        chat_request, context.services.served, id=completion_id("chatcmpl")
-    )
-    with as_sent(conversation.sent):
-        events, reply = begin_generate(context, request, conversation)
+    conversation = _conversation(context, request)
+    events, reply = begin_generate(context, request, conversation)
     events = conversation.calls.as_sent(events)
     chat_reply = chat.ChatReply(
         id=conversation.id,
@@ -76,6 +66,24 @@ async def _derendered(context: RequestContext, request: GenerateRequest) -> Resp
     if request.stream:
         return await streamed(context, chat.to_chunks(events, chat_reply))
     return Response(await chat.to_answer(events, chat_reply), media_type="application/json")
+
+
+def _conversation(context: RequestContext, request: GenerateRequest) -> Conversation:
+    """The chat that a rendered request comes from, as far as its answer must know it: what the
+    answer looks like stands among the sampling fields, the rest in `parse_context`."""
+    sampling = request.sampling_params
+    beside = {name: sampling.get(name) for name in ("n", *ANSWER_FORM)}
+    document = {
+        "messages": [{"role": "user", "content": ""}],
+        **(request.parse_context or {}),
+        **{name: value for name, value in beside.items() if value is not None},
+        "stream": request.stream or None,
+        "stream_options": msgspec.to_builtins(request.stream_options) if request.stream else None,
+    }
+    chat_request = parse(document, ChatRequest)
+    return chat.to_conversation(
+        chat_request, context.services.served, id=completion_id("chatcmpl")
+    )
 
 
 async def to_answer(events: Events, reply: GenerateReply) -> bytes:
