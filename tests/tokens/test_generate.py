@@ -251,6 +251,73 @@ def test_a_rendered_chat_carries_what_its_answer_must_look_like(
     assert _said(post(bundled, "/v1/chat/completions/derender", back)) == _said(direct)
 
 
+def test_vllms_body_is_derendered(bundled: Served) -> None:
+    """A generate answer as vLLM writes it, with null for what was not asked, beside the request."""
+    chat = {**CHATS[2], "temperature": 0, "max_tokens": 60}
+    direct = post(bundled, "/v1/chat/completions", chat)
+    rendered = post(bundled, "/v1/chat/completions/render", chat)
+    (choice,) = post(bundled, "/inference/v1/generate", rendered)["choices"]
+    answer = _as_vllm_writes(choice)
+    ids = rendered["token_ids"]
+    body = {"generate_response": answer, "chat_request": chat, "prompt_token_ids": ids}
+    back = post(bundled, "/v1/chat/completions/derender", {"stream": False, **body})
+    direct["choices"][0]["stop_reason"] = None  # vLLM's answer has no such field
+    assert without_identity(back) == without_identity(direct)
+
+    bare = {"generate_response": answer, "prompt_tokens": 7}
+    alone = post(bundled, "/v1/chat/completions/derender", bare)
+    assert alone["usage"]["prompt_tokens"] == 7
+    assert "get_weather" in alone["choices"][0]["message"]["content"], "no tools were told of"
+    refused = bundled.post("/v1/chat/completions/derender", {"stream": True, **bare})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
+    wrong = {"generate_response": {"choices": [{"token_ids": [10**7]}]}, "chat_request": chat}
+    refused = bundled.post("/v1/chat/completions/derender", wrong)
+    assert refused.status_code == 400 and "generate_response" in refused.json()["error"]["param"]
+
+
+def test_vllms_body_of_several_prompts_is_derendered(bundled: Served) -> None:
+    request = {
+        "prompt": ["The cat", "A dog"],
+        "temperature": 0,
+        "max_tokens": 8,
+        "n": 2,
+        "echo": True,
+    }
+    direct = post(bundled, "/v1/completions", request)
+    rendered = post(bundled, "/v1/completions/render", request)
+    made = [post(bundled, "/inference/v1/generate", one) for one in rendered]
+    body = {
+        "generate_responses": [_as_vllm_writes(*one["choices"]) for one in made],
+        "prompt_token_ids": [one["token_ids"] for one in rendered],
+    }
+    asked = {**body, "completion_request": request}
+    back = post(bundled, "/v1/completions/derender", asked)
+    assert without_identity(back) == without_identity(direct)
+    alone = post(bundled, "/v1/completions/derender", body)
+    texts = [choice["text"] for choice in alone["choices"]]
+    assert [c["text"] for c in direct["choices"]] == [
+        prompt + text for prompt, text in zip(("The cat",) * 2 + ("A dog",) * 2, texts, strict=True)
+    ]
+    few = {**asked, "prompt_tokens": [3]}
+    refused = bundled.post("/v1/completions/derender", few)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_tokens"
+
+
+def _as_vllm_writes(*choices: dict[str, Any]) -> dict[str, Any]:
+    absent = ("routed_experts", "sampling_mask", "weight_versions", "logprobs")
+    told = ("index", "token_ids", "finish_reason")
+    written = [
+        {**{name: choice[name] for name in told}, **dict.fromkeys(absent)} for choice in choices
+    ]
+    nothing = ("usage", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params", "metrics")
+    return {
+        "request_id": "x",
+        "output_mode": "tokens",
+        "choices": written,
+        **dict.fromkeys(nothing),
+    }
+
+
 def test_a_rendered_chat_goes_on_with_its_last_message(bundled: Served) -> None:
     chat = {
         "messages": [CHATS[0]["messages"][0], {"role": "assistant", "content": "It is 4"}],

@@ -44,7 +44,7 @@ from headrace.front.server.http.sse import until_gone
 from headrace.front.server.native import health, requests, tokenize
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
 from headrace.front.server.openai import batch, chat, completions, generate, models, render
-from headrace.front.server.openai.render import DerenderRequest
+from headrace.front.server.openai.derender import DerenderRequest
 from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.pooling import generative, scoring
 from headrace.front.server.pooling import routes as pooling

@@ -73,7 +73,10 @@ def begin_generate(
     asked = request.request_id
     label = completion_id("gen") if asked is None else own_id(context.tenant, asked)
     parsing = chat if request.output_mode == "derender" else None
+    answers = None
     with nullcontext() if chat is None else as_sent(chat.sent):
+        if parsing is not None:
+            answers = parsers(context, parsing.form, request.token_ids, params)
         structure = _structure(context, request, sampling, chat)
         events = generate(
             context,
@@ -81,7 +84,7 @@ def begin_generate(
             params,
             run_options(sampling),
             label=label,
-            answers=parsing and parsers(context, parsing.form, request.token_ids, params),
+            answers=answers,
             structure=structure,
             prompt_field="token_ids",
         )

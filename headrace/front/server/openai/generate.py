@@ -81,9 +81,7 @@ def _conversation(context: RequestContext, request: GenerateRequest) -> Conversa
         "stream_options": msgspec.to_builtins(request.stream_options) if request.stream else None,
     }
     chat_request = parse(document, ChatRequest)
-    return chat.to_conversation(
-        chat_request, context.services.served, id=completion_id("chatcmpl")
-    )
+    return chat.to_conversation(chat_request, context.services.served, id=completion_id("chatcmpl"))
 
 
 async def to_answer(events: Events, reply: GenerateReply) -> bytes:

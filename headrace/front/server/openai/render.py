@@ -10,10 +10,9 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
@@ -29,7 +28,6 @@ from headrace.front.client.events import (
 )
 from headrace.front.client.outputs import ChoiceState
 from headrace.front.server.conversation.context import RequestContext, json_response
-from headrace.front.server.conversation.generation import MAX_TOKENS
 from headrace.front.server.conversation.pipeline import parsers, prompt_ids
 from headrace.front.server.conversation.prompts import prompt_of, prompts_of, spans
 from headrace.front.server.conversation.rendering import (
@@ -41,8 +39,16 @@ from headrace.front.server.conversation.request import ChatRequest, CompletionRe
 from headrace.front.server.conversation.resolved import Conversation, as_sent
 from headrace.front.server.conversation.stages import joined, parsed, without_reasoning
 from headrace.front.server.http.auth import completion_id
-from headrace.front.server.http.limits import Count, TokenId
 from headrace.front.server.openai import chat, completions
+from headrace.front.server.openai.derender import (
+    DerenderRequest,
+    GeneratedChoice,
+    PromptScores,
+    ScoredEntry,
+    TopToken,
+    derender_chat,
+    derender_completion,
+)
 from headrace.front.text.threads import INLINE_CHARS, TEXT_THREADS, checkpoint
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -65,17 +71,18 @@ async def post_render_completion(context: RequestContext, document: Any) -> Resp
 
 async def post_derender_chat(context: RequestContext, document: Any) -> Response:
     """POST /v1/chat/completions/derender: generated ids as a chat completion."""
-    body = parse(document, DerenderRequest)
+    body, sent = derender_chat(document)
     request = msgspec.structs.replace(
         parse(body.request, ChatRequest), stream=None, stream_options=None
     )
     services = context.services
     conversation = chat.to_conversation(request, services.served, id=completion_id("chatcmpl"))
     context.hold_place()
-    with as_sent(conversation.sent):
+    with as_sent(sent), as_sent(conversation.sent):
         _check_numbers(context, body, most=conversation.params.n)
         ids = body.token_ids or await prompt_ids(context, conversation.prompt)
-        answer = await _off_loop(body, partial(_chat_answer, context, conversation, body, ids))
+        work = partial(_chat_answer, context, conversation, body, ids)
+        answer = await _off_loop(_num_tokens(body), work)
     return Response(answer, media_type="application/json")
 
 
@@ -87,7 +94,7 @@ async def _chat_answer(
     answers = parsers(context, conversation.form, ids, params)
     marked = context.services.answers.pieces is not None
     pieces = answers[0].pieces if answers and marked else None
-    events: Events = _events(context, ids, body.response, params, pieces)
+    events: Events = _events(context, ids, body, params, pieces)
     if answers is not None:
         events = conversation.calls.as_sent(parsed(events, answers))
         if not conversation.shows_reasoning:
@@ -96,41 +103,48 @@ async def _chat_answer(
 
 
 async def post_derender_completion(context: RequestContext, document: Any) -> Response:
-    """POST /v1/completions/derender: generated ids of one prompt as a text completion."""
-    generated = parse(document, DerenderRequest)
-    request = msgspec.structs.replace(parse(generated.request, CompletionRequest), stream=None)
+    """POST /v1/completions/derender: generated ids of one prompt as a text completion; in vLLM's
+    body of several."""
+    bodies, sent = derender_completion(document)
+    request = msgspec.structs.replace(parse(bodies[0].request, CompletionRequest), stream=None)
     request = msgspec.structs.replace(request, stream_options=None)
     params = completion_sampling(context, request)
     context.hold_place()
-    _check_numbers(context, generated, most=params.n)
-    prompts = prompts_of(request)
-    if len(prompts) != 1:
+    texts = prompts_of(request)
+    if len(texts) != len(bodies):
         raise InvalidRequest(
-            f"request.prompt: {len(prompts)} prompts given; derender them one by one",
+            f"request.prompt: {len(texts)} prompts given, with answers to {len(bodies)}",
             field="request.prompt",
         )
-    prompt = await prompt_of(context, request, prompts[0])
+    with as_sent(sent):
+        for body in bodies:
+            _check_numbers(context, body, most=params.n)
+    prompts = [await prompt_of(context, request, text) for text in texts]
     reply = completions.CompletionReply(
         id=completion_id("cmpl"),
         created=int(time.time()),
         model=context.services.model_name(request.model),
         request=request,
-        prompts=[prompt],
+        prompts=prompts,
         fields=completions.completion_fields(request, context.services.server),
         spans=partial(spans, context.services.tokenizer) if request.return_token_offsets else None,
     )
 
     async def answer() -> bytes:
-        _check_ids(context, generated)
-        events = _events(context, prompt.ids, generated.response, params)
-        return await completions.to_answer(joined([events]), reply)
+        events: list[Events] = []
+        for body, prompt in zip(bodies, prompts, strict=True):
+            _check_ids(context, body)
+            events.append(_events(context, prompt.ids, body, params))
+        return await completions.to_answer(joined(events), reply)
 
-    return Response(await _off_loop(generated, answer), media_type="application/json")
+    with as_sent(sent):
+        encoded = await _off_loop(sum(map(_num_tokens, bodies)), answer)
+    return Response(encoded, media_type="application/json")
 
 
-async def _off_loop(body: DerenderRequest, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+async def _off_loop(num_tokens: int, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
     """The result of work that waits for nothing; in a thread where there is much of it."""
-    size = CHARS_PER_TOKEN * _num_tokens(body)
+    size = CHARS_PER_TOKEN * num_tokens
     if size < INLINE_CHARS:
         return await work()
     return await TEXT_THREADS.run(size, lambda: asyncio.run(work()))
@@ -178,7 +192,7 @@ def _check_ids(context: RequestContext, body: DerenderRequest) -> None:
 async def _events(
     context: RequestContext,
     ids: list[int],
-    generated: Generated,
+    body: DerenderRequest,
     params: SamplingParams,
     pieces: Mapping[int, str | bytes] | None = None,
 ) -> Events:
@@ -187,7 +201,8 @@ async def _events(
     tokenizer = services.tokenizer
     eos = () if params.ignore_eos else services.text.eos_ids
     stop_ids = (*params.stop_token_ids, *eos)
-    yield Started(len(ids))
+    generated = body.response
+    yield Started(len(ids) if body.prompt_tokens is None else body.prompt_tokens)
     cached = generated.usage.prompt_tokens_details.cached_tokens
     if generated.prompt_logprobs is not None:
         yield PromptScored([_prompt_score(tokenizer, entry) for entry in generated.prompt_logprobs])
@@ -255,78 +270,3 @@ def _token_score(
     piece = tokenizer.pieces[token_id]
     text, data = (piece, piece.encode()) if isinstance(piece, str) else ("", piece)
     return TokenScore(token_id, logprob, text, data, rank)
-
-
-TokenKey = Annotated[str, Meta(pattern=r"^\d{1,9}$")]
-
-
-class TopToken(msgspec.Struct, frozen=True, kw_only=True):
-    """One alternative."""
-
-    token_id: TokenId
-    logprob: float
-    rank: int | None = None
-
-
-class ScoredEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One generated token with its alternatives."""
-
-    token_id: TokenId
-    logprob: float
-    rank: int | None = None
-    top_logprobs: Annotated[list[TopToken], Meta(max_length=256)] = []
-
-
-class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
-    """The scores of a choice."""
-
-    content: list[ScoredEntry] = []
-
-
-class PromptScore(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate of a prompt's position; the first of them is the token itself."""
-
-    logprob: float
-    rank: int | None = None
-
-
-PromptScores = Annotated[dict[TokenKey, PromptScore], Meta(min_length=1, max_length=256)] | None
-
-
-class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of an answer of /inference/v1/generate."""
-
-    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
-    index: Annotated[int, Meta(ge=0, lt=4096)] = 0
-    finish_reason: Literal["stop", "length", "repetition", "abort"] = "stop"
-    stop_reason: str | int | None = None
-    logprobs: TokenScores | None = None
-
-
-class TokenDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Details of the usage."""
-
-    cached_tokens: Count = 0
-
-
-class GeneratedUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The usage that the engine told."""
-
-    prompt_tokens_details: TokenDetails = TokenDetails()
-
-
-class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer of /inference/v1/generate."""
-
-    choices: Annotated[list[GeneratedChoice], Meta(min_length=1, max_length=4096)]
-    usage: GeneratedUsage = GeneratedUsage()
-    prompt_logprobs: Annotated[list[PromptScores], Meta(max_length=MAX_TOKENS)] | None = None
-
-
-class DerenderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request as the client sent it, its prompt (as the render route told it, or rendered
-    again), the answer."""
-
-    request: dict[str, Any]
-    response: Generated
-    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)] | None = None
