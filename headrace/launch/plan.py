@@ -66,13 +66,14 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     matrices = sum(
         count
         for name, (count, _, dims) in sizes.items()
-        if dims == 2 and (tied or name not in tables)
+        if dims == 2 and name not in (tables[1:] if tied else tables)
     )
     head_bytes = sum(s[1] for n, s in sizes.items() if "lm_head" in n or n == "head")
+    looked_up = sum(sizes[n][1] for n in tables[1:])  # of these no step reads more than a few rows
     return ModelCost(
         weight_bytes=total,
-        read_bytes=total if tied else total - table_bytes,
-        head_bytes=table_bytes if tied else head_bytes,
+        read_bytes=total - (looked_up if tied else table_bytes),
+        head_bytes=table_bytes - looked_up if tied else head_bytes,
         multiplied=matrices,
         kv_layers=_kv_layers(model, dtype),
     )

@@ -22,50 +22,13 @@ from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
-from headrace.back.layers.norm import (
-    RMS,
-    HeadsLayerNorm,
-    LayerNorm,
-    NormSpec,
-    RMSNorm,
-    SplitRMSNorm,
-)
+from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
+from headrace.back.layers.qk_norm import HeadNorm, QKNorm
 from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard, local_units
-
-
-@dataclass(frozen=True, kw_only=True)
-class QKNorm:
-    """The norms of queries and keys.
-
-    over        "head": each head, all with one weight; "heads": each head with a weight of its own
-                (a layer norm without bias); "width": all heads together (root mean square)
-    names       the two modules
-    listed      "heads" alone: the checkpoint has a tensor for each head, under this name
-    after_rope  it comes behind the rotation, not before it
-    """
-
-    norm: NormSpec = RMS
-    eps: float
-    over: str = "head"
-    names: tuple[str, str] = ("q_norm", "k_norm")
-    listed: str | None = None
-    after_rope: bool = False
-
-    def build(self, scope: Scope, part: Part) -> HeadNorm:
-        """The norm of one projection, split over the ranks like `part`; x is [T, H, D], or [T, W]
-        for "width"."""
-        if self.over == "heads":
-            return HeadsLayerNorm(scope, part, eps=self.eps, listed=self.listed)
-        if self.over == "width":
-            return SplitRMSNorm(scope, part, eps=self.eps)
-        return self.norm.build(scope, part.size // part.units, eps=self.eps)
-
-
-HeadNorm = RMSNorm | LayerNorm | SplitRMSNorm | HeadsLayerNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +89,8 @@ class AttentionSpec:
                zeros behind them
     value_scale  what values are multiplied with
     out_scale    what the weight that leads back is multiplied with
+    value_eps    of a norm without weight over each value; None: there is none
+    keys_are_values  what goes into that norm is what goes into the keys'
     """
 
     width: int
@@ -147,12 +112,15 @@ class AttentionSpec:
     value_dim: int | None = None
     value_scale: float = 1.0
     out_scale: float = 1.0
+    value_eps: float | None = None
+    keys_are_values: bool = False
     names: AttentionNames = AttentionNames()
 
     @property
     def plain_values(self) -> bool:
         """Whether values are cached as they come out of the projection."""
-        return self.value_dim in (None, self.head_dim) and self.value_scale == 1.0
+        same = self.value_dim in (None, self.head_dim) and self.value_scale == 1.0
+        return same and self.value_eps is None
 
     @property
     def cache_kind(self) -> str:
@@ -166,6 +134,38 @@ class AttentionSpec:
     ) -> Attention:
         """The layer. `norm`, `adds`: see Attention."""
         return Attention(scope, cache, self, norm=norm, adds=adds)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Of the projection, in global sizes: queries, keys and, unless they are the keys,
+        values."""
+        names, dim = self.names, self.value_dim or self.head_dim
+        q = Part(names.query, self.heads * self.head_dim, self.heads)
+        k = Part(names.key, self.kv_heads * self.head_dim, self.kv_heads)
+        if self.keys_are_values:
+            assert self.value_eps is not None and self.gate is None, self
+            return q, k
+        return q, k, Part(names.value, self.kv_heads * dim, self.kv_heads)
+
+    def problem(
+        self, scope: Scope, *, heads: int, kv_heads: int, sinks: bool = False
+    ) -> AttentionProblem:
+        """That of op attention, with this rank's heads."""
+        return AttentionProblem(
+            device=scope.kind,
+            dtype=scope.dtype,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            block_tokens=scope.block_tokens,
+            scale=self.scale,
+            window=self.window,
+            chunk=self.chunk,
+            softcap=self.softcap,
+            quantized=scope.kv_quantized,
+            sinks=sinks,
+            verify_queries=scope.verify_queries,
+        )
 
 
 Queries = tuple[torch.Tensor, torch.Tensor | None]
@@ -195,22 +195,19 @@ class Attention:
         adds: bool = False,
     ) -> None:
         names, scope = spec.names, scope / spec.names.module
-        q = Part(names.query, spec.heads * spec.head_dim, spec.heads)
-        k = Part(names.key, spec.kv_heads * spec.head_dim, spec.kv_heads)
+        q, k, *_ = parts = spec.parts
         value_dim = spec.value_dim or spec.head_dim
-        v = Part(names.value, spec.kv_heads * value_dim, spec.kv_heads)
         self._layer = layer
         self._spec = spec
         self._scope = scope
-        self._heads = local_units(q, scope.mesh.tp)
-        self._kv_heads = local_units(k, scope.mesh.tp)
-        self._split = [self._heads, self._kv_heads, self._kv_heads]
+        self._split = [local_units(part, scope.mesh.tp) for part in parts]
+        self._heads, self._kv_heads = self._split[:2]
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
         both = MergedTensor(name=names.query, parts=(0, 3), groups=spec.heads)
         self._qkv = ColumnLinear(
             scope,
             spec.width,
-            (q, k, v, *gates),
+            (*parts, *gates),
             bias=spec.qkv_bias,
             merged=names.merged,
             groups=spec.kv_heads if names.by_group else 1,
@@ -235,6 +232,9 @@ class Attention:
                 spec.qk_norm.build(scope / of_q, q),
                 spec.qk_norm.build(scope / of_k, k),
             )
+        self._value_norm = None
+        if spec.value_eps is not None:
+            self._value_norm = RMS_NO_WEIGHT.build(scope, value_dim, eps=spec.value_eps)
         self._rope = Rope(scope, spec.rope) if spec.rope else None
         self._attend = self._write = self._gated = not_loaded
         self._query_scale_P: torch.Tensor | None = None
@@ -301,15 +301,14 @@ class Attention:
         """Norm, rotation and KV write by an op each; returns q_THD."""
         if self._spec.clip is not None:
             qkv_TC.clamp_(-self._spec.clip, self._spec.clip)
-        q_THD, k_TKD, v_TKD = (
+        sizes = self._qkv.sizes[: len(self._split)]
+        q_THD, k_TKD, *values = (
             part_TC.unflatten(1, (heads, -1))
             for part_TC, heads in zip(
-                qkv_TC.split_with_sizes(self._qkv.sizes[:3], dim=1), self._split, strict=True
+                qkv_TC.split_with_sizes(sizes, dim=1), self._split, strict=True
             )
         )
-        if not self._spec.plain_values:
-            lacking = self._spec.head_dim - v_TKD.shape[2]
-            v_TKD = F.pad(v_TKD * self._spec.value_scale, (0, lacking))
+        v_TKD = self._cached_values(values[0] if values else k_TKD)
         after_rope = self._spec.qk_norm is not None and self._spec.qk_norm.after_rope
         if not after_rope:
             q_THD, k_TKD = self._normed(q_THD, k_TKD)
@@ -319,6 +318,15 @@ class Attention:
             q_THD, k_TKD = self._normed(q_THD, k_TKD)
         self._write(k_TKD, v_TKD, kv, plan.slot_T)
         return q_THD
+
+    def _cached_values(self, v_TKD: torch.Tensor) -> torch.Tensor:
+        """As they are cached."""
+        if self._value_norm is not None:
+            v_TKD = self._value_norm.norm(v_TKD)
+        lacking = self._spec.head_dim - v_TKD.shape[2]
+        if lacking or self._spec.value_scale != 1.0:
+            v_TKD = F.pad(v_TKD * self._spec.value_scale, (0, lacking))
+        return v_TKD
 
     def _normed(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor
@@ -350,16 +358,8 @@ class Attention:
             self._write = scope.bind(
                 KV_WRITE, KVWriteProblem(**shape, quantized=scope.kv_quantized)
             )
-        self._problem = AttentionProblem(
-            **shape,
-            heads=self._heads,
-            scale=spec.scale,
-            window=spec.window,
-            chunk=spec.chunk,
-            softcap=spec.softcap,
-            quantized=scope.kv_quantized,
-            sinks=self._sinks is not None,
-            verify_queries=scope.verify_queries,
+        self._problem = spec.problem(
+            scope, heads=self._heads, kv_heads=self._kv_heads, sinks=self._sinks is not None
         )
         sinks = () if self._sinks is None else (self._sinks.take().float(),)
         self._attend = scope.bind(ATTENTION, self._problem, *sinks)

@@ -228,6 +228,19 @@ class RowLinear:
         self.project = project
 
 
+class WholeLinear:
+    """x_TI -> y_TO that every rank computes whole. `scope` is the layer's own."""
+
+    def __init__(self, scope: Scope, inputs: int, outputs: int) -> None:
+        self.project: Linear = not_loaded
+        self._scope = scope
+        self._weight = scope.quantized(scope.param("weight", (outputs, inputs)))
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        self.project = bind_linear(self._scope, self._weight.take(), None)
+
+
 Weight = torch.Tensor | PackedWeight | BlockWeight
 Bound = TypeVar("Bound")
 

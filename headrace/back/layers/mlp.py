@@ -86,6 +86,9 @@ class GatedMLPSpec:
         )
 
 
+GATED_MLP = GatedMLPSpec()
+
+
 class GatedMLP:
     """x_TE -> y_TE. `merged` names the checkpoint tensor that holds gate and up, if they are one
     there (Phi-3); `names`: those of gate, up and down; `scales`: what gate and down are multiplied

@@ -22,7 +22,7 @@ from headrace.back.layers.scope import Scope, not_loaded
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 
-KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 OLD_NAMES = {"su": "longrope", "ntk": "dynamic", "deepseek_yarn": "yarn"}
 
 
@@ -141,6 +141,10 @@ def read_rope(
     )
     if whole:
         partial = 1.0
+    named = values.choice("rope_type", (*KINDS, *renamed), "default", aliases=("type",))
+    kind = renamed.get(named, named)
+    if kind == "proportional":
+        return _proportional(values, head_dim, base, partial, layout)
     rotary_dim = int(head_dim * partial)
     if partial == 1.0 and head_dim % 2:
         key = "head_dim" if "head_dim" in config.raw else "num_attention_heads"
@@ -152,8 +156,6 @@ def read_rope(
             "partial_rotary_factor",
             f"a share of head_dim ({head_dim}) that is an even number of dimensions, not {rotary_dim}",
         )
-    named = values.choice("rope_type", (*KINDS, *renamed), "default", aliases=("type",))
-    kind = renamed.get(named, named)
     scaling = _Scaling(config, values, base, rotary_dim, max_positions)
     frequencies, attention_factor = _COMPUTE[kind](scaling)
     return RopeSpec(
@@ -163,6 +165,23 @@ def read_rope(
         attention_factor=attention_factor,
         layout=layout,
         decision=_decision(kind, scaling),
+    )
+
+
+def _proportional(
+    values: ConfigReader, head_dim: int, base: float, share: float, layout: str
+) -> RopeSpec:
+    """Pairs over the whole head, of which the first `share` turn, as fast as if all did (Gemma 4;
+    transformers 5.23, modeling_rope_utils)."""
+    turning = int(share * head_dim // 2)
+    exponents = torch.arange(0, 2 * turning, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / base**exponents / values.float("factor", 1.0, ge=1.0)
+    still = (0.0,) * (head_dim // 2 - turning)
+    return RopeSpec(
+        kind="proportional",
+        head_dim=head_dim,
+        frequencies=(*frequencies.tolist(), *still),
+        layout=layout,
     )
 
 

@@ -9,7 +9,7 @@ once. T tokens, E hidden size, N tokens whose logits are wanted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,14 +17,13 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
+from headrace.back.layers.layer_tail import LayerInputsSpec
 from headrace.back.layers.logits import LogitsHead, TopOf
-from headrace.back.layers.mixer import MixerSpec
-from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec, GatedMLPSpec
-from headrace.back.layers.norm import PRE, RMS, NormPlacement, NormSpec, RMSNorm, ScaledNorm
-from headrace.back.layers.residual import BlockNorm, Branch, add_norm, sum_branches
+from headrace.back.layers.norm import RMS, NormSpec
+from headrace.back.layers.residual import add_norm
 from headrace.back.layers.scope import Scope
+from headrace.back.models.decoder_layer import DecoderLayer, DecoderSizes, LayerSpec, Stream
 from headrace.back.models.weights import WeightPlan, names_within
-from headrace.back.parallel.collectives import Partial
 from headrace.base.config.hf import REQUIRED, ConfigReader
 from headrace.base.config.layer_count import num_layers
 from headrace.base.config.resolved import Decision
@@ -41,40 +40,7 @@ ACTIVATIONS = {
 }
 PLAIN_ACTIVATIONS = {**ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"}
 """Of MLPs without a gate."""
-GATED_MLP = GatedMLPSpec()
-Stream = tuple[Branch, torch.Tensor]
-"""And the residual [T, E]."""
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderSizes:
-    """The sizes every dense family states under the same keys."""
-
-    vocabulary: int
-    width: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    activation: str
-    tied: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    """One decoder layer. Its first branch, the mixer, is attention or a recurrent layer. A layer
-    may lack one of its branches. `branch_scale`: what each branch is multiplied with behind its
-    last norm. `normed_residual`: each branch is added to what the norm before it gives, times
-    these, instead of to what goes into that norm."""
-
-    mixer: MixerSpec | None
-    placement: NormPlacement = PRE
-    feed_forward: FeedForwardSpec | None = GATED_MLP
-    branch_scale: float = 1.0
-    normed_residual: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +59,8 @@ class DecoderNames:
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A whole decoder. `norm` is the kind of all norms of the residual. `positions`: rows of the
-    table of learned positions, if it has a name. `renamed`: see WeightPlan."""
+    table of learned positions, if it has a name. `layer_inputs`: of the layers' tails. `renamed`:
+    see WeightPlan."""
 
     sizes: DecoderSizes
     layers: tuple[LayerSpec, ...]
@@ -103,120 +70,10 @@ class DecoderSpec:
     logits_softcap: float | None = None
     logits_bias: bool = False
     positions: int = 0
+    layer_inputs: LayerInputsSpec | None = None
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
-
-
-class DecoderLayer:
-    """Adds its branches to the residual stream. See LayerSpec. `cache`: the id of its first
-    cache."""
-
-    def __init__(self, scope: Scope, cache: int, spec: LayerSpec, decoder: DecoderSpec) -> None:
-        sizes, place = decoder.sizes, spec.placement
-
-        def norm(name: str | None) -> BlockNorm | None:
-            if name is None:
-                return None
-            return decoder.norm.build(scope / name, sizes.width, eps=sizes.eps)
-
-        self.before_attention = norm(place.before_attention)
-        plain = spec.branch_scale == 1.0
-        self.parallel = place.parallel
-        self.normed_residual = spec.normed_residual is not None
-        self.mixer = spec.mixer and spec.mixer.build(
-            scope,
-            cache,
-            norm=self._fusible(self.before_attention),
-            adds=plain and place.after_attention is None,
-        )
-        self.after_attention = norm(place.after_attention)
-        self.before_mlp = norm(place.before_mlp)
-        self.mlp = spec.feed_forward and spec.feed_forward.build(
-            scope,
-            FeedForwardPlace(
-                width=sizes.width,
-                inner=sizes.inner,
-                activation=sizes.activation,
-                norm=self._fusible(self.before_mlp),
-                adds=plain and place.after_mlp is None,
-            ),
-        )
-        self.after_mlp = norm(place.after_mlp)
-        self.branch_scale = spec.branch_scale
-        self.residual_norms: list[ScaledNorm] = []
-        if spec.normed_residual is not None:
-            for before, factor in zip(
-                (self.before_attention, self.before_mlp), spec.normed_residual, strict=True
-            ):
-                assert isinstance(before, RMSNorm), "the residual is what a norm gives"
-                self.residual_norms.append(ScaledNorm(scope, before, factor))
-
-    def _fusible(self, norm: BlockNorm | None) -> RMSNorm | None:
-        """The norm, where the GEMM behind it may do it: not where others read what it gives."""
-        return None if norm is None or self.parallel or self.normed_residual else norm.fusible
-
-    def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
-        """Adds the branch of the layer before to the residual, in place, and leaves its own MLP
-        branch, to be added by whoever comes next: so each addition is fused with the norm after it,
-        or with the GEMM before it. The last layer goes on with `batch.last_token_batch`."""
-        branch_TE, residual_TE = stream
-        if self.parallel:
-            return self._forward_parallel(branch_TE, residual_TE, batch, last=last)
-        after = batch.last_token_batch if last else None
-        at_N = None if after is None else batch.logits_at_N
-        if self.mixer is not None:
-            norm = None if self.mixer.norms else self.before_attention
-            x_TE = add_norm(norm, branch_TE, residual_TE)
-            if self.residual_norms:
-                residual_TE = self.residual_norms[0].norm(residual_TE)
-            handed = self.mixer.queries(x_TE, batch, at_N)
-            if after is not None and at_N is not None:
-                residual_TE, batch = residual_TE.index_select(0, at_N), after
-            branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
-            branch_TE = self._after(self.after_attention, branch_TE)
-        elif at_N is not None:
-            residual_TE = add_norm(None, branch_TE, residual_TE)
-            branch_TE, residual_TE = None, residual_TE.index_select(0, at_N)
-        if self.mlp is None:
-            return branch_TE, residual_TE
-        norm = None if self.mlp.norms else self.before_mlp
-        x_TE = add_norm(norm, branch_TE, residual_TE)
-        if self.residual_norms:
-            residual_TE = self.residual_norms[1].norm(residual_TE)
-        return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE)), residual_TE
-
-    @property
-    def kv_forms(self) -> tuple[CacheForm, ...]:
-        """The caches of its mixer."""
-        return () if self.mixer is None else self.mixer.kv_forms
-
-    def _forward_parallel(
-        self, branch_TE: Branch, residual_TE: torch.Tensor, batch: Batch, *, last: bool
-    ) -> Stream:
-        """Whatever reads the residual comes before what adds to it."""
-        assert self.mixer is not None and self.mlp is not None, "a branch is missing"
-        x_TE = add_norm(self.before_attention, branch_TE, residual_TE)
-        after = batch.last_token_batch if last else None
-        at_N = None if after is None else batch.logits_at_N
-        handed = self.mixer.queries(x_TE, batch, at_N)
-        if after is not None and at_N is not None:
-            residual_TE, batch = residual_TE.index_select(0, at_N), after
-            x_TE = x_TE.index_select(0, at_N)
-        if self.before_mlp is not None:
-            x_TE = self.before_mlp.norm(residual_TE)
-        mlp_TE = self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
-        branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
-        return sum_branches(self._after(self.after_attention, branch_TE), mlp_TE), residual_TE
-
-    def _after(self, norm: BlockNorm | None, branch_TE: Branch) -> Branch:
-        if branch_TE is None or isinstance(branch_TE, Partial):  # goes into the residual as it is
-            return branch_TE
-        if norm is not None:
-            branch_TE = norm.norm(branch_TE)
-        if self.branch_scale != 1.0:
-            branch_TE = branch_TE * self.branch_scale
-        return branch_TE
 
 
 class Decoder:
@@ -245,8 +102,13 @@ class Decoder:
         self.kv_forms: tuple[CacheForm, ...] = ()
         for index, layer in enumerate(spec.layers):
             at = inside / names.layers / str(index)
-            self._layers.append(DecoderLayer(at, len(self.kv_forms), layer, spec))
+            self._layers.append(DecoderLayer(at, len(self.kv_forms), layer, sizes, spec.norm))
             self.kv_forms += self._layers[-1].kv_forms
+        writers = [i for i, layer in enumerate(self._layers) if layer.kv_forms]
+        self._last_writer = self._layers[writers[-1]]
+        self._layer_inputs = spec.layer_inputs and spec.layer_inputs.build(
+            inside, sizes.width, len(self._layers), norms=spec.norm, eps=sizes.eps
+        )
         recurrent = any(form.kind == "state" for form in self.kv_forms)
         self.state = "recurrent" if recurrent else "plain"
         self._norm = spec.norm.build(inside / names.norm, sizes.width, eps=sizes.eps)
@@ -287,9 +149,22 @@ class Decoder:
         """See CausalModel."""
         branch_TE = self._positions.lookup(batch.positions_T) if self._positions else None
         stream: Stream = branch_TE, self._embedding.lookup(batch.token_ids_T)
-        for layer in self._layers:
-            stream = layer.forward(stream, batch, last=layer is self._layers[-1])
+        inputs_LTP = None
+        if self._layer_inputs is not None:
+            inputs_LTP = self._layer_inputs.of(batch.token_ids_T, stream[1])
+        for index, layer in enumerate(self._layers):
+            stream = layer.forward(stream, batch, last=layer is self._last_writer)
+            if layer is self._last_writer and self._goes_on:
+                batch, inputs_LTP = at_last_tokens(batch, inputs_LTP)
+            if layer.tail is not None:
+                input_TP = None if inputs_LTP is None else inputs_LTP[index]
+                stream = None, layer.tail.forward(add_norm(None, *stream), input_TP)
         return add_norm(self._norm, *stream)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether something reads the batch behind the last layer that writes a cache."""
+        return self._last_writer is not self._layers[-1] or self._layer_inputs is not None
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32."""
@@ -310,6 +185,17 @@ class Decoder:
         """Class logits [N, labels], float32."""
         assert self._classifier is not None, "the model has no classification head"
         return self._classifier.logits(hidden_NE)
+
+
+def at_last_tokens(
+    batch: Batch, inputs_LTP: torch.Tensor | None
+) -> tuple[Batch, torch.Tensor | None]:
+    """What is left of a step for layers that write no cache, and its part of the layers' inputs."""
+    after, at_N = batch.last_token_batch, batch.logits_at_N
+    if after is None:
+        return batch, inputs_LTP
+    left = replace(after, positions_T=batch.positions_T.index_select(0, at_N))
+    return left, None if inputs_LTP is None else inputs_LTP.index_select(1, at_N)
 
 
 BuildFamily = Callable[[Scope, ConfigReader], Decoder]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from headrace.back.layers.mlp import FeedForwardSpec
+from headrace.back.layers.mlp import GATED_MLP, FeedForwardSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
-from headrace.back.models.blocks import GATED_MLP
 from headrace.base.config.hf import ConfigReader
 
 CORRECTION_BIAS = "gate.e_score_correction_bias"

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.mlp import FeedForwardSpec
+from headrace.back.layers.mlp import GATED_MLP, FeedForwardSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
-    GATED_MLP,
     Decoder,
     DecoderSizes,
     DecoderSpec,

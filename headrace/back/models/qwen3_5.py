@@ -4,11 +4,11 @@ checkpoint. The text model stands alone, or beside a vision tower below another 
 from __future__ import annotations
 
 from headrace.back.layers.linear import MergedTensor
+from headrace.back.layers.mlp import GATED_MLP
 from headrace.back.layers.norm import RMS_UNIT_OFFSET
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_delta import KEY, QUERY, VALUE, DeltaNames
 from headrace.back.models.blocks import (
-    GATED_MLP,
     Decoder,
     DecoderSpec,
     LayerSpec,

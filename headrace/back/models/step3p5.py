@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from headrace.back.kernels.experts.op import SWIGLU_STEP
 from headrace.back.layers.attention import AttentionSpec, OutputGate, QKNorm
-from headrace.back.layers.mlp import FeedForwardSpec
+from headrace.back.layers.mlp import GATED_MLP, FeedForwardSpec
 from headrace.back.layers.moe.beside import BesideSpec, LoneExpert
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.moe.weights import StackedExperts
@@ -14,7 +14,6 @@ from headrace.back.layers.norm import RMS_UNIT_OFFSET
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
-    GATED_MLP,
     Decoder,
     DecoderSizes,
     DecoderSpec,

@@ -41,7 +41,8 @@ class RouterSpec:
     """How experts are chosen and weighed: see op `route`, whose words these are. `name`: the
     router's weight within the module; `bias_name`: that of the bias that only chooses, a tensor of
     `bias_dims` dimensions, of which only the last is not 1. `weighs_inputs`: the weights multiply
-    what goes into the experts, not what comes out (Llama 4)."""
+    what goes into the experts, not what comes out (Llama 4). `expert_scale`: what each expert's
+    results are multiplied with, a tensor of the module."""
 
     experts: int
     top_k: int
@@ -58,6 +59,7 @@ class RouterSpec:
     linear_bias: bool = False
     weighs_inputs: bool = False
     jitter: float = 0.0
+    expert_scale: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,11 @@ class Mixture:
             if router.bias_name
             else None
         )
+        self._expert_scale = (
+            scope.param(router.expert_scale, (router.experts,), init="ones")
+            if router.expert_scale
+            else None
+        )
         sizes = ExpertSizes(experts=router.experts, width=width, inner=spec.inner)
         self._inner = sizes.part
         self._weights = spec.layout.params(scope, sizes)
@@ -132,16 +139,18 @@ class Mixture:
 
     def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | Partial:
         """y_TE, to be added to the residual."""
-        expert_TK, weight_TK = self._route(self._logits(x_TE))
-        if self._spec.router.weighs_inputs:
-            y_TE = self._of_weighed(x_TE, expert_TK, weight_TK)
-        else:
-            y_TE = self._experts(x_TE, expert_TK, weight_TK)
-        axis = self._scope.mesh.tp
+        y_TE, axis = self.mixed(x_TE, x_TE), self._scope.mesh.tp
         if axis.size == 1:
             return y_TE
         share = Partial(y_TE, axis)
         return share if self._adds else share.total()
+
+    def mixed(self, x_TE: torch.Tensor, routed_TE: torch.Tensor) -> torch.Tensor:
+        """This rank's share of y_TE; the router reads `routed_TE`."""
+        expert_TK, weight_TK = self._route(self._logits(routed_TE))
+        if self._spec.router.weighs_inputs:
+            return self._of_weighed(x_TE, expert_TK, weight_TK)
+        return self._experts(x_TE, expert_TK, weight_TK)
 
     def _of_weighed(
         self, x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -222,6 +231,8 @@ class Mixture:
     def _all_weights(self) -> ExpertWeights:
         """Of all experts, the shared ones behind the others."""
         weights = self._weights.take()
+        if self._expert_scale is not None:
+            weights.down_XEI.mul_(self._expert_scale.take()[:, None, None])
         if self._shared is None:
             return weights
         assert not self._spec.layout.biased, "shared experts have no biases"
