@@ -52,6 +52,9 @@ def randomize(model: Any, *, seed: int = 11) -> None:
                 parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(noise * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.mul_(0.7)
 
 
 def model_spec(

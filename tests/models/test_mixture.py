@@ -29,6 +29,7 @@ FAMILIES = (
     "llama4",
     "mistral4",
     "mimo-v2-flash",
+    "gemma4-experts",
 )
 NUM_TOKENS = 6
 

@@ -99,6 +99,12 @@ DELTA: dict[str, Any] = {
 }
 
 
+GEMMA4: dict[str, Any] = {
+    **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 9},
+    **{"hidden_size_per_layer_input": 0, "layer_types": [*MIXED[:1] * 2, MIXED[1]]},
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -484,6 +490,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "topk_group": 1},
             **{"moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5},
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        },
+    ),
+    "gemma4": ("Gemma4Text", {**GEMMA4, "final_logit_softcapping": 6.0}),
+    "gemma4-shared": (
+        "Gemma4Text",
+        {
+            **{**GEMMA4, "num_hidden_layers": 6, "layer_types": [*MIXED[:2] * 3]},
+            **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+            **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 101},
+        },
+    ),
+    "gemma4-experts": (
+        "Gemma4Text",
+        {
+            **{**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2},
+            "moe_intermediate_size": 24,
         },
     ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),

@@ -24,6 +24,7 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_parity import (
     DELTA,
     EXPERTS,
+    GEMMA4,
     LENGTHS,
     LLAMA3,
     MIXED,
@@ -71,6 +72,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3_5Moe",
         "Qwen3_5MoeText",
         {**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "Gemma4": (
+        "Gemma4",
+        "Gemma4Text",
+        {**GEMMA4, "attention_k_eq_v": True, "pad_token_id": 1},
     ),
     "Gemma3": (
         "Siglip",

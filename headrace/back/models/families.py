@@ -35,6 +35,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
     "OlmoForCausalLM": "olmo",
@@ -112,6 +113,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "deepseek_v3": "deepseek",
     "llama4_text": "llama4",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
 }
@@ -130,6 +132,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "Step3p7ForConditionalGeneration": "model",
     "Qwen3_5ForConditionalGeneration": "model.language_model",
     "Qwen3_5MoeForConditionalGeneration": "model.language_model",
+    "Gemma4ForConditionalGeneration": "model.language_model",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
 ENCODERS = frozenset({"bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"})
