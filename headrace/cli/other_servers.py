@@ -68,6 +68,25 @@ def _layers_on_gpu(values: list[str]) -> list[str] | None:
     )
 
 
+def _long_texts(values: list[str]) -> list[str] | None:
+    """How texts longer than the context are embedded; how the model pools is in its own files."""
+    try:
+        config = msgspec.json.decode(values[0], type=_PoolerConfig)
+    except msgspec.DecodeError:
+        return None
+    if not config.enable_chunked_processing:
+        return [] if config.max_embed_len is None else None
+    return ["--max-embed-tokens", str(config.max_embed_len or _LONGEST_TEXT)]
+
+
+class _PoolerConfig(msgspec.Struct, forbid_unknown_fields=True):
+    enable_chunked_processing: bool = False
+    max_embed_len: int | None = None
+
+
+_LONGEST_TEXT = 1 << 20
+
+
 _NO_LORA = "LoRA adapters are not part of headrace"
 _NO_MEDIA = "no media are accepted"
 _NO_TLS = "serve TLS from a proxy in front of the server"
@@ -156,6 +175,11 @@ VLLM: Mapping[str, OtherFlag] = {
     "--disable-uvicorn-access-log": _left_out("requests are never logged"),
     "--max-log-len": _left_out("requests are never logged", ONE),
     "--disable-fastapi-docs": _left_out("there is /openapi.json and no page of it"),
+    "--pooler-config": OtherFlag(
+        words=_long_texts,
+        arity=ONE,
+        why="how the model pools is read from its files; enable_chunked_processing and max_embed_len are taken",
+    ),
     "--limit-mm-per-prompt": _left_out(_NO_MEDIA, ONE),
     "--mm-processor-kwargs": _left_out(_NO_MEDIA, ONE),
     "--allowed-local-media-path": _left_out(_NO_MEDIA, ONE),

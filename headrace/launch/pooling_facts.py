@@ -47,6 +47,7 @@ def read_pooling(
         labels=labels,
         activation=activation,
         matryoshka=_matryoshka(config),
+        projected=bool(stated.dense),
         judge=None if encodes or head in ("sequence", "token") else _judge(config),
     )
 

@@ -82,7 +82,8 @@ def embedder(
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
     )
-    with serving(None, str(folder), "--threads", "1") as served:
+    options = ("--threads", "1", "--max-embed-tokens", "75")
+    with serving(None, str(folder), *options) as served:
         yield served, oracle, tokenizer
 
 
@@ -234,6 +235,60 @@ def test_embeddings_through_the_openai_client(
         wanted = expected(oracle, tokenizer.encode(text).ids, "mean")
         np.testing.assert_allclose(entry.embedding, wanted, atol=1e-4)
     assert answer.usage.prompt_tokens == sum(len(tokenizer.encode(t).ids) for t in DOCUMENTS)
+
+
+def test_a_text_longer_than_the_context_is_embedded_in_chunks(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    """The mean of the chunks' vectors, weighted by their tokens, each chunk between [CLS] and [SEP] (contract 6)."""
+    served, oracle, tokenizer = embedder
+    text = " ".join([QUERY, *DOCUMENTS] * 4)
+    ids = tokenizer.encode(text).ids
+    assert 38 < len(ids) - 2 < 2 * 38
+    inside = ids[1:-1]
+    chunks = [[2, *inside[i : i + 38], 3] for i in range(0, len(inside), 38)]
+    with torch.inference_mode():
+        means = [oracle(torch.tensor([c])).last_hidden_state[0].mean(0).numpy() for c in chunks]
+    wanted = np.average(means, axis=0, weights=[len(c) for c in chunks])
+    wanted /= np.linalg.norm(wanted)
+    answer = served.post("/v1/embeddings", {"input": [QUERY, text]}).json()
+    np.testing.assert_allclose(answer["data"][1]["embedding"], wanted, atol=1e-4)
+    short = served.post("/v1/embeddings", {"input": QUERY}).json()["data"][0]["embedding"]
+    np.testing.assert_allclose(answer["data"][0]["embedding"], short, atol=1e-5)
+    num_tokens = len(tokenizer.encode(QUERY).ids) + sum(map(len, chunks))
+    assert answer["usage"]["prompt_tokens"] == num_tokens
+    body = {"texts": [text], "input_type": "search_document", "truncate": "NONE"}
+    cohere_s = served.post("/v2/embed", body).json()["embeddings"]["float"][0]
+    np.testing.assert_allclose(cohere_s, wanted, atol=1e-4)
+    sent = served.post("/v1/embeddings", {"input": inside}).json()["data"][0]["embedding"]
+    assert np.abs(np.array(sent) - wanted).max() > 1e-3, "ids are cut as they were sent"
+    refused = served.post("/v1/embeddings", {"input": " ".join([text] * 2)})
+    assert refused.status_code == 400
+    assert "is 75 tokens" in refused.json()["error"]["message"]
+    classified = served.post("/pooling", {"input": text})
+    assert classified.status_code == 400 and "is 40 tokens" in classified.json()["error"]["message"]
+
+
+def test_parts_of_a_text_are_embedded_together_by_late_chunking(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer], bundled: Served
+) -> None:
+    """Each part is the mean of its own tokens among those of all."""
+    served, oracle, tokenizer = embedder
+    parts = [tokenizer.encode(text, add_special_tokens=False).ids for text in DOCUMENTS]
+    ids = [2, *(token for part in parts for token in part), 3]
+    with torch.inference_mode():
+        hidden = oracle(torch.tensor([ids])).last_hidden_state[0].numpy()
+    answer = served.post("/v1/embeddings", {"input": DOCUMENTS, "late_chunking": True}).json()
+    at = 1
+    for part, entry in zip(parts, answer["data"], strict=True):
+        wanted = hidden[at : at + len(part)].mean(0)
+        at += len(part)
+        np.testing.assert_allclose(entry["embedding"], wanted / np.linalg.norm(wanted), atol=1e-4)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    for server, texts in ((served, QUERY), (bundled, DOCUMENTS)):
+        refused = server.post("/v1/embeddings", {"input": texts, "late_chunking": True})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "late_chunking", refused.text
 
 
 def test_forms_and_lengths_of_an_embedding(

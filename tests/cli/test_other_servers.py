@@ -34,6 +34,10 @@ def line() -> CommandLine:
         ("M --api-key k1 k2", "M --api-keys k1,k2"),
         ("M --uds /x.sock", "M --host unix:/x.sock"),
         ("M --kv-cache-dtype fp8", "M --kv-dtype fp8"),
+        (
+            'M --pooler-config {"enable_chunked_processing":true,"max_embed_len":3000}',
+            "M --max-embed-tokens 3000",
+        ),
         ("M --no-enable-prefix-caching", "M --no-prefix-caching"),
         (
             "-m f.gguf -c 0 -ngl 99 -fa on -np 4",

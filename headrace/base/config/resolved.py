@@ -197,7 +197,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     `activation` what makes them scores: sigmoid, softmax or none. `matryoshka`: lengths an
     embedding may be cut to, empty for any, None for no cutting. `late`: the model has a vector per
     token (`how` is "tokens") and compares them one by one. `judge`: the model generates, and was
-    trained to say these words (no, yes) of a pair.
+    trained to say these words (no, yes) of a pair. `projected`: dense layers follow the pooling.
     """
 
     how: str = "last"
@@ -208,6 +208,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     matryoshka: tuple[int, ...] | None = None
     late: LateSpec | None = None
     judge: tuple[str, str] | None = None
+    projected: bool = False
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,6 +101,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         Natural, Meta(description="Largest logprobs, top_logprobs and prompt_logprobs.")
     ] = 20
+    max_embed_tokens: Annotated[
+        Positive | None,
+        Meta(
+            description="Most tokens of a text to embed. What exceeds the model's context is cut into chunks, and the "
+            "mean of their vectors, weighted by their tokens, is the text's; none: such a text is refused."
+        ),
+    ] = None
     force_include_usage: Annotated[
         bool, Meta(description="Streams end with their usage, whether or not they ask for it.")
     ] = False

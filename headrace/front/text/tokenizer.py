@@ -149,23 +149,23 @@ class Tokenizer(ABC):
         return ids
 
     def with_special(self, ids: list[int]) -> list[int]:
-        """Ids of a rendered chat with the special tokens that a raw prompt gets; one that is there
-        is not doubled."""
-        bare, whole = self._encode_bare("x"), self.encode("x")
-        at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        before, after = whole[:at], whole[at + len(bare) :]
+        """Ids of a rendered chat with the special tokens of a raw prompt, none of them doubled."""
+        before, after = self.special_around()
         before = [] if ids[: len(before)] == before else before
         after = [] if after and ids[-len(after) :] == after else after
         return [*before, *ids, *after]
 
+    def special_around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that stand before and behind a raw prompt."""
+        bare, whole = self._encode_bare("x"), self.encode("x")
+        at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return whole[:at], whole[at + len(bare) :]
+
     def encode_pair(
         self, first: str, second: str, *, second_tokens: int | None = None
     ) -> tuple[list[int], int]:
-        """The ids of two texts as one prompt, and where the second begins for models with token
-        types (0: not told).
-
-        `second_tokens` keeps only so many tokens of the second text.
-        """
+        """The ids of two texts as one prompt, of the second at most `second_tokens`, and where that
+        begins for models with token types (0: not told)."""
         rest = self._encode_bare(second)
         return [*self.encode(first), *rest[:second_tokens]], 0
 

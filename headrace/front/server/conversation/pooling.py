@@ -57,28 +57,37 @@ async def tokenized(
     special: bool = True,
     truncate: int | None = None,
     side: str = "right",
+    longest: int = 0,
 ) -> list[int]:
     """A text's ids; with `truncate` its first so many (-1: what the model can hold; side left: its
-    last), else refused if too long."""
+    last), else refused if there are more than the model can hold, or `longest` if that is more."""
     services = context.services
     most = services.text.max_model_len
-    limit = None if truncate is not None else most
+    limit = None if truncate is not None else max(most, longest)
     ids = await services.tokenizer.encode_async(
         text, add_special_tokens=special, max_tokens=limit, field=field
     )
-    return shortened(ids, truncate, most=most, field=field, side=side)
+    return shortened(ids, truncate, most=most, field=field, side=side, longest=longest)
 
 
 def shortened(
-    ids: list[int], truncate: int | None, *, most: int, field: str, side: str = "right"
+    ids: list[int],
+    truncate: int | None,
+    *,
+    most: int,
+    field: str,
+    side: str = "right",
+    longest: int = 0,
 ) -> list[int]:
-    """Applies `truncate` on that side; ContextTooLong for what still does not fit."""
+    """Applies `truncate` on that side; ContextTooLong for what still exceeds both `most` and
+    `longest`."""
     if truncate is not None:
         keep = most if truncate == -1 else truncate
         ids = ids if len(ids) <= keep else _cut(ids, keep, side)
-    if len(ids) > most:
+    allowed = max(most, longest)
+    if len(ids) > allowed:
         raise ContextTooLong(
-            f"{field} is too long: {len(ids)} tokens > {most} maximum", field=field
+            f"{field} is too long: {len(ids)} tokens > {allowed} maximum", field=field
         )
     if not ids:
         raise InvalidRequest(f"{field} is empty; at least one token is needed", field=field)

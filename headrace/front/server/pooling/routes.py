@@ -30,6 +30,11 @@ from headrace.front.server.conversation.request import ChatRequest, numbered, pa
 from headrace.front.server.conversation.resolved import prompt_source
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.pooling.content import texts_of
+from headrace.front.server.pooling.long_texts import (
+    longest_of,
+    pooled_as_one,
+    pooled_in_chunks,
+)
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,
     CohereEmbedRequest,
@@ -61,7 +66,16 @@ async def post_embeddings(context: RequestContext, document: Any) -> Response:
     """POST /v1/embeddings."""
     request = parse(document, EmbeddingRequest)
     spec = one_vector(context)
-    answers = await _pooled_texts(context, request, how=spec.how, head=False)
+    if request.late_chunking:
+        context.services.model_name(request.model)
+        context.hold_place()
+        special = request.add_special_tokens is not False
+        job = _job(request, how="tokens", head=False)
+        answers = await pooled_as_one(context, request.input, job, special=special)
+    else:
+        inputs = await _inputs(context, request, longest=longest_of(context))
+        job = _job(request, how=spec.how, head=False)
+        answers = await pooled_in_chunks(context, inputs, job)
     vectors = embeddings(context, answers, request.dimensions, _normalizes(request))
     return _sent(context, request, vectors, usage_of(answers), kinds=("embedding", "embd"))
 
@@ -111,11 +125,13 @@ async def post_cohere_embed(context: RequestContext, document: Any) -> Response:
     context.hold_place()
     truncate = None if request.truncate == "NONE" else request.max_tokens or -1
     side = "left" if request.truncate == "START" else "right"
+    longest = longest_of(context)
     ids = [
-        await tokenized(context, text, field=field, truncate=truncate, side=side) for text in texts
+        await tokenized(context, text, field=field, truncate=truncate, side=side, longest=longest)
+        for text in texts
     ]
     job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
-    answers = await pooled(context, [PoolInput(ids=one) for one in ids], job)
+    answers = await pooled_in_chunks(context, [PoolInput(ids=one) for one in ids], job)
     vectors = embeddings(context, answers, request.output_dimension, None)
     billed = {"input_tokens": sum(answer.num_prompt for answer in answers)}
     return json_response(
@@ -219,18 +235,24 @@ async def _pooled_inputs(
 ) -> list[PooledAnswer]:
     if head:
         _need_head(context)
-    job = PoolJob(
+    return await pooled(context, inputs, _job(request, how=how, head=head))
+
+
+def _job(request: TextRequest, *, how: str, head: bool) -> PoolJob:
+    return PoolJob(
         how=how,
         head=head,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout_s,
     )
-    return await pooled(context, inputs, job)
 
 
-async def _inputs(context: RequestContext, request: TextRequest) -> list[PoolInput]:
-    """What is to be pooled, tokenized; takes the key's place first."""
+async def _inputs(
+    context: RequestContext, request: TextRequest, *, longest: int = 0
+) -> list[PoolInput]:
+    """What is to be pooled, tokenized, of at most `longest` tokens if that is more than the model
+    can hold; takes the key's place first."""
     services = context.services
     services.model_name(request.model)
     if (request.input is None) == (request.messages is None):
@@ -252,10 +274,18 @@ async def _inputs(context: RequestContext, request: TextRequest) -> list[PoolInp
                 special=request.add_special_tokens is not False,
                 truncate=truncate,
                 side=request.truncation_side,
+                longest=longest,
             )
         else:
             services.tokenizer.check_ids(one, field="input")
-            ids = shortened(one, truncate, most=most, field="input", side=request.truncation_side)
+            ids = shortened(
+                one,
+                truncate,
+                most=most,
+                field="input",
+                side=request.truncation_side,
+                longest=longest,
+            )
         pool_inputs.append(PoolInput(ids=ids))
     return pool_inputs
 

@@ -95,8 +95,10 @@ class TextRequest(PoolingCommon, frozen=True, kw_only=True):
 
 
 class EmbeddingRequest(TextRequest, frozen=True, kw_only=True):
-    """POST /v1/embeddings. `normalize` is also called `use_activation`."""
+    """POST /v1/embeddings. `normalize` is also called `use_activation`. `late_chunking`: the texts
+    are parts of one, computed together."""
 
+    late_chunking: bool = False
     dimensions: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
