@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
+from headrace.front.server.grpc import render
 from tests.api.serving import NO_TLS, Served, eventually, serving
 
 MIB = 1 << 20
@@ -19,6 +22,7 @@ HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     "Authorization: Bearer {key}\r\nContent-Length: {size}\r\n\r\n"
 )
+GRPC = re.compile(r"headrace serves gRPC: (\S+)")
 SMALL = {"prompt": "fox", "max_tokens": 1}
 LARGE = {**SMALL, "user": "u", "x": " " * (300 * 1024)}
 
@@ -27,6 +31,7 @@ LARGE = {**SMALL, "user": "u", "x": " " * (300 * 1024)}
 def served(model: Path) -> Iterator[Served]:
     """Bodies of 1 MiB, two of them together, one of a key."""
     limits = ("--max-body-bytes", "1MiB", "--body-budget-bytes", "2MiB", "--api-keys", "a,b,c")
+    limits += ("--grpc-port", "0")
     with serving(model, *limits) as server:
         yield server
         assert server.stop() == 0
@@ -100,3 +105,30 @@ def test_a_body_that_is_compressed_is_counted_as_it_is_read(served: Served) -> N
             return answer.status_code == 429
 
         eventually(refused, within_s=30)
+
+
+def tokenized(channel: grpc.Channel, key: str) -> grpc.StatusCode:
+    """What becomes of a gRPC call with a message of 300 KiB."""
+    path = f"/{render.SERVICE.full_name}/Tokenize"
+    request, response = (
+        kind("Tokenize") for kind in (render.SERVICE.request, render.SERVICE.response)
+    )
+    stub = channel.unary_unary(path, request.SerializeToString, response.FromString)
+    metadata = [("authorization", f"Bearer {key}")]
+    try:
+        stub(request(prompt="fox " * (75 * 1024)), metadata=metadata, timeout=60)
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return grpc.StatusCode.OK
+
+
+def test_messages_of_grpc_count_among_the_bodies(served: Served) -> None:
+    eventually(lambda: any(map(GRPC.search, served.lines)), within_s=30)
+    address = next(found[1] for line in served.lines if (found := GRPC.search(line)))
+    with grpc.insecure_channel(address) as channel:
+        with unfinished(served, "a"):
+            eventually(lambda: is_refused(served, "a", 429), within_s=30)
+            assert tokenized(channel, "a") is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert tokenized(channel, "b") is grpc.StatusCode.OK
+        eventually(lambda: tokenized(channel, "a") is grpc.StatusCode.OK, within_s=30)

@@ -24,6 +24,7 @@ from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.grpc import admin, control, engine, inference, render
 from headrace.front.server.grpc.rpc import POOL, Rpc, RpcService, fields_of
 from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator, request_id
+from headrace.front.server.http.body_budget import WAIT_S
 from headrace.front.server.http.error_names import ERROR_NAMES
 from headrace.front.server.http.failures import Failure, failure_of
 
@@ -153,23 +154,23 @@ class _Calls:
     async def unary(self, message: Any, call: Any) -> Any:
         """One answer."""
         assert self._rpc.unary is not None
-        async with self._request_context(call) as context:
+        async with self._request_context(call, message) as context:
             fields = fields_of(message, json=self._rpc.json)
             return self._answer(**await self._rpc.unary(context, fields))
 
     async def stream(self, message: Any, call: Any) -> AsyncGenerator[Any, None]:
         """Answers as they come; a client that leaves ends what runs for it."""
         assert self._rpc.stream is not None
-        async with self._request_context(call) as context:
+        async with self._request_context(call, message) as context:
             fields = fields_of(message, json=self._rpc.json)
             async with contextlib.aclosing(self._rpc.stream(context, fields)) as answers:
                 async for one in answers:
                     yield self._answer(**one)
 
     @contextlib.asynccontextmanager
-    async def _request_context(self, call: Any) -> AsyncIterator[RequestContext]:
-        """What app.Shell is to a request: who may ask, the trace, the count, and the failure as a
-        code."""
+    async def _request_context(self, call: Any, message: Any) -> AsyncIterator[RequestContext]:
+        """What app.Shell is to a request: who may ask, the room for the message while the call
+        lasts, the trace, the count, and the failure as a code."""
         services = self._services
         context = RequestContext(services=services, request_id=request_id())
         failure, code = None, grpc.StatusCode.CANCELLED
@@ -184,6 +185,8 @@ class _Calls:
             context.begin_trace(scope)
             if (left_s := call.time_remaining()) is not None:
                 context.timeout_s = max(0.0, left_s)
+            context.body_bytes = message.ByteSize()
+            await context.make_room(context.body_bytes, wait_s=WAIT_S)
             yield context
             code = grpc.StatusCode.OK
         except Exception as error:
