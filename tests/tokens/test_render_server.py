@@ -180,6 +180,7 @@ def test_grpc_renders_what_http_renders(
     assert list(found.token_ids) == http["token_ids"] and found.num_tokens == len(found.token_ids)
     assert json.loads(found.sampling_params)["max_tokens"] == 7
     assert "<|im_start|>" in found.prompt_text
+    assert json.loads(found.parse_context) == http["parse_context"]
 
 
 def test_grpc_tokenizes_there_and_back(channel: grpc.Channel) -> None:

@@ -38,6 +38,8 @@ def _rendered_fields(rendered: dict[str, Any]) -> Fields:
         "model": rendered["model"],
         "sampling_params": msgspec.json.encode(rendered["sampling_params"]).decode(),
     }
+    if "parse_context" in rendered:
+        reply["parse_context"] = msgspec.json.encode(rendered["parse_context"]).decode()
     if "prompt_text" in rendered:
         reply["prompt_text"] = rendered["prompt_text"]
     if "token_offsets" in rendered:
