@@ -70,6 +70,33 @@ def test_an_answer_has_what_the_published_document_requires(bundled: Served) -> 
     assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
+def test_prompt_and_answer_are_told_as_tokens_where_that_is_asked(
+    bundled: Served, gpt: openai.OpenAI
+) -> None:
+    """vLLM's enable_response_messages (contract 4)."""
+    asked: Any = {"enable_response_messages": True}
+    response = ask(gpt, extra_body=asked, reasoning={"effort": "low"})
+    (sent,), (answer,) = response.input_messages, response.output_messages
+    assert sent["type"] == answer["type"] == "raw_message_tokens"
+    assert ADD in sent["message"] and "<|im_start|>" in sent["message"]
+    assert "</think>" in answer["message"] and response.output_text in answer["message"]
+    for told, count in (
+        (sent, response.usage.input_tokens),
+        (answer, response.usage.output_tokens),
+    ):
+        assert len(told["tokens"]) == count
+        body = {"tokens": told["tokens"]}
+        url = bundled.url + "/detokenize"
+        text = httpx.post(url, json=body, headers=HEADERS, timeout=60, verify=NO_TLS).json()
+        assert text["prompt"] == told["message"]
+    last = events_of(bundled, **asked)[-1]["response"]
+    assert last["input_messages"][0]["tokens"] and last["output_messages"][0]["tokens"]
+    assert "input_messages" not in post(bundled).json()
+    refused = post(bundled, background=True, **asked)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "enable_response_messages"
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "reasoning": {"reasoning": {"effort": "low", "summary": "auto"}},

@@ -23,7 +23,8 @@ from headrace.front.server.responses.tools import Offered
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseReply:
-    """What is known of a response before it is made. `seal` encrypts reasoning for its owner."""
+    """What is known of a response before it is made. `seal` encrypts reasoning for its owner;
+    `decode`: the text of tokens, where the response tells its tokens."""
 
     id: str
     model: str
@@ -34,6 +35,7 @@ class ResponseReply:
     seal: Callable[[str], str]
     stored: bool
     defaults: Json = field(default_factory=dict)
+    decode: Callable[[list[int]], str] | None = None
 
     @property
     def encrypts(self) -> bool:

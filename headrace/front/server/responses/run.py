@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import orjson
@@ -93,6 +94,9 @@ async def prepare(
         seal=lambda text: services.sealer.seal(text, owner=context.tenant, purpose=PURPOSE),
         stored=services.store is not None and request.store is not False,
         defaults=dict(services.text.generation_defaults),
+        decode=partial(services.tokenizer.decode, skip_special_tokens=False)
+        if request.enable_response_messages
+        else None,
     )
     return Prepared(
         context=context,
@@ -219,7 +223,7 @@ async def _fitting(context: RequestContext, conversation: Conversation) -> Conve
 
 async def run(prepared: Prepared, *, keep: bool = True) -> AsyncGenerator[Json, None]:
     """The response's events; it is stored before its last one. Failures are raised."""
-    _, events = await begin(prepared.context, prepared.conversation)
+    prepared.stream.prompt_ids, events = await begin(prepared.context, prepared.conversation)
     async with aclosing(events):
         async for event in events:
             for event_ in prepared.stream.take(event):

@@ -108,7 +108,8 @@ class InputRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(InputRequest, frozen=True, kw_only=True):
-    """POST /v1/responses, and `response.create` of the WebSocket."""
+    """POST /v1/responses, and `response.create` of the WebSocket. `enable_response_messages`: tell
+    prompt and answer as their tokens too, as vLLM does."""
 
     background: bool | None = None
     include: Annotated[list[Include], Meta(max_length=16)] | None = None
@@ -123,6 +124,7 @@ class ResponsesRequest(InputRequest, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_logprobs: NumScores | None = None
     user: Annotated[str, Meta(max_length=1024)] | None = None
+    enable_response_messages: bool = False
 
 
 def parse_response(document: Any) -> ResponsesRequest:
@@ -135,6 +137,11 @@ def parse_response(document: Any) -> ResponsesRequest:
         )
     if request.background and request.store is False:
         raise InvalidRequest("background: needs store: true", field="background")
+    if request.background and request.enable_response_messages:
+        raise InvalidRequest(
+            "enable_response_messages: does not go with background",
+            field="enable_response_messages",
+        )
     if request.conversation is not None and request.store is False:
         raise InvalidRequest(
             "conversation: keeps what is said, store: false does not", field="conversation"

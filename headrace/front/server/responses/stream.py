@@ -40,12 +40,13 @@ TERMINAL = frozenset({"response.completed", "response.incomplete", "response.fai
 @dataclass
 class ResponseStream:
     """Turns events into events; `response` is the response as far as it has come. `warm`: no output
-    is wanted."""
+    is wanted; `prompt_ids`: the prompt, once it is known."""
 
     reply: ResponseReply
     status: str = "in_progress"
     number: int = 0
     warm: bool = False
+    prompt_ids: list[int] = field(default_factory=list)
     response: Json = field(init=False)
     _open: Json | None = field(init=False, default=None)
     _texts: list[str] = field(init=False, default_factory=list)
@@ -54,6 +55,7 @@ class ResponseStream:
     _unsaid: list[Json] = field(init=False, default_factory=list)
     _begun: bool = field(init=False, default=False)
     _num_prompt: int = field(init=False, default=0)
+    _ids: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.response = new_response(self.reply, status=self.status)
@@ -99,6 +101,8 @@ class ResponseStream:
 
     def _delta(self, event: Delta) -> list[Json]:
         parts = parts_of(event)
+        if self.reply.decode is not None:
+            self._ids += event.token_ids
         if self.reply.scores and event.scores and self._is_content(parts):
             self._unsaid += _logprobs(event.scores)
         return [events for part in parts for events in self._part(part)]
@@ -290,8 +294,19 @@ class ResponseStream:
             "incomplete_details": {"reason": cut} if cut else None,
             "completed_at": None if cut else int(time.time()),
             "usage": usage(self._num_prompt, ended),
+            **self._messages(),
         }
         return [*events, self._about(f"response.{self.response['status']}")]
+
+    def _messages(self) -> Json:
+        """Prompt and answer as they went through the model, where that is asked."""
+        decode = self.reply.decode
+        if decode is None:
+            return {}
+        return {
+            name: [{"type": "raw_message_tokens", "message": decode(ids), "tokens": ids}]
+            for name, ids in (("input_messages", self.prompt_ids), ("output_messages", self._ids))
+        }
 
 
 def _object(text: str) -> Json:
