@@ -189,12 +189,14 @@ def describe(
 
 def _kv_bytes(family: str, reader: ConfigReader, kv_heads: int, head_dim: int, dtype: str) -> int:
     """What a layer keeps of a token: a key and a value of each KV head, or one latent of all of
-    them with the rotated key beside it. The fallback keeps no latents, encoders nothing."""
+    them with the rotated key beside it, and the key of an indexer. The fallback keeps no latents,
+    encoders nothing."""
     if family in ENCODERS:
         return 0
     values, rank = 2 * kv_heads * head_dim, reader.int("kv_lora_rank", None, ge=1)
     if rank is not None and family != FALLBACK:
         values = rank + reader.int("qk_rope_head_dim", 0, ge=0)
+        values += reader.int("index_head_dim", 0, ge=0)
     return values * DTYPE_BYTES[dtype]
 
 

@@ -55,6 +55,8 @@ def test_kv_bytes_are_those_of_what_the_family_keeps() -> None:
     latent = {"kv_lora_rank": 24, "qk_rope_head_dim": 6, "num_key_value_heads": 8}
     deepseek = facts(**latent, architectures=["DeepseekV3ForCausalLM"])
     assert deepseek.kv_bytes_per_token == 3 * (24 + 6) * 2
+    sparse = facts(**latent, index_head_dim=10, architectures=["DeepseekV32ForCausalLM"])
+    assert sparse.kv_bytes_per_token == 3 * (24 + 6 + 10) * 2
 
 
 def test_models_without_attention_state_neither_heads_nor_a_longest_text() -> None:

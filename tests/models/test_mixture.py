@@ -25,6 +25,7 @@ FAMILIES = (
     "olmoe",
     "granite-moe",
     "deepseek-v3",
+    "deepseek-v3.2",
     "glm4-moe",
     "llama4",
     "mistral4",

@@ -70,6 +70,11 @@ ROUTED: dict[str, Any] = {
 }
 
 
+INDEXED: dict[str, Any] = {
+    **{"index_n_heads": 16, "index_head_dim": 12, "index_topk": 7, "norm_topk_prob": True},
+}  # so many heads that no two scores are 0: which of equal ones is chosen, nobody says
+
+
 MAMBA2: dict[str, Any] = {
     **{"num_heads": 6, "head_dim": 16, "state_size": 12, "n_groups": 2, "conv_kernel": 4},
 }
@@ -297,6 +302,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **LATENT,
             **ROUTED,
             "norm_topk_prob": True,
+            **rope(**YARN, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        {
+            **LATENT,
+            **ROUTED,
+            **INDEXED,
             **rope(**YARN, mscale=1.0, mscale_all_dim=1.0),
         },
     ),

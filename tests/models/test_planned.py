@@ -24,6 +24,7 @@ CONFIGS: dict[str, tuple[str, Any]] = {
 
 MIXERS = {
     *("kernel.attention", "kernel.span_attention", "kernel.latent_attention"),
+    "kernel.sparse_latent_attention",
     *("kernel.ssd_scan", "kernel.selective_scan"),
 }
 

@@ -4,7 +4,8 @@ Keys and values of all heads come from one latent per token; the cache holds tha
 rotated key that the heads share. Attention runs in the absorbed form: a head's key weight is
 applied to its query, its value weight to its result, so that all heads read the latent itself.
 Prompts are attended expanded instead where a kernel can (latent_expansion.py): each position's keys
-and values are computed again from its latent, which is written to the cache as ever.
+and values are computed again from its latent, which is written to the cache as ever. With an
+indexer (layers/indexer.py) a query reads the positions alone that it chooses, always absorbed.
 
 T tokens, E hidden size, H query heads of this rank, C rank of the latent, R rotary dimensions, W =
 C + R, D = nope + R, V value dimensions of a head.
@@ -28,7 +29,10 @@ from headrace.back.kernels.latent_attention.op import OP as LATENT_ATTENTION
 from headrace.back.kernels.latent_attention.op import LatentAttentionProblem
 from headrace.back.kernels.latent_write.op import OP as LATENT_WRITE
 from headrace.back.kernels.latent_write.op import LatentWriteProblem
+from headrace.back.kernels.sparse_latent_attention.op import OP as SPARSE_LATENT_ATTENTION
+from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
 from headrace.back.layers.attention import OutputGate, chosen
+from headrace.back.layers.indexer import Indexer, IndexerSpec, IndexQueries
 from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, latents_of
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
@@ -54,6 +58,7 @@ class LatentAttentionSpec:
     q_rank     rank of the queries' own down-projection; None: they are projected directly
     nope       dimensions of a query head that are not rotated
     values     dimensions of a head's value
+    indexer    chooses the positions that are read; None: all are
     """
 
     width: int
@@ -69,6 +74,7 @@ class LatentAttentionSpec:
     out_bias: bool = False
     query_scale: QueryScale | None = None
     gate: OutputGate | None = None
+    indexer: IndexerSpec | None = None
     names: LatentNames = LatentNames()
 
     def build(
@@ -80,11 +86,12 @@ class LatentAttentionSpec:
 
 class LatentQueries(NamedTuple):
     """A step's rotated queries: q_THW, absorbed but for rows that are expanded, which take their
-    first `nope` elements from own_THN; and the gates of what they give."""
+    first `nope` elements from own_THN; the gates of what they give; and those of the indexer."""
 
     q_THW: torch.Tensor
     own_THN: torch.Tensor
     gate_TX: torch.Tensor | None
+    index: IndexQueries | None = None
 
 
 class LatentAttention:
@@ -109,6 +116,12 @@ class LatentAttention:
             )
         rotary = spec.rope.rotary_dim
         self._layer, self._spec, self._scope = layer, spec, scope
+        self._indexer: Indexer | None = None
+        if spec.indexer is not None:
+            assert spec.q_rank is not None, "an indexer reads the queries' down-projection"
+            sizes = {"width": spec.width, "q_rank": spec.q_rank}
+            self._indexer = Indexer(scope / "indexer", layer + 1, spec.indexer, **sizes)
+            norm = None  # it reads what the norms give, too
         q_size = spec.heads * (spec.nope + rotary)
         queries = Part("q_proj", q_size, spec.heads)
         self._heads = local_units(queries, scope.mesh.tp)
@@ -124,7 +137,8 @@ class LatentAttention:
         if spec.q_rank is not None:
             self._q_norm = RMSNorm(scope / "q_a_layernorm", spec.q_rank, eps=spec.eps)
             up = Part("q_b_proj", q_size, spec.heads)
-            self._q_up = ColumnLinear(scope, spec.q_rank, (up,), norm=self._q_norm)
+            of_up = None if spec.indexer else self._q_norm
+            self._q_up = ColumnLinear(scope, spec.q_rank, (up,), norm=of_up)
         self._kv_norm = RMSNorm(scope / "kv_a_layernorm", spec.rank, eps=spec.eps)
         heads = Part("kv_b_proj", spec.heads * (spec.nope + spec.values), spec.heads)
         self._kv_up = scope.param(
@@ -138,6 +152,7 @@ class LatentAttention:
         )
         self._rope = Rope(scope, spec.rope)
         self._absorb = self._expand = self._write = self._attend = self._gated = not_loaded
+        self._attend_chosen = not_loaded
         self._query_scale_P: torch.Tensor | None = None
         self._attend_expanded: Callable[..., torch.Tensor] | None = None
         self._key_HCN = self._value_HCV = torch.empty(0)
@@ -147,7 +162,8 @@ class LatentAttention:
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """What this layer keeps in the KV cache."""
         width = self._spec.rank + self._spec.rope.rotary_dim
-        return (LatentForm(cache=self._layer, width=width),)
+        latents = LatentForm(cache=self._layer, width=width)
+        return (latents,) if self._indexer is None else (latents, self._indexer.kv_form)
 
     @property
     def norms(self) -> bool:
@@ -163,8 +179,12 @@ class LatentAttention:
         down_TX = self._down.project(x_TE)
         q_TX, latent_TW, *gates = down_TX.split_with_sizes(self._down.sizes, dim=1)
         gate_TX = gates[0] if gates else None
+        index: IndexQueries | None = None
         if self._q_up is not None:
-            q_TX = self._queries_up(q_TX)
+            q_TX = self._normed(q_TX, self._q_up)
+            if self._indexer is not None:
+                index = self._indexer.queries(x_TE, q_TX, batch, at_N)
+            q_TX = self._q_up.project(q_TX)
         q_THD = q_TX.unflatten(1, (self._heads, -1))
         q_THW = x_TE.new_empty((x_TE.shape[0], self._heads, latent_TW.shape[1]))
         self._write(
@@ -182,20 +202,26 @@ class LatentAttention:
             positions_T = batch.positions_T if at_N is None else batch.positions_T[at_N]
             scale_T11 = self._query_scale_P[positions_T, None, None]
             q_THW, own_THN = q_THW * scale_T11, own_THN * scale_T11
-        return LatentQueries(q_THW, own_THN, gate_TX)
+        return LatentQueries(q_THW, own_THN, gate_TX, index)
 
     def attend_into(
         self, queries: LatentQueries, residual_TE: torch.Tensor, batch: Batch
     ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
-        q_THW, own_THN, gate_TX = queries
+        q_THW, own_THN, gate_TX, index = queries
         kv, plan = batch.kv[self._layer], batch.plans[batch.group_of_layer[self._layer]]
         rows = self._expanded_rows(plan, kv, self._attend)
         if rows is not None:
             y_THV = self._expanded(q_THW, own_THN, kv, plan, rows)
         else:
             y_THV = q_THW.new_empty((q_THW.shape[0], self._heads, self._spec.values))
-            self._expand(self._attend(q_THW, kv, plan), y_THV)
+            if index is None:
+                latent_THC = self._attend(q_THW, kv, plan)
+            else:
+                assert self._indexer is not None
+                chosen_TK = self._indexer.choose(index, batch)
+                latent_THC = self._attend_chosen(q_THW, kv, plan, chosen_TK)
+            self._expand(latent_THC, y_THV)
         y_TX = y_THV.flatten(1)
         if gate_TX is not None:
             y_TX = self._gated(y_TX, gate_TX)
@@ -236,9 +262,10 @@ class LatentAttention:
             self._expand(latent_THC, y_THV[:first])
         return y_THV
 
-    def _queries_up(self, q_TX: torch.Tensor) -> torch.Tensor:
-        assert self._q_up is not None and self._q_norm is not None
-        return self._q_up.project(q_TX if self._q_up.norms else self._q_norm.norm(q_TX))
+    def _normed(self, q_TX: torch.Tensor, up: ColumnLinear) -> torch.Tensor:
+        """What goes into the queries' up-projection."""
+        assert self._q_norm is not None
+        return q_TX if up.norms else self._q_norm.norm(q_TX)
 
     def _finish(self) -> None:
         spec, scope, rope = self._spec, self._scope, self._spec.rope
@@ -260,6 +287,12 @@ class LatentAttention:
         )
         if spec.query_scale is not None:
             self._query_scale_P = spec.query_scale.table_in(scope)
+        if spec.indexer is not None:
+            sparse = SparseLatentProblem(
+                **facts, **cache, top_k=spec.indexer.top_k, scale=spec.scale
+            )
+            self._attend_chosen = scope.bind(SPARSE_LATENT_ATTENTION, sparse)
+            return
         self._attend = scope.bind(
             LATENT_ATTENTION, LatentAttentionProblem(**facts, **cache, scale=spec.scale)
         )

@@ -71,6 +71,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "GraniteMoeForCausalLM": "granitemoe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "deepseek",
     "SolarOpenForCausalLM": "solar_open",

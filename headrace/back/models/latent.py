@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headrace.back.layers.indexer import IndexerSpec
 from headrace.back.layers.latent_attention import LatentAttentionSpec
 from headrace.back.layers.rope import RopeSpec, read_rope, yarn_factor
 from headrace.back.layers.scope import Scope
@@ -39,6 +40,22 @@ def read_latent_attention(
         eps=NORM_EPS,
         down_bias=bias,
         out_bias=bias,
+    )
+
+
+def read_indexer(
+    config: ConfigReader, attention: LatentAttentionSpec, *, layout: str
+) -> IndexerSpec:
+    """The indexer beside this attention, by DeepSeek-V3.2's keys. `layout`: of its own rotation,
+    whose angles are the attention's."""
+    if attention.q_rank is None:
+        raise config.wrong("q_lora_rank", "a number: the indexer reads that projection")
+    rotary = attention.rope.rotary_dim
+    return IndexerSpec(
+        heads=config.int("index_n_heads", ge=1),
+        dim=config.int("index_head_dim", ge=rotary),
+        top_k=config.int("index_topk", ge=1),
+        rope=replace(attention.rope, layout=layout),
     )
 
 
