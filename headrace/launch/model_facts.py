@@ -21,7 +21,7 @@ from headrace.back.models.families import (
     Architecture,
     architecture_of,
     kv_heads_of,
-    recurrent_layers,
+    layers_without_cache,
     reserved_positions,
 )
 from headrace.base.config.gguf import GGUFFile, read_gguf
@@ -246,12 +246,12 @@ def _windows(reader: ConfigReader, family: str, layers: int) -> tuple[int | None
     """See ModelFacts; 0: the layer keeps nothing per token."""
     window = reader.int("sliding_window", None, ge=1)
     kinds = reader.list("layer_types", None, of=str)
-    recurrent = recurrent_layers(family, reader.raw, layers)
+    without = layers_without_cache(family, reader.raw, layers)
     if window is None or kinds is None or len(kinds) != layers:
-        return tuple(0 if i in recurrent else None for i in range(layers))
+        return tuple(0 if i in without else None for i in range(layers))
     slides = "sliding_attention"
     return tuple(
-        0 if i in recurrent else window if kinds[i] == slides else None for i in range(layers)
+        0 if i in without else window if kinds[i] == slides else None for i in range(layers)
     )
 
 
@@ -260,11 +260,19 @@ def _count_params(
 ) -> int:
     """The dense decoder the sizes describe: embedding, head unless tied, attention, gated MLP, two
     norms a layer."""
-    inner = reader.int("intermediate_size", 4 * hidden, aliases=("n_inner",), ge=1)
+    inner = _inner(reader, 4 * hidden)
     tables = 1 if reader.bool("tie_word_embeddings", False) else 2
     attention = 2 * hidden * (heads + kv_heads) * head_dim
     layer = attention + 3 * hidden * inner + 2 * hidden
     return tables * reader.int("vocab_size", ge=1) * hidden + layers * layer + hidden
+
+
+def _inner(reader: ConfigReader, default: int) -> int:
+    """Of the MLP; where each layer has its own, the mean."""
+    if isinstance(reader.raw.get("intermediate_size"), list):
+        sizes = reader.list("intermediate_size", of=int)
+        return sum(sizes) // max(1, len(sizes))
+    return reader.int("intermediate_size", default, aliases=("n_inner",), ge=1)
 
 
 def _safetensors_stored(folder: Path, config: Mapping[str, Any]) -> Stored:

@@ -110,6 +110,14 @@ GEMMA4: dict[str, Any] = {
 }
 
 
+GEMMA3N: dict[str, Any] = {
+    **{"head_dim": 8, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 2},
+    **{"layer_types": [*MIXED, *MIXED[:2]], "intermediate_size": [80, 80, 64, 80, 96]},
+    **{"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+    "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.0, 0.0],
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -521,6 +529,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
             **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2},
             "moe_intermediate_size": 24,
+        },
+    ),
+    "gemma3n": ("Gemma3nText", GEMMA3N),
+    "gemma3n-third-stream": (
+        "Gemma3nText",
+        {
+            **{**GEMMA3N, "altup_active_idx": 2, "altup_num_inputs": 3, "num_kv_shared_layers": 0},
+            **{"altup_correct_scale": False, "vocab_size_per_layer_input": 61},
         },
     ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),

@@ -19,7 +19,7 @@ from tests.models.test_mixture import answers, greedy
 from tests.models.test_parity import tiny_config
 
 BLOCK = 16
-FAMILIES = ("gemma4-shared",)
+FAMILIES = ("gemma4-shared", "gemma3n")
 
 
 def engine(folder: Path, **kv: Any) -> EngineCore:
@@ -38,7 +38,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_those_of_transformers_behind_a_prefix_and_after_preemption(
+def test_tokens_are_those_of_transformers_in_chunks_and_behind_a_prefix(
     name: str, tmp_path: Path
 ) -> None:
     oracle = save_oracle(tiny_config(name), tmp_path)
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_transformers_behind_a_prefix_and_after_preemption(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_preempted_request_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
     oracle = save_oracle(tiny_config(name), tmp_path)
-    core = engine(tmp_path, num_blocks=7)
+    core = engine(tmp_path, num_blocks=12)
     prompts = dict(enumerate(prompts_of(14, 13, 15, 12), start=1))
     expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
     assert answers(core, prompts)[0] == expected

@@ -22,7 +22,7 @@ NAMES = (
     "llama4", "afmoe", "mimo-v2-flash",
     "llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "deepseek-v3", "deepseek-v3.2", "one-kv-head",
     "cohere-qk-norm", "gpt2", "falcon-grouped", "phi", "qwen2-moe", "granite-moe", "gpt-oss",
-    "granite-swa", "gemma4-shared", "gemma4-experts",
+    "granite-swa", "gemma4-shared", "gemma4-experts", "gemma3n",
     "mamba2", "mamba", "jamba", "bamba", "falcon-h1", "granite-hybrid-experts", "nemotron-h",
     "nemotron-h-experts", "qwen3-next",
     "qwen3.5", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear", "bailing-hybrid", "minimax",

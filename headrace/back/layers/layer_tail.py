@@ -8,6 +8,7 @@ the token's embedding. T tokens, E hidden size, L layers, P width of a layer's i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,11 +21,13 @@ from headrace.back.layers.scope import Scope, not_loaded
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputsSpec:
-    """`vocabulary`: rows of the table; `width`: P; `scale`: what the table is multiplied with."""
+    """`vocabulary`: rows of the table; `covers`: it has one for each token, else those behind the
+    last read the first; `width`: P; `scale`: what the table is multiplied with."""
 
     vocabulary: int
     width: int
     scale: float
+    covers: bool = True
 
     def build(
         self, scope: Scope, width: int, layers: int, *, norms: NormSpec, eps: float
@@ -52,14 +55,25 @@ class LayerInputs:
         )
         self._projection = WholeLinear(scope / "per_layer_model_projection", width, joined)
         self._norm = norms.build(scope / "per_layer_projection_norm", spec.width, eps=eps)
-        self._layers, self._scale = layers, width**-0.5
+        self._layers, self._scale, self._rows = layers, width**-0.5, spec.vocabulary
+        self._covers = spec.covers
 
     def of(self, token_ids_T: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
         """The inputs [L, T, P] of tokens with the embeddings x_TE."""
         projected_TJ = self._projection.project(x_TE) * self._scale
         input_TLP = self._norm.norm(projected_TJ.unflatten(1, (self._layers, -1)))
+        if not self._covers:
+            token_ids_T = token_ids_T.masked_fill(token_ids_T >= self._rows, 0)
         input_TLP += self._table.lookup(token_ids_T).view(input_TLP.shape)
         return input_TLP.mul_(2**-0.5).transpose(0, 1).contiguous()
+
+
+class Tail(Protocol):
+    """What stands behind a layer's branches."""
+
+    def forward(self, residual_TE: torch.Tensor, input_TP: torch.Tensor | None) -> torch.Tensor:
+        """The residual, or the streams [S, T, E] of one, with the layer's own input."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ same face."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Protocol
 
 import torch
@@ -16,8 +17,8 @@ from headrace.back.kernels.gated_act.op import OP, GatedAct, GatedActProblem
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
-from headrace.back.parallel.collectives import Partial
-from headrace.back.parallel.shard import Part
+from headrace.back.parallel.collectives import Partial, all_reduce
+from headrace.back.parallel.shard import Part, local_size
 
 
 class FeedForward(Protocol):
@@ -61,7 +62,7 @@ class GatedMLPSpec:
     """A dense gated MLP. `merged` names the checkpoint tensor that holds gate and up, if they are
     one there, else `gate` and `up` do; `down` the one that leads back; `name` is the module in the
     layer. `inner`: its own, where it is not the family's usual one. `gate_scale`, `down_scale`:
-    what these are multiplied with."""
+    what these are multiplied with. `sparsity`: see LargestGates; 0: all count."""
 
     name: str = "mlp"
     bias: bool = False
@@ -72,6 +73,7 @@ class GatedMLPSpec:
     inner: int | None = None
     gate_scale: float = 1.0
     down_scale: float = 1.0
+    sparsity: float = 0.0
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
@@ -83,6 +85,7 @@ class GatedMLPSpec:
             merged=self.merged,
             names=(self.gate, self.up, self.down),
             scales=(self.gate_scale, self.down_scale),
+            sparsity=self.sparsity,
         )
 
 
@@ -103,6 +106,7 @@ class GatedMLP:
         merged: str | None = None,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         scales: tuple[float, float] = (1.0, 1.0),
+        sparsity: float = 0.0,
     ) -> None:
         (gate, up, down), inner = names, place.inner
         parts = (Part(gate, inner, inner, scale=scales[0]), Part(up, inner, inner))
@@ -113,8 +117,9 @@ class GatedMLP:
             bias=bias,
             merged=merged,
             norm=place.norm,
-            activation=place.activation,
+            activation=None if sparsity else place.activation,
         )
+        self._largest = LargestGates(scope, parts[0], sparsity) if sparsity else None
         self._down = RowLinear(
             scope / down, parts[0], place.width, bias=bias, adds=place.adds, scale=scales[1]
         )
@@ -140,6 +145,8 @@ class GatedMLP:
 
     def _inner(self, x_TE: torch.Tensor) -> torch.Tensor:
         inner = self._gate_up.project(x_TE)
+        if self._largest is not None:
+            self._largest.cut(inner)
         return inner if self._gate_up.activates else self._act(inner)
 
     def _finish(self) -> None:
@@ -152,6 +159,28 @@ class GatedMLP:
             activation=self._activation,
         )
         self._act = self._scope.bind(OP, problem)
+
+
+class LargestGates:
+    """Gates lose a bound and are zero below it, which a share `sparsity` of them would be if they
+    were normally distributed: mean and deviation are those of a token's gates on all ranks."""
+
+    def __init__(self, scope: Scope, gates: Part, sparsity: float) -> None:
+        self._axis, self._width = scope.mesh.tp, gates.size
+        self._local = local_size(gates, scope.mesh.tp)
+        self._deviations = NormalDist().inv_cdf(sparsity)
+
+    def cut(self, inner_TC: torch.Tensor) -> None:
+        """Changes the gates, which come first in `inner_TC`."""
+        gate_TI = inner_TC[:, : self._local]
+        wide_TI = gate_TI.float()
+        mean_T1 = self._mean(wide_TI)
+        variance_T1 = self._mean((wide_TI - mean_T1).square())
+        bound_T1 = mean_T1 + variance_T1.sqrt() * self._deviations
+        gate_TI.copy_((wide_TI - bound_T1).relu_())
+
+    def _mean(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x_TI.sum(1, keepdim=True), self._axis) / self._width
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
+from headrace.back.layers.altup import StreamsSpec
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.layer_tail import LayerInputsSpec
@@ -22,12 +23,31 @@ from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.norm import RMS, NormSpec
 from headrace.back.layers.residual import add_norm
 from headrace.back.layers.scope import Scope
-from headrace.back.models.decoder_layer import DecoderLayer, DecoderSizes, LayerSpec, Stream
+from headrace.back.models.decoder_layer import (
+    DecoderLayerSpec,
+    DecoderSizes,
+    Layer,
+    LayerSpec,
+    Stream,
+)
 from headrace.back.models.weights import WeightPlan, names_within
 from headrace.base.config.hf import REQUIRED, ConfigReader
 from headrace.base.config.layer_count import num_layers
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError
+
+__all__ = [
+    "EPS",
+    "BuildFamily",
+    "Decoder",
+    "DecoderNames",
+    "DecoderSizes",
+    "DecoderSpec",
+    "LayerSpec",
+    "plain_attention",
+    "read_sizes",
+    "read_windows",
+]
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -59,11 +79,11 @@ class DecoderNames:
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A whole decoder. `norm` is the kind of all norms of the residual. `positions`: rows of the
-    table of learned positions, if it has a name. `layer_inputs`: of the layers' tails. `renamed`:
-    see WeightPlan."""
+    table of learned positions, if it has a name. `layer_inputs`: of the layers' tails.
+    `streams`: of residuals, where there are several. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[DecoderLayerSpec, ...]
     norm: NormSpec = RMS
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
@@ -71,6 +91,7 @@ class DecoderSpec:
     logits_bias: bool = False
     positions: int = 0
     layer_inputs: LayerInputsSpec | None = None
+    streams: StreamsSpec | None = None
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
@@ -98,17 +119,18 @@ class Decoder:
         if names.positions is not None:
             table = inside / names.positions
             self._positions = TokenEmbedding(table, spec.positions, sizes.width)
-        self._layers: list[DecoderLayer] = []
+        self._layers: list[Layer] = []
         self.kv_forms: tuple[CacheForm, ...] = ()
         for index, layer in enumerate(spec.layers):
             at = inside / names.layers / str(index)
-            self._layers.append(DecoderLayer(at, len(self.kv_forms), layer, sizes, spec.norm))
+            self._layers.append(layer.build(at, len(self.kv_forms), sizes, spec.norm))
             self.kv_forms += self._layers[-1].kv_forms
         writers = [i for i, layer in enumerate(self._layers) if layer.kv_forms]
         self._last_writer = self._layers[writers[-1]]
         self._layer_inputs = spec.layer_inputs and spec.layer_inputs.build(
             inside, sizes.width, len(self._layers), norms=spec.norm, eps=sizes.eps
         )
+        self._streams = spec.streams and spec.streams.build(inside, sizes.width)
         recurrent = any(form.kind == "state" for form in self.kv_forms)
         self.state = "recurrent" if recurrent else "plain"
         self._norm = spec.norm.build(inside / names.norm, sizes.width, eps=sizes.eps)
@@ -152,6 +174,8 @@ class Decoder:
         inputs_LTP = None
         if self._layer_inputs is not None:
             inputs_LTP = self._layer_inputs.of(batch.token_ids_T, stream[1])
+        if self._streams is not None:
+            stream = None, self._streams.begin(stream[1])
         for index, layer in enumerate(self._layers):
             stream = layer.forward(stream, batch, last=layer is self._last_writer)
             if layer is self._last_writer and self._goes_on:
@@ -159,6 +183,8 @@ class Decoder:
             if layer.tail is not None:
                 input_TP = None if inputs_LTP is None else inputs_LTP[index]
                 stream = None, layer.tail.forward(add_norm(None, *stream), input_TP)
+        if self._streams is not None:
+            stream = None, self._streams.end(stream[1])
         return add_norm(self._norm, *stream)
 
     @property

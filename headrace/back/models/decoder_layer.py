@@ -5,13 +5,14 @@ it. T tokens, E hidden size, N tokens whose logits are wanted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.layer_tail import LayerTailSpec
-from headrace.back.layers.mixer import MixerSpec
+from headrace.back.layers.layer_tail import LayerTailSpec, Tail
+from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import PRE, NormPlacement, NormSpec, RMSNorm, ScaledNorm
 from headrace.back.layers.residual import BlockNorm, Branch, add_norm, sum_branches
@@ -53,10 +54,41 @@ class LayerSpec:
     normed_residual: tuple[float, float] | None = None
     tail: LayerTailSpec | None = None
 
+    def build(self, scope: Scope, cache: int, sizes: DecoderSizes, norms: NormSpec) -> DecoderLayer:
+        """See DecoderLayerSpec."""
+        return DecoderLayer(scope, cache, self, sizes, norms)
+
+
+class DecoderLayerSpec(Protocol):
+    """A layer as data of its decoder; `build` makes it on this rank."""
+
+    def build(self, scope: Scope, cache: int, sizes: DecoderSizes, norms: NormSpec) -> Layer:
+        """`scope` is the layer's. `cache`: the id of its first cache; `norms`: the kind of its
+        norms."""
+        ...
+
+
+class Layer(Protocol):
+    """What a decoder asks of a layer. `tail`: what is done to the residual behind it, if anything
+    is."""
+
+    @property
+    def mixer(self) -> Mixer[Any] | None: ...
+
+    @property
+    def kv_forms(self) -> tuple[CacheForm, ...]: ...
+
+    @property
+    def tail(self) -> Tail | None: ...
+
+    def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
+        """The stream behind the layer. `last`: no later layer writes a cache; it goes on with
+        `batch.last_token_batch`, if there is one."""
+        ...
+
 
 class DecoderLayer:
-    """Adds its branches to the residual stream. See LayerSpec. `cache`: the id of its first
-    cache; `norms`: the kind of its norms."""
+    """Adds its branches to the residual stream. See LayerSpec."""
 
     def __init__(
         self, scope: Scope, cache: int, spec: LayerSpec, sizes: DecoderSizes, norms: NormSpec
@@ -110,8 +142,7 @@ class DecoderLayer:
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """Adds the branch of the layer before to the residual, in place, and leaves its own MLP
         branch, to be added by whoever comes next: so each addition is fused with the norm after it,
-        or with the GEMM before it. The last layer that writes a cache goes on with
-        `batch.last_token_batch`."""
+        or with the GEMM before it."""
         branch_TE, residual_TE = stream
         if self.parallel:
             return self._forward_parallel(branch_TE, residual_TE, batch, last=last)

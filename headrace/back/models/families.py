@@ -35,6 +35,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3nForCausalLM": "gemma3n",
     "Gemma4ForCausalLM": "gemma4",
     "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
@@ -114,6 +115,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "deepseek_v3": "deepseek",
     "llama4_text": "llama4",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
@@ -133,6 +135,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "Step3p7ForConditionalGeneration": "model",
     "Qwen3_5ForConditionalGeneration": "model.language_model",
     "Qwen3_5MoeForConditionalGeneration": "model.language_model",
+    "Gemma3nForConditionalGeneration": "model.language_model",
     "Gemma4ForConditionalGeneration": "model.language_model",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
@@ -142,6 +145,8 @@ RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
+SHARING = frozenset({"gemma3n", "gemma4"})
+"""Families whose upper layers may read the caches of lower ones."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
 """Families whose positions begin one behind the id under this key, and so have fewer than the
 config states."""
@@ -230,12 +235,15 @@ def kv_heads_of(family: str, config: ConfigReader, heads: int) -> int:
     return 1 if config.bool("multi_query", True) else heads
 
 
-def recurrent_layers(family: str, config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """The layers that keep no cache per token, as far as the config lists them."""
+def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """The layers that keep no cache per token, as far as the config lists them: recurrent ones, and
+    those that read the caches of others."""
     kinds = config.get("layers_block_type") or config.get("layer_types")
-    attending = config.get("attn_layer_indices")
+    attending, shared = config.get("attn_layer_indices"), config.get("num_kv_shared_layers")
     if family in RECURRENT:
         return frozenset(range(layers))
+    if family in SHARING and isinstance(shared, int):
+        return frozenset(range(layers - shared, layers))
     if isinstance(kinds, list):
         return frozenset(i for i, kind in enumerate(kinds) if kind in RECURRENT_KINDS)
     if isinstance(attending, list):

@@ -40,7 +40,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         "out_bias": bias,
         "qk_norm": QKNorm(norm=RMS_UNIT_OFFSET, eps=sizes.eps),
     }
-    local, whole = _ropes(scope, config, sizes.head_dim)
+    local, whole = local_and_global_ropes(scope, config, sizes.head_dim)
     layers = tuple(
         LayerSpec(
             mixer=AttentionSpec(**attention, window=window, rope=local if window else whole),
@@ -60,7 +60,9 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
 
 
-def _ropes(scope: Scope, config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
+def local_and_global_ropes(
+    scope: Scope, config: ConfigReader, head_dim: int
+) -> tuple[RopeSpec, RopeSpec]:
     """Local layers: base 10000, never scaled in the old spelling. Global ones: base 1e6, scaled."""
     sizes = {"head_dim": head_dim, "max_positions": scope.max_positions}
     local = read_rope(
