@@ -24,6 +24,7 @@ from headrace.back.kernels.layer_norm import op as layer_norm
 from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
+from headrace.back.kernels.linear_fp8 import op as linear_fp8
 from headrace.back.kernels.logit_masks import op as logit_masks
 from headrace.back.kernels.merge_attention import op as merge_attention
 from headrace.back.kernels.ngram_draft import op as ngram_draft
@@ -250,6 +251,21 @@ def _product(plan: GemmPlan, tokens: int, **more: object) -> Callable[[], object
     return lambda: launcher(product, plan, tokens)(x, y)
 
 
+def _fp8(group: int | None, tokens: int, **more: object) -> Callable[[], object]:
+    """A layer with a weight of e4m3 numbers."""
+
+    def call() -> object:
+        from headrace.back.kernels.linear_fp8 import triton_linear_fp8
+
+        problem = linear_fp8.LinearFp8Problem(
+            device="cpu", dtype=BF16, inputs=4096, outputs=1024, group=group, **more
+        )
+        sample = linear_fp8.sample_of(problem, (tokens,))
+        return triton_linear_fp8.bind(sample.problem, *sample.weights)(*sample.arguments)
+
+    return call
+
+
 def _fixed(tokens: int, **more: object) -> Callable[[], object]:
     """The same in one order of sums."""
     gated = bool(more.get("activation"))
@@ -467,6 +483,16 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("gemv", _product(GEMV, 1)),
     ("gemv norm act", _product(GEMV, 1, norm_I=_ONES, eps=1e-6, activation="silu")),
     ("gemv add bias", _product(GEMV, 1, bias_O=_ONES[:512].to(BF16), add=True)),
+    *(
+        (f"linear fp8 quantized {tokens} of {group}", _fp8(group, tokens, **around))
+        for group in (None, 128)
+        for tokens, around in (
+            (1, {"eps": 1e-6, "activation": "silu"}),
+            (16, {"activation": "silu"}),
+            (64, {"add": True}),
+            (200, {"eps": 1e-6, "bias": True}),
+        )
+    ),
     ("skinny act", _product(SKINNY, 16, activation="silu")),
     ("skinny split add", _product(SPLIT, 64, add=True)),
     ("skinny swapped act", _product(SWAPPED, 16, activation="silu")),

@@ -25,6 +25,7 @@ FILES = (
     "quantized",
     "cascade",
     "fixed",
+    "linear_fp8",
     "recurrent",
     "latent",
     "mixture",

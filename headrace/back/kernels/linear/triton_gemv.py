@@ -31,15 +31,31 @@ def _part(p_weight, m_n, o_k, k: tl.constexpr, INPUTS: tl.constexpr, K: tl.const
 
 
 @triton.jit
+def _sums(b_products, p_scale, m_n, k: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr):
+    """What is added of a step's products [N, K]: themselves, or the sums of groups, scaled."""
+    if GROUP == 0 or GROUP >= INPUTS:
+        return b_products
+    else:
+        N: tl.constexpr = b_products.shape[0]
+        COUNT: tl.constexpr = b_products.shape[1] // GROUP
+        o_group = k // GROUP + tl.arange(0, COUNT)
+        m_scale = m_n[:, None] & (o_group * GROUP < INPUTS)[None, :]
+        b_scale = tl.load(p_scale[:, None] + o_group[None, :], mask=m_scale, other=0.0)
+        return tl.sum(tl.reshape(b_products, [N, COUNT, GROUP]), axis=2) * b_scale
+
+
+@triton.jit
 def gemv_kernel(
     x,
     weight,
+    scales,
     bias,
     norm_weight,
     y,
     eps,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -50,7 +66,8 @@ def gemv_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With
-    ADD y is the residual."""
+    ADD y is the residual. GROUP inputs of a row share one of `scales` (float32 [rows, groups]), a
+    divisor of K or all of them; 0: there are none."""
     o_n = tl.program_id(0) * N + tl.arange(0, N)
     o_k = tl.arange(0, K)
     m_n = o_n < OUTPUTS
@@ -68,8 +85,13 @@ def gemv_kernel(
                 prefetch_rows(weight + UP + K, o_row, INPUTS, PREFETCH * K)
         gdc_launch_dependents()
         gdc_wait()
-    b_acc = tl.zeros([N, K], tl.float32)
-    b_acc_up = tl.zeros([N, K], tl.float32)
+    GROUPED: tl.constexpr = (GROUP > 0) & (GROUP < INPUTS)
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUPED else 1
+    SUMS: tl.constexpr = K // GROUP if GROUPED else K
+    p_scale = scales + o_n * GROUPS if GROUPED else scales
+    p_scale_up = p_scale + OUTPUTS * GROUPS if GROUPED else scales
+    b_acc = tl.zeros([N, SUMS], tl.float32)
+    b_acc_up = tl.zeros([N, SUMS], tl.float32)
     b_squares = tl.zeros([1, K], tl.float32)
     for k in tl.static_range(0, INPUTS, K):
         b_weight = b_next.to(tl.float32)
@@ -84,10 +106,12 @@ def gemv_kernel(
         if NORM:
             b_squares += b_x * b_x
             b_x = b_x * tl.load(norm_weight + k + o_k[None, :], mask=m_k, other=0.0)
-        b_acc += b_x * b_weight
+        b_acc += _sums(b_x * b_weight, p_scale, m_n, k, INPUTS, GROUP)
         if GATED:
-            b_acc_up += b_x * b_weight_up
+            b_acc_up += _sums(b_x * b_weight_up, p_scale_up, m_n, k, INPUTS, GROUP)
     b_y = tl.sum(b_acc, axis=1)
+    if (GROUP > 0) & (not GROUPED):
+        b_y *= tl.load(scales + o_n, mask=m_n, other=0.0)
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.sum(b_squares, axis=1), axis=0) / INPUTS + eps)
         b_y = b_y * scale
@@ -95,6 +119,8 @@ def gemv_kernel(
         b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
     if GATED:
         b_up = tl.sum(b_acc_up, axis=1)
+        if (GROUP > 0) & (not GROUPED):
+            b_up *= tl.load(scales + OUTPUTS + o_n, mask=m_n, other=0.0)
         if NORM:
             b_up = b_up * scale
         if BIAS:

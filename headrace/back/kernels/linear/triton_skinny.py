@@ -22,24 +22,39 @@ from headrace.back.kernels.triton.grid import prefetch
 
 @triton.jit
 def prefetch_rows(p_first, o_row, INPUTS: tl.constexpr, COUNT: tl.constexpr):
-    """Asks for the first COUNT values (a power of two, of two bytes) of the weight's rows."""
-    o_line = tl.arange(0, COUNT // 64) * 64
+    """Asks for the first COUNT values (a power of two) of the weight's rows."""
+    LINE: tl.constexpr = 1024 // p_first.dtype.element_ty.primitive_bitwidth
+    o_line = tl.arange(0, COUNT // LINE) * LINE
     prefetch(p_first + o_row.to(tl.int64)[:, None] * INPUTS + o_line[None, :])
 
 
 @triton.jit
 def _times(b_x, b_weight, b_acc, SWAP: tl.constexpr):
-    """Adds x W^T; its transpose W x^T if SWAP."""
+    """Adds x W^T; its transpose W x^T if SWAP. A weight of bytes becomes the type of x in
+    registers."""
+    b_weight = b_weight.to(b_x.dtype)
     if SWAP:
         return tl.dot(b_weight, tl.trans(b_x), b_acc, input_precision="ieee")
     else:
         return tl.dot(b_x, tl.trans(b_weight), b_acc, input_precision="ieee")
 
 
+@triton.jit
+def _times_scaled(b_x, b_weight, b_acc, p_scale, m_scale, SWAP: tl.constexpr):
+    """Adds the same times a scale for each output."""
+    b_scale = tl.load(p_scale, mask=m_scale, other=0.0)
+    b_part = _times(b_x, b_weight, tl.zeros_like(b_acc), SWAP)
+    if SWAP:
+        return b_acc + b_part * b_scale[:, None]
+    else:
+        return b_acc + b_part * b_scale[None, :]
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def skinny_kernel(
     x,
     weight,
+    scales,
     bias,
     y,
     partial,
@@ -49,6 +64,7 @@ def skinny_kernel(
     y_stride,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -61,11 +77,15 @@ def skinny_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With
-    ADD y is the residual. `partial` float32 [N tiles, SPLIT, 1 or 2, M, N]."""
+    ADD y is the residual. GROUP inputs of a row share one of `scales` (float32 [rows, groups]), a
+    multiple of K or all of them; 0: there are none. `partial` float32 [N tiles, SPLIT, 1 or 2, M,
+    N]."""
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
     GATED: tl.constexpr = ACTIVATION != ""
     UP: tl.constexpr = OUTPUTS * INPUTS
+    GROUPED: tl.constexpr = (GROUP > 0) & (GROUP < INPUTS)
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUPED else 1
     SHARE: tl.constexpr = (INPUTS + K * SPLIT - 1) // (K * SPLIT) * K
     o_m = tl.arange(0, M)
     o_n = i_n * N + tl.arange(0, N)
@@ -100,9 +120,17 @@ def skinny_kernel(
                 b_weight_up = tl.load(
                     p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
                 )
-        b_acc = _times(b_x, b_weight, b_acc, SWAP)
-        if GATED:
-            b_acc_up = _times(b_x, b_weight_up, b_acc_up, SWAP)
+        if GROUPED:
+            p_scale = scales + o_row * GROUPS + (begin + k) // GROUP
+            m_scale = m_n & (begin + k < INPUTS)
+            b_acc = _times_scaled(b_x, b_weight, b_acc, p_scale, m_scale, SWAP)
+            if GATED:
+                p_scale += OUTPUTS * GROUPS
+                b_acc_up = _times_scaled(b_x, b_weight_up, b_acc_up, p_scale, m_scale, SWAP)
+        else:
+            b_acc = _times(b_x, b_weight, b_acc, SWAP)
+            if GATED:
+                b_acc_up = _times(b_x, b_weight_up, b_acc_up, SWAP)
     if SWAP:
         b_acc = tl.trans(b_acc)
         b_acc_up = tl.trans(b_acc_up)
@@ -128,6 +156,10 @@ def skinny_kernel(
                 b_acc_up += tl.load(
                     p_one + TILE, mask=m_m[:, None], other=0.0, cache_modifier=".cg"
                 )
+    if (GROUP > 0) & (not GROUPED):
+        b_acc *= tl.load(scales + o_n, mask=m_n, other=0.0)[None, :]
+        if GATED:
+            b_acc_up *= tl.load(scales + OUTPUTS + o_n, mask=m_n, other=0.0)[None, :]
     if BIAS:
         b_acc += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     if GATED:

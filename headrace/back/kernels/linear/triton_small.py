@@ -46,9 +46,12 @@ Launch = Callable[[torch.Tensor, torch.Tensor], None]
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gemm:
     """y = act(norm(x) W^T + b), with `add` added to what y holds. `activation` "" and `norm_I`
-    None: none."""
+    None: none. A weight of e4m3 numbers has `scales_OG` (float32), one for each `group` inputs of
+    an output."""
 
     weight_OI: torch.Tensor
+    scales_OG: torch.Tensor | None = None
+    group: int = 0
     bias_O: torch.Tensor | None = None
     norm_I: torch.Tensor | None = None
     eps: float = 0.0
@@ -192,6 +195,7 @@ def _shared(gemm: Gemm) -> dict[str, int | bool | str]:
     return {
         "INPUTS": gemm.weight_OI.shape[1],
         "OUTPUTS": gemm.results,
+        "GROUP": gemm.group,
         "BIAS": gemm.bias_O is not None,
         "ACTIVATION": gemm.activation,
         "ADD": gemm.add,
@@ -210,7 +214,7 @@ def _gemv(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
         gemv_kernel[grid](
-            x_TI, gemm.weight_OI, gemm.bias_O, gemm.norm_I, y_TY, gemm.eps,
+            x_TI, gemm.weight_OI, gemm.scales_OG, gemm.bias_O, gemm.norm_I, y_TY, gemm.eps,
             **constants, num_warps=plan.warps, **launch(x_TI.device),
         )  # fmt: skip
 
@@ -228,8 +232,10 @@ def _skinny(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
         "PREFETCH": prefetch, "SWAP": plan.swap,
     }  # fmt: skip
     parts = tiles * split * (2 if gemm.activation else 1) * m * plan.n
-    rows = m + plan.n * (2 if gemm.activation else 1)
-    stages = fitting_stages(plan.stages, rows * plan.k * gemm.weight_OI.element_size())
+    value_bytes = gemm.weight_OI.element_size()
+    rows = plan.n * (2 if gemm.activation else 1)
+    column_bytes = rows * value_bytes + m * max(2, value_bytes)
+    stages = fitting_stages(plan.stages, column_bytes * plan.k)
 
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
@@ -237,7 +243,8 @@ def _skinny(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
         if split > 1:
             partial = torch.empty(parts, dtype=torch.float32, device=x_TI.device)
         skinny_kernel[(tiles, split)](
-            x_TI, gemm.weight_OI, gemm.bias_O, y_TY, partial, counters(x_TI.device),
+            x_TI, gemm.weight_OI, gemm.scales_OG, gemm.bias_O, y_TY, partial,
+            counters(x_TI.device),
             len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps,
             num_stages=stages, **launch(x_TI.device),
         )  # fmt: skip

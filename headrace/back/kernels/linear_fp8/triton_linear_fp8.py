@@ -1,0 +1,193 @@
+"""Which kernel serves how many tokens of a weight of e4m3 numbers: one token gemv (with the norm),
+up to 64 skinny (both of kernels/linear, which turn the numbers into the type of x in registers),
+more the library's scaled GEMM, or ours where that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+
+from headrace.back.kernels.gated_act import triton_gated_act
+from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
+from headrace.back.kernels.linear.table import BUSY, MOST_SPLIT_TILES, GemmPlan, padded
+from headrace.back.kernels.linear.triton_small import Gemm, Launch, gemm_device_of, launcher
+from headrace.back.kernels.linear_fp8 import triton_rows, triton_wide_fp8
+from headrace.back.kernels.linear_fp8.layout import Fp8Rows, Fp8Weight
+from headrace.back.kernels.linear_fp8.op import (
+    CHECKED_ROWS,
+    QUANTIZED_FROM,
+    Fp8Linear,
+    LinearFp8Problem,
+    activation_problem,
+    norm_problem,
+    sample_of,
+)
+from headrace.back.kernels.op import Kernel, PlanCheck
+from headrace.back.kernels.rms_norm import triton_rms_norm
+from headrace.back.kernels.triton.wrap import capability, interpreted, unsupported
+
+GROUP = 128
+"""Inputs that share a scale, where not all do."""
+UNIT = 16
+"""The library takes multiples of it."""
+Multiply = Callable[[Fp8Rows], torch.Tensor]
+
+
+def plan_of(outputs: int, inputs: int, tokens: int, *, gated: bool, sms: int) -> GemmPlan:
+    """The plan for a padded number of tokens up to 64: tiles as of bfloat16 weights by rule
+    (linear/table.py), of as many inputs a step as those have bytes."""
+    if tokens == 1:
+        few = outputs <= 8192
+        return GemmPlan(kernel="gemv", n=8 if few else 4, k=1024 if few or gated else 2048, warps=4)
+    tiles = -(-outputs // (2 if gated else 1) // 64)
+    splits = [split for split in (1, 2, 4) if inputs // split >= 2 * GROUP]
+    enough = (split for split in splits if tiles * split >= BUSY * sms)
+    split = next(enough, max(splits, default=1)) if tiles <= MOST_SPLIT_TILES else 1
+    return GemmPlan(
+        kernel="skinny", n=64, k=GROUP, warps=4, stages=6, split=split, prefetch=2, swap=True
+    )
+
+
+def bind(
+    problem: LinearFp8Problem,
+    weight: Fp8Weight,
+    bias_O: torch.Tensor | None,
+    norm_weight_I: torch.Tensor | None = None,
+) -> Fp8Linear:
+    """The kernels for one weight, read as it is."""
+    several = Gemm(
+        weight_OI=weight.values_OI,
+        scales_OG=weight.scales_OG,
+        group=weight.group or weight.inputs,
+        bias_O=bias_O,
+        activation=problem.activation or "",
+        add=problem.add,
+    )
+    one, norm = several, None
+    if problem.eps is not None:
+        assert norm_weight_I is not None, "a norm has a weight"
+        one = replace(several, norm_I=norm_weight_I, eps=problem.eps)
+        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+    many = _many(problem, weight, bias_O, norm_weight_I)
+
+    @cache
+    def launch_of(tokens: int) -> Launch:
+        sms = gemm_device_of(weight.values_OI.device).sms
+        gated = problem.activation is not None
+        plan = plan_of(weight.outputs, weight.inputs, tokens, gated=gated, sms=sms)
+        return launcher(one if tokens == 1 else several, plan, tokens)
+
+    def linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
+        num_tokens = len(x_TI)
+        if num_tokens >= QUANTIZED_FROM:
+            return many(x_TI, residual_TY)
+        if norm is not None and num_tokens > 1:
+            x_TI = norm(x_TI)
+        y_TY = residual_TY
+        if y_TY is None:
+            dtype = torch.float32 if problem.wide else problem.dtype
+            y_TY = x_TI.new_empty(num_tokens, problem.results, dtype=dtype)
+        launch_of(padded(num_tokens))(x_TI, y_TY)
+        return y_TY
+
+    return linear
+
+
+def _many(
+    problem: LinearFp8Problem,
+    weight: Fp8Weight,
+    bias_O: torch.Tensor | None,
+    norm_weight_I: torch.Tensor | None,
+) -> Fp8Linear:
+    """Quantized tokens, the GEMM, and what comes after it."""
+    quantize = triton_rows.bind(
+        problem.inputs, problem.group, norm_weight_I=norm_weight_I, eps=problem.eps or 0.0
+    )
+    multiply = _product(problem, weight, bias_O)
+    activate = None
+    if problem.activation is not None:
+        activate = triton_gated_act.bind(activation_problem(problem))
+
+    def many(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> torch.Tensor:
+        y_TY = multiply(quantize(x_TI))
+        if activate is not None:
+            y_TY = activate(y_TY)
+        return y_TY if residual_TY is None else residual_TY.add_(y_TY)
+
+    return many
+
+
+def library_refusal(problem: LinearFp8Problem) -> str | None:
+    """Why the library's GEMM cannot be taken, if so."""
+    if interpreted() or problem.device != "cuda":
+        return "is called on GPUs only"
+    if problem.group is not None:
+        return "a scale for each output"
+    if problem.inputs % UNIT or problem.outputs % UNIT:
+        return f"takes multiples of {UNIT}"
+    if problem.dtype is not torch.bfloat16 or problem.wide:
+        return "gives bfloat16"
+    return None
+
+
+def _product(problem: LinearFp8Problem, weight: Fp8Weight, bias_O: torch.Tensor | None) -> Multiply:
+    dtype = torch.float32 if problem.wide else problem.dtype
+
+    def ours(rows: Fp8Rows) -> torch.Tensor:
+        shape = len(rows.values_TI), problem.outputs
+        y_TO = torch.empty(shape, dtype=dtype, device=rows.values_TI.device)
+        triton_wide_fp8.multiply(rows, weight, bias_O, y_TO)
+        return y_TO
+
+    if library_refusal(problem) is not None:
+        return ours
+    weight_IO, scales_1O = weight.values_OI.t(), weight.scales_OG.t()
+
+    def library(rows: Fp8Rows) -> torch.Tensor:
+        return torch._scaled_mm(
+            rows.values_TI,
+            weight_IO,
+            scale_a=rows.scales_TG,
+            scale_b=scales_1O,
+            bias=bias_O,
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+
+    return library
+
+
+def plans(problem: LinearFp8Problem) -> list[PlanCheck]:
+    """Each kernel on the whole shape."""
+    return [
+        PlanCheck(name=f"{tokens} tokens", sample=partial(sample_of, problem, (tokens,)), bind=bind)
+        for tokens in CHECKED_ROWS
+    ]
+
+
+def _supports(problem: LinearFp8Problem) -> str | None:
+    reason = unsupported(problem.device, problem.dtype)
+    if reason is not None:
+        return reason
+    if problem.inputs % UNIT:
+        return f"{problem.inputs} inputs are no multiple of {UNIT}"
+    if problem.group not in (None, GROUP):
+        return f"scales of {GROUP} inputs or of all, not of {problem.group}"
+    if problem.activation is not None and problem.activation not in ACTIVATIONS:
+        return f"does not know {problem.activation}"
+    if not interpreted() and torch.version.hip is None and capability() < (8, 9):
+        return "fp8 needs compute capability 8.9, not {}.{}".format(*capability())
+    return None
+
+
+def _note(problem: LinearFp8Problem) -> str:
+    return (
+        f"up to {QUANTIZED_FROM - 1} tokens as they are; more quantized, by "
+        f"{'the library' if library_refusal(problem) is None else 'our kernel'}"
+    )
+
+
+KERNEL = Kernel(name="triton", supports=_supports, bind=bind, plans=plans, note=_note)

@@ -1,0 +1,94 @@
+"""A GEMM of e4m3 by e4m3 for many tokens, for shapes and scales that the library does not serve.
+
+The sums of GROUP inputs are taken by the tensor cores, whose accumulators keep fewer bits for such
+numbers, and are added in float32 with both scales (DeepSeek-V3, 3.3.2). Tiles of tokens take turns
+in groups, so that those of a group find the weight in the second-level cache.
+
+T tokens, I inputs, O outputs; a program takes M tokens and N outputs in steps of K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.back.kernels.linear_fp8.layout import Fp8Rows, Fp8Weight
+from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.wrap import launch
+
+M, N, K, TURNS = 128, 128, 128, 8
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def wide_fp8_kernel(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    y,
+    num_tokens,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TURNS: tl.constexpr,
+    BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """GROUP inputs share a scale, of x and of the weight: a multiple of K, or all."""
+    TILES: tl.constexpr = (OUTPUTS + N - 1) // N
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    i_program = tl.program_id(0)
+    i_turn = i_program // (TILES * TURNS)
+    turns = tl.minimum((num_tokens + M - 1) // M - i_turn * TURNS, TURNS)
+    i_inner = i_program - i_turn * (TILES * TURNS)
+    o_m = (i_turn * TURNS + i_inner % turns) * M + tl.arange(0, M)
+    o_n = i_inner // turns * N + tl.arange(0, N)
+    o_k = tl.arange(0, K)
+    m_m = o_m < num_tokens
+    m_n = o_n < OUTPUTS
+    o_row = tl.where(m_n, o_n, 0)
+    o_token = tl.where(m_m, o_m, 0)
+    p_weight = weight + o_row.to(tl.int64)[:, None] * INPUTS + o_k[None, :]
+    p_x = x + o_token.to(tl.int64)[:, None] * INPUTS + o_k[None, :]
+    enter(DEPENDENT)
+    b_acc = tl.zeros([M, N], tl.float32)
+    for k in range(0, INPUTS, K):
+        if INPUTS % K:
+            m_k = (k + o_k < INPUTS)[None, :]
+            b_x = tl.load(p_x + k, mask=m_k, other=0.0)
+            b_weight = tl.load(p_weight + k, mask=m_k, other=0.0)
+        else:
+            b_x = tl.load(p_x + k)
+            b_weight = tl.load(p_weight + k)
+        b_part = tl.dot(b_x, tl.trans(b_weight), out_dtype=tl.float32)
+        if GROUPS > 1:
+            b_x_scale = tl.load(x_scales + o_token * GROUPS + k // GROUP)
+            b_scale = tl.load(scales + o_row * GROUPS + k // GROUP)
+            b_part = b_part * b_x_scale[:, None] * b_scale[None, :]
+        b_acc += b_part
+    if GROUPS == 1:
+        b_acc = b_acc * tl.load(x_scales + o_token)[:, None] * tl.load(scales + o_row)[None, :]
+    if BIAS:
+        b_acc += tl.load(bias + o_row).to(tl.float32)[None, :]
+    p_y = y + o_m.to(tl.int64)[:, None] * OUTPUTS + o_n[None, :]
+    tl.store(p_y, b_acc.to(y.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+def multiply(
+    rows: Fp8Rows, weight: Fp8Weight, bias_O: torch.Tensor | None, y_TO: torch.Tensor
+) -> None:
+    """Writes y, which is dense."""
+    assert y_TO.is_contiguous() and rows.values_TI.is_contiguous()
+    tokens = len(y_TO)
+    tiles = triton.cdiv(tokens, M) * triton.cdiv(weight.outputs, N)
+    wide_fp8_kernel[(tiles,)](
+        rows.values_TI, rows.scales_TG, weight.values_OI, weight.scales_OG, bias_O, y_TO, tokens,
+        INPUTS=weight.inputs, OUTPUTS=weight.outputs, GROUP=weight.group or weight.inputs,
+        M=M, N=N, K=K, TURNS=TURNS, BIAS=bias_O is not None,
+        num_warps=8, num_stages=4, **launch(y_TO.device),
+    )  # fmt: skip

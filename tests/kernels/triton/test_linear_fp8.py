@@ -1,0 +1,164 @@
+"""GEMMs with weights of e4m3 numbers against the definition: on a GPU, or in the interpreter (test_interpreter.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.back.kernels.linear.table import GemmPlan
+from headrace.back.kernels.linear.triton_small import Gemm, launcher
+from headrace.back.kernels.linear_fp8 import op, triton_linear_fp8, triton_rows, triton_wide_fp8
+from headrace.back.kernels.linear_fp8.layout import dequantize, dequantize_rows, quantize_rows
+from headrace.back.kernels.op import sample_generator
+from headrace.back.kernels.triton.wrap import interpreted
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (interpreted() or torch.cuda.is_available()),
+        reason="no CUDA device here; test_interpreter.py runs these tests in the interpreter",
+    ),
+]
+DEVICE = "cpu" if interpreted() else "cuda"
+DTYPE = torch.float16 if interpreted() else torch.bfloat16
+BOUND = 3e-3 if interpreted() else 1e-2
+GEMV = GemmPlan(kernel="gemv", n=4, k=128, warps=4, prefetch=1)
+WIDER_GEMV = GemmPlan(kernel="gemv", n=8, k=256, warps=4)
+SPLIT = GemmPlan(kernel="skinny", n=32, k=64, warps=4, stages=3, split=3)
+SWAPPED = GemmPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=2, prefetch=1, swap=True)
+
+
+def problem_of(outputs: int, inputs: int, **more: object) -> op.LinearFp8Problem:
+    return op.LinearFp8Problem(device=DEVICE, dtype=DTYPE, inputs=inputs, outputs=outputs, **more)
+
+
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    return float((ours.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+@pytest.mark.parametrize("plan, tokens", [(GEMV, 1), (WIDER_GEMV, 1), (SPLIT, 3), (SWAPPED, 17)])
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize(
+    "outputs, inputs, bias, eps, activation, add",
+    [
+        (48, 256, False, None, None, False),
+        (96, 400, True, 1e-5, "silu", False),
+        (40, 656, True, None, None, True),
+    ],
+)
+def test_few_tokens(plan, tokens, group, outputs, inputs, bias, eps, activation, add):
+    """The kernels that stream the weight, by plans that the rule does not take; twice the same bits."""
+    problem = problem_of(
+        outputs, inputs, group=group, bias=bias, activation=activation, add=add,
+        eps=eps if tokens == 1 else None,
+    )  # fmt: skip
+    sample = op.sample_of(problem, (tokens,))
+    weight, bias_O, norm_I = sample.weights
+    x, residual = sample.arguments
+    gemm = Gemm(
+        weight_OI=weight.values_OI, scales_OG=weight.scales_OG, group=group or inputs, bias_O=bias_O,
+        norm_I=norm_I, eps=problem.eps or 0.0, activation=activation or "", add=add,
+    )  # fmt: skip
+    results = []
+    for _ in range(2):
+        y = torch.full((tokens, problem.results), float("nan"), device=DEVICE, dtype=DTYPE)
+        if residual is not None:
+            y.copy_(residual)
+        launcher(gemm, plan, 1 << (tokens - 1).bit_length())(x, y)
+        results.append(y)
+    expected = op.bind_reference(problem, *sample.weights)(x, residual)
+    assert error(results[0], expected) <= BOUND
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("norm", [False, True])
+def test_tokens_become_the_nearest_numbers(group, norm):
+    """Without a norm to the bit; also a token of zeros and one of huge values."""
+    width = 400
+    generator = sample_generator()
+    x = torch.randn(5, width, generator=generator).to(DEVICE, DTYPE)
+    x[1] = 0
+    x[2] *= 3e4 / x[2].abs().max()
+    weight = torch.rand(width, generator=generator).to(DEVICE) + 0.5 if norm else None
+    rows = triton_rows.bind(width, group, norm_weight_I=weight, eps=1e-6)(x)
+    if weight is None:
+        expected = quantize_rows(x, group)
+        assert torch.equal(rows.scales_TG, expected.scales_TG)
+        assert torch.equal(rows.values_TI.float(), expected.values_TI.float())
+        return
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6) * weight
+    assert error(dequantize_rows(rows, group), normed) <= 1 / 16
+
+
+def test_a_nan_stays_in_its_token():
+    x = torch.ones(3, 256, device=DEVICE, dtype=DTYPE)
+    x[1, 7] = float("nan")
+    values = dequantize_rows(triton_rows.bind(256, None, norm_weight_I=None, eps=0.0)(x), None)
+    assert values[1].isnan().any() and not values[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 130])
+@pytest.mark.parametrize("outputs, inputs", [(40, 256), (136, 400)])
+@pytest.mark.parametrize("group", [None, 128])
+def test_many_tokens_by_our_kernel(tokens, outputs, inputs, group):
+    problem = problem_of(outputs, inputs, group=group, bias=True)
+    sample = op.sample_of(problem, (tokens,))
+    weight, bias_O, _ = sample.weights
+    rows = quantize_rows(sample.arguments[0], group)
+    y = torch.full((tokens, outputs), float("nan"), device=DEVICE, dtype=DTYPE)
+    triton_wide_fp8.multiply(rows, weight, bias_O, y)
+    expected = dequantize_rows(rows, group) @ dequantize(weight).T + bias_O.float()
+    assert error(y, expected.to(DTYPE)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"eps": 1e-6},
+        {"eps": 1e-6, "activation": "silu", "group": 128},
+        {"add": True, "bias": True},
+        {"group": 128, "wide": True},
+    ],
+    ids=lambda more: " ".join(more),
+)
+def test_the_layer_takes_any_number_of_tokens(more):
+    problem = problem_of(64, 256, **more)
+    assert triton_linear_fp8.KERNEL.supports(problem) is None
+    assert op.OP.error(triton_linear_fp8.KERNEL, problem) <= op.OP.tolerance(problem)
+
+
+@pytest.mark.skipif(interpreted(), reason="widths of real models take a GPU")
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize(
+    "outputs, inputs, more",
+    [
+        (6144, 4096, {"eps": 1e-6}),
+        (4096, 4096, {"add": True}),
+        (24576, 4096, {"eps": 1e-6, "activation": "silu"}),
+        (4096, 12288, {"add": True}),
+    ],
+)
+def test_widths_of_8b(outputs, inputs, more, group):
+    """All plans of Qwen3-8B's layers, as the self-check at start runs them."""
+    problem = problem_of(outputs, inputs, group=group, **more)
+    assert triton_linear_fp8.KERNEL.supports(problem) is None
+    assert op.OP.failures(triton_linear_fp8.KERNEL, problem) == []
+
+
+@pytest.mark.skipif(interpreted(), reason="graphs take a GPU")
+@pytest.mark.parametrize("tokens", [1, 32, 256])
+@pytest.mark.parametrize("group", [None, 128])
+def test_the_layer_is_replayed_from_a_graph(tokens, group):
+    problem = problem_of(1024, 1024, group=group, eps=1e-6, activation="silu")
+    sample = op.sample_of(problem, (tokens,))
+    x, residual = sample.arguments
+    layer = triton_linear_fp8.bind(problem, *sample.weights)
+    eager = layer(x, residual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = layer(x, residual)
+    graph.replay()
+    assert torch.equal(replayed, eager)
