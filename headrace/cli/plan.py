@@ -122,7 +122,12 @@ def _predict(
 
     engine, sample = resolved.engine, None
     spec, kv, ranks = engine.model, engine.kv, engine.device.tensor_parallel
-    model = build_without_memory(spec, block_tokens=kv.block_tokens, tensor_parallel=ranks)
+    model = build_without_memory(
+        spec,
+        block_tokens=kv.block_tokens,
+        tensor_parallel=ranks,
+        planned="" if device is None else FAKES[device.name].kind,
+    )
     cost = cost_of(model, dtype=DTYPES[spec.dtype])
     if device is not None:
         target = device

@@ -143,9 +143,15 @@ def _quantization(
     scheme = options.model.quantization
     if scheme == "none":
         return None
-    if device_spec.device != "cpu":
+    if device_spec.device != "cpu" and (scheme, device_spec.device) != ("fp8", "cuda"):
         raise ConfigError(
-            f"--quantization {scheme} runs on the CPU only, not on {device_spec.device}"
+            f"--quantization {scheme} runs on the CPU only, not on {device_spec.device}; on CUDA "
+            "there is fp8"
+        )
+    if device_spec.device == "cuda" and options.model.deterministic:
+        raise ConfigError(
+            f"--quantization {scheme} does not go with --deterministic on CUDA",
+            field="quantization",
         )
     if model.family == FALLBACK:
         raise ConfigError(

@@ -269,6 +269,12 @@ def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> Non
         resolved(CUDA, model={"quantization": "int8"})
 
 
+def test_cuda_makes_fp8_weights_while_loading() -> None:
+    assert resolved(CUDA, model={"quantization": "fp8"}).engine.model.quantization == "fp8"
+    with pytest.raises(ConfigError, match="--quantization fp8 does not go with --deterministic"):
+        resolved(CUDA, model={"quantization": "fp8", "deterministic": True})
+
+
 @pytest.mark.parametrize("coded", ["int8", "fp8"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_a_coded_kv_cache_is_taken_where_kernels_read_it(coded: str, device: Any) -> None:

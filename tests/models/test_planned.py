@@ -29,6 +29,21 @@ MIXERS = {
 }
 
 
+def test_fp8_weights_have_a_kernel_on_a_gpu() -> None:
+    """Head and embedding stay floats."""
+    config = tiny_config("qwen3").to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
+    named = architecture_of(config)
+    spec = ModelSpec(
+        path="", name="m", format="dummy", family=named.family, dtype="bfloat16", max_model_len=32,
+        logits_width=config["vocab_size"], eos_ids=(), config=config, head=named.head,
+        bare=named.bare, num_labels=2, quantization="fp8",
+    )  # fmt: skip
+    decided = kernels_on_absent_device(spec, FAKES["h200"], block_tokens=16)
+    found = {d.field: (d.chosen, d.why) for d in decided}
+    assert found["kernel.linear_fp8"][0] == found["kernel.linear"][0] == "triton"
+    assert "kernel.fused_linear" not in found
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_every_family_tells_the_kernels_it_would_have_on_a_gpu(case: str) -> None:
     architecture, make = CONFIGS[case]

@@ -9,7 +9,7 @@ outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,9 @@ from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.linear_blocks.op import OP as OP_BLOCKS
 from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem, many_rows
+from headrace.back.kernels.linear_fp8.layout import Fp8Weight
+from headrace.back.kernels.linear_fp8.op import OP as OP_FP8
+from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
@@ -82,7 +85,7 @@ class ColumnLinear:
         self._parts = parts
         self._tensors = _all_tensors(parts, tensors)
         self._transposed = transposed
-        self._weight = scope.quantized(self._param("weight", (inputs,), shard))
+        self._weight = scope.quantized_gemm(self._param("weight", (inputs,), shard))
         self._bias = self._param("bias", (), shard) if bias else None
         scope.on_finish(self._finish)
 
@@ -191,7 +194,7 @@ class RowLinear:
             name=scope.name("weight"), shape=shape, transposed=transposed, scale=scale
         )
         weight = scope.param("weight", (outputs, part.size), shard=shard, pieces=(piece,))
-        self._weight = scope.quantized(weight)
+        self._weight = scope.quantized_gemm(weight)
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)
 
@@ -234,14 +237,14 @@ class WholeLinear:
     def __init__(self, scope: Scope, inputs: int, outputs: int) -> None:
         self.project: Linear = not_loaded
         self._scope = scope
-        self._weight = scope.quantized(scope.param("weight", (outputs, inputs)))
+        self._weight = scope.quantized_gemm(scope.param("weight", (outputs, inputs)))
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
         self.project = bind_linear(self._scope, self._weight.take(), None)
 
 
-Weight = torch.Tensor | PackedWeight | BlockWeight
+Weight = torch.Tensor | PackedWeight | BlockWeight | Fp8Weight
 Bound = TypeVar("Bound")
 
 
@@ -257,6 +260,11 @@ def bind_fused(
     """The GEMM with what is around it in one kernel, if there is one."""
     if isinstance(weight_OI, PackedWeight | BlockWeight):
         return None
+    norm_weight = norm.weight_E if norm else None
+    if isinstance(weight_OI, Fp8Weight):
+        op, quantized = gemm_of(weight_OI, **_facts(scope, bias_O), activation=activation)
+        whole = replace(quantized, eps=norm.eps if norm else None, add=add)
+        return scope.bind_fused(op, whole, weight_OI, bias_O, norm_weight)
     outputs, inputs = weight_OI.shape
     problem = FusedLinearProblem(
         device=scope.kind,
@@ -268,7 +276,6 @@ def bind_fused(
         activation=activation,
         add=add,
     )
-    norm_weight = norm.weight_E if norm else None
     return scope.bind_fused(OP_FUSED, problem, weight_OI, bias_O, norm_weight)
 
 
@@ -283,7 +290,7 @@ def bind_gemm(
     """The GEMM, with an activation only if a kernel does both. Of a quantized weight it reads the
     quantized values that the norm before leaves (`RMSNorm.quantize_output`), if there are kernels
     for both."""
-    if isinstance(weight_OI, torch.Tensor):
+    if isinstance(weight_OI, torch.Tensor | Fp8Weight):
         if activation is None:
             return bind_linear(scope, weight_OI, bias_O)
         return bind_fused(scope, weight_OI, bias_O, activation=activation)
@@ -367,5 +374,8 @@ def gemm_of(
             "plain_from": plain_from,
         }
         return OP_BLOCKS, LinearBlocksProblem(**new)
+    if isinstance(weight, Fp8Weight):
+        new |= {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
+        return OP_FP8, LinearFp8Problem(**new, activation=activation)
     outputs, inputs = weight.shape
     return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

@@ -19,6 +19,7 @@ from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, local_pieces
 from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
+from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, served, stored_scheme
 from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.scheme import Scheme
@@ -168,12 +169,26 @@ class Scope:
         """The weight of a GEMM [outputs, inputs]: quantized while it loads if the scope says so,
         else as the checkpoint holds it. A table that is not `read_whole` each step gains nothing
         from the former."""
+        if self.kind == "cuda":
+            return weight
         if self.scheme is not None and read_whole:
             return OnlineWeight(weight, self.scheme)
         if self.stored and kept_blocks(weight, self.stored):
             return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
         kept = scheme_of(weight, self.stored) if self.stored else None
         return weight if kept is None else KeptWeight(weight, kept)
+
+    def quantized_gemm(
+        self, weight: Param
+    ) -> Param | OnlineWeight | StoredWeight | KeptWeight | OnlineFp8Weight | StoredFp8Weight:
+        """The same of a layer that is no table of tokens and no output head: those stay floats on
+        GPUs."""
+        if self.kind != "cuda":
+            return self.quantized(weight)
+        if self.scheme is not None:
+            return OnlineFp8Weight(weight) if served(weight) else weight
+        stored = stored_scheme(weight, self.stored) if self.stored else None
+        return weight if stored is None else StoredFp8Weight(weight, stored)
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

@@ -32,12 +32,17 @@ from headrace.base.errors import CheckpointError
 KeptSchemes = Mapping[str, str]
 """Checkpoint weight -> name of the scheme that it is stored in."""
 
+BLOCKS = "fp8-g128"
+"""e4m3 with a scale for each output and 128 inputs, or for blocks of 128 outputs: GPUs only
+(gpu.py)."""
 _KEPT = ("gptq", "awq", "packed", "scaled")
 
 
 def kept_scheme(tensor: QuantizedTensor) -> str | None:
     """The scheme (scheme.py) that holds the same numbers; None: there is none."""
     numbers = tensor.numbers
+    if _in_blocks(tensor):
+        return BLOCKS
     if numbers.arrangement not in _KEPT or len(tensor.shape) != 2 or numbers.ordered:
         return None
     if numbers.arrangement == "scaled" and "zeros" in tensor.members:
@@ -51,6 +56,12 @@ def kept_scheme(tensor: QuantizedTensor) -> str | None:
         if (scheme.bits, scheme.group, scheme.asymmetric, scheme.floating) == wanted:
             return scheme.name if rows <= 1 else None
     return None
+
+
+def _in_blocks(tensor: QuantizedTensor) -> bool:
+    plain = len(tensor.shape) == 2 and "zeros" not in tensor.members
+    e4m3 = tensor.floating and tensor.numbers.arrangement in ("scaled", "fp8-blocks")
+    return plain and e4m3 and tensor.numbers.group in ((1, 128), (128, 128))
 
 
 def scheme_of(param: Param, kept: KeptSchemes) -> Scheme | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from headrace.back.kernels.linear_fp8.op import fp8_refusal
 from headrace.back.kernels.native.library import unsupported
 from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import check, fill
@@ -158,10 +159,22 @@ def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tupl
         return {}, ""
     if spec.quantization is not None:
         return stored, f"linear weights become {spec.quantization} (--quantization)"
+    if device.type == "cuda":
+        return _stored_on_gpu(spec, stored)
     reason = unsupported(device.type, DTYPES[spec.dtype])
     if reason is not None:
         return {}, f"the kernel that reads quantized weights {reason}"
     return stored, "read as the file holds them"
+
+
+def _stored_on_gpu(spec: ModelSpec, stored: Stored) -> tuple[Stored, str]:
+    """The same of a GPU, which reads e4m3 numbers alone."""
+    if spec.deterministic:
+        return {}, "with --deterministic no kernel reads them"
+    reason = fp8_refusal(DTYPES[spec.dtype])
+    if reason is not None:
+        return {}, f"the kernel that reads e4m3 weights {reason}"
+    return stored, "e4m3 weights are read as the file holds them"
 
 
 def _kept(model: LoadableModel, source: Source, why: str, dtype: str) -> Decision:

@@ -1,0 +1,186 @@
+"""Weights of e4m3 numbers as GPUs keep them: the numbers, and a model made of them (whole models on a GPU:
+tests/back/test_cuda_fp8.py). QNT-06."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import headrace.back.models.load as loading
+from headrace.back.kernels.linear_fp8.layout import dequantize
+from headrace.back.layers.scope import Scope
+from headrace.back.models.load import load_model
+from headrace.back.parallel.mesh import Mesh
+from headrace.back.parallel.param import Param, WeightPiece, copies
+from headrace.back.parallel.shard import Part, Shard, Span
+from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, stored_scheme
+from headrace.back.quant.kept import BLOCKS
+from headrace.back.quant.scheme import SCHEMES
+from tests.back.quant.formats.test_formats import open_weight
+from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
+from tests.models.paged import teacher_forced
+from tests.models.test_parity import tiny_config
+
+E4M3 = torch.float8_e4m3fn
+OUTPUTS, INPUTS = 200, 320
+
+
+def tensor_scale(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, the one scale, and what they stand for."""
+    scale = weight.abs().amax() / 448
+    values = (weight / scale).to(E4M3)
+    return values, scale, values.float() * scale
+
+
+def block_scales(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of blocks of 128 x 128."""
+    rows, columns = weight.shape
+    scales = torch.rand(-(-rows // 128), -(-columns // 128)) / 100 + 0.01
+    spread = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    values = (weight / spread).clamp(-448, 448).to(E4M3)
+    return values, scales, values.float() * spread
+
+
+FORMATS = {
+    "tensor": (tensor_scale, "weight_scale", {"quant_method": "fp8"}, "fp8"),
+    "blocks": (
+        block_scales,
+        "weight_scale_inv",
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        BLOCKS,
+    ),
+}
+
+
+def param_of(columns: slice) -> Param:
+    """A rank's inputs of a weight."""
+    size = columns.stop - columns.start
+    part = Part("inputs", INPUTS, INPUTS, uneven=True)
+    return Param(
+        name="m",
+        shape=(OUTPUTS, INPUTS),
+        dtype=torch.float32,
+        pieces=(WeightPiece(name="m.weight", shape=(OUTPUTS, INPUTS)),),
+        shard=Shard(axis="tp", dim=1, parts=(part,)),
+        spans=(Span(start=columns.start, size=size, local=0),),
+        tensor=torch.empty(OUTPUTS, size),
+    )
+
+
+@pytest.mark.parametrize("columns", [slice(0, INPUTS), slice(128, INPUTS), slice(0, 256)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rank_keeps_its_numbers_as_they_are_stored(
+    format: str, columns: slice, tmp_path: Path
+) -> None:
+    quantize, leaf, config, scheme = FORMATS[format]
+    torch.manual_seed(3)
+    values, scales, plain = quantize(torch.randn(OUTPUTS, INPUTS))
+    stored = {"m.weight": values, f"m.{leaf}": scales}
+    param = param_of(columns)
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        entry = source.entries["m.weight"]
+        assert stored_scheme(param, {"m.weight": entry.scheme}) == entry.scheme == scheme
+        weight = StoredFp8Weight(param, scheme)
+        for copy in copies(param):
+            assert param.on_groups is not None
+            assert param.on_groups(copy, *source.groups("m.weight", copy.source)) is None
+    taken = weight.take()
+    assert torch.equal(dequantize(taken), plain[:, columns])
+    assert param.packed_bytes == taken.num_bytes and param.tensor is None
+    with pytest.raises(AssertionError, match="taken before"):
+        weight.take()
+
+
+def test_a_cut_group_an_odd_size_and_a_changed_weight_become_floats() -> None:
+    kept = {"m.weight": BLOCKS}
+    assert stored_scheme(param_of(slice(0, 256)), kept) == BLOCKS
+    assert stored_scheme(param_of(slice(0, 160)), kept) is None
+    assert stored_scheme(param_of(slice(0, 136)), {"m.weight": "fp8"}) is None
+    assert stored_scheme(param_of(slice(0, 160)), {"m.weight": "int4"}) is None
+    halved = param_of(slice(0, 256))
+    halved.pieces = (WeightPiece(name="m.weight", shape=(OUTPUTS, INPUTS), scale=0.5),)
+    assert stored_scheme(halved, kept) is None
+
+
+def test_a_damaged_scale_is_told_by_its_row(tmp_path: Path) -> None:
+    quantize, leaf, config, scheme = FORMATS["blocks"]
+    values, scales, _ = quantize(torch.randn(OUTPUTS, INPUTS))
+    scales[1, 2] = float("nan")
+    param = param_of(slice(0, INPUTS))
+    with closing(
+        open_weight(tmp_path, config, {"m.weight": values, f"m.{leaf}": scales})
+    ) as source:
+        StoredFp8Weight(param, scheme)
+        (copy,) = copies(param)
+        assert param.on_groups is not None
+        assert param.on_groups(copy, *source.groups("m.weight", copy.source)) == 128
+
+
+def test_a_full_parameter_becomes_e4m3_with_a_scale_for_each_output() -> None:
+    param = param_of(slice(0, INPUTS))
+    assert param.tensor is not None
+    plain = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(3))
+    plain[5] = 0
+    param.tensor.copy_(plain)
+    weight = OnlineFp8Weight(param)
+    param.filled()
+    assert param.tensor is None
+    taken = weight.take()
+    bits, scales, _ = SCHEMES["fp8"].quantize(plain)
+    assert torch.equal(taken.values_OI.view(torch.int8), bits)
+    assert torch.equal(taken.scales_OG, scales) and param.packed_bytes == taken.num_bytes
+
+
+def quantized_folder(folder: Path, format: str) -> Any:
+    """A checkpoint with quantized layers; the transformers model with the weights that are stored."""
+    config = tiny_config("qwen3")
+    config.update({"hidden_size": 256, "intermediate_size": 384, "head_dim": 64})
+    oracle = save_oracle(config, folder)
+    quantize, leaf, quantization, _ = FORMATS[format]
+    stored, back = load_file(folder / "model.safetensors"), oracle.state_dict()
+    for name, weight in list(stored.items()):
+        if ".layers." in name and weight.dim() == 2:
+            stored[name], scales, back[name] = quantize(weight)
+            stored[name.removesuffix("weight") + leaf] = scales
+    whole = {name: value.contiguous() for name, value in stored.items()}
+    save_file(whole, folder / "model.safetensors")
+    oracle.load_state_dict(back)
+    file = folder / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization})
+    )
+    return oracle
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_multiply_by_what_is_stored(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers of a GPU by the definition of their op, which a CPU takes: up to 64 tokens nothing is rounded."""
+    oracle = quantized_folder(tmp_path, format)
+
+    def quantized_gemm(scope: Scope, weight: Param) -> Param | StoredFp8Weight:
+        scheme = stored_scheme(weight, scope.stored)
+        return weight if scheme is None else StoredFp8Weight(weight, scheme)
+
+    monkeypatch.setattr(Scope, "quantized_gemm", quantized_gemm)
+    monkeypatch.setattr(loading, "unsupported", lambda device, dtype: None)
+    model, report = load_model(
+        model_spec(tmp_path),
+        mesh=Mesh(),
+        device=torch.device("cpu"),
+        block_tokens=BLOCK_TOKENS,
+    )
+    (weights,) = (one for one in report.decisions if one.field == "weights")
+    assert weights.chosen.startswith("21 8-bit"), weights
+    assert "kernel.linear_fp8" in {one.field for one in report.decisions}
+    rows = [list(range(3, 30)), [5, 1, 2]]
+    ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
+        torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
