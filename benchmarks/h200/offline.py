@@ -2,9 +2,9 @@
 
     python -m benchmarks.h200.offline --shape qwen3-8b --out results.json [--parts steps,prefill,offline,gap,drawn]
 
-Figures are those of `headrace bench latency` and `bench throughput` (their code), on dummy bfloat16 weights, prefix
-caching off, greedy, fixed lengths. Mixtures route uniformly (routing.py): the experts that a batch reads are those that
-the floor counts.
+Figures are those of `headrace bench latency` and `bench throughput` (their code), on dummy bfloat16 weights (those of
+qwen3-8b-fp8 become e4m3 while loading), prefix caching off, greedy, fixed lengths. Mixtures route uniformly
+(routing.py): the experts that a batch reads are those that the floor counts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks.h200.routing import distinct_experts, uniform_routing
 from benchmarks.h200.shapes import (
     OFFLINE_BARS,
     PREFILL_BARS,
+    QUANTIZATION,
     STEP_BARS,
     prefill_bound,
     step_floor_ms,
@@ -49,6 +50,7 @@ def make_engine(
     kv_dtype: Any = "auto",
     kv_memory: Any = "auto",
     deterministic: bool = False,
+    quantization: Any = "none",
 ) -> OfflineEngine:
     """The engine under test: the peers' limits."""
     options = Options(
@@ -57,6 +59,7 @@ def make_engine(
             load_format="dummy",
             max_model_len=8448,
             deterministic=deterministic,
+            quantization=quantization,
         ),
         kv=KVOptions(prefix_caching=False, kv_dtype=kv_dtype, kv_memory=kv_memory),
         scheduler=SchedulerOptions(max_running=512, max_step_tokens=16384),
@@ -252,6 +255,7 @@ def main() -> None:
             write_model(Path(folder), given.shape),
             tensor_parallel=given.tensor_parallel,
             kv_dtype=given.kv_dtype,
+            quantization=QUANTIZATION.get(given.shape, "none"),
         )
     for batch, _ in STEP_BARS[given.shape]:
         print("distinct experts of a layer,", batch, "rows:", distinct_experts(given.shape, batch))

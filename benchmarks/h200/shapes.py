@@ -113,6 +113,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 102400,
     },
 }
+SHAPES["qwen3-8b-fp8"] = SHAPES["qwen3-8b"]
+QUANTIZATION = {"qwen3-8b-fp8": "fp8"}
+"""Shape -> `--quantization`: linear layers as a byte a weight, the head in bfloat16."""
 # (batch, prompt): ms a decode step may take
 STEP_BARS = {
     "qwen3-8b": {
@@ -123,18 +126,21 @@ STEP_BARS = {
         (256, 128): 10.0,
         (256, 1024): 15.5,
     },
+    "qwen3-8b-fp8": {(1, 128): 2.4, (32, 128): 3.2, (256, 128): 7.0},
     "qwen3-0.6b": {(1, 128): 0.75, (32, 128): 1.0, (256, 128): 3.4},
     "qwen3-30b-a3b": {(1, 128): 2.2, (32, 128): 14.0, (256, 128): 18.5},
     "deepseek-v2-lite": {(1, 128): 1.7, (32, 128): 8.1, (256, 128): 9.2},
 }
 PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
     "qwen3-8b": {(1, 8192): 42_000, (16, 1024): 48_000},
+    "qwen3-8b-fp8": {(1, 8192): 61_000, (16, 1024): 72_000},
     "qwen3-0.6b": {},
     "qwen3-30b-a3b": {(1, 8192): 70_000, (16, 1024): 88_000},
     "deepseek-v2-lite": {(1, 8192): 100_000, (16, 1024): 115_000},
 }
 OFFLINE_BARS = {
     "qwen3-8b": 7_600,
+    "qwen3-8b-fp8": 9_200,
     "qwen3-0.6b": 31_000,
     "qwen3-30b-a3b": 8_500,
     "deepseek-v2-lite": 15_000,
@@ -211,11 +217,13 @@ def cache_width(shape: str) -> int:
 
 
 def step_floor_ms(shape: str, *, batch: int, context: float, distinct: float = 0.0) -> float:
-    """Weights and KV of the batch read once, in bfloat16; `distinct`: experts of a layer that the
-    batch is routed to, on average."""
+    """Weights and KV of the batch read once, in bfloat16 but for quantized weights; `distinct`: experts of a layer that
+    the batch is routed to, on average."""
     c, layers = SHAPES[shape], layer_weights(shape)
-    weights = c["vocab_size"] * c["hidden_size"]  # not the embedding table, unless it is the head
-    weights += sum(layer.kv + layer.rest + distinct * layer.expert for layer in layers)
+    weights = sum(layer.kv + layer.rest + distinct * layer.expert for layer in layers)
+    if shape in QUANTIZATION:
+        weights /= 2
+    weights += c["vocab_size"] * c["hidden_size"]  # not the embedding table, unless it is the head
     kv = len(layers) * cache_width(shape)
     return 2e3 * (weights + batch * context * kv) / BYTES_PER_S
 
@@ -226,4 +234,5 @@ def prefill_bound(shape: str) -> float:
     _, chosen = routing(shape)
     layers = layer_weights(shape)
     met = sum(layer.kv + layer.rest + chosen * layer.expert for layer in layers[:-1])
-    return FLOPS / (2 * (met + layers[-1].kv))
+    rate = FLOPS * (2 if shape in QUANTIZATION else 1)  # e4m3: twice the products in a second
+    return rate / (2 * (met + layers[-1].kv))
