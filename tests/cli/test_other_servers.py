@@ -86,6 +86,7 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
     ("typed", "hint"),
     [
         ("--enable-lora", "LoRA"),
+        ("--return-sampling-mask", "not told"),
         ("--pipeline-parallel-size 2", "--tensor-parallel"),
         ("--ssl-keyfile k.pem", "proxy"),
         ("--kv-cache-dtype fp8_e5m2", "allowed: auto, fp8"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.api.serving import NO_TLS, Served
@@ -347,6 +350,34 @@ def test_a_structure_of_a_completion_goes_along(bundled: Served) -> None:
     (rendered,) = post(bundled, "/v1/completions/render", request)
     generated = post(bundled, "/inference/v1/generate", {**rendered, "output_mode": "text"})
     assert generated["choices"][0]["text"] in ("yes", "no")
+
+
+def test_named_tokens_are_scored_along_the_prompt(bundled: Served) -> None:
+    """What teachers are asked for in distillation (contract 10): row i scores token start + i + 1 of the prompt."""
+    ids = post(bundled, "/tokenize", {"prompt": "The cat sat on the mat"})["tokens"]
+    candidates = [ids[2], 5, ids[3]]
+    asked = {"max_tokens": 1, "prompt_logprob_token_ids": candidates, "prompt_logprob_start": 1}
+    body = {"token_ids": ids, "sampling_params": asked}
+    answer = post(bundled, "/inference/v1/generate", body)
+    scores = np.load(io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"])))
+    assert scores.shape == (len(ids) - 2, 3) and scores.dtype == np.float32
+    assert answer["prompt_logprobs"] is None and answer["choices"][0]["logprobs"] is None
+    for i, row in enumerate(scores):
+        for token_id, score in zip(candidates, row, strict=True):
+            alone = {"token_ids": [*ids[: 2 + i], token_id], "sampling_params": {"max_tokens": 1}}
+            alone["sampling_params"]["prompt_logprobs"] = 0
+            told = post(bundled, "/inference/v1/generate", alone)["prompt_logprobs"][-1]
+            assert abs(told[str(token_id)]["logprob"] - score) < 1e-3
+    late = {**asked, "prompt_logprob_start": len(ids)}
+    answer = post(bundled, "/inference/v1/generate", {**body, "sampling_params": late})
+    raw = base64.b64decode(answer["prompt_token_id_logprobs"])
+    assert np.load(io.BytesIO(raw)).shape == (0, 3)
+    for more in ({"logprobs": 1}, {"prompt_logprobs": 0}, {"logprob_token_ids": [5]}):
+        refused = bundled.post(
+            "/inference/v1/generate", {**body, "sampling_params": {**asked, **more}}
+        )
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "prompt_logprob_token_ids"
 
 
 def test_tokenizer_info_is_told_where_it_was_asked_for(bundled: Served, renderer: Renderer) -> None:

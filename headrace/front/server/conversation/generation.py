@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.fold import Spans
@@ -68,6 +69,7 @@ def begin_generate(
         max_tokens=sampling.max_tokens if limit is None else limit,
         logprobs=sampling.logprobs,
     )
+    params = _with_candidates(params, sampling)
     services.tokenizer.check_ids(request.token_ids, field="token_ids")
     context.hold_place()
     asked = request.request_id
@@ -101,6 +103,22 @@ def begin_generate(
         spans=partial(spans, services.tokenizer) if sampling.return_token_offsets else None,
     )
     return events, reply
+
+
+def _with_candidates(params: SamplingParams, sampling: TokenSampling) -> SamplingParams:
+    """With the tokens that are scored along the prompt: those that each of its tokens is scored
+    beside."""
+    candidates = sampling.prompt_logprob_token_ids
+    if candidates is None:
+        return params
+    field = "prompt_logprob_token_ids"
+    for name in ("stream", "logprobs", "prompt_logprobs", "logprob_token_ids"):
+        value = getattr(sampling, name)
+        if value is not None and value is not False:
+            raise InvalidRequest(f"{field}: does not go with {name}", field=field)
+    return msgspec.structs.replace(
+        params, prompt_logprobs=0, logprobs=0, logprob_token_ids=tuple(candidates)
+    )
 
 
 def _structure(
@@ -140,11 +158,16 @@ MAX_TOKENS = 2**22
 
 
 class TokenSampling(Common, frozen=True, kw_only=True):
-    """How to sample; as in /v1/completions."""
+    """How to sample; as in /v1/completions. `prompt_logprob_token_ids`: tokens whose
+    log-probabilities are told at every position of the prompt behind `prompt_logprob_start`."""
 
     best_of: Annotated[int, Meta(ge=1)] | None = None
     logprobs: NumScores | None = None
     max_completion_tokens: Count | None = None
+    prompt_logprob_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=128)] | None
+    ) = None
+    prompt_logprob_start: Count = 0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,10 +6,13 @@ Log-probabilities that JSON cannot hold are -9999, with no rank.
 
 from __future__ import annotations
 
+import base64
 from contextlib import aclosing
+from io import BytesIO
 from typing import Any
 
 import msgspec
+import numpy as np
 import orjson
 from starlette.responses import Response
 
@@ -94,6 +97,10 @@ async def to_answer(events: Events, reply: GenerateReply) -> bytes:
     document["prompt_logprobs"] = None
     if fold.prompt_scores is not None and reply.sampling.prompt_logprobs is not None:
         document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
+    if fold.prompt_scores is not None and reply.sampling.prompt_logprob_token_ids is not None:
+        scores = fold.prompt_scores[reply.sampling.prompt_logprob_start + 1 :]
+        width = len(reply.sampling.prompt_logprob_token_ids)
+        document["prompt_token_id_logprobs"] = _array([s for s in scores if s is not None], width)
     if reply.spans is not None:
         document["prompt_token_offsets"] = reply.spans(reply.request.token_ids, continues=False)
     return orjson.dumps(document)
@@ -116,6 +123,15 @@ async def to_chunks(events: Events, reply: GenerateReply) -> Chunks:
     if options is not None and options.include_usage:
         yield _event({**_envelope(reply, []), "usage": usage([fold])})
     yield DONE
+
+
+def _array(scores: list[ScoredToken], width: int) -> str:
+    """The log-probabilities of the named tokens, float32 [positions, width], as a file of NumPy's
+    in base64."""
+    values = [[named.logprob for named in scored.named] for scored in scores]
+    file = BytesIO()
+    np.save(file, np.array(values, np.float32).reshape(len(values), width), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _event(document: dict[str, Any]) -> bytes:
@@ -142,7 +158,7 @@ def _choice(reply: GenerateReply, index: int, choice: FoldedChoice) -> dict[str,
         "stop_reason": None if ended is None else stop_reason(ended),
         "logprobs": None,
     }
-    if choice.scores:
+    if choice.scores and reply.sampling.logprobs is not None:
         document["logprobs"] = {"content": [_scored(reply, scored) for scored in choice.scores]}
     if reply.spans is not None:
         document["token_offsets"] = reply.spans(choice.token_ids, continues=True)
