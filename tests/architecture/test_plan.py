@@ -59,3 +59,14 @@ def test_the_index_of_benchmarks_names_every_script_and_only_what_exists() -> No
             assert script.stem in index, f"{script.name} is not in benchmarks/README.md"
     for link in re.findall(r"\]\(([^)#]+)", index):
         assert (folder / link).exists(), link
+
+
+def test_the_tests_that_the_page_of_clients_names_exist() -> None:
+    rows = re.findall(
+        r"(tests/[\w/]+\.py) ((?:`test_\w+`(?:, )?)+)", (ROOT / "docs/CLIENTS.md").read_text()
+    )
+    assert len(rows) > 30
+    for path, names in rows:
+        source = (ROOT / path).read_text()
+        for name in re.findall(r"`(test_\w+)`", names):
+            assert f"def {name}(" in source, f"{path} has no {name}"
