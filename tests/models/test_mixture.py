@@ -26,6 +26,7 @@ FAMILIES = (
     "granite-moe",
     "deepseek-v3",
     "deepseek-v3.2",
+    "glm-dsa",
     "glm4-moe",
     "llama4",
     "mistral4",

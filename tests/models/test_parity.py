@@ -322,6 +322,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **rope(**YARN, mscale=1.0, mscale_all_dim=1.0),
         },
     ),
+    "glm-dsa": (
+        "GlmMoeDsa",
+        {**LATENT, **ROUTED, **INDEXED, "indexer_types": ["full", "shared", "shared"]},
+    ),
     "glm4-moe": (
         "Glm4Moe",
         {**ROUTED, "head_dim": 8, "use_qk_norm": True, **rope(partial_rotary_factor=0.5)},

@@ -20,7 +20,7 @@ from tests.models.test_parity import CASES, compare, tiny_config
 
 NAMES = (
     "llama4", "afmoe", "mimo-v2-flash",
-    "llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "deepseek-v3", "deepseek-v3.2", "one-kv-head",
+    "llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "deepseek-v3", "deepseek-v3.2", "glm-dsa", "one-kv-head",
     "cohere-qk-norm", "gpt2", "falcon-grouped", "phi", "qwen2-moe", "granite-moe", "gpt-oss",
     "granite-swa", "gemma4-shared", "gemma4-experts", "gemma3n",
     "mamba2", "mamba", "jamba", "bamba", "falcon-h1", "granite-hybrid-experts", "nemotron-h",

@@ -2,7 +2,8 @@
 every position before a query and says which of them the layer's attention reads.
 
 It is small and not split: every rank holds all of it, so that all choose the same positions. Its
-keys lie in a cache of their own, in the blocks of the layer's latents.
+keys lie in a cache of their own, in the blocks of the layer's latents. A layer may also read what
+the indexer of a layer before it has chosen (GLM with DSA).
 
 T tokens, N those that go on, E hidden size, X rank of the queries' down-projection, J heads of the
 indexer, I dimensions of one, K positions chosen.
@@ -11,7 +12,7 @@ indexer, I dimensions of one, K positions chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -30,14 +31,58 @@ KEY_NORM_EPS = 1e-6
 """Of the layer norm of the keys, in all published models: not the model's own."""
 
 
+Handed = TypeVar("Handed")
+
+
+class PositionChoice(Protocol[Handed]):
+    """What says which positions an attention reads, in the two halves of a mixer
+    (layers/mixer.py)."""
+
+    @property
+    def kv_forms(self) -> tuple[LatentForm, ...]:
+        """Its caches."""
+        ...
+
+    def queries(
+        self, x_TE: torch.Tensor, q_TX: torch.Tensor, batch: Batch, at_N: torch.Tensor | None
+    ) -> Handed:
+        """The first half, of the tokens `at_N`, None: of all. `q_TX`: the normed down-projection
+        of the attention's queries."""
+        ...
+
+    def choose(self, handed: Handed, batch: Batch, /) -> torch.Tensor:
+        """chosen_TK: see kernels/index_select."""
+        ...
+
+
+class Selection:
+    """The positions chosen last, for the layers that read the same: chosen_TK of the step that
+    runs. A step that is recorded reads the tensor that it wrote itself."""
+
+    def __init__(self) -> None:
+        self.chosen_TK = torch.empty(0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """`dim`: dimensions of a head, the first of which are rotated; `top_k`: positions chosen."""
+    """`dim`: dimensions of a head, the first of which are rotated; `top_k`: positions chosen;
+    `selection`: where they are left for other layers; `shared`: there is no indexer here, what lies
+    in the selection is read."""
 
     heads: int
     dim: int
     top_k: int
     rope: RopeSpec
+    selection: Selection | None = None
+    shared: bool = False
+
+    def build(self, scope: Scope, cache: int, *, width: int, q_rank: int) -> PositionChoice[Any]:
+        """`scope` is its own, `cache` the id of its first cache, `width` the hidden size, `q_rank`
+        the rank of the queries' down-projection."""
+        if self.shared:
+            assert self.selection is not None, "a shared choice has a place"
+            return SharedChoice(self.selection)
+        return Indexer(scope, cache, self, width=width, q_rank=q_rank)
 
 
 class IndexQueries(NamedTuple):
@@ -48,9 +93,7 @@ class IndexQueries(NamedTuple):
 
 
 class Indexer:
-    """`queries` writes the step's keys; `choose` says what is read. `scope` is its own, `cache` the
-    id of its keys' cache, `width` the hidden size, `q_rank` the rank of the queries'
-    down-projection."""
+    """`queries` writes the step's keys; `choose` scores. See PositionChoice, IndexerSpec.build."""
 
     def __init__(
         self, scope: Scope, cache: int, spec: IndexerSpec, *, width: int, q_rank: int
@@ -67,15 +110,14 @@ class Indexer:
         scope.on_finish(self._finish)
 
     @property
-    def kv_form(self) -> LatentForm:
+    def kv_forms(self) -> tuple[LatentForm, ...]:
         """The cache of its keys."""
-        return LatentForm(cache=self._cache, width=self._spec.dim)
+        return (LatentForm(cache=self._cache, width=self._spec.dim),)
 
     def queries(
         self, x_TE: torch.Tensor, q_TX: torch.Tensor, batch: Batch, at_N: torch.Tensor | None
     ) -> IndexQueries:
-        """Those of the tokens `at_N`, None: of all, whose keys are in the cache. `q_TX`: the
-        normed down-projection of the attention's queries."""
+        """See PositionChoice."""
         plan = batch.plans[batch.group_of_layer[self._cache]]
         q_TJI = self._query.project(q_TX).unflatten(1, (self._spec.heads, self._spec.dim))
         weight_TJ = self._weight.project(x_TE)
@@ -92,9 +134,11 @@ class Indexer:
         return IndexQueries(q_TJI, weight_TJ)
 
     def choose(self, queries: IndexQueries, batch: Batch) -> torch.Tensor:
-        """chosen_TK: see kernels/index_select."""
+        """See PositionChoice."""
         plan = batch.plans[batch.group_of_layer[self._cache]]
         chosen_TK: torch.Tensor = self._select(*queries, batch.kv[self._cache], plan)
+        if self._spec.selection is not None:
+            self._spec.selection.chosen_TK = chosen_TK
         return chosen_TK
 
     def _finish(self) -> None:
@@ -111,3 +155,23 @@ class Indexer:
         self._select = scope.bind(
             INDEX_SELECT, IndexSelectProblem(**facts, **sizes, top_k=spec.top_k)
         )
+
+
+class SharedChoice:
+    """What an indexer before it has chosen. See PositionChoice."""
+
+    kv_forms: tuple[LatentForm, ...] = ()
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+
+    def queries(
+        self, x_TE: torch.Tensor, q_TX: torch.Tensor, batch: Batch, at_N: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See PositionChoice: the choice itself."""
+        chosen_TK = self._selection.chosen_TK
+        return chosen_TK if at_N is None else chosen_TK.index_select(0, at_N)
+
+    def choose(self, chosen_TK: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See PositionChoice."""
+        return chosen_TK

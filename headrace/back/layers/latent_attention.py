@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from headrace.back.kernels.latent_write.op import LatentWriteProblem
 from headrace.back.kernels.sparse_latent_attention.op import OP as SPARSE_LATENT_ATTENTION
 from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
 from headrace.back.layers.attention import OutputGate, chosen
-from headrace.back.layers.indexer import Indexer, IndexerSpec, IndexQueries
+from headrace.back.layers.indexer import IndexerSpec, PositionChoice
 from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, latents_of
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
@@ -86,12 +86,13 @@ class LatentAttentionSpec:
 
 class LatentQueries(NamedTuple):
     """A step's rotated queries: q_THW, absorbed but for rows that are expanded, which take their
-    first `nope` elements from own_THN; the gates of what they give; and those of the indexer."""
+    first `nope` elements from own_THN; the gates of what they give; and what the choice of
+    positions hands on."""
 
     q_THW: torch.Tensor
     own_THN: torch.Tensor
     gate_TX: torch.Tensor | None
-    index: IndexQueries | None = None
+    index: Any = None
 
 
 class LatentAttention:
@@ -116,11 +117,11 @@ class LatentAttention:
             )
         rotary = spec.rope.rotary_dim
         self._layer, self._spec, self._scope = layer, spec, scope
-        self._indexer: Indexer | None = None
+        self._indexer: PositionChoice[Any] | None = None
         if spec.indexer is not None:
             assert spec.q_rank is not None, "an indexer reads the queries' down-projection"
             sizes = {"width": spec.width, "q_rank": spec.q_rank}
-            self._indexer = Indexer(scope / "indexer", layer + 1, spec.indexer, **sizes)
+            self._indexer = spec.indexer.build(scope / "indexer", layer + 1, **sizes)
             norm = None  # it reads what the norms give, too
         q_size = spec.heads * (spec.nope + rotary)
         queries = Part("q_proj", q_size, spec.heads)
@@ -163,7 +164,7 @@ class LatentAttention:
         """What this layer keeps in the KV cache."""
         width = self._spec.rank + self._spec.rope.rotary_dim
         latents = LatentForm(cache=self._layer, width=width)
-        return (latents,) if self._indexer is None else (latents, self._indexer.kv_form)
+        return (latents,) if self._indexer is None else (latents, *self._indexer.kv_forms)
 
     @property
     def norms(self) -> bool:
@@ -179,7 +180,7 @@ class LatentAttention:
         down_TX = self._down.project(x_TE)
         q_TX, latent_TW, *gates = down_TX.split_with_sizes(self._down.sizes, dim=1)
         gate_TX = gates[0] if gates else None
-        index: IndexQueries | None = None
+        index: Any = None
         if self._q_up is not None:
             q_TX = self._normed(q_TX, self._q_up)
             if self._indexer is not None:
