@@ -532,7 +532,10 @@ ONLY = {
     )
 }
 """The targets of kernels that are for some alone."""
-NEVER = {"fp8 quantized": {"cuda:80"}}
+NEVER = {
+    "fp8 quantized": {"cuda:80"},
+    "linear fp8": {"hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"},
+}
 """Targets that lack what kernels with these words in their title need, as their `supports` says."""
 
 

@@ -178,7 +178,9 @@ def _supports(problem: LinearFp8Problem) -> str | None:
         return f"scales of {GROUP} inputs or of all, not of {problem.group}"
     if problem.activation is not None and problem.activation not in ACTIVATIONS:
         return f"does not know {problem.activation}"
-    if not interpreted() and torch.version.hip is None and capability() < (8, 9):
+    if torch.version.hip is not None:
+        return "is for NVIDIA's GPUs"
+    if not interpreted() and capability() < (8, 9):
         return "fp8 needs compute capability 8.9, not {}.{}".format(*capability())
     return None
 

@@ -15,9 +15,10 @@ import triton.language as tl
 
 from headrace.back.kernels.linear_fp8.layout import Fp8Rows, Fp8Weight
 from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import launch
 
-M, N, K, TURNS = 128, 128, 128, 8
+M, N, K, TURNS, STAGES = 128, 128, 128, 8, 4
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -90,5 +91,5 @@ def multiply(
         rows.values_TI, rows.scales_TG, weight.values_OI, weight.scales_OG, bias_O, y_TO, tokens,
         INPUTS=weight.inputs, OUTPUTS=weight.outputs, GROUP=weight.group or weight.inputs,
         M=M, N=N, K=K, TURNS=TURNS, BIAS=bias_O is not None,
-        num_warps=8, num_stages=4, **launch(y_TO.device),
+        num_warps=8, num_stages=fitting_stages(STAGES, (M + N) * K), **launch(y_TO.device),
     )  # fmt: skip
