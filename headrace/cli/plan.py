@@ -110,6 +110,7 @@ def _predict(
     """The estimate and the kernels. Imports torch here, after the options were checked."""
     import psutil
 
+    from headrace.back.models.families import FALLBACK
     from headrace.back.models.registry import DTYPES
     from headrace.bench.sample import run_sample
     from headrace.launch.plan import (
@@ -118,15 +119,18 @@ def _predict(
         kernels_of,
         kernels_on_absent_device,
         probe_cpu,
+        stored_on_absent_device,
     )
 
     engine, sample = resolved.engine, None
     spec, kv, ranks = engine.model, engine.kv, engine.device.tensor_parallel
+    absent = None if device is None or spec.family == FALLBACK else FAKES[device.name]
     model = build_without_memory(
         spec,
         block_tokens=kv.block_tokens,
         tensor_parallel=ranks,
-        planned="" if device is None else FAKES[device.name].kind,
+        planned="cuda" if absent is not None and absent.kind == "cuda" else "",
+        stored={} if absent is None else stored_on_absent_device(spec, absent),
     )
     cost = cost_of(model, dtype=DTYPES[spec.dtype])
     if device is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -18,15 +19,16 @@ from headrace.back.kernels.op import DeferredChecks, decisions
 from headrace.back.kernels.probe.native import reader
 from headrace.back.layers.linear import Weight, gemm_of
 from headrace.back.models.families import FALLBACK
-from headrace.back.models.load import load_model
+from headrace.back.models.load import load_model, open_source, stored_blocks
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.parallel.mesh import Axis, Mesh
-from headrace.back.parallel.param import Param
+from headrace.back.parallel.param import Param, local_shape
 from headrace.back.platforms import huge_pages
 from headrace.back.platforms.facts import DeviceFacts
 from headrace.back.quant.online import pack
 from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.stored import Stored
 from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.config.layer_count import first_layers
 from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
@@ -40,10 +42,15 @@ _PROBE_S = 0.03
 
 
 def build_without_memory(
-    spec: ModelSpec, *, block_tokens: int, tensor_parallel: int = 1, planned: str = ""
+    spec: ModelSpec,
+    *,
+    block_tokens: int,
+    tensor_parallel: int = 1,
+    planned: str = "",
+    stored: Stored | None = None,
 ) -> LoadableModel:
-    """The model on the meta device; the first rank's share if there are several. `planned`: see
-    Scope."""
+    """The model on the meta device; the first rank's share if there are several. `planned` and
+    `stored`: see Scope."""
     ranks = tensor_parallel
     # Nothing is summed on the meta device.
     group = None
@@ -51,7 +58,21 @@ def build_without_memory(
         group = dist.ProcessGroup(0, ranks)  # type: ignore[call-arg]  # missing in the stub
     mesh = Mesh(tp=Axis(size=ranks, group=group))
     meta = torch.device("meta")
-    return build_model(spec, mesh=mesh, device=meta, block_tokens=block_tokens, planned=planned)
+    return build_model(
+        spec, mesh=mesh, device=meta, block_tokens=block_tokens, planned=planned, stored=stored
+    )
+
+
+def stored_on_absent_device(spec: ModelSpec, device: DeviceFacts) -> Stored:
+    """What of a checkpoint would stay quantized on a GPU that is not here."""
+    quantized = spec.format == "safetensors" and "quantization_config" in spec.config
+    if device.kind != "cuda" or not quantized or not available("triton"):
+        return {}
+    from headrace.back.kernels.triton.wrap import planned_for
+
+    assert device.capability is not None
+    with closing(open_source(spec)) as source, planned_for(device.capability[:2]):
+        return stored_blocks(spec, source, torch.device(device.kind))[0]
 
 
 def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
@@ -93,7 +114,7 @@ def _kv_layers(model: LoadableModel, dtype: torch.dtype) -> tuple[tuple[int, int
 
 
 def _shape(param: Param) -> tuple[int, ...]:
-    return param.shape if param.tensor is None else tuple(param.tensor.shape)
+    return local_shape(param) if param.tensor is None else tuple(param.tensor.shape)
 
 
 def _num_bytes(param: Param) -> int:
@@ -131,9 +152,14 @@ def kernels_on_absent_device(
     from headrace.back.kernels.triton.wrap import planned_for
 
     assert device.capability is not None
+    stored = stored_on_absent_device(spec, device)
     with DeferredChecks() as checks, planned_for(device.capability[:2]):
         model = build_without_memory(
-            spec, block_tokens=block_tokens, tensor_parallel=tensor_parallel, planned=device.kind
+            spec,
+            block_tokens=block_tokens,
+            tensor_parallel=tensor_parallel,
+            planned=device.kind,
+            stored=stored,
         )
         model.finish_load()
         samplers = decisions(choose_kernels(torch.device(device.kind)))

@@ -19,9 +19,17 @@ from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, copies
 from headrace.back.parallel.shard import Part, Shard, Span
+from headrace.back.platforms.detect import FAKES
 from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, stored_scheme
 from headrace.back.quant.kept import BLOCKS
 from headrace.back.quant.scheme import SCHEMES
+from headrace.launch.performance_model import ModelCost
+from headrace.launch.plan import (
+    build_without_memory,
+    cost_of,
+    kernels_on_absent_device,
+    stored_on_absent_device,
+)
 from tests.back.quant.formats.test_formats import open_weight
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
 from tests.models.paged import teacher_forced
@@ -184,3 +192,22 @@ def test_layers_multiply_by_what_is_stored(
     ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
         torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_plan_counts_the_bytes_that_a_gpu_keeps(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    quantized_folder(tmp_path, "blocks")
+    spec, device = model_spec(tmp_path, dtype="bfloat16"), FAKES["h200"]
+    stored = stored_on_absent_device(spec, device)
+
+    def cost(stored: dict[str, str]) -> ModelCost:
+        model = build_without_memory(spec, block_tokens=16, planned="cuda", stored=stored)
+        return cost_of(model, dtype=torch.bfloat16)
+
+    kept, floats = cost(dict(stored)), cost({})
+    assert kept.multiplied == floats.multiplied
+    saved = floats.weight_bytes - kept.weight_bytes
+    layers = floats.weight_bytes - 2 * floats.head_bytes  # embedding and head
+    assert 0.45 * layers < saved < 0.5 * layers
+    chosen = {d.field: d.chosen for d in kernels_on_absent_device(spec, device, block_tokens=16)}
+    assert chosen["kernel.linear_fp8"] == "triton"
