@@ -95,20 +95,51 @@ def write_modules(folder: Path, modules: list[str]) -> None:
     (folder / "modules.json").write_text(json.dumps(listed))
 
 
-def write_dense(folder: Path, outputs: int, *, bias: bool, activation: str) -> torch.nn.Module:
+def write_dense(
+    folder: Path, outputs: int, *, bias: bool, activation: str, inputs: int = SIZES["hidden_size"]
+) -> torch.nn.Module:
     folder.mkdir()
-    layer = torch.nn.Linear(SIZES["hidden_size"], outputs, bias=bias)
+    layer = torch.nn.Linear(inputs, outputs, bias=bias)
     torch.nn.init.normal_(layer.weight, std=0.4)
     tensors = {f"linear.{name}": value for name, value in layer.state_dict().items()}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     config = {
-        "in_features": SIZES["hidden_size"],
+        "in_features": inputs,
         "out_features": outputs,
         "bias": bias,
         "activation_function": f"torch.nn.modules.activation.{activation}",
     }
     (folder / "config.json").write_text(json.dumps(config))
     return layer.eval()
+
+
+def test_embedding_gemma_with_its_two_dense_modules(tmp_path: Path) -> None:
+    config = transformers.Gemma3TextConfig(
+        **SIZES,
+        num_key_value_heads=1,
+        head_dim=6,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention=True,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(5)
+    oracle = transformers.Gemma3TextModel(config).eval()
+    for parameter in oracle.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    oracle.save_pretrained(tmp_path)
+    ids = write_tokenizer(tmp_path).encode(DOCUMENTS[0]).ids
+    write_modules(tmp_path, ["Transformer", "Pooling", "Dense", "Dense", "Normalize"])
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    wide = write_dense(tmp_path / "2_Dense", 48, bias=False, activation="Identity")
+    back = write_dense(tmp_path / "3_Dense", 32, bias=False, activation="Identity", inputs=48)
+    with torch.inference_mode():
+        pooled = oracle(torch.tensor([ids])).last_hidden_state[0].mean(0)
+        wanted = back(wide(pooled)).numpy()
+    with serving(None, str(tmp_path), "--threads", "1") as served:
+        found = served_vector(served, {"input": DOCUMENTS[0]})
+    np.testing.assert_allclose(found, wanted / np.linalg.norm(wanted), atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken"])

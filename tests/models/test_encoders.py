@@ -69,6 +69,21 @@ def jina(**more: Any) -> transformers.JinaEmbeddingsV3Config:
     return transformers.JinaEmbeddingsV3Config(**SIZES, max_position_embeddings=40, **more)
 
 
+def embedding_gemma(**more: Any) -> transformers.Gemma3TextConfig:
+    return transformers.Gemma3TextConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=6,
+        query_pre_attn_scalar=12,
+        sliding_window=6,
+        sliding_window_pattern=2,
+        max_position_embeddings=40,
+        use_bidirectional_attention=True,
+        attn_implementation="eager",
+        **more,
+    )
+
+
 def qwen3(**more: Any) -> transformers.Qwen3Config:
     return transformers.Qwen3Config(
         **SIZES,
@@ -92,6 +107,7 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("ModernBertModel", modern),
     ("ModernBertForSequenceClassification", modern),
     ("ModernBertForTokenClassification", modern),
+    ("Gemma3TextModel", embedding_gemma),
     ("NomicBertModel", nomic),
     ("NomicBertForMaskedLM", nomic),
     ("NomicBertForSequenceClassification", nomic),

@@ -3,7 +3,7 @@ cache.
 
 A family file reads its config and states its layers; the forward pass is here once. Two kinds of
 layer: norms after each branch (BERT, Devlin et al. 2018) and before it (ModernBERT, Warner et al.
-2024). T tokens, E hidden size, N pooled vectors.
+2024). T tokens, E hidden size, H query heads, K KV heads, D head_dim, N pooled vectors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
+from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP, PlainMLP
-from headrace.back.layers.norm import LayerNorm
+from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.models.weights import WeightPlan
@@ -40,13 +41,10 @@ class EncoderSizes:
     inner: int
     layers: int
     heads: int
+    kv_heads: int
+    head_dim: int
     eps: float
     activation: str
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.width // self.heads
 
     @property
     def feed_forward(self) -> FeedForwardPlace:
@@ -58,7 +56,8 @@ class SpanAttentionLayer:
     """x_TE -> y_TE: projects, rotates if there is a rope, attends inside each text, projects back.
 
     `names` are the checkpoint's query, key and value, or the one tensor that holds all three; `out`
-    leads back. `window`: tokens seen on each side, None: all.
+    leads back. `window`: tokens seen on each side, None: all. `scale`: of the scores, None:
+    1/sqrt(head_dim).
     """
 
     def __init__(
@@ -71,37 +70,53 @@ class SpanAttentionLayer:
         bias: bool = True,
         rope: RopeSpec | None = None,
         window: int | None = None,
+        scale: float | None = None,
+        qk_norm: QKNorm | None = None,
     ) -> None:
         merged = names[0] if len(names) == 1 else None
         labels = names if merged is None else ("query", "key", "value")
-        parts = tuple(Part(label, sizes.width, sizes.heads) for label in labels)
-        self._heads = local_units(parts[0], scope.mesh.tp)
+        counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+        parts = tuple(
+            Part(label, count * sizes.head_dim, count)
+            for label, count in zip(labels, counts, strict=True)
+        )
+        self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._head_dim = sizes.head_dim
+        self._scale = sizes.head_dim**-0.5 if scale is None else scale
         self._scope = scope
         self._window = window
         self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias, merged=merged)
         self._out = RowLinear(scope / out, parts[0], sizes.width, bias=bias)
+        self._qk_norms: list[HeadNorm] = []
+        if qk_norm is not None:
+            assert qk_norm.over == "head" and not qk_norm.after_rope, qk_norm
+            named = zip(qk_norm.names, parts[:2], strict=True)
+            self._qk_norms = [qk_norm.build(scope / name, part) for name, part in named]
         self._rope = Rope(scope, rope) if rope else None
         self._attend = not_loaded
         scope.on_finish(self._finish)
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the class."""
-        qkv = self._qkv.project(x_TE).view(x_TE.shape[0], 3 * self._heads, self._head_dim)
-        q_THD, k_THD, v_THD = qkv.chunk(3, dim=1)
+        qkv = self._qkv.project(x_TE).view(x_TE.shape[0], sum(self._split), self._head_dim)
+        q_THD, k_TKD, v_TKD = qkv.split_with_sizes(self._split, dim=1)
+        if self._qk_norms:
+            of_q, of_k = self._qk_norms
+            q_THD, k_TKD = of_q.norm(q_THD), of_k.norm(k_TKD)
         if self._rope is not None:
-            self._rope.rotate(q_THD, k_THD, batch.positions_T, self._rope.table_PR)
+            self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
         assert batch.query_start is not None
-        y_THD = self._attend(q_THD, k_THD, v_THD, batch.query_start.tolist())
+        y_THD = self._attend(q_THD, k_TKD, v_TKD, batch.query_start.tolist())
         return self._out.project(y_THD.reshape(x_TE.shape[0], -1))
 
     def _finish(self) -> None:
         problem = SpanAttentionProblem(
             device=self._scope.kind,
             dtype=self._scope.dtype,
-            heads=self._heads,
+            heads=self._split[0],
+            kv_heads=self._split[1],
             head_dim=self._head_dim,
-            scale=self._head_dim**-0.5,
+            scale=self._scale,
             window=self._window,
         )
         self._attend = self._scope.bind(SPAN_ATTENTION, problem)
@@ -109,25 +124,27 @@ class SpanAttentionLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderLayer:
-    """One layer. `before_*` norms come before their branch, `after_*` ones after the sum with the
-    residual."""
+    """One layer. `before_*` norms come before their branch, `behind_*` ones after it, `after_*`
+    ones after the sum with the residual."""
 
     attention: SpanAttentionLayer
     mlp: PlainMLP | GatedMLP
-    before_attention: LayerNorm | None = None
-    after_attention: LayerNorm | None = None
-    before_mlp: LayerNorm | None = None
-    after_mlp: LayerNorm | None = None
+    before_attention: BlockNorm | None = None
+    behind_attention: BlockNorm | None = None
+    after_attention: BlockNorm | None = None
+    before_mlp: BlockNorm | None = None
+    behind_mlp: BlockNorm | None = None
+    after_mlp: BlockNorm | None = None
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the class."""
-        x_TE = x_TE + self.attention.forward(_normed(self.before_attention, x_TE), batch)
-        x_TE = _normed(self.after_attention, x_TE)
-        x_TE = x_TE + self.mlp.forward(_normed(self.before_mlp, x_TE))
-        return _normed(self.after_mlp, x_TE)
+        y_TE = self.attention.forward(_normed(self.before_attention, x_TE), batch)
+        x_TE = _normed(self.after_attention, x_TE + _normed(self.behind_attention, y_TE))
+        y_TE = self.mlp.forward(_normed(self.before_mlp, x_TE))
+        return _normed(self.after_mlp, x_TE + _normed(self.behind_mlp, y_TE))
 
 
-def _normed(norm: LayerNorm | None, x_TE: torch.Tensor) -> torch.Tensor:
+def _normed(norm: BlockNorm | None, x_TE: torch.Tensor) -> torch.Tensor:
     return x_TE if norm is None else norm.norm(x_TE)
 
 
@@ -149,7 +166,7 @@ class Encoder:
         *,
         embed: Embed,
         layers: Sequence[EncoderLayer],
-        norm: LayerNorm | None,
+        norm: BlockNorm | None,
         classifier: Classifier | None,
         ignored: tuple[str, ...],
         segments: bool = False,
@@ -203,20 +220,27 @@ def read_encoder_sizes(
     eps: float,
     activation_key: str = "hidden_act",
     eps_key: str = "layer_norm_eps",
+    default_activation: str = "gelu",
 ) -> EncoderSizes:
     """The common sizes, checked against each other."""
     width = config.int("hidden_size", ge=1)
     heads = config.int("num_attention_heads", ge=1)
-    if width % heads:
+    kv_heads = config.int("num_key_value_heads", heads, ge=1)
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    head_dim = config.int("head_dim", None, ge=1)
+    if head_dim is None and width % heads:
         raise config.wrong("num_attention_heads", f"a divisor of hidden_size ({width})")
     names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-    named = config.choice(activation_key, (*names, "relu", "silu"), "gelu")
+    named = config.choice(activation_key, (*names, "relu", "silu"), default_activation)
     return EncoderSizes(
         vocabulary=config.int("vocab_size", ge=1),
         width=width,
         inner=config.int("intermediate_size", ge=1),
         layers=config.int("num_hidden_layers", ge=1),
         heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or width // heads,
         eps=config.float(eps_key, eps, ge=0.0),
         activation=names.get(named, named),
     )

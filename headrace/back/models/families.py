@@ -107,6 +107,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "NomicBertForMaskedLM": "nomic_bert",
     "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
 }
+BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
+"""Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
 TEXT_TYPES: Mapping[str, str] = {
     "mistral": "mistral",
     "ministral3": "ministral3",
@@ -140,7 +142,9 @@ BASES_WITHIN: Mapping[str, str] = {
     "Gemma4ForConditionalGeneration": "model.language_model",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
-ENCODERS = frozenset({"bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"})
+ENCODERS = frozenset(
+    {"bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3", "embedding_gemma"}
+)
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Families without attention: their config states neither heads nor a longest text."""
@@ -192,6 +196,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         )
     if names[0] == COLBERT:
         return Architecture(family="bert", head="none")
+    if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
+        return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
     text = config.get("text_config")
     within, base = WRAPPERS.get(names[0], ""), BASES_WITHIN.get(names[0], "")
     if (within or base) and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:

@@ -22,13 +22,7 @@ from headrace.base.config.hf import ConfigReader
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Gemma3ForCausalLM."""
     sizes = gemma_sizes(config)
-    pattern = config.int("sliding_window_pattern", 6, aliases=("_sliding_window_pattern",), ge=1)
-    windows = read_windows(
-        config,
-        sizes.layers,
-        window=config.int("sliding_window", 4096, ge=1),
-        sliding=lambda layer: (layer + 1) % pattern != 0,
-    )
+    windows = gemma3_windows(config, sizes.layers)
     if config.bool("use_bidirectional_attention", False):
         raise config.wrong("use_bidirectional_attention", "false for generation")
     bias = config.bool("attention_bias", False)
@@ -57,6 +51,17 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             embedding_scale=embedding_scale(sizes.width, scope.dtype),
             logits_softcap=config.float("final_logit_softcapping", None, ge=1e-6),
         ),
+    )
+
+
+def gemma3_windows(config: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    """Each layer's `sliding_window`, None for global ones."""
+    pattern = config.int("sliding_window_pattern", 6, aliases=("_sliding_window_pattern",), ge=1)
+    return read_windows(
+        config,
+        layers,
+        window=config.int("sliding_window", 4096, ge=1),
+        sliding=lambda layer: (layer + 1) % pattern != 0,
     )
 
 

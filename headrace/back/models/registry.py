@@ -14,6 +14,7 @@ from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily
 from headrace.back.models.families import (
     ARCHITECTURES,
+    BIDIRECTIONAL,
     FALLBACK,
     architecture_of,
     family_of,
@@ -33,7 +34,7 @@ FAMILIES: Registry[BuildFamily] = Registry(
     "model family",
     {
         name: f"headrace.back.models.{name}:build"
-        for name in (*sorted(set(ARCHITECTURES.values())), FALLBACK)
+        for name in (*sorted({*ARCHITECTURES.values(), *BIDIRECTIONAL.values()}), FALLBACK)
     },
 )
 

@@ -1,9 +1,9 @@
 """Bidirectional attention inside spans: what encoders do, without a KV cache.
 
-`bind(problem)` returns `f(q_THD, k_THD, v_THD, starts) -> y_THD`. The T tokens are spans (texts)
-end to end; `starts` is a host sequence of ints [R + 1], first token of each span and T. A query at
-position p sees every key of its span, or with `window` w those at distances up to w on both sides
-(ModernBERT; Beltagy et al. 2020).
+`bind(problem)` returns `f(q_THD, k_TKD, v_TKD, starts) -> y_THD`, K KV heads, each of which serves
+H / K query heads in a row. The T tokens are spans (texts) end to end; `starts` is a host sequence
+of ints [R + 1], first token of each span and T. A query at position p sees every key of its span,
+or with `window` w those at distances up to w on both sides (ModernBERT; Beltagy et al. 2020).
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ SpanAttention = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class SpanAttentionProblem:
-    """`heads` H of `head_dim` D; `scale` multiplies the scores; `window` tokens seen on each side,
-    None: all."""
+    """`heads` H and `kv_heads` K of `head_dim` D; `scale` multiplies the scores; `window` tokens
+    seen on each side, None: all."""
 
     device: str
     dtype: torch.dtype
     heads: int
+    kv_heads: int
     head_dim: int
     scale: float
     window: int | None = None
@@ -45,15 +46,18 @@ class SpanAttentionProblem:
 
 def bind_reference(problem: SpanAttentionProblem) -> SpanAttention:
     """torch's scaled_dot_product_attention, a call per span."""
+    shared = problem.kv_heads < problem.heads
 
     def attend(
-        q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, starts: Sequence[int]
+        q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor:
         y_THD = torch.empty_like(q_THD)
         for begin, end in pairwise(starts):
-            q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+            q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
             mask = _band(end - begin, problem.window, q_THD.device)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=problem.scale)
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=problem.scale, enable_gqa=shared
+            )
             y_THD[begin:end] = y[0].transpose(0, 1)
         return y_THD
 
@@ -70,7 +74,10 @@ def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor
 
 def _sample(problem: SpanAttentionProblem) -> Sample:
     new = {"dtype": problem.dtype, "device": problem.device, "generator": sample_generator()}
-    q, k, v = (random_tensor(9, problem.heads, problem.head_dim, **new) for _ in range(3))
+    q, k, v = (
+        random_tensor(9, heads, problem.head_dim, **new)
+        for heads in (problem.heads, problem.kv_heads, problem.kv_heads)
+    )
     return Sample(problem=problem, weights=(), arguments=(q, k, v, [0, 1, 6, 9]))
 
 
