@@ -118,6 +118,12 @@ GEMMA3N: dict[str, Any] = {
 }
 
 
+ZAMBA2: dict[str, Any] = {
+    **{"n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 12, "mamba_d_conv": 4},
+    **{"adapter_rank": 16, "time_step_min": 0.3},
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -541,6 +547,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{**GEMMA3N, "altup_active_idx": 2, "altup_num_inputs": 3, "num_kv_shared_layers": 0},
             **{"altup_correct_scale": False, "vocab_size_per_layer_input": 61},
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        {
+            **{**ZAMBA2, "num_hidden_layers": 5, "num_mem_blocks": 2, "num_key_value_heads": 6},
+            **{"use_shared_attention_adapter": True, "use_mem_rope": True},
+            "layers_block_type": [
+                "linear_attention",
+                "hybrid",
+                "hybrid",
+                "linear_attention",
+                "hybrid",
+            ],
+        },
+    ),
+    "zamba2-plain": (
+        "Zamba2",
+        {
+            **{**ZAMBA2, "add_bias_linear": True, "num_hidden_layers": 4},
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
         },
     ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),

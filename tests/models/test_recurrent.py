@@ -34,13 +34,14 @@ FAMILIES = (
     "falcon-mamba",
     "jamba",
     "bamba",
+    "zamba2",
     "falcon-h1",
     "granite-hybrid-experts",
     "nemotron-h",
     "nemotron-h-experts",
     *DELTAS,
 )
-UNRECORDED = ("falcon-h1", "granite-hybrid-experts", "nemotron-h-experts", "olmo-hybrid")
+UNRECORDED = ("zamba2", "falcon-h1", "granite-hybrid-experts", "nemotron-h-experts", "olmo-hybrid")
 """They use operations of PyTorch."""
 RECORDED = [name for name in FAMILIES if name not in UNRECORDED]
 BLOCK = 16

@@ -100,17 +100,17 @@ class AltUpTail:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamsSpec:
+class AltUpStreamsSpec:
     """`count`: S."""
 
     count: int
 
-    def build(self, scope: Scope, width: int) -> ResidualStreams:
-        """`scope` is that of the embedding."""
-        return ResidualStreams(scope, self.count, width)
+    def build(self, scope: Scope, width: int) -> AltUpStreams:
+        """See ResidualStreamsSpec."""
+        return AltUpStreams(scope, self.count, width)
 
 
-class ResidualStreams:
+class AltUpStreams:
     """How the streams begin and end: each but the first is a projection, as long as the first."""
 
     def __init__(self, scope: Scope, count: int, width: int) -> None:

@@ -5,15 +5,38 @@ T tokens, E hidden size.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from headrace.back.layers.norm import LayerNorm, RMSNorm
+from headrace.back.layers.scope import Scope
 from headrace.back.parallel.collectives import Partial
 
 Branch = torch.Tensor | Partial | None
 """What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a
 sum."""
 BlockNorm = RMSNorm | LayerNorm
+
+
+class ResidualStreamsSpec(Protocol):
+    """A residual of several streams as data of its decoder."""
+
+    def build(self, scope: Scope, width: int) -> ResidualStreams:
+        """`scope` is that of the embedding."""
+        ...
+
+
+class ResidualStreams(Protocol):
+    """A residual [S, T, E] of S streams, for decoders whose layers keep such a one."""
+
+    def begin(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """x_STE of the tokens' embeddings."""
+        ...
+
+    def end(self, x_STE: torch.Tensor) -> torch.Tensor:
+        """x_TE behind the last layer."""
+        ...
 
 
 def sum_branches(one_TE: Branch, other_TE: Branch) -> Branch:

@@ -15,13 +15,12 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.altup import StreamsSpec
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.layer_tail import LayerInputsSpec
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.norm import RMS, NormSpec
-from headrace.back.layers.residual import add_norm
+from headrace.back.layers.residual import ResidualStreamsSpec, add_norm
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import (
     DecoderLayerSpec,
@@ -91,7 +90,7 @@ class DecoderSpec:
     logits_bias: bool = False
     positions: int = 0
     layer_inputs: LayerInputsSpec | None = None
-    streams: StreamsSpec | None = None
+    streams: ResidualStreamsSpec | None = None
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()

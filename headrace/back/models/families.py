@@ -89,6 +89,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Mamba2ForCausalLM": "mamba2",
     "BambaForCausalLM": "bamba",
     "FalconH1ForCausalLM": "falcon_h1",
+    "Zamba2ForCausalLM": "zamba2",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "NemotronHForCausalLM": "nemotron_h",
     "Qwen3NextForCausalLM": "qwen3_next",

@@ -4,7 +4,7 @@ activations alone."""
 
 from __future__ import annotations
 
-from headrace.back.layers.altup import StreamsSpec
+from headrace.back.layers.altup import AltUpStreamsSpec
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.layer_tail import LayerInputsSpec
 from headrace.back.layers.mixer import MixerSpec
@@ -65,7 +65,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             embedding_scale=embedding_scale(sizes.width, scope.dtype),
             logits_softcap=soft_cap(config, "final_logit_softcapping", 30.0),
             layer_inputs=inputs,
-            streams=StreamsSpec(count=streams),
+            streams=AltUpStreamsSpec(count=streams),
             ignored=(OTHER_PARTS, *unread_projections(first_shared, sizes.layers)),
         ),
     )
