@@ -119,7 +119,7 @@ OP: Op[IndexSelectProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
     ),
-    kernels=(),
+    kernels=("headrace.back.kernels.index_select.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: 0.0,
 )

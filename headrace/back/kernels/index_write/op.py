@@ -110,7 +110,7 @@ OP: Op[IndexWriteProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
     ),
-    kernels=(),
+    kernels=("headrace.back.kernels.index_write.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

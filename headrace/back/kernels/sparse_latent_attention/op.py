@@ -115,7 +115,7 @@ OP: Op[SparseLatentProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
     ),
-    kernels=(),
+    kernels=("headrace.back.kernels.sparse_latent_attention.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )
