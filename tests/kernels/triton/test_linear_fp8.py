@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
 from headrace.back.kernels.linear_fp8 import op, triton_linear_fp8, triton_rows, triton_wide_fp8
-from headrace.back.kernels.linear_fp8.layout import dequantize, dequantize_rows, quantize_rows
+from headrace.back.kernels.linear_fp8.layout import (
+    Fp8Weight,
+    dequantize,
+    dequantize_rows,
+    quantize_rows,
+)
 from headrace.back.kernels.op import sample_generator
 from headrace.back.kernels.triton.wrap import interpreted
 
@@ -128,6 +135,26 @@ def test_the_layer_takes_any_number_of_tokens(more):
     problem = problem_of(64, 256, **more)
     assert triton_linear_fp8.KERNEL.supports(problem) is None
     assert op.OP.error(triton_linear_fp8.KERNEL, problem) <= op.OP.tolerance(problem)
+
+
+def test_where_the_library_fails_its_check_ours_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(64, 256)
+    broken = "library's GEMM is broken"
+
+    def product(problem: op.LinearFp8Problem, weight: Fp8Weight, bias_O: object) -> object:
+        if triton_linear_fp8.library_refusal(problem) is None:
+            raise RuntimeError(broken)
+        return ours(problem, weight, bias_O)
+
+    ours = triton_linear_fp8._product
+    refused: dict[op.LinearFp8Problem, str] = {}
+    monkeypatch.setattr(triton_linear_fp8, "_skipped", refused)
+    monkeypatch.setattr(triton_linear_fp8, "library_refusal", refused.get)
+    monkeypatch.setattr(triton_linear_fp8, "_product", product)
+    kernel = replace(triton_linear_fp8.KERNEL, plans=lambda one: triton_linear_fp8.plans(one)[-1:])
+    ((plan, reason),) = op.OP.failures(kernel, problem)
+    assert plan == f"{op.CHECKED_ROWS[-1]} tokens" and broken in reason and problem in refused
+    assert op.OP.failures(kernel, problem) == []
 
 
 @pytest.mark.skipif(interpreted(), reason="widths of real models take a GPU")

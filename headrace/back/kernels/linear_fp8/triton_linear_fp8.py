@@ -4,6 +4,7 @@ more the library's scaled GEMM, or ours where that has none."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -28,6 +29,8 @@ from headrace.back.kernels.linear_fp8.op import (
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.triton.wrap import capability, interpreted, unsupported
+
+log = logging.getLogger(__name__)
 
 GROUP = 128
 """Inputs that share a scale, where not all do."""
@@ -120,8 +123,14 @@ def _many(
     return many
 
 
+_skipped: dict[LinearFp8Problem, str] = {}
+"""What goes without the library in this process: its self-check failed."""
+
+
 def library_refusal(problem: LinearFp8Problem) -> str | None:
     """Why the library's GEMM cannot be taken, if so."""
+    if problem in _skipped:
+        return _skipped[problem]
     if interpreted() or problem.device != "cuda":
         return "is called on GPUs only"
     if problem.group is not None:
@@ -161,9 +170,20 @@ def _product(problem: LinearFp8Problem, weight: Fp8Weight, bias_O: torch.Tensor 
 
 
 def plans(problem: LinearFp8Problem) -> list[PlanCheck]:
-    """Each kernel on the whole shape."""
+    """Each kernel on the whole shape; ours takes the place of the library's where that fails."""
+    by_library = library_refusal(problem) is None
+
+    def skip_library(reason: str) -> None:
+        log.warning("%s goes without the library's GEMM: %s", problem, reason)
+        _skipped[problem] = reason
+
     return [
-        PlanCheck(name=f"{tokens} tokens", sample=partial(sample_of, problem, (tokens,)), bind=bind)
+        PlanCheck(
+            name=f"{tokens} tokens",
+            sample=partial(sample_of, problem, (tokens,)),
+            bind=bind,
+            skip=skip_library if by_library and tokens >= QUANTIZED_FROM else None,
+        )
         for tokens in CHECKED_ROWS
     ]
 
