@@ -636,6 +636,8 @@ def test_greedy_tokens_equal_those_of_transformers(case: str, tmp_path: Path) ->
         "qwen3",
         "gemma2",
         "gemma3",
+        "gemma3n",
+        "gemma4",
         "phi3",
         "olmo2",
         "granite",

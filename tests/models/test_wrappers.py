@@ -155,3 +155,30 @@ def test_kimi_k25_has_the_logits_of_its_deepseek_text_model(tmp_path: Path) -> N
         load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
     )
     compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_gemma_3n_has_the_logits_of_its_text_model(tmp_path: Path) -> None:
+    """As it is published: beside vision and audio, with keys and values that upper layers do not
+    read, in the older spelling of ropes."""
+    oracle = save_oracle(tiny_config("gemma3n"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    keys = tensors["model.language_model.layers.0.self_attn.k_proj.weight"]
+    tensors["model.language_model.layers.4.self_attn.k_proj.weight"] = torch.zeros_like(keys)
+    for part in ("vision_tower", "audio_tower", "embed_vision"):
+        tensors[f"model.{part}.proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "gemma3n_text"}
+    ropes = text.pop("rope_parameters")
+    text |= {"rope_theta": ropes["full_attention"]["rope_theta"], "rope_scaling": None}
+    text |= {"rope_local_base_freq": ropes["sliding_attention"]["rope_theta"]}
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
+    compare(got, oracle_logits(oracle, rows), 1e-4)
