@@ -8,6 +8,7 @@ tests marked `serial` one at a time, where the bounds hold.
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -23,12 +24,45 @@ def stalled_s() -> float:
     return int(some.rpartition("total=")[2]) / 1e6
 
 
+class _Standstills:
+    """Counts the seconds in which this process did not run at all though it wanted to, as when the
+    whole machine is paused: those of ticks that came more than GAP_S late."""
+
+    TICK_S = 0.05
+    GAP_S = 0.5
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last_s, self._last_stalled_s = time.monotonic(), stalled_s()
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(self.TICK_S)
+            self.look()
+
+    def look(self) -> None:
+        """What has passed since the last look, without what `stalled_s` counts already."""
+        now_s, now_stalled_s = time.monotonic(), stalled_s()
+        late_s = now_s - self._last_s - self.TICK_S - (now_stalled_s - self._last_stalled_s)
+        if late_s > self.GAP_S:
+            self.seconds += late_s
+        self._last_s, self._last_stalled_s = now_s, now_stalled_s
+
+
+_standstills = _Standstills()
+
+
 class Stopwatch:
     """Runs from its making on."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
-        self._stalled_s = stalled_s()
+        self._lost_s = self._all_lost_s()
+
+    @staticmethod
+    def _all_lost_s() -> float:
+        return stalled_s() + _standstills.seconds
 
     @property
     def wall_s(self) -> float:
@@ -37,5 +71,6 @@ class Stopwatch:
 
     @property
     def undisturbed_s(self) -> float:
-        """Seconds since, without those in which some task waited for a processor: for most times."""
-        return max(self.wall_s - (stalled_s() - self._stalled_s), 0.0)
+        """Seconds since, without those in which some task waited for a processor or everything stood
+        still: for most times."""
+        return max(self.wall_s - (self._all_lost_s() - self._lost_s), 0.0)
