@@ -29,6 +29,8 @@ NAMES = (
 )  # fmt: skip
 
 
+TWO_ALONE = ("zamba2", "gemma4-shared", "gemma4-experts")
+"""Heads of several sizes, or of one that follows from the width, are not halved by a key."""
 BOUND = 1e-5
 BOUNDS = {"zamba2": 1e-4}
 """Its random configuration multiplies rounding: weights changed by 1e-7 of themselves move the
@@ -51,8 +53,9 @@ def configuration(name: str, count: int) -> Any:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_give_the_logits_of_one(count: int, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in NAMES]
-    for name, folder in zip(NAMES, folders, strict=True):
+    names = [name for name in NAMES if count == 2 or name not in TWO_ALONE]
+    folders = [tmp_path / name for name in names]
+    for name, folder in zip(names, folders, strict=True):
         save_oracle(configuration(name, count), folder)
     command = [sys.executable, "-m", "tests.models.tensor_parallel_rank"]
     ranks = [
@@ -63,7 +66,7 @@ def test_ranks_give_the_logits_of_one(count: int, tmp_path: Path) -> None:
         for rank in range(count)
     ]
     assert [rank.wait(timeout=200) for rank in ranks] == [0] * count
-    for name, folder in zip(NAMES, folders, strict=True):
+    for name, folder in zip(names, folders, strict=True):
         spec = model_spec(folder)
         rows = random_rows(spec.logits_width, LENGTHS)
         alone = teacher_forced(
