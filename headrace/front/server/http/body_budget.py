@@ -10,6 +10,7 @@ of the server. A body that arrives slowly keeps its room from others, so it has 
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +41,9 @@ class BodyBudget:
 
     What bodies were made into lies in pieces in the C library's heap, which keeps it (1 GiB after
     240 bodies of up to 8 MiB): while they come and go `trim` gives it back, in a thread, once a
-    second.
+    second. Failures refer to the frames that hold a body's document, and these to the failures:
+    once no bodies come any more, one collection ends them (behind 300 bodies 101 MiB were kept
+    without it, 43 with it). Among bodies it would go through millions of objects.
 
     Invariants: what is held never exceeds a bound; no tenant is kept at zero; at most MAX_WAITING
     bodies wait."""
@@ -113,8 +116,13 @@ class BodyBudget:
             self._trimming = asyncio.get_running_loop().create_task(self._trim_until_quiet())
 
     async def _trim_until_quiet(self) -> None:
-        while time.monotonic() < self._given_back_at + QUIET_S:
-            await asyncio.sleep(TRIM_PERIOD_S)
+        last = -1.0
+        while self._given_back_at != last:
+            while time.monotonic() < self._given_back_at + QUIET_S:
+                await asyncio.sleep(TRIM_PERIOD_S)
+                await asyncio.to_thread(self._trim)
+            last = self._given_back_at
+            gc.collect()
             await asyncio.to_thread(self._trim)
 
 

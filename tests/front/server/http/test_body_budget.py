@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -121,6 +123,35 @@ async def test_memory_is_given_back_behind_the_bodies(monkeypatch: pytest.Monkey
     assert not trimmed.is_set()
     budget.give_back("a", MIB)
     await asyncio.wait_for(trimmed.wait(), LONG_S)
+
+
+async def test_documents_that_only_their_failures_hold_end_once_bodies_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A failure refers to the frame that holds the document, and this to the failure."""
+    for name in ("TRIM_PERIOD_S", "QUIET_S"):
+        monkeypatch.setattr(f"headrace.front.server.http.body_budget.{name}", 0.0)
+    trims: list[bool] = []
+    budget = BodyBudget(2 * MIB, trim=lambda: trims.append(held() is None))
+    document = Document()
+    document.failure = document
+    held = weakref.ref(document)
+    await budget.take("a", MIB, wait_s=0)
+    del document
+    budget.give_back("a", MIB)
+    await asyncio.wait_for(until(lambda: bool(trims)), LONG_S)
+    assert trims[-1]
+
+
+class Document:
+    """What a body was read into."""
+
+    failure: object = None
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
 
 
 def test_a_slow_body_keeps_its_room_for_a_bounded_time() -> None:
