@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--bodies", type=int, default=1000)
     parser.add_argument("--largest", type=int, default=24, help="MiB")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rest-s", type=float, default=5.0)
+    parser.add_argument("--rest-s", type=float, default=10.0)
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     given = parser.parse_args()
     # A small KV pool: cached prefixes touch its pages one by one, which is no growth.
