@@ -94,13 +94,13 @@ def test_its_steps_are_recorded_and_replayed(name: str, tmp_path: Path) -> None:
     core.executor.close()
 
 
-def test_a_preempted_request_of_a_hybrid_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("name", "kv"), [("bamba", {"memory_bytes": 113_800}), ("glm-dsa", {"num_blocks": 6})]
+)
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(
+    name: str, kv: dict[str, int], tmp_path: Path
 ) -> None:
-    oracle, core = (
-        save_oracle(tiny_config("bamba"), tmp_path),
-        engine(tmp_path, memory_bytes=113_800),
-    )
+    oracle, core = save_oracle(tiny_config(name), tmp_path), engine(tmp_path, **kv)
     prompts = dict(enumerate(prompts_of(14, 13, 15, 12), start=1))
     expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
     assert answers(core, prompts)[0] == expected

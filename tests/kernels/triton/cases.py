@@ -35,6 +35,7 @@ from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.route import op as route
 from headrace.back.kernels.sample import op as sample
+from headrace.back.kernels.sparse_latent_attention import op as sparse
 from headrace.back.kernels.state_rows import op as state_rows
 from headrace.back.kernels.step_commit import op as step_commit
 from headrace.back.kernels.step_inputs import op as step_inputs
@@ -315,6 +316,10 @@ NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 LATENT_WRITE = latent_write.LatentWriteProblem(
     device="cpu", dtype=BF16, heads=16, nope=128, rank=512, rotary=64, block_tokens=16, eps=1e-6
 )
+SPARSE_LATENT = sparse.SparseLatentProblem(
+    device="cpu", dtype=BF16, heads=16, rank=512, rotary=64, top_k=2048, block_tokens=16,
+    scale=0.07,
+)  # fmt: skip
 ROUTE = route.RouteProblem(
     device="cpu", experts=256, top_k=8, score="sigmoid", renormalize=True, groups=8,
     kept_groups=4, group_score="top2", bias=True, shared=1,
@@ -366,6 +371,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     (
         "latent_write",
         _call(latent_write.OP, "latent_write.triton_latent_write:KERNEL", LATENT_WRITE),
+    ),
+    (
+        "sparse_latent_attention",
+        _call(sparse.OP, "sparse_latent_attention.triton_sparse_latent:KERNEL", SPARSE_LATENT),
     ),
     ("route", _call(route.OP, "route.triton_route:KERNEL", ROUTE)),
     ("experts", _call(experts.OP, "experts.triton_experts:KERNEL", EXPERTS)),

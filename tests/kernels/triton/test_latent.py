@@ -14,6 +14,9 @@ from headrace.back.kernels.latent_attention import op as latent_attention
 from headrace.back.kernels.latent_attention import triton_latent
 from headrace.back.kernels.latent_write import op as latent_write
 from headrace.back.kernels.latent_write import triton_latent_write
+from headrace.back.kernels.sparse_latent_attention import op as sparse_attention
+from headrace.back.kernels.sparse_latent_attention import triton_sparse_latent
+from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
 from headrace.back.kernels.triton.wrap import interpreted
 from tests.kernels.latent import SHAPES as ALL_SHAPES
 from tests.kernels.latent import (
@@ -52,6 +55,18 @@ def test_attention_equals_the_reference(shape, dtype):
     problem = attention_problem(shape, dtype, DEVICE)
     assert latent_attention.OP.error(triton_latent.KERNEL, problem) <= BOUND[dtype]
     check_padding(problem, triton_latent.bind, BOUND[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_over_chosen_positions_equals_the_reference(shape, dtype):
+    """KRN-03: more of them than fit in a tile."""
+    heads, rank, rotary, block_tokens = shape
+    problem = SparseLatentProblem(
+        device=DEVICE, dtype=dtype, heads=heads, rank=rank, rotary=rotary, top_k=70,
+        block_tokens=block_tokens, scale=(rank + rotary) ** -0.5,
+    )  # fmt: skip
+    assert sparse_attention.OP.error(triton_sparse_latent.KERNEL, problem) <= BOUND[dtype]
 
 
 WHOLE_TILES = [(16, 64, 16, 16)] if interpreted() else [(16, 512, 64, 16), (5, 24, 6, 7)]

@@ -115,7 +115,10 @@ OP: Op[SparseLatentProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
     ),
-    kernels=("headrace.back.kernels.sparse_latent_attention.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.sparse_latent_attention.native:KERNEL",
+        "headrace.back.kernels.sparse_latent_attention.triton_sparse_latent:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )
