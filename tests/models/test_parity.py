@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from msgspec.structs import replace
 
+from headrace.back.models.load import load_model
+from headrace.back.parallel.mesh import Mesh
 from headrace.base.errors import ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
 from tests.models.paged import PagedRun, random_rows, schedule, teacher_forced
@@ -332,6 +335,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsa",
         {**LATENT, **ROUTED, **INDEXED, "indexer_types": ["full", "shared", "shared"]},
     ),
+    "axk1": ("AXK1", {**LATENT, **ROUTED, "norm_topk_prob": True}),
     "glm4-moe": (
         "Glm4Moe",
         {**ROUTED, "head_dim": 8, "use_qk_norm": True, **rope(partial_rotary_factor=0.5)},
@@ -688,6 +692,29 @@ def test_longrope_takes_the_long_factors_once_sequences_may_pass_the_original_le
     assert [one.chosen for one in ours.decisions if one.field == "model.rope"] == [
         "long factors: sequences may have 64 tokens"
     ]
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_a_published_a_x_k1_has_no_bias_that_chooses_and_a_norm_too_many(tmp_path: Path) -> None:
+    oracle = save_oracle(tiny_config("axk1"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    for name in biases:
+        oracle.state_dict()[name].zero_()
+        del tensors[name]
+    unused = "model.layers.0.post_mlp_layernorm.weight"
+    assert len(biases) == 2 and unused not in tensors
+    tensors[unused] = torch.full((SIZES["hidden_size"],), 3.0)
+    safetensors.torch.save_file(tensors, file)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    ours, _ = load_model(
+        model_spec(tmp_path),
+        mesh=Mesh(),
+        device=torch.device("cpu"),
+        block_tokens=BLOCK_TOKENS,
+    )
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
 

@@ -131,10 +131,11 @@ class Scope:
         init_scale: float = 0.02,
         bundle: Bundle | None = None,
         dtype: torch.dtype | None = None,
+        optional: bool = False,
     ) -> Param:
         """Adds a parameter of global `shape`; by default it is one checkpoint tensor of its own
         name. With a `bundle` it is made of that one's tensors instead. `dtype`: its own, where it
-        is not the model's."""
+        is not the model's. `optional`: see Param."""
         dtype = dtype or self.dtype
         axis = self.mesh.axis(shard.axis) if shard else None
         local = list(shape)
@@ -151,6 +152,7 @@ class Scope:
             spans=shard.spans(axis) if shard is not None and axis is not None else (),
             init=init,
             init_scale=init_scale,
+            optional=optional,
         )
         for member in bundle.members if bundle is not None else ():
             sizes = bundle.local_shape(member, local, len(local_pieces(param)))

@@ -74,6 +74,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "DeepseekV3ForCausalLM": "deepseek",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+    "AXK1ForCausalLM": "axk1",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "deepseek",
     "SolarOpenForCausalLM": "solar_open",

@@ -40,7 +40,8 @@ _PLAIN = Decision("model.experts", "auto", "not quantized", "no kernel multiplie
 class RouterSpec:
     """How experts are chosen and weighed: see op `route`, whose words these are. `name`: the
     router's weight within the module; `bias_name`: that of the bias that only chooses, a tensor of
-    `bias_dims` dimensions, of which only the last is not 1. `weighs_inputs`: the weights multiply
+    `bias_dims` dimensions, of which only the last is not 1, and `bias_optional` if the checkpoint
+    may lack it. `weighs_inputs`: the weights multiply
     what goes into the experts, not what comes out (Llama 4). `expert_scale`: what each expert's
     results are multiplied with, a tensor of the module."""
 
@@ -56,6 +57,7 @@ class RouterSpec:
     name: str = "gate"
     bias_name: str | None = None
     bias_dims: int = 1
+    bias_optional: bool = False
     linear_bias: bool = False
     weighs_inputs: bool = False
     jitter: float = 0.0
@@ -119,6 +121,7 @@ class Mixture:
                 router.bias_name,
                 (*(1,) * (router.bias_dims - 1), router.experts),
                 init="zeros",
+                optional=router.bias_optional,
             )
             if router.bias_name
             else None
