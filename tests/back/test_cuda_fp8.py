@@ -24,8 +24,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 PROMPTS, DECODES = 0.3, 0.1
-"""Mean distance of log-probabilities: bfloat16 alone is allowed 0.1 (test_cuda.py). Steps of many tokens make them
-e4m3 too, which moves single prompts by 0.06 to 0.18 in float32."""
+"""Mean distance of log-probabilities: bfloat16 alone is allowed 0.1 (test_cuda.py). Where the tokens of a step become
+e4m3 too, single prompts move by 0.06 to 0.18 in float32: in steps of many tokens, and with a scale for each output in
+all but those of one."""
 
 
 def folders(folder: Path, format: str) -> tuple[Path, Path]:
@@ -83,7 +84,7 @@ def test_scores_stay_near_those_of_the_same_weights(format: str, tmp_path: Path)
     for row, (given, _) in zip(first, forced(exact, first), strict=True):
         scores = np.array([one.values[0] for one in row.logprobs])
         print(f"{format}, decodes: {distance(scores, given[-NUM_OUTPUT:]):.4f}")
-        assert distance(scores, given[-NUM_OUTPUT:]) < DECODES
+        assert distance(scores, given[-NUM_OUTPUT:]) < (DECODES if format == "blocks" else PROMPTS)
     for again in later:  # launched, recorded, replayed
         assert [row.outputs for row in again] == [row.outputs for row in first]
     executor.close()

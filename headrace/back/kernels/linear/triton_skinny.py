@@ -53,6 +53,7 @@ def _times_scaled(b_x, b_weight, b_acc, p_scale, m_scale, SWAP: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def skinny_kernel(
     x,
+    x_scales,
     weight,
     scales,
     bias,
@@ -78,8 +79,8 @@ def skinny_kernel(
 ):
     """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With
     ADD y is the residual. GROUP inputs of a row share one of `scales` (float32 [rows, groups]), a
-    multiple of K or all of them; 0: there are none. `partial` float32 [N tiles, SPLIT, 1 or 2, M,
-    N]."""
+    multiple of K or all of them; 0: there are none. `x_scales` float32 [T] where x is of e4m3
+    numbers, as the weight then is. `partial` float32 [N tiles, SPLIT, 1 or 2, M, N]."""
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
     GATED: tl.constexpr = ACTIVATION != ""
@@ -156,6 +157,11 @@ def skinny_kernel(
                 b_acc_up += tl.load(
                     p_one + TILE, mask=m_m[:, None], other=0.0, cache_modifier=".cg"
                 )
+    if x_scales is not None:
+        b_x_scale = tl.load(x_scales + o_m, mask=m_m, other=0.0)[:, None]
+        b_acc *= b_x_scale
+        if GATED:
+            b_acc_up *= b_x_scale
     if (GROUP > 0) & (not GROUPED):
         b_acc *= tl.load(scales + o_n, mask=m_n, other=0.0)[None, :]
         if GATED:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Protocol
 
 import torch
 import triton
@@ -41,6 +42,16 @@ beyond."""
 LIBRARY_TOKENS = 96
 """A number of tokens of which the library computes most GEMMs, with ours around it."""
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class LaunchScaled(Protocol):
+    """`Launch` for tokens of e4m3 numbers too."""
+
+    def __call__(
+        self, x_TI: torch.Tensor, y_TY: torch.Tensor, x_scales_T: torch.Tensor | None = None
+    ) -> None:
+        """`x_scales_T`: float32, what the numbers of a token are times."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -221,7 +232,8 @@ def _gemv(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     return run
 
 
-def _skinny(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
+def skinny_launcher(gemm: Gemm, plan: GemmPlan, tokens: int) -> LaunchScaled:
+    """The launch of "skinny", for tokens of e4m3 numbers too: with their scales as third."""
     m, tiles = max(16, tokens), triton.cdiv(gemm.results, plan.n)
     split = plan.split
     assert gemm.norm_I is None and (split == 1 or tiles <= COUNTERS), (tiles, split)
@@ -237,13 +249,13 @@ def _skinny(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     column_bytes = rows * value_bytes + m * max(2, value_bytes)
     stages = fitting_stages(plan.stages, column_bytes * plan.k)
 
-    def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
+    def run(x_TI: torch.Tensor, y_TY: torch.Tensor, x_scales_T: torch.Tensor | None = None) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
         partial = x_TI
         if split > 1:
             partial = torch.empty(parts, dtype=torch.float32, device=x_TI.device)
         skinny_kernel[(tiles, split)](
-            x_TI, gemm.weight_OI, gemm.scales_OG, gemm.bias_O, y_TY, partial,
+            x_TI, x_scales_T, gemm.weight_OI, gemm.scales_OG, gemm.bias_O, y_TY, partial,
             counters(x_TI.device),
             len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps,
             num_stages=stages, **launch(x_TI.device),
@@ -274,4 +286,4 @@ def _wide(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     return wide.bind(gemm.weight_OI, m=plan.m, group=plan.group)
 
 
-_KINDS = {"gemv": _gemv, "skinny": _skinny, "stream": _stream, "wide": _wide}
+_KINDS = {"gemv": _gemv, "skinny": skinny_launcher, "stream": _stream, "wide": _wide}

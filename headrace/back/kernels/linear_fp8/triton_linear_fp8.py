@@ -1,6 +1,7 @@
-"""Which kernel serves how many tokens of a weight of e4m3 numbers: one token gemv (with the norm),
-up to 64 skinny (both of kernels/linear, which turn the numbers into the type of x in registers),
-more the library's scaled GEMM, or ours where that has none."""
+"""Which kernel serves how many tokens of a weight of e4m3 numbers: one token gemv (with the norm;
+it turns the numbers into floats in registers), up to 64 skinny (both of kernels/linear), by tokens
+of e4m3 numbers where the weight has a scale for each output, more the library's scaled GEMM, or
+ours where that has none."""
 
 from __future__ import annotations
 
@@ -14,12 +15,19 @@ import torch
 from headrace.back.kernels.gated_act import triton_gated_act
 from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
 from headrace.back.kernels.linear.table import BUSY, MOST_SPLIT_TILES, GemmPlan, padded
-from headrace.back.kernels.linear.triton_small import Gemm, Launch, gemm_device_of, launcher
+from headrace.back.kernels.linear.triton_small import (
+    Gemm,
+    Launch,
+    LaunchScaled,
+    gemm_device_of,
+    launcher,
+    skinny_launcher,
+)
 from headrace.back.kernels.linear_fp8 import triton_rows, triton_wide_fp8
 from headrace.back.kernels.linear_fp8.layout import Fp8Rows, Fp8Weight
 from headrace.back.kernels.linear_fp8.op import (
     CHECKED_ROWS,
-    QUANTIZED_FROM,
+    STREAMED_TOKENS,
     Fp8Linear,
     LinearFp8Problem,
     activation_problem,
@@ -40,11 +48,17 @@ Multiply = Callable[[Fp8Rows], torch.Tensor]
 
 
 def plan_of(outputs: int, inputs: int, tokens: int, *, gated: bool, sms: int) -> GemmPlan:
-    """The plan for a padded number of tokens up to 64: tiles as of bfloat16 weights by rule
-    (linear/table.py), of as many inputs a step as those have bytes."""
+    """The plan for a padded number of tokens up to 64: of one, what an H200 took least time for
+    (benchmarks/h200/quantized.md); of more, tiles as of bfloat16 weights by rule (linear/table.py),
+    of as many inputs a step as those have bytes."""
     if tokens == 1:
-        few = outputs <= 8192
-        return GemmPlan(kernel="gemv", n=8 if few else 4, k=1024 if few or gated else 2048, warps=4)
+        if inputs > 8192:
+            return GemmPlan(kernel="gemv", n=4, k=2048, warps=4, prefetch=2)
+        if outputs <= 4096:
+            return GemmPlan(kernel="gemv", n=8, k=512, warps=4, prefetch=2)
+        if gated or outputs > 8192:
+            return GemmPlan(kernel="gemv", n=2, k=2048, warps=4)
+        return GemmPlan(kernel="gemv", n=4, k=2048, warps=8)
     tiles = -(-outputs // (2 if gated else 1) // 64)
     splits = [split for split in (1, 2, 4) if inputs // split >= 2 * GROUP]
     enough = (split for split in splits if tiles * split >= BUSY * sms)
@@ -74,25 +88,41 @@ def bind(
         assert norm_weight_I is not None, "a norm has a weight"
         one = replace(several, norm_I=norm_weight_I, eps=problem.eps)
         norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
-    many = _many(problem, weight, bias_O, norm_weight_I)
+    quantize = triton_rows.bind(
+        problem.inputs, problem.group, norm_weight_I=norm_weight_I, eps=problem.eps or 0.0
+    )
+    many = _many(problem, weight, bias_O)
+
+    def planned(tokens: int) -> GemmPlan:
+        sms = gemm_device_of(weight.values_OI.device).sms
+        gated = problem.activation is not None
+        return plan_of(weight.outputs, weight.inputs, tokens, gated=gated, sms=sms)
 
     @cache
     def launch_of(tokens: int) -> Launch:
-        sms = gemm_device_of(weight.values_OI.device).sms
-        gated = problem.activation is not None
-        plan = plan_of(weight.outputs, weight.inputs, tokens, gated=gated, sms=sms)
-        return launcher(one if tokens == 1 else several, plan, tokens)
+        return launcher(one if tokens == 1 else several, planned(tokens), tokens)
+
+    @cache
+    def launch_scaled_of(tokens: int) -> LaunchScaled:
+        return skinny_launcher(several, planned(tokens), tokens)
+
+    def new_y(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> torch.Tensor:
+        if residual_TY is not None:
+            return residual_TY
+        dtype = torch.float32 if problem.wide else problem.dtype
+        return x_TI.new_empty(len(x_TI), problem.results, dtype=dtype)
 
     def linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
         num_tokens = len(x_TI)
-        if num_tokens >= QUANTIZED_FROM:
-            return many(x_TI, residual_TY)
+        if num_tokens > STREAMED_TOKENS:
+            return many(quantize(x_TI), residual_TY)
+        y_TY = new_y(x_TI, residual_TY)
+        if num_tokens >= problem.quantized_from:
+            rows = quantize(x_TI)
+            launch_scaled_of(padded(num_tokens))(rows.values_TI, y_TY, rows.scales_TG)
+            return y_TY
         if norm is not None and num_tokens > 1:
             x_TI = norm(x_TI)
-        y_TY = residual_TY
-        if y_TY is None:
-            dtype = torch.float32 if problem.wide else problem.dtype
-            y_TY = x_TI.new_empty(num_tokens, problem.results, dtype=dtype)
         launch_of(padded(num_tokens))(x_TI, y_TY)
         return y_TY
 
@@ -100,22 +130,16 @@ def bind(
 
 
 def _many(
-    problem: LinearFp8Problem,
-    weight: Fp8Weight,
-    bias_O: torch.Tensor | None,
-    norm_weight_I: torch.Tensor | None,
-) -> Fp8Linear:
-    """Quantized tokens, the GEMM, and what comes after it."""
-    quantize = triton_rows.bind(
-        problem.inputs, problem.group, norm_weight_I=norm_weight_I, eps=problem.eps or 0.0
-    )
+    problem: LinearFp8Problem, weight: Fp8Weight, bias_O: torch.Tensor | None
+) -> Callable[[Fp8Rows, torch.Tensor | None], torch.Tensor]:
+    """The GEMM with quantized tokens, and what comes after it."""
     multiply = _product(problem, weight, bias_O)
     activate = None
     if problem.activation is not None:
         activate = triton_gated_act.bind(activation_problem(problem))
 
-    def many(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> torch.Tensor:
-        y_TY = multiply(quantize(x_TI))
+    def many(rows: Fp8Rows, residual_TY: torch.Tensor | None) -> torch.Tensor:
+        y_TY = multiply(rows)
         if activate is not None:
             y_TY = activate(y_TY)
         return y_TY if residual_TY is None else residual_TY.add_(y_TY)
@@ -182,7 +206,7 @@ def plans(problem: LinearFp8Problem) -> list[PlanCheck]:
             name=f"{tokens} tokens",
             sample=partial(sample_of, problem, (tokens,)),
             bind=bind,
-            skip=skip_library if by_library and tokens >= QUANTIZED_FROM else None,
+            skip=skip_library if by_library and tokens > STREAMED_TOKENS else None,
         )
         for tokens in CHECKED_ROWS
     ]
@@ -207,7 +231,7 @@ def _supports(problem: LinearFp8Problem) -> str | None:
 
 def _note(problem: LinearFp8Problem) -> str:
     return (
-        f"up to {QUANTIZED_FROM - 1} tokens as they are; more quantized, by "
+        f"up to {problem.quantized_from - 1} tokens as they are; more quantized, beyond {STREAMED_TOKENS} by "
         f"{'the library' if library_refusal(problem) is None else 'our kernel'}"
     )
 
