@@ -255,3 +255,24 @@ def test_steps_that_verify_are_recorded_whole(pair: Any) -> None:
         run(drafted.core, [EngineRequest(id=id, prompt=prompt, stop=stop, sampling=sampling)])
     assert drafted.replay.foreign == ()
     assert any(bucket.verifies for bucket in drafted.replay._graphs)
+
+
+def test_rows_with_penalties_draft_and_keep_their_tokens(pair: Any) -> None:
+    plain, drafted = pair()
+    requests = []
+    for request in requests_of(plain.spec, 8, lengths=(60,)):
+        sampling = RowSampling(
+            temperature=(0.0, 0.6)[request.id % 2],
+            seed=request.id,
+            repetition_penalty=(1.05, 0.9)[request.id // 4],
+            presence_penalty=0.1,
+            frequency_penalty=(0.02, -0.3)[request.id // 2 % 2],
+            logprobs=2,
+        )
+        stop = StopRules(max_tokens=60)
+        requests.append(
+            EngineRequest(id=request.id, prompt=request.prompt, stop=stop, sampling=sampling)
+        )
+    assert_equal(run(plain.core, requests), run(drafted.core, requests))
+    stats = drafted.core.scheduler.speculation.stats
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 20

@@ -106,7 +106,7 @@ class BucketSteps:
             else DraftVerification(drafter, problem, self._tables, on_host=replay.on_host)
         )
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
-        self.masks_drafts = drafter is not None and replay.on_host
+        self.host_drafts = drafter is not None and replay.on_host
         self._exact = ExactSteps(resources, self.rows)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
         self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)

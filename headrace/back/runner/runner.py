@@ -118,7 +118,7 @@ class Runner:
             capture_layers=num_capturable(model, spec),
             capture_heads=model.attention_heads,
             max_drafts=self._steps.max_drafts,
-            masks_drafts=self._steps.masks_drafts,
+            host_drafts=self._steps.host_drafts,
             kv_bytes=self._kv.num_bytes,
             graphs=self._steps.graphs,
             decisions=[

@@ -142,8 +142,8 @@ class Steps(Protocol):
     """Those of them that take all kernels between them."""
     max_drafts: int
     """Drafts of a row that a step can verify."""
-    masks_drafts: bool
-    """Whether it can behind masks of grammars."""
+    host_drafts: bool
+    """Whether the host knows them before the step, so that masks and penalties follow them."""
 
     @property
     def graphs(self) -> RecordedGraphs:
@@ -313,7 +313,7 @@ class ExactSteps:
     """See the top of the file."""
 
     max_drafts = 0
-    masks_drafts = False
+    host_drafts = False
     common_rows: tuple[int, ...] = ()
     distinct_rows: tuple[int, ...] = ()
 

@@ -10,6 +10,7 @@ are part of the step there (in_step.py) and take no word from the host.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,16 +80,45 @@ class Penalties:
         self._slot_M[row].zero_()
 
     def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
-        """Rewrites the logits of the tokens seen."""
+        """Rewrites the logits of the tokens seen; a row that stands here several times has drafts,
+        which lie in its tokens before the later places and count there."""
+        if _has_drafts(feature_rows.rows):
+            self._apply_behind_drafts(logits_KV, feature_rows)
+            return
         slot_K = self._slots(feature_rows.rows).slot_K
         self._penalise(
             logits_KV, self._count_SV, self._numbers_S3, slot_K, lambda: self._seen(feature_rows)
         )
 
     def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
-        """Counts the sampled tokens."""
+        """Counts the sampled tokens, behind drafts those that stand."""
         slots = self._slots(feature_rows.rows)
-        self._count_SV.view(-1).index_add_(0, slots.begin_K + token_K, slots.one_K)
+        times_K = slots.one_K
+        if _has_drafts(feature_rows.rows):
+            times_K = to_device(_standing(token_K, feature_rows), self._device)
+        self._count_SV.view(-1).index_add_(0, slots.begin_K + token_K, times_K)
+
+    def _apply_behind_drafts(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
+        """Place by place, with the drafts before it counted meanwhile."""
+        row, first = -1, 0
+        places = zip(feature_rows.rows.tolist(), feature_rows.positions.tolist(), strict=True)
+        for k, (owner, position) in enumerate(places):
+            if owner != row:
+                row, first = owner, position
+            drafts = feature_rows.tokens[row, first:position].to(torch.int64)
+            one = torch.ones_like(drafts, dtype=torch.int32)
+            count_V = self._count_SV[int(self._slot[row])]
+            count_V.index_add_(0, drafts, one)
+            place = feature_rows.take(np.array([k]))
+            slot_1 = self._slot_M[row : row + 1]
+            self._penalise(
+                logits_KV[k : k + 1],
+                self._count_SV,
+                self._numbers_S3,
+                slot_1,
+                functools.partial(self._seen, place),
+            )
+            count_V.index_add_(0, drafts, -one)
 
     def slots_of(self, row_R: torch.Tensor) -> torch.Tensor:
         """The slot of each row, on the device; 0 for rows that use no penalty, and for the one
@@ -137,6 +167,24 @@ class Penalties:
             )
             self._free = list(range(have, have + more))[::-1]
         return self._free.pop()
+
+
+def _has_drafts(rows: np.ndarray) -> bool:
+    """Whether a row stands at several places, which follow each other."""
+    return bool((rows[1:] == rows[:-1]).any())
+
+
+def _standing(token_K: torch.Tensor, feature_rows: FeatureRows) -> np.ndarray:
+    """int32 [K]: 1 for the first token of each row, and for those behind drafts that were all
+    sampled; else 0. As op step_verify says, where every draft was proposed."""
+    rows, positions = feature_rows.rows.tolist(), feature_rows.positions.tolist()
+    tokens = token_K.tolist()
+    stands = np.ones(len(rows), np.int32)
+    for k in range(1, len(rows)):
+        if rows[k] == rows[k - 1]:
+            draft = int(feature_rows.tokens[rows[k], positions[k] - 1])
+            stands[k] = stands[k - 1] and draft == tokens[k - 1]
+    return stands
 
 
 _LARGEST = 1e30

@@ -53,8 +53,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     `blocks_per_slab` blocks of one group at a time: one block of any group where all blocks have
     equal bytes. `groups` is empty for encoders, which keep no KV. `generates`: there is a language-
     model head; without one requests can only be pooled. Attention weights can be had of
-    `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `masks_drafts`: drafts
-    can be verified behind masks that come with the step.
+    `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `host_drafts`: the
+    host knows the drafts of a step before it, so that masks and penalties follow them.
     """
 
     num_blocks: int
@@ -67,7 +67,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     capture_layers: int = 0
     capture_heads: int = 0
     max_drafts: int = 0
-    masks_drafts: bool = False
+    host_drafts: bool = False
     weight_bytes: int = 0
     kv_bytes: int = 0
     graphs: RecordedGraphs = RecordedGraphs()

@@ -7,8 +7,8 @@ them only while each decoding row could still have its next one, and they end at
 length limit.
 
 A row's tokens must not depend on who drafts: every draft is sampled as its place would be without
-(back/kernels/step_verify). What cannot be sampled ahead drafts nothing: rows with penalties, which
-count the tokens, and rows whose layers are captured.
+(back/kernels/step_verify). What cannot be sampled ahead drafts nothing: rows whose layers are
+captured, and rows with penalties, which count the tokens, where the host does not know the drafts.
 
 Masks of grammars follow the tokens one by one. So the drafts of such a row must be known when the
 masks are made: the workers tell them behind the step before (StepResult.proposed), and the hook
@@ -381,20 +381,18 @@ def speculation_of(
         return NoSpeculation()
 
     def may_draft(request: EngineRequest) -> bool:
-        follows = facts.masks_drafts and hooks.follow_drafts(request)
-        return samples_ahead(request) and (follows or not request.hook_payloads)
+        if request.sampling.capture_layers:
+            return False
+        if counts_tokens(request) and not facts.host_drafts:
+            return False
+        return not request.hook_payloads or (facts.host_drafts and hooks.follow_drafts(request))
 
     most = min(spec.num_tokens, facts.max_drafts)
     return DraftLengths(spec, kv, rows, max_drafts=most, may_draft=may_draft)
 
 
-def samples_ahead(request: EngineRequest) -> bool:
-    """Whether each of the row's tokens can be sampled before it is known that it comes."""
+def counts_tokens(request: EngineRequest) -> bool:
+    """Whether a token's place depends on how often others came before it."""
     sampling = request.sampling
-    penalties = (
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-    )
-    counts = penalties != (1.0, 0.0, 0.0)
-    return not counts and not sampling.capture_layers
+    amounts = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    return amounts != (1.0, 0.0, 0.0)
