@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _PRESSURE = Path("/proc/pressure/cpu")
@@ -53,21 +54,26 @@ class _Standstills:
 _standstills = _Standstills()
 
 
+def _all_lost_s() -> float:
+    return stalled_s() + _standstills.seconds
+
+
 class Stopwatch:
-    """Runs from its making on."""
+    """Runs from its making on, by `clock`; `lost_s` tells the seconds that do not count."""
 
-    def __init__(self) -> None:
-        self._began_s = time.monotonic()
-        self._lost_s = self._all_lost_s()
-
-    @staticmethod
-    def _all_lost_s() -> float:
-        return stalled_s() + _standstills.seconds
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        lost_s: Callable[[], float] = _all_lost_s,
+    ) -> None:
+        self._clock, self._all_lost_s = clock, lost_s
+        self._began_s = clock()
+        self._lost_s = lost_s()
 
     @property
     def wall_s(self) -> float:
         """Seconds since, as a clock on the wall shows them: for least times."""
-        return time.monotonic() - self._began_s
+        return self._clock() - self._began_s
 
     @property
     def undisturbed_s(self) -> float:
