@@ -94,7 +94,7 @@ def what_to_try(resolved: Resolved, address: str) -> str:
     host = address.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
     model = json.dumps(resolved.text.model_names[0])
     messages = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
-    keyed = bool(resolved.server.api_key_digests)
+    keyed = bool(resolved.server.api_key_digests or resolved.server.api_key_file)
     header = '-H "Authorization: Bearer $KEY" ' if keyed else ""
     body = f'{{"model": {model}, {messages}}}'.replace("'", "'\\''")
     key = "KEY" if keyed else '"none"'

@@ -7,11 +7,11 @@ start; every contradiction becomes a ConfigError that names the option as it is 
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 from pathlib import Path
 
 from headrace.back.models.families import FALLBACK
+from headrace.base.config.api_keys import is_key, key_digest, read_keys
 from headrace.base.config.resolved import (
     DeviceSpec,
     EngineSpec,
@@ -386,29 +386,34 @@ def _reasoning_parser(options: ServerOptions, model: ModelFacts, choose: Chooser
     return name if row is None else row.name
 
 
-def digest(key: str) -> str:
-    """The form in which a key leaves this process."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
 def server_spec(options: ServerOptions) -> ServerSpec:
     """The server's part; ConfigError for an open server without keys."""
-    if not options.api_keys and not _is_loopback(options.host):
+    if not _wants_keys(options) and not _is_loopback(options.host):
         raise ConfigError(
-            f"--host {options.host} can be reached from other machines: set --api-keys (or HEADRACE_API_KEYS)"
+            f"--host {options.host} can be reached from other machines: set --api-keys "
+            "(or HEADRACE_API_KEYS) or --api-key-file"
         )
     for key in (*options.api_keys, *([options.admin_key] if options.admin_key is not None else [])):
-        if not key or key != key.strip() or not key.isascii():
+        if not is_key(key):
             raise ConfigError(
-                "--api-keys and --admin-key: a key is ASCII text without spaces around it"
+                "--api-keys and --admin-key: a key is printable ASCII text without spaces around it"
             )
     if options.admin_key is not None and options.admin_key in options.api_keys:
         raise ConfigError("--admin-key: must differ from every API key")
+    admin_digest = None if options.admin_key is None else key_digest(options.admin_key)
+    key_file = _absolute(options.api_key_file)
+    if key_file is not None:
+        digests = read_keys(Path(key_file))
+        if not digests:
+            raise ConfigError(f"--api-key-file {key_file}: no key in it", field="api_key_file")
+        if admin_digest in digests:
+            raise ConfigError("--admin-key: must differ from every API key")
     settings = {name: getattr(options, name) for name in ServerSettings.__struct_fields__}
     return ServerSpec(
         **settings,
-        api_key_digests=tuple(digest(key) for key in options.api_keys),
-        admin_key_digest=None if options.admin_key is None else digest(options.admin_key),
+        api_key_digests=tuple(key_digest(key) for key in options.api_keys),
+        api_key_file=key_file,
+        admin_key_digest=admin_digest,
         admin_listen=_admin_address(options),
         profile_dir=_absolute(options.profile_dir),
         max_body_bytes=parse_bytes(options.max_body_bytes, field="--max-body-bytes"),
@@ -421,6 +426,10 @@ def server_spec(options: ServerOptions) -> ServerSpec:
         ),
         otlp_endpoint=_url(options.otlp_endpoint),
     )
+
+
+def _wants_keys(options: ServerOptions) -> bool:
+    return bool(options.api_keys) or options.api_key_file is not None
 
 
 def _admin_address(options: ServerOptions) -> str | None:

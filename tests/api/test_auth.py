@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.api.clients import openai_client
-from tests.api.serving import Served, serving
+from tests.api.serving import Served, eventually, serving
 
 KEY, OTHER, ADMIN = "good-key-1", "good-key-2", "admin-key"
 PUBLIC = ["/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"]
@@ -176,3 +176,20 @@ def test_keys_stay_out_of_the_processes_of_the_tree_and_the_log(guarded: Served)
         assert KEY not in words and ADMIN not in words
     text = guarded.get("/metrics", **{"x-api-key": KEY}).text + "".join(guarded.lines)
     assert KEY not in text and ADMIN not in text
+
+
+def test_keys_of_a_file_come_and_go_while_the_server_runs(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    with serving(model, "--api-key-file", str(file)) as served:
+        assert status(served, "one") == 200
+        assert status(served, "two") == 401
+        (tmp_path / "new").write_text("two\n")
+        (tmp_path / "new").replace(file)
+        eventually(lambda: status(served, "two") == 200, within_s=30.0)
+        assert status(served, "one") == 401
+        assert served.stop() == 0
+
+
+def status(served: Served, key: str) -> int:
+    return ask(served, "/v1/models", f"Authorization: Bearer {key}")

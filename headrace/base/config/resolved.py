@@ -236,6 +236,7 @@ class ServerSpec(ServerSettings, frozen=True, kw_only=True):
     hex digests (the keys themselves stay in the parent)."""
 
     api_key_digests: tuple[str, ...]
+    api_key_file: str | None
     admin_key_digest: str | None
     admin_listen: str | None
     profile_dir: str | None

@@ -185,6 +185,12 @@ class ServerOptions(ServerSettings, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Keys clients must show; none: no key is asked for (loopback only)."),
     ] = ()
+    api_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File of further keys, one a line, read again within a second when it changes."
+        ),
+    ] = None
     admin_key: Annotated[
         str | None, Meta(description="Key of the administrative routes; none: they are off.")
     ] = None

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 def make_app(services: Services) -> ASGIApp:
     """The application over `services`."""
-    authenticator = api_authenticator(services.server, public=PUBLIC)
+    authenticator = api_authenticator(services.server, services.keys, public=PUBLIC)
     sockets = SocketShell(services, authenticator, {"/v1/responses": websocket.serve})
     return Shell(services, Router(table(), redirect_slashes=False), authenticator, sockets)
 
@@ -97,7 +97,7 @@ class Shell:
         context.sent_id = client_label(wire.headers.get(b"x-request-id"))
         try:
             context.tenant = self.authenticator.tenant(scope)
-            if context.tenant or not self.services.server.api_key_digests:
+            if context.tenant or not self.services.keys.required:
                 scope.get(PLACE_KEY, _no_place)()
             self._refuse_while_draining(scope)
             context.tells_timing = TIMING_HEADER in wire.headers

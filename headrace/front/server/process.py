@@ -39,6 +39,7 @@ from headrace.front.server.conversation.tracing import Tracer
 from headrace.front.server.http.auth import KeyShares, tenant_of
 from headrace.front.server.http.body_budget import BodyBudget
 from headrace.front.server.http.event_loop import watch_event_loop
+from headrace.front.server.http.keys import ApiKeys
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.server.http.stand_in import StandIn
 from headrace.front.server.native.health import stand_in_probes
@@ -153,6 +154,7 @@ def services_over(
         text=text,
         server=server,
         metrics=Metrics(),
+        keys=ApiKeys(server),
         shares=KeyShares.of(server),
         bodies=BodyBudget(server.body_budget_bytes),
         tracer=None
@@ -167,7 +169,9 @@ def services_over(
     )
 
 
-def open_stores(text: TextSpec, spec: ServerSpec) -> tuple[FileStore, BatchStore] | None:
+def open_stores(
+    text: TextSpec, spec: ServerSpec, keys: ApiKeys
+) -> tuple[FileStore, BatchStore] | None:
     """Where files and batches are kept: by default a folder for each model, so that none runs
     another's batches."""
     if spec.file_store == "none":
@@ -180,7 +184,7 @@ def open_stores(text: TextSpec, spec: ServerSpec) -> tuple[FileStore, BatchStore
     files = FileStore(
         private_folder(folder, named=named) / "files",
         max_bytes=spec.file_store_bytes,
-        owners=[tenant_of(digest) for digest in spec.api_key_digests] or ("",),
+        owners=[tenant_of(digest) for digest in keys.digests] or ("",),
     )
     return files, BatchStore(folder / "batches")
 
@@ -204,7 +208,7 @@ async def serve(
 ) -> None:
     """Serves until the drain is over or the parent is gone."""
     services, engine = make_services(spec)
-    services.stores = open_stores(spec.text, spec.server)
+    services.stores = open_stores(spec.text, spec.server, services.keys)
     services.config = msgspec.to_builtins(
         {
             "engine": spec.engine,
@@ -222,6 +226,7 @@ async def serve(
         connecting,
         asyncio.ensure_future(send_heartbeats(status)),
         asyncio.ensure_future(watch_event_loop(services.metrics, services.loop)),
+        asyncio.ensure_future(services.keys.watch()),
     ]
     if services.stores is not None:
         working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))

@@ -74,7 +74,7 @@ class SocketShell:
         if session is None:
             raise NotFound("unknown route")
         server = self._services.server
-        if not server.api_key_digests and not server.host.startswith(UNIX):
+        if not self._services.keys.required and not server.host.startswith(UNIX):
             check_origin(scope)
         limit = server.max_websockets
         if self._open >= limit:

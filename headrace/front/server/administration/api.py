@@ -29,12 +29,15 @@ from headrace.front.server.http.auth import (
     digest_matches,
     presented_digest,
 )
+from headrace.front.server.http.keys import ApiKeys
 
 
-def api_authenticator(spec: ServerSpec, *, public: frozenset[str]) -> ApiKeyAuthenticator:
+def api_authenticator(
+    spec: ServerSpec, keys: ApiKeys, *, public: frozenset[str]
+) -> ApiKeyAuthenticator:
     """Who may ask the API, and with which key the routes of administration on it."""
     return ApiKeyAuthenticator(
-        api_key_digests=spec.api_key_digests,
+        keys=keys,
         admin_key_digest=spec.admin_key_digest,
         public_metrics=spec.public_metrics,
         admin=ADMIN,

@@ -43,6 +43,7 @@ from headrace.front.server.http.auth import KeyShares
 from headrace.front.server.http.body_budget import BodyBudget, BodyRoom
 from headrace.front.server.http.event_loop import LoopSigns
 from headrace.front.server.http.failures import OPENAI, VLLM, ErrorFormat
+from headrace.front.server.http.keys import ApiKeys
 from headrace.front.server.state.batches import BatchStore
 from headrace.front.server.state.files import FileStore
 from headrace.front.server.state.responses import ResponseStore
@@ -121,6 +122,7 @@ class Services:
     text: TextSpec
     server: ServerSpec
     metrics: Metrics
+    keys: ApiKeys
     shares: KeyShares
     bodies: BodyBudget
     answers: AnswerFormat = field(default_factory=AnswerFormat)

@@ -82,7 +82,7 @@ async def start_grpc(
         maximum_concurrent_rpcs=MAX_CONCURRENT,
     )
     spec = services.server
-    authenticator = api_authenticator(spec, public=PROBES)
+    authenticator = api_authenticator(spec, services.keys, public=PROBES)
     for service in offered:
         server.add_generic_rpc_handlers((_handlers(services, authenticator, service),))
     state = health.aio.HealthServicer()

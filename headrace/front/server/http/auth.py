@@ -27,6 +27,7 @@ from starlette.types import Scope
 from headrace.base.config.resolved import ServerSpec
 from headrace.base.errors import Forbidden, NotFound, RateLimited, Unauthorized
 from headrace.base.telemetry.metrics import OTHER, template_of
+from headrace.front.server.http.keys import ApiKeys
 
 PROBES = frozenset(
     {"/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"}
@@ -44,7 +45,7 @@ class ApiKeyAuthenticator:
     `admin_reads`: those of them that change nothing. `socket_file`: this server listens on a Unix
     socket, which no browser reaches, so that the Host does not count."""
 
-    api_key_digests: tuple[str, ...]
+    keys: ApiKeys
     admin_key_digest: str | None
     public_metrics: bool
     admin: frozenset[str]
@@ -62,7 +63,7 @@ class ApiKeyAuthenticator:
         presented = presented_digest(scope)
         if path in self.admin:
             return self._admin(path, presented)
-        if not self.api_key_digests:
+        if not self.keys.required:
             if not self.socket_file:
                 check_host(scope)
                 check_form(scope)
@@ -72,7 +73,7 @@ class ApiKeyAuthenticator:
                 "no API key given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             )
         # Every digest is compared, so that the time does not depend on which one matches.
-        matches = [hmac.compare_digest(presented, known) for known in self.api_key_digests]
+        matches = [hmac.compare_digest(presented, known) for known in self.keys.digests]
         if any(matches):
             return tenant_of(presented)
         if self.admin_key_digest and hmac.compare_digest(presented, self.admin_key_digest):
@@ -82,10 +83,10 @@ class ApiKeyAuthenticator:
         raise Unauthorized("the API key is not valid")
 
     def _admin(self, path: str, presented: str | None) -> str:
-        if presented is None and (self.admin_key_digest or self.api_key_digests):
+        if presented is None and (self.admin_key_digest or self.keys.required):
             raise Unauthorized("this route needs the admin key")
         if self.admin_key_digest is None:
-            if self.api_key_digests and not self._is_api_key(presented):
+            if self.keys.required and not self._is_api_key(presented):
                 raise Unauthorized("the API key is not valid")
             raise NotFound("the administrative routes are off; start with --admin-key to use them")
         assert presented is not None
@@ -98,7 +99,7 @@ class ApiKeyAuthenticator:
         raise Unauthorized("the admin key is not valid")
 
     def _is_api_key(self, presented: str | None) -> bool:
-        matches = [hmac.compare_digest(presented or "", known) for known in self.api_key_digests]
+        matches = [hmac.compare_digest(presented or "", known) for known in self.keys.digests]
         return any(matches)
 
 
