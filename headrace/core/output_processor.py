@@ -364,4 +364,6 @@ def finished_of(
         scheduled_s=None if request.scheduled_at is None else request.scheduled_at - began,
         first_token_s=None if request.first_token_at is None else request.first_token_at - began,
         total_s=now - began,
+        num_drafted=request.num_drafted,
+        num_accepted=request.num_accepted,
     )

@@ -104,6 +104,8 @@ class Request:
     arrived_at: float = field(init=False)
     num_cached: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
+    num_drafted: int = field(init=False, default=0)
+    num_accepted: int = field(init=False, default=0)
     preempted_at: tuple[float, ...] = field(init=False, default=())
     prompt_scored: int = field(init=False, default=0)
     hook_wait_s: float = field(init=False, default=0.0)
@@ -141,6 +143,11 @@ class Request:
         if wire.sampling.capture_layers:
             return True
         return wire.sampling.prompt_logprobs is not None and self.prompt_scored < self.num_prompt
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Of a step, for those whose answer was predicted."""
+        self.num_drafted += int(drafted)
+        self.num_accepted += int(accepted)
 
     def move(self, state: RequestState, *, now: float) -> None:
         """Goes to another state; one that is not allowed from here is our bug."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
@@ -276,3 +277,43 @@ def test_rows_with_penalties_draft_and_keep_their_tokens(pair: Any) -> None:
     assert_equal(run(plain.core, requests), run(drafted.core, requests))
     stats = drafted.core.scheduler.speculation.stats
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 20
+
+
+def test_a_predicted_answer_is_verified_many_tokens_at_a_time(pair: Any) -> None:
+    """The drafts are the prediction from its first token on; where it is wrong it costs steps."""
+    plain, drafted = pair()
+    stop, sampling = StopRules(max_tokens=48), RowSampling(temperature=0.0)
+    prompt = requests_of(plain.spec, 5)[4].prompt
+    request = EngineRequest(id=0, prompt=prompt, stop=stop, sampling=sampling)
+    expected = run(plain.core, [request])[0]
+    right = np.asarray(expected.tokens, "<i4")
+    wrong = right.copy()
+    wrong[10:] = (wrong[10:] + 1) % 400
+    steps, finished = {}, {}
+    for id, prediction in enumerate((right, wrong, right[:0])):
+        before = drafted.core.counters.steps
+        predicted = replace(request, id=id, prediction=prediction.tobytes())
+        drafted.core.add(predicted)
+        tokens: list[int] = []
+        while drafted.core.has_work:
+            batch = drafted.core.step(wait=True).tokens
+            if batch is not None:
+                tokens += batch.tokens.tolist()
+                finished |= {end.id: end for end in batch.finished}
+        assert tokens == expected.tokens
+        steps[id] = drafted.core.counters.steps - before
+    assert steps[0] < steps[1] <= steps[2]
+    assert steps[0] <= 16
+    assert finished[0].num_accepted >= 32
+    assert finished[1].num_accepted < finished[1].num_drafted
+    assert finished[2].num_drafted == 0
+
+
+def test_a_prediction_ends_where_the_row_needs_its_place(pair: Any) -> None:
+    """A long prompt, and a prediction that does not fit behind the answer."""
+    plain, drafted = pair()
+    prompt = np.tile(np.arange(5, 45), 11).astype("<i4")
+    stop, sampling = StopRules(max_tokens=60), RowSampling(temperature=0.0)
+    request = EngineRequest(id=0, prompt=prompt.tobytes(), stop=stop, sampling=sampling)
+    predicted = replace(request, prediction=np.arange(5, 405).astype("<i4").tobytes())
+    assert run(plain.core, [request])[0].tokens == run(drafted.core, [predicted])[0].tokens

@@ -20,10 +20,14 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch
+from headrace.back.kernels.step_inputs.op import StepTables
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.base.wire.step import RowFeed, RowStart, StepPlan
+
+LEAD_TOKENS = 64
+"""Of a prompt's end before what is predicted: the most that a lookup compares."""
 
 
 class GrowingTable:
@@ -74,7 +78,7 @@ class Rows:
     tokens [max_rows, columns]: column p is the token at position p.
     tables: one per KV group; [max_rows, columns]: column i is the block of tokens i*block_tokens
     num_prompt int32 [max_rows] on the host.
-    length_M: int32 [max_rows + 1], tokens of each row, where steps may add several at a time.
+    step_tables: those of the steps' kernels, whose lengths and predictions are kept here too.
     """
 
     def __init__(
@@ -83,13 +87,14 @@ class Rows:
         tables: tuple[GrowingTable, ...],
         *,
         block_tokens: int,
-        length_M: torch.Tensor | None = None,
+        step_tables: StepTables | None = None,
     ) -> None:
         self.device = tokens.data.device
         self.block_tokens = block_tokens
         self.tokens = tokens
         self.tables = tables
-        self._length_M = length_M
+        self._length_M = None if step_tables is None else step_tables.length_M
+        self._predicted_M = None if step_tables is None else step_tables.predicted_M
         self.num_prompt = np.zeros(tokens.data.shape[0], np.int32)
 
     @staticmethod
@@ -124,6 +129,22 @@ class Rows:
             known = to_device(start.tokens, self.device)
             self.tokens.data[start.row, : start.tokens.size] = known
             self.num_prompt[start.row] = start.num_prompt
+        if self._predicted_M is not None:
+            for start in starts:
+                self._predict(start, self._predicted_M)
+
+    def _predict(self, start: RowStart, predicted_M: torch.Tensor) -> None:
+        """Stores what the answer is expected to be behind the end of the prompt, by which its first
+        token is found; as much as leaves the row half of the columns that it has not filled."""
+        text = np.frombuffer(start.prediction, "<i4")
+        if text.size:
+            lead = start.tokens[max(0, start.num_prompt - LEAD_TOKENS) : start.num_prompt]
+            room = (self.tokens.data.shape[1] - start.tokens.size) // 2
+            text = np.concatenate((lead, text)).astype(np.int32)[:room]
+        if text.size:
+            columns = self.tokens.data.shape[1]
+            self.tokens.data[start.row, columns - text.size :] = to_device(text, self.device)
+        predicted_M[start.row] = text.size
 
     def append(self, row_K: np.ndarray, position_K: np.ndarray, token_K: torch.Tensor) -> None:
         """Each row's newest token, int32 [K] on the device, at its position."""

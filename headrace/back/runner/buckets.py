@@ -95,16 +95,16 @@ class BucketSteps:
         self._tables = StepTables(
             tokens_MC=_zeros((max_rows + 1, max_model_len + 1), device),
             blocks_GMB=_zeros((num_groups, max_rows + 1, columns), device),
-            length_M=_zeros((max_rows + 1,), device) if drafter is not None else None,
+            length_M=None if drafter is None else _zeros((max_rows + 1,), device),
+            predicted_M=None if drafter is None else _zeros((max_rows + 1,), device),
         )
         tables = tuple(GrowingTable(blocks_MB) for blocks_MB in self._tables.blocks_GMB)
         tokens = GrowingTable(self._tables.tokens_MC)
-        self.rows = Rows(tokens, tables, block_tokens=block_tokens, length_M=self._tables.length_M)
-        self._speculation = (
-            None
-            if drafter is None
-            else DraftVerification(drafter, problem, self._tables, on_host=replay.on_host)
-        )
+        self.rows = Rows(tokens, tables, block_tokens=block_tokens, step_tables=self._tables)
+        self._speculation: DraftVerification | None = None
+        if drafter is not None:
+            on_host = replay.on_host
+            self._speculation = DraftVerification(drafter, problem, self._tables, on_host=on_host)
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
         self.host_drafts = drafter is not None and replay.on_host
         self._exact = ExactSteps(resources, self.rows)

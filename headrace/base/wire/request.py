@@ -204,7 +204,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     (x-request-id). `tenant` shares fairly with other tenants in proportion to `weight`; a lower
     `priority` goes first. `deadline_s` counts from arrival. `cache_salt` separates prefix caches.
     `extra_keys` enter the hash of every block (adapter, media). `hook_payloads`: by hook name.
-    `pooling` asks for hidden states instead of tokens; `stop.max_tokens` is 0 then.
+    `pooling` asks for hidden states instead of tokens; `stop.max_tokens` is 0 then. `prediction`:
+    what the answer may be, as token ids like the prompt's.
     """
 
     id: int
@@ -221,6 +222,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     extra_keys: tuple[bytes, ...] = ()
     hook_payloads: dict[str, msgspec.Raw] = {}
     pooling: RowPooling | None = None
+    prediction: bytes = b""
 
     def prompt_ids(self) -> np.ndarray:
         """The prompt as an int32 array (a read-only view)."""
@@ -326,7 +328,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `stop_id` is the stop token that ended it (it is the last token sent). Times are seconds since
     arrival in the core; `hook_wait_s` is how long a hook held it back (a grammar that was being
-    compiled).
+    compiled). `num_drafted`, `num_accepted`: drafts of a request that came with a prediction.
     """
 
     id: int
@@ -340,6 +342,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scheduled_s: float | None = None
     first_token_s: float | None = None
     total_s: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class TokenBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="tokens"):

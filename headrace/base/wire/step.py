@@ -80,7 +80,8 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     after a preemption.
 
     `num_prompt` of them are the prompt. The first `num_computed` have KV already (prefix hit).
-    Block ids follow in the plan's `block_*` arrays.
+    Block ids follow in the plan's `block_*` arrays. `prediction`: what the answer may be,
+    little-endian int32 token ids; drafts are looked up in it.
     """
 
     row: int
@@ -90,6 +91,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_computed: int
     sampling: RowSampling
     pooling: RowPooling | None = None
+    prediction: bytes = b""
 
 
 class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

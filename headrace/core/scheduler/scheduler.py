@@ -437,6 +437,7 @@ class Scheduler:
             num_computed=computed,
             sampling=request.wire.sampling,
             pooling=request.wire.pooling,
+            prediction=request.wire.prediction,
         )
         builder.add_start(start, request)
         builder.add_updates(request, self.kv.attach(request, hit))

@@ -61,8 +61,7 @@ class DraftStats:
         self.num_drafts += int(np.count_nonzero(drafted))
         self.num_draft_tokens += int(drafted.sum())
         self.num_accepted_tokens += int(accepted.sum())
-        places = np.arange(len(self.per_position))
-        self.per_position += (accepted[:, None] > places).sum(axis=0)
+        self.per_position += (accepted[:, None] > np.arange(len(self.per_position))).sum(axis=0)
 
 
 class Speculation(Protocol):
@@ -220,6 +219,7 @@ class DraftLengths:
         self._stats = DraftStats(max_drafts)
         self._prices = DraftPrices() if spec.adaptive else None
         self._stood = np.full(rows.num_rows, FIRST_CHANCE)
+        self._predicted = np.zeros(rows.num_rows, bool)
         self._tried = np.ones(rows.num_rows)
         self._chance = FIRST_CHANCE
         self._unpaid = 0  # for so many rows nothing pays until something is learned
@@ -233,6 +233,7 @@ class DraftLengths:
         """See Speculation."""
         self._most[row] = self._next[row] = self._max_drafts if self._may_draft(request.wire) else 0
         self._proposed_at[row] = -1
+        self._predicted[row] = bool(request.wire.prediction)
         self._stood[row] = START_WEIGHT * min(self._chance, FIRST_CHANCE)
         self._tried[row] = START_WEIGHT
         self._unpaid = 0
@@ -355,6 +356,8 @@ class DraftLengths:
         if tried:
             self._chance += (1.0 - KEEP) * (float(self._stood[rows].sum()) / tried - self._chance)
         self._stats.add(drafted, accepted)
+        for place in np.flatnonzero(self._predicted[rows]).tolist():
+            self._rows.owner(int(rows[place])).count_drafts(drafted[place], accepted[place])
         length = self._next[rows]
         grown = np.maximum(length, 2 * drafted + 1)
         lengths = np.where(accepted == drafted, grown, accepted + 1)
@@ -393,6 +396,5 @@ def speculation_of(
 
 def counts_tokens(request: EngineRequest) -> bool:
     """Whether a token's place depends on how often others came before it."""
-    sampling = request.sampling
-    amounts = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    return amounts != (1.0, 0.0, 0.0)
+    s = request.sampling
+    return (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1.0, 0.0, 0.0)

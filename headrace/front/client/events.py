@@ -7,7 +7,7 @@ exception of `base/errors.py`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -26,7 +26,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     `grammar_field` is what its errors name. `reasoning`: how the model reasons before it answers; a
     grammar holds from behind that on.
 
-    `prompt_field` is what errors about the prompt name.
+    `prompt_field` is what errors about the prompt name. `predicted_ids`: what the answer may be.
     `on_queued` is called when the engine has taken the request in and lets it wait; where it starts
     at once, or may still be refused, it is not.
 
@@ -48,6 +48,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ReasoningRule | None = None
     pooling: RowPooling | None = None
     prompt_field: str = "prompt"
+    predicted_ids: Sequence[int] = ()
     on_queued: Callable[[], None] | None = None
 
 
@@ -116,7 +117,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     Times are seconds since the engine took the request: first scheduled, first token, preempted,
     ended; None where a stop string ended the choice before the engine knew. `hook_wait_s`: how long
-    its grammar held it back."""
+    its grammar held it back. `num_drafted`, `num_accepted`: drafts of a choice whose answer was
+    predicted."""
 
     index: int
     reason: str
@@ -130,6 +132,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     preempted_s: tuple[float, ...] = ()
     hook_wait_s: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 Event = Started | PromptScored | PooledPart | AttentionWeights | Delta | Ended

@@ -89,6 +89,7 @@ class InputChecker:
             stop=stop,
             sampling=self._row_sampling(generation.params, stop),
             hook_payloads=_hook_payloads(generation),
+            prediction=np.asarray(generation.predicted_ids, dtype="<i4").tobytes(),
             **{name: getattr(generation, name) for name in _CARRIED},
         )
 

@@ -41,6 +41,8 @@ _COPIED = (
     "first_token_s",
     "total_s",
     "num_preemptions",
+    "num_drafted",
+    "num_accepted",
     "preempted_s",
     "hook_wait_s",
 )

@@ -16,13 +16,48 @@ DRAFTS = 16
 
 
 @triton.jit
+def _best_key(
+    p_text,
+    size,
+    p_newest,
+    known,
+    most,
+    first,
+    MIN: tl.constexpr,
+    MAX: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The best place of a text as (match, `first`, whole, place) in one number that grows with what
+    is preferred; 31 bits hold the place. -1: none."""
+    best = tl.full([], -1, tl.int64)
+    for begin in range(0, size - 1, TILE):
+        o_e = begin + tl.arange(0, TILE)
+        m_e = o_e < size - 1
+        b_match = tl.zeros([TILE], tl.int32)
+        b_equal = m_e
+        for j in tl.static_range(MAX):
+            b_there = tl.load(p_text + o_e - j, mask=b_equal & (o_e >= j), other=-1)
+            b_own = tl.load(p_newest - j, mask=j < known, other=-2)
+            b_equal = b_equal & (b_there == b_own)
+            b_match += b_equal.to(tl.int32)
+        b_whole = o_e + most < size
+        b_place = tl.where(b_whole, o_e, 0x7FFFFFFF - o_e).to(tl.int64)
+        b_rank = (b_match.to(tl.int64) * 2 + first) * 2 + b_whole.to(tl.int64)
+        b_key = b_rank * 0x80000000 + b_place
+        best = tl.maximum(best, tl.max(tl.where(m_e & (b_match >= MIN), b_key, -1), axis=0))
+    return best
+
+
+@triton.jit
 def _ngram_kernel(
     rows,
     query_start,
     tokens,
     length,
     count,
+    predicted,
     C,
+    PREDICTED: tl.constexpr,
     MIN: tl.constexpr,
     MAX: tl.constexpr,
     TILE: tl.constexpr,
@@ -33,31 +68,28 @@ def _ngram_kernel(
     most = tl.load(query_start + i_r + 1) - tl.load(query_start + i_r) - 1
     known = tl.load(length + row)
     p_row = tokens + row * C
-    # (match, whole, place) in one number that grows with what is preferred; 32 bits hold the place.
+    p_newest = p_row + known - 1
     best = tl.full([], -1, tl.int64)
+    other = tl.full([], 0, tl.int32)
     if most > 0:
-        for begin in range(0, known - 1, TILE):
-            o_e = begin + tl.arange(0, TILE)
-            m_e = o_e < known - 1
-            b_match = tl.zeros([TILE], tl.int32)
-            b_equal = m_e
-            for j in tl.static_range(MAX):
-                b_there = tl.load(p_row + o_e - j, mask=b_equal & (o_e >= j), other=-1)
-                b_equal = b_equal & (b_there == tl.load(p_row + tl.maximum(known - 1 - j, 0)))
-                b_match += b_equal.to(tl.int32)
-            b_whole = o_e + most < known
-            b_place = tl.where(b_whole, o_e, 0x7FFFFFFF - o_e).to(tl.int64)
-            b_key = (b_match.to(tl.int64) * 2 + b_whole.to(tl.int64)) * 0x80000000 + b_place
-            best = tl.maximum(best, tl.max(tl.where(m_e & (b_match >= MIN), b_key, -1), axis=0))
+        best = _best_key(p_row, known, p_newest, known, most, 0, MIN, MAX, TILE)
+        if PREDICTED:
+            other = tl.load(predicted + row)
+            if (other > 0) & (known + most <= C - other):
+                p_other = p_row + C - other
+                there = _best_key(p_other, other, p_newest, known, most, 1, MIN, MAX, TILE)
+                best = tl.maximum(best, there)
     drafts = tl.full([], 0, tl.int32)
     if best >= 0:
         is_whole = (best // 0x80000000) % 2 == 1
+        is_other = (best // 0x100000000) % 2 == 1
         place = (best % 0x80000000).to(tl.int32)
         place = tl.where(is_whole, place, 0x7FFFFFFF - place)
-        drafts = tl.minimum(known - 1 - place, most)
+        drafts = tl.minimum(tl.where(is_other, other, known) - 1 - place, most)
+        p_text = p_row + tl.where(is_other, C - other, 0)
         o_d = tl.arange(0, DRAFTS)
         m_d = o_d < drafts
-        b_draft = tl.load(p_row + place + 1 + o_d, mask=m_d, other=0)
+        b_draft = tl.load(p_text + place + 1 + o_d, mask=m_d, other=0)
         tl.store(p_row + known + o_d, b_draft, mask=m_d)
     tl.store(count + row, drafts)
 
@@ -74,7 +106,9 @@ def bind(problem: NgramDraftProblem) -> NgramDraft:
             tables.tokens_MC,
             tables.length_M,
             count_M,
+            tables.predicted_M,
             tables.tokens_MC.shape[1],
+            PREDICTED=tables.predicted_M is not None,
             MIN=problem.min_match,
             MAX=problem.max_match,
             TILE=TILE,

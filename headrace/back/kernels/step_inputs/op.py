@@ -43,11 +43,14 @@ ROWS, TOKENS, LEADING, UPDATES, SLOT = range(5)
 @dataclass(frozen=True, kw_only=True)
 class StepTables:
     """What outlives a step. tokens int32 [M+1, C]; blocks int32 [G, M+1, B]; length int32 [M+1]:
-    tokens that a row has, or None where the messages say all lengths."""
+    tokens that a row has, or None where the messages say all lengths. predicted int32 [M+1]: so
+    many tokens at the end of a row's columns are not its own, but what its answer is expected to
+    be (op ngram_draft)."""
 
     tokens_MC: torch.Tensor
     blocks_GMB: torch.Tensor
     length_M: torch.Tensor | None = None
+    predicted_M: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

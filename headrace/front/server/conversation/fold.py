@@ -45,6 +45,8 @@ class Tally:
 
     num_prompt = 0
     num_hit = 0
+    num_drafted = 0
+    num_accepted = 0
     first_ended: Ended | None = None
 
     def __init__(self, num_choices: int) -> None:
@@ -62,6 +64,8 @@ class Tally:
             case Ended():  # the engine's own count
                 self.output[event.index] = event.num_output
                 self.num_hit = max(self.num_hit, event.num_cached)
+                self.num_drafted += event.num_drafted
+                self.num_accepted += event.num_accepted
                 if event.index == 0:
                     self.first_ended = event
             case Started():
@@ -148,12 +152,18 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
     prompt = sum(fold.num_prompt for fold in folds)
     completion = sum(sum(fold.output) for fold in folds)
     reasoning = sum(sum(fold.reasoning) for fold in folds)
+    details = {"reasoning_tokens": reasoning}
+    if any(fold.num_drafted for fold in folds):
+        accepted = sum(fold.num_accepted for fold in folds)
+        rejected = sum(fold.num_drafted for fold in folds) - accepted
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = rejected
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(fold.num_cached for fold in folds)},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "completion_tokens_details": details,
     }
 
 

@@ -7,6 +7,7 @@ generation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -50,6 +51,14 @@ async def begin(context: RequestContext, conversation: Conversation) -> tuple[li
         ids = await prompt_ids(context, conversation.prompt)
         context.body_is_read()
         tail = services.answers.prompt_tail(services.tokenizer, ids)
+        predicted: list[int] = []
+        if conversation.prediction:
+            predicted = await services.tokenizer.encode_async(
+                conversation.prediction,
+                add_special_tokens=False,
+                max_tokens=services.context_tokens,
+                field="prediction.content",
+            )
         events = generate(
             context,
             ids,
@@ -60,6 +69,7 @@ async def begin(context: RequestContext, conversation: Conversation) -> tuple[li
             structure=structure_of(conversation.form, services.answers, prompt_tail=tail),
             shows_reasoning=conversation.shows_reasoning,
             prompt_field="messages",
+            predicted=predicted,
         )
     if conversation.sent is not AS_CHAT:
         events = events_as_sent(events, conversation.sent)
@@ -136,6 +146,7 @@ def generate(
     structure: Structure = FREE,
     shows_reasoning: bool = True,
     prompt_field: str = "prompt",
+    predicted: Sequence[int] = (),
 ) -> Events:
     """The events of one prompt, parsed where there are parsers, and counted."""
     services = context.services
@@ -158,6 +169,7 @@ def generate(
         reasoning=structure.reasoning,
         prompt_field=prompt_field,
         on_queued=context.queued.set,
+        predicted_ids=predicted,
     )
     events = (context.retrying_engine or services.engine).generate(generation)
     interval = run.interval or services.interval

@@ -215,6 +215,14 @@ class FunctionName(msgspec.Struct, frozen=True, kw_only=True):
     name: Name
 
 
+class PredictedOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer may be: a text, or parts of one. Drafts are looked up in it where the server
+    speculates; the answer does not depend on it."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[dict[str, Any]], Meta(max_length=1024)]
+
+
 class ChatRequest(Common, frozen=True, kw_only=True):
     """POST /v1/chat/completions. Messages are checked by the chat template's own types.
 
@@ -235,6 +243,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
+    prediction: PredictedOutput | None = None
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None

@@ -252,7 +252,8 @@ class TranslatedRequest(SentNames):
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """One chat, resolved. `id` is its public id; `form` what its answer must look like; `calls` the
-    kinds of tools it was sent with; `fields` what its answer shows; `sent` how errors name it."""
+    kinds of tools it was sent with; `fields` what its answer shows; `sent` how errors name it;
+    `prediction` what the answer may be."""
 
     id: str
     model: str
@@ -264,6 +265,7 @@ class Conversation:
     calls: CallKinds
     sent: SentNames
     shows_reasoning: bool = True
+    prediction: str = ""
 
 
 def resolved(
@@ -301,6 +303,11 @@ def resolved(
             calls=calls,
             sent=sent,
             shows_reasoning=request.include_reasoning is not False,
+            prediction=(
+                ""
+                if request.prediction is None
+                else parts_text(request.prediction.content, "prediction.content")
+            ),
         )
 
 
