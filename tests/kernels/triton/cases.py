@@ -26,6 +26,7 @@ from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
 from headrace.back.kernels.linear_fp8 import op as linear_fp8
 from headrace.back.kernels.logit_masks import op as logit_masks
+from headrace.back.kernels.lora_linear import op as lora_linear
 from headrace.back.kernels.merge_attention import op as merge_attention
 from headrace.back.kernels.ngram_draft import op as ngram_draft
 from headrace.back.kernels.nucleus import op as nucleus
@@ -508,6 +509,19 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("stream act", _product(STREAM, 8, activation="silu")),
     ("stream add", _product(STREAM, 64, add=True)),
     *((f"wide {plan.m} act", _product(plan, 1024, activation="silu")) for plan in WIDE),
+    *(
+        (
+            f"lora_linear of {rank} ranks",
+            _call(
+                lora_linear.OP,
+                "lora_linear.triton_lora_linear:KERNEL",
+                lora_linear.LoraLinearProblem(
+                    device="cpu", dtype=BF16, inputs=512, parts=parts, rank=rank, slots=4
+                ),
+            ),
+        )
+        for rank, parts in ((16, (256, 64, 64)), (64, (384,)))
+    ),
     ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
     ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),
     (

@@ -29,6 +29,7 @@ FILES = (
     "recurrent",
     "latent",
     "mixture",
+    "lora_linear",
 )
 
 

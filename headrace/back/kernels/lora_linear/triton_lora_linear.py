@@ -1,0 +1,169 @@
+"""Adapters of rows in Triton, in two launches: shrink, z = scale * A x into float32, and expand,
+y += B z.
+
+A program has a tile of rows and goes over the slots between the least and the greatest among them;
+rows of other slots count as zeros meanwhile. A prompt's tile has one slot, a tile of decodes as many
+as it has adapters, each of which is read once per tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.back.kernels.lora_linear.op import (
+    LoraLinear,
+    LoraLinearProblem,
+    LoraWeights,
+    check_weights,
+)
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
+
+ROWS = 16
+WIDE_ROWS = 64
+"""Rows of a tile, and of one in a step with prompts."""
+OUTPUTS = 128
+INPUTS = 64
+
+
+@triton.jit
+def shrink_kernel(
+    x,
+    slots,
+    a,
+    scale,
+    rank,
+    z,
+    num_rows,
+    x_stride,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    BT: tl.constexpr,
+    BR: tl.constexpr,
+    BI: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    o_t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i_part = tl.program_id(1) % PARTS
+    o_r = tl.program_id(1) // PARTS * BR + tl.arange(0, BR)
+    m_t = o_t < num_rows
+    b_slot = tl.load(slots + o_t, mask=m_t, other=0)
+    first = tl.min(tl.where(b_slot > 0, b_slot, 2147483647), axis=0)
+    last = tl.max(b_slot, axis=0)
+    b_z = tl.zeros([BT, BR], tl.float32)
+    for slot in range(first, last + 1):
+        m_slot = b_slot == slot
+        i_weight = ((slot - 1) * PARTS + i_part).to(tl.int64)
+        num_ranks = tl.load(rank + i_weight)
+        members = tl.sum(m_slot.to(tl.int32), axis=0)
+        if members > 0 and tl.program_id(1) // PARTS * BR < num_ranks:
+            b_sum = tl.zeros([BT, BR], tl.float32)
+            m_r = o_r < num_ranks
+            for i in range(0, INPUTS, BI):
+                o_i = i + tl.arange(0, BI)
+                m_i = o_i < INPUTS
+                p_x = x + o_t.to(tl.int64)[:, None] * x_stride + o_i[None, :]
+                b_x = tl.load(p_x, mask=m_slot[:, None] & m_i[None, :], other=0.0)
+                p_a = a + (i_weight * MOST + o_r)[:, None] * INPUTS + o_i[None, :]
+                b_a = tl.load(p_a, mask=m_r[:, None] & m_i[None, :], other=0.0)
+                b_sum = tl.dot(b_x, tl.trans(b_a), b_sum, input_precision="ieee")
+            b_z += b_sum * tl.load(scale + i_weight)
+    p_z = z + (o_t.to(tl.int64)[:, None] * PARTS + i_part) * MOST + o_r[None, :]
+    tl.store(p_z, b_z, mask=m_t[:, None] & (o_r < MOST)[None, :])
+
+
+@triton.jit
+def expand_kernel(
+    z,
+    slots,
+    b,
+    rank,
+    tiles,
+    y,
+    num_rows,
+    y_stride,
+    OUTPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    BT: tl.constexpr,
+    BR: tl.constexpr,
+    BO: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    o_t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i_part = tl.load(tiles + tl.program_id(1) * 3)
+    o_o = tl.load(tiles + tl.program_id(1) * 3 + 1) + tl.arange(0, BO)
+    m_o = o_o < tl.load(tiles + tl.program_id(1) * 3 + 2)
+    m_t = o_t < num_rows
+    b_slot = tl.load(slots + o_t, mask=m_t, other=0)
+    first = tl.min(tl.where(b_slot > 0, b_slot, 2147483647), axis=0)
+    last = tl.max(b_slot, axis=0)
+    b_sum = tl.zeros([BT, BO], tl.float32)
+    for slot in range(first, last + 1):
+        m_slot = b_slot == slot
+        num_ranks = tl.load(rank + (slot - 1) * PARTS + i_part)
+        members = tl.sum(m_slot.to(tl.int32), axis=0)
+        if members > 0:
+            for r in range(0, num_ranks, BR):
+                o_r = r + tl.arange(0, BR)
+                m_r = o_r < num_ranks
+                p_z = z + (o_t.to(tl.int64)[:, None] * PARTS + i_part) * MOST + o_r[None, :]
+                b_z = tl.load(p_z, mask=m_slot[:, None] & m_r[None, :], other=0.0)
+                o_j = ((slot - 1) * MOST + o_r).to(tl.int64)
+                p_b = b + o_j[:, None] * OUTPUTS + o_o[None, :]
+                b_b = tl.load(p_b, mask=m_r[:, None] & m_o[None, :], other=0.0)
+                b_sum = tl.dot(b_z.to(b_b.dtype), b_b, b_sum, input_precision="ieee")
+    p_y = y + o_t.to(tl.int64)[:, None] * y_stride + o_o[None, :]
+    m_y = (b_slot > 0)[:, None] & m_o[None, :]
+    b_y = tl.load(p_y, mask=m_y, other=0.0).to(tl.float32) + b_sum
+    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_y)
+
+
+def bind(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
+    """The kernels for one linear layer."""
+    check_weights(problem, weights)
+    device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
+    tiles = _tiles(problem.parts).to(device)
+    ranks = min(64, power_of_two(most, least=16))
+
+    def lora_linear(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
+        assert x_TI.stride(1) == y_TO.stride(1) == 1, (x_TI.stride(), y_TO.stride())
+        rows = x_TI.shape[0]
+        if not rows:
+            return
+        tall = ROWS if rows <= WIDE_ROWS else WIDE_ROWS
+        z_TPR = torch.empty((rows, parts, most), dtype=torch.float32, device=device)
+        common = {"PARTS": parts, "MOST": most, "BT": tall, **launch(device)}
+        shrink_kernel[(triton.cdiv(rows, tall), parts * triton.cdiv(most, ranks))](
+            x_TI, slot_T, weights.a_SKI, weights.scale_SP, weights.rank_SP, z_TPR, rows,
+            x_TI.stride(0), INPUTS=problem.inputs, BR=ranks, BI=INPUTS, num_warps=4, **common,
+        )  # fmt: skip
+        expand_kernel[(triton.cdiv(rows, tall), len(tiles))](
+            z_TPR, slot_T, weights.b_SRO, weights.rank_SP, tiles, y_TO, rows, y_TO.stride(0),
+            OUTPUTS=problem.outputs, BR=min(32, ranks), BO=OUTPUTS, num_warps=4, **common,
+        )  # fmt: skip
+
+    return lora_linear
+
+
+def _tiles(parts: tuple[int, ...]) -> torch.Tensor:
+    """int32 [tiles, 3]: the part of each tile of outputs, where it begins, where its part ends."""
+    rows, begin = [], 0
+    for part, size in enumerate(parts):
+        rows += [(part, first, begin + size) for first in range(begin, begin + size, OUTPUTS)]
+        begin += size
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+KERNEL = Kernel(
+    name="triton",
+    supports=lambda problem: unsupported(problem.device, problem.dtype),
+    bind=bind,
+    invariant=False,
+)
