@@ -44,6 +44,7 @@ class TinyModel:
     state = "plain"
     host_kernels = ("attention in plain torch",)
     host_pairs: int | None = None
+    adapters = None
 
     def __init__(
         self,

@@ -45,9 +45,17 @@ class PagedRun:
     """Rows of tokens on their way through `model`. `step` runs some tokens of some rows."""
 
     def __init__(
-        self, model: CausalModel, rows: list[list[int]], *, block_tokens: int, dtype: torch.dtype
+        self,
+        model: CausalModel,
+        rows: list[list[int]],
+        *,
+        block_tokens: int,
+        dtype: torch.dtype,
+        slots: tuple[int, ...] = (),
     ) -> None:
+        """`slots`: the adapter slot of each row."""
         self.model = model
+        self.slots = slots
         self.rows = rows
         self.block_tokens = block_tokens
         self.done = [0] * len(rows)
@@ -86,9 +94,14 @@ class PagedRun:
             kv=self.kv,
             logits_at_N=ends if last else torch.arange(len(ids)),
             row_R=torch.tensor([row for row, _ in chunks]),
+            slot_T=self._slots([count for _, count in chunks], chunks),
         )
         if last:
-            last_token_batch = replace(batch, plans=tuple(_one_query_each(plan) for plan in plans))
+            last_token_batch = replace(
+                batch,
+                plans=tuple(_one_query_each(plan) for plan in plans),
+                slot_T=self._slots([1] * len(chunks), chunks),
+            )
             batch = replace(batch, last_token_batch=last_token_batch)
         with torch.inference_mode():
             logits = self.model.logits(self.model.forward(batch))
@@ -98,6 +111,13 @@ class PagedRun:
         order = [row for row, _ in chunks]
         parts = logits.split([1 if last else count for _, count in chunks])
         return [parts[order.index(row)] for row in sorted(order)]
+
+    def _slots(self, counts: list[int], chunks: list[tuple[int, int]]) -> torch.Tensor | None:
+        """The adapter slot of each token."""
+        if not self.slots:
+            return None
+        slots = [self.slots[row] for row, _ in chunks]
+        return torch.tensor(np.repeat(slots, counts), dtype=torch.int32)
 
     def _plan(self, group: int, chunks: list[tuple[int, int]]) -> AttentionPlan:
         slots, kv_len = [], []
@@ -157,11 +177,16 @@ def _one_query_each(plan: AttentionPlan) -> AttentionPlan:
 
 
 def teacher_forced(
-    model: CausalModel, rows: list[list[int]], *, block_tokens: int, dtype: torch.dtype
+    model: CausalModel,
+    rows: list[list[int]],
+    *,
+    block_tokens: int,
+    dtype: torch.dtype,
+    slots: tuple[int, ...] = (),
 ) -> list[torch.Tensor]:
     """The logits [tokens, V] of every row: each prompt in two uneven chunks, mixed with the decode
     steps of others."""
-    run = PagedRun(model, rows, block_tokens=block_tokens, dtype=dtype)
+    run = PagedRun(model, rows, block_tokens=block_tokens, dtype=dtype, slots=slots)
     logits: list[list[torch.Tensor]] = [[] for _ in rows]
     for chunks in schedule([len(row) for row in rows]):
         for (row, _), part in zip(sorted(chunks), run.step(chunks), strict=True):

@@ -78,6 +78,7 @@ class Batch:
     segments_T: int64 [T], which text of a pair a token belongs to; None but for models that ask.
     probe: sees what the attention of decoders is computed from, in steps in which somebody looks
     (exact steps only).
+    slot_T: int32 [T], the adapter slot of each query token's row (0: none); None: no row has one.
     last_token_batch: what is left of the step once the last layer has written its KV, if nobody
     asks for the hidden states of other
     tokens than those at logits_at_N: plans with one query in each of N rows (which may be padding).
@@ -94,4 +95,5 @@ class Batch:
     query_start: np.ndarray | None = None
     segments_T: torch.Tensor | None = None
     probe: AttentionProbe | None = None
+    slot_T: torch.Tensor | None = None
     last_token_batch: Batch | None = None

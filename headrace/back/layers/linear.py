@@ -27,6 +27,7 @@ from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.op import Op
+from headrace.back.layers.adapters import AdaptedLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
@@ -85,7 +86,8 @@ class ColumnLinear:
         self._parts = parts
         self._tensors = _all_tensors(parts, tensors)
         self._transposed = transposed
-        self._weight = scope.quantized_gemm(self._param("weight", (inputs,), shard))
+        weight = self._param("weight", (inputs,), shard)
+        self._weight, self._adapted = scope.quantized_gemm(weight), scope.adapted(weight)
         self._bias = self._param("bias", (), shard) if bias else None
         scope.on_finish(self._finish)
 
@@ -135,6 +137,11 @@ class ColumnLinear:
 
     def _finish(self) -> None:
         bias, weight = self._bias.take() if self._bias else None, self._weight.take()
+        if (
+            self._adapted is not None
+        ):  # they read what the norm gives, and add before the activation
+            self.project = bind_adapted(self._scope, weight, bias, self._adapted)
+            return
         fused = None
         if self._norm is not None or self._activation is not None:
             fused = bind_fused(
@@ -194,7 +201,7 @@ class RowLinear:
             name=scope.name("weight"), shape=shape, transposed=transposed, scale=scale
         )
         weight = scope.param("weight", (outputs, part.size), shard=shard, pieces=(piece,))
-        self._weight = scope.quantized_gemm(weight)
+        self._weight, self._adapted = scope.quantized_gemm(weight), scope.adapted(weight)
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)
 
@@ -213,14 +220,14 @@ class RowLinear:
     def _finish(self) -> None:
         bias = self._bias.take() if self._bias else None
         weight, axis = self._weight.take(), self._scope.mesh.tp
-        if axis.size == 1 and self._adds:
+        if axis.size == 1 and self._adds and self._adapted is None:
             self._into = bind_fused(self._scope, weight, bias, add=True)
         if self._into is not None:
             return
         if axis.size == 1:
-            self.project = bind_linear(self._scope, weight, bias)
+            self.project = bind_adapted(self._scope, weight, bias, self._adapted)
             return
-        share = bind_linear(self._scope, weight, None)
+        share = bind_adapted(self._scope, weight, None, self._adapted)
         if self._adds and bias is None:
             self._share = share
 
@@ -237,11 +244,12 @@ class WholeLinear:
     def __init__(self, scope: Scope, inputs: int, outputs: int) -> None:
         self.project: Linear = not_loaded
         self._scope = scope
-        self._weight = scope.quantized_gemm(scope.param("weight", (outputs, inputs)))
+        weight = scope.param("weight", (outputs, inputs))
+        self._weight, self._adapted = scope.quantized_gemm(weight), scope.adapted(weight)
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        self.project = bind_linear(self._scope, self._weight.take(), None)
+        self.project = bind_adapted(self._scope, self._weight.take(), None, self._adapted)
 
 
 Weight = torch.Tensor | PackedWeight | BlockWeight | Fp8Weight
@@ -341,6 +349,14 @@ def bind_linear(
         return _bind_quantized(scope, scope.bind, weight_OI, bias_O, wide=wide)[0]
     op, problem = gemm_of(weight_OI, **_facts(scope, bias_O), shared=shared, wide=wide)
     return scope.bind(op, problem, weight_OI, bias_O)
+
+
+def bind_adapted(
+    scope: Scope, weight_OI: Weight, bias_O: torch.Tensor | None, adapted: AdaptedLinear | None
+) -> Linear:
+    """The GEMM, with what its rows' adapters add where it has slots."""
+    gemm = bind_linear(scope, weight_OI, bias_O)
+    return gemm if adapted is None else adapted.add_to(gemm, scope.bind)
 
 
 def _facts(scope: Scope, bias_O: torch.Tensor | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from headrace.back.kernels.op import KernelChoice, Op, decisions
+from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
 from headrace.back.parallel.bundle import Bundle
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, local_pieces
@@ -90,7 +91,8 @@ class Scope:
     are chosen. `stored` names the checkpoint's tensors that are quantized already and stay so.
     `planned`: the kind of device that kernels are chosen for but not bound, while all tensors are
     on meta. `base_within`: where the model lies among others but for its head, instead of below the
-    prefix of its family."""
+    prefix of its family. `adapters`: the slots of its linear layers' low-rank adapters, None: they
+    take none."""
 
     ledger: Ledger
     mesh: Mesh
@@ -106,6 +108,7 @@ class Scope:
     head: Head = Head()
     planned: str = ""
     base_within: str = ""
+    adapters: AdapterSlots | None = None
     path: str = ""
 
     @property
@@ -191,6 +194,12 @@ class Scope:
             return OnlineFp8Weight(weight) if served(weight) else weight
         stored = stored_scheme(weight, self.stored) if self.stored else None
         return weight if stored is None else StoredFp8Weight(weight, stored)
+
+    def adapted(self, weight: Param) -> AdaptedLinear | None:
+        """The slots of the linear layer of `weight` [outputs, inputs], if there are any."""
+        if self.adapters is None:
+            return None
+        return self.adapters.over(weight, self.mesh, self.device, self.kind)
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

@@ -43,6 +43,8 @@ class AltUpLayerSpec:
 class AltUpLayer:
     """See AltUpLayerSpec; the residual of its stream is [S, T, E]."""
 
+    takes_adapters = False
+
     def __init__(
         self, scope: Scope, cache: int, spec: AltUpLayerSpec, sizes: DecoderSizes, norms: NormSpec
     ) -> None:

@@ -107,6 +107,7 @@ class Decoder:
         self.generates = scope.head.kind == "lm"
         self.attention_heads = sizes.heads
         self._ledger = scope.ledger
+        self.adapters = scope.adapters
         self._embedding = TokenEmbedding(
             inside / names.embedding,
             sizes.vocabulary,
@@ -124,6 +125,8 @@ class Decoder:
             at = inside / names.layers / str(index)
             self._layers.append(layer.build(at, len(self.kv_forms), sizes, spec.norm))
             self.kv_forms += self._layers[-1].kv_forms
+        if not all(layer.takes_adapters for layer in self._layers):
+            self.adapters = None
         writers = [i for i, layer in enumerate(self._layers) if layer.kv_forms]
         self._last_writer = self._layers[writers[-1]]
         self._layer_inputs = spec.layer_inputs and spec.layer_inputs.build(
@@ -168,6 +171,8 @@ class Decoder:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See CausalModel."""
+        if self.adapters is not None:
+            self.adapters.take(batch)
         branch_TE = self._positions.lookup(batch.positions_T) if self._positions else None
         stream: Stream = branch_TE, self._embedding.lookup(batch.token_ids_T)
         inputs_LTP = None

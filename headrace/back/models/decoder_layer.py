@@ -81,6 +81,11 @@ class Layer(Protocol):
     @property
     def tail(self) -> Tail | None: ...
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether it tells the slots of adapters where it goes on with fewer rows."""
+        ...
+
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """The stream behind the layer. `last`: no later layer writes a cache; it goes on with
         `batch.last_token_batch`, if there is one."""
@@ -89,6 +94,8 @@ class Layer(Protocol):
 
 class DecoderLayer:
     """Adds its branches to the residual stream. See LayerSpec."""
+
+    takes_adapters = True
 
     def __init__(
         self, scope: Scope, cache: int, spec: LayerSpec, sizes: DecoderSizes, norms: NormSpec
@@ -124,6 +131,7 @@ class DecoderLayer:
         )
         self.after_mlp = norm(place.after_mlp)
         self.branch_scale = spec.branch_scale
+        self.adapters = scope.adapters
         self.tail = spec.tail and spec.tail.build(
             scope, sizes.width, activation=sizes.activation, norms=norms, eps=sizes.eps
         )
@@ -156,6 +164,8 @@ class DecoderLayer:
             handed = self.mixer.queries(x_TE, batch, at_N)
             if after is not None and at_N is not None:
                 residual_TE, batch = residual_TE.index_select(0, at_N), after
+                if self.adapters is not None:
+                    self.adapters.take(after)
             branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
             branch_TE = self._after(self.after_attention, branch_TE)
         if self.mlp is None:
@@ -183,6 +193,8 @@ class DecoderLayer:
         if after is not None and at_N is not None:
             residual_TE, batch = residual_TE.index_select(0, at_N), after
             x_TE = x_TE.index_select(0, at_N)
+            if self.adapters is not None:
+                self.adapters.take(after)
         if self.before_mlp is not None:
             x_TE = self.before_mlp.norm(residual_TE)
         mlp_TE = self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))

@@ -17,6 +17,7 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
+from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.linear import ColumnLinear, RowLinear
@@ -182,6 +183,7 @@ class Encoder:
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
         self.host_pairs: int | None = None
+        self.adapters: AdapterSlots | None = None
 
     def finish_load(self) -> None:
         """Packs the loaded weights, layer by layer."""

@@ -9,6 +9,7 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
+from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.logits import TopOf
 from headrace.back.models.weights import WeightPlan
 from headrace.base.config.resolved import Decision
@@ -20,6 +21,7 @@ class CausalModel(Protocol):
     `generates`: it has a language-model head. `state` names a row of `runner/states`.
     `host_pairs`: steps whose prompts have so many pairs of a query and a position are to be
     launched by themselves, with their sizes on the host; None: none are.
+    `adapters`: the slots of its linear layers' adapters; None: they take none.
     `attention_heads`: query heads of each layer, where a batch's probe sees them; 0: it does not.
     """
 
@@ -30,6 +32,7 @@ class CausalModel(Protocol):
     state: str
     host_kernels: tuple[str, ...]
     host_pairs: int | None
+    adapters: AdapterSlots | None
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Runs the decoder over T tokens; returns the normed hidden states [T, E] in the model's

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily
 from headrace.back.models.families import (
@@ -26,6 +27,7 @@ from headrace.back.quant.scheme import SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision, ModelSpec
+from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
 
 __all__ = ["ARCHITECTURES", "FALLBACK", "FAMILIES", "build_model", "family_of"]
@@ -76,8 +78,25 @@ def build_model(
         stored=stored or {},
         kv_quantized=spec.kv_dtype,
         deterministic=spec.deterministic,
+        adapters=_slots(spec),
         planned=planned,
     )
+    model = _build(spec, scope)
+    if spec.adapters is not None and model.adapters is None:
+        raise ConfigError(
+            f"--enable-lora: adapters are not applied in models of family {spec.family}",
+            field="enable_lora",
+        )
+    return model
+
+
+def _slots(spec: ModelSpec) -> AdapterSlots | None:
+    if spec.adapters is None:
+        return None
+    return AdapterSlots(count=spec.adapters.slots, max_rank=spec.adapters.max_rank)
+
+
+def _build(spec: ModelSpec, scope: Scope) -> LoadableModel:
     family, reader = FAMILIES.load(spec.family), ConfigReader(spec.config, "config.json")
     if spec.family == FALLBACK:
         return family(scope, reader)

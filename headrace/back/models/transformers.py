@@ -30,6 +30,7 @@ from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.scope import Scope
 from headrace.back.models.paged_check import check_paged
 from headrace.back.models.weights import Param, WeightPiece, WeightPlan
@@ -113,6 +114,7 @@ class TransformersModel:
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
         self.host_pairs: int | None = None
+        self.adapters: AdapterSlots | None = None
 
     def finish_load(self) -> None:
         """Chooses the attention kernels and compares a small paged run with transformers' own

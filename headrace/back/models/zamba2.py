@@ -97,6 +97,7 @@ class ZambaLayer:
     embeddings."""
 
     tail = None
+    takes_adapters = False
 
     def __init__(
         self, scope: Scope, cache: int, spec: ZambaLayerSpec, sizes: DecoderSizes, norms: NormSpec

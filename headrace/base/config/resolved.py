@@ -23,6 +23,18 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     why: str
 
 
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Low-rank adapters of the model: how many lie on the device beside each other, their greatest
+    rank, and how many more host memory keeps. `roots`: folders below which adapters may be loaded
+    while the engine runs; `modules`: (name, folder) of those that are loaded at start."""
+
+    slots: int
+    max_rank: int
+    kept: int
+    roots: tuple[str, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model on disk. `path` is a folder, or a GGUF file; `format`:
     safetensors, gguf, dummy.
@@ -35,6 +47,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     token) with `num_labels`, or "none"; `bare`: tensor names have no prefix of the whole model
     around them (checkpoints of a base model). `deterministic`: only kernels whose results do not
     depend on the batch.
+    `adapters`: None: it takes none.
     `manifest`: the file of digests that the files must match; None: not verified.
     """
 
@@ -58,6 +71,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense_per_token: bool = False
     attention_capture: bool = False
     manifest: str | None = None
+    adapters: AdapterSpec | None = None
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):

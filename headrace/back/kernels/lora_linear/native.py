@@ -1,5 +1,5 @@
-"""Adapters of rows by the native kernel: rows of one slot are multiplied together, so that its A and
-B are read once."""
+"""Adapters of rows by the native kernel: rows of one slot are multiplied together, so that its A
+and B are read once."""
 
 from __future__ import annotations
 

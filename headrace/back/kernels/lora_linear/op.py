@@ -2,9 +2,9 @@
 in its slot (Hu et al. 2021, "LoRA", section 4.1; many adapters in one product: Chen et al. 2023,
 "Punica").
 
-`bind(problem, weights)` returns `f(x_TI, y_TO, slot_T) -> None`, which changes y in place. T rows, I
-inputs, O outputs, S slots, R the most ranks, P parts: outputs that lie side by side in y, each with
-an A of its own (query, key, value).
+`bind(problem, weights)` returns `f(x_TI, y_TO, slot_T) -> None`, which changes y in place. T rows,
+I inputs, O outputs, S slots, R the most ranks, P parts: outputs that lie side by side in y, each
+with an A of its own (query, key, value).
 
     slot_T    int32: 0 leaves the row as it is, s is row s - 1 of the weights
     a_SKI     [S, P * R, I]: the A of part p begins at row p * R

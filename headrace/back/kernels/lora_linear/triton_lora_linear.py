@@ -2,8 +2,8 @@
 y += B z.
 
 A program has a tile of rows and goes over the slots between the least and the greatest among them;
-rows of other slots count as zeros meanwhile. A prompt's tile has one slot, a tile of decodes as many
-as it has adapters, each of which is read once per tile.
+rows of other slots count as zeros meanwhile. A prompt's tile has one slot, a tile of decodes as
+many as it has adapters, each of which is read once per tile.
 """
 
 from __future__ import annotations

@@ -1,0 +1,296 @@
+"""Adapters as PEFT saves them: a folder with adapter_config.json and adapter_model.safetensors.
+
+Read key by key, as data only: what a key asks for is done, or refused by name. Safetensors alone:
+adapters come from strangers. A rank is what the tensors say; `alpha_pattern` and `rank_pattern` are
+compared as names, never run as the regular expressions they may be (their time would be a
+stranger's to choose).
+
+PEFT 0.21, `peft/tuners/lora/config.py` and `peft/utils/save_and_load.py`. R ranks, I inputs, O
+outputs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from headrace.back.layers.adapters import AdaptedModule, LowRank
+from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
+from headrace.base.errors import CheckpointError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_BESIDE: Final = (
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
+    *("lora_dropout", "layers_pattern", "megatron_core", "peft_version", "fan_in_fan_out"),
+    *("eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    *("ensure_weight_tying", "runtime_config"),
+)
+"""Keys of training and of bookkeeping, which change nothing of what the tensors mean."""
+_READ: Final = (
+    *("init_lora_weights", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "layers_to_transform", "exclude_modules"),
+)
+"""Keys that are read without a `ConfigReader` asking for them."""
+_PLAIN_STARTS: Final = (True, False, "gaussian", "eva", "orthogonal")
+"""Beginnings of training that leave the base weights as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """What adapter_config.json says. `targets`: ends of names of which every layer has an adapter;
+    None: the tensors alone say which."""
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+    ranks: tuple[tuple[str, int], ...]
+    alphas: tuple[tuple[str, float], ...]
+    targets: tuple[str, ...] | None
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's adapter."""
+        return _by_name(self.ranks, module, self.rank)
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """What B(A x) is multiplied with (by the root of the rank: Kalajdzievski 2023, rsLoRA)."""
+        alpha = _by_name(self.alphas, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftAdapter:
+    """An adapter as stored: its matrices by module of the base model."""
+
+    pairs: dict[str, LowRank]
+    num_bytes: int
+
+    @property
+    def rank(self) -> int:
+        """The greatest."""
+        return max(len(pair.a_RI) for pair in self.pairs.values())
+
+
+def read_adapter(
+    folder: Path, modules: Mapping[str, AdaptedModule], *, max_rank: int
+) -> PeftAdapter:
+    """The adapter in `folder` for a model with these `modules`; CheckpointError with the names and
+    numbers of everything that does not fit."""
+    config = read_config(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = folder / "adapter_model.bin"
+        also = "; adapter_model.bin is a pickle and never read" if pickled.exists() else ""
+        raise CheckpointError(f"{folder} has no {WEIGHTS}{also}")
+    stored = read_safetensors_header(path)
+    halves = _halves(path, stored)
+    _check_modules(path, config, halves, modules, max_rank)
+    pairs = {
+        module: LowRank(
+            a_RI=_tensor(pair["A"]),
+            b_OR=_tensor(pair["B"]),
+            scale=config.scale_of(module, pair["A"].shape[0]),
+        )
+        for module, pair in halves.items()
+    }
+    num_bytes = sum(one.num_bytes for one in stored.values())
+    return PeftAdapter(pairs=pairs, num_bytes=num_bytes)
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """adapter_config.json; a key that asks for what is not done here is refused by name."""
+    path = folder / CONFIG
+    reader = ConfigReader(read_json(path), str(path))
+    reader.choice("peft_type", ("LORA",))
+    _refuse_variants(reader)
+    config = LoraConfig(
+        rank=reader.int("r", 8, ge=1),
+        alpha=reader.float("lora_alpha", 8.0),
+        rank_stabilized=reader.bool("use_rslora", False),
+        ranks=_pattern(reader, "rank_pattern", int),
+        alphas=_pattern(reader, "alpha_pattern", float),
+        targets=_targets(reader),
+    )
+    known = {*_BESIDE, *_OFF, *_READ}
+    unknown = [key for key in reader.unused() if key not in known and reader.raw.get(key)]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {', '.join(unknown)}: what this asks for is not known here", field=unknown[0]
+        )
+    return config
+
+
+_OFF: Final[Mapping[str, tuple[object, str]]] = {
+    "bias": ("none", "biases of the base are not adapted"),
+    "use_dora": (False, "adapters with magnitudes (DoRA) are not applied"),
+    "lora_bias": (False, "adapters with biases are not applied"),
+    "use_qalora": (False, "QALoRA is not applied"),
+    "modules_to_save": (None, "whole modules beside the adapter are not replaced"),
+    "trainable_token_indices": (None, "embeddings of tokens are not replaced"),
+    "target_parameters": (None, "adapters of parameters that are no linear layers are not applied"),
+    "layer_replication": (None, "layers are not replicated"),
+    "alora_invocation_tokens": (None, "adapters that begin within a prompt are not applied"),
+    "arrow_config": (None, "adapters are not routed between"),
+    "use_bdlora": (None, "block-diagonal adapters are not applied"),
+    "megatron_config": (None, "Megatron's layers are not those of the checkpoint"),
+}
+"""Keys that must be off, and why."""
+
+
+def _refuse_variants(reader: ConfigReader) -> None:
+    for key, (off, why) in _OFF.items():
+        value = reader.raw.get(key)
+        if value and value != off:
+            raise CheckpointError(f"{reader.where}: {key} is {value!r}: {why}", field=key)
+    start = reader.raw.get("init_lora_weights", True)
+    if start is not None and start not in _PLAIN_STARTS:
+        raise CheckpointError(
+            f"{reader.where}: init_lora_weights is {start!r}, which changes the base's weights; "
+            "save the adapter with path_initial_model_for_weight_conversion",
+            field="init_lora_weights",
+        )
+
+
+def _targets(reader: ConfigReader) -> tuple[str, ...] | None:
+    """Where every layer of a name must be there: a plain list, and no layers or modules left
+    out."""
+    raw = reader.raw
+    names = raw.get("target_modules")
+    chosen = raw.get("layers_to_transform") is not None or raw.get("exclude_modules")
+    if not isinstance(names, list) or chosen:
+        return None
+    return reader.list("target_modules", of=str)
+
+
+def _pattern(reader: ConfigReader, key: str, kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """(name, number) in order. A name with signs of a regular expression is refused."""
+    section = reader.raw.get(key) or {}
+    where = f"{reader.where}: {key}"
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{where} is {section!r}, an object is wanted", field=key)
+    numbers, pairs = ConfigReader(section, where), []
+    for name in section:
+        plain = name.replace("\\.", ".").removeprefix("^")
+        if re.search(r"[\\*+?|()\[\]{}$^]", plain):
+            raise CheckpointError(
+                f"{where}: {name!r} is a regular expression; only names of modules are read",
+                field=key,
+            )
+        number = numbers.int(name, ge=1) if kind is int else numbers.float(name)
+        pairs.append((plain, number))
+    return tuple(pairs)
+
+
+def _by_name(pairs: tuple[tuple[str, Any], ...], module: str, default: Any) -> Any:
+    """The number of the first name that is the module's or its end."""
+    for name, number in pairs:
+        if module == name or module.endswith(f".{name}"):
+            return number
+    return default
+
+
+def _halves(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """A and B by module."""
+    halves: dict[str, dict[str, StoredTensor]] = {}
+    others = []
+    for name, tensor in stored.items():
+        match = re.fullmatch(r"(.+)\.lora_([AB])(?:\.default)?\.weight", name)
+        if match is None or not name.startswith(PREFIX):
+            others.append(name)
+            continue
+        halves.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = tensor
+    if others:
+        raise CheckpointError(f"{path}: {_listed(others)}: no matrices of a linear layer's adapter")
+    if not halves:
+        raise CheckpointError(f"{path} holds no adapter")
+    for module, pair in halves.items():
+        lacking = {"A", "B"} - pair.keys()
+        if lacking:
+            missing = f"{PREFIX}{module}.lora_{lacking.pop()}.weight"
+            raise CheckpointError(f"{path}: tensor {missing} is missing")
+    return halves
+
+
+def _check_modules(
+    path: Path,
+    config: LoraConfig,
+    halves: Mapping[str, Mapping[str, StoredTensor]],
+    modules: Mapping[str, AdaptedModule],
+    max_rank: int,
+) -> None:
+    unknown = [name for name in halves if name not in modules]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {_listed(unknown)}: this model has no linear layer of that name that takes an "
+            "adapter (it may be made for another base)"
+        )
+    for name, pair in halves.items():
+        _check_pair(path, name, pair, modules[name], config.rank_of(name), max_rank)
+    if config.targets is not None:
+        wanted = [
+            name
+            for name in modules
+            if any(name == end or name.endswith(f".{end}") for end in config.targets)
+        ]
+        missing = [name for name in wanted if name not in halves]
+        if missing:
+            raise CheckpointError(
+                f"{path}: {_listed(missing)}: target_modules names them, and their tensors are missing"
+            )
+
+
+def _check_pair(
+    path: Path,
+    name: str,
+    pair: Mapping[str, StoredTensor],
+    module: AdaptedModule,
+    rank: int,
+    max_rank: int,
+) -> None:
+    if rank > max_rank:
+        raise CheckpointError(
+            f"{path}: {name} has rank {rank}, at most {max_rank} are served (--max-lora-rank)",
+            field="max_lora_rank",
+        )
+    for half, shape in (("A", (rank, module.inputs)), ("B", (module.outputs, rank))):
+        tensor = pair[half]
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{path}: {tensor.name} has the shape {list(tensor.shape)}, of this base and rank "
+                f"{rank} it is {list(shape)}"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{path}: {tensor.name} has the dtype {tensor.dtype}, not {', '.join(_DTYPES)}"
+            )
+
+
+def _tensor(stored: StoredTensor) -> torch.Tensor:
+    """The tensor, which holds no NaN or Inf."""
+    with stored.path.open("rb") as file:
+        file.seek(stored.offset)
+        data = bytearray(file.read(stored.num_bytes))
+    if len(data) != stored.num_bytes:
+        raise CheckpointError(f"{stored.path}: the file became shorter while it was read")
+    values = torch.frombuffer(data, dtype=_DTYPES[stored.dtype]).view(stored.shape)
+    if not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{stored.path}: tensor {stored.name} holds NaN or Inf")
+    return values
+
+
+def _listed(names: list[str], shown: int = 4) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(sorted(names)[:shown]) + more

@@ -1,0 +1,92 @@
+"""Adapters applied by rows equal their weights merged in transformers (ENG-20): merged and separate projections,
+biases, weights stored as [inputs, outputs], latents, recurrent layers; rows of
+several adapters and of none beside each other."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.back.lora.store import AdapterStore
+from headrace.base.config.resolved import AdapterSpec
+from headrace.base.errors import ConfigError
+from tests.back.lora.adapters import merge, module_sizes, write_adapter
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
+from tests.models.paged import random_rows, teacher_forced
+from tests.models.test_parity import CASES, SIZES, compare, tiny_config
+
+CPU = torch.device("cpu")
+CHOSEN = (
+    *("llama", "llama-biased-tied", "qwen2", "phi3", "gpt2", "gemma2", "olmo2", "falcon-grouped", "phi"),
+    *("deepseek-v3", "qwen3-next", "mamba2", "qwen2-moe"),
+)  # fmt: skip
+LENGTHS = (17, 9, 13)
+
+
+def spec_of(folder: Path, *, max_rank: int = 8) -> Any:
+    from msgspec.structs import replace
+
+    return replace(model_spec(folder), adapters=AdapterSpec(slots=2, max_rank=max_rank, kept=4))
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_rows_of_two_adapters_and_none_equal_the_merged_weights(case: str, tmp_path: Path) -> None:
+    oracle = save_oracle(tiny_config(case), tmp_path)
+    ours = load_ours(spec_of(tmp_path))
+    sizes = module_sizes(ours)
+    names = sorted(sizes)
+    adapters = [
+        write_adapter(tmp_path / "one", sizes),
+        write_adapter(
+            tmp_path / "two",
+            {name: sizes[name] for name in names[::2]},
+            rank=6, alpha=5, seed=1, use_rslora=True, target_modules="all-linear",
+            rank_pattern={names[0]: 3}, alpha_pattern={names[2]: 9.0},
+        ),
+    ]  # fmt: skip
+    store = AdapterStore(ours.adapters, CPU)
+    for slot, name in enumerate(("one", "two"), start=1):
+        facts = store.read(name, str(tmp_path / name))
+        assert facts.rank == (4, 6)[slot - 1] and facts.num_modules == len(adapters[slot - 1].pairs)
+        store.place(name, slot)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32, slots=(1, 0, 2)
+    )
+    models = [copy.deepcopy(oracle) for _ in adapters]
+    for model, adapter in zip(models, adapters, strict=True):
+        merge(model, adapter)
+    theirs = [
+        oracle_logits(model, [row])[0]
+        for model, row in zip((models[0], oracle, models[1]), rows, strict=True)
+    ]
+    compare(got, theirs, 1e-4)
+    assert (theirs[0] - oracle_logits(oracle, rows[:1])[0]).abs().max() > 0.05, "it changes nothing"
+
+
+def test_a_slot_that_is_filled_again_forgets_the_adapter_before(tmp_path: Path) -> None:
+    oracle = save_oracle(tiny_config("qwen2"), tmp_path)
+    ours = load_ours(spec_of(tmp_path))
+    sizes, rows = module_sizes(ours), random_rows(SIZES["vocab_size"], (11,))
+    few = {name: size for name, size in sizes.items() if name.endswith("q_proj")}
+    write_adapter(tmp_path / "all", sizes, rank=8)
+    adapter = write_adapter(tmp_path / "few", few, rank=2, seed=4)
+    store = AdapterStore(ours.adapters, CPU)
+    for name in ("all", "few"):
+        store.read(name, str(tmp_path / name))
+        store.place(name, 1)
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32, slots=(1,))
+    merge(oracle, adapter)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+@pytest.mark.parametrize("case", ["gemma3n", "zamba2"])
+def test_a_model_whose_layers_do_not_tell_the_slots_is_refused(case: str, tmp_path: Path) -> None:
+    assert case in CASES
+    save_oracle(tiny_config(case), tmp_path)
+    with pytest.raises(ConfigError, match=f"--enable-lora.*{case}"):
+        load_ours(spec_of(tmp_path))
