@@ -16,6 +16,13 @@ ROUTERS = {
         **{"experts": 256, "top_k": 8, "score": "sigmoid", "renormalize": True, "scale": 2.5},
         **{"groups": 8, "kept_groups": 4, "group_score": "top2", "bias": True, "shared": 1},
     },
+    "Kolibri 1": {
+        "experts": 24,
+        "top_k": 6,
+        "score": "chosen_sigmoid",
+        "renormalize": True,
+        "bias": True,
+    },
     "Phi-3.5-MoE": {"experts": 16, "top_k": 2, "score": "sparsemixer", "jitter": 0.3},
     "one a group": {"experts": 4, "top_k": 1, "groups": 4, "kept_groups": 2, "group_score": "top2"},
 }

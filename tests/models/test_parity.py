@@ -61,6 +61,7 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
 }
+SHARED_EXPERT: dict[str, Any] = {"shared_expert_intermediate_size": 48}
 ROUTED: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -345,6 +346,50 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-moe": (
         "Lfm2Moe",
         {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            **{"head_dim": 16, "sliding_window": 12, "conv_bias": True},
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+        },
+    ),
+    "lfm3-plain": (
+        "Lfm3",
+        {
+            **{"head_dim": 8, "use_sandwich_norm": False, "use_attention_gate": False},
+            **{"num_hidden_layers": 5, "sliding_window": 10},
+        },
+    ),
+    "kolibri1": (
+        "Kolibri1",
+        {**EXPERTS, "head_dim": 8, **SHARED_EXPERT, "sliding_window": 12, "layer_types": MIXED},
+    ),
+    "flint": (
+        "Flint",
+        {
+            **{**EXPERTS, **SHARED_EXPERT, "head_dim": 8, "mlp_only_layers": [0]},
+            **{"layer_types": MIXED, "sliding_window": 12},
+        },
+    ),
+    "mellum": (
+        "Mellum",
+        {
+            **{**EXPERTS, "head_dim": 8, "layer_types": MIXED, "sliding_window": 12},
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "laguna": (
+        "Laguna",
+        {
+            **{**EXPERTS, **SHARED_EXPERT, "head_dim": 8, "layer_types": MIXED},
+            **{"num_attention_heads_per_layer": [6, 4, 6], "sliding_window": 12},
+            **{"moe_routed_scaling_factor": 1.4, "moe_router_logit_softcapping": 2.0},
+        },
+    ),
+    "laguna-gated-values": (
+        "Laguna",
+        {**EXPERTS, **SHARED_EXPERT, "head_dim": 8, "gating": "per-element"},
     ),
     "olmo-hybrid": ("OlmoHybrid", {**DELTA, "linear_num_key_heads": 4, "linear_key_head_dim": 12}),
     "olmo-hybrid-nope": (

@@ -26,7 +26,7 @@ from tests.models.test_parity import tiny_config
 
 DELTAS = (
     *("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear"),
-    *("bailing-hybrid", "minimax"),
+    *("bailing-hybrid", "minimax", "lfm3"),
 )
 FAMILIES = (
     "mamba2",

@@ -26,11 +26,12 @@ NAMES = (
     "mamba2", "mamba", "jamba", "bamba", "zamba2", "falcon-h1", "granite-hybrid-experts", "nemotron-h",
     "nemotron-h-experts", "qwen3-next",
     "qwen3.5", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear", "bailing-hybrid", "minimax",
+    "lfm3", "kolibri1", "flint", "laguna",
 )  # fmt: skip
 
 
-TWO_ALONE = ("zamba2", "gemma4-shared", "gemma4-experts")
-"""Heads of several sizes, or of one that follows from the width, are not halved by a key."""
+TWO_ALONE = ("zamba2", "gemma4-shared", "gemma4-experts", "laguna")
+"""Heads of several sizes or numbers, or of one that follows from the width, are not halved by a key."""
 BOUND = 1e-5
 BOUNDS = {"zamba2": 1e-4}
 """Its random configuration multiplies rounding: weights changed by 1e-7 of themselves move the

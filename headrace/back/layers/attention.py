@@ -53,10 +53,11 @@ class OutputGate:
     """What heads give is multiplied by the sigmoid of a projection of the layer's input (Qiu et al.
     2025, "Gated attention for large language models"). `per_head`: one number a head, else one a
     value. `name`: the projection's module; None: the query's tensor holds it too, head by head its
-    query and its gate."""
+    query and its gate. `act`: what takes the sigmoid's place, one of op gated_norm's."""
 
     name: str | None = None
     per_head: bool = False
+    act: str = "sigmoid"
 
     def part(self, heads: int, values: int) -> Part:
         """The projection, in global sizes."""
@@ -69,7 +70,7 @@ class OutputGate:
             dtype=scope.dtype,
             width=heads * values,
             group=0,
-            gate="sigmoid",
+            gate=self.act,
             spread=values if self.per_head else 1,
         )
         return scope.bind(GATED_NORM, problem, None)

@@ -96,6 +96,11 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
+    "Lfm3ForCausalLM": "lfm3",
+    "Kolibri1ForCausalLM": "kolibri1",
+    "FlintForCausalLM": "flint",
+    "MellumForCausalLM": "mellum",
+    "LagunaForCausalLM": "laguna",
     "OlmoHybridForCausalLM": "olmo_hybrid",
     "KimiLinearForCausalLM": "kimi_linear",
     "BailingHybridForCausalLM": "bailing_hybrid",
@@ -150,7 +155,7 @@ ENCODERS = frozenset(
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Families without attention: their config states neither heads nor a longest text."""
-RECURRENT_KINDS = frozenset({"mamba", "linear_attention"})
+RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
 SHARING = frozenset({"gemma3n", "gemma4"})
 """Families whose upper layers may read the caches of lower ones."""

@@ -2,12 +2,13 @@
 // x * act(gate) alone.
 
 #include "../native/activation.h"
+#include "../native/recurrent.h"
 
 namespace {
 
 constexpr int64_t kChunkElements = 16 * 1024;  // below that a row costs less than waking a thread
 
-enum Gate : int32_t { AS_SILU = 0, AS_SIGMOID = 1 };  // else as it is
+enum Gate : int32_t { AS_SILU = 0, AS_SIGMOID = 1, AS_SOFTPLUS = 3 };  // else as it is
 enum Order : int32_t { GATE_FIRST = 0, NORM_FIRST = 1 };
 
 struct Gated {
@@ -29,6 +30,7 @@ HR_INLINE void store_some(T* p, F v, int64_t count) {
 
 HR_INLINE F opened(const Gated& p, F g) {
   if (p.act == AS_SILU) return activate<SILU>(g);
+  if (p.act == AS_SOFTPLUS) return vsoftplus(g);
   return p.act == AS_SIGMOID ? vsigmoid(g) : g;
 }
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from headrace.back.kernels.op import (
     Kernel,
@@ -31,7 +32,7 @@ from headrace.back.kernels.op import (
 )
 
 GatedNorm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-GATES = ("silu", "sigmoid", "")
+GATES = ("silu", "sigmoid", "", "softplus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,7 @@ def bind_reference(problem: GatedNormProblem, weight_E: torch.Tensor | None) -> 
         wide_TE, opened_TE = x_TE.float(), gate_TE.float()
         if problem.spread > 1:
             opened_TE = opened_TE.repeat_interleave(problem.spread, dim=1)
-        if problem.gate:
-            opened_TE = opened_TE.sigmoid() * (opened_TE if problem.gate == "silu" else 1.0)
+        opened_TE = _opened(problem.gate, opened_TE)
         if weight_E is None:
             return (wide_TE * opened_TE).to(x_TE.dtype)
         wide_TE = wide_TE if problem.norm_first else wide_TE * opened_TE
@@ -68,6 +68,14 @@ def bind_reference(problem: GatedNormProblem, weight_E: torch.Tensor | None) -> 
         return (y_TE * opened_TE if problem.norm_first else y_TE).to(x_TE.dtype)
 
     return gated_norm
+
+
+def _opened(gate: str, gate_TE: torch.Tensor) -> torch.Tensor:
+    if gate == "softplus":
+        return F.softplus(gate_TE)
+    if not gate:
+        return gate_TE
+    return gate_TE.sigmoid() * (gate_TE if gate == "silu" else 1.0)
 
 
 def check_weight(problem: GatedNormProblem, weight_E: torch.Tensor | None) -> None:

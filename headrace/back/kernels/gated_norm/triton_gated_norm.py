@@ -48,6 +48,8 @@ def gated_norm_kernel(
         b_open = tl.sigmoid(b_gate)
     if GATE == "silu":
         b_open = b_gate * tl.sigmoid(b_gate)
+    if GATE == "softplus":
+        b_open = tl.maximum(b_gate, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_gate)))
     b_y = b_x * b_open
     if NORM:
         b_square = b_x * b_x if NORM_FIRST else b_y * b_y

@@ -14,7 +14,7 @@ from headrace.back.kernels.native.library import (
     unsupported,
 )
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.route.op import SPARSEMIXER, Route, RouteProblem
+from headrace.back.kernels.route.op import CHOSEN_SIGMOID, SPARSEMIXER, Route, RouteProblem
 
 MAX_EXPERTS = 1024
 MAX_GROUPS = 64
@@ -34,6 +34,7 @@ def bind_with(
         + 8 * (problem.group_score == "top2")
         + 16 * problem.shared_gate
         + 32 * (problem.score == SPARSEMIXER)
+        + 64 * (problem.score == CHOSEN_SIGMOID)
     )
 
     def route(logits_TG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

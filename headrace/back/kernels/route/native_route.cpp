@@ -8,7 +8,9 @@ constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kTokensPerChunk = 16;
 constexpr float kSumEps = 1e-20f;
-enum : int32_t { kSigmoid = 1, kRenormalize = 2, kSoftmaxChosen = 4, kTopTwo = 8, kSharedGate = 16, kSparseMixer = 32 };
+enum : int32_t {
+  kSigmoid = 1, kRenormalize = 2, kSoftmaxChosen = 4, kTopTwo = 8, kSharedGate = 16, kSparseMixer = 32, kChosenSigmoid = 64
+};
 
 struct Routes {
   const float *logits, *bias;
@@ -23,7 +25,7 @@ HR_INLINE float exponential(float x) { return vexp(splat(x))[0]; }
 HR_INLINE float sigmoid(float x) { return vsigmoid(splat(x))[0]; }
 
 HR_INLINE void score_experts(const Routes& p, const float* logits, float* scores) {
-  if (p.mode & kSparseMixer) {
+  if (p.mode & (kSparseMixer | kChosenSigmoid)) {
     for (int64_t x = 0; x < p.experts; ++x) scores[x] = logits[x];
     return;
   }
@@ -89,7 +91,8 @@ HR_INLINE void weigh(const Routes& p, const float* logits, const float* scores, 
     for (int64_t k = 0; k < p.top_k; ++k) top = larger(logits[chosen[k]], top);
     for (int64_t k = 0; k < p.top_k; ++k) total += weights[k] = exponential(logits[chosen[k]] - top);
   } else {
-    for (int64_t k = 0; k < p.top_k; ++k) total += weights[k] = scores[chosen[k]];
+    const bool opens = p.mode & kChosenSigmoid;
+    for (int64_t k = 0; k < p.top_k; ++k) total += weights[k] = opens ? sigmoid(scores[chosen[k]]) : scores[chosen[k]];
     total = p.mode & kRenormalize ? total + kSumEps : 1.0f;
   }
   for (int64_t k = 0; k < p.top_k; ++k) weights[k] = weights[k] / total * p.scale;

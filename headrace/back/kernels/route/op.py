@@ -15,6 +15,9 @@ With the score "sparsemixer" (Phi-3.5-MoE; Liu et al. 2023) experts are chosen b
 after another. The weight of one with logit m is its share of the softmax over those not yet chosen
 but for those whose logit l is far from m: (m - l) / max(|l|, m) > 2 * `jitter`.
 
+With the score "chosen_sigmoid" (Kolibri 1) experts are chosen by logit + bias; the weight of a chosen
+one is the sigmoid of its logit.
+
 The slots behind them are those of the `shared` experts, X, X + 1, ..., which every token takes,
 with weight 1 or the sigmoid of the last logit.
 """
@@ -30,6 +33,7 @@ from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_g
 
 Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 SPARSEMIXER = "sparsemixer"
+CHOSEN_SIGMOID = "chosen_sigmoid"
 SUM_EPS = 1e-20
 """Added to the sum that renormalized weights are divided by."""
 
@@ -73,12 +77,14 @@ def bind_reference(problem: RouteProblem, bias_X: torch.Tensor | None = None) ->
         logits_TX = logits_TG[:, : problem.experts]
         if problem.score == SPARSEMIXER:
             return _sparsemixer(problem, logits_TX)
-        score_TX = logits_TX.sigmoid() if problem.score == "sigmoid" else logits_TX.softmax(1)
+        score_TX = _scores(problem, logits_TX)
         choice_TX = score_TX if bias_X is None else score_TX + bias_X
         if problem.groups > 1:
             choice_TX = _within_groups(problem, choice_TX)
         expert_TK = choice_TX.sort(dim=1, descending=True, stable=True).indices[:, : problem.top_k]
         weight_TK = score_TX.gather(1, expert_TK)
+        if problem.score == CHOSEN_SIGMOID:
+            weight_TK = weight_TK.sigmoid()
         if problem.softmax_chosen:
             weight_TK = logits_TX.gather(1, expert_TK).softmax(1)
         elif problem.renormalize:
@@ -93,6 +99,12 @@ def bind_reference(problem: RouteProblem, bias_X: torch.Tensor | None = None) ->
         return expert_TK.to(torch.int32), weight_TK
 
     return route
+
+
+def _scores(problem: RouteProblem, logits_TX: torch.Tensor) -> torch.Tensor:
+    if problem.score == CHOSEN_SIGMOID:
+        return logits_TX
+    return logits_TX.sigmoid() if problem.score == "sigmoid" else logits_TX.softmax(1)
 
 
 def _sparsemixer(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.route.op import SPARSEMIXER, SUM_EPS, Route, RouteProblem
+from headrace.back.kernels.route.op import CHOSEN_SIGMOID, SPARSEMIXER, SUM_EPS, Route, RouteProblem
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
@@ -53,7 +53,7 @@ def route_kernel(
     K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     SOFTMAX_CHOSEN: tl.constexpr, SHARED_GATE: tl.constexpr, BIAS: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, TOP_TWO: tl.constexpr,
-    SPARSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPARSE: tl.constexpr, CHOSEN_SIGMOID: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens. NONE: X padded to a power of two, K likewise the slots."""
     enter(DEPENDENT)
@@ -63,7 +63,7 @@ def route_kernel(
     o_k = tl.arange(0, K)
     m_x = o_x < X
     b_logits = tl.load(logits + i_t * COLUMNS + o_x, mask=m_x, other=float("-inf"))
-    if SPARSE:
+    if SPARSE or CHOSEN_SIGMOID:
         b_score = b_logits
     elif SIGMOID:
         b_score = tl.where(m_x, tl.sigmoid(b_logits), 0.0)
@@ -82,6 +82,8 @@ def route_kernel(
         chosen = _best(b_choice, o_x, NONE)
         b_from = b_logits if SOFTMAX_CHOSEN else b_score
         value = tl.sum(tl.where(o_x == chosen, tl.where(m_x, b_from, 0.0), 0.0), axis=0)
+        if CHOSEN_SIGMOID:
+            value = tl.sigmoid(value)
         if SPARSE:
             top = tl.max(b_choice, axis=0)
             m_far = (top - b_logits) / tl.maximum(tl.abs(b_logits), top) > far
@@ -113,6 +115,7 @@ def bind(problem: RouteProblem, bias_X: torch.Tensor | None = None) -> Route:
         "X": problem.experts, "NONE": power_of_two(problem.experts), "COLUMNS": problem.columns,
         "TOP_K": problem.top_k, "K": power_of_two(problem.slots), "SHARED": problem.shared,
         "SPARSE": problem.score == SPARSEMIXER,
+        "CHOSEN_SIGMOID": problem.score == CHOSEN_SIGMOID,
         "SIGMOID": problem.score == "sigmoid", "SOFTMAX_CHOSEN": problem.softmax_chosen,
         "RENORMALIZE": problem.renormalize and not problem.softmax_chosen,
         "SHARED_GATE": problem.shared_gate, "BIAS": problem.bias, "GROUPS": problem.groups,

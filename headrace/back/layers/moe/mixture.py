@@ -43,7 +43,8 @@ class RouterSpec:
     `bias_dims` dimensions, of which only the last is not 1, and `bias_optional` if the checkpoint
     may lack it. `weighs_inputs`: the weights multiply
     what goes into the experts, not what comes out (Llama 4). `expert_scale`: what each expert's
-    results are multiplied with, a tensor of the module."""
+    results are multiplied with, a tensor of the module. `softcap`: logits are bounded by it, c
+    tanh(x / c); 0: they are not."""
 
     experts: int
     top_k: int
@@ -62,6 +63,7 @@ class RouterSpec:
     weighs_inputs: bool = False
     jitter: float = 0.0
     expert_scale: str | None = None
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,10 @@ class Mixture:
 
     def mixed(self, x_TE: torch.Tensor, routed_TE: torch.Tensor) -> torch.Tensor:
         """This rank's share of y_TE; the router reads `routed_TE`."""
-        expert_TK, weight_TK = self._route(self._logits(routed_TE))
+        logits_TG, cap = self._logits(routed_TE), self._spec.router.softcap
+        if cap:
+            logits_TG = logits_TG.div_(cap).tanh_().mul_(cap)
+        expert_TK, weight_TK = self._route(logits_TG)
         if self._spec.router.weighs_inputs:
             return self._of_weighed(x_TE, expert_TK, weight_TK)
         return self._experts(x_TE, expert_TK, weight_TK)
