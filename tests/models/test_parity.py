@@ -56,6 +56,12 @@ LATENT: dict[str, Any] = {
 }
 
 
+WIDE_LATENT: dict[str, Any] = {
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16},
+}
+
+
 EXPERTS: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -391,6 +397,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Laguna",
         {**EXPERTS, **SHARED_EXPERT, "head_dim": 8, "gating": "per-element"},
     ),
+    "axk2": (
+        "AXK2",
+        {
+            **{**WIDE_LATENT, **ROUTED, **INDEXED, "hidden_size": 64, "n_group": None},
+            **{"topk_group": None, "gated_norm_rank": 64},
+        },
+    ),
+    "axk2-groups": (
+        "AXK2",
+        {**WIDE_LATENT, **ROUTED, **INDEXED, "hidden_size": 64, "gated_norm_rank": 64},
+    ),
+    "longcat-flash": (
+        "LongcatFlash",
+        {
+            **{**WIDE_LATENT, "hidden_size": 64, "num_layers": 2, "ffn_hidden_size": 80},
+            **{"n_routed_experts": 5, "zero_expert_num": 3, "moe_topk": 3, "head_dim": 8},
+            **{"expert_ffn_hidden_size": 24, "routed_scaling_factor": 2.0},
+        },
+    ),
     "olmo-hybrid": ("OlmoHybrid", {**DELTA, "linear_num_key_heads": 4, "linear_key_head_dim": 12}),
     "olmo-hybrid-nope": (
         "OlmoHybrid",
@@ -570,6 +595,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_hidden_layers": 4, "head_dim": 8, "n_routed_experts": 6, "n_group": 2},
             **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "topk_group": 1},
             **{"moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5},
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        },
+    ),
+    "nemotron-h-latent-experts": (
+        "NemotronH",
+        {
+            **{"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2},
+            **{"num_hidden_layers": 4, "head_dim": 8, "n_routed_experts": 6, "n_group": 1},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "topk_group": 1},
+            **{"moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5},
+            **{"moe_latent_size": 64, "hidden_size": 64, "num_attention_heads": 8},
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
         },
     ),

@@ -39,9 +39,13 @@ FAMILIES = (
     "granite-hybrid-experts",
     "nemotron-h",
     "nemotron-h-experts",
+    "nemotron-h-latent-experts",
     *DELTAS,
 )
-UNRECORDED = ("zamba2", "falcon-h1", "granite-hybrid-experts", "nemotron-h-experts", "olmo-hybrid")
+UNRECORDED = (
+    *("zamba2", "falcon-h1", "granite-hybrid-experts", "nemotron-h-experts", "olmo-hybrid"),
+    "nemotron-h-latent-experts",
+)
 """They use operations of PyTorch."""
 RECORDED = [name for name in FAMILIES if name not in UNRECORDED]
 INDEXED = ("deepseek-v3.2", "glm-dsa")

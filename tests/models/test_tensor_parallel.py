@@ -26,7 +26,7 @@ NAMES = (
     "mamba2", "mamba", "jamba", "bamba", "zamba2", "falcon-h1", "granite-hybrid-experts", "nemotron-h",
     "nemotron-h-experts", "qwen3-next",
     "qwen3.5", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear", "bailing-hybrid", "minimax",
-    "lfm3", "kolibri1", "flint", "laguna",
+    "lfm3", "kolibri1", "flint", "laguna", "axk2", "longcat-flash", "nemotron-h-latent-experts",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
 from headrace.back.layers.attention import OutputGate, chosen
 from headrace.back.layers.indexer import IndexerSpec, PositionChoice
 from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, latents_of
-from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
@@ -59,6 +59,9 @@ class LatentAttentionSpec:
     nope       dimensions of a query head that are not rotated
     values     dimensions of a head's value
     indexer    chooses the positions that are read; None: all are
+    joint_gate the queries' up-projection holds, head by head, that of the gate of what the head
+               gives, too; both read the down-projection, normed and then as it is (A.X K2)
+    latent_scale  what normed latents are multiplied with
     """
 
     width: int
@@ -75,6 +78,8 @@ class LatentAttentionSpec:
     query_scale: QueryScale | None = None
     gate: OutputGate | None = None
     indexer: IndexerSpec | None = None
+    joint_gate: bool = False
+    latent_scale: float = 1.0
     names: LatentNames = LatentNames()
 
     def build(
@@ -137,9 +142,7 @@ class LatentAttention:
         self._q_up: ColumnLinear | None = None
         if spec.q_rank is not None:
             self._q_norm = RMSNorm(scope / "q_a_layernorm", spec.q_rank, eps=spec.eps)
-            up = Part("q_b_proj", q_size, spec.heads)
-            of_up = None if spec.indexer else self._q_norm
-            self._q_up = ColumnLinear(scope, spec.q_rank, (up,), norm=of_up)
+            self._q_up = self._up_projection(scope, spec.q_rank, q_size)
         self._kv_norm = RMSNorm(scope / "kv_a_layernorm", spec.rank, eps=spec.eps)
         heads = Part("kv_b_proj", spec.heads * (spec.nope + spec.values), spec.heads)
         self._kv_up = scope.param(
@@ -158,6 +161,16 @@ class LatentAttention:
         self._attend_expanded: Callable[..., torch.Tensor] | None = None
         self._key_HCN = self._value_HCV = torch.empty(0)
         scope.on_finish(self._finish)
+
+    def _up_projection(self, scope: Scope, q_rank: int, q_size: int) -> ColumnLinear:
+        """Of the queries' bottleneck."""
+        spec = self._spec
+        up = Part("q_b_proj", q_size, spec.heads)
+        if not spec.joint_gate:
+            return ColumnLinear(scope, q_rank, (up,), norm=None if spec.indexer else self._q_norm)
+        gate = Part("gate", spec.heads * spec.values, spec.heads)
+        both = MergedTensor(name=up.name, parts=(0, 1), groups=spec.heads)
+        return ColumnLinear(scope, 2 * q_rank, (up, gate), tensors=(both,))
 
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
@@ -182,10 +195,14 @@ class LatentAttention:
         gate_TX = gates[0] if gates else None
         index: Any = None
         if self._q_up is not None:
-            q_TX = self._normed(q_TX, self._q_up)
+            plain_TX, q_TX = q_TX, self._normed(q_TX, self._q_up)
             if self._indexer is not None:
                 index = self._indexer.queries(x_TE, q_TX, batch, at_N)
+            if spec.joint_gate:
+                q_TX = torch.cat((q_TX, plain_TX), dim=1)
             q_TX = self._q_up.project(q_TX)
+            if spec.joint_gate:
+                q_TX, gate_TX = q_TX.split_with_sizes(self._q_up.sizes, dim=1)
         q_THD = q_TX.unflatten(1, (self._heads, -1))
         q_THW = x_TE.new_empty((x_TE.shape[0], self._heads, latent_TW.shape[1]))
         self._write(
@@ -272,8 +289,8 @@ class LatentAttention:
         spec, scope, rope = self._spec, self._scope, self._spec.rope
         facts = {"device": scope.kind, "dtype": scope.dtype, "heads": self._heads}
         weight_HXC = self._kv_up.take().unflatten(0, (self._heads, spec.nope + spec.values))
-        if spec.gate is not None:
-            self._gated = spec.gate.bind(scope, self._heads, spec.values)
+        if spec.gate is not None or spec.joint_gate:
+            self._gated = (spec.gate or OutputGate()).bind(scope, self._heads, spec.values)
         key_HNC, value_HVC = weight_HXC.split_with_sizes((spec.nope, spec.values), dim=1)
         absorb = HeadLinearProblem(**facts, inputs=spec.nope, outputs=spec.rank)
         expand = HeadLinearProblem(**facts, inputs=spec.rank, outputs=spec.values)
@@ -284,7 +301,7 @@ class LatentAttention:
         self._write = scope.bind(
             LATENT_WRITE,
             LatentWriteProblem(**facts, **cache, nope=spec.nope, eps=spec.eps, layout=rope.layout),
-            self._kv_norm.weight_E,
+            self._kv_norm.weight_E * spec.latent_scale,
         )
         if spec.query_scale is not None:
             self._query_scale_P = spec.query_scale.table_in(scope)

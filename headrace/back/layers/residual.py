@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from headrace.back.layers.gated_block_norm import GatedBlockNorm
 from headrace.back.layers.norm import LayerNorm, RMSNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.collectives import Partial
@@ -16,7 +17,15 @@ from headrace.back.parallel.collectives import Partial
 Branch = torch.Tensor | Partial | None
 """What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a
 sum."""
-BlockNorm = RMSNorm | LayerNorm
+BlockNorm = RMSNorm | LayerNorm | GatedBlockNorm
+
+
+class BlockNormSpec(Protocol):
+    """A kind of norm of a layer: NormSpec and others."""
+
+    def build(self, scope: Scope, width: int, *, eps: float) -> BlockNorm:
+        """The norm whose tensors lie below `scope`."""
+        ...
 
 
 class ResidualStreamsSpec(Protocol):

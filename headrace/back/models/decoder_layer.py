@@ -4,7 +4,8 @@ it. T tokens, E hidden size, N tokens whose logits are wanted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,13 @@ from headrace.back.layers.layer_tail import LayerTailSpec, Tail
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import PRE, NormPlacement, NormSpec, RMSNorm, ScaledNorm
-from headrace.back.layers.residual import BlockNorm, Branch, add_norm, sum_branches
+from headrace.back.layers.residual import (
+    BlockNorm,
+    BlockNormSpec,
+    Branch,
+    add_norm,
+    sum_branches,
+)
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.collectives import Partial
 
@@ -45,7 +52,7 @@ class LayerSpec:
     may lack one of its branches. `branch_scale`: what each branch is multiplied with behind its
     last norm. `normed_residual`: each branch is added to what the norm before it gives, times
     these, instead of to what goes into that norm. `tail`: what is done to the residual behind
-    both."""
+    both. `norms`: the kinds of norms, by name, that are not the decoder's."""
 
     mixer: MixerSpec | None
     placement: NormPlacement = PRE
@@ -53,6 +60,7 @@ class LayerSpec:
     branch_scale: float = 1.0
     normed_residual: tuple[float, float] | None = None
     tail: LayerTailSpec | None = None
+    norms: Mapping[str, BlockNormSpec] = field(default_factory=dict)
 
     def build(self, scope: Scope, cache: int, sizes: DecoderSizes, norms: NormSpec) -> DecoderLayer:
         """See DecoderLayerSpec."""
@@ -105,7 +113,8 @@ class DecoderLayer:
         def norm(name: str | None) -> BlockNorm | None:
             if name is None:
                 return None
-            return norms.build(scope / name, sizes.width, eps=sizes.eps)
+            kind = spec.norms.get(name, norms)
+            return kind.build(scope / name, sizes.width, eps=sizes.eps)
 
         self.before_attention = norm(place.before_attention)
         plain = spec.branch_scale == 1.0

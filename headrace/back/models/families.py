@@ -101,6 +101,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "FlintForCausalLM": "flint",
     "MellumForCausalLM": "mellum",
     "LagunaForCausalLM": "laguna",
+    "AXK2ForCausalLM": "axk2",
+    "LongcatFlashForCausalLM": "longcat_flash",
     "OlmoHybridForCausalLM": "olmo_hybrid",
     "KimiLinearForCausalLM": "kimi_linear",
     "BailingHybridForCausalLM": "bailing_hybrid",

@@ -1,6 +1,6 @@
 """Laguna (poolside): windows in some layers, with rotations and head counts of their own, what
-heads give times the softplus of a gate; a dense layer, then experts by sigmoid with a bias that only
-chooses, beside a shared one."""
+heads give times the softplus of a gate; a dense layer, then experts by sigmoid with a bias that
+only chooses, beside a shared one."""
 
 from __future__ import annotations
 

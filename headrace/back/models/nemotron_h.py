@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
 from headrace.back.layers.mlp import FeedForwardSpec, PlainMLPSpec, SummedSpec
+from headrace.back.layers.moe.latent import LatentMixtureSpec
 from headrace.back.layers.moe.weights import SeparateExperts
 from headrace.back.layers.norm import NormPlacement
 from headrace.back.layers.scope import Scope
@@ -68,16 +69,16 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 def _experts(config: ConfigReader, sizes: DecoderSizes) -> FeedForwardSpec:
     if sizes.activation != "relu2":
         raise config.wrong("mlp_hidden_act", "relu2, as experts without a gate have it")
-    if config.int("moe_latent_size", None, ge=1) is not None:
-        raise config.wrong("moe_latent_size", "null: experts over a latent are not supported")
     mixture = replace(
         sigmoid_mixture(config), layout=UNGATED, shared=None, name="mixer", activation="relu"
     )
     shared = config.int("moe_shared_expert_intermediate_size", ge=1)
-    beside = PlainMLPSpec(
-        name="mixer.shared_experts", inner=shared, bias=config.bool("mlp_bias", False)
-    )
-    return SummedSpec(experts=mixture, beside=beside)
+    bias, latent = config.bool("mlp_bias", False), config.int("moe_latent_size", None, ge=1)
+    beside = PlainMLPSpec(name="mixer.shared_experts", inner=shared, bias=bias)
+    if latent is None:
+        return SummedSpec(experts=mixture, beside=beside)
+    over = LatentMixtureSpec(mixture=mixture, latent=latent, bias=bias)
+    return SummedSpec(experts=over, beside=beside)
 
 
 def _mamba(config: ConfigReader, sizes: DecoderSizes) -> Mamba2Spec:

@@ -15,8 +15,8 @@ With the score "sparsemixer" (Phi-3.5-MoE; Liu et al. 2023) experts are chosen b
 after another. The weight of one with logit m is its share of the softmax over those not yet chosen
 but for those whose logit l is far from m: (m - l) / max(|l|, m) > 2 * `jitter`.
 
-With the score "chosen_sigmoid" (Kolibri 1) experts are chosen by logit + bias; the weight of a chosen
-one is the sigmoid of its logit.
+With the score "chosen_sigmoid" (Kolibri 1) experts are chosen by logit + bias; the weight of a
+chosen one is the sigmoid of its logit.
 
 The slots behind them are those of the `shared` experts, X, X + 1, ..., which every token takes,
 with weight 1 or the sigmoid of the last logit.

@@ -44,7 +44,8 @@ class RouterSpec:
     may lack it. `weighs_inputs`: the weights multiply
     what goes into the experts, not what comes out (Llama 4). `expert_scale`: what each expert's
     results are multiplied with, a tensor of the module. `softcap`: logits are bounded by it, c
-    tanh(x / c); 0: they are not."""
+    tanh(x / c); 0: they are not. `idle`: so many experts, behind the others, give back what they
+    get (LongCat-Flash)."""
 
     experts: int
     top_k: int
@@ -64,6 +65,7 @@ class RouterSpec:
     jitter: float = 0.0
     expert_scale: str | None = None
     softcap: float = 0.0
+    idle: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +98,29 @@ class MixtureSpec:
 
 
 class Mixture:
-    """x_TE -> y_TE: see MixtureSpec. `adds`: y goes into the residual as it is."""
+    """x_TE -> y_TE: see MixtureSpec. `adds`: y goes into the residual as it is; `routed_width`: of
+    what the router reads, where it is not that of the experts."""
 
     norms = False
 
     def __init__(
-        self, scope: Scope, spec: MixtureSpec, width: int, *, activation: str, adds: bool = True
+        self,
+        scope: Scope,
+        spec: MixtureSpec,
+        width: int,
+        *,
+        activation: str,
+        adds: bool = True,
+        routed_width: int | None = None,
     ) -> None:
-        self._adds = adds
+        self._adds, self._routed_width = adds, routed_width or width
         self._scope, self._spec, self._width, self._activation = scope, spec, width, activation
         router, shared = spec.router, spec.shared
         assert shared is None or shared.inner % spec.inner == 0, (shared, spec.inner)
         self._num_shared = 0 if shared is None else shared.inner // spec.inner
         self._router = scope.param(
             f"{router.name}.weight",
-            (router.experts + self._is_gated, width),
+            (router.experts + self._is_gated, self._routed_width),
             pieces=self._router_pieces(scope),
         )
         self._router_bias = (
@@ -129,11 +139,11 @@ class Mixture:
             else None
         )
         self._expert_scale = (
-            scope.param(router.expert_scale, (router.experts,), init="ones")
+            scope.param(router.expert_scale, (router.experts - router.idle,), init="ones")
             if router.expert_scale
             else None
         )
-        sizes = ExpertSizes(experts=router.experts, width=width, inner=spec.inner)
+        sizes = ExpertSizes(experts=router.experts - router.idle, width=width, inner=spec.inner)
         self._inner = sizes.part
         self._weights = spec.layout.params(scope, sizes)
         self._shared = self._shared_params(scope) if shared is not None else None
@@ -156,9 +166,26 @@ class Mixture:
         if cap:
             logits_TG = logits_TG.div_(cap).tanh_().mul_(cap)
         expert_TK, weight_TK = self._route(logits_TG)
+        if self._spec.router.idle:
+            return self._beside_idle(x_TE, expert_TK, weight_TK)
         if self._spec.router.weighs_inputs:
             return self._of_weighed(x_TE, expert_TK, weight_TK)
         return self._experts(x_TE, expert_TK, weight_TK)
+
+    def _beside_idle(
+        self, x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """A slot of an idle expert counts another of the token's experts, whose weights are read
+        anyway, with weight 0. One rank adds what idle experts give back."""
+        working = self._spec.router.experts - self._spec.router.idle
+        is_idle_TK = expert_TK >= working
+        other_T1 = expert_TK.amin(1, keepdim=True).clamp_(max=working - 1)
+        kept_TK = weight_TK.masked_fill(is_idle_TK, 0.0)
+        y_TE = self._experts(x_TE, torch.where(is_idle_TK, other_T1, expert_TK), kept_TK)
+        if self._scope.mesh.tp.rank:
+            return y_TE
+        idle_T1 = (weight_TK - kept_TK).sum(1, keepdim=True)
+        return y_TE + (x_TE.float() * idle_T1).to(y_TE.dtype)
 
     def _of_weighed(
         self, x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -175,7 +202,7 @@ class Mixture:
         return self._spec.shared is not None and self._spec.shared.gate is not None
 
     def _router_pieces(self, scope: Scope) -> tuple[WeightPiece, ...]:
-        router, shape = self._spec.router, (self._spec.router.experts, self._width)
+        router, shape = self._spec.router, (self._spec.router.experts, self._routed_width)
         pieces = [WeightPiece(name=scope.name(f"{router.name}.weight"), shape=shape)]
         if self._spec.shared is not None and self._spec.shared.gate is not None:
             gate = scope.name(f"{self._spec.shared.gate}.weight")

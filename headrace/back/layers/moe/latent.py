@@ -1,0 +1,74 @@
+"""Experts over a latent: a token is projected down, its experts compute there, and the sum is
+projected back; the router reads the token itself (Nemotron 3).
+
+T tokens, E hidden size, L latent size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.linear.op import Linear
+from headrace.back.layers.linear import ColumnLinear, bind_linear
+from headrace.back.layers.mlp import FeedForwardPlace
+from headrace.back.layers.moe.mixture import Mixture, MixtureSpec
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import Partial
+from headrace.back.parallel.shard import Part
+
+DOWN, UP = "fc1_latent_proj", "fc2_latent_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentMixtureSpec:
+    """`latent`: L; `bias`: of the two projections, which lie in the mixture's module. The mixture
+    has no shared experts."""
+
+    mixture: MixtureSpec
+    latent: int
+    bias: bool = False
+
+    def build(self, scope: Scope, place: FeedForwardPlace) -> LatentMixture:
+        """See FeedForwardSpec."""
+        return LatentMixture(scope, self, place)
+
+
+class LatentMixture:
+    """x_TE -> y_TE: see LatentMixtureSpec."""
+
+    norms = False
+
+    def __init__(self, scope: Scope, spec: LatentMixtureSpec, place: FeedForwardPlace) -> None:
+        mixture, width = spec.mixture, place.width
+        assert mixture.shared is None, "shared experts read the token, not its latent"
+        self._scope, self._adds = scope, place.adds
+        at = scope / mixture.name
+        self._mixture = Mixture(
+            at,
+            mixture,
+            spec.latent,
+            activation=mixture.activation or place.activation,
+            routed_width=width,
+        )
+        self._down = ColumnLinear(at, width, (Part(DOWN, spec.latent, 1),), bias=spec.bias)
+        self._up: Linear = not_loaded
+        self._up_weight = at.param(f"{UP}.weight", (width, spec.latent))
+        self._up_bias = at.param(f"{UP}.bias", (width,), init="zeros") if spec.bias else None
+        scope.on_finish(self._finish)
+
+    def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | Partial:
+        """y_TE, to be added to the residual."""
+        share_TE = self._up(self._mixture.mixed(self._down.project(x_TE), x_TE))
+        axis = self._scope.mesh.tp
+        if axis.size == 1:
+            return share_TE
+        share = Partial(share_TE, axis)
+        return share if self._adds else share.total()
+
+    def _finish(self) -> None:
+        bias = None if self._up_bias is None else self._up_bias.take()
+        if bias is not None and self._scope.mesh.tp.rank:
+            bias.zero_()  # the ranks' results are added up
+        self._up = bind_linear(self._scope, self._up_weight.take(), bias)
