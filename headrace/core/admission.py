@@ -28,6 +28,7 @@ from headrace.base.wire.request import (
 )
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.manager import KVManager
+from headrace.core.media_checks import check_media
 from headrace.core.request import TOKEN_BYTES
 
 MAX_ID = (1 << 63) - 1
@@ -53,6 +54,8 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     length = _length_limit(num_prompt, request.stop.max_tokens, facts, kv)
     if request.sampling.capture_layers:
         _check_capture(request.sampling.capture_layers, length, facts)
+    if request.media:
+        check_media(request, facts, num_prompt=num_prompt)
     return length
 
 

@@ -127,13 +127,7 @@ class EngineCore:
             rows=rows,
             scheduler=scheduler,
             output_processor=StepOutputProcessor(
-                rows,
-                kv,
-                self.hooks,
-                self.output_buffer,
-                self.counters,
-                self.end,
-                speculation,
+                rows, kv, self.hooks, self.output_buffer, self.counters, self.end, speculation
             ),
             jump_forward=JumpForward(
                 rows, scheduler, self.output_buffer, end=self.end, now=self.clock
@@ -166,6 +160,7 @@ class EngineCore:
         waiting = list(self.scheduler.queue)
         self._model = self._model_on(executor)
         self.graphs = executor.facts.graphs
+        self.hooks.renew()
         for request in waiting:
             request.chain.clear()
             request.chain_start = b""
@@ -193,6 +188,8 @@ class EngineCore:
             log_level=self.service.log_level,
             start_s=facts.start_s,
             decisions=facts.decisions,
+            media=facts.media,
+            media_tokens=facts.media_tokens,
         )
 
     @property

@@ -145,6 +145,9 @@ class AdmissionHook(Protocol):
         """The request ended, on whatever path; called exactly once per admitted request."""
         ...
 
+    def renew(self) -> None:
+        """Other workers have taken over, which know nothing of earlier payloads; nothing runs."""
+
     @property
     def num_held(self) -> int:
         """Requests for which the hook keeps something."""

@@ -30,6 +30,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.wire.media import MediaSpan
 from headrace.base.wire.request import EngineRequest
 from headrace.core.repeats import Repeats
 
@@ -85,6 +86,7 @@ class Request:
     row: int = field(init=False, default=-1)
     output: bytearray = field(init=False, default_factory=bytearray)
     repeats: Repeats | None = field(init=False, default=None)
+    media: tuple[MediaSpan, ...] = field(init=False, default=())
     # KV
     blocks: list[list[int]] = field(init=False)
     trimmed: list[int] = field(init=False)
@@ -119,6 +121,8 @@ class Request:
         self.stop_set = frozenset(self.wire.stop.stop_ids)
         if (rule := self.wire.stop.repetition) is not None:
             self.repeats = Repeats(rule, min_tokens=self.wire.stop.min_tokens)
+        if self.wire.media:
+            self.media = tuple(one.span() for one in self.wire.media)
         self.key = (self.arrival,)
         self.blocks = [[] for _ in range(groups)]
         self.trimmed = [0] * groups

@@ -36,9 +36,11 @@ from headrace.base.wire.request import (
     Reply,
     TokenBatch,
 )
+from headrace.base.wire.step import WorkerFacts
 from headrace.core.absent import AbsentExecutor
 from headrace.core.admission import check_stated_length
 from headrace.core.core import EngineCore
+from headrace.core.encoder_cache import encoder_cache_hooks
 from headrace.core.grammar.hook import GrammarHook
 from headrace.core.lifecycle import record_graph
 from headrace.core.output_processor import CoreOutput
@@ -303,7 +305,11 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     # as the core before it was when it died: whoever paused it has not resumed it
     service = ServiceState.resumed(paused=rest.paused, asleep=rest.asleep)
     core = EngineCore(
-        spec, executor, hooks=admission_hooks_of(spec), source=source, service=service
+        spec,
+        executor,
+        hooks=admission_hooks_of(spec, executor.facts),
+        source=source,
+        service=service,
     )
     check_stated_length(spec.kv, core.kv)
     frontends = FrontendConnections(socket_path, core.hello(), status)
@@ -334,13 +340,14 @@ def _announce_slow(core: EngineCore, frontends: FrontendConnections, seconds: fl
     frontends.announce(hello)
 
 
-def admission_hooks_of(spec: EngineSpec) -> list[AdmissionHook]:
+def admission_hooks_of(spec: EngineSpec, facts: WorkerFacts) -> list[AdmissionHook]:
     """The admission hooks of an engine. Nothing is loaded before a request needs it."""
+    hooks = [*encoder_cache_hooks(facts.media_tokens, spec.scheduler.max_step_tokens)]
     if spec.grammar is None:
-        return []
+        return hooks
     load = partial(vocabulary_of, spec.grammar.tokenizer_path, spec.model)
     encoder = partial(encoder_of, spec.grammar.tokenizer_path)
-    return [GrammarHook(load, backend=spec.grammar.backend, encoder=encoder)]
+    return [*hooks, GrammarHook(load, backend=spec.grammar.backend, encoder=encoder)]
 
 
 if __name__ == "__main__":

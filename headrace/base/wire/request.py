@@ -20,6 +20,7 @@ import numpy as np
 from headrace.base.errors import WireError
 from headrace.base.wire.grammar import StructuredOutputs
 from headrace.base.wire.load import Load
+from headrace.base.wire.media import MediaForm, MediaInput
 
 LOGPROBS_MODES = ("raw", "processed")
 
@@ -205,7 +206,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `priority` goes first. `deadline_s` counts from arrival. `cache_salt` separates prefix caches.
     `extra_keys` enter the hash of every block (adapter, media). `hook_payloads`: by hook name.
     `pooling` asks for hidden states instead of tokens; `stop.max_tokens` is 0 then. `prediction`:
-    what the answer may be, as token ids like the prompt's.
+    what the answer may be, as token ids like the prompt's. `media`: in the order of their
+    placeholders in the prompt.
     """
 
     id: int
@@ -223,6 +225,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     hook_payloads: dict[str, msgspec.Raw] = {}
     pooling: RowPooling | None = None
     prediction: bytes = b""
+    media: tuple[MediaInput, ...] = ()
 
     def prompt_ids(self) -> np.ndarray:
         """The prompt as an int32 array (a read-only view)."""
@@ -266,7 +269,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     expected although steps run, or "".
     `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
     `log_level`: what an administrator wants every process to log, or "". `start_s` breaks the
-    start-up time down by phase.
+    start-up time down by phase. `media`: the kinds of input beside text (none: empty), of which a
+    request may have `media_tokens` tokens together.
     """
 
     logits_width: int
@@ -283,6 +287,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     log_level: str = ""
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []
+    media: tuple[MediaForm, ...] = ()
+    media_tokens: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import WireError
+from headrace.base.wire.media import MediaForm, MediaSpan
 from headrace.base.wire.request import Captured, Pooled, PromptLogprobs, RowPooling, RowSampling
 
 
@@ -54,7 +55,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     equal bytes. `groups` is empty for encoders, which keep no KV. `generates`: there is a language-
     model head; without one requests can only be pooled. Attention weights can be had of
     `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `host_drafts`: the
-    host knows the drafts of a step before it, so that masks and penalties follow them.
+    host knows the drafts of a step before it, so that masks and penalties follow them. `media`:
+    the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them.
     """
 
     num_blocks: int
@@ -73,6 +75,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     graphs: RecordedGraphs = RecordedGraphs()
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []
+    media: tuple[MediaForm, ...] = ()
+    media_tokens: int = 0
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -81,7 +85,9 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     `num_prompt` of them are the prompt. The first `num_computed` have KV already (prefix hit).
     Block ids follow in the plan's `block_*` arrays. `prediction`: what the answer may be,
-    little-endian int32 token ids; drafts are looked up in it.
+    little-endian int32 token ids; drafts are looked up in it. `media`: what the prompt's
+    placeholders stand for; the content follows in the payload of hook MEDIA_HOOK, unless the
+    workers have it.
     """
 
     row: int
@@ -92,6 +98,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sampling: RowSampling
     pooling: RowPooling | None = None
     prediction: bytes = b""
+    media: tuple[MediaSpan, ...] = ()
 
 
 class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -219,6 +219,9 @@ class GrammarHook:
         held = self._held
         return bool(held) and any(request_id in held for request_id in request_ids)
 
+    def renew(self) -> None:
+        """See AdmissionHook: the workers keep nothing of grammars."""
+
     @property
     def follows_drafts(self) -> bool:
         """See AdmissionHook."""

@@ -20,6 +20,7 @@ from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.kinds import capacity_tokens, common_hit, kind_of
 from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher, Snapshots
 from headrace.core.kv.slabs import SlabPool
+from headrace.core.media_checks import media_mark
 from headrace.core.request import Request
 
 Int32 = npt.NDArray[np.int32]
@@ -304,6 +305,9 @@ class KVManager:
                 continue
             chain = request.chain
             assert len(chain) == index, (len(chain), index)
+            if request.media:
+                start = index * self.block_tokens
+                token_bytes += media_mark(request.media, start, start + self.block_tokens)
             digest = extend(chain[-1] if chain else request.chain_start, token_bytes)
             chain.append(digest)
             for group in self._even:
@@ -375,7 +379,10 @@ class KVManager:
         while len(chain) <= index:
             start = len(chain) * size
             parent = chain[-1] if chain else request.chain_start
-            chain.append(self._hasher.extend(parent, request.token_bytes(start, start + size)))
+            token_bytes = request.token_bytes(start, start + size)
+            if request.media:
+                token_bytes += media_mark(request.media, start, start + size)
+            chain.append(self._hasher.extend(parent, token_bytes))
         return chain[index]
 
 

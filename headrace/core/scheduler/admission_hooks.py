@@ -113,6 +113,11 @@ class AdmissionHooks:
             ends |= {i: self._failed.pop(i) for i in request_ids if i in self._failed}
         return ends
 
+    def renew(self) -> None:
+        """Tells every hook that other workers have taken over."""
+        for hook in self._hooks:
+            hook.renew()
+
     @property
     def num_held(self) -> int:
         """Requests that hooks keep something for; 0 at rest."""

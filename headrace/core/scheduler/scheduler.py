@@ -438,6 +438,7 @@ class Scheduler:
             sampling=request.wire.sampling,
             pooling=request.wire.pooling,
             prediction=request.wire.prediction,
+            media=request.media,
         )
         builder.add_start(start, request)
         builder.add_updates(request, self.kv.attach(request, hit))

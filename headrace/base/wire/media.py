@@ -1,0 +1,111 @@
+"""Images, video and audio as they cross a process border, and how a model wants them.
+
+The front decodes and resizes; it cuts the pixels into *rows*, one for each patch, and puts as many
+placeholder tokens into the prompt as the encoder will give rows of hidden size. Pixels travel as
+uint8: rescaling and normalization happen in the encoder. `MediaForm` says per kind what a model
+takes; it is told in `Hello.media`, and both the front and the core check inputs against it.
+
+The rows of a grid of t x h x w patches of p x p pixels lie in this order (that of the reference
+processors): by t; then windows of merge x merge patches, from top to bottom and left to right; then
+the patches within a window likewise. Within a row: channel (red, green, blue), then frame (a row
+of a video may hold several), then y, then x. With merge 1 that is plain raster order.
+
+An input's tokens lie in the same order: one for each window of each t.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+KINDS = ("image", "video", "audio")
+KEY_BYTES = 32
+MAX_ROWS = 65_536
+"""Patches of one input at most."""
+MAX_STEP_S = 3600.0
+
+
+class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One kind of input as a model takes it.
+
+    kind         image, video or audio
+    row_bytes    bytes of a row: 3 * frames * patch * patch of pixels
+    patch        pixels of a patch's side
+    frames       frames in a row of a video that belong to one t; images: 1
+    merge        patches per side of the window that becomes one token
+    max_rows     rows of one input at most
+    grids        the only grids (t, h, w) there are, for models with fixed sizes; empty: any
+    max_t        t of an input at most (1: each pair of frames of a video is an input of its own)
+    """
+
+    kind: str
+    row_bytes: int
+    patch: int = 0
+    frames: int = 1
+    merge: int = 1
+    max_rows: int = MAX_ROWS
+    grids: tuple[tuple[int, int, int], ...] = ()
+    max_t: int = MAX_ROWS
+
+
+class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where an input's tokens stand in a prompt, and the shape of what is encoded.
+
+    kind         image, video or audio
+    key          KEY_BYTES bytes: digest of the content and of how it was processed; the same key
+                 stands for the same rows, grid and tokens
+    offset       position of its first placeholder token in the prompt
+    num_tokens   placeholder tokens in a row: t * h * w / merge^2
+    grid         (t, h, w) in patches; h and w are multiples of the form's merge
+    step_s       seconds between two t of a video (models whose positions follow time)
+    """
+
+    kind: str
+    key: bytes
+    offset: int
+    num_tokens: int
+    grid: tuple[int, int, int]
+    step_s: float = 0.0
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.offset + self.num_tokens
+
+
+class MediaInput(MediaSpan, frozen=True, kw_only=True, omit_defaults=True):
+    """A span with its content: `rows` holds t * h * w rows of the form's `row_bytes`."""
+
+    rows: bytes = b""
+
+    def span(self) -> MediaSpan:
+        """It without its content."""
+        return MediaSpan(
+            kind=self.kind,
+            key=self.key,
+            offset=self.offset,
+            num_tokens=self.num_tokens,
+            grid=self.grid,
+            step_s=self.step_s,
+        )
+
+
+MEDIA_HOOK = "media"
+"""The admission hook whose payload is a `MediaPayload`."""
+
+
+class MediaContent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What the encoder turns into `num_tokens` rows of hidden size. See MediaInput."""
+
+    key: bytes
+    kind: str
+    grid: tuple[int, int, int]
+    num_tokens: int
+    rows: bytes
+
+
+class MediaPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a step changes in the workers' encoder cache: entries that go, then entries that come
+    (and are encoded when a prompt's chunk first reaches their tokens)."""
+
+    evicted: tuple[bytes, ...] = ()
+    added: tuple[MediaContent, ...] = ()

@@ -1,0 +1,103 @@
+"""Whether a request's images, video and audio are what the model takes, and where its placeholders
+are. The front made them; this is the last line before the device."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.media import KEY_BYTES, MAX_STEP_S, MediaForm, MediaInput, MediaSpan
+from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.step import WorkerFacts
+
+MAX_INPUTS = 4096
+MARK_AT_BYTES = 4
+
+
+def check_media(request: EngineRequest, facts: WorkerFacts, *, num_prompt: int) -> None:
+    """Refuses inputs of a kind, shape or size that the model does not take, or that do not stand
+    in order within the prompt; with the field, what was given and what is allowed."""
+    forms = {form.kind: form for form in facts.media}
+    if len(request.media) > MAX_INPUTS:
+        raise _wrong("media", f"{len(request.media)} inputs, at most {MAX_INPUTS} are allowed")
+    end = 0
+    for index, one in enumerate(request.media):
+        field = f"media[{index}]"
+        form = forms.get(one.kind)
+        if form is None:
+            takes = ", ".join(forms) or "none"
+            raise _wrong(f"{field}.kind", f"{one.kind!r}; kinds this model takes: {takes}")
+        _check_shape(field, one, form)
+        if one.offset < end:
+            raise _wrong(f"{field}.offset", f"{one.offset}, the input before it ends at {end}")
+        end = one.offset + one.num_tokens
+        if end > num_prompt:
+            raise _wrong(
+                f"{field}.offset",
+                f"{one.offset}: its {one.num_tokens} tokens end behind the prompt's {num_prompt}",
+            )
+    _check_keys(request.media)
+    total = sum(one.num_tokens for one in _distinct(request.media))
+    if total > facts.media_tokens:
+        raise _wrong(
+            "media",
+            f"the inputs have {total} tokens together, the encoder cache holds "
+            f"{facts.media_tokens}: send fewer or smaller ones",
+        )
+
+
+def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
+    if len(one.key) != KEY_BYTES:
+        raise _wrong(f"{field}.key", f"{len(one.key)} bytes, it has {KEY_BYTES}")
+    if not 0.0 <= one.step_s <= MAX_STEP_S:
+        raise _wrong(f"{field}.step_s", f"{one.step_s}, allowed is 0 .. {MAX_STEP_S:g}")
+    t, h, w = one.grid
+    num_rows = t * h * w
+    if min(one.grid) < 1 or h % form.merge or w % form.merge:
+        raise _wrong(
+            f"{field}.grid",
+            f"{one.grid}: t, h and w are at least 1, h and w multiples of {form.merge}",
+        )
+    if num_rows > form.max_rows or t > form.max_t:
+        raise _wrong(
+            f"{field}.grid",
+            f"{one.grid}: {num_rows} patches in {t} steps, at most {form.max_rows} in "
+            f"{form.max_t} are allowed",
+        )
+    if form.grids and one.grid not in form.grids:
+        raise _wrong(f"{field}.grid", f"{one.grid}, allowed are {form.grids}")
+    num_tokens = math.prod(one.grid) // form.merge**2
+    if one.num_tokens != num_tokens:
+        raise _wrong(f"{field}.num_tokens", f"{one.num_tokens}, its grid makes {num_tokens}")
+    if len(one.rows) != num_rows * form.row_bytes:
+        raise _wrong(
+            f"{field}.rows",
+            f"{len(one.rows)} bytes, {num_rows} patches of {form.row_bytes} are needed",
+        )
+
+
+def _check_keys(media: tuple[MediaInput, ...]) -> None:
+    """One key stands for one content."""
+    grids: dict[bytes, tuple[str, tuple[int, int, int]]] = {}
+    for index, one in enumerate(media):
+        shape = (one.kind, one.grid)
+        if grids.setdefault(one.key, shape) != shape:
+            raise _wrong(f"media[{index}].key", "the same as that of an input of another shape")
+
+
+def _distinct(media: tuple[MediaInput, ...]) -> list[MediaInput]:
+    return list({one.key: one for one in media}.values())
+
+
+def _wrong(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} is {what}", field=field)
+
+
+def media_mark(media: tuple[MediaSpan, ...], start: int, end: int) -> bytes:
+    """What stands for the inputs with tokens at positions start .. end-1, beside these tokens, in
+    the hash of a block: of each its place relative to `start` and its key."""
+    return b"".join(
+        (one.offset - start).to_bytes(MARK_AT_BYTES, "little", signed=True) + one.key
+        for one in media
+        if one.offset < end and one.offset + one.num_tokens > start
+    )
