@@ -6,7 +6,14 @@ from __future__ import annotations
 import math
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.media import KEY_BYTES, MAX_STEP_S, MediaForm, MediaInput, MediaSpan
+from headrace.base.wire.media import (
+    KEY_BYTES,
+    MAX_STEP_S,
+    MAX_TIME_POSITIONS,
+    MediaForm,
+    MediaInput,
+    MediaSpan,
+)
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import WorkerFacts
 
@@ -66,6 +73,13 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
         )
     if form.grids and one.grid not in form.grids:
         raise _wrong(f"{field}.grid", f"{one.grid}, allowed are {form.grids}")
+    positions = (t - 1) * form.positions_per_s * one.step_s
+    if positions > MAX_TIME_POSITIONS:
+        raise _wrong(
+            f"{field}.step_s",
+            f"{one.step_s}: {t} steps so far apart take {positions:.0f} positions, at most "
+            f"{MAX_TIME_POSITIONS} are allowed",
+        )
     num_tokens = math.prod(one.grid) // form.merge**2
     if one.num_tokens != num_tokens:
         raise _wrong(f"{field}.num_tokens", f"{one.num_tokens}, its grid makes {num_tokens}")

@@ -45,6 +45,7 @@ class TinyModel:
     host_kernels = ("attention in plain torch",)
     host_pairs: int | None = None
     adapters = None
+    media = None
 
     def __init__(
         self,

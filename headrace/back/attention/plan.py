@@ -64,6 +64,18 @@ class AttentionProbe(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncodedTokens:
+    """Rows of an encoder that stand for some of a step's tokens.
+
+    at_M int64 [M]: indices of query tokens; rows_ME: their embeddings; layers: for each of the
+    first decoder layers, what is added to the residual of these tokens behind it, [M, E]."""
+
+    at_M: torch.Tensor
+    rows_ME: torch.Tensor
+    layers: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """One step's input to a model: an argument of `forward`, never ambient.
 
@@ -83,6 +95,9 @@ class Batch:
     asks for the hidden states of other
     tokens than those at logits_at_N: plans with one query in each of N rows (which may be padding).
     None: all of it.
+    rope_table_TR: cosines and sines of each query token, where its position has several axes; then
+    positions_T are places in this table. None: those of a model's own table.
+    encoded: what an encoder gives in place of tokens' embeddings (exact steps only).
     """
 
     token_ids_T: torch.Tensor
@@ -97,3 +112,5 @@ class Batch:
     probe: AttentionProbe | None = None
     slot_T: torch.Tensor | None = None
     last_token_batch: Batch | None = None
+    rope_table_TR: torch.Tensor | None = None
+    encoded: EncodedTokens | None = None

@@ -272,7 +272,9 @@ class Attention:
             *qkv_sizes, gate_size = self._qkv.sizes
             qkv_TC, gate_TX = qkv_TC.split_with_sizes((sum(qkv_sizes), gate_size), dim=1)
         if self._fused is not None:
-            table_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
+            table_PR = batch.rope_table_TR
+            if table_PR is None:
+                table_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
             q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
         else:
             q_THD = self._separately(qkv_TC, batch, plan, kv)
@@ -314,7 +316,8 @@ class Attention:
         if not after_rope:
             q_THD, k_TKD = self._normed(q_THD, k_TKD)
         if self._rope is not None:
-            self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
+            table_PR = self._rope.table_PR if batch.rope_table_TR is None else batch.rope_table_TR
+            self._rope.rotate(q_THD, k_TKD, batch.positions_T, table_PR)
         if after_rope:
             q_THD, k_TKD = self._normed(q_THD, k_TKD)
         self._write(k_TKD, v_TKD, kv, plan.slot_T)

@@ -23,7 +23,7 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-OLD_NAMES = {"su": "longrope", "ntk": "dynamic", "deepseek_yarn": "yarn"}
+OLD_NAMES = {"su": "longrope", "ntk": "dynamic", "deepseek_yarn": "yarn", "mrope": "default"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.norm import RMS, NormSpec
 from headrace.back.layers.residual import ResidualStreamsSpec, add_norm
 from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.decoder_layer import (
     DecoderLayerSpec,
     DecoderSizes,
@@ -147,6 +148,7 @@ class Decoder:
             prefix=(scope / prefix).path,
             renamed=spec.renamed,
         )
+        self.media: MediaEncoder | None = None
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
         self.host_pairs: int | None = None
@@ -175,6 +177,9 @@ class Decoder:
             self.adapters.take(batch)
         branch_TE = self._positions.lookup(batch.positions_T) if self._positions else None
         stream: Stream = branch_TE, self._embedding.lookup(batch.token_ids_T)
+        encoded = batch.encoded
+        if encoded is not None:
+            stream[1].index_copy_(0, encoded.at_M, encoded.rows_ME)
         inputs_LTP = None
         if self._layer_inputs is not None:
             inputs_LTP = self._layer_inputs.of(batch.token_ids_T, stream[1])
@@ -182,6 +187,9 @@ class Decoder:
             stream = None, self._streams.begin(stream[1])
         for index, layer in enumerate(self._layers):
             stream = layer.forward(stream, batch, last=layer is self._last_writer)
+            if encoded is not None and index < len(encoded.layers):
+                stream = None, add_norm(None, *stream)
+                stream[1].index_add_(0, encoded.at_M, encoded.layers[index])
             if layer is self._last_writer and self._goes_on:
                 batch, inputs_LTP = at_last_tokens(batch, inputs_LTP)
             if layer.tail is not None:

@@ -159,6 +159,7 @@ class Encoder:
     kv_forms: tuple[CacheForm, ...] = ()
     generates = False
     attention_heads = 0
+    media = None
 
     def __init__(
         self,

@@ -116,6 +116,12 @@ ARCHITECTURES: Mapping[str, str] = {
     "NomicBertForMaskedLM": "nomic_bert",
     "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
 }
+WITH_MEDIA: Mapping[str, str] = {
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
+}
+"""Architectures of several parts that take images or more beside text: the family reads the whole
+config."""
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 """Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
 TEXT_TYPES: Mapping[str, str] = {
@@ -186,13 +192,15 @@ _BASES = {
 class Architecture:
     """What a class name says. `head`: lm, sequence, token or none. `bare`: the checkpoint is of the
     base model alone, whose tensor names lack the prefix. `within`: where the text part lies among
-    others; `base_within`: where all of it but the head does, instead of below its prefix."""
+    others; `base_within`: where all of it but the head does, instead of below its prefix. `media`:
+    the family builds the other parts too."""
 
     family: str
     head: str = "lm"
     bare: bool = False
     within: str = ""
     base_within: str = ""
+    media: bool = False
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -207,6 +215,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
+    if names[0] in WITH_MEDIA:
+        return Architecture(family=WITH_MEDIA[names[0]], media=True)
     text = config.get("text_config")
     within, base = WRAPPERS.get(names[0], ""), BASES_WITHIN.get(names[0], "")
     if (within or base) and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:
@@ -222,7 +232,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the text part; whether its embeddings are tied, the whole model may say."""
     named = architecture_of(config)
-    if not named.within and not named.base_within:
+    apart = named.media and isinstance(config.get("text_config"), Mapping)
+    if not named.within and not named.base_within and not apart:
         return config
     over = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return {**config["text_config"], **over}

@@ -11,6 +11,7 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.logits import TopOf
+from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.weights import WeightPlan
 from headrace.base.config.resolved import Decision
 
@@ -23,6 +24,7 @@ class CausalModel(Protocol):
     launched by themselves, with their sizes on the host; None: none are.
     `adapters`: the slots of its linear layers' adapters; None: they take none.
     `attention_heads`: query heads of each layer, where a batch's probe sees them; 0: it does not.
+    `media`: what makes rows of images and video in place of embeddings; None: text is all it takes.
     """
 
     kv_forms: tuple[CacheForm, ...]
@@ -33,6 +35,7 @@ class CausalModel(Protocol):
     host_kernels: tuple[str, ...]
     host_pairs: int | None
     adapters: AdapterSlots | None
+    media: MediaEncoder | None
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Runs the decoder over T tokens; returns the normed hidden states [T, E] in the model's

@@ -17,6 +17,7 @@ from headrace.back.models.families import (
     ARCHITECTURES,
     BIDIRECTIONAL,
     FALLBACK,
+    WITH_MEDIA,
     architecture_of,
     family_of,
     text_config,
@@ -36,7 +37,10 @@ FAMILIES: Registry[BuildFamily] = Registry(
     "model family",
     {
         name: f"headrace.back.models.{name}:build"
-        for name in (*sorted({*ARCHITECTURES.values(), *BIDIRECTIONAL.values()}), FALLBACK)
+        for name in (
+            *sorted({*ARCHITECTURES.values(), *BIDIRECTIONAL.values(), *WITH_MEDIA.values()}),
+            FALLBACK,
+        )
     },
 )
 

@@ -115,6 +115,7 @@ class TransformersModel:
         self.host_kernels: tuple[str, ...] = ()
         self.host_pairs: int | None = None
         self.adapters: AdapterSlots | None = None
+        self.media = None
 
     def finish_load(self) -> None:
         """Chooses the attention kernels and compares a small paged run with transformers' own

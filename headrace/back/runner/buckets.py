@@ -79,13 +79,12 @@ class BucketSteps:
         self._shortcuts = {name: way for name, way in shortcuts.items() if way is not None}
         self._lacks = shortcuts.keys() - self._shortcuts.keys()
         self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
-        problem = StepInputsProblem(
+        self._problem = problem = StepInputsProblem(
             device=device.type,
             block_tokens=block_tokens,
             max_rows=max_rows,
             speculates=drafter is not None,
         )
-        self._problem = problem
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
         self._chosen = decisions((inputs, commit))
@@ -224,7 +223,9 @@ class BucketSteps:
         return StepOutputs(out=out, index=shape.place, samples=samples)
 
     def _wants_host(self, shape: StepShape) -> bool:
-        least = self._resources.model.host_pairs
+        least, until = self._resources.model.host_pairs, self._resources.state.host_until
+        if until is not None and (shape.position_T < until[shape.row_T]).any():
+            return True
         return least is not None and not shape.verifies and shape.prompt_pairs >= least
 
     def _read(
@@ -320,8 +321,7 @@ class BucketSteps:
         )
 
     def _kv_len(self, bucket: Bucket, out: StepOut) -> torch.Tensor:
-        """Tokens with KV behind the step, of each row: the message's, or what its bounds come
-        to."""
+        """Each row's tokens with KV behind the step: the message's, or what its bounds come to."""
         return self._message.section(1, bucket.rows) if out.kv_len_R is None else out.kv_len_R
 
     def _frame(self, bucket: Bucket) -> _Frame:

@@ -120,6 +120,8 @@ class Runner:
             max_drafts=self._steps.max_drafts,
             host_drafts=self._steps.host_drafts,
             kv_bytes=self._kv.num_bytes,
+            media=() if model.media is None else model.media.forms,
+            media_tokens=self._state.media_tokens,
             graphs=self._steps.graphs,
             decisions=[
                 (d.field, d.requested, d.chosen, d.why)
@@ -263,6 +265,8 @@ class Runner:
         )
 
     def _begin(self, plan: StepPlan) -> None:
+        if plan.hook_payloads:
+            self._state.take(plan.hook_payloads)
         if plan.ends.size:
             self._state.end(plan.ends)
             self._sampler.end(plan.ends)

@@ -33,7 +33,7 @@ from headrace.back.runner.memory import (
     least_bytes,
 )
 from headrace.back.runner.runner import Runner, RunnerPlan
-from headrace.back.runner.states import STATES, StateFactory
+from headrace.back.runner.states import StateFactory, state_of
 from headrace.back.runner.verification import check_groups
 from headrace.back.runner.warmup import run_largest, warm_up
 from headrace.base.config.resolved import EngineSpec
@@ -93,7 +93,7 @@ def plan_runner(
         counts=counts,
         projection=load_projection(spec.model, device),
         steps=steps,
-        state=state or STATES[model.state],
+        state=state or state_of(model),
     )
 
 

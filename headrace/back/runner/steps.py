@@ -373,7 +373,7 @@ class ExactSteps:
         batch = build_batch(
             shape, self.rows, kv=resources.kv, group_of_layer=resources.group_of_layer, probe=probe
         )
-        batch = resources.state.prepare(batch, row_T=shape.row_T, hook_payloads=plan.hook_payloads)
+        batch = resources.state.prepare(batch, shape)
         resources.state.before(batch)
         hidden_TE = resources.model.forward(batch)
         resources.state.after(batch, hidden_TE)

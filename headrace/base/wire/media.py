@@ -22,6 +22,8 @@ KEY_BYTES = 32
 MAX_ROWS = 65_536
 """Patches of one input at most."""
 MAX_STEP_S = 3600.0
+MAX_TIME_POSITIONS = 32_768
+"""Positions of the decoder that the time of one video may take."""
 
 
 class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,6 +37,8 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_rows     rows of one input at most
     grids        the only grids (t, h, w) there are, for models with fixed sizes; empty: any
     max_t        t of an input at most (1: each pair of frames of a video is an input of its own)
+    positions_per_s  how far apart steps of a video are in the decoder's positions for each second
+                 between them (`MediaSpan.step_s`); 0: time does not count
     """
 
     kind: str
@@ -45,6 +49,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_rows: int = MAX_ROWS
     grids: tuple[tuple[int, int, int], ...] = ()
     max_t: int = MAX_ROWS
+    positions_per_s: float = 0.0
 
 
 class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

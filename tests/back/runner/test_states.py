@@ -13,6 +13,7 @@ import torch
 
 from headrace.back import runner as runner_package
 from headrace.back.attention.plan import Batch
+from headrace.back.runner.batch import StepShape
 from headrace.back.runner.start import start_runner
 from headrace.back.runner.states import STATES
 from headrace.base.wire.step import RowStart
@@ -27,6 +28,11 @@ class Reversed:
 
     in_graphs = False
     repeatable = True
+    host_until = None
+    media_tokens = 0
+
+    def take(self, payloads: Mapping[str, bytes]) -> None:
+        self.calls.append("take")
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -37,9 +43,7 @@ class Reversed:
     def start(self, start: RowStart) -> None:
         self.calls.append("start")
 
-    def prepare(
-        self, batch: Batch, *, row_T: np.ndarray, hook_payloads: Mapping[str, bytes]
-    ) -> Batch:
+    def prepare(self, batch: Batch, shape: StepShape) -> Batch:
         self.calls.append("prepare")
         return replace(batch, positions_T=100 - batch.positions_T)
 

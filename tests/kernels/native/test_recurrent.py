@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from headrace.back.kernels.native.library import Arena, Recorder, unowned
+from headrace.back.kernels.position_shift import native as position_shift
+from headrace.back.kernels.position_shift import op as position_shift_op
 from headrace.back.kernels.state_rows import native as state_rows
 from headrace.back.kernels.state_rows import op as state_rows_op
 from tests.kernels.recurrent_cases import (
@@ -117,3 +119,38 @@ def test_the_self_check_accepts_that(newest):
         (state_rows_op.KEEP_OP, state_rows.KEEP_KERNEL),
     ):
         assert op.error(kernel, state_problem("cpu")) == 0
+
+
+def test_positions_move_by_a_number_of_their_row_and_back(library, newest):
+    problem = position_shift_op.PositionShiftProblem(device="cpu")
+    for op, kernel, sign in (
+        (position_shift_op.ADD_OP, position_shift.ADD_KERNEL, 1),
+        (position_shift_op.SUBTRACT_OP, position_shift.SUBTRACT_KERNEL, -1),
+    ):
+        assert op.error(kernel, problem) == 0
+        shift = position_shift.bind_with(library, problem, sign=sign)
+        back = position_shift.bind_with(library, problem, sign=-sign)
+        for dtype in (torch.int32, torch.int64):
+            row = torch.tensor([3, 0, 2, 5, 5], dtype=dtype)
+            start = torch.tensor([0, 1, 5, 6, 6, 6], dtype=torch.int32)
+            delta = torch.tensor([-7, 11, 4, -300, 9, 0])
+            positions = torch.arange(500, 509)
+            shift(row, start, delta, positions)
+            moved = [-300, -7, -7, -7, -7, 4, 0, 0, 0]
+            assert (positions - torch.arange(500, 509)).tolist() == [sign * one for one in moved]
+            back(row, start, delta, positions)
+            assert torch.equal(positions, torch.arange(500, 509))
+
+
+def test_a_recorded_move_is_replayed(newest):
+    problem = position_shift_op.PositionShiftProblem(device="cpu")
+    shift = position_shift.bind_with(newest, problem, sign=1)
+    delta, positions = torch.tensor([-2, 5, 0]), torch.arange(10, 12)
+    row, start = torch.tensor([1, 0]), torch.tensor([0, 1, 2], dtype=torch.int32)
+    recorder = Recorder(newest, Arena())
+    with recorder:
+        shift(row, start, delta, positions)
+    assert not recorder.foreign, recorder.foreign
+    positions.copy_(torch.tensor([100, 200]))
+    recorder.graph().replay()
+    assert positions.tolist() == [105, 198]

@@ -32,6 +32,7 @@ from headrace.back.kernels.ngram_draft import op as ngram_draft
 from headrace.back.kernels.nucleus import op as nucleus
 from headrace.back.kernels.op import Kernel, Op, load_kernel
 from headrace.back.kernels.penalties import op as penalties
+from headrace.back.kernels.position_shift import op as position_shift
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.route import op as route
@@ -312,6 +313,7 @@ UNEQUAL = replace(
     ),
 )
 STATE = state_rows.StateRowsProblem(device="cpu", block_tokens=16)
+MOVED = position_shift.PositionShiftProblem(device="cpu")
 NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 
 LATENT_WRITE = latent_write.LatentWriteProblem(
@@ -450,6 +452,13 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     *(
         (f"state {name.lower()}", _call(op, f"state_rows.triton_state_rows:{name}_KERNEL", STATE))
         for name, op in (("BEGIN", state_rows.BEGIN_OP), ("KEEP", state_rows.KEEP_OP))
+    ),
+    *(
+        (
+            f"position {name.lower()}",
+            _call(op, f"position_shift.triton_position_shift:{name}_KERNEL", MOVED),
+        )
+        for name, op in (("ADD", position_shift.ADD_OP), ("SUBTRACT", position_shift.SUBTRACT_OP))
     ),
     ("greedy", _call(greedy.OP, "greedy.triton_greedy:KERNEL", greedy.GreedyProblem(device="cpu"))),
     ("gumbel", _call(gumbel.OP, "gumbel.triton_gumbel:KERNEL", gumbel.GumbelProblem(device="cpu"))),

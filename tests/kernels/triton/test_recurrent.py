@@ -64,3 +64,14 @@ def test_states_begin_and_are_kept_as_the_steps_numbers_say() -> None:
     check_states(*(kernel.bind(problem) for kernel in kernels), DEVICE)
     for op, kernel in zip((state_rows_op.BEGIN_OP, state_rows_op.KEEP_OP), kernels, strict=True):
         assert op.error(kernel, problem) == 0
+
+
+def test_positions_move_by_a_number_of_their_row() -> None:
+    from headrace.back.kernels.position_shift import op, triton_position_shift
+
+    problem = op.PositionShiftProblem(device=DEVICE)
+    for each, kernel in (
+        (op.ADD_OP, triton_position_shift.ADD_KERNEL),
+        (op.SUBTRACT_OP, triton_position_shift.SUBTRACT_KERNEL),
+    ):
+        assert each.error(kernel, problem) == 0

@@ -1,7 +1,8 @@
 """Activation of an MLP without a gate: y = act(x), element by element.
 
 `bind(problem)` returns `f(x_TI) -> y_TI`. `activation`: "silu", "gelu" (erf), "gelu_tanh", "relu",
-"relu2" (relu squared, So et al. 2021, "Primer"). It is float32, the result is cast once.
+"relu2" (relu squared, So et al. 2021, "Primer"), "quick_gelu" (x * sigmoid(1.702 x), Hendrycks and
+Gimpel 2016). It is float32, the result is cast once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[str, Activation] = {
     **gated_act.ACTIVATIONS,
     "relu2": lambda x: x.relu().square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

@@ -25,6 +25,8 @@ def activate(b_x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         b_inner = 0.7978845608028654 * (b_x + 0.044715 * b_x * b_x * b_x)
         b_x = b_x * tl.sigmoid(2.0 * b_inner)  # (1 + tanh a) / 2 = sigmoid 2a
+    elif ACTIVATION == "quick_gelu":
+        b_x = b_x * tl.sigmoid(1.702 * b_x)
     else:
         b_x = tl.where(b_x < 0.0, 0.0, b_x)  # a NaN stays one
         if ACTIVATION == "relu2":

@@ -8,7 +8,9 @@ from typing import TypeAlias
 
 import torch
 
+from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.memory import KVMemory
+from headrace.back.runner.states.media import Media
 from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
 from headrace.back.runner.states.recurrent import Recurrent
 from headrace.back.runner.states.segments import Segments
@@ -24,3 +26,13 @@ STATES: dict[str, StateFactory] = {
     "recurrent": lambda max_rows, device, memory: Recurrent(memory),
 }
 """By `CausalModel.state`."""
+
+
+def state_of(model: CausalModel) -> StateFactory:
+    """What makes the state of a model: that of its decoder, within that of its encoder."""
+    base, media = STATES[model.state], model.media
+    if media is None:
+        return base
+    return lambda max_rows, device, memory: Media(
+        base(max_rows, device, memory), media, max_rows=max_rows, device=device
+    )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch
+from headrace.back.runner.batch import StepShape
 from headrace.base.wire.step import RowStart
 
 
@@ -19,6 +20,11 @@ class PlainDecoder:
 
     in_graphs = True
     repeatable = True
+    host_until: np.ndarray | None = None
+    media_tokens = 0
+
+    def take(self, payloads: Mapping[str, bytes]) -> None:
+        """Nothing is sent."""
 
     def end(self, rows: np.ndarray) -> None:
         """Nothing to forget."""
@@ -26,9 +32,7 @@ class PlainDecoder:
     def start(self, start: RowStart) -> None:
         """Nothing to remember."""
 
-    def prepare(
-        self, batch: Batch, *, row_T: np.ndarray, hook_payloads: Mapping[str, bytes]
-    ) -> Batch:
+    def prepare(self, batch: Batch, shape: StepShape) -> Batch:
         """The batch unchanged."""
         return batch
 

@@ -3,7 +3,6 @@ et al. 2018)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.upload import to_device
+from headrace.back.runner.batch import StepShape
 from headrace.back.runner.states.plain import PlainEncoder
 from headrace.base.wire.step import RowStart
 
@@ -29,9 +29,7 @@ class Segments(PlainEncoder):
         second_at = 0 if start.pooling is None else start.pooling.second_at
         self._second_at[start.row] = second_at or _NEVER
 
-    def prepare(
-        self, batch: Batch, *, row_T: np.ndarray, hook_payloads: Mapping[str, bytes]
-    ) -> Batch:
+    def prepare(self, batch: Batch, shape: StepShape) -> Batch:
         """The batch with its segments."""
-        bound_T = to_device(self._second_at[row_T], self._device)
+        bound_T = to_device(self._second_at[shape.row_T], self._device)
         return replace(batch, segments_T=(batch.positions_T >= bound_T).long())

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch
+from headrace.back.runner.batch import StepShape
 from headrace.base.wire.step import RowStart
 
 
@@ -26,10 +27,20 @@ class ModelState(Protocol):
                  work of the device on static tensors; they are recorded with the step
     repeatable   a step that failed for lack of memory may be run again: it leaves nothing behind
                  that its repetition would read
+    host_until   int64 by row: steps with a query before this position of its row are run by
+                 themselves, with `prepare`; None: none are
+    media_tokens tokens of images and video that it keeps encoded
     """
 
     in_graphs: bool
     repeatable: bool
+    host_until: np.ndarray | None
+    media_tokens: int
+
+    def take(self, payloads: Mapping[str, bytes]) -> None:
+        """The payloads that a step brings for the workers, by hook, before anything else of it; a
+        step that is run again brings them again."""
+        ...
 
     def end(self, rows: np.ndarray) -> None:
         """The rows are given back; called before `start` of the same step."""
@@ -39,11 +50,9 @@ class ModelState(Protocol):
         """A request takes a row; its state starts afresh, also after a preemption."""
         ...
 
-    def prepare(
-        self, batch: Batch, *, row_T: np.ndarray, hook_payloads: Mapping[str, bytes]
-    ) -> Batch:
-        """The batch as the model wants it: other positions, extra inputs. `row_T` [T]: the row of
-        each query token."""
+    def prepare(self, batch: Batch, shape: StepShape) -> Batch:
+        """The batch as the model wants it: other positions, extra inputs. `shape`: the host's view
+        of the step."""
         ...
 
     def before(self, batch: Batch) -> None:

@@ -1,0 +1,115 @@
+"""Rotary positions in three axes (time, height, width) for the tokens of images and video within a
+text (Wang et al. 2024, Qwen2-VL, section 2.1; transformers 5.23, `get_rope_index`).
+
+A text token has one position in all axes. An input's tokens have the coordinates of their windows
+from the next position on, and the text behind it goes on max(h, w) further: so positions fall
+behind places, and the answer's are moved by a number of the row (`PromptPositions.delta`).
+
+T query tokens, P places of a prompt, R rotated dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.upload import to_device
+from headrace.back.layers.rope import RopeSpec, rope_table
+from headrace.back.layers.scope import Scope
+from headrace.base.wire.media import MediaSpan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptPositions:
+    """position_3P int64: time, height, width of each place of a prompt; `delta`: how far those
+    behind it are from their places."""
+
+    position_3P: np.ndarray
+    delta: int
+
+    def of(self, place_T: np.ndarray) -> np.ndarray:
+        """int64 [3, T]: the positions of these places of the prompt, or behind it."""
+        length = self.position_3P.shape[1]
+        known_3T = self.position_3P[:, np.minimum(place_T, length - 1)]
+        positions: np.ndarray = np.where(place_T < length, known_3T, place_T + self.delta)
+        return positions
+
+
+class AxesRope:
+    """The table of a decoder's rotary positions, read by axis. `axis_of_pair`: the axis that turns
+    each pair of dimensions. `merge`: patches per side of a token's window. `positions_per_s`: how
+    far apart steps of a video are in time for each second between them; None: 1 whatever the
+    time."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        spec: RopeSpec,
+        *,
+        axis_of_pair: Sequence[int],
+        merge: int,
+        positions_per_s: float | None = None,
+    ) -> None:
+        assert len(axis_of_pair) == len(spec.frequencies), (axis_of_pair, spec)
+        self._merge = merge
+        self._positions_per_s = positions_per_s
+        self._axis = torch.tensor(axis_of_pair, device=scope.device)
+        self._table_PR = torch.empty(0)
+        self._scope = scope
+        self._spec = spec
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        scope, spec = self._scope, self._spec
+        if spec not in scope.ledger.tables:
+            scope.ledger.tables[spec] = rope_table(spec, scope.max_positions).to(scope.device)
+        self._table_PR = scope.ledger.tables[spec]
+
+    def positions(self, spans: Sequence[MediaSpan], length: int) -> PromptPositions:
+        """Of a prompt of `length` tokens with these inputs, in order."""
+        parts: list[np.ndarray] = []
+        place = position = 0
+        for span in spans:
+            parts.append(_text(position, span.offset - place))
+            position += span.offset - place
+            parts.append(position + self._coordinates(span))
+            position += max(span.grid[1], span.grid[2]) // self._merge
+            place = span.end
+        parts.append(_text(position, length - place))
+        position += length - place
+        return PromptPositions(position_3P=np.concatenate(parts, axis=1), delta=position - length)
+
+    def _coordinates(self, span: MediaSpan) -> np.ndarray:
+        t, h, w = span.grid
+        at = np.indices((t, h // self._merge, w // self._merge)).reshape(3, -1)
+        if self._positions_per_s is not None and span.kind == "video":
+            at[0] = (at[0] * (self._positions_per_s * span.step_s)).astype(np.int64)
+        return at
+
+    def table(self, position_3T: np.ndarray) -> torch.Tensor:
+        """table_TR: the cosines and sines of tokens at these positions, float32."""
+        place_3T = to_device(position_3T, self._table_PR.device)
+        place_TH = place_3T.index_select(0, self._axis).T
+        cos_PH, sin_PH = self._table_PR.chunk(2, dim=1)
+        return torch.cat((cos_PH.gather(0, place_TH), sin_PH.gather(0, place_TH)), dim=1)
+
+
+def _text(first: int, count: int) -> np.ndarray:
+    return np.broadcast_to(np.arange(first, first + count), (3, count))
+
+
+def sections(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The axis of each pair where a head's pairs are cut into one part for each axis."""
+    return tuple(axis % 3 for axis, length in enumerate(lengths) for _ in range(length))
+
+
+def interleaved(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The axis of each pair where the axes take turns, and time has those that are left."""
+    axes = [0] * sum(lengths)
+    for axis in (1, 2):
+        for pair in range(axis, 3 * lengths[axis], 3):
+            axes[pair] = axis
+    return tuple(axes)

@@ -1,0 +1,76 @@
+"""What follows from the grid of an input, on the host: where its patches are, the windows that its
+layers attend within, and how a learned table of positions is resampled.
+
+Rows are in the order of base/wire/media.py. N patches, M windows of merge x merge patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Grid = tuple[int, int, int]
+
+
+def coordinates(grid: Grid, merge: int) -> np.ndarray:
+    """int64 [2, N]: the row and the column of each patch."""
+    t, h, w = grid
+    at = np.indices((h, w)).reshape(2, h // merge, merge, w // merge, merge)
+    return np.tile(at.transpose(0, 1, 3, 2, 4).reshape(2, -1), t)
+
+
+def frame_lengths(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each t of each input."""
+    return [h * w for t, h, w in grids for _ in range(t)]
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    """The first patch of each span, and their number."""
+    return [0, *np.cumsum(np.asarray(lengths, np.int64)).tolist()]
+
+
+def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:
+    """The windows in the order of larger windows of side x side of them (those at the edges may be
+    smaller), int64 [M], and the patches of each larger window (Bai et al. 2025, Qwen2.5-VL,
+    section 2.1.1)."""
+    orders: list[np.ndarray] = []
+    lengths: list[int] = []
+    first = 0
+    for t, h, w in grids:
+        rows, columns = h // merge, w // merge
+        index = first + np.arange(t * rows * columns).reshape(t, rows, columns)
+        for step in index:
+            for top in range(0, rows, side):
+                for left in range(0, columns, side):
+                    tile = step[top : top + side, left : left + side]
+                    orders.append(tile.ravel())
+                    lengths.append(tile.size * merge**2)
+        first += index.size
+    return np.concatenate(orders), lengths
+
+
+def bilinear(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """How a table of side x side positions is resampled for each patch, corners on corners: places
+    in the table int64 [N, 4] and their weights float32 [N, 4]."""
+    _, h, w = grid
+    at = coordinates(grid, merge).astype(np.float32)
+    scale = np.array([[(side - 1) / max(h - 1, 1)], [(side - 1) / max(w - 1, 1)]], np.float32)
+    exact = at * scale
+    low = np.floor(exact).astype(np.int64)
+    high = np.minimum(low + 1, side - 1)
+    part = (exact - low).astype(np.float32)
+    (top, left), (bottom, right), (down, across) = low, high, part
+    places = np.stack(
+        (top * side + left, top * side + right, bottom * side + left, bottom * side + right), axis=1
+    )
+    weights = np.stack(
+        (
+            (1 - down) * (1 - across),
+            (1 - down) * across,
+            down * (1 - across),
+            down * across,
+        ),
+        axis=1,
+    )
+    return places, weights

@@ -1,0 +1,164 @@
+"""A layer of a vision tower: attention in both directions within spans of patches, then an MLP, a
+norm before each.
+
+N patches, E width, H heads, D head_dim, R = D rotated dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.rope.op import OP as ROPE
+from headrace.back.kernels.rope.op import RopeProblem
+from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
+from headrace.back.kernels.span_attention.op import SpanAttentionProblem
+from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.mlp import (
+    ElementwiseActivation,
+    FeedForwardPlace,
+    GatedMLP,
+    PlainMLP,
+    PlainMLPSpec,
+)
+from headrace.back.layers.norm import NormSpec
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.shard import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLayerNames:
+    """Where a layer's tensors lie. `merged`: the one that holds query, key and value; else `qkv`
+    are three. `mlp`: up and down, or gate, up and down."""
+
+    before_attention: str = "norm1"
+    before_mlp: str = "norm2"
+    attention: str = "attn"
+    merged: str | None = "qkv"
+    qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    out: str = "proj"
+    mlp_module: str = "mlp"
+    mlp: tuple[str, ...] = ("fc1", "fc2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLayerSpec:
+    """Every layer of a tower. `rotary`: queries and keys turn with the patch's place. `bias`: of
+    query, key, value and what leads back; `mlp_bias`: of the MLP. `scaled`: a learned factor for
+    each column of what a branch adds (Touvron et al. 2021), under these names."""
+
+    width: int
+    inner: int
+    heads: int
+    head_dim: int
+    eps: float
+    activation: str
+    norm: NormSpec
+    rotary: bool = False
+    rotary_layout: str = "half"
+    bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    scaled: tuple[str, str] | None = None
+    qk_norm: tuple[str, str] | None = None
+    names: VisionLayerNames = VisionLayerNames()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """What a layer attends within: the first patch of each span and N; and, where layers rotate,
+    table_NR: the cosines and sines of each patch, with place_N counting them."""
+
+    starts: Sequence[int]
+    table_NR: torch.Tensor | None = None
+    place_N: torch.Tensor | None = None
+
+
+class VisionLayer:
+    """x_NE -> x_NE."""
+
+    def __init__(self, scope: Scope, spec: VisionLayerSpec) -> None:
+        names = spec.names
+        self._before_attention = spec.norm.build(
+            scope / names.before_attention, spec.width, eps=spec.eps
+        )
+        self._attention = VisionAttention(scope / names.attention, spec)
+        self._before_mlp = spec.norm.build(scope / names.before_mlp, spec.width, eps=spec.eps)
+        self._mlp = _mlp(scope / names.mlp_module, spec)
+        self._factors = [
+            scope.param(name, (spec.width,), init="ones") for name in spec.scaled or ()
+        ]
+        self._scales: list[torch.Tensor] = []
+        scope.on_finish(self._finish)
+
+    def forward(self, x_NE: torch.Tensor, spans: Spans) -> torch.Tensor:
+        """See the class."""
+        y_NE = self._attention.forward(self._before_attention.norm(x_NE), spans)
+        x_NE = x_NE + (y_NE * self._scales[0] if self._scales else y_NE)
+        y_NE = self._mlp.forward(self._before_mlp.norm(x_NE))
+        return x_NE + (y_NE * self._scales[1] if self._scales else y_NE)
+
+    def _finish(self) -> None:
+        self._scales = [factor.take() for factor in self._factors]
+
+
+def _mlp(scope: Scope, spec: VisionLayerSpec) -> PlainMLP | GatedMLP:
+    place = FeedForwardPlace(width=spec.width, inner=spec.inner, activation=spec.activation)
+    names = spec.names.mlp
+    if len(names) == 3:
+        return GatedMLP(scope, place, bias=spec.mlp_bias, names=(names[0], names[1], names[2]))
+    plain = PlainMLPSpec(up=names[0], down=names[1], bias=spec.mlp_bias)
+    return PlainMLP(scope, plain, place, ElementwiseActivation(scope, spec.activation))
+
+
+class VisionAttention:
+    """x_NE -> y_NE."""
+
+    def __init__(self, scope: Scope, spec: VisionLayerSpec) -> None:
+        names, size = spec.names, spec.heads * spec.head_dim
+        self._scope, self._spec = scope, spec
+        parts = tuple(Part(name, size, spec.heads) for name in names.qkv)
+        self._qkv = ColumnLinear(scope, spec.width, parts, bias=spec.bias, merged=names.merged)
+        out = Part(names.out, size, spec.heads)
+        self._out = RowLinear(scope / names.out, out, spec.width, bias=spec.out_bias)
+        self._qk_norms = [
+            spec.norm.build(scope / name, size, eps=spec.eps) for name in spec.qk_norm or ()
+        ]
+        self._rotate = self._attend = not_loaded
+        scope.on_finish(self._finish)
+
+    def forward(self, x_NE: torch.Tensor, spans: Spans) -> torch.Tensor:
+        """See the class."""
+        spec = self._spec
+        q_NX, k_NX, v_NX = self._qkv.project(x_NE).chunk(3, dim=1)
+        if self._qk_norms:
+            of_q, of_k = self._qk_norms
+            q_NX, k_NX = of_q.norm(q_NX.contiguous()), of_k.norm(k_NX.contiguous())
+        q_NHD, k_NHD, v_NHD = (
+            one_NX.unflatten(1, (spec.heads, spec.head_dim)) for one_NX in (q_NX, k_NX, v_NX)
+        )
+        if spec.rotary:
+            self._rotate(q_NHD, k_NHD, spans.place_N, spans.table_NR)
+        y_NHD = self._attend(q_NHD, k_NHD, v_NHD, spans.starts)
+        return self._out.project(y_NHD.reshape(x_NE.shape[0], -1))
+
+    def _finish(self) -> None:
+        spec, shape = self._spec, {"device": self._scope.kind, "dtype": self._scope.dtype}
+        if spec.rotary:
+            problem = RopeProblem(
+                **shape,
+                head_dim=spec.head_dim,
+                rotary_dim=spec.head_dim,
+                layout=spec.rotary_layout,
+            )
+            self._rotate = self._scope.bind(ROPE, problem)
+        attention = SpanAttentionProblem(
+            **shape,
+            heads=spec.heads,
+            kv_heads=spec.heads,
+            head_dim=spec.head_dim,
+            scale=spec.head_dim**-0.5,
+        )
+        self._attend = self._scope.bind(SPAN_ATTENTION, attention)

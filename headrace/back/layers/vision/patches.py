@@ -1,0 +1,81 @@
+"""The first layer of a vision tower: rows of uint8 pixels to hidden size, one GEMM.
+
+Rescaling and normalization are folded into the weight: with pixels x, means m and deviations s of
+the channels, W (x / 255 - m) / s + b = W' (x - 128) + b', where x - 128 is exact in any float.
+A convolution whose stride is its size is this GEMM. N rows, B bytes of a row, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.scope import Scope, not_loaded
+
+HALF = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSpec:
+    """`patch` pixels a side, `frames` in the weight; mean and deviation of red, green and blue.
+    `name`: of the convolution. `linear`: the checkpoint holds [E, patch * patch * 3], channels
+    last."""
+
+    patch: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    frames: int = 1
+    bias: bool = True
+    name: str = "patch_embed.proj"
+    linear: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row with one frame."""
+        return 3 * self.patch**2
+
+
+class PatchEmbedding:
+    """rows_NB uint8 -> x_NE. A row of one frame stands for `frames` equal ones."""
+
+    def __init__(self, scope: Scope, width: int, spec: PatchSpec) -> None:
+        self._scope = scope
+        self._spec = spec
+        side = (spec.patch, spec.patch)
+        shape = (*((spec.frames,) if spec.frames > 1 else ()), *side)
+        inputs = (spec.patch**2 * 3,) if spec.linear else (3, *shape)
+        at = scope / spec.name
+        self._weight = at.param("weight", (width, *inputs))
+        self._bias = at.param("bias", (width,), init="zeros") if spec.bias else None
+        self._image = self._video = not_loaded
+        scope.on_finish(self._finish)
+
+    def embed(self, rows_NB: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        x_NB = rows_NB.to(self._scope.dtype).sub_(HALF)
+        one_frame = x_NB.shape[1] == self._spec.row_bytes
+        embedded: torch.Tensor = (self._image if one_frame else self._video)(x_NB)
+        return embedded
+
+    def _finish(self) -> None:
+        spec, scope = self._spec, self._scope
+        weight = self._weight.take().float()
+        if spec.linear:
+            weight = weight.unflatten(1, (spec.patch, spec.patch, 3)).permute(0, 3, 1, 2)
+        weight = weight.reshape(weight.shape[0], 3, spec.frames, -1)
+        mean, std = (
+            torch.tensor(values, device=weight.device)[None, :, None, None]
+            for values in (spec.mean, spec.std)
+        )
+        bias_E = (weight * ((HALF / 255 - mean) / std)).sum((1, 2, 3))
+        if self._bias is not None:
+            bias_E += self._bias.take().float()
+        weight = weight / (255 * std)
+        bias_E = bias_E.to(scope.dtype)
+        if spec.frames > 1:
+            video_EB = weight.flatten(1).to(scope.dtype).contiguous()
+            self._video = bind_linear(scope, video_EB, bias_E)
+        image_EB = weight.sum(2).flatten(1).to(scope.dtype).contiguous()
+        self._image = bind_linear(scope, image_EB, bias_E)

@@ -1,0 +1,159 @@
+"""The vision towers of the Qwen families: patches, layers that attend within each frame (or within
+windows of it), a merger.
+
+Every rank computes the whole tower. N patches, M tokens, E width of the tower, F of the decoder, R
+rotated dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.upload import to_device
+from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.axes_rope import AxesRope
+from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.vision.grids import (
+    bilinear,
+    coordinates,
+    frame_lengths,
+    starts_of,
+    window_order,
+)
+from headrace.back.layers.vision.layer import Spans, VisionLayer, VisionLayerSpec
+from headrace.back.layers.vision.merger import MergerSpec, WindowMerger
+from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.wire.media import MediaForm
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerSpec:
+    """positions: rows of a learned table of places, a square, resampled for each grid; 0: none.
+    theta: of the rotary table. window: merged windows a side that all layers but `full_layers`
+    attend within; None: all attend within the frame. deepstack: layers whose output, merged by the
+    merger of this place in the list, is added behind the first decoder layers. video: whether it
+    takes video too, at most `max_t` steps of it an input, `positions_per_s` of which take one of
+    the decoder's positions."""
+
+    patches: PatchSpec
+    layer: VisionLayerSpec
+    layers: int
+    merger: MergerSpec
+    positions: int = 0
+    theta: float = 10_000.0
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    deepstack: tuple[int, ...] = ()
+    video: bool = True
+    max_t: int = 65_536
+    positions_per_s: float = 0.0
+    names: tuple[str, str, str, str] = ("blocks", "merger", "deepstack_merger_list", "pos_embed")
+
+
+class VisionTower:
+    """`MediaEncoder` by a TowerSpec; `scope` is the tower's own."""
+
+    def __init__(self, scope: Scope, spec: TowerSpec, rope: AxesRope | None) -> None:
+        scope = replace(scope, mesh=Mesh(), scheme=None)
+        self._spec = spec
+        self._scope = scope
+        layers, merger, deepstack, positions = spec.names
+        self._patches = PatchEmbedding(scope, spec.layer.width, spec.patches)
+        self._positions = None
+        if spec.positions:
+            shape = (spec.positions, spec.layer.width)
+            self._positions = (scope / positions).param("weight", shape)
+        self._layers = [
+            VisionLayer(scope / layers / str(index), spec.layer) for index in range(spec.layers)
+        ]
+        self._merger = WindowMerger(scope / merger, spec.merger)
+        deep = replace(spec.merger, norm_merged=True)
+        self._deepstack = [
+            WindowMerger(scope / deepstack / str(index), deep)
+            for index in range(len(spec.deepstack))
+        ]
+        self.forms = _forms(spec)
+        self.width = spec.merger.outputs
+        self.layers = len(spec.deepstack)
+        self.dtype = scope.dtype
+        self.rope = rope
+        self._table_PE = torch.empty(0)
+        half = spec.layer.head_dim // 2
+        exponents = torch.arange(0, half, 2, dtype=torch.float32, device=scope.device) / half
+        self._frequencies = 1.0 / spec.theta**exponents
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        if self._positions is not None:
+            self._table_PE = self._positions.take()
+
+    def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """See MediaEncoder."""
+        spec, merge = self._spec, self._spec.merger.merge
+        x_NE = self._patches.embed(rows_NB)
+        if spec.positions:
+            x_NE += self._resampled(grids)
+        at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
+        frames = starts_of(frame_lengths(grids))
+        order_M: torch.Tensor | None = None
+        windows = frames
+        if spec.window is not None:
+            order, lengths = window_order(grids, merge, spec.window)
+            windows = starts_of(lengths)
+            order_M = to_device(order, x_NE.device)
+            x_NE = _by_window(x_NE, order_M, merge)
+            at_2N = at_2N.reshape(2, -1, merge**2)[:, order].reshape(2, -1)
+        table_NR, place_N = self._rotary(at_2N)
+        full = Spans(starts=frames, table_NR=table_NR, place_N=place_N)
+        local = replace(full, starts=windows)
+        deep_MF: list[torch.Tensor] = []
+        for index, layer in enumerate(self._layers):
+            x_NE = layer.forward(x_NE, full if index in spec.full_layers else local)
+            if index in spec.deepstack:
+                deep_MF.append(self._deepstack[spec.deepstack.index(index)].merge(x_NE))
+        y_MF = self._merger.merge(x_NE)
+        if order_M is not None:
+            y_MF = torch.empty_like(y_MF).index_copy_(0, order_M, y_MF)
+        return torch.cat((y_MF, *deep_MF), dim=1) if deep_MF else y_MF
+
+    def _rotary(self, at_2N: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if not self._spec.layer.rotary:
+            return None, None
+        place_2N = to_device(at_2N, self._scope.device)
+        angles_NH = (place_2N[..., None] * self._frequencies).permute(1, 0, 2).flatten(1)
+        table_NR = torch.cat((angles_NH.cos(), angles_NH.sin()), dim=1)
+        return table_NR, torch.arange(table_NR.shape[0], device=table_NR.device)
+
+    def _resampled(self, grids: Sequence[Grid]) -> torch.Tensor:
+        """The learned positions of each patch."""
+        spec, side = self._spec, int(self._spec.positions**0.5)
+        taps = [bilinear(grid, spec.merger.merge, side) for grid in grids]
+        place_N4 = to_device(np.concatenate([place for place, _ in taps]), self._scope.device)
+        weight_N4 = to_device(np.concatenate([weight for _, weight in taps]), self._scope.device)
+        return (self._table_PE[place_N4].float() * weight_N4[..., None]).sum(1).to(self.dtype)
+
+
+def _by_window(x_NE: torch.Tensor, order_M: torch.Tensor, merge: int) -> torch.Tensor:
+    return x_NE.view(-1, merge**2, x_NE.shape[1]).index_select(0, order_M).flatten(0, 1)
+
+
+def _forms(spec: TowerSpec) -> tuple[MediaForm, ...]:
+    patches, merge = spec.patches, spec.merger.merge
+    image = MediaForm(
+        kind="image", row_bytes=patches.row_bytes, patch=patches.patch, merge=merge, max_t=1
+    )
+    video = MediaForm(
+        kind="video",
+        row_bytes=patches.row_bytes * patches.frames,
+        patch=patches.patch,
+        frames=patches.frames,
+        merge=merge,
+        max_t=spec.max_t,
+        positions_per_s=spec.positions_per_s,
+    )
+    return (image, video) if spec.video else (image,)

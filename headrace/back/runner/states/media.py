@@ -1,0 +1,258 @@
+"""The state of models that take images and video: the encoder cache, and per row what its prompt's
+placeholders stand for.
+
+The core keeps the books (core/encoder_cache.py): a step's payload says which inputs go and which
+come. One that comes waits as pixels on the host until a prompt's chunk first reaches its tokens;
+then it is encoded, and its rows lie in an arena of the device. Steps that reach placeholders are
+run by themselves (`host_until`); in all others each row's positions are moved by one number, on the
+device, so that they are recorded as those of text are.
+
+C tokens of the arena, W its width, M rows of the runner, T query tokens of the step, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.back.attention.plan import Batch, EncodedTokens
+from headrace.back.kernels.position_shift.op import (
+    ADD_OP,
+    SUBTRACT_OP,
+    PositionShift,
+    PositionShiftProblem,
+)
+from headrace.back.kernels.upload import to_device
+from headrace.back.layers.vision.axes_rope import PromptPositions
+from headrace.back.layers.vision.encoder import MediaEncoder
+from headrace.back.runner.batch import StepShape
+from headrace.back.runner.states.state import ModelState
+from headrace.base.wire.media import MEDIA_HOOK, MediaContent, MediaPayload, MediaSpan
+from headrace.base.wire.step import RowStart
+
+CACHE_TOKENS = 32_768
+"""Tokens of all inputs that the workers hold at a time, and so of one request at most."""
+ENCODE_ROWS = 16_384
+"""Patches that one pass of the encoder takes, unless one input has more: bounds its memory."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An input the workers hold. `content`: until it is encoded; slot_M: where its rows lie in the
+    arena, from then on."""
+
+    content: MediaContent | None
+    slot_M: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _RowMedia:
+    """What a row's prompt has beside text; its positions, where these are not its places."""
+
+    spans: tuple[MediaSpan, ...]
+    positions: PromptPositions | None
+
+
+class EncoderCache:
+    """Encoded inputs by key, as the core says."""
+
+    def __init__(self, encoder: MediaEncoder, device: torch.device) -> None:
+        width = encoder.width * (1 + encoder.layers)
+        self._encoder, self._device = encoder, device
+        self._arena_CW = torch.empty(CACHE_TOKENS, width, dtype=encoder.dtype, device=device)
+        self._entries: dict[bytes, _Entry] = {}
+        self._free = np.arange(CACHE_TOKENS, dtype=np.int64)
+        self._row_bytes = {form.kind: form.row_bytes for form in encoder.forms}
+        self.num_encoded = 0
+
+    def take(self, payload: MediaPayload) -> None:
+        """Drops and takes in what a step's payload says."""
+        for key in payload.evicted:
+            entry = self._entries.pop(key, None)
+            if entry is not None and entry.slot_M is not None:
+                self._free = np.concatenate((self._free, entry.slot_M))
+        for content in payload.added:
+            if content.key not in self._entries:
+                self._entries[content.key] = _Entry(content)
+
+    def encode(self, keys: Sequence[bytes]) -> None:
+        """Makes sure that these inputs are encoded."""
+        waiting: dict[str, list[_Entry]] = {}
+        for key in dict.fromkeys(keys):
+            entry = self._entries[key]
+            if entry.content is not None:
+                waiting.setdefault(entry.content.kind, []).append(entry)
+        for kind, entries in waiting.items():
+            for part in _passes(entries):
+                self._encode(kind, part)
+
+    def _encode(self, kind: str, entries: list[_Entry]) -> None:
+        contents = [entry.content for entry in entries if entry.content is not None]
+        pixels = np.frombuffer(b"".join(content.rows for content in contents), np.uint8)
+        rows_NB = to_device(pixels.reshape(-1, self._row_bytes[kind]), self._device)
+        y_MW = self._encoder.encode(kind, rows_NB, [content.grid for content in contents])
+        tokens = [content.num_tokens for content in contents]
+        assert y_MW.shape[0] == sum(tokens) <= self._free.size, (y_MW.shape, tokens)
+        slot_M, self._free = np.split(self._free, [sum(tokens)])
+        self._arena_CW.index_copy_(0, to_device(slot_M, self._device), y_MW)
+        places = np.split(slot_M, np.cumsum(tokens)[:-1])
+        for entry, place in zip(entries, places, strict=True):
+            entry.content, entry.slot_M = None, place
+        self.num_encoded += len(entries)
+
+    def slots(self, key: bytes, start: int, end: int) -> np.ndarray:
+        """Where tokens start .. end-1 of an encoded input lie."""
+        slot_M = self._entries[key].slot_M
+        assert slot_M is not None, key
+        return slot_M[start:end]
+
+    def rows(self, slot_M: np.ndarray) -> torch.Tensor:
+        """What lies there, [M, W]."""
+        return self._arena_CW.index_select(0, to_device(slot_M, self._device))
+
+
+def _passes(entries: list[_Entry]) -> list[list[_Entry]]:
+    passes: list[list[_Entry]] = []
+    room = 0
+    for entry in entries:
+        assert entry.content is not None
+        t, h, w = entry.content.grid
+        if t * h * w > room or not passes:
+            passes.append([])
+            room = ENCODE_ROWS
+        passes[-1].append(entry)
+        room -= t * h * w
+    return passes
+
+
+class Media:
+    """The ModelState of a model with an encoder, around the one its decoder has by itself."""
+
+    def __init__(
+        self, base: ModelState, encoder: MediaEncoder, *, max_rows: int, device: torch.device
+    ) -> None:
+        self.in_graphs = base.in_graphs
+        self.repeatable = base.repeatable
+        self.media_tokens = CACHE_TOKENS
+        self.host_until: np.ndarray | None = np.zeros(max_rows + 1, np.int64)
+        self.cache = EncoderCache(encoder, device)
+        self._base, self._encoder, self._device = base, encoder, device
+        self._rows: dict[int, _RowMedia] = {}
+        self._delta_M = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self._shift = self._shift_back = _leave
+        if encoder.rope is not None:
+            problem = PositionShiftProblem(device=device.type)
+            self._shift = ADD_OP.choose(problem).bind()
+            self._shift_back = SUBTRACT_OP.choose(problem).bind()
+
+    def take(self, payloads: Mapping[str, bytes]) -> None:
+        """See ModelState."""
+        payload = payloads.get(MEDIA_HOOK)
+        if payload is not None:
+            self.cache.take(msgspec.msgpack.decode(payload, type=MediaPayload))
+        self._base.take(payloads)
+
+    def end(self, rows: np.ndarray) -> None:
+        """See ModelState."""
+        assert self.host_until is not None
+        self.host_until[rows] = 0
+        for row in rows.tolist():
+            if self._rows.pop(row, None) is not None:
+                self._delta_M[row] = 0
+        self._base.end(rows)
+
+    def start(self, start: RowStart) -> None:
+        """See ModelState."""
+        self._base.start(start)
+        if not start.media:
+            return
+        assert self.host_until is not None
+        until, positions = start.media[-1].end, None
+        if self._encoder.rope is not None:
+            positions = self._encoder.rope.positions(start.media, start.num_prompt)
+            until = max(until, _plain_from(positions))
+            self._delta_M[start.row] = positions.delta
+        self.host_until[start.row] = until
+        self._rows[start.row] = _RowMedia(start.media, positions)
+
+    def prepare(self, batch: Batch, shape: StepShape) -> Batch:
+        """The batch with what the encoder gives in place of placeholders."""
+        batch = self._base.prepare(batch, shape)
+        reached = self._reached(shape)
+        if not reached:
+            return batch
+        encoded = self._encoded(shape, reached)
+        if self._encoder.rope is None:
+            return replace(batch, encoded=encoded)
+        table_TR = self._encoder.rope.table(self._positions(shape))
+        place_T = torch.arange(table_TR.shape[0], device=table_TR.device)
+        return replace(batch, encoded=encoded, rope_table_TR=table_TR, positions_T=place_T)
+
+    def _reached(self, shape: StepShape) -> list[int]:
+        """The rows of the step, by index, with tokens before `host_until`."""
+        assert self.host_until is not None
+        first_R = shape.position_T[shape.query_start[:-1]]
+        return np.flatnonzero(first_R < self.host_until[shape.rows]).tolist()
+
+    def _encoded(self, shape: StepShape, reached: list[int]) -> EncodedTokens | None:
+        """The rows of the arena that the step's placeholders stand for."""
+        wanted: list[tuple[bytes, int, int, int]] = []
+        for index in reached:
+            begin, stop = shape.query_start[index : index + 2].tolist()
+            first = int(shape.position_T[begin])
+            for span in self._rows[int(shape.rows[index])].spans:
+                low, high = max(span.offset, first), min(span.end, first + stop - begin)
+                if low < high:
+                    place = begin + low - first
+                    wanted.append((span.key, low - span.offset, high - span.offset, place))
+        if not wanted:
+            return None
+        self.cache.encode([key for key, *_ in wanted])
+        slot_M = np.concatenate([self.cache.slots(key, low, high) for key, low, high, _ in wanted])
+        at_M = np.concatenate([np.arange(at, at + high - low) for _, low, high, at in wanted])
+        parts = self.cache.rows(slot_M).split(self._encoder.width, dim=1)
+        return EncodedTokens(
+            at_M=to_device(at_M, self._device), rows_ME=parts[0], layers=tuple(parts[1:])
+        )
+
+    def _positions(self, shape: StepShape) -> np.ndarray:
+        """int64 [3, T]: the positions of every token of the step."""
+        position_3T = np.tile(shape.position_T, (3, 1))
+        for index, row in enumerate(shape.rows.tolist()):
+            media = self._rows.get(row)
+            if media is None or media.positions is None:
+                continue
+            begin, stop = shape.query_start[index : index + 2].tolist()
+            position_3T[:, begin:stop] = media.positions.of(shape.position_T[begin:stop])
+        return position_3T
+
+    def before(self, batch: Batch) -> None:
+        """See ModelState."""
+        if batch.rope_table_TR is None:
+            self._move(self._shift, batch)
+        self._base.before(batch)
+
+    def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
+        """See ModelState. The positions of a recorded step are read behind it too."""
+        self._base.after(batch, hidden_TE)
+        if batch.rope_table_TR is None:
+            self._move(self._shift_back, batch)
+
+    def _move(self, shift: PositionShift, batch: Batch) -> None:
+        assert batch.row_R is not None
+        shift(batch.row_R, batch.plans[0].query_start_R1, self._delta_M, batch.positions_T)
+
+
+def _leave(*arguments: torch.Tensor) -> None:
+    """Positions are places: nothing moves."""
+
+
+def _plain_from(positions: PromptPositions) -> int:
+    """The first place from which on all positions are places moved by `delta`."""
+    place_P = np.arange(positions.position_3P.shape[1]) + positions.delta
+    moved = (positions.position_3P != place_P).any(axis=0)
+    return int(np.flatnonzero(moved)[-1]) + 1 if moved.any() else 0
