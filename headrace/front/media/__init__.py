@@ -1,0 +1,2 @@
+"""Images and video on their way into a prompt: parts of messages, fetching, decoding, processors,
+placeholders."""

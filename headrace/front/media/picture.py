@@ -1,0 +1,48 @@
+"""Pictures: upright, RGB, resized as the reference processors do it.
+
+Resizing is Pillow's bicubic, in uint8, on the whole picture at once: the slow processors of
+transformers do the same, so that results are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image, ImageOps
+
+WHITE = (255, 255, 255, 255)
+
+
+def upright(picture: Image.Image) -> Image.Image:
+    """The picture as it is meant to be looked at: turned by its EXIF orientation, in RGB, what is
+    transparent on white. 16-bit greys keep their upper 8 bits."""
+    orientation = picture.getexif().get(0x0112, 1)
+    if orientation != 1:
+        picture = ImageOps.exif_transpose(picture)
+    if picture.mode == "RGB":
+        return picture
+    if picture.mode.startswith("I;16") or picture.mode in ("I", "F"):
+        greys = np.asarray(picture).astype(np.float32)
+        top = 257.0 if greys.max(initial=0.0) > 255 else 1.0
+        eight_bits = np.clip(np.nan_to_num(greys) / top, 0, 255).astype(np.uint8)
+        return Image.fromarray(eight_bits).convert("RGB")
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        ground = Image.new("RGBA", picture.size, WHITE)
+        ground.alpha_composite(picture)
+        picture = ground
+    return picture.convert("RGB")
+
+
+def resized(picture: Image.Image, *, height: int, width: int) -> Image.Image:
+    """The picture at this size."""
+    if picture.size == (width, height):
+        return picture
+    return picture.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def channels_of(picture: Image.Image) -> np.ndarray:
+    """An RGB picture as uint8 [3, H, W]."""
+    channels = np.empty((3, picture.height, picture.width), dtype=np.uint8)
+    for i, band in enumerate(picture.split()):
+        channels[i] = np.asarray(band)
+    return channels

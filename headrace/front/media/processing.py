@@ -1,0 +1,86 @@
+"""What a family's processor is given and what it returns: plain data, so that it can run in a
+process of its own.
+
+A processor turns one medium into inputs of the vision tower and the tokens that stand for them.
+Patches stay uint8: rescaling and normalization happen in the tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from headrace.base.registry import Registry
+
+MAX_PATCHES = 65_536
+"""Patches of one input."""
+
+
+class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of its processor. `image_pixels` and `video_pixels`: the least and the
+    most of a resized image, and of a video: of one frame, or with `pixels_of_all_frames` of all.
+    `stamped`: frame pairs are inputs of their own, with their times as text between them."""
+
+    patch: int = 14
+    merge: int = 2
+    temporal: int = 2
+    image_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
+    video_pixels: tuple[int, int] = (128 * 28 * 28, 28 * 28 * 768)
+    pixels_of_all_frames: bool = False
+    stamped: bool = False
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """What a video is before it is sampled: its number of frames and their rate."""
+
+    num_frames: int
+    rate: float
+
+
+class TowerInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One input of the tower. `grid` (t, h, w) in patches; `rows` uint8 [t * h * w, row bytes];
+    `step_s`: seconds between the grid's frames."""
+
+    kind: str
+    grid: tuple[int, int, int]
+    rows: np.ndarray
+    step_s: float = 0.0
+
+
+class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True):
+    """A medium's inputs, and its `layout`: texts of the family, and indices of inputs, each of
+    which takes as many placeholder tokens as it has merged patches."""
+
+    inputs: tuple[TowerInput, ...]
+    layout: tuple[str | int, ...]
+
+
+class Processor(Protocol):
+    """What a family states."""
+
+    def image(self, picture: Image.Image) -> ProcessedMedia:
+        """An upright RGB picture; InvalidRequest where the family cannot take its size."""
+        ...
+
+    def frames_of(self, video: Sampling) -> list[int]:
+        """Which frames of a video are taken, in rising order."""
+        ...
+
+    def video(
+        self, frames: Iterable[Image.Image], indices: Sequence[int], video: Sampling
+    ) -> ProcessedMedia:
+        """The frames at `indices`, all of one size; each is let go before the next is taken."""
+        ...
+
+
+PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
+    "media processor",
+    {"qwen_vl": "headrace.front.media.processors.qwen_vl:QwenVisionProcessor"},
+)

@@ -1,0 +1,1 @@
+"""From pictures to patches and placeholders, one file per family."""

@@ -1,0 +1,135 @@
+"""The process that decodes and processes media: `python -m headrace.front.media.worker MEMORY
+SECONDS`.
+
+What clients send is decoded where it can be killed: in a process with bounded memory, under an
+alarm that ends the process even if nobody waits for it any more. A job is a msgpack head and the
+files behind it, an answer a head and the patches behind it; both heads stand behind their lengths.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import struct
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from headrace.base.errors import HeadraceError, InvalidRequest
+from headrace.front.media import decoders
+from headrace.front.media.processing import PROCESSORS, ProcessedMedia, ProcessorSettings
+
+LENGTHS = struct.Struct("<IQ")
+FRAMES_RATE = 2.0
+
+
+class MediaJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One medium: `kind` image, video, frames or pages; `sizes` in bytes of the files behind it.
+    `rate`: of the frames."""
+
+    kind: str
+    family: str
+    settings: ProcessorSettings
+    limits: decoders.DecodingLimits
+    sizes: tuple[int, ...]
+    rate: float = FRAMES_RATE
+
+
+class InputShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A `TowerInput` without its rows, of which there are grid-many of `row_bytes`."""
+
+    kind: str
+    grid: tuple[int, int, int]
+    row_bytes: int
+    step_s: float
+
+
+class MediumReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One `ProcessedMedia`."""
+
+    inputs: tuple[InputShape, ...]
+    layout: tuple[str | int, ...]
+
+
+class JobReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a job: an error, or media (a document has several)."""
+
+    error: str = ""
+    media: tuple[MediumReply, ...] = ()
+
+
+def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[ProcessedMedia]]:
+    """Decodes and processes."""
+    try:
+        media = _processed(job, _files(job, payload))
+    except HeadraceError as error:
+        return JobReply(error=error.message), []
+    except MemoryError:
+        return JobReply(error="decoding needs too much memory"), []
+    replies = tuple(
+        MediumReply(
+            inputs=tuple(
+                InputShape(
+                    kind=each.kind,
+                    grid=each.grid,
+                    row_bytes=each.rows.shape[1],
+                    step_s=each.step_s,
+                )
+                for each in medium.inputs
+            ),
+            layout=medium.layout,
+        )
+        for medium in media
+    )
+    return JobReply(media=replies), media
+
+
+def _files(job: MediaJob, payload: memoryview) -> list[bytes]:
+    files, begin = [], 0
+    for size in job.sizes:
+        files.append(bytes(payload[begin : begin + size]))
+        begin += size
+    return files
+
+
+def _processed(job: MediaJob, files: list[bytes]) -> list[ProcessedMedia]:
+    processor = PROCESSORS.load(job.family)(job.settings)
+    if job.kind == "image":
+        return [decoders.image(files[0], processor, job.limits)]
+    if job.kind == "video":
+        return [decoders.video(files[0], processor, job.limits)]
+    if job.kind == "frames":
+        return [decoders.frames(files, processor, job.rate, job.limits)]
+    if job.kind == "pages":
+        return decoders.pages(files[0], processor, job.limits)
+    raise InvalidRequest(f"{job.kind!r} is no kind of medium")
+
+
+def serve(source: BinaryIO, sink: BinaryIO, *, limit_s: float) -> None:
+    """Answers jobs until the other end closes; one that takes longer than `limit_s` ends the
+    process."""
+    sink.write(b"!")
+    sink.flush()
+    while len(lengths := source.read(LENGTHS.size)) == LENGTHS.size:
+        head_bytes, payload_bytes = LENGTHS.unpack(lengths)
+        job = msgspec.msgpack.decode(source.read(head_bytes), type=MediaJob)
+        payload = source.read(payload_bytes)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        reply, media = answer(job, memoryview(payload))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        head = msgspec.msgpack.encode(reply)
+        rows = [each.rows for medium in media for each in medium.inputs]
+        sink.write(LENGTHS.pack(len(head), sum(one.nbytes for one in rows)) + head)
+        for one in rows:
+            sink.write(one.data)
+        sink.flush()
+
+
+if __name__ == "__main__":
+    memory_bytes = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(5)
+    serve(sys.stdin.buffer, sys.stdout.buffer, limit_s=float(sys.argv[2]))
