@@ -28,12 +28,14 @@ from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
+from headrace.base.config.media import MediaSpec
 from headrace.base.config.quantization import stored_quantization
 from headrace.base.config.quantized_tensors import find_quantized
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
+from headrace.front.media.processors.families import read_media
 from headrace.launch.colbert import read_colbert
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
@@ -87,6 +89,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingSpec = PoolingSpec()
     dense: tuple[DenseSpec, ...] = ()
     unattended_expansion: bool = False
+    media: MediaSpec | None = None
 
 
 def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFacts:
@@ -101,7 +104,8 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     generation_path = located.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     stored = None if located.format == "dummy" else _safetensors_stored(located.path, config)
-    return describe(located, config, generation, stored, family=family)
+    facts = describe(located, config, generation, stored, family=family)
+    return msgspec.structs.replace(facts, media=read_media(located.path, config))
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):

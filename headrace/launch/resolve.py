@@ -36,6 +36,7 @@ from headrace.front.text.parsing.families import (
 from headrace.launch.chooser import Chooser
 from headrace.launch.generation_defaults import generation_defaults
 from headrace.launch.lengths import LARGEST, states_length, tokens_of_blocks, with_short_tables
+from headrace.launch.media_spec import media_spec
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.resolve_device import MachineFacts, resolve_device
 from headrace.launch.scheduler_limits import (
@@ -131,6 +132,7 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         max_model_len=_max_model_len(options, model, choose),
         generates=model.head == "lm",
         pooling=model.pooling,
+        media=media_spec(options, model.media),
         tool_parser=_tool_parser(options.server, model, choose),
         reasoning_parser=_reasoning_parser(options.server, model, choose),
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.config.media import MediaSpec
 from headrace.base.config.server_options import ServerSettings
 
 
@@ -230,6 +231,7 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     GGUF file.
 
     `tool_parser` and `reasoning_parser` name rows of `front/text/parsing/families.py`, or "none".
+    `media`: what the model takes beside text; None: nothing.
     """
 
     tokenizer_path: str
@@ -243,6 +245,7 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = "none"
     generates: bool = True
     pooling: PoolingSpec = PoolingSpec()
+    media: MediaSpec | None = None
 
 
 class ServerSpec(ServerSettings, frozen=True, kw_only=True):

@@ -141,6 +141,21 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="Accept chat_template from requests. Leave off for clients you do not trust."
         ),
     ] = False
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Hosts that images and videos are fetched from: names, .example.com for all below one, * for "
+            "every public host. Private addresses are refused, also behind names and redirects; a network such "
+            "as 10.1.0.0/16 permits its own. None: nothing is fetched."
+        ),
+    ] = ()
+    allowed_local_media_path: Annotated[
+        str | None,
+        Meta(
+            description="Folder of this machine whose images and videos requests may name by file: addresses; "
+            "none: no file is read."
+        ),
+    ] = None
     file_store: Annotated[
         str,
         Meta(

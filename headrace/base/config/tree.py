@@ -27,6 +27,13 @@ from headrace.base.config.bounds import (
 from headrace.base.config.server_options import ServerOptions
 
 
+class MediaCounts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Most media of each kind in one prompt."""
+
+    image: Annotated[int, Meta(ge=0, le=4096)] | None = None
+    video: Annotated[int, Meta(ge=0, le=4096)] | None = None
+
+
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, and how it is read."""
 
@@ -53,6 +60,16 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Annotated[
         str | None, Meta(description="A folder with another tokenizer; by default the model's own.")
     ] = None
+    limit_mm_per_prompt: Annotated[
+        MediaCounts | None,
+        Meta(
+            description="""Most images and videos in one prompt, as JSON: {"image": 8, "video": 1}; 0 refuses a """
+            "kind. Without it 32 images and 4 videos."
+        ),
+    ] = None
+    language_model_only: Annotated[
+        bool, Meta(description="Take text alone, though the model knows more.")
+    ] = False
     served_model_name: Annotated[
         tuple[str, ...],
         Meta(description="Names clients may use; the first is shown. Default: the model's name."),

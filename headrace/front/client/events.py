@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.wire.grammar import Node, ReasoningRule
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import RowPooling, SamplingParams
 
 
@@ -26,7 +27,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     `grammar_field` is what its errors name. `reasoning`: how the model reasons before it answers; a
     grammar holds from behind that on.
 
-    `prompt_field` is what errors about the prompt name. `predicted_ids`: what the answer may be.
+    `media`: what placeholders in the prompt stand for, in their order. `prompt_field` is what
+    errors about the prompt name. `predicted_ids`: what the answer may be.
     `on_queued` is called when the engine has taken the request in and lets it wait; where it starts
     at once, or may still be refused, it is not.
 
@@ -47,6 +49,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     grammar_field: str = "structured_outputs"
     reasoning: ReasoningRule | None = None
     pooling: RowPooling | None = None
+    media: tuple[MediaInput, ...] = ()
     prompt_field: str = "prompt"
     predicted_ids: Sequence[int] = ()
     on_queued: Callable[[], None] | None = None

@@ -48,6 +48,7 @@ _CARRIED = (
     "deadline_s",
     "cache_salt",
     "pooling",
+    "media",
 )
 
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
-import msgspec
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
 from headrace.base.errors import HeadraceError, InvalidRequest
 from headrace.base.optional import require
+from headrace.front.media.job import DecodingLimits
 from headrace.front.media.picture import upright
 from headrace.front.media.processing import ProcessedMedia, Processor, Sampling
 
@@ -27,18 +27,6 @@ _CODECS = frozenset(
 )
 _PAGE_DPI = 144
 _POINTS = 72
-
-
-class DecodingLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one file: `pixels` of an image, a frame or a page; `frames` and `seconds` of a
-    video; `pages` of a document. `time_s` and `memory_bytes` bound the process that decodes it."""
-
-    pixels: int = 100_000_000
-    frames: int = 200_000
-    seconds: float = 7200.0
-    pages: int = 100
-    time_s: float = 30.0
-    memory_bytes: int = 3 << 30
 
 
 def image(data: bytes, processor: Processor, limits: DecodingLimits) -> ProcessedMedia:

@@ -20,9 +20,8 @@ import numpy as np
 
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, Unavailable
 from headrace.base.pipe_process import PipeProcess
-from headrace.front.media.decoders import DecodingLimits
+from headrace.front.media.job import LENGTHS, DecodingLimits, JobReply, MediaJob, MediumReply
 from headrace.front.media.processing import ProcessedMedia, TowerInput
-from headrace.front.media.worker import LENGTHS, JobReply, MediaJob, MediumReply
 
 _START_S = 60.0
 _SLACK_S = 2.0
@@ -63,12 +62,14 @@ class MediaProcesses:
 
     def close(self) -> None:
         """Ends idle processes; they are started again when needed."""
-        for _ in range(self._slots.qsize()):
-            with contextlib.suppress(queue.Empty):
-                process = self._slots.get_nowait()
-                if process is not None:
-                    process.close()
-                self._slots.put(None)
+        idle = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                idle.append(self._slots.get_nowait())
+        for process in idle:
+            if process is not None:
+                process.close()
+            self._slots.put(None)
 
 
 class _MediaProcess:

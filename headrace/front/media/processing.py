@@ -7,34 +7,17 @@ Patches stay uint8: rescaling and normalization happen in the tower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
-from PIL import Image
 
-from headrace.base.registry import Registry
+if TYPE_CHECKING:
+    from PIL import Image
 
 MAX_PATCHES = 65_536
 """Patches of one input."""
-
-
-class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of its processor. `image_pixels` and `video_pixels`: the least and the
-    most of a resized image, and of a video: of one frame, or with `pixels_of_all_frames` of all.
-    `stamped`: frame pairs are inputs of their own, with their times as text between them."""
-
-    patch: int = 14
-    merge: int = 2
-    temporal: int = 2
-    image_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
-    video_pixels: tuple[int, int] = (128 * 28 * 28, 28 * 28 * 768)
-    pixels_of_all_frames: bool = False
-    stamped: bool = False
-    fps: float = 2.0
-    min_frames: int = 4
-    max_frames: int = 768
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -78,9 +61,3 @@ class Processor(Protocol):
     ) -> ProcessedMedia:
         """The frames at `indices`, all of one size; each is let go before the next is taken."""
         ...
-
-
-PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
-    "media processor",
-    {"qwen_vl": "headrace.front.media.processors.qwen_vl:QwenVisionProcessor"},
-)

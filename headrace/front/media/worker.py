@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import struct
 import sys
 from typing import BinaryIO
 
@@ -19,45 +18,9 @@ import msgspec
 
 from headrace.base.errors import HeadraceError, InvalidRequest
 from headrace.front.media import decoders
-from headrace.front.media.processing import PROCESSORS, ProcessedMedia, ProcessorSettings
-
-LENGTHS = struct.Struct("<IQ")
-FRAMES_RATE = 2.0
-
-
-class MediaJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One medium: `kind` image, video, frames or pages; `sizes` in bytes of the files behind it.
-    `rate`: of the frames."""
-
-    kind: str
-    family: str
-    settings: ProcessorSettings
-    limits: decoders.DecodingLimits
-    sizes: tuple[int, ...]
-    rate: float = FRAMES_RATE
-
-
-class InputShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A `TowerInput` without its rows, of which there are grid-many of `row_bytes`."""
-
-    kind: str
-    grid: tuple[int, int, int]
-    row_bytes: int
-    step_s: float
-
-
-class MediumReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One `ProcessedMedia`."""
-
-    inputs: tuple[InputShape, ...]
-    layout: tuple[str | int, ...]
-
-
-class JobReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a job: an error, or media (a document has several)."""
-
-    error: str = ""
-    media: tuple[MediumReply, ...] = ()
+from headrace.front.media.job import LENGTHS, InputShape, JobReply, MediaJob, MediumReply
+from headrace.front.media.processing import ProcessedMedia
+from headrace.front.media.processors.families import PROCESSORS
 
 
 def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[ProcessedMedia]]:

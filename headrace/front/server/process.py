@@ -58,6 +58,7 @@ from headrace.launch.api_process import ApiSpec, send_heartbeats
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
 
 if TYPE_CHECKING:
+    from headrace.front.media.preparation import MediaPreparer
     from headrace.front.server.grpc.service import GrpcServer
 
 log = logging.getLogger(__name__)
@@ -164,9 +165,19 @@ def services_over(
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),
+        media=_media(text, tokenizer),
         store=make_store(server),
         line_routes=line_routes(),
     )
+
+
+def _media(text: TextSpec, tokenizer: Tokenizer) -> MediaPreparer | None:
+    """Prepares images and video, if the model takes any: the libraries are imported only then."""
+    if text.media is None:
+        return None
+    from headrace.front.media.preparation import MediaPreparer
+
+    return MediaPreparer(text.media, tokenizer)
 
 
 def open_stores(
@@ -251,6 +262,8 @@ async def serve(
             await engine.close()
         services.template.close()
         services.guest_templates.close()
+        if services.media is not None:
+            services.media.close()
         if services.store is not None:
             await services.store.close()
         if services.tracer is not None:

@@ -18,7 +18,9 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.front.text.chat_tools import check_tool
 from headrace.front.text.files import file_text
+from headrace.front.text.media_parts import MediaMark, with_mark
 from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool, text_size
 from headrace.front.text.threads import TEXT_THREADS
 from headrace.front.text.tokenizer import MARK, Guard, Tokenizer, neutral, unguard
@@ -28,7 +30,6 @@ from headrace.front.text.tokenizer import MARK, Guard, Tokenizer, neutral, ungua
 COMMON_ARGUMENTS = frozenset(
     ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "verbosity"]
 )
-_BREAKS_CALLS = re.compile(r'["\\\x00-\x1f\x7f]')
 # Names that are never arguments: the renderer's own variables, and options of other renderers.
 _OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
 _OPTIONS = ("continue_final_message", "conversation", "tokenize", "chat_template", "return_dict")
@@ -138,7 +139,7 @@ class ChatTemplate:
             messages, guard, developer_role="developer" in source, any_role=self._any_role
         )
         if continue_final_message:
-            messages_with_mark[-1]["content"] += MARK
+            messages_with_mark[-1]["content"] = with_mark(messages_with_mark[-1]["content"])
         self._check_arguments(kwargs)
         return source, {
             **self._tokenizer.facts.special_tokens,
@@ -174,7 +175,7 @@ class ChatTemplate:
         protected_tools = protect_tree(list(tools), self._tokenizer.guard.protect, "tools")
         names: set[str] = set()
         for i, tool in enumerate(tools):
-            name = _check_tool(tool, f"tools[{i}]")
+            name = check_tool(tool, f"tools[{i}]")
             if name in names:
                 raise _bad(f"tools[{i}].function.name", f"{name!r:.80} is offered twice")
             names.add(name)
@@ -202,27 +203,6 @@ class ChatTemplate:
         if self._names is None:
             self._names = frozenset(self._pool.names(self._source()))
         return self._names
-
-
-def _check_tool(tool: dict[str, Any], field: str) -> str:
-    """The name of a function, which can be written into a call; other kinds of tool are refused."""
-    kind, function = tool.get("type"), tool.get("function")
-    if kind != "function":
-        raise InvalidRequest(
-            f"{field}.type: {kind!r:.80} given; allowed: 'function'", field=f"{field}.type"
-        )
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        raise InvalidRequest(
-            f"{field}.function.name: a text is needed", field=f"{field}.function.name"
-        )
-    if _BREAKS_CALLS.search(name):
-        raise InvalidRequest(
-            f"{field}.function.name: {name!r:.80} given; quotation marks, backslashes and control characters are not "
-            "allowed: a call is written with the name as it is",
-            field=f"{field}.function.name",
-        )
-    return name
 
 
 def _cut(rendered: str) -> str:
@@ -345,8 +325,15 @@ def _arguments(arguments: Any) -> Any:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def _content(message: dict[str, Any], field: str, guard: Guard) -> str:
+def _content(message: dict[str, Any], field: str, guard: Guard) -> str | list[dict[str, str]]:
     content = message.get("content")
+    if isinstance(content, list) and any(isinstance(part, MediaMark) for part in content):
+        return [
+            {"type": part.kind}
+            if isinstance(part, MediaMark)
+            else {"type": "text", "text": guard.protect(_text(_part(part, f"{field}[{i}]"), field))}
+            for i, part in enumerate(content)
+        ]
     if content is None and message["role"] == "assistant":
         return guard.protect(_text(message.get("refusal") or "", field))
     return _own_words(parts_text(content, field), message["role"], guard)

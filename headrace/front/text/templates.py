@@ -89,12 +89,14 @@ class TemplatePool:
 
     def close(self) -> None:
         """Ends idle processes; the pool may be used again."""
-        for _ in range(self._slots.qsize()):
-            with contextlib.suppress(queue.Empty):
-                worker = self._slots.get_nowait()
-                if worker is not None:
-                    worker.close()
-                self._slots.put(None)
+        idle = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                idle.append(self._slots.get_nowait())
+        for worker in idle:
+            if worker is not None:
+                worker.close()
+            self._slots.put(None)
 
     def _ask(self, source: str, variables: dict[str, Any] | None) -> dict[str, Any]:
         limits = self.limits

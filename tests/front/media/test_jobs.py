@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import HeadraceError, InvalidRequest, Unavailable
-from headrace.front.media.decoders import DecodingLimits
+from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses
-from headrace.front.media.processing import ProcessedMedia, ProcessorSettings, Sampling
+from headrace.front.media.processing import ProcessedMedia, Sampling
 from headrace.front.media.processors.qwen_vl import QwenVisionProcessor
-from headrace.front.media.worker import MediaJob
 from tests.front.media.pictures import animated, clip, encoded, picture
 
 LIMITS = DecodingLimits(pixels=4_000_000, frames=300, pages=3, time_s=60.0)

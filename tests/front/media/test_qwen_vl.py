@@ -18,8 +18,9 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import InvalidRequest
-from headrace.front.media.processing import MAX_PATCHES, ProcessorSettings, Sampling
+from headrace.front.media.processing import MAX_PATCHES, Sampling
 from headrace.front.media.processors.qwen_vl import QwenVisionProcessor
 from tests.front.media.pictures import picture
 

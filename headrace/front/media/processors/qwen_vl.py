@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from PIL import Image
 
+from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import InvalidRequest
 from headrace.front.media.picture import channels_of, resized
 from headrace.front.media.processing import (
     MAX_PATCHES,
     ProcessedMedia,
-    ProcessorSettings,
     Sampling,
     TowerInput,
 )

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.responses import Response
 
-from headrace.base.errors import Forbidden
+from headrace.base.errors import Forbidden, InvalidRequest
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events, Generation
 from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.media import media_request
 from headrace.front.server.conversation.resolved import (
     AS_CHAT,
     Conversation,
@@ -41,6 +44,7 @@ from headrace.front.server.conversation.structured import (
 from headrace.front.server.http.failures import ErrorFormat
 from headrace.front.server.http.sse import Chunks, EventStream, padded, started
 from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.media_parts import has_media
 
 
 async def begin(context: RequestContext, conversation: Conversation) -> tuple[list[int], Events]:
@@ -48,7 +52,7 @@ async def begin(context: RequestContext, conversation: Conversation) -> tuple[li
     services = context.services
     context.hold_place()
     with as_sent(conversation.sent):
-        ids = await prompt_ids(context, conversation.prompt)
+        ids, media = await prompt_with_media(context, conversation.prompt)
         context.body_is_read()
         tail = services.answers.prompt_tail(services.tokenizer, ids)
         predicted: list[int] = []
@@ -70,6 +74,7 @@ async def begin(context: RequestContext, conversation: Conversation) -> tuple[li
             shows_reasoning=conversation.shows_reasoning,
             prompt_field="messages",
             predicted=predicted,
+            media=media,
         )
     if conversation.sent is not AS_CHAT:
         events = events_as_sent(events, conversation.sent)
@@ -85,8 +90,29 @@ async def events_as_sent(events: Events, sent: SentNames) -> Events:
 
 
 async def prompt_ids(context: RequestContext, prompt: PromptSource) -> list[int]:
-    """The messages as token ids, through the model's chat template; truncated where that is
-    asked."""
+    """The messages as token ids; see `prompt_with_media`."""
+    return (await prompt_with_media(context, prompt))[0]
+
+
+async def prompt_with_media(
+    context: RequestContext, prompt: PromptSource
+) -> tuple[list[int], tuple[MediaInput, ...]]:
+    """The messages as token ids, through the model's chat template, and what placeholders among
+    them stand for; truncated where that is asked."""
+    media = context.services.media
+    if media is None or not has_media(prompt.messages):
+        return await _rendered_ids(context, prompt), ()
+    if prompt.truncation is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: does not go with images and video, which have no parts",
+            field="truncate_prompt_tokens",
+        )
+    prepared = await media.prepare(prompt.messages, media_request(context, prompt.media_arguments))
+    ids = await _rendered_ids(context, replace(prompt, messages=prepared.messages))
+    return media.expand(ids, prepared.media, field="messages")
+
+
+async def _rendered_ids(context: RequestContext, prompt: PromptSource) -> list[int]:
     services = context.services
     template = services.template
     if prompt.template is not None:
@@ -147,6 +173,7 @@ def generate(
     shows_reasoning: bool = True,
     prompt_field: str = "prompt",
     predicted: Sequence[int] = (),
+    media: tuple[MediaInput, ...] = (),
 ) -> Events:
     """The events of one prompt, parsed where there are parsers, and counted."""
     services = context.services
@@ -168,6 +195,7 @@ def generate(
         grammar_field=structure.field,
         reasoning=structure.reasoning,
         prompt_field=prompt_field,
+        media=media,
         on_queued=context.queued.set,
         predicted_ids=predicted,
     )

@@ -247,6 +247,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     functions: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
@@ -275,7 +276,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **REFUSED,
+    **{field: rule for field, rule in REFUSED.items() if field != "mm_processor_kwargs"},
     "best_of": (lambda value: value not in (None, 1), "not supported in chat; send n"),
     "suffix": (bool, "not supported in chat; /v1/completions inserts before a suffix"),
 }

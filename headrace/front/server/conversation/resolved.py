@@ -152,7 +152,8 @@ def answer_fields(request: Common, settings: ServerSettings, *, scores: bool) ->
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
     """What the chat template is given. `template`: the request's own; `opens`: the prompt ends with
-    the beginning of an answer; `continues`: with the last message, unfinished."""
+    the beginning of an answer; `continues`: with the last message, unfinished. `media_arguments`:
+    how its media are processed."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -162,6 +163,7 @@ class PromptSource:
     continues: bool = False
     special_tokens: bool = False
     truncation: Truncation | None = None
+    media_arguments: dict[str, Any] | None = None
 
 
 def prompt_source(request: ChatRequest) -> PromptSource:
@@ -183,6 +185,7 @@ def prompt_source(request: ChatRequest) -> PromptSource:
         continues=continues,
         special_tokens=bool(request.add_special_tokens),
         truncation=truncation_of(request),
+        media_arguments=request.mm_processor_kwargs,
     )
 
 

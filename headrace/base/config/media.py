@@ -1,0 +1,37 @@
+"""How media become part of a prompt: what launch reads from a checkpoint and the front works by."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of its processor. `image_pixels` and `video_pixels`: the least and the
+    most of a resized image, and of a video: of one frame, or with `pixels_of_all_frames` of all.
+    `stamped`: frame pairs are inputs of their own, with their times as text between them."""
+
+    patch: int = 14
+    merge: int = 2
+    temporal: int = 2
+    image_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
+    video_pixels: tuple[int, int] = (128 * 28 * 28, 28 * 28 * 768)
+    pixels_of_all_frames: bool = False
+    stamped: bool = False
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+
+
+class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to take images and video. `processor` names a row of
+    front/media/processing.py; `image_token` and `video_token` are the placeholders' ids (None: the
+    model takes none of that kind). `most`: of each kind in one prompt. `domains`: where media may
+    be fetched from; `local_root`: the folder whose files may be named, or None."""
+
+    processor: str
+    settings: ProcessorSettings
+    image_token: int | None
+    video_token: int | None
+    most: dict[str, int] = {}
+    domains: tuple[str, ...] = ()
+    local_root: str | None = None

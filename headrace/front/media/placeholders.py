@@ -1,0 +1,132 @@
+"""Placeholders: a token for each medium in the prompt becomes as many as its inputs have.
+
+A prompt comes either with one placeholder for each medium, as chat templates write it, or with all
+of them already; which of both follows from their number. So a prompt as text and as token ids gives
+the same ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headrace.base.config.media import MediaSpec
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.media import MediaInput
+
+EncodeText = Callable[[str], list[int]]
+
+
+class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
+    """A medium, processed: `kind` (image, video) is whose placeholder stands for it, `inputs` have
+    no offset yet, `layout` as in ProcessedMedia."""
+
+    kind: str
+    inputs: tuple[MediaInput, ...]
+    layout: tuple[str | int, ...]
+
+    @property
+    def num_placeholders(self) -> int:
+        """Tokens of all its inputs."""
+        return sum(each.num_tokens for each in self.inputs)
+
+
+def expanded(
+    ids: list[int],
+    media: Sequence[PreparedMedium],
+    spec: MediaSpec,
+    encode: EncodeText,
+    *,
+    field: str,
+) -> tuple[list[int], tuple[MediaInput, ...]]:
+    """The prompt with every placeholder, and the inputs at their offsets; InvalidRequest where the
+    numbers do not fit."""
+    tokens = {"image": spec.image_token, "video": spec.video_token}
+    waiting = {kind: [each for each in media if each.kind == kind] for kind in tokens}
+    present = {
+        token: _is_expanded(kind, ids.count(token), waiting[kind], field)
+        for kind, token in tokens.items()
+        if token is not None and waiting[kind]
+    }
+    kinds = {token: kind for kind, token in tokens.items() if token in present}
+    whole: list[int] = []
+    inputs: list[MediaInput] = []
+    position = 0
+    while position < len(ids):
+        token = ids[position]
+        kind = kinds.get(token)
+        if kind is None or not waiting[kind]:
+            whole.append(token)
+            position += 1
+            continue
+        medium = waiting[kind].pop(0)
+        if present[token] or _is_written(medium, whole, encode):
+            position = _taken(ids, position, medium, whole, inputs, field)
+            continue
+        _write(medium, token, encode, whole, inputs)
+        position += 1
+    return whole, tuple(inputs)
+
+
+def _is_expanded(kind: str, count: int, media: list[PreparedMedium], field: str) -> bool:
+    """Whether all placeholders of this kind are there, or one for each medium."""
+    whole = sum(each.num_placeholders for each in media)
+    if count not in (len(media), whole):
+        raise InvalidRequest(
+            f"{field}: {count} placeholders of {kind} stand in the prompt; allowed are "
+            f"{len(media)} (one for each {kind}) or {whole} (one for each of its tokens)",
+            field=field,
+        )
+    return count != len(media)
+
+
+def _is_written(medium: PreparedMedium, whole: list[int], encode: EncodeText) -> bool:
+    """Where one placeholder is all there is: whether the text before it is there too."""
+    if medium.num_placeholders != 1 or not isinstance(medium.layout[0], str):
+        return False
+    lead = encode(medium.layout[0])
+    return whole[len(whole) - len(lead) :] == lead
+
+
+def _taken(
+    ids: list[int],
+    position: int,
+    medium: PreparedMedium,
+    whole: list[int],
+    inputs: list[MediaInput],
+    field: str,
+) -> int:
+    """Takes over placeholders that are there; the position behind the last."""
+    token = ids[position]
+    for each in medium.inputs:
+        while position < len(ids) and ids[position] != token:
+            whole.append(ids[position])
+            position += 1
+        run = ids[position : position + each.num_tokens]
+        if run != [token] * each.num_tokens:
+            raise InvalidRequest(
+                f"{field}: {run.count(token)} placeholders in a row; {each.num_tokens} of "
+                f"{medium.kind} are needed there",
+                field=field,
+            )
+        inputs.append(msgspec.structs.replace(each, offset=len(whole)))
+        whole += run
+        position += each.num_tokens
+    return position
+
+
+def _write(
+    medium: PreparedMedium,
+    token: int,
+    encode: EncodeText,
+    whole: list[int],
+    inputs: list[MediaInput],
+) -> None:
+    for piece in medium.layout:
+        if isinstance(piece, str):
+            whole += encode(piece)
+            continue
+        each = medium.inputs[piece]
+        inputs.append(msgspec.structs.replace(each, offset=len(whole)))
+        whole += [token] * each.num_tokens

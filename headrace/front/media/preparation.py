@@ -1,0 +1,353 @@
+"""A conversation's media on their way into its prompt: read, decoded, processed, expanded.
+
+What a medium becomes is a function of its bytes and of the processor's settings, and so is its key:
+the same image in another conversation is found in the cache here, in the encoder's cache and in the
+prefix cache. Limits come before the work: numbers of media before anything is read, bytes while
+they arrive, pixels and seconds before and while decoding, tokens as soon as they are known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.base.errors import ContextTooLong, InvalidRequest, RequestError
+from headrace.base.wire.media import MediaInput
+from headrace.front.media.fetch import AllowedHosts, Fetcher, FetchLimits, read_local
+from headrace.front.media.job import DecodingLimits, MediaJob
+from headrace.front.media.jobs import MediaProcesses, default_size
+from headrace.front.media.offline import content_bytes
+from headrace.front.media.parts import (
+    ContentFile,
+    MediaPart,
+    each_part,
+    from_bare_base64,
+    from_data_url,
+)
+from headrace.front.media.placeholders import PreparedMedium, expanded
+from headrace.front.media.processing import ProcessedMedia
+from headrace.front.text.media_parts import MediaMark
+from headrace.front.text.tokenizer import Tokenizer
+
+ReadFile = Callable[[str, str], Awaitable[bytes]]
+"""The bytes of a stored file, by its id and the field that names it."""
+CACHE_BYTES = 256 << 20
+LOW_PIXELS = 512 * 512
+DEFAULT_MOST = {"image": 32, "video": 4}
+_ARGUMENTS = ("min_pixels", "max_pixels", "fps", "max_frames")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaRequest:
+    """What beside the messages bears on their media. `arguments`: `mm_processor_kwargs`;
+    `read_file`: of the files API; `tenant`: whose uuids these are; `max_tokens`: all media may
+    have."""
+
+    arguments: Mapping[str, Any] | None = None
+    read_file: ReadFile | None = None
+    tenant: str = ""
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedChat:
+    """Messages with marks in place of media, and the media in the order of the marks."""
+
+    messages: list[dict[str, Any]]
+    media: list[PreparedMedium]
+
+
+class MediaPreparer:
+    """Prepares media for one model. For one event loop."""
+
+    def __init__(
+        self,
+        spec: MediaSpec,
+        tokenizer: Tokenizer,
+        *,
+        limits: DecodingLimits | None = None,
+        fetch_limits: FetchLimits | None = None,
+    ) -> None:
+        self.spec = spec
+        self._tokenizer = tokenizer
+        self._fetch_limits = fetch_limits or FetchLimits()
+        self._fetcher = Fetcher(AllowedHosts(spec.domains), self._fetch_limits)
+        self._processes = MediaProcesses(limits or DecodingLimits(), size=default_size())
+        self._cache = _Cache(CACHE_BYTES)
+        self._uuids: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
+
+    async def prepare(
+        self, messages: Sequence[dict[str, Any]], request: MediaRequest
+    ) -> PreparedChat:
+        """Reads and processes every medium of the messages."""
+        places = each_part(messages)
+        self._check_numbers([part for _, _, part in places])
+        settings = adjusted(self.spec.settings, request.arguments)
+        budget = _TokenBudget(request.max_tokens)
+        tasks = [
+            asyncio.ensure_future(self._one(part, settings, request, budget))
+            for _, _, part in places
+        ]
+        try:
+            media = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        marked = [dict(message) for message in messages]
+        for (i, j, _), parts in reversed(list(zip(places, media, strict=True))):
+            content = list(marked[i]["content"])
+            content[j : j + 1] = [MediaMark(part.kind) for part in parts]
+            marked[i]["content"] = content
+        return PreparedChat(messages=marked, media=[part for parts in media for part in parts])
+
+    def expand(
+        self, ids: list[int], media: Sequence[PreparedMedium], *, field: str
+    ) -> tuple[list[int], tuple[MediaInput, ...]]:
+        """See `expanded`."""
+        return expanded(ids, media, self.spec, self._encode, field=field)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._processes.close()
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_numbers(self, parts: Sequence[MediaPart]) -> None:
+        tokens = {"image": self.spec.image_token, "video": self.spec.video_token}
+        most = DEFAULT_MOST | self.spec.most
+        count = dict.fromkeys(tokens, 0)
+        for part in parts:
+            kind = "video" if part.kind == "video" else "image"
+            count[kind] += 1
+            if tokens[kind] is None:
+                raise _bad(part.field, f"this model takes no {kind}")
+            if count[kind] > most[kind]:
+                total = sum((each.kind == "video") == (kind == "video") for each in parts)
+                raise _bad(
+                    part.field,
+                    f"{total} of kind {kind} given; at most {most[kind]} are allowed "
+                    "(--limit-mm-per-prompt)",
+                )
+
+    async def _one(
+        self,
+        part: MediaPart,
+        settings: ProcessorSettings,
+        request: MediaRequest,
+        budget: _TokenBudget,
+    ) -> list[PreparedMedium]:
+        if part.low:
+            settings = _at_most(settings, LOW_PIXELS)
+        name = (request.tenant, part.kind, part.uuid or "")
+        if part.uuid and not (part.address or part.file_id) and part.content is None:
+            digest = self._known(name, part)
+            source = None
+        else:
+            source = await self._read(part, request)
+            digest = await asyncio.to_thread(_digest, part.kind, source)
+            self._remember(name, digest)
+        key = _key(digest, self.spec.processor, settings)
+        media = self._cache.get(key)
+        if media is None:
+            if source is None:
+                raise _bad(part.field, "the content of this uuid is not kept any more; send it")
+            media = await self._processed(part, source, settings, key)
+            self._cache.put(key, media)
+        budget.take(sum(each.num_placeholders for each in media), part.field)
+        return media
+
+    async def _read(self, part: MediaPart, request: MediaRequest) -> ContentFile:
+        field, most = part.field, self._fetch_limits.max_bytes
+        if part.content is not None:
+            frames = part.kind == "video" and not isinstance(part.content, bytes)
+            files = await asyncio.to_thread(content_bytes, part.content, field)
+            return ContentFile(files, frames)
+        if part.file_id:
+            if request.read_file is None:
+                raise _bad(field, "this server keeps no files")
+            return ContentFile((await request.read_file(part.file_id, field),))
+        address = part.address
+        if address[:5].lower() == "data:":
+            return await asyncio.to_thread(from_data_url, address, field)
+        if address.startswith("file:"):
+            path = (address, self.spec.local_root, most, field)
+            return ContentFile((await asyncio.to_thread(read_local, *path),))
+        if "://" not in address[:16]:
+            bare = await asyncio.to_thread(from_bare_base64, address)
+            if bare is not None:
+                return ContentFile((bare,))
+        return ContentFile((await self._fetcher.get(address, field),))
+
+    async def _processed(
+        self, part: MediaPart, source: ContentFile, settings: ProcessorSettings, key: bytes
+    ) -> list[PreparedMedium]:
+        kind = "frames" if source.frames else part.kind
+        if kind == "frames" and part.kind != "video":
+            raise _bad(part.field, "a list of frames is a video, not an image")
+        if kind == "pages" and not source.files[0][:1024].lstrip().startswith(b"%PDF-"):
+            kind = "image"  # a file by its id, which may be either
+        job = MediaJob(
+            kind=kind,
+            family=self.spec.processor,
+            settings=settings,
+            limits=self._processes.limits,
+            sizes=tuple(map(len, source.files)),
+        )
+        try:
+            media = await asyncio.to_thread(self._processes.run, job, source.files)
+        except RequestError as error:
+            raise type(error)(f"{part.field}: {error.message}", field=part.field) from None
+        mark = "video" if part.kind == "video" else "image"
+        prepared: list[PreparedMedium] = []
+        for medium in media:
+            start = sum(len(each.inputs) for each in prepared)
+            prepared.append(_prepared(medium, mark, key, start, settings.merge))
+        return prepared
+
+    def _known(self, name: tuple[str, str, str], part: MediaPart) -> bytes:
+        digest = self._uuids.get(name)
+        if digest is None:
+            raise _bad(part.field, "the content of this uuid was not sent yet; send it once")
+        self._uuids.move_to_end(name)
+        return digest
+
+    def _remember(self, name: tuple[str, str, str], digest: bytes) -> None:
+        if name[2]:
+            self._uuids[name] = digest
+            self._uuids.move_to_end(name)
+            if len(self._uuids) > 65_536:
+                self._uuids.popitem(last=False)
+
+
+class _TokenBudget:
+    """The tokens that the media of one prompt may have together."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most, self._taken = most, 0
+
+    def take(self, count: int, field: str) -> None:
+        self._taken += count
+        if self._most is not None and self._taken > self._most:
+            raise ContextTooLong(
+                f"prompt is too long: its media alone have {self._taken} tokens or more > "
+                f"{self._most} maximum",
+                field=field,
+            )
+
+
+class _Cache:
+    """Processed media by key, the least recently used one out first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._most, self._bytes = max_bytes, 0
+        self._media: OrderedDict[bytes, list[PreparedMedium]] = OrderedDict()
+
+    def get(self, key: bytes) -> list[PreparedMedium] | None:
+        media = self._media.get(key)
+        if media is not None:
+            self._media.move_to_end(key)
+        return media
+
+    def put(self, key: bytes, media: list[PreparedMedium]) -> None:
+        size = _size(media)
+        if key in self._media or size > self._most:
+            return
+        self._media[key] = media
+        self._bytes += size
+        while self._bytes > self._most:
+            self._bytes -= _size(self._media.popitem(last=False)[1])
+
+
+def _size(media: list[PreparedMedium]) -> int:
+    return sum(len(each.rows) for medium in media for each in medium.inputs)
+
+
+def adjusted(settings: ProcessorSettings, arguments: Mapping[str, Any] | None) -> ProcessorSettings:
+    """The settings with what a request asks for, within the bounds of the model's own."""
+    if not arguments:
+        return settings
+    for name in arguments:
+        if name not in _ARGUMENTS:
+            raise _bad(
+                f"mm_processor_kwargs.{name:.80}",
+                f"not accepted; allowed: {', '.join(_ARGUMENTS)}",
+            )
+    low, high = settings.image_pixels
+    least = _whole(arguments, "min_pixels", low, low, high)
+    most = _whole(arguments, "max_pixels", high, low, high)
+    if least > most:
+        raise _bad("mm_processor_kwargs.min_pixels", f"{least} given; max_pixels is {most}")
+    video_low, video_high = settings.video_pixels
+    fps = arguments.get("fps", settings.fps)
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0.01 <= fps <= 60:
+        raise _bad("mm_processor_kwargs.fps", f"{fps!r:.80} given; allowed: 0.01 to 60")
+    frames = _whole(arguments, "max_frames", settings.max_frames, 1, settings.max_frames)
+    return msgspec.structs.replace(
+        settings,
+        image_pixels=(least, most),
+        video_pixels=(video_low, min(video_high, max(most, video_low))),
+        fps=float(fps),
+        min_frames=min(settings.min_frames, frames),
+        max_frames=frames,
+    )
+
+
+def _whole(arguments: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+    value = arguments.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise _bad(
+            f"mm_processor_kwargs.{name}", f"{value!r:.80} given; allowed: {least} to {most}"
+        )
+    return value
+
+
+def _at_most(settings: ProcessorSettings, pixels: int) -> ProcessorSettings:
+    low, high = settings.image_pixels
+    return msgspec.structs.replace(settings, image_pixels=(min(low, pixels), min(high, pixels)))
+
+
+def _digest(kind: str, source: ContentFile) -> bytes:
+    digest = hashlib.sha256(kind.encode())
+    for file in source.files:
+        digest.update(len(file).to_bytes(8, "little"))
+        digest.update(file)
+    return digest.digest()
+
+
+def _key(digest: bytes, processor: str, settings: ProcessorSettings) -> bytes:
+    how = msgspec.msgpack.encode((processor, settings))
+    return hashlib.sha256(digest + how).digest()
+
+
+def _prepared(
+    medium: ProcessedMedia, kind: str, key: bytes, start: int, merge: int
+) -> PreparedMedium:
+    """With keys and token counts; `start`: inputs of the same file before it."""
+    inputs = []
+    for number, each in enumerate(medium.inputs, start):
+        t, h, w = each.grid
+        own = hashlib.sha256(key + number.to_bytes(4, "little")).digest()
+        inputs.append(
+            MediaInput(
+                kind=each.kind,
+                key=own,
+                offset=0,
+                num_tokens=t * h * w // merge**2,
+                grid=each.grid,
+                step_s=each.step_s,
+                rows=each.rows.tobytes(),
+            )
+        )
+    return PreparedMedium(kind=kind, inputs=tuple(inputs), layout=medium.layout)
+
+
+def _bad(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {what}", field=field)

@@ -1,0 +1,37 @@
+"""What a server takes beside text: what the model knows, within what its operator allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.config.media import MediaSpec
+from headrace.base.config.tree import MediaCounts, Options
+from headrace.base.errors import ConfigError, MissingDependency
+from headrace.base.optional import available
+
+
+def media_spec(options: Options, known: MediaSpec | None) -> MediaSpec | None:
+    """The spec with the operator's limits; ConfigError for a folder that is none."""
+    if known is None or options.model.language_model_only:
+        return None
+    if not available("PIL"):
+        raise MissingDependency(
+            "this model takes images, which needs the library 'pillow': pip install "
+            "'headrace[media]', or serve it with --language-model-only"
+        )
+    root = options.server.allowed_local_media_path
+    if root is not None:
+        folder = Path(root).expanduser().resolve()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--allowed-local-media-path {root}: no such folder",
+                field="allowed_local_media_path",
+            )
+        root = str(folder)
+    counts = options.model.limit_mm_per_prompt or MediaCounts()
+    most = {kind: n for kind, n in msgspec.structs.asdict(counts).items() if n is not None}
+    return msgspec.structs.replace(
+        known, most=most, domains=options.server.allowed_media_domains, local_root=root
+    )
