@@ -1,0 +1,221 @@
+"""Which kernel serves how many tokens of a weight of 4-bit integers: on Hopper one token, with the
+norm, and up to LIBRARY_FROM those that stream the weight (triton_stream_int4.py), on other GPUs and
+for what those do not know the tiles of triton_tiles_int4.py; more the library's GEMM, or that with
+the activation inside (linear/triton_wide.py), with the weight dequantized before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+
+from headrace.back.kernels.gated_act import triton_gated_act
+from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
+from headrace.back.kernels.linear.table import padded
+from headrace.back.kernels.linear.triton_small import Gemm, small
+from headrace.back.kernels.linear_int4 import stream, triton_tiles_int4
+from headrace.back.kernels.linear_int4.layout import GROUPS, ROWS, Int4Weight
+from headrace.back.kernels.linear_int4.op import (
+    CHECKED_ROWS,
+    Int4Linear,
+    LinearInt4Problem,
+    activation_problem,
+    norm_problem,
+    sample_of,
+)
+from headrace.back.kernels.linear_int4.stream import Int4Gemm, StreamPlan
+from headrace.back.kernels.op import Kernel, PlanCheck
+from headrace.back.kernels.rms_norm import triton_rms_norm
+from headrace.back.kernels.triton.room import shared_bytes
+from headrace.back.kernels.triton.wrap import unsupported
+
+log = logging.getLogger(__name__)
+
+LIBRARY_FROM = 257
+"""Tokens from which on the weight is dequantized as a whole: that takes as long as reading it twice
+as bfloat16."""
+UNIT = 16
+"""Inputs of a weight are a multiple of it."""
+MOST_TOKENS = 64
+"""Of a program."""
+
+
+def plan_of(outputs: int, inputs: int, tokens: int, *, gated: bool) -> StreamPlan:
+    """The plan for a padded number of tokens. Two programs of a multiprocessor have 80 KiB of the
+    weight on their way, and those of the next kernel fit beside them."""
+    if tokens == 1:
+        return StreamPlan(stages=5, per_sm=2, tokens=1)
+    return StreamPlan(stages=5 if tokens <= 16 else 4, per_sm=2, tokens=min(tokens, MOST_TOKENS))
+
+
+@dataclass(eq=False)
+class Dequantized:
+    """Where the weights of a device are dequantized, one after the other, for the library."""
+
+    values: torch.Tensor
+
+    def part(self, weight: Int4Weight) -> torch.Tensor:
+        """Room for one [O, I]."""
+        return self.values[: weight.outputs * weight.inputs].view(weight.outputs, weight.inputs)
+
+
+_rooms: WeakValueDictionary[tuple[torch.device, torch.dtype], Dequantized] = WeakValueDictionary()
+
+
+def room_for(weight: Int4Weight, dtype: torch.dtype) -> Dequantized:
+    """The device's, grown to hold this weight; nothing is multiplied before all are bound."""
+    device, count = weight.words_NBW.device, weight.outputs * weight.inputs
+    room = _rooms.get((device, dtype))
+    if room is None:
+        room = _rooms[device, dtype] = Dequantized(torch.empty(count, dtype=dtype, device=device))
+    elif len(room.values) < count:
+        room.values = torch.empty(count, dtype=dtype, device=device)
+    return room
+
+
+def bind(
+    problem: LinearInt4Problem,
+    weight: Int4Weight,
+    bias_O: torch.Tensor | None,
+    norm_weight_I: torch.Tensor | None = None,
+) -> Int4Linear:
+    """The kernels for one weight."""
+    several = Int4Gemm(
+        weight=weight, bias_O=bias_O, activation=problem.activation, add=problem.add
+    )
+    one, norm = several, None
+    if problem.eps is not None:
+        assert norm_weight_I is not None, "a norm has a weight"
+        one = Int4Gemm(
+            weight=weight, bias_O=bias_O, norm_I=norm_weight_I, eps=problem.eps,
+            activation=problem.activation, add=problem.add,
+        )  # fmt: skip
+        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+    streamed = _streams(problem, several)
+    many = _many(problem, weight, bias_O)
+    fused = norm is None or streamed
+
+    @cache
+    def launch_of(tokens: int) -> stream.Launch:
+        gated = problem.activation is not None
+        plan = plan_of(weight.outputs, weight.inputs, tokens, gated=gated)
+        return stream.bind(one if tokens == 1 else several, plan)
+
+    def tiles(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
+        triton_tiles_int4.multiply(
+            x_TI, weight, bias_O, y_TY, activation=problem.activation or "", add=problem.add
+        )
+
+    def linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
+        num_tokens = len(x_TI)
+        if norm is not None and (num_tokens > 1 or not fused):
+            x_TI = norm(x_TI)
+        if num_tokens >= LIBRARY_FROM:
+            return many(x_TI, residual_TY)
+        y_TY = residual_TY
+        if y_TY is None:
+            dtype = torch.float32 if problem.wide else problem.dtype
+            y_TY = x_TI.new_empty(num_tokens, problem.results, dtype=dtype)
+        run = launch_of(padded(num_tokens)) if streamed else tiles
+        run(x_TI, y_TY)
+        return y_TY
+
+    return linear
+
+
+def _streams(problem: LinearInt4Problem, gemm: Int4Gemm) -> bool:
+    if problem in _skipped or stream.unfit(gemm) is not None:
+        return False
+    plan = plan_of(gemm.weight.outputs, gemm.weight.inputs, 1, gated=bool(gemm.activation))
+    return stream.shared_bytes(gemm, plan) <= shared_bytes()
+
+
+def _many(
+    problem: LinearInt4Problem, weight: Int4Weight, bias_O: torch.Tensor | None
+) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """The GEMM with the dequantized weight, and what comes after it."""
+    room = room_for(weight, problem.dtype)
+    activate = None
+    if problem.activation is not None:
+        activate = triton_gated_act.bind(activation_problem(problem))
+
+    @cache
+    def launch_for() -> Callable[[int], stream.Launch | None]:
+        gemm = Gemm(
+            weight_OI=room.part(weight),
+            bias_O=bias_O,
+            activation=problem.activation or "",
+            add=problem.add,
+        )
+        return small(gemm)
+
+    def many(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> torch.Tensor:
+        weight_OI = room.part(weight)
+        triton_tiles_int4.dequantize_into(weight, weight_OI)
+        run = launch_for()(len(x_TI)) if activate is not None else None
+        if run is not None:
+            y_TY = x_TI.new_empty(len(x_TI), problem.results)
+            run(x_TI, y_TY)
+            return y_TY
+        if residual_TY is not None and bias_O is None:
+            return residual_TY.addmm_(x_TI, weight_OI.t())
+        y_TY = F.linear(x_TI, weight_OI, bias_O)
+        if problem.wide:
+            return y_TY.float()
+        if activate is not None:
+            y_TY = activate(y_TY)
+        return y_TY if residual_TY is None else residual_TY.add_(y_TY)
+
+    return many
+
+
+_skipped: dict[LinearInt4Problem, str] = {}
+"""What goes without the kernels of Hopper in this process: a self-check of theirs failed."""
+
+
+def plans(problem: LinearInt4Problem) -> list[PlanCheck]:
+    """Each kernel on the whole shape; tiles take the place of streams where one of those fails."""
+
+    def skip_streams(reason: str) -> None:
+        log.warning("%s goes without the kernels of Hopper: %s", problem, reason)
+        _skipped[problem] = reason
+
+    streamed = problem.device == "cuda" and problem not in _skipped
+    return [
+        PlanCheck(
+            name=f"{tokens} tokens",
+            sample=partial(sample_of, problem, (tokens,)),
+            bind=bind,
+            skip=skip_streams if streamed and tokens < LIBRARY_FROM else None,
+        )
+        for tokens in (*CHECKED_ROWS, LIBRARY_FROM + 3)
+    ]
+
+
+def _supports(problem: LinearInt4Problem) -> str | None:
+    reason = unsupported(problem.device, problem.dtype)
+    if reason is not None:
+        return reason
+    if problem.inputs % UNIT:
+        return f"{problem.inputs} inputs are no multiple of {UNIT}"
+    if problem.group not in (None, *GROUPS):
+        return f"scales of {', '.join(map(str, GROUPS))} inputs or of all, not of {problem.group}"
+    if problem.activation is not None and problem.activation not in ACTIVATIONS:
+        return f"does not know {problem.activation}"
+    if problem.activation is not None and problem.results % ROWS:
+        return f"gates multiples of {ROWS} results, not {problem.results}"
+    return None
+
+
+KERNEL = Kernel(
+    name="triton",
+    supports=_supports,
+    bind=bind,
+    plans=plans,
+    note=lambda problem: f"from {LIBRARY_FROM} tokens on dequantized before the GEMM",
+)
