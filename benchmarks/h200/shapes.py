@@ -113,9 +113,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 102400,
     },
 }
-SHAPES["qwen3-8b-fp8"] = SHAPES["qwen3-8b"]
-QUANTIZATION = {"qwen3-8b-fp8": "fp8"}
-"""Shape -> `--quantization`: linear layers as a byte a weight, the head in bfloat16."""
+SHAPES["qwen3-8b-fp8"] = SHAPES["qwen3-8b-int4"] = SHAPES["qwen3-8b"]
+QUANTIZATION = {"qwen3-8b-fp8": "fp8", "qwen3-8b-int4": "int4-g128"}
+"""Shape -> `--quantization`: linear layers in fewer bits, the head in bfloat16."""
+WEIGHT_BITS = {"fp8": 8, "int4-g128": 4 + 16 / 128}
+RATES = {"fp8": 2}
+"""What the tensor cores multiply in a second, in that of bfloat16."""
 # (batch, prompt): ms a decode step may take
 STEP_BARS = {
     "qwen3-8b": {
@@ -127,6 +130,7 @@ STEP_BARS = {
         (256, 1024): 15.5,
     },
     "qwen3-8b-fp8": {(1, 128): 2.4, (32, 128): 3.2, (256, 128): 7.0},
+    "qwen3-8b-int4": {(1, 128): 1.7, (32, 128): 2.7},
     "qwen3-0.6b": {(1, 128): 0.75, (32, 128): 1.0, (256, 128): 3.4},
     "qwen3-30b-a3b": {(1, 128): 2.2, (32, 128): 14.0, (256, 128): 18.5},
     "deepseek-v2-lite": {(1, 128): 1.7, (32, 128): 8.1, (256, 128): 9.2},
@@ -134,6 +138,7 @@ STEP_BARS = {
 PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
     "qwen3-8b": {(1, 8192): 42_000, (16, 1024): 48_000},
     "qwen3-8b-fp8": {(1, 8192): 61_000, (16, 1024): 72_000},
+    "qwen3-8b-int4": {(1, 8192): 36_800, (16, 1024): 42_100},
     "qwen3-0.6b": {},
     "qwen3-30b-a3b": {(1, 8192): 70_000, (16, 1024): 88_000},
     "deepseek-v2-lite": {(1, 8192): 100_000, (16, 1024): 115_000},
@@ -141,6 +146,7 @@ PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
 OFFLINE_BARS = {
     "qwen3-8b": 7_600,
     "qwen3-8b-fp8": 9_200,
+    "qwen3-8b-int4": 7_600,
     "qwen3-0.6b": 31_000,
     "qwen3-30b-a3b": 8_500,
     "deepseek-v2-lite": 15_000,
@@ -222,7 +228,7 @@ def step_floor_ms(shape: str, *, batch: int, context: float, distinct: float = 0
     c, layers = SHAPES[shape], layer_weights(shape)
     weights = sum(layer.kv + layer.rest + distinct * layer.expert for layer in layers)
     if shape in QUANTIZATION:
-        weights /= 2
+        weights *= WEIGHT_BITS[QUANTIZATION[shape]] / 16
     weights += c["vocab_size"] * c["hidden_size"]  # not the embedding table, unless it is the head
     kv = len(layers) * cache_width(shape)
     return 2e3 * (weights + batch * context * kv) / BYTES_PER_S
@@ -234,5 +240,5 @@ def prefill_bound(shape: str) -> float:
     _, chosen = routing(shape)
     layers = layer_weights(shape)
     met = sum(layer.kv + layer.rest + chosen * layer.expert for layer in layers[:-1])
-    rate = FLOPS * (2 if shape in QUANTIZATION else 1)  # e4m3: twice the products in a second
+    rate = FLOPS * RATES.get(QUANTIZATION.get(shape, ""), 1)
     return rate / (2 * (met + layers[-1].kv))

@@ -65,7 +65,8 @@ def build_without_memory(
 
 def stored_on_absent_device(spec: ModelSpec, device: DeviceFacts) -> Stored:
     """What of a checkpoint would stay quantized on a GPU that is not here."""
-    quantized = spec.format == "safetensors" and "quantization_config" in spec.config
+    quantized = spec.format == "gguf" or "quantization_config" in spec.config
+    quantized = quantized and spec.format != "dummy"
     if device.kind != "cuda" or not quantized or not available("triton"):
         return {}
     from headrace.back.kernels.triton.wrap import planned_for

@@ -145,10 +145,13 @@ def _quantization(
     scheme = options.model.quantization
     if scheme == "none":
         return None
-    if device_spec.device != "cpu" and (scheme, device_spec.device) != ("fp8", "cuda"):
+    served = "fp8 and the kinds of int4" if device_spec.device == "cuda" else "none"
+    on_cuda = device_spec.device == "cuda" and scheme.startswith(("fp8", "int4"))
+    if device_spec.device != "cpu" and not on_cuda:
         raise ConfigError(
-            f"--quantization {scheme} runs on the CPU only, not on {device_spec.device}; on CUDA "
-            "there is fp8"
+            f"--quantization {scheme} runs on the CPU only, not on {device_spec.device}; there are "
+            f"{served} there",
+            field="quantization",
         )
     if device_spec.device == "cuda" and options.model.deterministic:
         raise ConfigError(

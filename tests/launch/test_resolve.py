@@ -269,10 +269,13 @@ def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> Non
         resolved(CUDA, model={"quantization": "int8"})
 
 
-def test_cuda_makes_fp8_weights_while_loading() -> None:
-    assert resolved(CUDA, model={"quantization": "fp8"}).engine.model.quantization == "fp8"
-    with pytest.raises(ConfigError, match="--quantization fp8 does not go with --deterministic"):
-        resolved(CUDA, model={"quantization": "fp8", "deterministic": True})
+def test_cuda_makes_quantized_weights_while_loading() -> None:
+    """And 4-bit integers."""
+    for scheme in ("fp8", "int4", "int4-asym-g128"):
+        assert resolved(CUDA, model={"quantization": scheme}).engine.model.quantization == scheme
+        refused = f"--quantization {scheme} does not go with --deterministic"
+        with pytest.raises(ConfigError, match=refused):
+            resolved(CUDA, model={"quantization": scheme, "deterministic": True})
 
 
 @pytest.mark.parametrize("coded", ["int8", "fp8"])

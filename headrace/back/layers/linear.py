@@ -23,6 +23,9 @@ from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem, many_row
 from headrace.back.kernels.linear_fp8.layout import Fp8Weight
 from headrace.back.kernels.linear_fp8.op import OP as OP_FP8
 from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
+from headrace.back.kernels.linear_int4.layout import Int4Weight
+from headrace.back.kernels.linear_int4.op import OP as OP_INT4
+from headrace.back.kernels.linear_int4.op import LinearInt4Problem
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
@@ -252,7 +255,7 @@ class WholeLinear:
         self.project = bind_adapted(self._scope, self._weight.take(), None, self._adapted)
 
 
-Weight = torch.Tensor | PackedWeight | BlockWeight | Fp8Weight
+Weight = torch.Tensor | PackedWeight | BlockWeight | Fp8Weight | Int4Weight
 Bound = TypeVar("Bound")
 
 
@@ -269,7 +272,7 @@ def bind_fused(
     if isinstance(weight_OI, PackedWeight | BlockWeight):
         return None
     norm_weight = norm.weight_E if norm else None
-    if isinstance(weight_OI, Fp8Weight):
+    if isinstance(weight_OI, Fp8Weight | Int4Weight):
         op, quantized = gemm_of(weight_OI, **_facts(scope, bias_O), activation=activation)
         whole = replace(quantized, eps=norm.eps if norm else None, add=add)
         return scope.bind_fused(op, whole, weight_OI, bias_O, norm_weight)
@@ -298,7 +301,7 @@ def bind_gemm(
     """The GEMM, with an activation only if a kernel does both. Of a quantized weight it reads the
     quantized values that the norm before leaves (`RMSNorm.quantize_output`), if there are kernels
     for both."""
-    if isinstance(weight_OI, torch.Tensor | Fp8Weight):
+    if isinstance(weight_OI, torch.Tensor | Fp8Weight | Int4Weight):
         if activation is None:
             return bind_linear(scope, weight_OI, bias_O)
         return bind_fused(scope, weight_OI, bias_O, activation=activation)
@@ -393,5 +396,8 @@ def gemm_of(
     if isinstance(weight, Fp8Weight):
         new |= {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
         return OP_FP8, LinearFp8Problem(**new, activation=activation)
+    if isinstance(weight, Int4Weight):
+        new |= {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
+        return OP_INT4, LinearInt4Problem(**new, minima=weight.minima, activation=activation)
     outputs, inputs = weight.shape
     return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

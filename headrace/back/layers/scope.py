@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from headrace.back.parallel.param import Param, WeightPiece, local_pieces
 from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
 from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, served, stored_scheme
+from headrace.back.quant.gpu_int4 import OnlineInt4Weight, StoredInt4Weight, stored_int4
 from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.scheme import Scheme
@@ -28,6 +29,14 @@ from headrace.back.quant.stored import Stored, StoredWeight, kept_blocks
 from headrace.base.config.resolved import Decision
 
 P = TypeVar("P")
+
+
+class LoadedWeight(Protocol):
+    """A weight of a layer, once it is loaded; in which form is the matter of what made it."""
+
+    def take(self) -> Any:
+        """What the layer multiplies by, which it then owns alone."""
+        ...
 
 
 @dataclass(eq=False)
@@ -183,17 +192,19 @@ class Scope:
         kept = scheme_of(weight, self.stored) if self.stored else None
         return weight if kept is None else KeptWeight(weight, kept)
 
-    def quantized_gemm(
-        self, weight: Param
-    ) -> Param | OnlineWeight | StoredWeight | KeptWeight | OnlineFp8Weight | StoredFp8Weight:
+    def quantized_gemm(self, weight: Param) -> LoadedWeight:
         """The same of a layer that is no table of tokens and no output head: those stay floats on
         GPUs."""
         if self.kind != "cuda":
             return self.quantized(weight)
         if self.scheme is not None:
-            return OnlineFp8Weight(weight) if served(weight) else weight
-        stored = stored_scheme(weight, self.stored) if self.stored else None
-        return weight if stored is None else StoredFp8Weight(weight, stored)
+            return _online_on_gpu(weight, self.scheme)
+        if not self.stored:
+            return weight
+        if stored := stored_scheme(weight, self.stored):
+            return StoredFp8Weight(weight, stored)
+        kept = stored_int4(weight, self.stored)
+        return weight if kept is None else StoredInt4Weight(weight, kept)
 
     def adapted(self, weight: Param) -> AdaptedLinear | None:
         """The slots of the linear layer of `weight` [outputs, inputs], if there are any."""
@@ -229,6 +240,12 @@ class Scope:
 
     def _bound(self, choice: KernelChoice[Any], weights: tuple[Any, ...]) -> Callable[..., Any]:
         return not_loaded if self.planned else choice.bind(*weights)
+
+
+def _online_on_gpu(weight: Param, scheme: Scheme) -> LoadedWeight:
+    if not served(weight):
+        return weight
+    return OnlineFp8Weight(weight) if scheme.floating else OnlineInt4Weight(weight, scheme)
 
 
 def not_loaded(*arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -74,7 +75,8 @@ class Param:
               those of the weight all the same, and `members` holds this rank's part of each tensor
     on_blocks takes stored blocks instead of floats: (copy, rows) -> the first row of the tensor
               with a scale that is no finite number, or None; such a parameter has no tensor
-    on_groups takes the numbers of quantized tensors likewise: (copy, groups, what they are)
+    on_groups takes the numbers of quantized tensors likewise: (copy, groups, what they are); they
+              are read on device `groups_on`
     on_filled   what the layer wants done as soon as the last piece is written; see `filled`
     packed_bytes  what this rank's weight takes once on_filled has packed it; 0: it is kept as it is
     """
@@ -91,6 +93,7 @@ class Param:
     optional: bool = False
     on_blocks: Callable[[Copy, StoredRows], int | None] | None = field(default=None, repr=False)
     on_groups: Callable[..., int | None] | None = field(default=None, repr=False)
+    groups_on: torch.device = field(default_factory=partial(torch.device, "cpu"))
     on_filled: Callable[[], None] | None = field(default=None, repr=False)
     packed_bytes: int = 0
     bundle: Bundle | None = None

@@ -35,6 +35,8 @@ KeptSchemes = Mapping[str, str]
 BLOCKS = "fp8-g128"
 """e4m3 with a scale for each output and 128 inputs, or for blocks of 128 outputs: GPUs only
 (gpu.py)."""
+WHOLE_INT4 = {False: "int4-whole", True: "int4-asym-whole"}
+"""4-bit integers with a scale (True: and a minimum) for each output: GPUs only (gpu_int4.py)."""
 _KEPT = ("gptq", "awq", "packed", "scaled")
 
 
@@ -55,7 +57,7 @@ def kept_scheme(tensor: QuantizedTensor) -> str | None:
     for scheme in SCHEMES.values():
         if (scheme.bits, scheme.group, scheme.asymmetric, scheme.floating) == wanted:
             return scheme.name if rows <= 1 else None
-    return None
+    return WHOLE_INT4[asymmetric] if whole and numbers.bits == 4 and not floating else None
 
 
 def _in_blocks(tensor: QuantizedTensor) -> bool:
@@ -112,8 +114,8 @@ class KeptWeight:
         scales = groups.scales_RG.float()
         whole = scales.shape[1] == 1
         scales = scales if whole else scales[:, source]
-        quantized, minima = _normal(groups, scales, source, self._scheme, numbers, copy.name)
-        _check_order(groups, copy, self._scheme)
+        quantized, minima = normal_values(groups, scales, source, self._scheme, numbers, copy.name)
+        check_order(groups, copy, self._scheme)
         self._waiting.values_OI[rows, columns] = quantized
         self._waiting.scales_OG[rows, target] = scales
         if minima is not None:
@@ -166,7 +168,7 @@ class _Unpacked:
         return BlockWeight(inputs, (segment,))
 
 
-def _check_order(groups: Groups, copy: Copy, scheme: Scheme) -> None:
+def check_order(groups: Groups, copy: Copy, scheme: Scheme) -> None:
     """That inputs belong to groups by their place, as the config says."""
     start, stop, _ = copy.source[1].indices(copy.shape[1])
     places = torch.arange(start, stop) // (scheme.group or copy.shape[1])
@@ -178,7 +180,7 @@ def _check_order(groups: Groups, copy: Copy, scheme: Scheme) -> None:
         )
 
 
-def _normal(
+def normal_values(
     groups: Groups,
     scales_RG: torch.Tensor,
     source: slice,

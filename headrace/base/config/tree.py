@@ -105,7 +105,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Weights of linear layers, head and tied embedding as int8 or fp8 (e4m3; a scale per "
             "output) or int4 (a scale per 32 inputs), made while loading; -gN: a scale per N inputs, -asym: and "
-            "a minimum; activations become int8 on the way, but for fp8. On CUDA fp8 alone, of linear layers."
+            "a minimum; activations become int8 on the way, but for fp8. On CUDA "
+            "fp8 and int4, of linear layers, and activations stay as they are with int4."
         ),
     ] = "none"
     max_model_len: Annotated[

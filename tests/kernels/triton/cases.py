@@ -25,6 +25,8 @@ from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
 from headrace.back.kernels.linear_fp8 import op as linear_fp8
+from headrace.back.kernels.linear_int4 import op as linear_int4
+from headrace.back.kernels.linear_int4 import stream as linear_int4_stream
 from headrace.back.kernels.logit_masks import op as logit_masks
 from headrace.back.kernels.lora_linear import op as lora_linear
 from headrace.back.kernels.merge_attention import op as merge_attention
@@ -265,6 +267,42 @@ def _fp8(group: int | None, tokens: int, **more: object) -> Callable[[], object]
         )
         sample = linear_fp8.sample_of(problem, (tokens,))
         return triton_linear_fp8.bind(sample.problem, *sample.weights)(*sample.arguments)
+
+    return call
+
+
+def _int4(tokens: int, group: int | None = 128, **more: object) -> Callable[[], object]:
+    """A layer with a weight of 4-bit integers, by the kernels of any GPU."""
+
+    def call() -> object:
+        from headrace.back.kernels.linear_int4 import triton_linear_int4
+
+        problem = linear_int4.LinearInt4Problem(
+            device="cpu", dtype=BF16, inputs=1024, outputs=512, group=group, **more
+        )
+        sample = linear_int4.sample_of(problem, (tokens,))
+        return triton_linear_int4.bind(problem, *sample.weights)(*sample.arguments)
+
+    return call
+
+
+def _int4_stream(tokens: int, group: int | None = 128, **more: object) -> Callable[[], object]:
+    """The same by those of Hopper."""
+
+    def call() -> object:
+        problem = linear_int4.LinearInt4Problem(
+            device="cpu", dtype=BF16, inputs=1024, outputs=512, group=group, **more
+        )
+        sample = linear_int4.sample_of(problem, (tokens,))
+        weight, bias, norm = sample.weights
+        x, residual = sample.arguments
+        gemm = linear_int4_stream.Int4Gemm(
+            weight=weight, bias_O=bias, norm_I=norm, eps=problem.eps or 0.0,
+            activation=problem.activation, add=problem.add,
+        )  # fmt: skip
+        plan = linear_int4_stream.StreamPlan(stages=4, per_sm=2, tokens=tokens)
+        y = torch.empty(tokens, problem.results, dtype=BF16) if residual is None else residual
+        return linear_int4_stream.bind(gemm, plan)(x, y)
 
     return call
 
@@ -512,6 +550,13 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             (200, {"eps": 1e-6, "bias": True}),
         )
     ),
+    ("int4 one of 32", _int4(1, 32, minima=True, activation="silu", eps=1e-6)),
+    ("int4 64", _int4(64, add=True)),
+    ("int4 300", _int4(300, None, bias=True)),
+    ("int4 stream one", _int4_stream(1, eps=1e-6, activation="silu")),
+    ("int4 stream one of 32", _int4_stream(1, 32, minima=True, add=True, bias=True)),
+    ("int4 stream 8", _int4_stream(8, None, activation="silu")),
+    ("int4 stream 64 of 64", _int4_stream(64, 64, minima=True, add=True)),
     ("skinny act", _product(SKINNY, 16, activation="silu")),
     ("skinny split add", _product(SPLIT, 64, add=True)),
     ("skinny swapped act", _product(SWAPPED, 16, activation="silu")),
@@ -559,6 +604,7 @@ ONLY = {
     title: {"cuda:90"}
     for title in (
         *("attention Hopper", "attention Hopper decode", "attention Hopper lse"),
+        *("int4 stream one", "int4 stream one of 32", "int4 stream 8", "int4 stream 64 of 64"),
         *("stream act", "stream add", "wide 128 act", "wide 256 act"),
         *("experts Hopper", "expanded_attention Hopper", "latent_attention Hopper"),
     )

@@ -26,6 +26,7 @@ FILES = (
     "cascade",
     "fixed",
     "linear_fp8",
+    "linear_int4",
     "recurrent",
     "latent",
     "mixture",

@@ -77,17 +77,16 @@ def test_tiles(tokens, group, minima, outputs, inputs, bias, activation, add):
     interpreted() or torch.cuda.get_device_capability() != (9, 0), reason="kernels of Hopper"
 )
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 33, 64, 100])
-@pytest.mark.parametrize("group, minima", SCHEMES)
-@pytest.mark.parametrize("per_sm, stages, pair", [(2, 3, True), (1, 4, False)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "outputs, inputs, bias, activation, add, eps",
+    "group, minima, per_sm, stages, pair, dtype, outputs, inputs, bias, activation, add, eps",
     [
-        (64, 128, False, None, False, None),
-        (200, 400, True, None, True, None),
-        (1024, 656, True, "silu", False, 1e-5),
-        (4096, 4096, False, None, False, 1e-5),
-        (320, 12288, False, None, True, None),
+        (128, False, 2, 3, True, torch.bfloat16, 64, 128, False, None, False, None),
+        (64, True, 1, 4, False, torch.bfloat16, 200, 400, True, None, True, None),
+        (32, False, 2, 3, True, torch.bfloat16, 1024, 656, True, "silu", False, 1e-5),
+        (32, True, 1, 4, True, torch.float16, 4096, 4096, False, None, False, 1e-5),
+        (None, True, 2, 4, True, torch.bfloat16, 320, 12288, False, None, True, None),
+        (None, False, 2, 5, True, torch.float16, 512, 1024, True, "silu", False, None),
+        (128, True, 2, 4, True, torch.bfloat16, 24576, 4096, False, "silu", False, 1e-6),
     ],
 )
 def test_streams(
@@ -150,7 +149,12 @@ def test_what_no_kernel_serves_is_told():
             ((128, 256), {"activation": "tanh"}),
         )
     ]
-    assert [reason and reason.split()[0] for reason in reasons] == ["200", "scales", "gates", "does"]
+    assert [reason and reason.split()[0] for reason in reasons] == [
+        "200",
+        "scales",
+        "gates",
+        "does",
+    ]
 
 
 @pytest.mark.skipif(interpreted(), reason="widths of real models take a GPU")

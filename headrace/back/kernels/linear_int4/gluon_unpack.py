@@ -118,12 +118,14 @@ def unpacked(b_words, b_numbers, MINIMA: gl.constexpr, GROUPS: gl.constexpr, ACC
     if MINIMA:
         p = gl.inline_asm_elementwise(
             assembly(HALF, True), constraints(True), [b_words, b_s0, b_s1, b_m0, b_m1],
-            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=2,
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
+            is_pure=True, pack=2,
         )  # fmt: skip
     else:
         p = gl.inline_asm_elementwise(
             assembly(HALF, False), constraints(False), [b_words, b_s0, b_s1],
-            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=2,
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
+            is_pure=True, pack=2,
         )  # fmt: skip
     b_low = gl.join(gl.join(p[0], p[1]), gl.join(p[2], p[3]))
     b_high = gl.join(gl.join(p[4], p[5]), gl.join(p[6], p[7]))

@@ -85,9 +85,7 @@ def bind(
     norm_weight_I: torch.Tensor | None = None,
 ) -> Int4Linear:
     """The kernels for one weight."""
-    several = Int4Gemm(
-        weight=weight, bias_O=bias_O, activation=problem.activation, add=problem.add
-    )
+    several = Int4Gemm(weight=weight, bias_O=bias_O, activation=problem.activation, add=problem.add)
     one, norm = several, None
     if problem.eps is not None:
         assert norm_weight_I is not None, "a norm has a weight"

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from headrace.back.kernels.linear_fp8.op import fp8_refusal
+from headrace.back.kernels.linear_int4.op import int4_refusal
 from headrace.back.kernels.native.library import unsupported
 from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import check, fill
@@ -31,6 +32,7 @@ from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.mesh import Mesh
+from headrace.back.quant.gpu import GPU_SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization import stored_quantization
 from headrace.base.config.resolved import Decision, ModelSpec
@@ -168,13 +170,18 @@ def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tupl
 
 
 def _stored_on_gpu(spec: ModelSpec, stored: Stored) -> tuple[Stored, str]:
-    """The same of a GPU, which reads e4m3 numbers alone."""
+    """The same of a GPU, which reads e4m3 numbers and 4-bit integers."""
     if spec.deterministic:
         return {}, "with --deterministic no kernel reads them"
-    reason = fp8_refusal(DTYPES[spec.dtype])
-    if reason is not None:
-        return {}, f"the kernel that reads e4m3 weights {reason}"
-    return stored, "e4m3 weights are read as the file holds them"
+    dtype, kept, reasons = DTYPES[spec.dtype], stored, []
+    if reason := fp8_refusal(dtype):
+        kept = {name: scheme for name, scheme in kept.items() if scheme not in GPU_SCHEMES}
+        reasons.append(f"the kernel that reads e4m3 weights {reason}")
+    if reason := int4_refusal(dtype):
+        kept = {name: scheme for name, scheme in kept.items() if scheme in GPU_SCHEMES}
+        reasons.append(f"the kernel that reads 4-bit weights {reason}")
+    why = "; ".join(reasons) or "e4m3 and 4-bit weights are read as the file holds them"
+    return kept, why
 
 
 def _kept(model: LoadableModel, source: Source, why: str, dtype: str) -> Decision:

@@ -117,7 +117,7 @@ def _write_blocks(param: Param, copy: Copy, source: Source, scan_finite: bool) -
 def _write_groups(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
     """A damaged scale is refused always, as for blocks."""
     assert param.on_groups is not None, param.name
-    groups, numbers = source.groups(copy.name, copy.source)
+    groups, numbers = source.groups(copy.name, copy.source, param.groups_on)
     bad = param.on_groups(copy, groups, numbers)
     if bad is not None:
         entry = source.entries[copy.name]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
-from headrace.back.models.load.source import CheckpointTensor
+from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
 from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
@@ -132,7 +132,9 @@ class GGUFSource:
             order = _deinterleaved(order, heads)
         return StoredRows(data, order)
 
-    def groups(self, name: str, source: tuple[slice, ...]) -> tuple[Groups, Numbers]:
+    def groups(
+        self, name: str, source: tuple[slice, ...], device: torch.device = HOST
+    ) -> tuple[Groups, Numbers]:
         """There are none in this format."""
         raise AssertionError(f"{name} is not stored in groups")
 

@@ -12,10 +12,10 @@ from itertools import product
 import torch
 
 from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSource
-from headrace.back.models.load.source import CheckpointTensor
+from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats import READERS
-from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.formats.groups import Groups, joined
 from headrace.back.quant.kept import kept_scheme
 from headrace.base.config.quantization import Numbers, StoredQuantization
 from headrace.base.config.quantized_tensors import (
@@ -116,18 +116,27 @@ class QuantizedSource:
         """There are none in this format."""
         return self._files.blocks(name)
 
-    def groups(self, name: str, source: tuple[slice, ...]) -> tuple[Groups, Numbers]:
-        """A rectangle as it is stored."""
+    def groups(
+        self, name: str, source: tuple[slice, ...], device: torch.device = HOST
+    ) -> tuple[Groups, Numbers]:
+        """A rectangle as it is stored; on a device some rows at a time, whose words are wide while
+        they are taken apart."""
         weight = self._weights[name]
         rows, columns = (
             slice(*cut.indices(size)) for cut, size in zip(source, weight.shape, strict=True)
         )
 
         def read(role: str, *cuts: slice) -> torch.Tensor:
-            return self._member(weight.members[role], (), cuts, torch.device("cpu"))
+            return self._member(weight.members[role], (), cuts, device)
 
         reader = READERS[weight.numbers.arrangement]
-        return reader(weight, read, rows, columns), weight.numbers
+        width = max(1, columns.stop - columns.start)
+        step = max(32, DEVICE_ELEMENTS // width // 32 * 32) if device.type != "cpu" else rows.stop
+        parts = [
+            reader(weight, read, slice(first, min(first + step, rows.stop)), columns)
+            for first in range(rows.start, rows.stop, step)
+        ]
+        return joined(parts), weight.numbers
 
     def close(self) -> None:
         """Closes the files."""

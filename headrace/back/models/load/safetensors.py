@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from headrace.back.models.load.pinned import PinnedReaders
-from headrace.back.models.load.source import CheckpointTensor
+from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
 from headrace.base.config.quantization import Numbers
@@ -106,7 +106,9 @@ class SafetensorsSource:
         """There are none in this format."""
         raise AssertionError(f"{name} is not stored in blocks")
 
-    def groups(self, name: str, source: tuple[slice, ...]) -> tuple[Groups, Numbers]:
+    def groups(
+        self, name: str, source: tuple[slice, ...], device: torch.device = HOST
+    ) -> tuple[Groups, Numbers]:
         """There are none in this format."""
         raise AssertionError(f"{name} is not stored in groups")
 

@@ -18,6 +18,7 @@ from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
 from headrace.base.config.quantization import Numbers
 
+HOST = torch.device("cpu")
 PLAIN = ("F64", "F32", "F16", "BF16")
 """Types that hold plain floats."""
 
@@ -71,9 +72,11 @@ class Source(Protocol):
         that have them."""
         ...
 
-    def groups(self, name: str, source: tuple[slice, ...]) -> tuple[Groups, Numbers]:
-        """The numbers of a quantized matrix's rectangle, on the host, and what they are; only where
-        the entry has a `scheme`."""
+    def groups(
+        self, name: str, source: tuple[slice, ...], device: torch.device = HOST
+    ) -> tuple[Groups, Numbers]:
+        """The numbers of a quantized matrix's rectangle, and what they are; only where the entry
+        has a `scheme`."""
         ...
 
     def close(self) -> None:

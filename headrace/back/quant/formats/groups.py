@@ -40,6 +40,22 @@ class Groups:
         return by_group_RG[:, self.group_C]
 
 
+def joined(parts: list[Groups]) -> Groups:
+    """Rectangles one below the other, in the same columns."""
+    first, *more = parts
+    if not more:
+        return first
+    scales = [part.scales_RG for part in parts]
+    one = len(first.scales_RG) == 1 and len(first.values_RC) > 1
+    zeros = [part.zeros_RG for part in parts if part.zeros_RG is not None]
+    return Groups(
+        values_RC=torch.cat([part.values_RC for part in parts]),
+        scales_RG=first.scales_RG if one else torch.cat(scales),
+        zeros_RG=torch.cat(zeros) if zeros else None,
+        group_C=first.group_C,
+    )
+
+
 def column_groups(columns: slice, group: int, device: torch.device) -> torch.Tensor | None:
     """The group of each column, of groups of that many neighbours; None: all are one group."""
     if group == 0:

@@ -1,0 +1,290 @@
+"""Weights of 4-bit integers as GPUs keep them (kernels/linear_int4): of checkpoints that store such
+numbers, in safetensors or GGUF, or made of floats while loading.
+
+A weight waits unpacked on its device, a byte a value, until its last piece is there. O outputs, I
+inputs, G groups of inputs, R rows, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.linear_int4.layout import (
+    OFFSET,
+    ROWS,
+    Int4Weight,
+    empty,
+    packed_bytes,
+    write,
+)
+from headrace.back.parallel.bundle import CutGroup, Dim
+from headrace.back.parallel.param import Copy, Param, StoredRows, copies
+from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.kept import WHOLE_INT4, KeptSchemes, check_order, normal_values
+from headrace.back.quant.scheme import SCHEMES, Scheme
+from headrace.base.config.quantization import Numbers
+
+INT4_SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4
+} | {name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()}
+"""What is kept as it is, by name."""
+UNIT = 16
+"""Inputs of a weight are a multiple of it, for the kernels."""
+ONLINE_ELEMENTS = 1 << 25
+"""Values quantized at a time."""
+Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Of some rows: integers 0 .. 15, scales and minima [R, G]."""
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of GGUF: `block` inputs in `size` bytes. `unpack` takes uint8 [R, B, size]."""
+
+    scheme: str
+    block: int
+    size: int
+    unpack: Callable[[torch.Tensor], Unpacked]
+
+
+def _halves(bytes_RBN: torch.Tensor) -> torch.Tensor:
+    """Low halves of bytes, then high ones, along the last dimension."""
+    return torch.cat((bytes_RBN & 15, bytes_RBN >> 4), -1)
+
+
+def _float16(bytes_RBN: torch.Tensor) -> torch.Tensor:
+    return bytes_RBN.contiguous().view(torch.float16).float()
+
+
+def _q4_0(blocks_RBN: torch.Tensor) -> Unpacked:
+    """A scale, then values less 8: the first sixteen in the low halves of the bytes."""
+    return _halves(blocks_RBN[..., 2:]).flatten(1), _float16(blocks_RBN[..., :2]).flatten(1), None
+
+
+def _q4_1(blocks_RBN: torch.Tensor) -> Unpacked:
+    """A scale, what is added, then values."""
+    added = _float16(blocks_RBN[..., 2:4]).flatten(1)
+    return (
+        _halves(blocks_RBN[..., 4:]).flatten(1),
+        _float16(blocks_RBN[..., :2]).flatten(1),
+        -added,
+    )
+
+
+def _q4_k(blocks_RBN: torch.Tensor) -> Unpacked:
+    """Two scales, eight 6-bit multipliers of each (the last four's upper bits beside the first
+    four), then four times 32 bytes, of two groups of 32 each."""
+    small = blocks_RBN[..., 4:16]
+    first, second, third = small[..., :4], small[..., 4:8], small[..., 8:]
+    scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), -1).float()
+    minima = torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), -1).float()
+    outer = _float16(blocks_RBN[..., :4])
+    values = _halves(blocks_RBN[..., 16:].unflatten(-1, (4, 32)))
+    return (
+        values.flatten(1),
+        (scales * outer[..., :1]).flatten(1),
+        (minima * outer[..., 1:]).flatten(1),
+    )
+
+
+BLOCK_TYPES = {
+    "Q4_0": BlockType("int4", 32, 18, _q4_0),
+    "Q4_1": BlockType("int4-asym", 32, 20, _q4_1),
+    "Q4_K": BlockType("int4-asym", 256, 144, _q4_k),
+}
+"""Types of GGUF that are kept, by name. Source: ggml-quants.c of llama.cpp, b4000."""
+
+
+def stored_int4(param: Param, kept: KeptSchemes) -> str | None:
+    """The scheme or type in which all of a matrix is stored, if it can stay so: None where a split
+    over ranks would cut a group."""
+    names = {kept.get(piece.name, "") for piece in param.pieces}
+    changed = any(piece.scale != 1.0 or piece.transposed for piece in param.pieces)
+    if len(param.shape) != 2 or len(names) != 1 or changed or not served(param):
+        return None
+    name = names.pop()
+    if name not in INT4_SCHEMES and name not in BLOCK_TYPES:
+        return None
+    per = BLOCK_TYPES[name].block if name in BLOCK_TYPES else INT4_SCHEMES[name].group
+    assert param.tensor is not None, param
+    try:
+        for copy in copies(param):
+            _group_columns(copy, per, param.tensor.shape[1])
+    except CutGroup:
+        return None
+    return name
+
+
+def served(param: Param) -> bool:
+    """Whether the kernels take a matrix of this size."""
+    assert param.tensor is not None, param
+    return param.tensor.shape[1] % UNIT == 0
+
+
+class StoredInt4Weight:
+    """A weight [outputs, inputs] filled with the numbers of a checkpoint, of a scheme or a type.
+    `take` gives it to its layer."""
+
+    def __init__(self, param: Param, name: str) -> None:
+        assert param.tensor is not None, param
+        self._type = BLOCK_TYPES.get(name)
+        self._scheme = INT4_SCHEMES[name if self._type is None else self._type.scheme]
+        self._param, self._dtype, self._device = param, param.dtype, param.tensor.device
+        self._outputs, self._inputs = param.tensor.shape
+        self._waiting: Unpacked | None = None
+        self._weight: Int4Weight | None = None
+        self._lock = Lock()
+        param.packed_bytes = _bytes_of(param, self._scheme)
+        param.tensor = None
+        param.groups_on = self._device
+        if self._type is None:
+            param.on_groups = self._write
+        else:
+            param.on_blocks = self._write_blocks
+        param.on_filled = self._pack
+
+    def take(self) -> Int4Weight:
+        """The weight; on the meta device nothing has filled it."""
+        if self._device.type == "meta":
+            self._waiting = self._empty()
+            self._pack()
+        weight, self._weight = self._weight, None
+        assert weight is not None, f"{self._param.name} was taken before"
+        return weight
+
+    def _write(self, copy: Copy, groups: Groups, numbers: Numbers) -> int | None:
+        """Keeps one copy; the first of its rows with a scale of NaN or Inf, or None."""
+        source, target = _group_columns(copy, self._scheme.group, self._inputs)
+        scales = groups.scales_RG.float()
+        scales = scales if scales.shape[1] == 1 else scales[:, source]
+        values, minima = normal_values(groups, scales, source, self._scheme, numbers, copy.name)
+        check_order(groups, copy, self._scheme)
+        if minima is None:
+            values = values + OFFSET
+        return self._keep(copy.target[0], copy.target[1], target, (values, scales, minima))
+
+    def _write_blocks(self, copy: Copy, rows: StoredRows) -> int | None:
+        """The same of blocks: their bytes are taken apart on the device."""
+        assert self._type is not None
+        kind = self._type
+        blocks, _ = _group_columns(copy, kind.block, self._inputs)
+        _, target = _group_columns(copy, self._scheme.group, self._inputs)
+        cut = slice(blocks.start * kind.size, blocks.stop * kind.size)
+        wanted = np.ascontiguousarray(rows.data[rows.order[copy.source[0]]][:, cut])
+        data = torch.from_numpy(wanted).to(self._device).unflatten(1, (-1, kind.size))
+        return self._keep(copy.target[0], copy.target[1], target, kind.unpack(data))
+
+    def _keep(
+        self, rows: slice | int, columns: slice | int, groups: slice, unpacked: Unpacked
+    ) -> int | None:
+        with self._lock:
+            if self._waiting is None:
+                self._waiting = self._empty()
+        values_OI, scales_OG, minima_OG = self._waiting
+        values, scales, minima = unpacked
+        values_OI[rows, columns] = values.to(values_OI)
+        scales_OG[rows, groups] = scales.to(scales_OG)
+        if minima_OG is not None:
+            assert minima is not None, self._param.name
+            minima_OG[rows, groups] = minima.to(minima_OG)
+        bad = ~scales.isfinite().all(1)
+        if minima is not None:
+            bad = bad | ~minima.isfinite().all(1)
+        return int(bad.nonzero()[0]) if bad.any() else None
+
+    def _empty(self) -> Unpacked:
+        scheme, device = self._scheme, self._device
+        groups = 1 if scheme.group is None else -(-self._inputs // scheme.group)
+        numbers = [
+            torch.empty(self._outputs, groups, dtype=self._dtype, device=device) for _ in range(2)
+        ]
+        values = torch.empty(self._outputs, self._inputs, dtype=torch.uint8, device=device)
+        return values, numbers[0], numbers[1] if scheme.asymmetric else None
+
+    def _pack(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None, self._param.name
+        self._weight = _packed(*waiting, self._scheme.group, self._dtype)
+
+
+class OnlineInt4Weight:
+    """A weight [outputs, inputs] that is quantized when it is full. `take` gives it to its
+    layer."""
+
+    def __init__(self, param: Param, scheme: Scheme) -> None:
+        assert param.tensor is not None and param.tensor.dim() == 2, param
+        self._param, self._scheme = param, scheme
+        self._weight: Int4Weight | None = None
+        param.packed_bytes = _bytes_of(param, scheme)
+        param.on_filled = self._quantize
+
+    def take(self) -> Int4Weight:
+        """The weight; a loader that does not announce full parameters has it quantized now."""
+        if self._weight is None:
+            self._quantize()
+        weight, self._weight = self._weight, None
+        assert weight is not None, f"{self._param.name} was taken before"
+        return weight
+
+    def _quantize(self) -> None:
+        self._weight = quantize_int4(self._param.take(), self._scheme)
+
+
+def quantize_int4(weight_OI: torch.Tensor, scheme: Scheme) -> Int4Weight:
+    """By a scheme, some rows at a time: their float32 copies are small."""
+    outputs, inputs = weight_OI.shape
+    weight = empty(
+        outputs, inputs, scheme.group, minima=scheme.asymmetric, dtype=weight_OI.dtype,
+        device=weight_OI.device,
+    )  # fmt: skip
+    step = _step(inputs)
+    for first in range(0, outputs, step):
+        values, scales, minima = scheme.quantize(weight_OI[first : first + step])
+        values = values if scheme.asymmetric else values + OFFSET
+        write(weight, first // ROWS, values, scales, minima)
+    return weight
+
+
+def _packed(
+    values_OI: torch.Tensor,
+    scales_OG: torch.Tensor,
+    minima_OG: torch.Tensor | None,
+    group: int | None,
+    dtype: torch.dtype,
+) -> Int4Weight:
+    outputs, inputs = values_OI.shape
+    weight = empty(
+        outputs, inputs, group, minima=minima_OG is not None, dtype=dtype, device=values_OI.device
+    )
+    if values_OI.device.type == "meta":
+        return weight
+    step = _step(inputs)
+    for first in range(0, outputs, step):
+        rows = slice(first, first + step)
+        minima = None if minima_OG is None else minima_OG[rows]
+        write(weight, first // ROWS, values_OI[rows], scales_OG[rows], minima)
+    return weight
+
+
+def _step(inputs: int) -> int:
+    """Rows at a time, whole tiles."""
+    return ROWS * max(1, ONLINE_ELEMENTS // (ROWS * max(1, inputs)))
+
+
+def _bytes_of(param: Param, scheme: Scheme) -> int:
+    assert param.tensor is not None, param
+    outputs, inputs = param.tensor.shape
+    return packed_bytes(outputs, inputs, scheme.group, minima=scheme.asymmetric, dtype=param.dtype)
+
+
+def _group_columns(copy: Copy, per: int | None, inputs: int) -> tuple[slice, slice]:
+    """The groups of a copy, in the checkpoint and in a weight of so many inputs; CutGroup if it
+    cuts one."""
+    dim = Dim(1, per=per or 0)
+    here = copy.target[1]
+    assert isinstance(here, slice)
+    return dim.cut(copy.source, copy.shape), dim.cut((slice(0), here), (0, inputs))
