@@ -17,7 +17,9 @@ import msgspec
 from headrace.back.models.families import (
     ENCODERS,
     FALLBACK,
+    HEADS,
     RECURRENT,
+    WIDTH,
     Architecture,
     architecture_of,
     kv_heads_of,
@@ -148,7 +150,7 @@ def describe(
         refuse_remote_code(config, where)
     reader = _text_part(ConfigReader(config, where))
     layers = num_layers(reader)
-    hidden = reader.int("hidden_size", aliases=("n_embd", "d_model"), ge=1)
+    hidden = reader.int("hidden_size", aliases=WIDTH, ge=1)
     heads = _heads(reader, chosen)
     kv_heads = kv_heads_of(chosen, reader, heads)
     head_dim = reader.int("head_dim", max(1, hidden // heads), ge=1)
@@ -217,13 +219,13 @@ def _dtype(reader: ConfigReader, stored: Stored | None) -> str:
 
 def _heads(reader: ConfigReader, family: str) -> int:
     none = 1 if family in RECURRENT else REQUIRED
-    return reader.int("num_attention_heads", none, aliases=("n_head", "num_heads"), ge=1)
+    return reader.int("num_attention_heads", none, aliases=HEADS, ge=1)
 
 
 def _max_positions(reader: ConfigReader, family: str) -> int:
     """The stated context. YaRN is the one scaling whose config may keep the length before the
     extension."""
-    keys = ("n_positions", "n_ctx", "model_max_length")
+    keys = ("n_positions", "n_ctx", "model_max_length", "max_seq_len", "seq_length")
     default = LONGEST_RECURRENT if family in RECURRENT else 2048
     stated = reader.int("max_position_embeddings", default, aliases=keys, ge=1, le=MAX_POSITIONS)
     scaling = reader.section("rope_parameters") or reader.section("rope_scaling")

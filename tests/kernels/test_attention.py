@@ -82,6 +82,8 @@ def naive(
                     score = case.scale * float(q[token, head] @ key)
                     if case.softcap:
                         score = case.softcap * math.tanh(score / case.softcap)
+                    if case.slopes:
+                        score += case.slopes[head] * (seen - position)
                     keys.append(key)
                     values.append(value)
                     scores.append(score)
@@ -105,14 +107,17 @@ ROWS = st.lists(
     ),
     softcap=st.sampled_from([None, 2.0]),
     heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]),
+    alibi=st.booleans(),
 )
 def test_equals_attention_written_out(
     rows: list[tuple[int, int]],
     reach: dict[str, int],
     softcap: float | None,
     heads: tuple[int, int],
+    alibi: bool,
 ) -> None:
-    case = problem(**reach, softcap=softcap, heads=heads[0], kv_heads=heads[1])
+    slopes = tuple(0.5 / (i + 1) for i in range(heads[0])) if alibi else ()
+    case = problem(**reach, softcap=softcap, heads=heads[0], kv_heads=heads[1], slopes=slopes)
     q, kv, plan = inputs(case, rows)
     got = OP.reference.bind(case)(q, kv, plan)
     torch.testing.assert_close(got, naive(case, q, kv, plan), atol=1e-5, rtol=1e-5)

@@ -36,7 +36,9 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
 
     torch.manual_seed(seed)
     config.architectures = None
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # transformers' eager attention of Falcon adds ALiBi twice, into the mask and onto the scores.
+    once = "sdpa" if getattr(config, "alibi", False) is True else "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=once).eval()
     randomize(model, seed=seed)
     model.save_pretrained(folder)
     return model

@@ -134,6 +134,11 @@ ZAMBA2: dict[str, Any] = {
 }
 
 
+MPT: dict[str, Any] = {
+    **{"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 128},
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -654,6 +659,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{**ZAMBA2, "add_bias_linear": True, "num_hidden_layers": 4},
             "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
         },
+    ),
+    "bloom": ("Bloom", {"n_head": 6}),
+    "bloom-behind-norm": (
+        "Bloom",
+        {"n_head": 8, "apply_residual_connection_post_layernorm": True},
+    ),
+    "mpt": ("Mpt", MPT),
+    "mpt-clipped": (
+        "Mpt",
+        {**MPT, "attn_config": {"clip_qkv": 0.6, "softmax_scale": 0.2}},
+    ),
+    "falcon-alibi": (
+        "Falcon",
+        {
+            **{"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+            **{"num_attention_heads": 8, "ffn_hidden_size": 80},
+        },
+    ),
+    "falcon-alibi-parallel": (
+        "Falcon",
+        {"alibi": True, "num_attention_heads": 8, "ffn_hidden_size": 80},
     ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),
     "ministral3": ("Ministral3", {"head_dim": 8, **rope(**YARN, llama_4_scaling_beta=0.4)}),

@@ -27,6 +27,7 @@ NAMES = (
     "nemotron-h-experts", "qwen3-next",
     "qwen3.5", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear", "bailing-hybrid", "minimax",
     "lfm3", "kolibri1", "flint", "laguna", "axk2", "longcat-flash", "nemotron-h-latent-experts",
+    "bloom", "falcon-alibi",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
+from headrace.back.layers.alibi import local_slopes
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
 from headrace.back.layers.qk_norm import HeadNorm, QKNorm
@@ -85,6 +86,7 @@ class AttentionSpec:
     rope       None: no position embedding (NoPE layers)
     clip       queries, keys and values are cut to this magnitude as they come out of the projection
     gate       of what heads give
+    slopes     of ALiBi, one per query head; none: scores have no bias of position
     sinks      a learned score per head, beside those of the positions, takes part in the softmax
     value_dim  dimensions of a head's value, where they are fewer than `head_dim`; the cache holds
                zeros behind them
@@ -107,6 +109,7 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: QKNorm | None = None
     clip: float | None = None
+    slopes: tuple[float, ...] = ()
     sinks: bool = False
     query_scale: QueryScale | None = None
     gate: OutputGate | None = None
@@ -166,6 +169,7 @@ class AttentionSpec:
             quantized=scope.kv_quantized,
             sinks=sinks,
             verify_queries=scope.verify_queries,
+            slopes=local_slopes(self.slopes, scope.mesh.tp),
         )
 
 

@@ -30,6 +30,7 @@ from headrace.back.models.decoder_layer import (
     LayerSpec,
     Stream,
 )
+from headrace.back.models.families import HEADS, WIDTH
 from headrace.back.models.weights import WeightPlan, names_within
 from headrace.base.config.hf import REQUIRED, ConfigReader
 from headrace.base.config.layer_count import num_layers
@@ -66,11 +67,13 @@ IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
 @dataclass(frozen=True, kw_only=True)
 class DecoderNames:
     """Where a decoder lies in its checkpoint: all but the output head below `prefix`. `positions`:
-    the table of learned positions, None: there is none."""
+    the table of learned positions, `embedding_norm`: the norm of the tokens' embeddings; None:
+    there is none."""
 
     prefix: str = "model"
     embedding: str = "embed_tokens"
     positions: str | None = None
+    embedding_norm: str | None = None
     layers: str = "layers"
     norm: str = "norm"
     head: str = "lm_head"
@@ -120,6 +123,10 @@ class Decoder:
         if names.positions is not None:
             table = inside / names.positions
             self._positions = TokenEmbedding(table, spec.positions, sizes.width)
+        self._embedding_norm = None
+        if names.embedding_norm is not None:
+            at = inside / names.embedding_norm
+            self._embedding_norm = spec.norm.build(at, sizes.width, eps=sizes.eps)
         self._layers: list[Layer] = []
         self.kv_forms: tuple[CacheForm, ...] = ()
         for index, layer in enumerate(spec.layers):
@@ -177,6 +184,8 @@ class Decoder:
             self.adapters.take(batch)
         branch_TE = self._positions.lookup(batch.positions_T) if self._positions else None
         stream: Stream = branch_TE, self._embedding.lookup(batch.token_ids_T)
+        if self._embedding_norm is not None:
+            stream = None, self._embedding_norm.norm(stream[1])
         encoded = batch.encoded
         if encoded is not None:
             stream[1].index_copy_(0, encoded.at_M, encoded.rows_ME)
@@ -239,7 +248,7 @@ def at_last_tokens(
 BuildFamily = Callable[[Scope, ConfigReader], Decoder]
 EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 """What a norm's epsilon is called besides `rms_norm_eps`."""
-INNER = ("n_inner", "ffn_hidden_size")
+INNER = ("n_inner", "ffn_hidden_size", "ffn_dim")
 
 
 def read_sizes(
@@ -255,8 +264,8 @@ def read_sizes(
 ) -> DecoderSizes:
     """The common sizes, checked against each other. `eps`, `tied` and `inner` are the family's
     defaults, `kv_heads` those of a family with a key of its own."""
-    width = config.int("hidden_size", aliases=("n_embd",), ge=1)
-    heads = config.int("num_attention_heads", aliases=("n_head",), ge=1)
+    width = config.int("hidden_size", aliases=WIDTH, ge=1)
+    heads = config.int("num_attention_heads", aliases=HEADS, ge=1)
     kv_heads = kv_heads or config.int("num_key_value_heads", heads, ge=1)
     if heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")

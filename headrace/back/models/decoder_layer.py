@@ -144,13 +144,17 @@ class DecoderLayer:
         self.tail = spec.tail and spec.tail.build(
             scope, sizes.width, activation=sizes.activation, norms=norms, eps=sizes.eps
         )
-        self.residual_norms: list[ScaledNorm] = []
+        self.residual_norms: list[BlockNorm | ScaledNorm] = []
         if spec.normed_residual is not None:
             for before, factor in zip(
                 (self.before_attention, self.before_mlp), spec.normed_residual, strict=True
             ):
-                assert isinstance(before, RMSNorm), "the residual is what a norm gives"
-                self.residual_norms.append(ScaledNorm(scope, before, factor))
+                assert before is not None, "the residual is what a norm gives"
+                if isinstance(before, RMSNorm):
+                    self.residual_norms.append(ScaledNorm(scope, before, factor))
+                else:
+                    assert factor == 1.0, "layer norms give the residual as it is"
+                    self.residual_norms.append(before)
 
     def _fusible(self, norm: BlockNorm | None) -> RMSNorm | None:
         """The norm, where the GEMM behind it may do it: not where others read what it gives."""

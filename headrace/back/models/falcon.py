@@ -1,8 +1,9 @@
 """Falcon: layer norms, both branches side by side behind one norm or a norm each, few KV heads,
-query, key and value in one tensor group by group. Those with ALiBi are refused."""
+query, key and value in one tensor group by group, rotations or ALiBi."""
 
 from __future__ import annotations
 
+from headrace.back.layers.alibi import alibi_slopes
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
 from headrace.back.layers.mlp import PlainMLPSpec
 from headrace.back.layers.norm import LAYER, PARALLEL, PRE, NormPlacement
@@ -27,9 +28,8 @@ TWO_NORMS = NormPlacement(before_attention="ln_attn", before_mlp="ln_mlp", paral
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """FalconForCausalLM."""
-    if config.bool("alibi", False):
-        raise config.wrong("alibi", "false: position biases are not built")
+    """FalconForCausalLM. ALiBi's bias is scaled together with the scores."""
+    alibi = config.bool("alibi", False)
     grouped = config.bool("new_decoder_architecture", False)
     heads = config.int("num_attention_heads", aliases=("n_head",), ge=1)
     sizes = read_sizes(
@@ -42,10 +42,14 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         kv_heads=kv_heads_of("falcon", config, heads),
     )
     bias = config.bool("bias", False)
+    slopes = tuple(slope * sizes.head_dim**-0.5 for slope in alibi_slopes(heads))
     layer = LayerSpec(
         mixer=AttentionSpec(
             **plain_attention(sizes),
-            rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
+            rope=None
+            if alibi
+            else read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
+            slopes=slopes if alibi else (),
             qkv_bias=bias,
             out_bias=bias,
             names=ATTENTION,

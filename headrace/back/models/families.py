@@ -11,6 +11,10 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.errors import CheckpointError
 
 FALLBACK = "transformers"
+WIDTH = ("n_embd", "d_model")
+"""What `hidden_size` is called besides."""
+HEADS = ("n_head", "n_heads", "num_heads")
+"""What `num_attention_heads` is called besides."""
 
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
@@ -65,6 +69,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "GPT2LMHeadModel": "gpt2",
     "GPTNeoXForCausalLM": "gpt_neox",
     "FalconForCausalLM": "falcon",
+    "BloomForCausalLM": "bloom",
+    "MptForCausalLM": "mpt",
+    "MPTForCausalLM": "mpt",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",

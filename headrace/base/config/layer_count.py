@@ -18,7 +18,11 @@ def num_layers(config: ConfigReader) -> int:
     kinds = next((config.raw[key] for key in PER_LAYER if key in config), None)
     counted = len(kinds) if isinstance(kinds, list | str) and kinds else REQUIRED
     return config.int(
-        "num_hidden_layers", counted, aliases=("n_layer", "num_layers"), ge=1, le=100_000
+        "num_hidden_layers",
+        counted,
+        aliases=("n_layer", "num_layers", "n_layers"),
+        ge=1,
+        le=100_000,
     )
 
 

@@ -141,6 +141,20 @@ def test_sinks_take_their_share_once(library, dtype, shape):
     assert not great.any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_alibi_goes_onto_the_scores_of_every_part(library, dtype, shape):
+    problem, q, kv, plan = case(dtype, *shape, ROWS)
+    poison_unused(kv, plan, problem.block_tokens)
+    sloped = replace(problem, slopes=tuple(0.5 ** (i % 5 + 1) for i in range(problem.heads)))
+    out = bind_with(library, sloped)(q, kv, plan)
+    expected = exact(sloped, q, kv, plan)
+    bound = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+    assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
+    whole = bind_with(library, sloped, whole=True)(q, kv, plan)
+    assert (whole.float() - expected).abs().max() <= bound * expected.abs().max()
+
+
 def test_a_sink_is_one_more_score_of_the_softmax():
     """The definition, written out for one row (independently of both kernels)."""
     problem, q, kv, plan = case(torch.float32, 4, 2, 16, 16, None, None, [(1, 9)])

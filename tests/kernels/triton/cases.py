@@ -322,6 +322,7 @@ def _sums(*, two_shot: bool, norm: bool, dtype: torch.dtype = BF16) -> Callable[
     return lambda: sums.add_norm(x, residual, _ONES, eps=1e-6, two_shot=two_shot)
 
 
+SLOPES = (0.25, 0.0625, 0.015625, 0.00390625)
 _ATTENTION = "attention.triton_attention:KERNEL"
 _FIXED_ATTENTION = "attention.triton_fixed:KERNEL"
 _QK = "qk_rope_write.triton_qk_rope_write:KERNEL"
@@ -386,6 +387,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "attention fp8 quantized sinks",
         _call(attention.OP, _ATTENTION, _attention(32, 8, 128, quantized="fp8", sinks=True)),
     ),
+    ("attention ALiBi", _call(attention.OP, _ATTENTION, _attention(4, 4, 128, slopes=SLOPES))),
     ("attention Hopper", _hopper),
     ("attention Hopper decode", _hopper_decode),
     ("attention Hopper lse", _hopper_lse),
@@ -504,6 +506,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     (
         "attention fixed 256 window cap",
         _call(attention.OP, _FIXED_ATTENTION, _attention(8, 4, 256, window=20, softcap=50.0)),
+    ),
+    (
+        "attention fixed ALiBi",
+        _call(attention.OP, _FIXED_ATTENTION, _attention(4, 4, 128, slopes=SLOPES)),
     ),
     ("attention fixed decodes", _fixed_decodes),
     ("fixed few act", _fixed(1, activation="silu")),

@@ -129,6 +129,7 @@ ATTENTION = [
     {"heads": 6, "head_dim": 80, "window": 300, "softcap": 30.0},
     {"window": 40},
     {"chunk": 96},
+    {"slopes": (0.5, 0.25, 0.125, 0.0625)},
 ]
 
 

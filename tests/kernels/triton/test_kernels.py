@@ -130,6 +130,16 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(dtype, shape):
     assert close(out[: len(expected)], expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 1, 3)])
+def test_alibi_goes_onto_the_scores_of_prompts_and_decodes(dtype, shape):
+    problem, q, kv, plan, padded = attention_case(shape, dtype, ROWS, pad_rows=2, pad_tokens=3)
+    slopes = tuple(0.5 ** (i % 5 + 1) for i in range(problem.heads))
+    problem = replace(problem, slopes=slopes)
+    expected = exact(problem, q, kv, plan)
+    assert close(triton_attention.bind(problem)(q, kv, padded)[: len(expected)], expected, dtype)
+
+
 @pytest.mark.parametrize("count", [20, 50])
 def test_the_tiles_of_many_rows(count):
     rows = [(1, 1 + 37 * i % 290) for i in range(count)]

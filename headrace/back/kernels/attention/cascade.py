@@ -63,7 +63,8 @@ def serves(problem: AttentionProblem, plan: Plan) -> bool:
     """Whether a step looks for shared prefixes; told by sizes alone."""
     rows, blocks = plan.block_table_RB.shape
     wide_enough = blocks * problem.block_tokens > MIN_TOKENS
-    return problem.causal and not problem.reach and rows >= LEAST_ROWS and wide_enough
+    anywhere = problem.causal and not problem.reach and not problem.slopes
+    return anywhere and rows >= LEAST_ROWS and wide_enough
 
 
 def _lists(problem: AttentionProblem, plan: Plan, tiles: Tiles) -> PrefixLists:
@@ -104,7 +105,9 @@ def bind_prefix(
     kv_heads, group = problem.kv_heads, problem.heads // problem.kv_heads
     depth, lanes = power_of_two(problem.head_dim, least=16), tiles.m // group
     constants: Any = {
-        name: value for name, value in shared.items() if name not in ("WINDOW", "SINKS", "CAUSAL")
+        name: value
+        for name, value in shared.items()
+        if name not in ("WINDOW", "SINKS", "ALIBI", "CAUSAL")
     }
 
     def prefix(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> PrefixResults:

@@ -47,6 +47,8 @@ def unfit(problem: AttentionProblem) -> str | None:
         return f"knows heads of 64 and 128, not {problem.head_dim}"
     if problem.reach or problem.softcap is not None or problem.sinks:
         return "knows no windows, no chunks, no soft cap and no sinks"
+    if problem.slopes:
+        return "knows no ALiBi"
     if not problem.causal:
         return "knows causal queries only"
     if problem.block_tokens < 8 or TILES.n % problem.block_tokens:

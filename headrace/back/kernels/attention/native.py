@@ -26,7 +26,7 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 
 MAX_HEAD_DIM = 256
-_ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 9, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
 
 
 def bind_with(
@@ -36,10 +36,11 @@ def bind_with(
     *,
     whole: bool = False,
 ) -> AttentionFunction:
-    """The kernel of one library; keeps the sinks."""
+    """The kernel of one library; keeps the sinks and slopes."""
     assert problem.sinks == (sinks_H is not None), problem
     sinks = None if sinks_H is None else sinks_H.float().contiguous()
     assert sinks is None or sinks.shape == (problem.heads,), sinks.shape
+    slopes = problem.slopes_tensor()
     kernel = library.bind("attention", *_ARGUMENTS)
     heads, head_dim, element = problem.heads, problem.head_dim, DTYPES[problem.dtype]
     window, scale, softcap = problem.reach, problem.scale, problem.softcap or 0.0
@@ -71,6 +72,7 @@ def bind_with(
         kernel(
             *(tensor.data_ptr() for tensor in (q_THD, kv, out_THD, starts, lengths, table)),
             sinks.data_ptr() if sinks is not None else None,
+            slopes.data_ptr() if slopes is not None else None,
             lse_TH.data_ptr() if lse_TH is not None else None,
             rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
             *q_THD.stride()[:2], *kv.stride()[:3], window, scale, softcap, element,

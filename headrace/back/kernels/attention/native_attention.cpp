@@ -97,9 +97,16 @@ HR_INLINE void score(const Attention& p, const Task& task, int64_t kv_head, cons
   }
 }
 
+constexpr F lane_numbers() {
+  F numbers{};
+  for (int i = 0; i < kLanes; ++i) numbers[i] = float(i);
+  return numbers;
+}
+
 // Turns one row's scores into weights e^(s - max) where [from, to) is visible; returns what the row's earlier sums must
-// be multiplied by.
-HR_INLINE float soften(const Attention& p, float* s, int64_t from, int64_t to, int64_t count, float& max, float& total) {
+// be multiplied by. slope: times the distance from the query, `first` of the first position, it goes onto a score.
+HR_INLINE float soften(const Attention& p, float* s, int64_t from, int64_t to, int64_t count, float slope, int64_t first,
+                       float& max, float& total) {
   for (int64_t j = 0; j < from; ++j) s[j] = -__builtin_inff();
   for (int64_t j = to; j < ceil_div(count, kLanes) * kLanes; ++j) s[j] = -__builtin_inff();
   if (from >= to) {
@@ -112,6 +119,7 @@ HR_INLINE float soften(const Attention& p, float* s, int64_t from, int64_t to, i
     if (p.softcap > 0) v = p.softcap * vtanh(v / p.softcap);
     // The cap would make a hidden position visible again.
     if (p.softcap > 0) v = select(load(s + j) == -__builtin_inff(), load(s + j), v);
+    if (slope != 0) v += slope * (lane_numbers() + float(first + j));
     store(s + j, v);
     best = vmax(v, best);
   }
@@ -245,7 +253,8 @@ void attend(void* context, int64_t i) {
       const int64_t position = last_position(p, task, m);
       const int64_t from = smaller(larger<int64_t>(first_seen(p.window, position) - low, 0), count);
       const int64_t to = smaller(larger<int64_t>(position + 1 - low, 0), count);
-      factors[m] = soften(p, scores + m * kTokens, from, to, count, max[m], total[m]);
+      const float slope = p.slopes ? p.slopes[task.head + m % task.heads] : 0.0f;
+      factors[m] = soften(p, scores + m * kTokens, from, to, count, slope, low - position, max[m], total[m]);
     }
     if (kQuantized<S>) scale_columns(scores, rows, count, scales);
     mix_all<S>(p, task, kv_head, rows, low, count, scores, factors, sums);
@@ -489,12 +498,14 @@ int32_t run_quantized(Attention& p, int32_t dtype) {
 // q [num_tokens, heads, head_dim] with strides in elements and contiguous head_dim; out the same, contiguous.
 // lse [num_tokens, heads], or null: the natural logarithm of each query's sum of exponentials of its scores, the sink's among
 // them; -Inf of one that sees nothing.
+// slopes: ALiBi's per query head, or null; causal queries only.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
 // t * head_dim, strides in elements of the cache. window 0: all positions; -C: chunks of C. softcap 0: none. mode: 0 a cache of the queries' type,
 // 1 int8, 2 e4m3; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
 // every query of a row sees all of its positions.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
-                                       const int32_t* kv_len, const int32_t* block_table, const float* sinks, float* lse, int64_t rows,
+                                       const int32_t* kv_len, const int32_t* block_table, const float* sinks,
+                                       const float* slopes, float* lse, int64_t rows,
                                        int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
                                        int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t q_token_stride,
                                        int64_t q_head_stride, int64_t block_stride, int64_t value_offset,
@@ -505,6 +516,7 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   Attention p{q, kv, out, query_start, kv_len, block_table, sinks, lse, rows, table_stride, heads, kv_heads, head_dim,
               head_dim, block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
               window != 0 ? window : INT32_MAX, scale, softcap, kRows, (mode & 8) == 0, (mode & 4) != 0, nullptr, nullptr, nullptr};
+  p.slopes = slopes;
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
   const int32_t form = mode & 3;
   if (form == 1) return run_quantized<int8_t>(p, dtype);

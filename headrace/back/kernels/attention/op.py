@@ -7,7 +7,9 @@ p sees positions max(0, p - window + 1) .. p, or with `chunk` C, p // C * C .. p
 `causal=False` every query of a row sees all of its `kv_len` positions, of which there may be none:
 the result is then zeros. scores = scale * q.k; with `softcap` c they become c * tanh(scores / c)
 (Gemma 2). With `sinks`, `bind(problem, sinks_H)` takes a float32 per query head: a score beside
-those of the positions that takes its share of the softmax and has no value (gpt-oss).
+those of the positions that takes its share of the softmax and has no value (gpt-oss). With
+`slopes` the score of position s for the query at p becomes its capped one plus slope * (s - p)
+(ALiBi, Press et al. 2022).
 
 `lse_TH`, float32 [T, H] and contiguous, is filled with the natural logarithm of each query's sum of
 exp(scores), the sink's among them; -Inf of a query that sees nothing. With it the results over
@@ -108,8 +110,10 @@ class AttentionProblem:
     query tokens of a row at most in steps that verify drafts, for which there may be plans of their
     own; 1: none do.
 
-    Without `causal` there is neither window nor chunk: they are counted from a query's own
-    position, which is not among those it sees."""
+    `slopes`: of ALiBi, one per query head; none: there is no bias.
+
+    Without `causal` there is neither window nor chunk nor slopes: they are counted from a query's
+    own position, which is not among those it sees."""
 
     device: str
     dtype: torch.dtype
@@ -125,15 +129,23 @@ class AttentionProblem:
     sinks: bool = False
     causal: bool = True
     verify_queries: int = 1
+    slopes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.causal or not self.reach, self
+        assert self.causal or not (self.reach or self.slopes), self
+        assert len(self.slopes) in (0, self.heads), self
         assert self.window is None or self.chunk is None, self
 
     @property
     def reach(self) -> int:
         """What kernels take as their window: -C for chunks of C, 0 for neither."""
         return -self.chunk if self.chunk else self.window or 0
+
+    def slopes_tensor(self) -> torch.Tensor | None:
+        """The slopes as float32 [H]; None where there are none."""
+        if not self.slopes:
+            return None
+        return torch.tensor(self.slopes, dtype=torch.float32, device=self.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,8 +129,11 @@ def _decode(
     hidden_RS = (position_RS < lowest_R[:, None]) | (position_RS >= kv_len_R[:, None])
     v_KRSD.masked_fill_(hidden_RS[..., None], 0.0)
     q_KRGD = q_THD[start:end].unflatten(1, (kv_heads, -1)).transpose(0, 1)
-    scores = scores_of(problem, q_KRGD, k_KRSD).masked_fill_(hidden_RS[:, None], float("-inf"))
+    scores = scores_of(problem, q_KRGD, k_KRSD)
     shape = (kv_heads, 1, -1, 1)
+    if problem.slopes:
+        scores += bias_of(problem, (position_RS - kv_len_R[:, None] + 1)[:, None], shape)
+    scores = scores.masked_fill_(hidden_RS[:, None], float("-inf"))
     weights = softmax_of(scores, sinks_H, shape)
     if not problem.causal:
         weights = weights.masked_fill((kv_len_R == 0)[:, None, None], 0.0)
@@ -167,6 +170,15 @@ def scores_of(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> to
     if problem.softcap is not None:
         scores = scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
     return scores
+
+
+def bias_of(
+    problem: AttentionProblem, distance: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """What ALiBi adds to scores, float32: the slopes, viewed as `shape`, times the position's
+    distance from the query, which is 0 or negative where the query sees it."""
+    slopes_H = torch.tensor(problem.slopes, dtype=torch.float32, device=distance.device)
+    return slopes_H.view(shape) * distance
 
 
 def _prefill_row(
@@ -214,7 +226,10 @@ def _plain(problem: AttentionProblem) -> bool:
     """Whether torch's own attention serves: not on GPUs, where with a mask it was wrong for a row
     of 129 (torch 2.11, float32, H200)."""
     return (
-        problem.device == "cpu" and problem.causal and problem.softcap is None and not problem.sinks
+        problem.device == "cpu"
+        and problem.causal
+        and problem.softcap is None
+        and not (problem.sinks or problem.slopes)
     )
 
 
@@ -252,8 +267,11 @@ def _tile(
             q_KGQD, k_KGSD, v_KGSD, attn_mask=seen_QS, scale=problem.scale
         )
     else:
-        scores = scores_of(problem, q_KGQD, k_KGSD).masked_fill_(~seen_QS, float("-inf"))
+        scores = scores_of(problem, q_KGQD, k_KGSD)
         head_shape = (problem.kv_heads, -1, 1, 1)
+        if problem.slopes:
+            scores += bias_of(problem, key_S - query_Q1, head_shape)
+        scores = scores.masked_fill_(~seen_QS, float("-inf"))
         weights = softmax_of(scores, sinks_H, head_shape)
         out = torch.matmul(weights.to(problem.dtype), v_KGSD)
         if lse_QH is not None:

@@ -75,6 +75,8 @@ DecodeLaunch = Callable[
     [torch.Tensor, torch.Tensor, Plan, torch.Tensor, torch.Tensor | None, Tiles | None], None
 ]
 """f(q_THD, kv, plan, out_THD, lse_TH, tiles of a step of few queries a row)"""
+HeadBiases = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Sinks and slopes [H]."""
 
 
 def decode_tiles(problem: AttentionProblem, rows: int = 1, queries: int = 1) -> Tiles:
@@ -157,12 +159,14 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
         and problem.dtype is torch.bfloat16
         and has_bfloat_pairs(),
         "SINKS": problem.sinks,
+        "ALIBI": bool(problem.slopes),
         "CAUSAL": problem.causal,
     }
     cached = torch.int8 if problem.quantized else problem.dtype
     width = problem.head_dim + (SCALE_BYTES if problem.quantized else 0)
-    decode = _bind_decode(problem, shared, sinks_H, without)
-    prefill = _bind_prefill(problem, shared, sinks_H)
+    biases = sinks_H, problem.slopes_tensor()
+    decode = _bind_decode(problem, shared, biases, without)
+    prefill = _bind_prefill(problem, shared, biases)
     prefill_hopper = None if triton_plans.PREFILL_TMA in without else _bind_hopper(problem)
     with_few = triton_plans.FEW_QUERIES not in without
 
@@ -188,7 +192,7 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
 def _bind_decode(
     problem: AttentionProblem,
     shared: dict[str, int | bool | str],
-    sinks_H: torch.Tensor | None,
+    biases: HeadBiases,
     without: frozenset[str],
 ) -> DecodeLaunch:
     kv_heads = problem.kv_heads
@@ -253,7 +257,7 @@ def _bind_decode(
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_kernel[(kv_heads, most)](
-            q_THD, *typed(kv, problem.quantized), sinks_H, out_THD, lse_TH, plan.block_table_RB,
+            q_THD, *typed(kv, problem.quantized), *biases, out_THD, lse_TH, plan.block_table_RB,
             splits, partial, common.partial, counters(device), *numbers(problem, q_THD, kv, plan),
             KV_HEADS=kv_heads, MERGED=merged, MERGED_M=merged_m, M=tiles.m, N=tiles.n,
             COMBINED=max(2, min(16, 16 * 1024 // (merged_m * depth))),
@@ -265,7 +269,7 @@ def _bind_decode(
 
 
 def _bind_prefill(
-    problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
+    problem: AttentionProblem, shared: dict[str, int | bool | str], biases: HeadBiases
 ) -> Launch:
     tiles, kv_heads = prefill_tiles(problem), problem.kv_heads
     group = problem.heads // kv_heads
@@ -281,7 +285,7 @@ def _bind_prefill(
         num_rows = len(plan.kv_len_R)
         most = triton.cdiv(len(q_THD), tiles.m // group) + num_rows
         prefill_kernel[(kv_heads, most)](
-            q_THD, *typed(kv, problem.quantized), sinks_H, out_THD, lse_TH,
+            q_THD, *typed(kv, problem.quantized), *biases, out_THD, lse_TH,
             plan.query_start_R1, plan.kv_len_R, plan.block_table_RB, num_rows,
             *numbers(problem, q_THD, kv, plan), KV_HEADS=kv_heads, MIN_QUERIES=few + 1, M=tiles.m,
             N=tiles.n, ROWS=row_bucket(num_rows), LSE=lse_TH is not None, **shared,
@@ -384,7 +388,7 @@ def _decode_plan(problem: AttentionProblem, rows: int) -> tuple[str, bool]:
 
 def _shares(problem: AttentionProblem, rows: int) -> bool:
     """Whether a step of so many decodes looks for shared prefixes, if its tables are wide."""
-    if not problem.causal or problem.reach or rows < cascade.LEAST_ROWS:
+    if not problem.causal or problem.reach or problem.slopes or rows < cascade.LEAST_ROWS:
         return False
     return triton_plans.PREFIX not in triton_plans.skipped(problem)
 

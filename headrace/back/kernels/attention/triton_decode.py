@@ -74,13 +74,14 @@ def splits_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
-    q, kv, scales, sinks, out, lse, table, splits, partial, prefix, counters, q_token_stride,
+    q, kv, scales, sinks, slopes, out, lse, table, splits, partial, prefix, counters, q_token_stride,
     q_head_stride, out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale,
     softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr, MERGED_M: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr, BITS: tl.constexpr,
-    SINKS: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr, COMBINED: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr,
+    COMBINED: tl.constexpr,
     SHARED: tl.constexpr, PREFIX_M: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, splits at most): heads of a split run beside each other, since they lie beside each
@@ -130,11 +131,14 @@ def decode_kernel(
         if i_split == first_split:
             b_max = tl.load(sinks + o_query_head, mask=m_m, other=0.0) * 1.4426950408889634
             b_sum = b_sum + 1.0
+    b_slope = b_sum
+    if ALIBI:
+        b_slope = tl.load(slopes + o_query_head, mask=m_m, other=0.0)
     for start in range(begin, end, N):
         b_max, b_sum, b_acc = attend_tile(
             b_q, b_max, b_sum, b_acc, start, end, b_position, p_table, p_head, scales, i_head,
             block_stride, kind_stride, head_stride, scale, softcap, N, HEAD_DIM, D, BLOCK_TOKENS,
-            WINDOW, SOFTCAP, QUANTIZED, BITS, True,
+            WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI,
         )  # fmt: skip
 
     if num_splits == 1 and prefix_splits == 0:

@@ -31,7 +31,13 @@ import triton.language as tl
 
 from headrace.back.kernels.attention import triton_plans
 from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
-from headrace.back.kernels.attention.triton_rows import capped, first_seen, pick, row_spans
+from headrace.back.kernels.attention.triton_rows import (
+    alibi,
+    capped,
+    first_seen,
+    pick,
+    row_spans,
+)
 from headrace.back.kernels.attention.triton_softmax import divisor, store_lse
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.grid import enter
@@ -61,7 +67,8 @@ SUMS: tl.constexpr = tl.constexpr(16)
 def _attend_split(
     b_q, p_table, p_head, lowest, begin, end, b_position, scale, softcap, block_stride, kind_stride,
     M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, b_slope,
+    ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of positions begin .. end; below `lowest` nothing is
     read."""
@@ -86,8 +93,13 @@ def _attend_split(
         if SOFTCAP:
             b_s = capped(b_s * scale, softcap, SOFTCAP)
             factor = 1.4426950408889634
+        elif ALIBI:
+            b_s = b_s * scale
+            factor = 1.4426950408889634
         else:
             factor = scale * 1.4426950408889634
+        if ALIBI:
+            b_s = b_s + alibi(b_slope, o_n, b_position)
         seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
         if WINDOW:
             seen = seen & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])
@@ -131,12 +143,13 @@ def merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc):
 
 @triton.jit
 def fixed_kernel(
-    q, kv, sinks, out, lse, starts, lengths, table, partial, counters, num_rows, q_token_stride,
+    q, kv, sinks, slopes, out, lse, starts, lengths, table, partial, counters, num_rows, q_token_stride,
     q_head_stride, out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale,
     softcap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. A item is (row, split) of rows that are cut, and else (row, tile). `partial`
     float32 [MAX_SPLITS, K, GROUP, D+2]."""
@@ -179,6 +192,9 @@ def fixed_kernel(
         if not CAUSAL:
             b_position = tl.zeros([M], tl.int32) + (length - 1)
             end = length
+        b_slope = tl.zeros([M], tl.float32)
+        if ALIBI:
+            b_slope = tl.load(slopes + o_query_head, mask=m_m, other=0.0)
         p_head = kv + tl.cast(i_head, tl.int64) * head_stride
         p_table = table + tl.cast(i_row, tl.int64) * table_stride
 
@@ -191,6 +207,7 @@ def fixed_kernel(
                 b_q, p_table, p_head, lowest, begin,
                 tl.minimum(split * SPLIT_TOKENS + SPLIT_TOKENS, end), b_position, scale, softcap,
                 block_stride, kind_stride, M, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
+                b_slope, ALIBI,
             )  # fmt: skip
             b_max, b_sum, b_acc = merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
 
@@ -275,6 +292,7 @@ def bind(
 ) -> AttentionFunction:
     """The kernel for one layer's heads; `tile` for measurements."""
     assert (sinks_H is not None) == problem.sinks, problem
+    slopes_H = problem.slopes_tensor()
     kv_heads, depth = problem.kv_heads, power_of_two(problem.head_dim, least=16)
     usual = tile or tile_of(problem)
     of_decodes = tile or _small_tile(problem) or usual
@@ -283,6 +301,7 @@ def bind(
         "MAX_SPLITS": MAX_SPLITS, "HEAD_DIM": problem.head_dim, "D": depth,
         "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.reach,
         "SOFTCAP": problem.softcap is not None, "CAUSAL": problem.causal, "SINKS": problem.sinks,
+        "ALIBI": bool(problem.slopes),
     }  # fmt: skip
 
     def attention(
@@ -302,7 +321,7 @@ def bind(
         tile = of_decodes if plan.max_query_len == 1 else usual
         programs = num_sms(device) * PROGRAMS_PER_SM * max(1, 4 // tile.warps)
         fixed_kernel[(programs,)](
-            q_THD, kv, sinks_H, out_THD, lse_TH, plan.query_start_R1, plan.kv_len_R,
+            q_THD, kv, sinks_H, slopes_H, out_THD, lse_TH, plan.query_start_R1, plan.kv_len_R,
             plan.block_table_RB, partial, counters(device), num_rows, q_THD.stride(0),
             q_THD.stride(1), problem.heads * problem.head_dim, *kv.stride()[:3],
             plan.block_table_RB.stride(0), problem.scale, problem.softcap or 0.0,

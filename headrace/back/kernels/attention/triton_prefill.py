@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
-from headrace.back.kernels.attention.triton_rows import capped, first_seen, pick, row_spans
+from headrace.back.kernels.attention.triton_rows import (
+    alibi,
+    capped,
+    first_seen,
+    pick,
+    row_spans,
+)
 from headrace.back.kernels.attention.triton_softmax import (
     LOG2E,
     divisor,
@@ -30,7 +36,7 @@ def _step(
     b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position,
     scale, softcap, block_stride, kind_stride, head_stride, N: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    QUANTIZED: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr,
+    QUANTIZED: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr, b_slope, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Takes positions start .. start + N into the running result; below `lowest` and from `end` on
     nothing is read."""
@@ -63,8 +69,13 @@ def _step(
     if SOFTCAP:
         b_s = capped(b_s * scale, softcap, SOFTCAP)
         factor = LOG2E
+    elif ALIBI:
+        b_s = b_s * scale
+        factor = LOG2E
     else:
         factor = scale * LOG2E
+    if ALIBI:
+        b_s = b_s + alibi(b_slope, o_n, b_position)
     if MASKED:
         seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
         if WINDOW:
@@ -93,13 +104,13 @@ def _step(
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def prefill_kernel(
-    q, kv, scales, sinks, out, lse, starts, lengths, table, num_rows, q_token_stride, q_head_stride,
+    q, kv, scales, sinks, slopes, out, lse, starts, lengths, table, num_rows, q_token_stride, q_head_stride,
     out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MIN_QUERIES: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
-    BITS: tl.constexpr, SINKS: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BITS: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, CAUSAL: tl.constexpr,
+    LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, tiles at most). Rows with fewer than MIN_QUERIES queries are the decode kernel's.
     `lse` float32 [T, H], if LSE."""
@@ -141,6 +152,9 @@ def prefill_kernel(
     if SINKS:
         b_max = tl.load(sinks + o_query_head, mask=m_m, other=0.0) * 1.4426950408889634
         b_sum = b_sum + 1.0
+    b_slope = b_sum
+    if ALIBI:
+        b_slope = tl.load(slopes + o_query_head, mask=m_m, other=0.0)
     p_head = kv + i_head.to(tl.int64) * head_stride
     p_table = table + i_row.to(tl.int64) * table_stride
     lowest = 0
@@ -153,13 +167,13 @@ def prefill_kernel(
             b_acc, b_max, b_sum = _step(
                 b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end,
                 b_position, scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D,
-                BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, False,
+                BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, False, b_slope, ALIBI,
             )  # fmt: skip
     for start in range(unmasked, end, N):
         b_acc, b_max, b_sum = _step(
             b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end,
             b_position, scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D,
-            BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, True,
+            BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI,
         )  # fmt: skip
     b_out = (b_acc / divisor(b_sum, CAUSAL)[:, None]).to(out.dtype.element_ty)
     p_out = (

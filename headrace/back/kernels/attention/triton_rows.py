@@ -44,6 +44,12 @@ def row_spans(starts, lengths, num_rows, WINDOW: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
+def alibi(b_slope, o_n, b_position):
+    """What ALiBi adds to the scores of positions `o_n` for queries at `b_position`."""
+    return b_slope[:, None] * (o_n[None, :] - b_position[:, None]).to(tl.float32)
+
+
+@triton.jit
 def capped(b_scores, softcap, SOFTCAP: tl.constexpr):
     """softcap * tanh(scores / softcap)."""
     if SOFTCAP:

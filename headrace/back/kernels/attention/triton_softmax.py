@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
-from headrace.back.kernels.attention.triton_rows import capped, first_seen
+from headrace.back.kernels.attention.triton_rows import alibi, capped, first_seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -53,10 +53,11 @@ def attend_tile(
     b_q, b_max, b_sum, b_acc, start, end, b_position, p_table, p_head, scales, i_head, block_stride,
     kind_stride, head_stride, scale, softcap, N: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    QUANTIZED: tl.constexpr, BITS: tl.constexpr, HIDDEN: tl.constexpr,
+    QUANTIZED: tl.constexpr, BITS: tl.constexpr, HIDDEN: tl.constexpr, b_slope, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values with N positions more, from `start` on and below `end`.
-    HIDDEN: a query sees those up to its `b_position`, and of WINDOW the last; else all."""
+    HIDDEN: a query sees those up to its `b_position`, and of WINDOW the last; else all. If ALIBI,
+    scores get `b_slope` times the position's distance from `b_position`."""
     o_n = start + tl.arange(0, N)
     o_d = tl.arange(0, D)
     m_n = o_n < end
@@ -78,6 +79,8 @@ def attend_tile(
         b_s = capped(b_s * scale, softcap, SOFTCAP) * 1.4426950408889634
     else:
         b_s = b_s * (scale * 1.4426950408889634)
+    if ALIBI:
+        b_s = b_s + alibi(b_slope, o_n, b_position) * 1.4426950408889634
     seen = m_n[None, :]
     if HIDDEN:
         seen = seen & (o_n[None, :] <= b_position[:, None])

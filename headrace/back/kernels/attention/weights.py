@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.attention.op import AttentionProblem, Plan
-from headrace.back.kernels.attention.reference import dequantized, scores_of
+from headrace.back.kernels.attention.reference import bias_of, dequantized, scores_of
 
 
 def attention_weights(
@@ -34,5 +34,8 @@ def attention_weights(
         seen_QS &= key_S > query_Q1 - problem.window
     if problem.chunk is not None:
         seen_QS &= key_S >= query_Q1 // problem.chunk * problem.chunk
-    scores = scores_of(problem, q_KGQD, k_KSD[:, None]).masked_fill_(~seen_QS, float("-inf"))
+    scores = scores_of(problem, q_KGQD, k_KSD[:, None])
+    if problem.slopes:
+        scores += bias_of(problem, key_S - query_Q1, (problem.kv_heads, -1, 1, 1))
+    scores = scores.masked_fill_(~seen_QS, float("-inf"))
     return scores.softmax(-1).flatten(0, 1).transpose(0, 1)

@@ -28,6 +28,7 @@ struct Attention {
   const struct Task* tasks;
   const struct RowParts* row_parts;
   float* parts;
+  const float* slopes = nullptr;  // per query head, times the distance of key from query onto a score (ALiBi)
 };
 
 // Where the parts of a row lie: `count` from number `first` on, those of a query and head beside each other; from float
