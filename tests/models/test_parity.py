@@ -139,6 +139,16 @@ MPT: dict[str, Any] = {
 }
 
 
+DBRX: dict[str, Any] = {
+    "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+    **{"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 128},
+    "attn_config": {"clip_qkv": 0.8, "kv_n_heads": 2, "rope_theta": 500.0},
+    "ffn_config": {
+        **{"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2},
+    },
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -680,6 +690,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-alibi-parallel": (
         "Falcon",
         {"alibi": True, "num_attention_heads": 8, "ffn_hidden_size": 80},
+    ),
+    "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "opt-plain": (
+        "OPT",
+        {
+            **{"ffn_dim": 80, "word_embed_proj_dim": 48, "enable_bias": False},
+            **{"layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+        },
+    ),
+    "biogpt": ("BioGpt", {}),
+    "xglm": ("XGLM", {"ffn_dim": 80}),
+    "gptj": ("GPTJ", {"rotary_dim": 4, "n_inner": 80}),
+    "codegen": ("CodeGen", {"num_attention_heads": 8, "rotary_dim": 4, "n_inner": 80}),
+    "gpt-neo": (
+        "GPTNeo",
+        {
+            **{"num_layers": 3, "window_size": 11},
+            "attention_types": [[["global", "local"], 1], [["local"], 1]],
+        },
+    ),
+    "gpt-bigcode": ("GPTBigCode", {"n_inner": 80}),
+    "gpt-bigcode-heads": (
+        "GPTBigCode",
+        {"multi_query": False, "scale_attn_weights": False, "n_inner": 80},
+    ),
+    "persimmon": ("Persimmon", rope(partial_rotary_factor=0.5)),
+    "persimmon-plain": ("Persimmon", {"qk_layernorm": False}),
+    "nanochat": ("NanoChat", {}),
+    "dbrx": ("Dbrx", DBRX),
+    "dbrx-unweighed": (
+        "Dbrx",
+        {
+            **DBRX,
+            "attn_config": {"clip_qkv": 1.4, "kv_n_heads": 3, "rope_theta": 500.0},
+            "ffn_config": {**DBRX["ffn_config"], "moe_normalize_expert_weights": None},
+        },
     ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),
     "ministral3": ("Ministral3", {"head_dim": 8, **rope(**YARN, llama_4_scaling_beta=0.4)}),

@@ -28,6 +28,7 @@ NAMES = (
     "qwen3.5", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear", "bailing-hybrid", "minimax",
     "lfm3", "kolibri1", "flint", "laguna", "axk2", "longcat-flash", "nemotron-h-latent-experts",
     "bloom", "falcon-alibi",
+    "opt", "codegen", "gpt-bigcode", "dbrx",
 )  # fmt: skip
 
 

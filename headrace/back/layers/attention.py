@@ -36,7 +36,8 @@ from headrace.back.parallel.shard import Part, Shard, local_units
 class AttentionNames:
     """Where the tensors of an attention lie in its layer. `merged`: the one that holds query, key
     and value, if they are one there; `by_group`: KV head by KV head, its queries before its key and
-    value. `transposed`: weights are stored as [inputs, outputs]."""
+    value. `grouped`: such tensors in groups and an order of their own. `transposed`: weights are
+    stored as [inputs, outputs]."""
 
     module: str = "self_attn"
     query: str = "q_proj"
@@ -44,6 +45,7 @@ class AttentionNames:
     value: str = "v_proj"
     merged: str | None = None
     by_group: bool = False
+    grouped: MergedTensor | None = None
     out: str = "o_proj"
     sinks: str = "sinks"
     transposed: bool = False
@@ -208,7 +210,9 @@ class Attention:
         self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._heads, self._kv_heads = self._split[:2]
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
-        both = MergedTensor(name=names.query, parts=(0, 3), groups=spec.heads)
+        own = names.grouped
+        if spec.gate is not None and spec.gate.name is None:
+            own = MergedTensor(name=names.query, parts=(0, 3), groups=spec.heads)
         self._qkv = ColumnLinear(
             scope,
             spec.width,
@@ -216,7 +220,7 @@ class Attention:
             bias=spec.qkv_bias,
             merged=names.merged,
             groups=spec.kv_heads if names.by_group else 1,
-            tensors=(both,) if spec.gate is not None and spec.gate.name is None else (),
+            tensors=() if own is None else (own,),
             transposed=names.transposed,
             norm=norm,
         )

@@ -19,26 +19,37 @@ from headrace.back.parallel.shard import Part, Shard
 class TokenEmbedding:
     """ids_T -> x_TE, scaled by `scale`. `weight_VE` (local rows) is there after loading, for a tied
     output head. Only a table that is `tied` to a head is quantized here: by itself it costs no
-    reading.
+    reading. `unused`: rows at the beginning of the checkpoint's table that no id reaches.
     """
 
     def __init__(
-        self, scope: Scope, vocabulary: int, width: int, *, scale: float = 1.0, tied: bool = False
+        self,
+        scope: Scope,
+        vocabulary: int,
+        width: int,
+        *,
+        scale: float = 1.0,
+        tied: bool = False,
+        unused: int = 0,
     ) -> None:
         self.lookup: Embedding = not_loaded
         self.weight_VE: torch.Tensor | PackedWeight | BlockWeight | None = None
         self.shard = Shard(axis="tp", dim=0, parts=(vocabulary_part(vocabulary),))
         self._scope = scope
         self._scale = scale
+        self._unused = unused
         weight = scope.param("weight", (vocabulary, width), shard=self.shard)
         self._weight = scope.quantized(weight, read_whole=tied)
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
         axis, weight_VE = self._scope.mesh.tp, self._weight.take()
+        if self._unused and axis.size == 1:
+            assert isinstance(weight_VE, torch.Tensor), "positions are not quantized"
+            weight_VE = weight_VE[self._unused :]
         local, rows = self._bind(weight_VE)
         scale, self.weight_VE = self._scale, weight_VE
-        first = self.shard.spans(axis)[0].start
+        first = self.shard.spans(axis)[0].start - self._unused
 
         def whole(ids_T: torch.Tensor) -> torch.Tensor:
             return local(ids_T).mul_(scale)

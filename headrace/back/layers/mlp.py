@@ -222,8 +222,8 @@ class Summed:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainMLPSpec:
-    """An MLP without a gate. `transposed`: weights are stored as [inputs, outputs]. `inner`: its
-    own, where it is not the family's usual one."""
+    """An MLP without a gate. `name`: its module; "": its weights are the layer's own. `transposed`:
+    weights are stored as [inputs, outputs]. `inner`: its own, where it is not the family's usual one."""
 
     name: str = "mlp"
     up: str = "up_proj"
@@ -235,7 +235,7 @@ class PlainMLPSpec:
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
         place = replace(place, inner=self.inner or place.inner)
-        scope = scope / self.name
+        scope = scope / self.name if self.name else scope
         activation = PARAMETRIC.get(place.activation, ElementwiseActivation)
         return PlainMLP(scope, self, place, activation(scope, place.activation))
 

@@ -20,6 +20,7 @@ from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.layer_tail import LayerInputsSpec
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.norm import RMS, NormSpec
+from headrace.back.layers.positions import PositionsSpec
 from headrace.back.layers.residual import ResidualStreamsSpec, add_norm
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
@@ -66,13 +67,11 @@ IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderNames:
-    """Where a decoder lies in its checkpoint: all but the output head below `prefix`. `positions`:
-    the table of learned positions, `embedding_norm`: the norm of the tokens' embeddings; None:
-    there is none."""
+    """Where a decoder lies in its checkpoint: all but the output head below `prefix`.
+    `embedding_norm`: the norm of the tokens' embeddings; None: there is none."""
 
     prefix: str = "model"
     embedding: str = "embed_tokens"
-    positions: str | None = None
     embedding_norm: str | None = None
     layers: str = "layers"
     norm: str = "norm"
@@ -81,8 +80,8 @@ class DecoderNames:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A whole decoder. `norm` is the kind of all norms of the residual. `positions`: rows of the
-    table of learned positions, if it has a name. `layer_inputs`: of the layers' tails.
+    """A whole decoder. `norm` is the kind of all norms of the residual. `positions`: what is added
+    to the embeddings. `layer_inputs`: of the layers' tails.
     `streams`: of residuals, where there are several. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
@@ -92,7 +91,7 @@ class DecoderSpec:
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     logits_bias: bool = False
-    positions: int = 0
+    positions: PositionsSpec | None = None
     layer_inputs: LayerInputsSpec | None = None
     streams: ResidualStreamsSpec | None = None
     names: DecoderNames = DecoderNames()
@@ -119,10 +118,7 @@ class Decoder:
             scale=spec.embedding_scale,
             tied=sizes.tied and self.generates,
         )
-        self._positions = None
-        if names.positions is not None:
-            table = inside / names.positions
-            self._positions = TokenEmbedding(table, spec.positions, sizes.width)
+        self._positions = spec.positions and spec.positions.build(inside, sizes.width)
         self._embedding_norm = None
         if names.embedding_norm is not None:
             at = inside / names.embedding_norm

@@ -13,7 +13,7 @@ from headrace.base.errors import CheckpointError
 FALLBACK = "transformers"
 WIDTH = ("n_embd", "d_model")
 """What `hidden_size` is called besides."""
-HEADS = ("n_head", "n_heads", "num_heads")
+HEADS = ("n_head", "n_heads", "num_heads", "attention_heads")
 """What `num_attention_heads` is called besides."""
 
 ARCHITECTURES: Mapping[str, str] = {
@@ -70,6 +70,16 @@ ARCHITECTURES: Mapping[str, str] = {
     "GPTNeoXForCausalLM": "gpt_neox",
     "FalconForCausalLM": "falcon",
     "BloomForCausalLM": "bloom",
+    "OPTForCausalLM": "opt",
+    "GPTJForCausalLM": "gptj",
+    "CodeGenForCausalLM": "codegen",
+    "GPTNeoForCausalLM": "gpt_neo",
+    "GPTBigCodeForCausalLM": "gpt_bigcode",
+    "BioGptForCausalLM": "biogpt",
+    "XGLMForCausalLM": "xglm",
+    "PersimmonForCausalLM": "persimmon",
+    "NanoChatForCausalLM": "nanochat",
+    "DbrxForCausalLM": "dbrx",
     "MptForCausalLM": "mpt",
     "MPTForCausalLM": "mpt",
     "MixtralForCausalLM": "mixtral",
@@ -261,7 +271,12 @@ def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
 
 
 def kv_heads_of(family: str, config: ConfigReader, heads: int) -> int:
-    """The KV heads beside `heads` query heads. Falcon has keys of its own."""
+    """The KV heads beside `heads` query heads. Some families have keys of their own."""
+    if family == "gpt_bigcode":
+        return 1 if config.bool("multi_query", True) else heads
+    if family == "dbrx":
+        section = config.section("attn_config")
+        return 1 if section is None else section.int("kv_n_heads", 1, ge=1)
     if family != "falcon":
         return config.int("num_key_value_heads", heads, ge=1)
     if config.bool("new_decoder_architecture", False):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
 from headrace.back.layers.mlp import PlainMLPSpec
 from headrace.back.layers.norm import LAYER, NormPlacement
+from headrace.back.layers.positions import LearnedPositions
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,
@@ -18,9 +19,7 @@ from headrace.back.models.blocks import (
 from headrace.base.config.hf import ConfigReader
 
 PLACEMENT = NormPlacement(before_attention="ln_1", before_mlp="ln_2")
-NAMES = DecoderNames(
-    prefix="transformer", embedding="wte", positions="wpe", layers="h", norm="ln_f"
-)
+NAMES = DecoderNames(prefix="transformer", embedding="wte", layers="h", norm="ln_f")
 ATTENTION = AttentionNames(module="attn", merged="c_attn", out="c_proj", transposed=True)
 MASKS = r".*\.attn\.(masked_)?bias"
 
@@ -61,7 +60,10 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             sizes=sizes,
             layers=layers,
             norm=LAYER,
-            positions=config.int("n_positions", 1024, aliases=("max_position_embeddings",), ge=1),
+            positions=LearnedPositions(
+                name="wpe",
+                rows=config.int("n_positions", 1024, aliases=("max_position_embeddings",), ge=1),
+            ),
             names=NAMES,
             ignored=(MASKS,),
         ),

@@ -1,0 +1,43 @@
+"""Experts' weights that lie one after another in 2-D tensors: gates, ups, and downs turned
+(DBRX). X experts, E hidden size, I inner size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.layers.moe.weights import ExpertSizes, ExpertWeights, LoadedExperts
+from headrace.back.layers.scope import Scope
+from headrace.back.parallel.shard import Shard, local_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedExperts:
+    """Three tensors [X * I, E]."""
+
+    gate: str
+    up: str
+    down: str
+    biased = False
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout."""
+        return _Stacked(scope, sizes, self)
+
+
+class _Stacked:
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: StackedExperts) -> None:
+        self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
+        shape = (sizes.experts * sizes.inner, sizes.width)
+        rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * sizes.experts)
+        self._gate = scope.param(names.gate, shape, shard=rows)
+        self._up = scope.param(names.up, shape, shard=rows)
+        self._down = scope.param(names.down, shape, shard=rows)
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        each = (self._sizes.experts, self._inner, self._sizes.width)
+        gate_XIE, up_XIE = self._gate.take().view(each), self._up.take().view(each)
+        down_XEI = self._down.take().view(each).transpose(1, 2).contiguous()
+        return ExpertWeights(up_XIE=torch.cat((gate_XIE, up_XIE), dim=1), down_XEI=down_XEI)
