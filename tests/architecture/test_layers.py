@@ -228,6 +228,7 @@ def families() -> set[str]:
         "latent",
         "moe",
         "hybrid",
+        "vision",
     }
     return {p.stem for p in (PACKAGE / "back" / "models").glob("*.py")} - shared
 

@@ -204,14 +204,12 @@ class Attention:
         names, scope = spec.names, scope / spec.names.module
         q, k, *_ = parts = spec.parts
         value_dim = spec.value_dim or spec.head_dim
-        self._layer = layer
-        self._spec = spec
-        self._scope = scope
+        self._layer, self._spec, self._scope = layer, spec, scope
         self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._heads, self._kv_heads = self._split[:2]
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
         own = names.grouped
-        if spec.gate is not None and spec.gate.name is None:
+        if spec.gate and spec.gate.name is None:
             own = MergedTensor(name=names.query, parts=(0, 3), groups=spec.heads)
         self._qkv = ColumnLinear(
             scope,
@@ -237,10 +235,8 @@ class Attention:
         self._qk_norms: tuple[HeadNorm, HeadNorm] | None = None
         if spec.qk_norm is not None:
             of_q, of_k = spec.qk_norm.names
-            self._qk_norms = (
-                spec.qk_norm.build(scope / of_q, q),
-                spec.qk_norm.build(scope / of_k, k),
-            )
+            build = spec.qk_norm.build
+            self._qk_norms = build(scope / of_q, q), build(scope / of_k, k)
         self._value_norm = None
         if spec.value_eps is not None:
             self._value_norm = RMS_NO_WEIGHT.build(scope, value_dim, eps=spec.value_eps)
@@ -271,8 +267,8 @@ class Attention:
     def queries(
         self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
     ) -> Queries:
-        """q_THD, normed and rotated, and the gates of what they give, of the tokens `at_N`, None:
-        of all, whose keys and values are in the cache."""
+        """q_THD, normed and rotated, and the gates of what they give, of the tokens `at_N` (None:
+        all), whose keys and values are in the cache."""
         plan = batch.plans[batch.group_of_layer[self._layer]]
         kv = batch.kv[self._layer]
         qkv_TC, gate_TX = self._qkv.project(x_TE), None
@@ -280,9 +276,8 @@ class Attention:
             *qkv_sizes, gate_size = self._qkv.sizes
             qkv_TC, gate_TX = qkv_TC.split_with_sizes((sum(qkv_sizes), gate_size), dim=1)
         if self._fused is not None:
-            table_PR = batch.rope_table_TR
-            if table_PR is None:
-                table_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
+            own_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
+            table_PR = own_PR if batch.rope_table_TR is None else batch.rope_table_TR
             q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
         else:
             q_THD = self._separately(qkv_TC, batch, plan, kv)

@@ -140,16 +140,13 @@ class ColumnLinear:
 
     def _finish(self) -> None:
         bias, weight = self._bias.take() if self._bias else None, self._weight.take()
-        if (
-            self._adapted is not None
-        ):  # they read what the norm gives, and add before the activation
+        if self._adapted is not None:  # reads what the norm gives, adds before the activation
             self.project = bind_adapted(self._scope, weight, bias, self._adapted)
             return
         fused = None
         if self._norm is not None or self._activation is not None:
-            fused = bind_fused(
-                self._scope, weight, bias, norm=self._norm, activation=self._activation
-            )
+            scope, act = self._scope, self._activation
+            fused = bind_fused(scope, weight, bias, norm=self._norm, activation=act)
         self.norms = fused is not None and self._norm is not None
         gemm, self.activates = fused, fused is not None and self._activation is not None
         for activation in dict.fromkeys((self._activation, None)) if gemm is None else ():

@@ -223,7 +223,8 @@ class Summed:
 @dataclass(frozen=True, kw_only=True)
 class PlainMLPSpec:
     """An MLP without a gate. `name`: its module; "": its weights are the layer's own. `transposed`:
-    weights are stored as [inputs, outputs]. `inner`: its own, where it is not the family's usual one."""
+    weights are stored as [inputs, outputs]. `inner`: its own, where it is not the family's usual
+    one."""
 
     name: str = "mlp"
     up: str = "up_proj"

@@ -1,11 +1,11 @@
-"""DBRX: layer norms without bias, clipped queries, keys and values in one tensor, experts (Databricks
-2024)."""
+"""DBRX: layer norms without bias, clipped queries, keys and values in one tensor, experts
+(Databricks 2024)."""
 
 from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
-from headrace.back.layers.moe.stacked import StackedExperts
+from headrace.back.layers.moe.stacked import FlatExperts
 from headrace.back.layers.norm import LAYER_NO_BIAS, NormPlacement
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
@@ -26,7 +26,7 @@ ATTENTION = AttentionNames(module="norm_attn_norm.attn", merged="Wqkv", out="out
 PLACEMENT = NormPlacement(
     before_attention="norm_attn_norm.norm_1", before_mlp="norm_attn_norm.norm_2"
 )
-LAYOUT = StackedExperts(gate="experts.mlp.w1", up="experts.mlp.v1", down="experts.mlp.w2")
+LAYOUT = FlatExperts(gate="experts.mlp.w1", up="experts.mlp.v1", down="experts.mlp.w2")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:

@@ -87,6 +87,7 @@ class ShortcutLayer:
     read what the first MLP reads and are added behind the second."""
 
     tail: Tail | None = None
+    takes_adapters = False
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from headrace.back.parallel.shard import Shard, local_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackedExperts:
+class FlatExperts:
     """Three tensors [X * I, E]."""
 
     gate: str
@@ -27,7 +27,7 @@ class StackedExperts:
 
 
 class _Stacked:
-    def __init__(self, scope: Scope, sizes: ExpertSizes, names: StackedExperts) -> None:
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: FlatExperts) -> None:
         self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
         shape = (sizes.experts * sizes.inner, sizes.width)
         rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * sizes.experts)

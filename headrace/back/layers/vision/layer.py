@@ -67,7 +67,7 @@ class VisionLayerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spans:
+class TokenSpans:
     """What a layer attends within: the first patch of each span and N; and, where layers rotate,
     table_NR: the cosines and sines of each patch, with place_N counting them."""
 
@@ -93,7 +93,7 @@ class VisionLayer:
         self._scales: list[torch.Tensor] = []
         scope.on_finish(self._finish)
 
-    def forward(self, x_NE: torch.Tensor, spans: Spans) -> torch.Tensor:
+    def forward(self, x_NE: torch.Tensor, spans: TokenSpans) -> torch.Tensor:
         """See the class."""
         y_NE = self._attention.forward(self._before_attention.norm(x_NE), spans)
         x_NE = x_NE + (y_NE * self._scales[0] if self._scales else y_NE)
@@ -129,7 +129,7 @@ class VisionAttention:
         self._rotate = self._attend = not_loaded
         scope.on_finish(self._finish)
 
-    def forward(self, x_NE: torch.Tensor, spans: Spans) -> torch.Tensor:
+    def forward(self, x_NE: torch.Tensor, spans: TokenSpans) -> torch.Tensor:
         """See the class."""
         spec = self._spec
         q_NX, k_NX, v_NX = self._qkv.project(x_NE).chunk(3, dim=1)

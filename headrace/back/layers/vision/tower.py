@@ -24,7 +24,7 @@ from headrace.back.layers.vision.grids import (
     starts_of,
     window_order,
 )
-from headrace.back.layers.vision.layer import Spans, VisionLayer, VisionLayerSpec
+from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.merger import MergerSpec, WindowMerger
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.parallel.mesh import Mesh
@@ -109,7 +109,7 @@ class VisionTower:
             x_NE = _by_window(x_NE, order_M, merge)
             at_2N = at_2N.reshape(2, -1, merge**2)[:, order].reshape(2, -1)
         table_NR, place_N = self._rotary(at_2N)
-        full = Spans(starts=frames, table_NR=table_NR, place_N=place_N)
+        full = TokenSpans(starts=frames, table_NR=table_NR, place_N=place_N)
         local = replace(full, starts=windows)
         deep_MF: list[torch.Tensor] = []
         for index, layer in enumerate(self._layers):
