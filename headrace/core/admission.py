@@ -50,6 +50,8 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     _check_stop(request, facts.logits_width)
     check_sampling(request.sampling, facts.logits_width)
     _check_pooling(request, facts)
+    if facts.encoder_tokens or request.encoder:
+        _check_encoder(request.encoder, facts)
     num_prompt = len(request.prompt) // TOKEN_BYTES
     length = _length_limit(num_prompt, request.stop.max_tokens, facts, kv)
     if request.sampling.capture_layers:
@@ -80,6 +82,18 @@ def _check_prompt(prompt: bytes, width: int) -> None:
     if low < 0 or high >= width:
         raise InvalidRequest(
             f"token id {low if low < 0 else high} is outside 0 .. {width - 1}", field="prompt"
+        )
+
+
+def _check_encoder(encoder: bytes, facts: WorkerFacts) -> None:
+    if not facts.encoder_tokens:
+        raise InvalidRequest("the model has no encoder that reads tokens", field="prompt")
+    _check_prompt(encoder, facts.logits_width)
+    num_tokens = len(encoder) // TOKEN_BYTES
+    if num_tokens > facts.encoder_tokens:
+        raise ContextTooLong(
+            f"the prompt has {num_tokens} tokens, the model's encoder reads {facts.encoder_tokens}",
+            field="prompt",
         )
 
 

@@ -39,6 +39,11 @@ from headrace.base.config.safetensors_header import StoredTensor, read_safetenso
 from headrace.base.config.weight_files import find_weight_files
 from headrace.front.media.processors.families import read_media
 from headrace.launch.colbert import read_colbert
+from headrace.launch.encoder_decoder import (
+    decoder_config,
+    decoder_start,
+    is_encoder_decoder,
+)
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
 from headrace.launch.pooling_modules import read_modules
@@ -58,7 +63,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     config.json add up to when only those are known. `weight_bytes` is the size as stored (dummy: in
     `dtype`), `kv_bytes_per_token` that of all layers in `dtype`. `windows` has a window in tokens
     per layer, None where it attends to everything or the config leaves it to the family. `head` and
-    `bare` are ModelSpec's; `encodes`: attention in both directions, no KV cache.
+    `bare` are ModelSpec's; `encodes`: attention in both directions, no KV cache. Of an
+    encoder-decoder all sizes are its decoder's; `encoder_tokens`: the most its encoder reads;
+    `decoder_start`: what its decoder begins with.
     `generation_defaults` are the entries of generation_config.json as they stand there.
     """
 
@@ -92,6 +99,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[DenseSpec, ...] = ()
     unattended_expansion: bool = False
     media: MediaSpec | None = None
+    encoder_tokens: int = 0
+    decoder_start: tuple[int, ...] = ()
 
 
 def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFacts:
@@ -148,20 +157,19 @@ def describe(
         stored_quantization(config, where)
     if chosen == FALLBACK:
         refuse_remote_code(config, where)
-    reader = _text_part(ConfigReader(config, where))
+    reader = _text_part(ConfigReader(config, where), named)
     layers = num_layers(reader)
     hidden = reader.int("hidden_size", aliases=WIDTH, ge=1)
     heads = _heads(reader, chosen)
     kv_heads = kv_heads_of(chosen, reader, heads)
     head_dim = reader.int("head_dim", max(1, hidden // heads), ge=1)
-    width = reader.int("vocab_size", ge=1)
-    dtype = _dtype(reader, stored)
+    width, dtype = reader.int("vocab_size", ge=1), _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
     modules = read_modules(located.path) or read_colbert(located.path, reader)
     sizes = (layers, hidden, heads, kv_heads, head_dim)
     num_params = stored.num_params if stored else _count_params(reader, *sizes)
-    return ModelFacts(
+    facts = ModelFacts(
         path=str(located.path),
         name=located.name,
         format=located.format,
@@ -191,6 +199,18 @@ def describe(
         dense=() if modules is None else modules.dense,
         unattended_expansion=modules is not None and modules.unattended,
     )
+    return with_encoder(facts, reader, generation) if is_encoder_decoder(named) else facts
+
+
+def with_encoder(
+    facts: ModelFacts, reader: ConfigReader, generation: Mapping[str, Any]
+) -> ModelFacts:
+    """The facts of an encoder-decoder, whose halves hold equally many positions."""
+    return msgspec.structs.replace(
+        facts,
+        encoder_tokens=_max_positions(reader, facts.family),
+        decoder_start=decoder_start(generation, reader, reader.where),
+    )
 
 
 def _kv_bytes(family: str, reader: ConfigReader, kv_heads: int, head_dim: int, dtype: str) -> int:
@@ -206,8 +226,10 @@ def _kv_bytes(family: str, reader: ConfigReader, kv_heads: int, head_dim: int, d
     return values * DTYPE_BYTES[dtype]
 
 
-def _text_part(reader: ConfigReader) -> ConfigReader:
+def _text_part(reader: ConfigReader, named: Architecture) -> ConfigReader:
     """The section with the decoder's sizes: text_config where a model has several parts."""
+    if is_encoder_decoder(named):
+        return ConfigReader(decoder_config(reader.raw), reader.where)
     section = reader.section("text_config")
     return section if section is not None and "hidden_size" not in reader else reader
 

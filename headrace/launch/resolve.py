@@ -99,6 +99,7 @@ def resolve(options: Options, model: ModelFacts, machine: MachineFacts) -> Resol
             dense_per_token=model.pooling.late is not None,
             attention_capture=_attention_capture(options, device_spec),
             manifest=_manifest(options, model),
+            encoder_tokens=model.encoder_tokens,
         ),
         kv=_kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
         scheduler=scheduler,
@@ -133,6 +134,8 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         generates=model.head == "lm",
         pooling=model.pooling,
         media=media_spec(options, model.media),
+        encoder_tokens=model.encoder_tokens,
+        decoder_start=model.decoder_start,
         tool_parser=_tool_parser(options.server, model, choose),
         reasoning_parser=_reasoning_parser(options.server, model, choose),
     )
@@ -196,8 +199,11 @@ def _kv_dtype(
 def _deterministic(options: Options, model: ModelFacts) -> bool:
     """Whether results may not depend on the batch; ConfigError where torch's own operations compute
     the model."""
-    if options.model.deterministic and (model.family == FALLBACK or model.encodes):
-        how = "is an encoder" if model.encodes else "runs by the transformers fallback"
+    reads = model.encodes or model.encoder_tokens
+    if options.model.deterministic and (model.family == FALLBACK or reads):
+        how = "runs by the transformers fallback"
+        if reads:
+            how = "is an encoder" if model.encodes else "has an encoder"
         raise ConfigError(
             f"--deterministic needs a decoder of headrace's own families; {model.architecture} {how}",
             field="deterministic",
@@ -338,7 +344,8 @@ def _kv(
         choose.note("--kv-blocks", "auto", blocks, "nothing is stored by the null executor")
     elif blocks is None:
         memory = _kv_bytes(_weight_bytes(options, model), machine, device_spec)
-        most = scheduler.max_running * max_model_len * max(1, model.kv_bytes_per_token)
+        longest = max_model_len + model.encoder_tokens
+        most = scheduler.max_running * longest * max(1, model.kv_bytes_per_token)
         why = (
             "a share of the free memory" if memory <= most else "what all running requests can use"
         )
@@ -350,12 +357,21 @@ def _kv(
         choose.note("--kv-memory", "auto", f"{memory / 2**30:.2f}GiB", why)
     return KVSpec(
         block_tokens=requested.block_tokens,
-        prefix_caching=requested.prefix_caching,
+        prefix_caching=_prefix_caching(options, model, choose),
         num_blocks=blocks,
         memory_bytes=memory,
         fit=fit,
         least_tokens=least_tokens,
     )
+
+
+def _prefix_caching(options: Options, model: ModelFacts, choose: Chooser) -> bool:
+    """Whether prompts that begin alike share blocks; those of an encoder are read whole."""
+    if options.kv.prefix_caching and model.encoder_tokens:
+        why = "an encoder reads each prompt whole, and the decoder's cache follows from all of it"
+        choose.note("--prefix-caching", True, False, why)
+        return False
+    return options.kv.prefix_caching
 
 
 def _kv_bytes(weight_bytes: int, machine: MachineFacts, device_spec: DeviceSpec) -> int:

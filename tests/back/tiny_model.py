@@ -41,6 +41,7 @@ class TinyModel:
 
     generates = True
     attention_heads = 0
+    encoder_tokens = 0
     state = "plain"
     host_kernels = ("attention in plain torch",)
     host_pairs: int | None = None

@@ -60,7 +60,12 @@ def randomize(model: Any, *, seed: int = 11) -> None:
 
 
 def model_spec(
-    folder: Path, *, dtype: str = "float32", max_model_len: int = 128, **changes: Any
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    max_model_len: int = 128,
+    encoder_tokens: int = 0,
+    **changes: Any,
 ) -> ModelSpec:
     """The resolved description of the checkpoint in `folder`; `changes` override keys of its
     config."""
@@ -75,6 +80,7 @@ def model_spec(
         logits_width=text_config(config)["vocab_size"],
         eos_ids=(),
         config=config,
+        encoder_tokens=encoder_tokens,
     )
 
 

@@ -76,6 +76,21 @@ class EncodedTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncoderBatch:
+    """What the encoder of an encoder-decoder reads ahead of a step: S tokens of texts end to end.
+
+    token_ids_S, positions_S: int64 [S], positions from the beginning of each text; query_start:
+    host int32, first token of each text, and S; slots_GS: int64 [S] for each KV group, where the
+    keys and values of each token go, empty for those that are not cross caches.
+    """
+
+    token_ids_S: torch.Tensor
+    positions_S: torch.Tensor
+    query_start: np.ndarray
+    slots_GS: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """One step's input to a model: an argument of `forward`, never ambient.
 
@@ -87,6 +102,8 @@ class Batch:
     last. For recurrent state.
     query_start: host int32 [R+1], first query token of each row, for encoders, which attend inside
     rows.
+    encoder: passes of the encoder that come first, in steps in which requests of an
+    encoder-decoder begin (exact steps only).
     segments_T: int64 [T], which text of a pair a token belongs to; None but for models that ask.
     probe: sees what the attention of decoders is computed from, in steps in which somebody looks
     (exact steps only).
@@ -111,6 +128,7 @@ class Batch:
     segments_T: torch.Tensor | None = None
     probe: AttentionProbe | None = None
     slot_T: torch.Tensor | None = None
+    encoder: tuple[EncoderBatch, ...] = ()
     last_token_batch: Batch | None = None
     rope_table_TR: torch.Tensor | None = None
     encoded: EncodedTokens | None = None

@@ -235,7 +235,7 @@ class NullExecutor:
                 assert self._rows[row] is not None, f"a block for row {row}, but nobody has it"
             self._table[plan.block_group, plan.block_row, plan.block_index] = plan.block_id
         for start in plan.starts:
-            self._memory.write_cross(self._table, start.row, start.tokens)
+            self._memory.write_cross(self._table, start)
             self._state[start.row] = self._state_at(start.row, start.num_computed)
 
     def _start(self, start: RowStart) -> None:
@@ -527,7 +527,7 @@ class NullExecutor:
         states = self._powers.states(0, np.asarray(owner.seen, np.int64))
         for group, spec in enumerate(self._facts.groups):
             if spec.kind == "cross":
-                self._memory.check_cross(self._table, row, owner.start.tokens)
+                self._memory.check_cross(self._table, owner.start)
             elif spec.kind != "state":
                 size = self._block_tokens * spec.block_ratio
                 written = self._table[group, row, first // size : (end - 1) // size + 1]

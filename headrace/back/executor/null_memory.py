@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base import splitmix
-from headrace.base.wire.step import KVGroup, WorkerFacts
+from headrace.base.wire.step import KVGroup, RowStart, WorkerFacts
 
 Ints = npt.NDArray[np.integer]
 Int32 = npt.NDArray[np.int32]
@@ -54,18 +54,19 @@ class NullMemory:
             at = self._at(group, blocks, position)
             self._cells[at] = states ^ np.uint64(self._marks[group])
 
-    def write_cross(self, table: Int32, row: int, tokens: Int32) -> None:
+    def write_cross(self, table: Int32, start: RowStart) -> None:
         """Stores what an encoder would have said about this request."""
         for group, spec in enumerate(self._groups):
             if spec.kind == "cross":
-                at, states = self._cross(table, group, spec, row, tokens)
+                at, states = self._cross(table, group, start)
                 self._cells[at] = states
 
-    def check_cross(self, table: Int32, row: int, tokens: Int32) -> None:
+    def check_cross(self, table: Int32, start: RowStart) -> None:
         """The cross caches of the row hold what was stored when it started."""
+        row = start.row
         for group, spec in enumerate(self._groups):
             if spec.kind == "cross":
-                at, states = self._cross(table, group, spec, row, tokens)
+                at, states = self._cross(table, group, start)
                 assert (self._cells[at] == states).all(), f"row {row}, group {group}: foreign KV"
 
     def check_read(self, table: Int32, group: int, row: int, states: U64, first: int) -> None:
@@ -127,14 +128,13 @@ class NullMemory:
         at: Ints = slab.astype(np.int64) * self._slab_cells + inside * size + position % size
         return at
 
-    def _cross(
-        self, table: Int32, group: int, spec: KVGroup, row: int, tokens: Int32
-    ) -> tuple[Ints, U64]:
-        assert spec.span is not None
-        position = np.arange(spec.span)
+    def _cross(self, table: Int32, group: int, start: RowStart) -> tuple[Ints, U64]:
+        span, row = self._groups[group].span, start.row
+        assert span is not None and 0 < start.cross_tokens <= span, (start.cross_tokens, span)
+        position = np.arange(start.cross_tokens)
         blocks = table[group, row, position // self._sizes[group]]
         assert blocks.all(), f"row {row} has no blocks for the encoder's output"
-        seed = np.uint64((int(tokens[0]) * 64 + row) & splitmix.MASK)
+        seed = np.uint64((int(start.tokens[0]) * 64 + row) & splitmix.MASK)
         return self._at(group, blocks, position), splitmix.mix_all(
             position.astype(np.uint64) + seed
         )

@@ -60,10 +60,11 @@ class TokenEmbedding:
             x_TE = local(local_T.clamp_(0, rows - 1)).masked_fill_(foreign_T[:, None], 0)
             return all_reduce(x_TE, axis).mul_(scale)
 
-        self.lookup = split if axis.size > 1 else (local if scale == 1.0 else whole)
+        scaled = scale == 1.0 or isinstance(weight_VE, torch.Tensor)
+        self.lookup = split if axis.size > 1 else (local if scaled else whole)
 
     def _bind(self, weight_VE: torch.Tensor | PackedWeight | BlockWeight) -> tuple[Embedding, int]:
-        """The lookup in this rank's rows, and their number."""
+        """The lookup in this rank's rows, and their number; of floats in all rows it scales."""
         new = {"device": self._scope.kind, "dtype": self._scope.dtype}
         if isinstance(weight_VE, PackedWeight):
             rows, width = weight_VE.outputs, weight_VE.inputs
@@ -74,7 +75,8 @@ class TokenEmbedding:
             blocks = EmbeddingBlocksProblem(**new, layout=layout, rows=rows, width=weight_VE.inputs)
             return self._scope.bind(OP_BLOCKS, blocks, weight_VE), rows
         rows, width = weight_VE.shape
-        problem = EmbeddingProblem(**new, rows=rows, width=width)
+        scale = self._scale if self._scope.mesh.tp.size == 1 else 1.0
+        problem = EmbeddingProblem(**new, rows=rows, width=width, scale=scale)
         return self._scope.bind(OP, problem, weight_VE), rows
 
 

@@ -17,6 +17,7 @@ from headrace.back.layers.linear import Weight, bind_linear, gemm_of
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_gather
 from headrace.back.parallel.mesh import Axis
+from headrace.back.parallel.param import WeightPiece
 from headrace.back.parallel.shard import Shard, local_size
 
 TopOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -34,7 +35,7 @@ class LogitsHead:
     logits.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
-    "weight"`.
+    "weight"`. `bias`: it holds `scope / "bias"` too; or where it holds one, as [1, V].
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class LogitsHead:
         width: int,
         *,
         tied: TokenEmbedding | None = None,
-        bias: bool = False,
+        bias: bool | Scope = False,
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
@@ -62,7 +63,15 @@ class LogitsHead:
             if tied
             else scope.quantized(scope.param("weight", (vocabulary, width), shard=shard))
         )
-        self._bias = scope.param("bias", (vocabulary,), shard=shard, init="zeros") if bias else None
+        self._bias = None
+        if isinstance(bias, Scope):
+            row = Shard(axis="tp", dim=1, parts=(self._part,))
+            piece = WeightPiece(name=bias.path, shape=(1, vocabulary), dim=1)
+            self._bias = scope.param(
+                "bias", (1, vocabulary), pieces=(piece,), shard=row, init="zeros"
+            )
+        elif bias:
+            self._bias = scope.param("bias", (vocabulary,), shard=shard, init="zeros")
         scope.on_finish(self._finish)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
@@ -97,7 +106,7 @@ class LogitsHead:
         else:
             assert self._tied is not None and self._tied.weight_VE is not None
             weight_VE, shared = self._tied.weight_VE, True
-        bias_V = None if self._bias is None else self._bias.take()
+        bias_V = None if self._bias is None else self._bias.take().view(-1)
         self._project = bind_linear(self._scope, weight_VE, bias_V, shared=shared, wide=True)
         plain = self._scale == 1.0 and self._softcap is None and bias_V is None
         if plain and self._scope.kind == "cpu":

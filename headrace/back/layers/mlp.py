@@ -61,8 +61,9 @@ class FeedForwardSpec(Protocol):
 class GatedMLPSpec:
     """A dense gated MLP. `merged` names the checkpoint tensor that holds gate and up, if they are
     one there, else `gate` and `up` do; `down` the one that leads back; `name` is the module in the
-    layer. `inner`: its own, where it is not the family's usual one. `gate_scale`, `down_scale`:
-    what these are multiplied with. `sparsity`: see LargestGates; 0: all count."""
+    layer, empty where there is none. `inner`: its own, where it is not the family's usual one.
+    `gate_scale`, `down_scale`: what these are multiplied with. `sparsity`: see LargestGates; 0: all
+    count."""
 
     name: str = "mlp"
     bias: bool = False
@@ -79,7 +80,7 @@ class GatedMLPSpec:
         """See FeedForwardSpec."""
         place = replace(place, inner=self.inner or place.inner)
         return GatedMLP(
-            scope / self.name,
+            scope / self.name if self.name else scope,
             place,
             bias=self.bias,
             merged=self.merged,

@@ -64,7 +64,8 @@ class _Sinusoids:
         scope, spec, half = self._scope, self._spec, self._width // 2
         step = -math.log(10_000) / (half - spec.spread)
         frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * step)
-        place_P = torch.arange(spec.first, spec.first + scope.max_positions, dtype=torch.float32)
+        rows = max(scope.max_positions, scope.encoder_tokens)
+        place_P = torch.arange(spec.first, spec.first + rows, dtype=torch.float32)
         angles = place_P[:, None] * frequencies
         table_PE = torch.cat((angles.sin(), angles.cos()), dim=1).to(scope.dtype).to(scope.device)
         problem = EmbeddingProblem(

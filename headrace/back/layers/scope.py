@@ -93,8 +93,9 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The place of one layer. `path` is its checkpoint name; `block_tokens`, `max_positions` and
-    `verify_queries` (query tokens of a row in steps that verify drafts) come from the engine.
+    """The place of one layer. `path` is its checkpoint name; `block_tokens`, `max_positions`,
+    `encoder_tokens` (the most that an encoder before the decoder reads) and `verify_queries` (query
+    tokens of a row in steps that verify drafts) come from the engine.
     `scheme` says how weights of linear layers are quantized; None: they are not. `kv_quantized`:
     "int8" or "fp8" values in the KV cache. `deterministic`: only invariant kernels (kernels/op.py)
     are chosen. `stored` names the checkpoint's tensors that are quantized already and stay so.
@@ -109,6 +110,7 @@ class Scope:
     dtype: torch.dtype
     block_tokens: int
     max_positions: int
+    encoder_tokens: int = 0
     verify_queries: int = 1
     scheme: Scheme | None = None
     kv_quantized: str | None = None

@@ -102,6 +102,8 @@ class DecoderSpec:
 class Decoder:
     """A decoder-only language model on this rank: `back/models/protocol.py: CausalModel`."""
 
+    encoder_tokens = 0
+
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
         names, sizes = spec.names, spec.sizes
         prefix = scope.base_within or names.prefix

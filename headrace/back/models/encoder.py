@@ -160,6 +160,7 @@ class Encoder:
     generates = False
     attention_heads = 0
     media = None
+    encoder_tokens = 0
 
     def __init__(
         self,

@@ -139,6 +139,11 @@ WITH_MEDIA: Mapping[str, str] = {
 }
 """Architectures of several parts that take images or more beside text: the family reads the whole
 config."""
+ENCODER_DECODERS: Mapping[str, str] = {
+    "BartForConditionalGeneration": "bart",
+    "MBartForConditionalGeneration": "mbart",
+}
+"""Architectures whose prompt an encoder reads; their decoder begins with a token of its own."""
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 """Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
 TEXT_TYPES: Mapping[str, str] = {
@@ -228,6 +233,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             f"config.json: architectures is {names!r}; it must be a list of class names",
             field="architectures",
         )
+    if names[0] in ENCODER_DECODERS:
+        return Architecture(family=ENCODER_DECODERS[names[0]])
     if names[0] == COLBERT:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):

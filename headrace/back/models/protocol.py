@@ -25,12 +25,14 @@ class CausalModel(Protocol):
     `adapters`: the slots of its linear layers' adapters; None: they take none.
     `attention_heads`: query heads of each layer, where a batch's probe sees them; 0: it does not.
     `media`: what makes rows of images and video in place of embeddings; None: text is all it takes.
+    `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads, else 0.
     """
 
     kv_forms: tuple[CacheForm, ...]
     logits_width: int
     generates: bool
     attention_heads: int
+    encoder_tokens: int
     state: str
     host_kernels: tuple[str, ...]
     host_pairs: int | None

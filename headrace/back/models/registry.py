@@ -16,6 +16,7 @@ from headrace.back.models.blocks import BuildFamily
 from headrace.back.models.families import (
     ARCHITECTURES,
     BIDIRECTIONAL,
+    ENCODER_DECODERS,
     FALLBACK,
     WITH_MEDIA,
     architecture_of,
@@ -38,7 +39,14 @@ FAMILIES: Registry[BuildFamily] = Registry(
     {
         name: f"headrace.back.models.{name}:build"
         for name in (
-            *sorted({*ARCHITECTURES.values(), *BIDIRECTIONAL.values(), *WITH_MEDIA.values()}),
+            *sorted(
+                {
+                    *ARCHITECTURES.values(),
+                    *BIDIRECTIONAL.values(),
+                    *ENCODER_DECODERS.values(),
+                    *WITH_MEDIA.values(),
+                }
+            ),
             FALLBACK,
         )
     },
@@ -77,6 +85,7 @@ def build_model(
         block_tokens=block_tokens,
         verify_queries=verify_queries,
         max_positions=spec.max_model_len,
+        encoder_tokens=spec.encoder_tokens,
         head=Head(kind=spec.head, num_labels=spec.num_labels, bare=spec.bare),
         scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
         stored=stored or {},

@@ -82,7 +82,7 @@ class TransformersModel:
     """`back/models/protocol.py: LoadableModel` around a transformers model."""
 
     generates = True
-    attention_heads = 0
+    attention_heads = encoder_tokens = 0
     state = "plain"
 
     def __init__(self, scope: Scope, config: ConfigReader) -> None:

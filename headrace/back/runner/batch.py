@@ -79,6 +79,9 @@ class Rows:
     tables: one per KV group; [max_rows, columns]: column i is the block of tokens i*block_tokens
     num_prompt int32 [max_rows] on the host.
     step_tables: those of the steps' kernels, whose lengths and predictions are kept here too.
+    spans: of each group the most outputs of an encoder that its cross caches hold, 0: they grow
+    with the row; empty: all do. cross_tokens int32 [max_rows] on the host: how many each row has,
+    where there are such groups; the steps' tables have them too.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Rows:
         *,
         block_tokens: int,
         step_tables: StepTables | None = None,
+        spans: tuple[int, ...] = (),
     ) -> None:
         self.device = tokens.data.device
         self.block_tokens = block_tokens
@@ -95,15 +99,25 @@ class Rows:
         self.tables = tables
         self._length_M = None if step_tables is None else step_tables.length_M
         self._predicted_M = None if step_tables is None else step_tables.predicted_M
+        self._cross_M = None if step_tables is None else step_tables.cross_M
+        self.spans = spans or (0,) * len(tables)
+        self.cross_tokens = np.zeros(tokens.data.shape[0], np.int32)
         self.num_prompt = np.zeros(tokens.data.shape[0], np.int32)
 
     @staticmethod
-    def growing(*, max_rows: int, num_groups: int, block_tokens: int, device: torch.device) -> Rows:
+    def growing(
+        *,
+        max_rows: int,
+        num_groups: int,
+        block_tokens: int,
+        device: torch.device,
+        spans: tuple[int, ...] = (),
+    ) -> Rows:
         """Empty rows whose tables grow."""
         new = {"rows": max_rows, "device": device}
         tables = (GrowingTable.zeros(**new, columns=256 // block_tokens) for _ in range(num_groups))
         tokens = GrowingTable.zeros(**new, columns=256)
-        return Rows(tokens, tuple(tables), block_tokens=block_tokens)
+        return Rows(tokens, tuple(tables), block_tokens=block_tokens, spans=spans)
 
     def apply(self, plan: StepPlan) -> None:
         """Takes over the plan's starts and block updates."""
@@ -132,6 +146,8 @@ class Rows:
         if self._predicted_M is not None:
             for start in starts:
                 self._predict(start, self._predicted_M)
+        if starts and any(self.spans):
+            self._set_cross(starts)
 
     def _predict(self, start: RowStart, predicted_M: torch.Tensor) -> None:
         """Stores what the answer is expected to be behind the end of the prompt, by which its first
@@ -145,6 +161,14 @@ class Rows:
             columns = self.tokens.data.shape[1]
             self.tokens.data[start.row, columns - text.size :] = to_device(text, self.device)
         predicted_M[start.row] = text.size
+
+    def _set_cross(self, starts: list[RowStart]) -> None:
+        row_K = np.array([start.row for start in starts], np.int64)
+        tokens_K = np.array([start.cross_tokens for start in starts], np.int32)
+        self.cross_tokens[row_K] = tokens_K
+        if self._cross_M is not None:
+            at_K = to_device(row_K, self.device)
+            self._cross_M.index_copy_(0, at_K, to_device(tokens_K, self.device))
 
     def append(self, row_K: np.ndarray, position_K: np.ndarray, token_K: torch.Tensor) -> None:
         """Each row's newest token, int32 [K] on the device, at its position."""
@@ -329,7 +353,10 @@ def _plans(shape: StepShape, rows: Rows, row_R: torch.Tensor) -> tuple[Attention
     block_T = shape.position_T // rows.block_tokens
     offset_T = to_device(shape.position_T - block_T * rows.block_tokens, rows.device)
     plans = []
-    for table in rows.tables:
+    for table, span in zip(rows.tables, rows.spans, strict=True):
+        if span:
+            plans.append(_cross_plan(shape, rows, table, row_R, query_start_R1))
+            continue
         table.reserve(num_blocks)
         block_id_T = table.take(shape.row_T, block_T)
         plans.append(
@@ -346,3 +373,28 @@ def _plans(shape: StepShape, rows: Rows, row_R: torch.Tensor) -> tuple[Attention
             )
         )
     return tuple(plans)
+
+
+def _cross_plan(
+    shape: StepShape,
+    rows: Rows,
+    table: GrowingTable,
+    row_R: torch.Tensor,
+    query_start_R1: torch.Tensor,
+) -> AttentionPlan:
+    """Of cross caches: each row has its encoder's outputs, to which the step adds nothing."""
+    kv_len = rows.cross_tokens[shape.rows]
+    longest = max(kv_len.tolist())
+    num_blocks = max(1, -(-longest // rows.block_tokens))
+    table.reserve(num_blocks)
+    return AttentionPlan(
+        query_start_R1=query_start_R1,
+        kv_len_R=to_device(kv_len, rows.device),
+        block_table_RB=table.data[:, :num_blocks].index_select(0, row_R),
+        slot_T=torch.zeros(shape.row_T.size, dtype=torch.int64, device=rows.device),
+        host_query_start=shape.query_start,
+        host_kv_len=kv_len,
+        num_decodes=shape.num_decodes,
+        max_query_len=shape.max_query_len,
+        max_kv_len=num_blocks * rows.block_tokens,
+    )

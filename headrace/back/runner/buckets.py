@@ -26,6 +26,7 @@ from headrace.back.kernels.step_inputs.op import (
     HEADER,
     ROWS,
     SLOT,
+    GroupBlocks,
     StepInputsProblem,
     StepOut,
     StepTables,
@@ -33,7 +34,15 @@ from headrace.back.kernels.step_inputs.op import (
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.runner.batch import GrowingTable, Rows, StepShape, done_in_step
 from headrace.back.runner.graph_usage import GraphUsage
-from headrace.back.runner.replay import RING, DeferredSampling, Replay, SampleRing, host_buffer
+from headrace.back.runner.replay import (
+    RING,
+    DeferredSampling,
+    Replay,
+    SampleRing,
+    StaticTensors,
+    host_buffer,
+    step_tables,
+)
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
 from headrace.back.runner.steps import (
@@ -84,22 +93,22 @@ class BucketSteps:
             block_tokens=block_tokens,
             max_rows=max_rows,
             speculates=drafter is not None,
+            groups=tuple(GroupBlocks(tokens=block_tokens, span=s) for s in resources.spans),
         )
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
         self._chosen = decisions((inputs, commit))
         self.common_rows = self.buckets.common_rows
         self.distinct_rows = self.buckets.distinct_rows
-        columns = -(-max_model_len // block_tokens)
-        self._tables = StepTables(
-            tokens_MC=_zeros((max_rows + 1, max_model_len + 1), device),
-            blocks_GMB=_zeros((num_groups, max_rows + 1, columns), device),
-            length_M=None if drafter is None else _zeros((max_rows + 1,), device),
-            predicted_M=None if drafter is None else _zeros((max_rows + 1,), device),
+        self._tables = step_tables(
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            spans=resources.spans or (0,) * num_groups,
+            block_tokens=block_tokens,
+            device=device,
+            speculates=drafter is not None,
         )
-        tables = tuple(GrowingTable(blocks_MB) for blocks_MB in self._tables.blocks_GMB)
-        tokens = GrowingTable(self._tables.tokens_MC)
-        self.rows = Rows(tokens, tables, block_tokens=block_tokens, step_tables=self._tables)
+        self.rows = _rows_of(self._tables, resources.spans, block_tokens=block_tokens)
         self._speculation: DraftVerification | None = None
         if drafter is not None:
             on_host = replay.on_host
@@ -110,7 +119,7 @@ class BucketSteps:
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
         self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)
         self._sampled_ring = SampleRing((max_rows * MOST_WORDS,), device)
-        self._static = _Static(max_tokens, self._tables)
+        self._static = StaticTensors(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
         self._usage = usage or GraphUsage()
         replay.follow()
@@ -348,10 +357,13 @@ class BucketSteps:
         self, bucket: Bucket, out: StepOut, starts_R1: torch.Tensor, most: int
     ) -> tuple[AttentionPlan, ...]:
         """The plan of each group for rows of at most so many queries."""
+        kv_len_R = self._kv_len(bucket, out)
+        num_groups = len(out.slots_GT)
+        lengths = [kv_len_R] * num_groups if out.lengths_GR is None else list(out.lengths_GR)
         return tuple(
             AttentionPlan(
                 query_start_R1=starts_R1,
-                kv_len_R=self._kv_len(bucket, out),
+                kv_len_R=length_R,
                 block_table_RB=table_RB,
                 slot_T=slot_T,
                 host_query_start=None,
@@ -360,8 +372,21 @@ class BucketSteps:
                 max_query_len=most,
                 max_kv_len=table_RB.shape[1] * self._problem.block_tokens,
             )
-            for slot_T, table_RB in zip(out.slots_GT, out.tables_GRB, strict=True)
+            for slot_T, table_RB, length_R in zip(
+                out.slots_GT, out.tables_GRB, lengths, strict=True
+            )
         )
+
+
+def _rows_of(tables: StepTables, spans: tuple[int, ...], *, block_tokens: int) -> Rows:
+    """The rows whose tables these are."""
+    return Rows(
+        GrowingTable(tables.tokens_MC),
+        tuple(GrowingTable(blocks_MB) for blocks_MB in tables.blocks_GMB),
+        block_tokens=block_tokens,
+        step_tables=tables,
+        spans=spans,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,38 +397,6 @@ class _Frame:
     out: StepOut
     batch: Batch
     ones_R1: torch.Tensor | None = None
-
-
-class _Static:
-    """The tensors that are built anew each step, for the largest bucket; smaller ones take their
-    beginnings."""
-
-    def __init__(self, max_tokens: int, tables: StepTables) -> None:
-        groups, rows, columns = tables.blocks_GMB.shape
-        new = {"dtype": torch.int64, "device": tables.blocks_GMB.device}
-        self._token_ids, self._positions = (torch.zeros(max_tokens, **new) for _ in range(2))
-        self._slots = torch.zeros(groups * max_tokens, **new)
-        self._last = torch.zeros(rows, **new)
-        self._kv_len = None if tables.length_M is None else torch.zeros_like(tables.length_M)
-        self._tables = _zeros(tables.blocks_GMB.shape, tables.blocks_GMB.device).view(-1)
-        self.ones, self.place = (
-            torch.arange(rows + 1, dtype=torch.int32, device=new["device"]) for _ in range(2)
-        )
-        self._shape = groups, columns
-
-    def out(self, bucket: Bucket) -> StepOut:
-        """The bucket's part."""
-        groups, columns = self._shape
-        tables = self._tables[: groups * bucket.rows * columns]
-        return StepOut(
-            token_ids_T=self._token_ids[: bucket.tokens],
-            positions_T=self._positions[: bucket.tokens],
-            slots_GT=self._slots[: groups * bucket.tokens].view(groups, bucket.tokens),
-            tables_GRB=tables.view(groups, bucket.rows, columns),
-            last_R=self._last[: bucket.rows],
-            updates=bucket.updates,
-            kv_len_R=None if self._kv_len is None else self._kv_len[: bucket.rows],
-        )
 
 
 class _Message:
@@ -471,10 +464,3 @@ class _Message:
     def _copy(self, end: int) -> None:
         if self._slots is not None:
             self.words[:end].copy_(self._slots[self.slot, :end], non_blocking=True)
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Zeros int32. On a CPU by calloc: pages nobody has written cost no memory."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-    return torch.from_numpy(np.zeros(shape, np.int32))

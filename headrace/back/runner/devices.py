@@ -39,6 +39,7 @@ def make_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -
             num_groups=num_groups,
             block_tokens=spec.kv.block_tokens,
             device=resources.device,
+            spans=resources.spans,
         )
         return ExactSteps(resources, rows, why)
     if resources.device.type == "cpu":

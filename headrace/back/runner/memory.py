@@ -79,6 +79,12 @@ class KVLayout:
         return sum(group.block_bytes for group in self.groups if group.kind == "state")
 
     @property
+    def cross_spans(self) -> tuple[int, ...]:
+        """Of each group the span of its cross caches, 0 for others; empty if there are none."""
+        spans = tuple(group.span or 0 if group.kind == "cross" else 0 for group in self.groups)
+        return spans if any(spans) else ()
+
+    @property
     def group_of_cache(self) -> tuple[int, ...]:
         """Cache -> index of its group."""
         groups = {cache: i for i, group in enumerate(self.groups) for cache in group.caches}
@@ -258,8 +264,15 @@ def count_kv(spec: KVSpec, layout: KVLayout, *, max_rows: int) -> KVCounts:
 
 
 def least_blocks(layout: KVLayout) -> int:
-    """Slabs with which one token can be computed, and the null slab."""
-    return 1 + sum(group.kind != "state" for group in layout.groups)
+    """Slabs with which one token can be computed, whatever an encoder reads, and the null slab."""
+    return 1 + sum(_least_of(group, layout.block_tokens) for group in layout.groups)
+
+
+def _least_of(group: KVGroup, block_tokens: int) -> int:
+    if group.kind == "state":
+        return 0
+    tokens = group.span if group.kind == "cross" and group.span else 1
+    return math.ceil(tokens / (block_tokens * group.blocks_per_slab))
 
 
 def least_bytes(layout: KVLayout, *, max_rows: int) -> int:

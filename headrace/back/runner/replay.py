@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from headrace.back.kernels.step_inputs.op import StepOut, StepTables
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import StepTensors, TakeMasks
@@ -120,3 +122,68 @@ class SampleRing:
 def host_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Zeros int32 on the host, which a copy to or from the device does not wait for."""
     return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+class StaticTensors:
+    """The tensors that are built anew each step, for the largest bucket; smaller ones take their
+    beginnings."""
+
+    def __init__(self, max_tokens: int, tables: StepTables) -> None:
+        groups, rows, columns = tables.blocks_GMB.shape
+        new = {"dtype": torch.int64, "device": tables.blocks_GMB.device}
+        self._token_ids, self._positions = (torch.zeros(max_tokens, **new) for _ in range(2))
+        self._slots = torch.zeros(groups * max_tokens, **new)
+        self._last = torch.zeros(rows, **new)
+        self._kv_len = None if tables.length_M is None else torch.zeros_like(tables.length_M)
+        self._tables = zero_table(tables.blocks_GMB.shape, tables.blocks_GMB.device).view(-1)
+        self._lengths = None
+        if tables.cross_M is not None:
+            self._lengths = zero_table((groups * rows,), tables.blocks_GMB.device)
+        self.ones, self.place = (
+            torch.arange(rows + 1, dtype=torch.int32, device=new["device"]) for _ in range(2)
+        )
+        self._shape = groups, columns
+
+    def out(self, bucket: Bucket) -> StepOut:
+        """The bucket's part."""
+        groups, columns = self._shape
+        tables = self._tables[: groups * bucket.rows * columns]
+        return StepOut(
+            token_ids_T=self._token_ids[: bucket.tokens],
+            positions_T=self._positions[: bucket.tokens],
+            slots_GT=self._slots[: groups * bucket.tokens].view(groups, bucket.tokens),
+            tables_GRB=tables.view(groups, bucket.rows, columns),
+            last_R=self._last[: bucket.rows],
+            updates=bucket.updates,
+            kv_len_R=None if self._kv_len is None else self._kv_len[: bucket.rows],
+            lengths_GR=None
+            if self._lengths is None
+            else self._lengths[: groups * bucket.rows].view(groups, bucket.rows),
+        )
+
+
+def step_tables(
+    *,
+    max_rows: int,
+    max_model_len: int,
+    spans: tuple[int, ...],
+    block_tokens: int,
+    device: torch.device,
+    speculates: bool,
+) -> StepTables:
+    """Empty tables for all rows. `spans`: see Rows, one for each group."""
+    columns = -(-max(max_model_len, *spans) // block_tokens) if spans else 1
+    return StepTables(
+        tokens_MC=zero_table((max_rows + 1, max_model_len + 1), device),
+        blocks_GMB=zero_table((len(spans), max_rows + 1, columns), device),
+        length_M=zero_table((max_rows + 1,), device) if speculates else None,
+        predicted_M=zero_table((max_rows + 1,), device) if speculates else None,
+        cross_M=zero_table((max_rows + 1,), device) if any(spans) else None,
+    )
+
+
+def zero_table(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Zeros int32. On a CPU by calloc: pages nobody has written cost no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+    return torch.from_numpy(np.zeros(shape, np.int32))

@@ -99,6 +99,7 @@ class Runner:
             kv=self._kv.caches,
             group_of_layer=plan.layout.group_of_cache,
             device=device,
+            spans=plan.layout.cross_spans,
         )
         self._steps = plan.steps(resources, plan.spec, num_groups=len(plan.layout.groups))
         self._choices = token_choices(self._sampler, self._steps, model.logits)
@@ -119,6 +120,7 @@ class Runner:
             capture_heads=model.attention_heads,
             max_drafts=self._steps.max_drafts,
             host_drafts=self._steps.host_drafts,
+            encoder_tokens=model.encoder_tokens,
             kv_bytes=self._kv.num_bytes,
             media=() if model.media is None else model.media.forms,
             media_tokens=self._state.media_tokens,

@@ -120,7 +120,8 @@ class StepOutputs:
 @dataclass(frozen=True, kw_only=True)
 class StepResources:
     """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV
-    group. sample: samples within steps; None: this device's steps only take the argmax."""
+    group. sample: samples within steps; None: this device's steps only take the argmax. spans: see
+    Rows."""
 
     model: CausalModel
     state: ModelState
@@ -129,6 +130,7 @@ class StepResources:
     group_of_layer: tuple[int, ...]
     device: torch.device
     sample: StepSampler | None = None
+    spans: tuple[int, ...] = ()
 
 
 class Steps(Protocol):

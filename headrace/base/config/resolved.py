@@ -50,6 +50,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     depend on the batch.
     `adapters`: None: it takes none.
     `manifest`: the file of digests that the files must match; None: not verified.
+    `encoder_tokens`: the most that the encoder of an encoder-decoder reads, whose decoder has
+    `max_model_len`; 0: of others.
     """
 
     path: str
@@ -73,6 +75,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_capture: bool = False
     manifest: str | None = None
     adapters: AdapterSpec | None = None
+    encoder_tokens: int = 0
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,6 +235,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `tool_parser` and `reasoning_parser` name rows of `front/text/parsing/families.py`, or "none".
     `media`: what the model takes beside text; None: nothing.
+    `encoder_tokens`, `decoder_start`: of an encoder-decoder the longest prompt, and what its
+    decoder begins with, in whose `max_model_len` the answer lies.
     """
 
     tokenizer_path: str
@@ -246,6 +251,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     pooling: PoolingSpec = PoolingSpec()
     media: MediaSpec | None = None
+    encoder_tokens: int = 0
+    decoder_start: tuple[int, ...] = ()
 
 
 class ServerSpec(ServerSettings, frozen=True, kw_only=True):

@@ -207,7 +207,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `extra_keys` enter the hash of every block (adapter, media). `hook_payloads`: by hook name.
     `pooling` asks for hidden states instead of tokens; `stop.max_tokens` is 0 then. `prediction`:
     what the answer may be, as token ids like the prompt's. `media`: in the order of their
-    placeholders in the prompt.
+    placeholders in the prompt. `encoder`: what an encoder-decoder's encoder reads, token
+    ids like the prompt's, which is then what its decoder begins with.
     """
 
     id: int
@@ -226,6 +227,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     pooling: RowPooling | None = None
     prediction: bytes = b""
     media: tuple[MediaInput, ...] = ()
+    encoder: bytes = b""
 
     def prompt_ids(self) -> np.ndarray:
         """The prompt as an int32 array (a read-only view)."""

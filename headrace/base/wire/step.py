@@ -13,7 +13,14 @@ import numpy as np
 
 from headrace.base.errors import WireError
 from headrace.base.wire.media import MediaForm, MediaSpan
-from headrace.base.wire.request import Captured, Pooled, PromptLogprobs, RowPooling, RowSampling
+from headrace.base.wire.request import (
+    Captured,
+    EngineRequest,
+    Pooled,
+    PromptLogprobs,
+    RowPooling,
+    RowSampling,
+)
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +28,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     kind             full, window, chunked, latent, cross or state (core/kv/kinds)
     caches           ids of its caches; a layer may have several, and several layers one
-    span             tokens of a window, of a chunk, or of an encoder's output; else None
+    span             tokens of a window, of a chunk, or of the longest output of an encoder; else
+                     None
     block_ratio      its blocks hold this many times `WorkerFacts.block_tokens`
     block_bytes      bytes of one block over all its caches; state: of one row's state
     blocks_per_slab  its blocks in one slab of the pool
@@ -57,6 +65,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `host_drafts`: the
     host knows the drafts of a step before it, so that masks and penalties follow them. `media`:
     the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them.
+    `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
+    none that reads tokens.
     """
 
     num_blocks: int
@@ -70,6 +80,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     capture_heads: int = 0
     max_drafts: int = 0
     host_drafts: bool = False
+    encoder_tokens: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
     graphs: RecordedGraphs = RecordedGraphs()
@@ -77,6 +88,9 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[tuple[str, str, str, str]] = []
     media: tuple[MediaForm, ...] = ()
     media_tokens: int = 0
+
+
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -87,7 +101,8 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Block ids follow in the plan's `block_*` arrays. `prediction`: what the answer may be,
     little-endian int32 token ids; drafts are looked up in it. `media`: what the prompt's
     placeholders stand for; the content follows in the payload of hook MEDIA_HOOK, unless the
-    workers have it.
+    workers have it. `encoder` (int32): what the encoder of an encoder-decoder reads;
+    `cross_tokens`: how many of its outputs the row's cross caches hold.
     """
 
     row: int
@@ -99,6 +114,14 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pooling: RowPooling | None = None
     prediction: bytes = b""
     media: tuple[MediaSpan, ...] = ()
+    encoder: np.ndarray = NO_TOKENS
+    cross_tokens: int = 0
+
+
+def with_encoder(start: RowStart, request: EngineRequest, cross_tokens: int) -> RowStart:
+    """The start of a request to an encoder-decoder."""
+    encoder = np.frombuffer(request.encoder, "<i4")
+    return msgspec.structs.replace(start, encoder=encoder, cross_tokens=cross_tokens)
 
 
 class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -218,8 +218,9 @@ class ChunkedKind:
 
 
 class CrossKind:
-    """Cross attention: the keys and values of an encoder's `tokens` outputs, written once when a
-    request starts and read until it ends. Their number does not depend on the answer's length.
+    """Cross attention: the keys and values of an encoder's outputs, written once when a request
+    starts and read until it ends. Their number does not depend on the answer's length: `tokens` is
+    everywhere that of the encoder's outputs, `span` at most.
 
     They are computed from the encoder's input, not from the prompt's tokens, so that they are not
     shared between requests; a prefix hit of the decoder's own caches leaves them to be written
@@ -229,8 +230,9 @@ class CrossKind:
     trims = False
     shares = False
 
-    def __init__(self, tokens: int, block_tokens: int) -> None:
-        self._blocks = -(-tokens // block_tokens)
+    def __init__(self, span: int, block_tokens: int) -> None:
+        self.span = span
+        self._block_tokens = block_tokens
 
     @staticmethod
     def of(group: KVGroup, *, block_tokens: int, spare_blocks: int) -> CrossKind:
@@ -239,7 +241,7 @@ class CrossKind:
 
     def num_blocks(self, tokens: int) -> int:
         """See CacheKind."""
-        return self._blocks if tokens else 0
+        return -(-tokens // self._block_tokens)
 
     def first_kept(self, position: int) -> int:
         """See CacheKind."""

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from headrace.base.errors import ContextTooLong
 from headrace.base.wire.step import WorkerFacts
-from headrace.core.kv.kinds import capacity_tokens, common_hit, kind_of
+from headrace.core.kv.kinds import CacheKind, CrossKind, capacity_tokens, common_hit, kind_of
 from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher, Snapshots
 from headrace.core.kv.slabs import SlabPool
 from headrace.core.media_checks import media_mark
-from headrace.core.request import Request
+from headrace.core.request import TOKEN_BYTES, Request
 
 Int32 = npt.NDArray[np.int32]
 Intp = npt.NDArray[np.intp]
@@ -43,10 +43,8 @@ class Need:
 
 class KVManager:
     """The KV cache as the scheduler sees it. `chunk_tokens` is the most one request computes in a
-    step.
-
-    A model without KV groups (an encoder) takes no blocks: everything fits, nothing is found again.
-    """
+    step. A model without KV groups (an encoder) takes no blocks: everything fits, nothing is found
+    again."""
 
     def __init__(
         self,
@@ -75,6 +73,7 @@ class KVManager:
         self._shared = [
             g for g, kind in enumerate(self.kinds) if kind.shares and g not in self.snapshots
         ]
+        self.spans = {g: k.span for g, k in enumerate(self.kinds) if isinstance(k, CrossKind)}
         # Groups of which a sequence takes one block with each block of the hash chain.
         self._even = [g for g in self._shared if self._ratios[g] == 1]
         self._uneven = [g for g in self._shared if self._ratios[g] > 1]
@@ -90,11 +89,19 @@ class KVManager:
 
     def least_needed(self, tokens: int) -> int:
         """The fewest units of the pool with which a request of so many tokens can run, computed a
-        block at a time."""
-        size = self.block_tokens
-        return self.pool.units(
-            [kind.most_held(tokens, done=0, chunk_tokens=size) for kind in self.kinds]
-        )
+        block at a time, whatever its encoder reads."""
+        lengths = [self.spans.get(group, tokens) for group in range(len(self.kinds))]
+        each, size = zip(self.kinds, lengths, strict=True), self.block_tokens
+        return self.pool.units([k.most_held(n, done=0, chunk_tokens=size) for k, n in each])
+
+    def cross_tokens(self, request: Request) -> int:
+        """Outputs of an encoder in the request's cross caches; of no tokens, all there may be."""
+        return len(request.wire.encoder) // TOKEN_BYTES or max(self.spans.values())
+
+    def _each(self, request: Request, tokens: int) -> list[tuple[CacheKind, int]]:
+        """Each group's kind, and the tokens in it of a request that has so many."""
+        cross = self.cross_tokens(request) if self.spans else tokens
+        return [(kind, cross if g in self.spans else tokens) for g, kind in enumerate(self.kinds)]
 
     def never_fits(self, tokens: int) -> ContextTooLong:
         """The error of a request whose tokens the pool can never hold."""
@@ -126,12 +133,9 @@ class KVManager:
     def need(self, request: Request, hit: int, *, growing: int) -> Need:
         """What all of the request's tokens will take after a hit of `hit` blocks, while `growing`
         running requests take a block each in every group that grows."""
-        counts = [
-            kind.most_held(
-                request.num_tokens, done=hit * self.block_tokens, chunk_tokens=self._chunk_tokens
-            )
-            for kind in self.kinds
-        ]
+        done, chunk = hit * self.block_tokens, self._chunk_tokens
+        each = self._each(request, request.num_tokens)
+        counts = [kind.most_held(n, done=done, chunk_tokens=chunk) for kind, n in each]
         more = [0] * len(self.kinds)
         for group in self._shared:
             more[group] = growing
@@ -147,8 +151,8 @@ class KVManager:
         """Whether the first token behind a hit of `hit` blocks fits."""
         tokens = hit * self.block_tokens + 1
         counts = [
-            kind.num_blocks(tokens) - (hit // ratio if kind.shares else 0)
-            for kind, ratio in zip(self.kinds, self._ratios, strict=True)
+            kind.num_blocks(length) - (hit // ratio if kind.shares else 0)
+            for (kind, length), ratio in zip(self._each(request, tokens), self._ratios, strict=True)
         ]
         for group in self.snapshots:
             counts[group] = 0
@@ -353,9 +357,10 @@ class KVManager:
 
     def _growth(self, request: Request, tokens: int) -> list[int]:
         """Blocks of each group that positions below `tokens` take beyond those held."""
+        each = self._each(request, tokens)
         return [
-            max(0, kind.num_blocks(tokens) - len(blocks))
-            for kind, blocks in zip(self.kinds, request.blocks, strict=True)
+            max(0, kind.num_blocks(length) - len(blocks))
+            for (kind, length), blocks in zip(each, request.blocks, strict=True)
         ]
 
     def _find(self, request: Request, group: int, index: int) -> int | None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import HeadraceError
-from headrace.base.wire.step import RowFeed, RowStart, StepPlan
+from headrace.base.wire.step import RowFeed, RowStart, StepPlan, with_encoder
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RequestState, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
@@ -440,6 +440,8 @@ class Scheduler:
             prediction=request.wire.prediction,
             media=request.media,
         )
+        if self.kv.spans:
+            start = with_encoder(start, request.wire, self.kv.cross_tokens(request))
         builder.add_start(start, request)
         builder.add_updates(request, self.kv.attach(request, hit))
         self._prefill(builder, budget, request)

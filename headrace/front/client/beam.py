@@ -28,7 +28,7 @@ from headrace.front.client.events import (
     ScoredToken,
     Started,
 )
-from headrace.front.client.inputs import RequestBounds
+from headrace.front.client.limits import RequestBounds
 from headrace.front.text.tokenizer import Detokenizer, Tokenizer
 
 MIN_DEADLINE_S = 1e-6

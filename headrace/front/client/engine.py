@@ -32,8 +32,8 @@ from headrace.front.client.events import (
     ScoredToken,
     Started,
 )
-from headrace.front.client.inputs import InputChecker, RequestBounds
-from headrace.front.client.limits import Limits
+from headrace.front.client.inputs import InputChecker
+from headrace.front.client.limits import Limits, RequestBounds
 from headrace.front.client.outputs import ChoiceState
 from headrace.front.client.stream import CoreHandle, GenerationStream
 from headrace.front.text.tokenizer import Tokenizer
@@ -145,7 +145,14 @@ class AsyncLLM:
         lengths = [min(hello.max_model_len, hello.capacity_tokens) for hello in hellos]
         width = min([self.text.logits_width, *(hello.logits_width for hello in hellos)])
         context = min([self.text.max_model_len, *lengths])
-        return RequestBounds(logits_width=width, context_tokens=context, eos_ids=self.text.eos_ids)
+        text = self.text
+        return RequestBounds(
+            logits_width=width,
+            context_tokens=context,
+            eos_ids=text.eos_ids,
+            encoder_tokens=text.encoder_tokens,
+            decoder_start=text.decoder_start,
+        )
 
     def check(self, generation: Generation) -> None:
         """Refuses a generation that `generate` would refuse for what the caller did wrong."""

@@ -32,6 +32,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     `on_queued` is called when the engine has taken the request in and lets it wait; where it starts
     at once, or may still be refused, it is not.
 
+    `decoder_ids`: what the decoder of an encoder-decoder begins with, where it is not what its
+    checkpoint says; the prompt is what its encoder reads.
+
     With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`,
     `PooledPart`s, `Ended`."""
 
@@ -53,6 +56,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_field: str = "prompt"
     predicted_ids: Sequence[int] = ()
     on_queued: Callable[[], None] | None = None
+    decoder_ids: tuple[int, ...] = ()
 
 
 class TokenScore(msgspec.Struct, frozen=True):

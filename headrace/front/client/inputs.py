@@ -31,8 +31,9 @@ from headrace.base.wire.request import (
     SamplingParams,
     StopRules,
 )
+from headrace.front.client.encoder_prompt import check_encoder_prompt
 from headrace.front.client.events import Generation
-from headrace.front.client.limits import Limits
+from headrace.front.client.limits import Limits, RequestBounds
 from headrace.front.text.structure.requested import node_of
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -50,15 +51,6 @@ _CARRIED = (
     "pooling",
     "media",
 )
-
-
-class RequestBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds a request: ids are below `logits_width`, prompt and answer together have at most
-    `context_tokens`."""
-
-    logits_width: int
-    context_tokens: int
-    eos_ids: tuple[int, ...]
 
 
 _PLAIN = SamplingParams()
@@ -83,10 +75,15 @@ class InputChecker:
         self, generation: Generation, bounds: RequestBounds, request_id: int
     ) -> EngineRequest:
         """The engine request of a checked generation (one choice: `n` is not looked at)."""
-        stop = self._stop_rules(generation, bounds)
+        ids, encoder = generation.prompt_ids, b""
+        if bounds.encoder_tokens:
+            encoder = np.asarray(ids, dtype="<i4").tobytes()
+            ids = list(generation.decoder_ids or bounds.decoder_start)
+        stop = self._stop_rules(generation.params, bounds, len(ids))
         return EngineRequest(
             id=request_id,
-            prompt=np.asarray(generation.prompt_ids, dtype="<i4").tobytes(),
+            prompt=np.asarray(ids, dtype="<i4").tobytes(),
+            encoder=encoder,
             stop=stop,
             sampling=self._row_sampling(generation.params, stop),
             hook_payloads=_hook_payloads(generation),
@@ -94,9 +91,10 @@ class InputChecker:
             **{name: getattr(generation, name) for name in _CARRIED},
         )
 
-    def _stop_rules(self, generation: Generation, bounds: RequestBounds) -> StopRules:
-        params = generation.params
-        room = bounds.context_tokens - len(generation.prompt_ids)
+    def _stop_rules(
+        self, params: SamplingParams, bounds: RequestBounds, num_prompt: int
+    ) -> StopRules:
+        room = bounds.context_tokens - num_prompt
         eos, rule = () if params.ignore_eos else bounds.eos_ids, params.repetition_detection
         return StopRules(
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
@@ -328,7 +326,9 @@ def _check_prompt(generation: Generation, bounds: RequestBounds) -> None:
         raise InvalidRequest("prompt: is empty; at least one token is needed", field="prompt")
     context = bounds.context_tokens
     wanted = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
-    if len(prompt) + wanted > context:
+    if bounds.encoder_tokens:
+        check_encoder_prompt(generation, bounds, wanted)
+    elif len(prompt) + wanted > context:
         raise ContextTooLong(
             f"prompt is too long: {len(prompt)} tokens > {context - wanted} maximum "
             f"(the context is {context})"

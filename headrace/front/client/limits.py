@@ -33,3 +33,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     hello_timeout_s: float = 600.0
     heartbeat_s: float = 1.0
     heartbeat_timeout_s: float = 5.0
+
+
+class RequestBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds a request: ids are below `logits_width`, prompt and answer together have at most
+    `context_tokens`. Of an encoder-decoder the prompt has at most `encoder_tokens`, and the answer
+    lies behind `decoder_start`."""
+
+    logits_width: int
+    context_tokens: int
+    eos_ids: tuple[int, ...]
+    encoder_tokens: int = 0
+    decoder_start: tuple[int, ...] = ()

@@ -221,7 +221,8 @@ class LLM:
         self.close()
 
     def _encoded(self, prompts: list[Prompt]) -> list[list[int]]:
-        most = self.engine.bounds.context_tokens
+        bounds = self.engine.bounds
+        most = bounds.encoder_tokens or bounds.context_tokens
         return [
             self.tokenizer.encode(prompt, max_tokens=most) if isinstance(prompt, str) else prompt
             for prompt in prompts

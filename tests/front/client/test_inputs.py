@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Generation
-from headrace.front.client.inputs import InputChecker, RequestBounds
-from headrace.front.client.limits import Limits
+from headrace.front.client.inputs import InputChecker
+from headrace.front.client.limits import Limits, RequestBounds
 from tests.front.text import vocabularies
 from tests.spent import fastest
 

@@ -16,19 +16,21 @@ Embedding = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingProblem:
-    """V `rows` of E `width` values."""
+    """V `rows` of E `width` values, times `scale`, in float32 and rounded once."""
 
     device: str
     dtype: torch.dtype
     rows: int
     width: int
+    scale: float = 1.0
 
 
 def bind_reference(problem: EmbeddingProblem, table_VE: torch.Tensor) -> Embedding:
     """torch's own lookup."""
 
     def embedding(ids_T: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids_T, table_VE)
+        x_TE = F.embedding(ids_T, table_VE)
+        return x_TE if problem.scale == 1.0 else x_TE.mul_(problem.scale)
 
     return embedding
 

@@ -17,7 +17,7 @@ from headrace.back.kernels.step_inputs.op import (
     StepTables,
 )
 
-_ARGUMENTS = (*(POINTER,) * 12, *(INT64,) * 7)
+_ARGUMENTS = (*(POINTER,) * 13, *(INT64,) * 7)
 
 
 def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepInputs:
@@ -33,13 +33,14 @@ def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepInputs:
         outputs = (out.token_ids_T, out.positions_T, out.slots_GT, out.tables_GRB, out.last_R)
         assert all(tensor.is_contiguous() for tensor in (words, tokens_MC, blocks_GMB, *outputs))
         length = None if tables.length_M is None else tables.length_M.data_ptr()
+        cross = None if tables.cross_M is None else tables.cross_M.data_ptr()
         kv_len = None if out.kv_len_R is None else out.kv_len_R.data_ptr()
         assert (length is None) == (kv_len is None), "lengths go in and out together"
         lengths = None if out.lengths_GR is None else out.lengths_GR.data_ptr()
         group_G2 = sizes(groups)
         kernel(
             words.data_ptr(), tokens_MC.data_ptr(), blocks_GMB.data_ptr(),
-            *(tensor.data_ptr() for tensor in outputs), length, kv_len,
+            *(tensor.data_ptr() for tensor in outputs), length, cross, kv_len,
             lengths, group_G2.data_ptr(), max_rows, tokens_MC.shape[1], groups, columns,
             out.token_ids_T.shape[0], out.last_R.shape[0], out.updates,
         )  # fmt: skip

@@ -10,8 +10,9 @@ enum Word : int64_t { ROWS = 0, TOKENS = 1, UPDATES = 3 };
 struct Step {
   const int32_t *words, *row, *kv_len, *start;
   const int32_t* length;  // of each row on the device, or null: kv_len is exact
+  const int32_t* cross;   // tokens in each row's cross caches, or null: their span
   const int32_t* tokens;
-  const int64_t* group;  // [groups, 2]: tokens of a block, and of an encoder's output (0: it grows with the row)
+  const int64_t* group;  // [groups, 2]: tokens of a block, and of an encoder's longest output (0: it grows with the row)
   int64_t token_columns, max_rows, columns, groups;
 };
 
@@ -35,10 +36,11 @@ HR_INLINE bool update(const Step& p, int32_t* blocks, int64_t groups, int64_t mo
   return true;
 }
 
-// A row's tokens in a group, of which it has `length` of its own.
-HR_INLINE int64_t in_group(const Step& p, int64_t g, int64_t length) {
+// The tokens of the step's row r in a group, of which it has `length` of its own.
+HR_INLINE int64_t in_group(const Step& p, int64_t g, int64_t r, int64_t length) {
   const int64_t span = p.group[2 * g + 1];
-  return span > 0 && length > 0 ? span : length;
+  if (span == 0 || length == 0) return length;
+  return p.cross == nullptr ? span : smaller<int64_t>(p.cross[p.row[r]], span);
 }
 
 HR_INLINE bool sound(const Step& p, int64_t rows, int64_t tokens) {
@@ -48,7 +50,7 @@ HR_INLINE bool sound(const Step& p, int64_t rows, int64_t tokens) {
     if (p.row[r] < 0 || p.row[r] > p.max_rows || queries < 0 || queries > length || p.start[r] < 0) return false;
     if (p.start[r + 1] > p.words[TOKENS] || length > p.token_columns || first_position(p, r) < 0) return false;
     for (int64_t g = 0; g < p.groups; ++g)
-      if (in_group(p, g, length) > p.columns * p.group[2 * g]) return false;
+      if (const int64_t here = in_group(p, g, r, length); here < 0 || here > p.columns * p.group[2 * g]) return false;
   }
   return true;
 }
@@ -57,7 +59,8 @@ HR_INLINE bool sound(const Step& p, int64_t rows, int64_t tokens) {
 
 HR_PUBLIC int32_t HR_EXPORT(step_inputs)(const int32_t* words, const int32_t* tokens, int32_t* blocks, int64_t* token_ids,
                                          int64_t* positions, int64_t* slots, int32_t* tables, int64_t* last,
-                                         const int32_t* length, int32_t* kv_len_out, int32_t* lengths_out,
+                                         const int32_t* length, const int32_t* cross, int32_t* kv_len_out,
+                                         int32_t* lengths_out,
                                          const int64_t* group, int64_t max_rows, int64_t token_columns, int64_t groups,
                                          int64_t columns, int64_t num_tokens, int64_t num_rows, int64_t most_updates) {
   const int64_t section = max_rows + 8;
@@ -65,7 +68,8 @@ HR_PUBLIC int32_t HR_EXPORT(step_inputs)(const int32_t* words, const int32_t* to
   for (int64_t g = 0; g < groups; ++g)
     if (group[2 * g] < 1 || group[2 * g + 1] < 0) return HR_BAD_SHAPE;
   const int32_t* row = words + kHeader;
-  const Step p{words, row, row + section, row + 2 * section, length, tokens, group, token_columns, max_rows, columns, groups};
+  const Step p{words, row, row + section, row + 2 * section, length, cross,
+               tokens, group, token_columns, max_rows, columns, groups};
   if (!sound(p, num_rows, num_tokens) || !update(p, blocks, groups, most_updates)) return HR_BAD_INDEX;
   for (int64_t r = 0; r < num_rows; ++r) {
     const bool real = r < words[ROWS];
@@ -78,7 +82,7 @@ HR_PUBLIC int32_t HR_EXPORT(step_inputs)(const int32_t* words, const int32_t* to
     }
     last[r] = larger<int64_t>(p.start[r + 1] - 1, 0);
     for (int64_t g = 0; g < groups; ++g) {
-      const int64_t block_tokens = group[2 * g], here = in_group(p, g, length_now), used = ceil_div(here, block_tokens);
+      const int64_t block_tokens = group[2 * g], here = in_group(p, g, r, length_now), used = ceil_div(here, block_tokens);
       if (lengths_out != nullptr) lengths_out[g * num_rows + r] = int32_t(here);
       const int32_t* from = blocks + (g * (max_rows + 1) + p.row[r]) * columns;
       __builtin_memcpy(tables + (g * num_rows + r) * columns, from, size_t(used) * sizeof(int32_t));

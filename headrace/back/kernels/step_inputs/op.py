@@ -19,8 +19,8 @@ prompt's tokens are all there, so that the first term is the chunk's own, and a 
 begins with its newest token, however many the steps before it have accepted.
 
 Groups of caches may have blocks of sizes of their own (`GroupBlocks`). A cross cache holds an
-encoder's output: as many tokens in every row, none of which a step's tokens write, so that their
-slots are 0. Where groups differ, each row's length in each group is written too.
+encoder's output, as many tokens as the table says of the row, none of which a step's tokens write,
+so that their slots are 0. Where groups differ, each row's length in each group is written too.
 
 Padding tokens are token 0 at position 0 in slot 0. The token ids come from the rows' own table, so
 that what the step before sampled is read here without a word to the host.
@@ -45,12 +45,14 @@ class StepTables:
     """What outlives a step. tokens int32 [M+1, C]; blocks int32 [G, M+1, B]; length int32 [M+1]:
     tokens that a row has, or None where the messages say all lengths. predicted int32 [M+1]: so
     many tokens at the end of a row's columns are not its own, but what its answer is expected to
-    be (op ngram_draft)."""
+    be (op ngram_draft). cross int32 [M+1]: tokens in a row's cross caches, at most their span, or
+    None where they have as many as that."""
 
     tokens_MC: torch.Tensor
     blocks_GMB: torch.Tensor
     length_M: torch.Tensor | None = None
     predicted_M: torch.Tensor | None = None
+    cross_M: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,8 @@ StepInputs = Callable[[torch.Tensor, StepTables, StepOut], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupBlocks:
-    """A group of caches. tokens: of a block. span: of a cross cache, the tokens of an encoder's
-    output; 0: the cache grows with the row."""
+    """A group of caches. tokens: of a block. span: of a cross cache, the most tokens of an
+    encoder's output; 0: the cache grows with the row."""
 
     tokens: int
     span: int = 0
@@ -148,7 +150,10 @@ def bind_reference(problem: StepInputsProblem) -> StepInputs:
             slot_T.copy_(torch.where(real_T, block_T * group.tokens + offset_T, 0))
         if out.lengths_GR is not None:
             for length_R, group in zip(out.lengths_GR, groups, strict=True):
-                length_R.copy_((kv_len_R > 0) * group.span if group.span else kv_len_R)
+                cross_R: int | torch.Tensor = group.span
+                if tables.cross_M is not None:
+                    cross_R = tables.cross_M[row_R].clamp(max=group.span)
+                length_R.copy_((kv_len_R > 0) * cross_R if group.span else kv_len_R)
         out.last_R.copy_((start_R1[1:] - 1).clamp_(min=0))
 
     return step_inputs
@@ -186,10 +191,13 @@ def _sample(problem: StepInputsProblem) -> Sample:
     blocks = torch.randint(1, 30, shape, generator=generator, dtype=torch.int32)
     length_M = torch.full((rows,), 2 * problem.block_tokens + 6, dtype=torch.int32)
     length_M[0] = 17  # it decodes, and has gained a token less than the message allows for
+    spans = [group.span for group in groups]
+    cross_M = torch.arange(rows, dtype=torch.int32) * 5
     tables = StepTables(
         tokens_MC=tokens.to(device),
         blocks_GMB=blocks.to(device),
         length_M=length_M.to(device) if problem.speculates else None,
+        cross_M=cross_M.to(device) if any(spans) else None,
     )
     new = {"dtype": torch.int64, "device": device}
     out = StepOut(
@@ -212,13 +220,19 @@ def _sample(problem: StepInputsProblem) -> Sample:
 def outputs(sample: Sample) -> list[torch.Tensor]:
     """What the callable has written, with what means nothing set to 0: table entries past a row's
     length."""
-    _, tables, out = sample.arguments
-    lengths = sample.arguments[0][HEADER + sample.problem.section :][: out.last_R.shape[0]]
-    column_B = torch.arange(out.tables_GRB.shape[2], device=lengths.device)
+    words, tables, out = sample.arguments
+    row_R, length_R = (
+        words[HEADER + i * sample.problem.section :][: out.last_R.shape[0]] for i in range(2)
+    )
+    column_B = torch.arange(out.tables_GRB.shape[2], device=length_R.device)
+    cross_R = length_R if tables.cross_M is None else tables.cross_M[row_R.long()]
     kept_GRB = torch.stack(
         [
             column_B
-            < -(-((lengths > 0) * group.span if group.span else lengths) // group.tokens)[:, None]
+            < -(
+                -((length_R > 0) * cross_R.clamp(max=group.span) if group.span else length_R)
+                // group.tokens
+            )[:, None]
             for group in sample.problem.groups_of(len(out.tables_GRB))
         ]
     )

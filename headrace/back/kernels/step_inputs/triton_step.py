@@ -43,6 +43,7 @@ def _build_kernel(
     tables,
     last,
     length,
+    cross,
     kv_len,
     lengths,
     T,
@@ -58,10 +59,11 @@ def _build_kernel(
     LENGTHS: tl.constexpr,
     SPANS: tl.constexpr,
     EACH: tl.constexpr,
+    CROSS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """BLOCK_TOKENS, SPANS: of each group (GroupBlocks). EACH: `lengths` of the rows in each group
-    are written."""
+    are written. CROSS: `cross` says how many tokens the cross caches of each row hold."""
     i_p = tl.program_id(0)
     num_tiles = tl.cdiv(T, TILE)
     p_row = words + HEADER
@@ -108,7 +110,10 @@ def _build_kernel(
         for g in tl.static_range(GROUPS):
             here = kv_tokens
             if SPANS[g] > 0:
-                here = tl.where(kv_tokens > 0, SPANS[g], 0)
+                held = SPANS[g]
+                if CROSS:
+                    held = tl.minimum(tl.load(cross + row), held)
+                here = tl.where(kv_tokens > 0, held, 0)
             if EACH:
                 tl.store(lengths + g * R + i_r, here)
             count = tl.cdiv(here, BLOCK_TOKENS[g])
@@ -140,6 +145,7 @@ def bind(problem: StepInputsProblem) -> StepInputs:
             out.tables_GRB,
             out.last_R,
             words if tables.length_M is None else tables.length_M,
+            words if tables.cross_M is None else tables.cross_M,
             words if out.kv_len_R is None else out.kv_len_R,
             words if out.lengths_GR is None else out.lengths_GR,
             num_tokens,
@@ -150,6 +156,7 @@ def bind(problem: StepInputsProblem) -> StepInputs:
             BLOCK_TOKENS=tuple(group.tokens for group in groups),
             SPANS=tuple(group.span for group in groups),
             EACH=out.lengths_GR is not None,
+            CROSS=tables.cross_M is not None,
             GROUPS=num_groups,
             P=problem.section,
             HEADER=HEADER,

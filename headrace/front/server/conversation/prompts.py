@@ -72,20 +72,23 @@ async def prompt_of(
     context: RequestContext, request: CompletionRequest, prompt: str | list[int]
 ) -> Prompt:
     """One prompt of a completion as ids, with its text where it is echoed."""
-    tokenizer = context.services.tokenizer
+    tokenizer, text = context.services.tokenizer, context.services.text
+    longest = text.encoder_tokens or text.max_model_len
+    if text.encoder_tokens:
+        _check_encoder(request)
     if isinstance(prompt, str):
         special = True if request.add_special_tokens is None else request.add_special_tokens
         limit = None
         if request.truncate_prompt_tokens is None:
-            limit = context.services.text.max_model_len
+            limit = longest
         ids = await tokenizer.encode_async(prompt, add_special_tokens=special, max_tokens=limit)
     else:
         tokenizer.check_ids(prompt, field="prompt")
         ids = prompt
     if (truncation := truncation_of(request)) is not None:
-        ids = truncation(ids, max_model_len=context.services.text.max_model_len)
+        ids = truncation(ids, max_model_len=longest)
     if request.suffix:
-        tokenizer.check_length(request.suffix, context.services.text.max_model_len)
+        tokenizer.check_length(request.suffix, longest)
         ids = between(tokenizer, ids, request.suffix)
     prompt_text = (
         tokenizer.decode(ids, skip_special_tokens=False) if request.return_prompt_text else None
@@ -93,9 +96,19 @@ async def prompt_of(
     if not request.echo:
         return Prompt(ids=ids, control_text=prompt_text)
     whole = prompt if isinstance(prompt, str) and truncation is None else None
-    text = tokenizer.decode(ids) if whole is None else whole
+    echoed = tokenizer.decode(ids) if whole is None else whole
     first = tokenizer.token_text(ids[0]) if ids else ""
-    return Prompt(ids=ids, text=text, first=first, control_text=prompt_text)
+    return Prompt(ids=ids, text=echoed, first=first, control_text=prompt_text)
+
+
+def _check_encoder(request: CompletionRequest) -> None:
+    """Refuses what is said of a prompt that the model continues: this one is read by an encoder."""
+    for field, asked in (("echo", request.echo), ("suffix", request.suffix)):
+        if asked:
+            raise InvalidRequest(
+                f"{field}: does not go with an encoder-decoder, whose prompt its encoder reads",
+                field=field,
+            )
 
 
 MAX_PROMPTS = 1024

@@ -1,0 +1,159 @@
+"""BART (Lewis et al. 2020): learned positions, layer norms behind each branch and behind the
+embeddings, biases everywhere.
+
+Its successors differ in where the norms stand and in their positions (`BartForm`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.back.layers.attention import AttentionNames, AttentionSpec
+from headrace.back.layers.cross_attention import CrossAttentionSpec
+from headrace.back.layers.mlp import ElementwiseActivation, PlainMLP, PlainMLPSpec
+from headrace.back.layers.norm import LAYER
+from headrace.back.layers.positions import LearnedPositions, PositionsSpec
+from headrace.back.layers.scope import Scope
+from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
+from headrace.back.models.encoder import EncoderLayer, EncoderSizes, SpanAttentionLayer
+from headrace.back.models.encoder_decoder import (
+    CrossLayerSpec,
+    EncoderDecoder,
+    EncoderDecoderSpec,
+    StackNames,
+)
+from headrace.base.config.hf import ConfigReader
+
+EPS = 1e-5
+"""No config states it."""
+UNUSED = 2
+"""Rows of the position tables before that of the first token."""
+NAMES = AttentionNames(module="self_attn", out="out_proj")
+CROSS_NAMES = ("encoder_attn", "q_proj", "k_proj", "v_proj", "out_proj")
+NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
+MLP = PlainMLPSpec(name="", up="fc1", down="fc2", bias=True)
+SHARED = (r"model\.(encoder|decoder)\.embed_tokens\.weight", r"lm_head\.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BartForm:
+    """What tells the family's members apart. `pre`: norms before each branch, and one behind each
+    stack; `embedding_norm`: one behind the embeddings; `positions`: made from the config."""
+
+    pre: bool
+    embedding_norm: bool = True
+
+
+def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
+    """BartForConditionalGeneration."""
+    return build_bart(scope, config, BartForm(pre=False), positions=learned(config))
+
+
+def build_bart(
+    scope: Scope, config: ConfigReader, form: BartForm, *, positions: PositionsSpec
+) -> EncoderDecoder:
+    """A member of the family."""
+    sizes, encoder = _sizes(config, "decoder"), _encoder_sizes(config)
+    names = {
+        "embedding_norm": "layernorm_embedding" if form.embedding_norm else None,
+        "norm": "layer_norm" if form.pre else None,
+    }
+    scale = sizes.width**0.5 if config.bool("scale_embedding", False) else 1.0
+    return EncoderDecoder(
+        scope,
+        EncoderDecoderSpec(
+            sizes=sizes,
+            encoder_layers=encoder.layers,
+            encoder_layer=lambda at: _encoder_layer(at, encoder, form),
+            layers=(_layer(scope, sizes, form),) * sizes.layers,
+            norm=LAYER,
+            encoder=StackNames(stack="encoder", **names),
+            decoder=StackNames(stack="decoder", **names),
+            positions=positions,
+            embedding_scale=scale,
+            head=None if sizes.tied else "lm_head",
+            logits_bias="final_logits_bias",
+            ignored=SHARED if sizes.tied else SHARED[:1],
+        ),
+    )
+
+
+def learned(config: ConfigReader) -> PositionsSpec:
+    """A table of positions for each stack."""
+    rows = config.int("max_position_embeddings", 1024, ge=1)
+    return LearnedPositions(name="embed_positions", rows=rows, unused=UNUSED)
+
+
+def _layer(scope: Scope, sizes: DecoderSizes, form: BartForm) -> CrossLayerSpec:
+    heads = {
+        "width": sizes.width,
+        "heads": sizes.heads,
+        "head_dim": sizes.head_dim,
+        "scale": sizes.head_dim**-0.5,
+    }
+    return CrossLayerSpec(
+        attention=AttentionSpec(
+            **heads, kv_heads=sizes.heads, rope=None, qkv_bias=True, out_bias=True, names=NAMES
+        ),
+        cross=CrossAttentionSpec(
+            **heads, source=sizes.width, span=scope.encoder_tokens, bias=True, names=CROSS_NAMES
+        ),
+        feed_forward=MLP,
+        norms=NORMS,
+        post=not form.pre,
+    )
+
+
+def _encoder_layer(scope: Scope, sizes: EncoderSizes, form: BartForm) -> EncoderLayer:
+    attention, mlp = (
+        LAYER.build(scope / name, sizes.width, eps=sizes.eps) for name in (NORMS[0], NORMS[2])
+    )
+    return EncoderLayer(
+        attention=SpanAttentionLayer(
+            scope / "self_attn", sizes, names=("q_proj", "k_proj", "v_proj"), out="out_proj"
+        ),
+        mlp=PlainMLP(
+            scope, MLP, sizes.feed_forward, ElementwiseActivation(scope, sizes.activation)
+        ),
+        before_attention=attention if form.pre else None,
+        after_attention=None if form.pre else attention,
+        before_mlp=mlp if form.pre else None,
+        after_mlp=None if form.pre else mlp,
+    )
+
+
+def _sizes(config: ConfigReader, half: str) -> DecoderSizes:
+    """Those of one half, checked."""
+    width = config.int("d_model", ge=1)
+    heads = config.int(f"{half}_attention_heads", ge=1)
+    if width % heads:
+        raise config.wrong(f"{half}_attention_heads", f"a divisor of d_model ({width})")
+    return DecoderSizes(
+        vocabulary=config.int("vocab_size", ge=1),
+        width=width,
+        inner=config.int(f"{half}_ffn_dim", ge=1),
+        layers=config.int(f"{half}_layers", ge=1),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=width // heads,
+        eps=EPS,
+        activation=PLAIN_ACTIVATIONS[
+            config.choice("activation_function", PLAIN_ACTIVATIONS, "gelu")
+        ],
+        tied=config.bool("tie_word_embeddings", True),
+    )
+
+
+def _encoder_sizes(config: ConfigReader) -> EncoderSizes:
+    sizes = _sizes(config, "encoder")
+    return EncoderSizes(
+        vocabulary=sizes.vocabulary,
+        width=sizes.width,
+        inner=sizes.inner,
+        layers=sizes.layers,
+        heads=sizes.heads,
+        kv_heads=sizes.heads,
+        head_dim=sizes.head_dim,
+        eps=sizes.eps,
+        activation=sizes.activation,
+    )

@@ -1,0 +1,248 @@
+"""The encoder-decoder that its families share (Vaswani et al. 2017): two stacks over one embedding,
+joined by cross-attention.
+
+The encoder reads a request's prompt once, in the request's first step (`Batch.encoder`), and every
+decoder layer keeps keys and values of its outputs in a cross cache; from then on the decoder runs
+as decoders do. A family file reads its config, states what differs (`EncoderDecoderSpec`) and names
+its tensors. T query tokens, S tokens of the encoder, E hidden size, N tokens whose logits are
+wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.attention.forms import CacheForm
+from headrace.back.attention.plan import Batch, EncoderBatch
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.cross_attention import CrossAttentionSpec
+from headrace.back.layers.embedding import TokenEmbedding
+from headrace.back.layers.logits import LogitsHead, TopOf
+from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
+from headrace.back.layers.norm import NormSpec
+from headrace.back.layers.positions import PositionsSpec
+from headrace.back.layers.residual import BlockNorm, add_norm
+from headrace.back.layers.scope import Scope
+from headrace.back.models.decoder_layer import DecoderSizes, Stream
+from headrace.back.models.encoder import EncoderLayer
+from headrace.back.models.weights import WeightPlan
+from headrace.base.config.resolved import Decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossLayerSpec:
+    """One decoder layer: attention, cross-attention, feed-forward. `norms` name those of the three
+    branches. `post`: each stands behind the sum of its branch and the residual, which then is what
+    it gives; else before its branch."""
+
+    attention: AttentionSpec
+    cross: CrossAttentionSpec
+    feed_forward: FeedForwardSpec
+    norms: tuple[str, str, str]
+    post: bool
+
+
+class CrossLayer:
+    """A CrossLayerSpec on this rank; its caches are `cache` and the one behind it."""
+
+    def __init__(
+        self, scope: Scope, cache: int, spec: CrossLayerSpec, sizes: DecoderSizes, norm: NormSpec
+    ) -> None:
+        self._post = spec.post
+        self._norms = [norm.build(scope / name, sizes.width, eps=sizes.eps) for name in spec.norms]
+        self._attention = spec.attention.build(scope, cache, adds=not spec.post)
+        self.cross = spec.cross.build(scope, cache + 1)
+        place = FeedForwardPlace(
+            width=sizes.width, inner=sizes.inner, activation=sizes.activation, adds=not spec.post
+        )
+        self._feed_forward = spec.feed_forward.build(scope, place)
+        self.kv_forms: tuple[CacheForm, ...] = (*self._attention.kv_forms, self.cross.kv_form)
+
+    def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
+        """Adds the branch of the layer before to the residual, in place, and leaves its own, to be
+        added by whoever comes next; with `post` norms all is added already."""
+        branch_TE, residual_TE = stream
+        before = self._norms[0]
+        x_TE = residual_TE if self._post else add_norm(before, branch_TE, residual_TE)
+        after = batch.last_token_batch if last else None
+        at_N = None if after is None else batch.logits_at_N
+        handed = self._attention.queries(x_TE, batch, at_N)
+        if after is not None and at_N is not None:
+            residual_TE, batch = residual_TE.index_select(0, at_N), after
+        branch_TE = self._attention.attend_into(handed, residual_TE, batch)
+        x_TE, residual_TE = self._next(0, branch_TE, residual_TE)
+        branch_TE = self.cross.attend_into(x_TE, residual_TE, batch)
+        x_TE, residual_TE = self._next(1, branch_TE, residual_TE)
+        branch_TE = self._feed_forward.forward_into(x_TE, residual_TE)
+        if not self._post:
+            return branch_TE, residual_TE
+        return None, add_norm(self._norms[2], branch_TE, residual_TE)
+
+    def _next(
+        self, branch: int, branch_TE: object, residual_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the branch after `branch` reads, and the residual that it is added to."""
+        norm = self._norms[branch if self._post else branch + 1]
+        x_TE = add_norm(norm, branch_TE, residual_TE)
+        return x_TE, x_TE if self._post else residual_TE
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackNames:
+    """Where one of the two stacks lies below the prefix; None: it has no such part."""
+
+    stack: str
+    layers: str = "layers"
+    embedding_norm: str | None = None
+    norm: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderSpec:
+    """A whole encoder-decoder. `encoder_layer` builds one from its scope. `prefix` holds all but
+    the head, `shared` below it is the embedding. `head`: the output head, where it is not the
+    embedding; `logits_bias`: where its bias is."""
+
+    sizes: DecoderSizes
+    encoder_layers: int
+    encoder_layer: Callable[[Scope], EncoderLayer]
+    layers: tuple[CrossLayerSpec, ...]
+    norm: NormSpec
+    encoder: StackNames
+    decoder: StackNames
+    positions: PositionsSpec | None = None
+    embedding_scale: float = 1.0
+    prefix: str = "model"
+    shared: str = "shared"
+    head: str | None = None
+    logits_bias: str | None = None
+    ignored: tuple[str, ...] = ()
+
+
+class EncoderDecoder:
+    """An encoder-decoder on this rank: `back/models/protocol.py: LoadableModel`."""
+
+    generates = True
+    attention_heads = 0
+    media = None
+    adapters = None
+    state = "encoder inputs"
+
+    def __init__(self, scope: Scope, spec: EncoderDecoderSpec) -> None:
+        sizes, inside = spec.sizes, scope / spec.prefix if spec.prefix else scope
+        self.logits_width = sizes.vocabulary
+        self.encoder_tokens = scope.encoder_tokens
+        self._ledger = scope.ledger
+        self._embedding = TokenEmbedding(
+            inside / spec.shared,
+            sizes.vocabulary,
+            sizes.width,
+            scale=spec.embedding_scale,
+            tied=spec.head is None,
+        )
+        encoder, decoder = inside / spec.encoder.stack, inside / spec.decoder.stack
+        self._encoder_ends = StackEnds(encoder, spec, spec.encoder)
+        at = encoder / spec.encoder.layers
+        self._encoder_layers = [spec.encoder_layer(at / str(i)) for i in range(spec.encoder_layers)]
+        self._decoder_ends = StackEnds(decoder, spec, spec.decoder)
+        at = decoder / spec.decoder.layers
+        self._layers = [
+            CrossLayer(at / str(i), 2 * i, layer, sizes, spec.norm)
+            for i, layer in enumerate(spec.layers)
+        ]
+        self.kv_forms = tuple(form for layer in self._layers for form in layer.kv_forms)
+        self._head = LogitsHead(
+            scope / (spec.head or "lm_head"),
+            sizes.vocabulary,
+            sizes.width,
+            tied=self._embedding if spec.head is None else None,
+            bias=scope / spec.logits_bias if spec.logits_bias else False,
+        )
+        self.weights = WeightPlan(
+            params=tuple(self._ledger.params), ignored=spec.ignored, prefix=inside.path
+        )
+        self.decisions: tuple[Decision, ...] = ()
+        self.host_kernels: tuple[str, ...] = ()
+        self.host_pairs: int | None = None
+
+    def finish_load(self) -> None:
+        """Packs the loaded weights, layer by layer; the plain ones are dropped on the way."""
+        self._ledger.finish()
+        self.decisions = self._ledger.decisions()
+        self.host_kernels = self._ledger.host_kernels()
+        self.host_pairs = self._ledger.host_pairs()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See CausalModel. The encoder reads what has come with the batch first."""
+        for inputs in batch.encoder:
+            self._encode(inputs, batch)
+        stream = self._decoder_ends.begin(
+            self._embedding.lookup(batch.token_ids_T), batch.positions_T
+        )
+        for layer in self._layers:
+            stream = layer.forward(stream, batch, last=layer is self._layers[-1])
+        return self._decoder_ends.end(stream)
+
+    def _encode(self, inputs: EncoderBatch, batch: Batch) -> None:
+        """Runs the encoder and keeps what the cross-attentions read of it."""
+        alone = Batch(
+            token_ids_T=inputs.token_ids_S,
+            positions_T=inputs.positions_S,
+            plans=(),
+            group_of_layer=(),
+            kv=(),
+            logits_at_N=inputs.token_ids_S[:0],
+            query_start=inputs.query_start,
+        )
+        embedded_SE = self._embedding.lookup(inputs.token_ids_S)
+        x_SE = add_norm(None, *self._encoder_ends.begin(embedded_SE, inputs.positions_S))
+        for layer in self._encoder_layers:
+            x_SE = layer.forward(x_SE, alone)
+        x_SE = self._encoder_ends.end((None, x_SE))
+        for decoder_layer in self._layers:
+            decoder_layer.cross.write(x_SE, batch, inputs.slots_GS)
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Vocabulary logits [N, logits_width], float32."""
+        return self._head.logits(hidden_NE)
+
+    @property
+    def argmax(self) -> TopOf | None:
+        """See CausalModel."""
+        return self._head.argmax
+
+    @property
+    def top_candidates(self) -> TopOf | None:
+        """See CausalModel."""
+        return self._head.top_candidates
+
+    def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """No classification head is built on these."""
+        raise AssertionError("an encoder-decoder has no classification head here")
+
+
+class StackEnds:
+    """What stands before and behind the layers of a stack."""
+
+    def __init__(self, scope: Scope, spec: EncoderDecoderSpec, names: StackNames) -> None:
+        self._positions = spec.positions and spec.positions.build(scope, spec.sizes.width)
+
+        def norm(name: str | None) -> BlockNorm | None:
+            width, eps = spec.sizes.width, spec.sizes.eps
+            return None if name is None else spec.norm.build(scope / name, width, eps=eps)
+
+        self._embedding_norm, self._norm = norm(names.embedding_norm), norm(names.norm)
+
+    def begin(self, embedded_TE: torch.Tensor, positions_T: torch.Tensor) -> Stream:
+        """What the first layer gets."""
+        branch_TE = None if self._positions is None else self._positions.lookup(positions_T)
+        if self._embedding_norm is None:
+            return branch_TE, embedded_TE
+        return None, add_norm(self._embedding_norm, branch_TE, embedded_TE)
+
+    def end(self, stream: Stream) -> torch.Tensor:
+        """What comes of what the last layer leaves."""
+        return add_norm(self._norm, *stream)

@@ -1,0 +1,98 @@
+"""The state of encoder-decoders: what the encoder of each request that has just started reads.
+
+The encoder runs in the request's first step, ahead of the decoder, whose cross-attention keeps its
+keys and values in the blocks of the row's cross caches; later steps need nothing of it. After a
+preemption it runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from headrace.back.attention.plan import Batch, EncoderBatch
+from headrace.back.kernels.upload import to_device
+from headrace.back.runner.batch import StepShape
+from headrace.back.runner.memory import KVMemory
+from headrace.back.runner.states.plain import PlainDecoder
+from headrace.base.wire.step import RowStart
+
+MOST_TOKENS = 8192
+"""Tokens of one pass of the encoder, unless a single text has more: its activations grow with
+them."""
+
+
+class EncoderInputs(PlainDecoder):
+    """The ModelState of encoder-decoders that read tokens: each row's first step is run by itself,
+    as an encoder is part of it."""
+
+    def __init__(self, memory: KVMemory, device: torch.device, *, max_rows: int) -> None:
+        self.host_until = np.ones(max_rows, np.int64)
+        self._device = device
+        self._block_tokens = memory.block_tokens
+        self._cross = [group.kind == "cross" for group in memory.groups]
+        self._waiting: dict[int, np.ndarray] = {}
+
+    def end(self, rows: np.ndarray) -> None:
+        """A request that never ran leaves its input."""
+        for row in rows.tolist():
+            self._waiting.pop(row, None)
+
+    def start(self, start: RowStart) -> None:
+        """Keeps the encoder's input until the row's first step."""
+        if start.encoder.size:
+            self._waiting[start.row] = start.encoder
+
+    def prepare(self, batch: Batch, shape: StepShape) -> Batch:
+        """The batch with the inputs of the rows that begin in it."""
+        rows = shape.rows.tolist()
+        begin = [
+            (at, self._waiting.pop(row)) for at, row in enumerate(rows) if row in self._waiting
+        ]
+        passes = tuple(self._encoder_batch(batch, some) for some in _passes(begin))
+        return replace(batch, encoder=passes)
+
+    def _encoder_batch(self, batch: Batch, inputs: list[tuple[int, np.ndarray]]) -> EncoderBatch:
+        sizes = [tokens.size for _, tokens in inputs]
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        position_S = np.arange(starts[-1], dtype=np.int64) - np.repeat(starts[:-1], sizes)
+        at_S = np.repeat(np.array([at for at, _ in inputs], np.int64), sizes)
+        token_S = np.concatenate([tokens for _, tokens in inputs]).astype(np.int64)
+        return EncoderBatch(
+            token_ids_S=to_device(token_S, self._device),
+            positions_S=to_device(position_S, self._device),
+            query_start=starts,
+            slots_GS=tuple(self._slots(batch, at_S, position_S)),
+        )
+
+    def _slots(
+        self, batch: Batch, at_S: np.ndarray, position_S: np.ndarray
+    ) -> Iterator[torch.Tensor]:
+        """Where each output's keys and values go in each group; nowhere in those that grow."""
+        block_S = position_S // self._block_tokens
+        offset_S = to_device(position_S - block_S * self._block_tokens, self._device)
+        at = to_device(at_S, self._device), to_device(block_S, self._device)
+        for plan, cross in zip(batch.plans, self._cross, strict=True):
+            if cross:
+                yield plan.block_table_RB[at].long() * self._block_tokens + offset_S
+            else:
+                yield offset_S[:0]
+
+
+def _passes(
+    inputs: Iterable[tuple[int, np.ndarray]],
+) -> Iterator[list[tuple[int, np.ndarray]]]:
+    """The inputs in runs of at most MOST_TOKENS."""
+    run: list[tuple[int, np.ndarray]] = []
+    num_tokens = 0
+    for at, tokens in inputs:
+        if run and num_tokens + tokens.size > MOST_TOKENS:
+            yield run
+            run, num_tokens = [], 0
+        run.append((at, tokens))
+        num_tokens += tokens.size
+    if run:
+        yield run

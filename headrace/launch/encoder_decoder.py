@@ -1,0 +1,53 @@
+"""What config.json says of an encoder-decoder: its decoder as the config of a decoder, how much its
+encoder reads, and the tokens its decoder begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.back.models.families import ENCODER_DECODERS, Architecture
+from headrace.base.config.hf import ConfigReader
+
+DECODER_KEYS: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("d_model",),
+    "num_hidden_layers": ("decoder_layers", "num_decoder_layers", "num_layers"),
+    "num_attention_heads": ("decoder_attention_heads", "num_heads"),
+    "head_dim": ("d_kv",),
+    "intermediate_size": ("decoder_ffn_dim", "d_ff"),
+}
+"""The plain keys of a decoder, and what encoder-decoders call them; the first that is there."""
+MOST_POSITIONS = 4096
+"""Tokens of either half where positions are relative and the config bounds none: the most that is
+believed of a model trained on a few hundred."""
+
+
+def is_encoder_decoder(named: Architecture) -> bool:
+    """Whether the family has an encoder before its decoder."""
+    return named.family in ENCODER_DECODERS.values()
+
+
+def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the sizes of the decoder under the keys that decoders have."""
+    view = {"max_position_embeddings": MOST_POSITIONS, **config}
+    for key, names in DECODER_KEYS.items():
+        stated = next((config[name] for name in names if config.get(name) is not None), None)
+        if stated is not None:
+            view[key] = stated
+    return view
+
+
+def decoder_start(
+    generation: Mapping[str, Any], config: ConfigReader, where: str
+) -> tuple[int, ...]:
+    """What the decoder begins with: its start token, and the first token of every answer where the
+    checkpoint forces one (the language of a translation)."""
+    name = where.replace("config.json", "generation_config.json")
+    stated, width = ConfigReader(generation, name), config.int("vocab_size", ge=1)
+    start: list[int] = []
+    for key in ("decoder_start_token_id", "forced_bos_token_id"):
+        reader = stated if key in stated else config
+        start += reader.ids(key, below=width)[:1]
+    if not start or not ("decoder_start_token_id" in stated or "decoder_start_token_id" in config):
+        raise config.wrong("decoder_start_token_id", f"a token id below {width}")
+    return tuple(start)

@@ -1,0 +1,206 @@
+"""Encoder-decoders against transformers on tiny random configurations: logits of every position, and greedy tokens
+through the whole engine, of requests beside each other and after preemptions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headrace.back.executor.inline import InlineExecutor
+from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.base import env
+from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
+from headrace.core.core import EngineCore
+from tests.models.encoder_decoder_rank import DECODED, READ, forced_logits, saved, spec_of
+from tests.models.oracle import load_ours
+
+NUM_TOKENS = 12
+START = 2
+
+
+def bart_like(config: Any, **more: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 40,
+        "max_position_embeddings": 64,
+        "decoder_start_token_id": START,
+        "pad_token_id": 1,
+        "eos_token_id": 96,
+        "forced_eos_token_id": None,
+    }
+    return config(**sizes | more)
+
+
+CASES: dict[str, Any] = {
+    "bart": lambda: bart_like(transformers.BartConfig),
+    "bart-scaled": lambda: bart_like(
+        transformers.BartConfig, scale_embedding=True, activation_function="relu"
+    ),
+    "mbart": lambda: bart_like(transformers.MBartConfig, scale_embedding=True),
+}
+
+
+def oracle_of(name: str, folder: Path) -> Any:
+    return saved(CASES[name](), folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None:
+    oracle = oracle_of(name, tmp_path)
+    ours = forced_logits(load_ours(spec_of(tmp_path)))
+    for logits, read, decoded in zip(ours, READ, DECODED, strict=True):
+        with torch.inference_mode():
+            theirs = oracle(
+                input_ids=torch.tensor([read]), decoder_input_ids=torch.tensor([decoded])
+            ).logits[0]
+        assert (logits - theirs).abs().max().item() < 1e-4
+
+
+def engine(
+    spec: ModelSpec, *, num_blocks: int = 200, max_running: int = 4, overlap: bool = True
+) -> EngineCore:
+    whole = EngineSpec(
+        model=spec,
+        kv=KVSpec(block_tokens=16, prefix_caching=False, num_blocks=num_blocks),
+        scheduler=SchedulerSpec(max_step_tokens=16, max_running=max_running, overlap=overlap),
+        device=DeviceSpec(device="cpu", executor="inline", threads=1),
+    )
+    return EngineCore(whole, InlineExecutor(whole))
+
+
+def request(id: int, read: list[int], start: list[int], num_tokens: int) -> EngineRequest:
+    return EngineRequest(
+        id=id,
+        prompt=np.asarray(start, "<i4").tobytes(),
+        encoder=np.asarray(read, "<i4").tobytes(),
+        stop=StopRules(max_tokens=num_tokens),
+        sampling=RowSampling(temperature=0.0),
+    )
+
+
+def answers(
+    core: EngineCore,
+    inputs: list[list[int]],
+    start: list[int],
+    *,
+    num_tokens: int = NUM_TOKENS,
+    late: int = 0,
+) -> tuple[list[list[int]], int]:
+    """The tokens of each, of which the last `late` come while the others run; and preemptions."""
+    tokens: list[list[int]] = [[] for _ in inputs]
+    waiting = [request(i, read, start, num_tokens) for i, read in enumerate(inputs)]
+    for one in waiting[: len(waiting) - late]:
+        core.add(one)
+    waiting = waiting[len(waiting) - late :] if late else []
+    preemptions = steps = 0
+    while core.has_work or waiting:
+        steps += 1
+        if waiting and steps % 3 == 0:
+            core.add(waiting.pop())
+        batch = core.step(wait=True).tokens
+        if batch is not None:
+            for id, token in zip(batch.ids.tolist(), batch.tokens.tolist(), strict=True):
+                tokens[id].append(token)
+            preemptions += sum(end.num_preemptions for end in batch.finished)
+    return tokens, preemptions
+
+
+def greedy(oracle: Any, read: list[int], start: list[int], num_tokens: int) -> list[int]:
+    decoded = list(start)
+    with torch.inference_mode():
+        encoded = oracle.get_encoder()(torch.tensor([read]))
+        for _ in range(num_tokens):
+            out = oracle(encoder_outputs=encoded, decoder_input_ids=torch.tensor([decoded]))
+            decoded.append(int(out.logits[0, -1].argmax()))
+    return decoded[len(start) :]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("start", [[START], [START, 5, 7]], ids=["start", "forced"])
+def test_greedy_tokens_equal_transformers_beside_each_other(
+    name: str, start: list[int], tmp_path: Path
+) -> None:
+    oracle = oracle_of(name, tmp_path)
+    core = engine(spec_of(tmp_path))
+    generator = torch.Generator().manual_seed(5)
+    inputs = [
+        torch.randint(3, 96, (length,), generator=generator).tolist()
+        for length in (1, 17, 40, 33, 64, 16)
+    ]
+    expected = [greedy(oracle, read, start, NUM_TOKENS) for read in inputs]
+    assert answers(core, inputs, start, late=3)[0] == expected
+    assert answers(core, inputs[::-1], start)[0] == expected[::-1], "steps that are replayed"
+    core.executor.close()
+
+
+def test_requests_that_lost_their_blocks_give_the_same_tokens(tmp_path: Path) -> None:
+    oracle = oracle_of("bart", tmp_path)
+    core = engine(spec_of(tmp_path), num_blocks=11)
+    inputs = [[7, 9, 11], [3, 8] * 15, [5] * 20]
+    expected = [greedy(oracle, read, [START], 45) for read in inputs]
+    tokens, preemptions = answers(core, inputs, [START], num_tokens=45)
+    assert tokens == expected
+    assert preemptions > 0
+    core.executor.close()
+
+
+@pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+@pytest.mark.parametrize("name", CASES)
+def test_decodes_are_recorded(name: str, tmp_path: Path) -> None:
+    oracle_of(name, tmp_path)
+    core = engine(spec_of(tmp_path))
+    answers(core, [[5, 6, 7], [8, 9]], [START])
+    replay = core.executor._resident.runner._steps._replay
+    assert replay.foreign == () and replay.num_graphs > 0
+    core.executor.close()
+
+
+def test_inputs_that_the_encoder_cannot_read_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    oracle_of("bart", tmp_path)
+    core = engine(spec_of(tmp_path))
+    for read, message in (
+        ([5] * 65, "65 tokens, the model's encoder reads 64"),
+        ([], "at least one token"),
+        ([97], "token id 97"),
+    ):
+        core.add(request(1, read, [START], 4))
+        (ended,) = core.step(wait=False).tokens.finished
+        assert message in ended.error.message
+    core.executor.close()
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in CASES]
+    for name, folder in zip(CASES, folders, strict=True):
+        oracle_of(name, folder)
+    command = [sys.executable, "-m", "tests.models.encoder_decoder_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "store"), *map(str, folders)],
+            env=env.child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+    for folder in folders:
+        alone = forced_logits(load_ours(spec_of(folder)))
+        for rank in range(2):
+            for ours, one in zip(torch.load(folder / f"rank{rank}.pt"), alone, strict=True):
+                assert (ours - one).abs().max().item() < 1e-5
