@@ -727,6 +727,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_config": {**DBRX["ffn_config"], "moe_normalize_expert_weights": None},
         },
     ),
+    "cwm": (
+        "Cwm",
+        {
+            **{"head_dim": 8, "sliding_window": 11, "layer_types": MIXED, "bos_token_id": 0},
+            **rope(**{**LLAMA3, "factor": 16.0}),
+        },
+    ),
+    "vaultgemma": ("VaultGemma", {"head_dim": 8, "sliding_window": 10}),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.4, "logits_scaling": 0.3},
+        },
+    ),
+    "hyperclovax-plain": ("HyperCLOVAX", {"use_post_norm": False}),
+    "jais2": ("Jais2", {"head_dim": 8}),
+    "bitnet": ("BitNet", {}),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),
     "ministral3": ("Ministral3", {"head_dim": 8, **rope(**YARN, llama_4_scaling_beta=0.4)}),
 }

@@ -22,33 +22,15 @@ from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.layers.alibi import local_slopes
+from headrace.back.layers.attention_names import SEPARATE, AttentionNames
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
-from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
+from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm, SplitRMSNorm
 from headrace.back.layers.qk_norm import HeadNorm, QKNorm
 from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard, local_units
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionNames:
-    """Where the tensors of an attention lie in its layer. `merged`: the one that holds query, key
-    and value, if they are one there; `by_group`: KV head by KV head, its queries before its key and
-    value. `grouped`: such tensors in groups and an order of their own. `transposed`: weights are
-    stored as [inputs, outputs]."""
-
-    module: str = "self_attn"
-    query: str = "q_proj"
-    key: str = "k_proj"
-    value: str = "v_proj"
-    merged: str | None = None
-    by_group: bool = False
-    grouped: MergedTensor | None = None
-    out: str = "o_proj"
-    sinks: str = "sinks"
-    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +72,7 @@ class AttentionSpec:
     gate       of what heads give
     slopes     of ALiBi, one per query head; none: scores have no bias of position
     sinks      a learned score per head, beside those of the positions, takes part in the softmax
+    out_norm   of what all heads give together: its name, and its epsilon
     value_dim  dimensions of a head's value, where they are fewer than `head_dim`; the cache holds
                zeros behind them
     value_scale  what values are multiplied with
@@ -115,12 +98,13 @@ class AttentionSpec:
     sinks: bool = False
     query_scale: QueryScale | None = None
     gate: OutputGate | None = None
+    out_norm: tuple[str, float] | None = None
     value_dim: int | None = None
     value_scale: float = 1.0
     out_scale: float = 1.0
     value_eps: float | None = None
     keys_are_values: bool = False
-    names: AttentionNames = AttentionNames()
+    names: AttentionNames = SEPARATE
 
     @property
     def plain_values(self) -> bool:
@@ -231,6 +215,11 @@ class Attention:
             transposed=names.transposed,
             scale=spec.out_scale,
         )
+        self._out_norm = None
+        if spec.out_norm is not None:
+            name, eps = spec.out_norm
+            values = Part(name, spec.heads * value_dim, spec.heads)
+            self._out_norm = SplitRMSNorm(scope / name, values, eps=eps)
         self._sinks = self._sinks_param() if spec.sinks else None
         self._qk_norms: tuple[HeadNorm, HeadNorm] | None = None
         if spec.qk_norm is not None:
@@ -299,6 +288,8 @@ class Attention:
         y_TX = y_THD[..., : self._spec.value_dim].flatten(1)
         if gate_TX is not None:
             y_TX = self._gated(y_TX, gate_TX)
+        if self._out_norm is not None:
+            y_TX = self._out_norm.norm(y_TX)
         return self._out.project_into(y_TX, residual_TE)
 
     def _separately(

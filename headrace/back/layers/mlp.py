@@ -15,7 +15,7 @@ from headrace.back.kernels.activation.op import OP as ACTIVATION
 from headrace.back.kernels.activation.op import Activation, ActivationProblem
 from headrace.back.kernels.gated_act.op import OP, GatedAct, GatedActProblem
 from headrace.back.layers.linear import ColumnLinear, RowLinear
-from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.norm import RMSNorm, SplitRMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
 from headrace.back.parallel.shard import Part, local_size
@@ -63,7 +63,7 @@ class GatedMLPSpec:
     one there, else `gate` and `up` do; `down` the one that leads back; `name` is the module in the
     layer, empty where there is none. `inner`: its own, where it is not the family's usual one.
     `gate_scale`, `down_scale`: what these are multiplied with. `sparsity`: see LargestGates; 0: all
-    count."""
+    count. `inner_norm`: of the inner values, its name and its epsilon."""
 
     name: str = "mlp"
     bias: bool = False
@@ -75,6 +75,7 @@ class GatedMLPSpec:
     gate_scale: float = 1.0
     down_scale: float = 1.0
     sparsity: float = 0.0
+    inner_norm: tuple[str, float] | None = None
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
@@ -87,6 +88,7 @@ class GatedMLPSpec:
             names=(self.gate, self.up, self.down),
             scales=(self.gate_scale, self.down_scale),
             sparsity=self.sparsity,
+            inner_norm=self.inner_norm,
         )
 
 
@@ -108,6 +110,7 @@ class GatedMLP:
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         scales: tuple[float, float] = (1.0, 1.0),
         sparsity: float = 0.0,
+        inner_norm: tuple[str, float] | None = None,
     ) -> None:
         (gate, up, down), inner = names, place.inner
         parts = (Part(gate, inner, inner, scale=scales[0]), Part(up, inner, inner))
@@ -120,6 +123,10 @@ class GatedMLP:
             norm=place.norm,
             activation=None if sparsity else place.activation,
         )
+        self._inner_norm = None
+        if inner_norm is not None:
+            name, eps = inner_norm
+            self._inner_norm = SplitRMSNorm(scope / name, parts[0], eps=eps)
         self._largest = LargestGates(scope, parts[0], sparsity) if sparsity else None
         self._down = RowLinear(
             scope / down, parts[0], place.width, bias=bias, adds=place.adds, scale=scales[1]
@@ -148,7 +155,8 @@ class GatedMLP:
         inner = self._gate_up.project(x_TE)
         if self._largest is not None:
             self._largest.cut(inner)
-        return inner if self._gate_up.activates else self._act(inner)
+        inner = inner if self._gate_up.activates else self._act(inner)
+        return inner if self._inner_norm is None else self._inner_norm.norm(inner)
 
     def _finish(self) -> None:
         if self._gate_up.activates:

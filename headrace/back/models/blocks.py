@@ -59,8 +59,9 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
-PLAIN_ACTIVATIONS = {**ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"}
+PLAIN_ACTIVATIONS = {**ACTIVATIONS, "xielu": "xielu"}
 """Of MLPs without a gate."""
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
 

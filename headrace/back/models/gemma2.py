@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.norm import RMS_UNIT_OFFSET, SANDWICH
+from headrace.back.layers.norm import RMS_UNIT_OFFSET, SANDWICH, NormPlacement
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
@@ -21,8 +21,8 @@ from headrace.back.models.blocks import (
 from headrace.base.config.hf import ConfigReader
 
 
-def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """Gemma2ForCausalLM."""
+def build(scope: Scope, config: ConfigReader, *, placement: NormPlacement = SANDWICH) -> Decoder:
+    """Gemma2ForCausalLM. `placement`: where the norms stand."""
     sizes = gemma_sizes(config)
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     windows = read_windows(
@@ -41,7 +41,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         "out_bias": bias,
     }
     layers = tuple(
-        LayerSpec(mixer=AttentionSpec(**attention, window=window), placement=SANDWICH)
+        LayerSpec(mixer=AttentionSpec(**attention, window=window), placement=placement)
         for window in windows
     )
     return Decoder(

@@ -45,7 +45,7 @@ def test_is_near_the_exact_result(library, dtype, rows, results, inputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library, dtype, activation):
     asked = problem(dtype, 320, 96, activation)
     fused, x = bind_with(library, asked, weight_for(asked)), values(200, 96, dtype=dtype)

@@ -187,7 +187,7 @@ def test_weights_too_small_for_a_scale_count_as_zeros(library):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_gates_in_the_product_by_the_definition_at_any_number_of_rows(library, dtype, activation):
     asked = problem(dtype, 256, 70, activation=activation)
     weight = weight_for(asked)

@@ -157,7 +157,7 @@ def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(newest):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_gates_in_the_product_by_the_definition_at_any_number_of_rows(library, dtype, activation):
     asked = replace(problem(dtype, 256, 70, bias=False), activation=activation)
     weight = weight_for(asked)

@@ -450,7 +450,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
                 ),
             ),
         )
-        for activation in ("silu", "gelu", "gelu_tanh", "relu")
+        for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     ),
     ("layer_norm", _call(layer_norm.OP, _LAYER_NORM + "KERNEL", _layer_norm(128, heads=8))),
     ("add_layer_norm", _call(layer_norm.ADD_OP, _LAYER_NORM + "ADD_KERNEL", _layer_norm(5120))),

@@ -26,7 +26,6 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 ACTIVATIONS: dict[str, Activation] = {
     **gated_act.ACTIVATIONS,
-    "relu2": lambda x: x.relu().square(),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 

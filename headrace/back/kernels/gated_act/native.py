@@ -16,7 +16,7 @@ from headrace.back.kernels.native.library import (
 )
 from headrace.back.kernels.op import Kernel
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _ARGUMENTS = (POINTER, POINTER, INT64, INT64, INT64, INT32, INT32)
 
 

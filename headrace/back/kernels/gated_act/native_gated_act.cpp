@@ -32,6 +32,7 @@ int32_t run(Gated& p, int64_t rows, int32_t activation) {
   else if (activation == GELU) hr_parallel(chunk<T, GELU>, &p, chunks);
   else if (activation == GELU_TANH) hr_parallel(chunk<T, GELU_TANH>, &p, chunks);
   else if (activation == RELU) hr_parallel(chunk<T, RELU>, &p, chunks);
+  else if (activation == RELU2) hr_parallel(chunk<T, RELU2>, &p, chunks);
   else return HR_BAD_SHAPE;
   return HR_OK;
 }

@@ -1,8 +1,8 @@
 """Gated activation of an MLP: y = act(gate) * up (Shazeer 2020, "GLU variants").
 
 `bind(problem)` returns `f(gate_up_T2I) -> y_TI`; columns [0, I) are the gate, [I, 2I) the up
-projection. `activation`: "silu", "gelu" (erf), "gelu_tanh", "relu". The activation and the product
-are float32, the result is cast once.
+projection. `activation`: "silu", "gelu" (erf), "gelu_tanh", "relu", "relu2" (relu squared, So et
+al. 2021, "Primer"). The activation and the product are float32, the result is cast once.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: x.relu().square(),
 }
 
 

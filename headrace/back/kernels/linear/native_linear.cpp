@@ -173,7 +173,7 @@ HR_REPLAYABLE(linear)
 HR_PUBLIC int32_t HR_EXPORT(linear_gated)(const void* x, const void* w, void* y, int64_t M, int64_t N, int64_t K,
                                           int64_t x_stride, int64_t w_stride, int64_t y_stride, int32_t activation,
                                           int32_t dtype) {
-  if (M < 0 || N < 0 || N % 32 || K <= 0 || activation < 0 || activation > RELU) return HR_BAD_SHAPE;
+  if (M < 0 || N < 0 || N % 32 || K <= 0 || activation < 0 || activation > RELU2) return HR_BAD_SHAPE;
   if (M == 0 || N == 0) return HR_OK;
 #if defined(HR_AMX)
   if (dtype == HR_BF16)

@@ -33,6 +33,7 @@ HR_INLINE F gate(int32_t activation, F gate, F up) {
   if (activation == SILU) return activate<SILU>(gate) * up;
   if (activation == GELU) return activate<GELU>(gate) * up;
   if (activation == GELU_TANH) return activate<GELU_TANH>(gate) * up;
+  if (activation == RELU2) return activate<RELU2>(gate) * up;
   return activate<RELU>(gate) * up;
 }
 

@@ -110,7 +110,7 @@ int32_t take_weight(Gemm& p, const Segment* segments, int64_t num_segments, int6
     if (activation >= 0 && segments[s].outputs % kPanel) return HR_BAD_SHAPE;
     outputs += segments[s].outputs;
   }
-  if (activation > RELU || (activation >= 0 && (outputs / 2 % kPanel || bias != nullptr))) return HR_BAD_SHAPE;
+  if (activation > RELU2 || (activation >= 0 && (outputs / 2 % kPanel || bias != nullptr))) return HR_BAD_SHAPE;
   p.x_group = x_group_of(segments[0].coding), p.K = K, p.groups = ceil_div(K, p.x_group);
   p.activation = activation, p.outputs = outputs, p.results = activation < 0 ? outputs : outputs / 2;
   p.segments = segments, p.num_segments = num_segments, p.bias = bias;

@@ -10,7 +10,7 @@ namespace {
 // With an activation panels are full and there is no bias.
 inline bool sound(int64_t M, int64_t N, int64_t K, int32_t activation, const void* bias) {
   if (M < 0 || N < 0 || K <= 0) return false;
-  return activation <= RELU && (activation < 0 || (N % (2 * kPanel) == 0 && bias == nullptr));
+  return activation <= RELU2 && (activation < 0 || (N % (2 * kPanel) == 0 && bias == nullptr));
 }
 
 // y has the type of x and the bias, or is float32 without a bias.
