@@ -7,6 +7,7 @@ in every cache position that must not be read.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ GEMMA4: dict[str, Any] = {
     **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 9},
     **{"hidden_size_per_layer_input": 0, "layer_types": [*MIXED[:1] * 2, MIXED[1]]},
 }
+
+
+UNIFIED = {key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"}
 
 
 GEMMA3N: dict[str, Any] = {
@@ -745,6 +749,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hyperclovax-plain": ("HyperCLOVAX", {"use_post_norm": False}),
     "jais2": ("Jais2", {"head_dim": 8}),
     "bitnet": ("BitNet", {}),
+    "gemma4-unified": ("Gemma4UnifiedText", {**UNIFIED, "attention_k_eq_v": True}),
+    "gemma4-unified-shared": (
+        "Gemma4UnifiedText",
+        {
+            **{**UNIFIED, "num_hidden_layers": 5, "num_kv_shared_layers": 2},
+            **{"use_double_wide_mlp": True, "layer_types": [*MIXED, *MIXED[:2]]},
+        },
+    ),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),
     "ministral3": ("Ministral3", {"head_dim": 8, **rope(**YARN, llama_4_scaling_beta=0.4)}),
 }
@@ -887,6 +899,38 @@ def test_a_published_a_x_k1_has_no_bias_that_chooses_and_a_norm_too_many(tmp_pat
         block_tokens=BLOCK_TOKENS,
     )
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_minimax_reads_the_keys_of_its_published_config(tmp_path: Path) -> None:
+    """Half of each head rotated: transformers turns the pairs (i, i + 4) of 8, the published model
+    (i, i + 2) of the first 4, so that rows lie in another order."""
+    oracle = save_oracle(tiny_config("minimax"), tmp_path)
+    frequencies = oracle.model.rotary_emb.inv_freq
+    frequencies.copy_(torch.tensor([1.0, 500.0**-0.5, 0.0, 0.0]))
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    order = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+        heads = tensors[name].unflatten(0, (-1, 8))
+        tensors[name] = heads[:, order].flatten(0, 1).contiguous()
+    safetensors.torch.save_file(tensors, file)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    kinds = ["linear_attention", "full_attention"]
+    published = {
+        **{**SIZES, "architectures": ["MiniMaxText01ForCausalLM"], "rms_norm_eps": 1e-5},
+        **{"attn_type_list": [kinds.index(kind) for kind in stated["layer_types"]]},
+        **{"head_dim": 8, "rotary_dim": 4, "rope_theta": 500.0, "postnorm": True},
+        **{key: stated[key] for key in ("num_local_experts", "num_experts_per_tok")},
+        "layernorm_full_attention_alpha": stated["full_attn_alpha_factor"],
+        "layernorm_linear_attention_alpha": stated["linear_attn_alpha_factor"],
+        "layernorm_mlp_alpha": stated["mlp_alpha_factor"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
     compare(got, oracle_logits(oracle, rows), 1e-4)
 
 

@@ -29,6 +29,7 @@ from tests.models.test_parity import (
     LLAMA3,
     MIXED,
     SIZES,
+    UNIFIED,
     compare,
     rope,
     tiny_config,
@@ -77,6 +78,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma4",
         "Gemma4Text",
         {**GEMMA4, "attention_k_eq_v": True, "pad_token_id": 1},
+    ),
+    "Gemma4Unified": (
+        "Gemma4Unified",
+        "Gemma4UnifiedText",
+        {**UNIFIED, "attention_k_eq_v": True, "pad_token_id": 1},
     ),
     "Gemma3": (
         "Siglip",

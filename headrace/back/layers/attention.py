@@ -215,11 +215,7 @@ class Attention:
             transposed=names.transposed,
             scale=spec.out_scale,
         )
-        self._out_norm = None
-        if spec.out_norm is not None:
-            name, eps = spec.out_norm
-            values = Part(name, spec.heads * value_dim, spec.heads)
-            self._out_norm = SplitRMSNorm(scope / name, values, eps=eps)
+        self._out_norm = self._build_out_norm(value_dim)
         self._sinks = self._sinks_param() if spec.sinks else None
         self._qk_norms: tuple[HeadNorm, HeadNorm] | None = None
         if spec.qk_norm is not None:
@@ -361,6 +357,13 @@ class Attention:
         )
         sinks = () if self._sinks is None else (self._sinks.take().float(),)
         self._attend = scope.bind(ATTENTION, self._problem, *sinks)
+
+    def _build_out_norm(self, value_dim: int) -> SplitRMSNorm | None:
+        if self._spec.out_norm is None:
+            return None
+        name, eps = self._spec.out_norm
+        values = Part(name, self._spec.heads * value_dim, self._spec.heads)
+        return SplitRMSNorm(self._scope / name, values, eps=eps)
 
     def _sinks_param(self) -> Param:
         name = self._spec.names.sinks

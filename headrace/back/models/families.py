@@ -80,6 +80,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "PersimmonForCausalLM": "persimmon",
     "NanoChatForCausalLM": "nanochat",
     "DbrxForCausalLM": "dbrx",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified",
+    "MiniMaxText01ForCausalLM": "minimax_text_01",
+    "MiniMaxM1ForCausalLM": "minimax_text_01",
     "CwmForCausalLM": "cwm",
     "VaultGemmaForCausalLM": "vaultgemma",
     "HyperCLOVAXForCausalLM": "hyperclovax",
@@ -162,6 +165,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4_unified",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
 }
@@ -182,6 +186,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "Qwen3_5MoeForConditionalGeneration": "model.language_model",
     "Gemma3nForConditionalGeneration": "model.language_model",
     "Gemma4ForConditionalGeneration": "model.language_model",
+    "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
 ENCODERS = frozenset(
@@ -192,7 +197,7 @@ RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
-SHARING = frozenset({"gemma3n", "gemma4"})
+SHARING = frozenset({"gemma3n", "gemma4", "gemma4_unified"})
 """Families whose upper layers may read the caches of lower ones."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
 """Families whose positions begin one behind the id under this key, and so have fewer than the
@@ -307,6 +312,8 @@ def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) ->
         return frozenset(range(layers - shared, layers))
     if isinstance(kinds, list):
         return frozenset(i for i, kind in enumerate(kinds) if kind in RECURRENT_KINDS)
+    if isinstance(config.get("attn_type_list"), list):
+        return frozenset(i for i, kind in enumerate(config["attn_type_list"]) if kind == 0)
     if isinstance(attending, list):
         return frozenset(i for i in range(layers) if i not in attending)
     return frozenset()

@@ -21,7 +21,7 @@ from headrace.back.models.blocks import Decoder, DecoderSizes, DecoderSpec, Laye
 from headrace.back.models.gemma2 import embedding_scale, gemma_sizes
 from headrace.base.config.hf import ConfigReader
 
-OTHER_PARTS = r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"
+OTHER_PARTS = r"model\.(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\..*"
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 

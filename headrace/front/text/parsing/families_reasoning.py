@@ -109,7 +109,7 @@ REASONING_FAMILIES: tuple[ReasoningFamily, ...] = (
     ReasoningFamily(
         name="gemma4",
         marks=("<|channel>",),
-        models=("gemma4", "gemma4_text"),
+        models=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         tags=ReasoningTags(open="<|channel>thought", close="<channel|>"),
     ),
     ReasoningFamily(

@@ -9,7 +9,7 @@ from headrace.front.text.parsing.writing import CallWriting
 GEMMA4 = ToolFamily(
     name="gemma4",
     marks=("<|tool_call>",),
-    models=("gemma4", "gemma4_text"),
+    models=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     grammar=CallSyntax(
         open="<|tool_call>",
         close="<tool_call|>",
