@@ -53,7 +53,6 @@ LARGER = {  # lines at most, and why the file is one idea; the list and its numb
     "back/kernels/attention/triton_decode_hopper.py": (560, "one kernel and its launch tables"),
     "back/kernels/op.py": (450, "what an op, a kernel and a choice are"),
     "back/kernels/sample/triton_truncate.py": (460, "one kernel and its passes"),
-    "back/models/transformers.py": (430, "the fallback: one adapter over one library"),
     "back/runner/buckets.py": (480, "a recorded step: its tensors, its message and its parts"),
     "back/runner/memory.py": (450, "one measurement of what a device has left"),
     "core/core.py": (500, "the step loop"),

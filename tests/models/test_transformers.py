@@ -47,6 +47,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     ),
+    "tanh-moe": (
+        "Qwen3Moe",
+        {
+            **{"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"head_dim": 8, "hidden_act": "tanh"},
+        },
+    ),
+    "aria": (
+        "AriaText",
+        {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 8},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
     "apertus": ("Apertus", {}),
     "deepseek-v3-mla": ("DeepseekV3", MLA),
@@ -72,6 +83,21 @@ def test_another_family_equals_transformers_through_paged_attention(
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
     spec = fallback(tmp_path)
     ours = load_ours(spec)
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "mixtral", "deepseek-v3-mla", "aria", "tanh-moe"])
+def test_experts_run_by_our_kernel_or_a_decision_says_why_not(case: str, tmp_path: Path) -> None:
+    oracle = save_oracle(config(case), tmp_path)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    ours = load_ours(fallback(tmp_path))
+    (experts,) = [one for one in ours.decisions if one.field == "model.experts"]
+    kernels = [one.field for one in ours.decisions if one.field == "kernel.experts"]
+    if case == "tanh-moe":
+        assert experts.chosen == "transformers" and "activation" in experts.why and not kernels
+    else:
+        assert experts.chosen == "kernel" and kernels
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
 

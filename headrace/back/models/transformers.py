@@ -13,7 +13,6 @@ norms and rope are unfused.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +31,9 @@ from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.scope import Scope
+from headrace.back.models.foreign_experts import ForeignExperts
+from headrace.back.models.foreign_weights import foreign_weights
 from headrace.back.models.paged_check import check_paged
-from headrace.back.models.weights import Param, WeightPiece, WeightPlan
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import Decision
@@ -97,7 +97,8 @@ class TransformersModel:
         self._library = require("transformers", extra="hf", purpose="the transformers fallback")
         self._model = _empty_model(self._library, config, scope)
         self._step = _Step()
-        self.weights = _weight_plan(self._model)
+        self._experts = ForeignExperts(self._model)
+        self.weights = foreign_weights(self._model)
         self._replay = _replace_decoder(self._model)
         self._probe(config)
         self.kv_forms = tuple(
@@ -123,6 +124,7 @@ class TransformersModel:
         for param in self.weights.params:
             param.take()
         self._step.kernels = [self._bind(call) for call in self._step.calls]
+        experts = self._experts.bind(self._scope)
         name = type(self._model).__name__
         with _foreign_code(f"run {name}"):
             error = check_paged(self, self._plain_logits, self._scope)
@@ -140,7 +142,7 @@ class TransformersModel:
             f"{name} has no family of its own; transformers {self._library.__version__} runs it, "
             f"checked to {error:.1e}",
         )
-        self.decisions = (fallback, *self._scope.ledger.decisions())
+        self.decisions = (fallback, *experts, *self._scope.ledger.decisions())
         self.host_kernels = self._scope.ledger.host_kernels()
         self.host_pairs = self._scope.ledger.host_pairs()
 
@@ -180,11 +182,13 @@ class TransformersModel:
     def _plain_logits(self, ids: list[int]) -> torch.Tensor:
         """The logits [T, V] of one sequence by transformers alone, with its eager attention."""
         self._model.set_attn_implementation("eager")
+        self._experts.served = False
         try:
             ids_1T = torch.tensor([ids], device=self._scope.device)
             hidden_1TE = self._replay.decoder(input_ids=ids_1T, use_cache=False).last_hidden_state
             return self.logits(hidden_1TE[0])
         finally:
+            self._experts.served = True
             self._model.set_attn_implementation(INTERFACE)
 
     def _probe(self, config: ConfigReader) -> None:
@@ -379,49 +383,6 @@ def _empty_model(library: ModuleType, config: ConfigReader, scope: Scope) -> Any
         )
     model.tie_weights()
     return model.eval().requires_grad_(False)
-
-
-class _Views(torch.Tensor):
-    """A tensor whose parts stay views, so that transformers' renaming and splitting of a state dict
-    (per-expert weights, say) says where in our parameters each tensor of the checkpoint belongs."""
-
-    def contiguous(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        """The same storage, unlike torch's."""
-        return self
-
-
-def _weight_plan(model: Any) -> WeightPlan:
-    """Every stored tensor under its name in checkpoints; a tied one once."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    stored = model.state_dict()
-    own = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    kept = {name: stored[name].data for name in own if name in stored}
-    storages = {tensor.untyped_storage().data_ptr() for tensor in kept.values()}
-    views = {name: tensor.as_subclass(_Views) for name, tensor in kept.items()}
-    params = []
-    for name, view in revert_weight_conversion(model, views).items():
-        if view.untyped_storage().data_ptr() not in storages:
-            raise CheckpointError(
-                f"the transformers fallback cannot run {type(model).__name__}: its checkpoints store {name} "
-                "in a form that is computed on, not only renamed or split, while loading",
-                field="architectures",
-            )
-        params.append(_param(name, view.as_subclass(torch.Tensor)))
-    tied = tuple(re.escape(name) for name in stored if name not in kept)
-    return WeightPlan(params=tuple(params), ignored=(r".*\.rotary_emb\.inv_freq", *tied))
-
-
-def _param(name: str, tensor: torch.Tensor) -> Param:
-    shape = tuple(tensor.shape)
-    return Param(
-        name=name,
-        shape=shape,
-        dtype=tensor.dtype,
-        pieces=(WeightPiece(name=name, shape=shape),),
-        tensor=tensor,
-        init="ones" if tensor.dim() == 1 and name.endswith("weight") else "normal",
-    )
 
 
 def _replace_decoder(model: Any) -> _Replay:
