@@ -17,6 +17,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,12 @@ class Trial:
 def candidates(name: str, tokens: int) -> Iterator[StreamPlan]:
     """Plans that are tried for a number of tokens."""
     gated = "activation" in LAYERS[name]
-    stages = (3, 4, 5, 6, 8) if tokens == 1 else (3, 4, 6)
+    every = (3, 5, 8) if tokens == 1 else (4, 6)
     sizes = (tokens,) if tokens <= 64 else (64, 128)
-    for m in sizes:
-        for pair in (True,) if gated else (True, False):
-            for count in stages:
-                for per_sm in (1, 2, 3, 4):
-                    if tokens <= 64 or (per_sm <= 2 and pair):
-                        yield StreamPlan(stages=count, per_sm=per_sm, tokens=m, pair=pair)
+    programs = (1, 2, 3, 4) if tokens == 1 else (1, 2, 3) if tokens <= 64 else (1, 2)
+    for m, stages, per_sm in product(sizes, every, programs):
+        for pair in (True,) if gated or tokens > 64 else (True, False):
+            yield StreamPlan(stages=stages, per_sm=per_sm, tokens=m, pair=pair)
 
 
 def fits(trial: Trial, plan: StreamPlan) -> bool:
