@@ -4,6 +4,7 @@ test-gpu`): stored ones and those made while loading, chunks and replayed decode
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,14 @@ from headrace.back.quant.gpu_int4 import INT4_SCHEMES, quantize_int4
 from headrace.base.config.resolved import EngineSpec
 from tests.back.driver import Sequence
 from tests.back.quant.test_gpu_int4 import FORMATS
-from tests.back.test_cuda import GREEDY, MODEL, NUM_OUTPUT, bundled_spec, forced, generate
+from tests.back.test_cuda import GREEDY, MODEL, NUM_OUTPUT, bundled_spec, forced, generate, prompts
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
+SIZES = {"gptq": 128, "gptq-asym": 32, "awq": 32, "compressed": 128}
+"""Groups of the stored formats: those of the schemes, whose kernels are compiled once for all."""
 MOST = 0.15
 """Mean distance of log-probabilities: bfloat16 alone is allowed 0.1 (test_cuda.py), and weights are rounded to it."""
 
@@ -41,8 +44,11 @@ def folders(folder: Path, format: str) -> tuple[Path, Path]:
         if format in INT4_SCHEMES:
             plain[name] = dequantize(quantize_int4(weight, INT4_SCHEMES[format]), torch.float32)
             continue
-        quantize, symmetric, group, quantization, _ = FORMATS[format]
-        members, plain[name] = quantize(stored.pop(name).float(), group, symmetric=symmetric)
+        quantize, symmetric, _, told, _ = FORMATS[format]
+        sized = re.sub(r'("group_size": )\d+', rf"\g<1>{SIZES[format]}", json.dumps(told))
+        quantization = json.loads(sized)
+        weight = stored.pop(name).float()
+        members, plain[name] = quantize(weight, SIZES[format], symmetric=symmetric)
         stored |= {name.removesuffix("weight") + leaf: one for leaf, one in members.items()}
     for name, tensors, more in (
         ("stored", stored, {"quantization_config": quantization} if quantization else {}),
@@ -59,7 +65,9 @@ def spec_of(folder: Path, device: str, dtype: str, quantization: str | None = No
     spec = bundled_spec(device, dtype)
     config = json.loads((folder / "config.json").read_text())
     model = replace(spec.model, path=str(folder), config=config, quantization=quantization)
-    return replace(spec, model=model)
+    # one step takes all forced tokens; few sizes of steps, each with kernels to compile
+    scheduler = replace(spec.scheduler, max_running=len(prompts()))
+    return replace(spec, model=model, scheduler=scheduler)
 
 
 def distance(scores: np.ndarray, expected: np.ndarray) -> float:

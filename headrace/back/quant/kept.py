@@ -170,9 +170,11 @@ class _Unpacked:
 
 def check_order(groups: Groups, copy: Copy, scheme: Scheme) -> None:
     """That inputs belong to groups by their place, as the config says."""
+    if groups.group_C is None:
+        return
     start, stop, _ = copy.source[1].indices(copy.shape[1])
-    places = torch.arange(start, stop) // (scheme.group or copy.shape[1])
-    if groups.group_C is not None and not torch.equal(groups.group_C, places):
+    places = torch.arange(start, stop, device=groups.group_C.device)
+    if not torch.equal(groups.group_C, places // (scheme.group or copy.shape[1])):
         raise CheckpointError(
             f"{copy.name}: its group index is not in order, although its quantization_config says "
             "so (desc_act)",

@@ -83,28 +83,31 @@ def _combined(
     TILE: gl.constexpr,
 ):  # fmt: skip
     """A tile's sums, and whether they are whole: where runs share it, for the last that comes.
-    `partial` float32 [PROGRAMS, 2, PAIR, TILE]."""
-    owner = ((i_tile * STEPS + 1) * PROGRAMS - 1) // UNITS
-    sharers = ((i_tile + 1) * STEPS * PROGRAMS - 1) // UNITS - owner + 1
-    done = sharers == 1
-    if sharers > 1:
-        place = i_program * 2 + (begin <= i_tile * STEPS).to(gl.int32)
-        p_mine = partial + place * (PAIR * TILE) + o_tile
-        gl.store(p_mine, b_y, mask=m_tile)
-        if PAIR == 2:
-            gl.store(p_mine + TILE, b_u, mask=m_tile)
-        thread_barrier()
-        done = gl.atomic_add(counters + i_tile, 1, sem="acq_rel") == sharers - 1
-        if done:
-            gl.store(counters + i_tile, 0)
-            b_y = gl.zeros_like(b_y)
-            b_u = gl.zeros_like(b_u)
-            for i in range(0, sharers):
-                place = (owner + i) * 2 + (i == 0).to(gl.int32)
-                p_one = partial + place * (PAIR * TILE) + o_tile
-                b_y += gl.load(p_one, mask=m_tile, other=0.0, cache_modifier=".cg")
-                if PAIR == 2:
-                    b_u += gl.load(p_one + TILE, mask=m_tile, other=0.0, cache_modifier=".cg")
+    `partial` float32 [PROGRAMS, 2, PAIR, TILE]. No run ends within a tile of one block: there the
+    compiler would see a branch that is never taken, on which Triton 3.6 fails."""
+    done = i_tile >= 0
+    if STEPS > 1:
+        owner = ((i_tile * STEPS + 1) * PROGRAMS - 1) // UNITS
+        sharers = ((i_tile + 1) * STEPS * PROGRAMS - 1) // UNITS - owner + 1
+        done = sharers == 1
+        if sharers > 1:
+            place = i_program * 2 + (begin <= i_tile * STEPS).to(gl.int32)
+            p_mine = partial + place * (PAIR * TILE) + o_tile
+            gl.store(p_mine, b_y, mask=m_tile)
+            if PAIR == 2:
+                gl.store(p_mine + TILE, b_u, mask=m_tile)
+            thread_barrier()
+            done = gl.atomic_add(counters + i_tile, 1, sem="acq_rel") == sharers - 1
+            if done:
+                gl.store(counters + i_tile, 0)
+                b_y = gl.zeros_like(b_y)
+                b_u = gl.zeros_like(b_u)
+                for i in range(0, sharers):
+                    place = (owner + i) * 2 + (i == 0).to(gl.int32)
+                    p_one = partial + place * (PAIR * TILE) + o_tile
+                    b_y += gl.load(p_one, mask=m_tile, other=0.0, cache_modifier=".cg")
+                    if PAIR == 2:
+                        b_u += gl.load(p_one + TILE, mask=m_tile, other=0.0, cache_modifier=".cg")
     return done, b_y, b_u
 
 
