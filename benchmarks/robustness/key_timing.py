@@ -22,10 +22,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from headrace.base.config.server_options import ServerOptions
 from headrace.base.errors import Unauthorized
 from headrace.front.server.http.auth import ApiKeyAuthenticator
+from headrace.front.server.http.keys import ApiKeys
+from headrace.launch.resolve import server_spec
 
 KEY = b"sk-0123456789abcdefghijklmnopqrs"  # 32 bytes
 BOUND = 4.5
@@ -97,8 +101,9 @@ def worst_t(found: dict[int, list[float]]) -> float:
 
 def run(keys: int, seed: int) -> dict[str, Any]:
     digests = tuple(hashlib.sha256(key).hexdigest() for key in (KEY, b"another key"))
+    spec = server_spec(ServerOptions(api_keys=("none",)))
     gate = ApiKeyAuthenticator(
-        api_key_digests=digests,
+        keys=ApiKeys(msgspec.structs.replace(spec, api_key_digests=digests)),
         admin_key_digest=None,
         public_metrics=False,
         admin=frozenset(),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from tests.api.clients import openai_client
-from tests.api.serving import Served, eventually, serving
+from tests.api.serving import NO_TLS, Served, eventually, serving
 
 KEY, OTHER, ADMIN = "good-key-1", "good-key-2", "admin-key"
 PUBLIC = ["/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"]
@@ -193,3 +198,27 @@ def test_keys_of_a_file_come_and_go_while_the_server_runs(model: Path, tmp_path:
 
 def status(served: Served, key: str) -> int:
     return ask(served, "/v1/models", f"Authorization: Bearer {key}")
+
+
+def test_the_ledger_shows_no_digit_of_another_keys_digest(model: Path) -> None:
+    """What waits is told by tenant: of others only how much (security P3)."""
+    options = ("--api-keys", "one,two", "--max-running", "1")
+    body = {"prompt": "x", "max_tokens": 4000, "stream": True}
+    with serving(model, *options, step_s=0.05) as served, contextlib.ExitStack() as streams:
+        client = streams.enter_context(httpx.Client(base_url=served.url, verify=NO_TLS, timeout=60))
+        for key in ("two", "two"):
+            headers = {"x-api-key": key}
+            streams.enter_context(
+                client.stream("POST", "/v1/completions", json=body, headers=headers)
+            )
+
+        def ledger(key: str) -> dict[str, Any]:
+            answer = client.get("/v1/requests", headers={"x-api-key": key})
+            return answer.json()["engines"][0]
+
+        eventually(lambda: ledger("one")["waiting"] == 1, within_s=30.0)
+        theirs = hashlib.sha256(b"two").hexdigest()
+        own, others = ledger("two")["waiting_by_tenant"], ledger("one")["waiting_by_tenant"]
+        assert [theirs.startswith(name) for name in own] == [True]
+        assert list(own.values()) == list(others.values()) == [1]
+        assert not any(theirs[:size] in json.dumps(others) for size in (4, 8, 16, 32))

@@ -239,7 +239,7 @@ def _named(name: str) -> dict[str, Any]:
         ({"return_token_offsets": True, "stream": True}, "return_token_offsets", "streamed"),
         ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params", "not accepted"),
         ({"ec_transfer_params": {"remote_host": "x"}}, "ec_transfer_params", "not accepted"),
-        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "may not"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "takes no images"),
         ({"media_io_kwargs": {"video": {"num_frames": 9}}}, "media_io_kwargs", "may not"),
         ({"logits_processors": ["os.system"]}, "logits_processors", "may not name code"),
         ({"repetition_detection": {"max": 3}}, "repetition_detection", "unknown field"),

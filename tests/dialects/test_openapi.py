@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 
 from headrace.front.server.table import PUBLIC, table
-from tests.api.serving import Served
+from tests.api.serving import NO_TLS, Served
 from tests.dialects import agent
 from tests.dialects.conftest import KEY
 
@@ -78,3 +79,33 @@ def test_its_schemas_take_what_clients_send(document: Any, path: str, body: Any)
     jsonschema.Draft202012Validator(whole).validate(body)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(whole).validate([body])
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("/v1/messages", {}),
+    ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": 7}]}),
+    ("/v1/messages", {"max_tokens": 5, "messages": SAID, "model": "nobody"}),
+    ("/v1/messages/count_tokens", {"messages": []}),
+    ("/v1/chat/completions", {"messages": SAID, "temperature": 9}),
+    ("/v1/completions", {"prompt": "word " * 9000}),
+    ("/v1/responses", {"input": "a", "previous_response_id": "resp_no"}),
+    ("/v2/chat", {"messages": []}),
+    ("/tokenize", {"prompt": 7}),
+]
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize(("path", "body"), WRONG)
+def test_what_is_refused_has_the_declared_shape(
+    bundled: Served, document: Any, path: str, body: Any, keyed: bool
+) -> None:
+    """Also /v1/messages, whose errors have Anthropic's names."""
+    headers = {"x-api-key": KEY} if keyed else {}
+    answer = httpx.post(bundled.url + path, json=body, headers=headers, verify=NO_TLS, timeout=60)
+    assert 400 <= answer.status_code < 500
+    declared = document["paths"][path]["post"]["responses"]["default"]
+    schema = declared["content"]["application/json"]["schema"]
+    whole = {**schema, "components": document["components"]}
+    jsonschema.Draft202012Validator(whole).validate(answer.json())
+    if path.startswith("/v1/messages"):
+        assert answer.json()["type"] == "error" and answer.json()["request_id"]

@@ -26,7 +26,7 @@ ADD: Any = [{"role": "user", "content": "What is 17 + 25?"}]
 WEATHER: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 OPTIONS = (
     *("--compat", "vllm", "--api-keys", KEY, "--served-model-name", "demo", "--root-path", "/llm"),
-    *("--force-include-usage", "--max-logprobs", "40", "--return-tokens-as-token-ids"),
+    *("--force-include-usage", "--max-logprobs", "-1", "--return-tokens-as-token-ids"),
     *("--per-request-metrics", "--tokenizer-info"),
 )
 
@@ -188,6 +188,22 @@ def test_more_log_probabilities_where_the_server_allows_them(
     found_scores = scored.choices[0].logprobs
     assert found_scores is not None and found_scores.top_logprobs is not None
     assert len(found_scores.top_logprobs[0]) >= 30
+
+
+def test_all_log_probabilities_where_the_server_sets_no_bound(
+    vllm: Served, client: openai.OpenAI, gpt: openai.OpenAI
+) -> None:
+    ask: Any = {"model": "demo", "messages": ADD, "logprobs": True, "max_tokens": 1}
+    found = client.chat.completions.create(top_logprobs=-1, **ask).choices[0].logprobs
+    assert found is not None and found.content is not None
+    width = len(found.content[0].top_logprobs)
+    assert width > 1000
+    more: Any = {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt_logprobs": -1}
+    echoed = raw(vllm, "POST", "/v1/completions", json={"model": "demo", "prompt": "a b", **more})
+    scores = echoed.json()["choices"][0]["prompt_logprobs"]
+    assert [len(position) >= width for position in scores[1:]] == [True] * (len(scores) - 1)
+    with pytest.raises(openai.BadRequestError, match=r"-1 given, at most 20 allowed"):
+        gpt.chat.completions.create(top_logprobs=-1, **ask)
 
 
 def test_a_proxys_prefix_may_stand_before_every_path(vllm: Served) -> None:

@@ -99,7 +99,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_n: Annotated[Positive, Meta(description="Largest n and best_of.")] = 128
     max_logprobs: Annotated[
-        Natural, Meta(description="Largest logprobs, top_logprobs and prompt_logprobs.")
+        Annotated[int, Meta(ge=-1)],
+        Meta(
+            description="Largest logprobs, top_logprobs and prompt_logprobs; -1: as many as the vocabulary has, and "
+            "a request may say -1 for all of them."
+        ),
     ] = 20
     max_embed_tokens: Annotated[
         Positive | None,

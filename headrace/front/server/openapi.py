@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -33,10 +33,35 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class Error(msgspec.Struct, kw_only=True):
-    """The body of every failure. Under /v1/messages it has Anthropic's shape: type, error,
-    request_id."""
+    """The body of a failure."""
 
     error: ErrorDetail
+
+
+class MessagesErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong; the message names the field."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, kw_only=True):
+    """The body of a failure under /v1/messages."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str
+
+
+class CohereError(msgspec.Struct, kw_only=True):
+    """The body of a failure under /v2."""
+
+    id: str
+    message: str
+
+
+ERRORS: Mapping[str, type[msgspec.Struct]] = {"/v1/messages": MessagesError, "/v2/": CohereError}
+"""The failures of paths that begin so, where their dialect has a shape of its own."""
 
 
 class ApiRoute(Route):
@@ -67,7 +92,9 @@ class ApiRoute(Route):
 def document(routes: Sequence[ApiRoute], *, public: Collection[str]) -> Json:
     """The document (OpenAPI 3.1)."""
     bodies = [body for route in routes for body in route.bodies]
-    _, components = msgspec.json.schema_components([Error, *bodies], ref_template=_REFERENCE)
+    _, components = msgspec.json.schema_components(
+        [Error, *ERRORS.values(), *bodies], ref_template=_REFERENCE
+    )
     paths: dict[str, Json] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
@@ -92,10 +119,12 @@ def document(routes: Sequence[ApiRoute], *, public: Collection[str]) -> Json:
 
 def _operation(route: ApiRoute, method: str, *, is_public: bool) -> Json:
     words = re.findall(r"\w+", route.path)
+    own = [error for start, error in ERRORS.items() if route.path.startswith(start)]
+    error = (own or [Error])[0].__name__
     operation: Json = {
         "operationId": "_".join([method.lower(), *words]),
         "summary": " ".join(route.doc.split()),
-        "responses": {"200": _answer(route), "default": _json_body("Error", "A failure.")},
+        "responses": {"200": _answer(route), "default": _json_body(error, "A failure.")},
     }
     if is_public:
         operation["security"] = []

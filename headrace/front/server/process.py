@@ -118,15 +118,21 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+MOST_LOGPROBS = 1 << 20
+"""Above every vocabulary."""
+
+
 def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
     """The services of this process; the engine is not connected yet."""
     text = spec.text
     tokenizer = load_tokenizer(text.tokenizer_path, chat_template=text.chat_template)
     check_vocabulary(tokenizer, text.logits_width)
+    most = spec.server.max_logprobs
+    most = MOST_LOGPROBS if most < 0 else most
     limits = Limits(
         max_n=spec.server.max_n,
-        max_logprobs=spec.server.max_logprobs,
-        max_prompt_logprobs=spec.server.max_logprobs,
+        max_logprobs=most,
+        max_prompt_logprobs=most,
         heartbeat_timeout_s=spec.heartbeat_timeout_s,
     )
     engine = AsyncLLM(text, spec.socket_paths, limits=limits, tokenizer=tokenizer)

@@ -21,6 +21,9 @@ pytestmark = [
     ),
 ]
 DEVICE = "cpu" if interpreted() else "cuda"
+NO_HOPPER = (
+    interpreted() or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
+)
 DTYPE = torch.float16 if interpreted() else torch.bfloat16
 BOUND = 3e-3 if interpreted() else 1e-2
 SCHEMES = [(128, False), (64, True), (32, False), (32, True), (None, False), (None, True)]
@@ -73,9 +76,7 @@ def test_tiles(tokens, group, minima, outputs, inputs, bias, activation, add):
     assert error(y, op.bind_reference(problem, *sample.weights)(x, residual)) <= BOUND
 
 
-@pytest.mark.skipif(
-    interpreted() or torch.cuda.get_device_capability() != (9, 0), reason="kernels of Hopper"
-)
+@pytest.mark.skipif(NO_HOPPER, reason="kernels of Hopper")
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 33, 64, 100])
 @pytest.mark.parametrize(
     "group, minima, per_sm, stages, pair, dtype, outputs, inputs, bias, activation, add, eps",

@@ -17,6 +17,13 @@ from headrace.back.kernels.lora_linear.op import (
 )
 from headrace.back.kernels.triton.wrap import interpreted
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (interpreted() or torch.cuda.is_available()),
+        reason="no CUDA device here; test_interpreter.py runs these tests in the interpreter",
+    ),
+]
 DEVICE = "cpu" if interpreted() else "cuda"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [FP32, FP16] if interpreted() else [FP32, FP16, BF16]

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "amx.h"
+#include "paged_attention.h"
 
 #if defined(HR_AMX)
 

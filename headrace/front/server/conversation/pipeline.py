@@ -100,6 +100,11 @@ async def prompt_with_media(
     """The messages as token ids, through the model's chat template, and what placeholders among
     them stand for; truncated where that is asked."""
     media = context.services.media
+    if media is None and prompt.media_arguments:
+        raise InvalidRequest(
+            "mm_processor_kwargs: this model takes no images and no video",
+            field="mm_processor_kwargs",
+        )
     if media is None or not has_media(prompt.messages):
         return await _rendered_ids(context, prompt), ()
     if prompt.truncation is not None:

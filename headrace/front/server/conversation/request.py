@@ -106,7 +106,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LOGIT_BIAS = 1024
 
 
-NumScores = Annotated[int, Meta(ge=0, le=2**20)]
+NumScores = Annotated[int, Meta(ge=-1, le=2**20)]
+"""Alternatives of a token; -1: all."""
 """The server's own bound is --max-logprobs."""
 
 
@@ -329,7 +330,7 @@ def chat_params(
 
 
 def _check_scores(field: str, number: int | None, most: int) -> None:
-    if number is not None and number > most:
+    if number is not None and most >= 0 and not 0 <= number <= most:
         raise InvalidRequest(
             f"{field}: {number} given, at most {most} allowed (--max-logprobs of the server)",
             field=field,
@@ -360,6 +361,8 @@ def completion_params(
     )
     if request.echo and request.logprobs is not None:
         wanted = max(request.logprobs, request.prompt_logprobs or 0)
+        if -1 in (request.logprobs, request.prompt_logprobs):
+            wanted = -1
         params = msgspec.structs.replace(params, prompt_logprobs=wanted)
     return params
 
