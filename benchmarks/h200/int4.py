@@ -1,11 +1,12 @@
 """Layers with weights of 4-bit integers on one H200: whether they are right, and how long each plan takes.
 
-    python -m benchmarks.h200.int4 --out int4.json [--parts check,sweep,chain] [--budget 170]
+    python -m benchmarks.h200.int4 --out int4.json [--parts check,sweep,chain,rows] [--budget 170]
 
 "check" compares the kernels with their definition on the layers of Qwen3-8B. "sweep" times the plans of
 kernels/linear_int4/stream.py, the tiles, and the library's GEMM behind a dequantized weight, each in a chain of
 recorded launches over so many weights that no cache helps; plans compile in many processes first. "chain" times the
-layers of a model one after the other, by the plans that are shipped. It ends within about its budget of seconds, with
+layers of a model one after the other, by the plans that are shipped; "rows" times them for one token by the plans of
+the layers, each layer's in turn beside the best of the others. It ends within about its budget of seconds, with
 what was measured until then.
 """
 
@@ -122,9 +123,17 @@ def candidates(name: str, tokens: int) -> Iterator[StreamPlan]:
     every = (3, 5, 8) if tokens == 1 else (4, 6)
     sizes = (tokens,) if tokens <= 64 else (64, 128)
     programs = (1, 2, 3, 4) if tokens == 1 else (1, 2, 3) if tokens <= 64 else (1, 2)
-    for m, stages, per_sm in product(sizes, every, programs):
-        for pair in (True,) if gated or tokens > 64 else (True, False):
-            yield StreamPlan(stages=stages, per_sm=per_sm, tokens=m, pair=pair)
+    pairs = (True,) if gated or tokens > 64 else (True, False)
+    for m, stages, per_sm, pair in product(sizes, every, programs, pairs):
+        yield StreamPlan(stages=stages, per_sm=per_sm, tokens=m, pair=pair)
+    if tokens == 1:
+        for depth, per_sm, pair in product((1, 2, 4), (1, 2, 3), pairs):
+            yield rows_plan(depth, per_sm, pair)
+
+
+def rows_plan(depth: int, per_sm: int, pair: bool) -> StreamPlan:
+    """One token by triton_rows_int4.py."""
+    return StreamPlan(stages=3, per_sm=per_sm, tokens=1, pair=pair, depth=depth)
 
 
 def fits(trial: Trial, plan: StreamPlan) -> bool:
@@ -240,6 +249,48 @@ def chain(group: int | None, minima: bool, layers: int = 12) -> list[dict[str, A
     return rows
 
 
+def rows(group: int | None, minima: bool, layers: int = 12) -> list[dict[str, Any]]:
+    """The same of one token by each pair of plans; the best first."""
+    each_layer = {name: Trial.of(problem_of(name, group, minima), count=layers) for name in LAYERS}
+    plain = [rows_plan(*numbers) for numbers in product((2, 4), (1, 2, 3), (True, False))]
+    plain += [StreamPlan(stages=3, per_sm=2, tokens=1), rows_plan(1, 2, True)]
+    gated = [rows_plan(depth, per_sm, True) for depth, per_sm in product((1, 2, 4), (1, 2, 3))]
+    gated += [StreamPlan(stages=3, per_sm=3, tokens=1)]
+    tasks = [
+        (name, 1, group, minima, plans[i::3])
+        for name in LAYERS
+        for plans in ((gated if "activation" in LAYERS[name] else plain),)
+        for i in range(3)
+    ]
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        list(pool.imap_unordered(_compile, tasks, chunksize=1))
+
+    def us(chosen: dict[str, StreamPlan]) -> float:
+        by_layer = [trial.streams(chosen[name], 1) for name, trial in each_layer.items()]
+        calls = [call for layer in zip(*by_layer, strict=True) for call in layer]
+        for call in calls[: len(LAYERS)]:
+            call()
+        return each_us(calls, replays=5) * len(LAYERS)
+
+    found = []
+    best = {name: gated[-1] if "activation" in LAYERS[name] else plain[-2] for name in LAYERS}
+    for _ in range(2):
+        for name in LAYERS:
+            tried = gated if "activation" in LAYERS[name] else plain
+            times = []
+            for plan in tried:
+                try:
+                    times.append((us({**best, name: plan}), plan))
+                except Exception as error:
+                    print(name, plan, type(error).__name__, str(error)[:200], flush=True)
+            times.sort(key=lambda one: one[0])
+            found += [{"layer": name, "layer_us": one, "plan": asdict(plan)} for one, plan in times]
+            best[name] = times[0][1]
+            for one, plan in times[:4]:
+                print("rows", name, round(one, 2), asdict(plan), flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", default="check,chain,sweep")
@@ -256,6 +307,8 @@ def main() -> None:
             result[part] = check(given.group, given.minima)
         elif part == "chain":
             result[part] = chain(given.group, given.minima)
+        elif part == "rows":
+            result[part] = rows(given.group, given.minima)
         else:
             result[part] = sweep(given.group, given.minima, end)
         print(part, "took", round(time.perf_counter() - begin, 1), flush=True)

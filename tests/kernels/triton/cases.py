@@ -286,7 +286,9 @@ def _int4(tokens: int, group: int | None = 128, **more: object) -> Callable[[], 
     return call
 
 
-def _int4_stream(tokens: int, group: int | None = 128, **more: object) -> Callable[[], object]:
+def _int4_stream(
+    tokens: int, group: int | None = 128, depth: int = 0, **more: object
+) -> Callable[[], object]:
     """The same by those of Hopper."""
 
     def call() -> object:
@@ -300,7 +302,7 @@ def _int4_stream(tokens: int, group: int | None = 128, **more: object) -> Callab
             weight=weight, bias_O=bias, norm_I=norm, eps=problem.eps or 0.0,
             activation=problem.activation, add=problem.add,
         )  # fmt: skip
-        plan = linear_int4_stream.StreamPlan(stages=4, per_sm=2, tokens=tokens)
+        plan = linear_int4_stream.StreamPlan(stages=4, per_sm=2, tokens=tokens, depth=depth)
         y = torch.empty(tokens, problem.results, dtype=BF16) if residual is None else residual
         return linear_int4_stream.bind(gemm, plan)(x, y)
 
@@ -561,6 +563,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("int4 300", _int4(300, None, bias=True)),
     ("int4 stream one", _int4_stream(1, eps=1e-6, activation="silu")),
     ("int4 stream one of 32", _int4_stream(1, 32, minima=True, add=True, bias=True)),
+    ("int4 stream rows", _int4_stream(1, depth=1, eps=1e-6, activation="silu")),
+    ("int4 stream rows of all", _int4_stream(1, None, depth=2, minima=True, add=True, bias=True)),
     ("int4 stream 8", _int4_stream(8, None, activation="silu")),
     ("int4 stream 64 of 64", _int4_stream(64, 64, minima=True, add=True)),
     ("skinny act", _product(SKINNY, 16, activation="silu")),
@@ -611,6 +615,7 @@ ONLY = {
     for title in (
         *("attention Hopper", "attention Hopper decode", "attention Hopper lse"),
         *("int4 stream one", "int4 stream one of 32", "int4 stream 8", "int4 stream 64 of 64"),
+        *("int4 stream rows", "int4 stream rows of all"),
         *("stream act", "stream add", "wide 128 act", "wide 256 act"),
         *("experts Hopper", "expanded_attention Hopper", "latent_attention Hopper"),
     )

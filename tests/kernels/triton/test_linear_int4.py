@@ -123,6 +123,47 @@ def test_streams(
     assert torch.equal(*results)
 
 
+@pytest.mark.skipif(
+    interpreted() or torch.cuda.get_device_capability() != (9, 0), reason="kernels of Hopper"
+)
+@pytest.mark.parametrize(
+    "group, minima, per_sm, depth, pair, outputs, inputs, bias, activation, add, eps",
+    [
+        (128, False, 2, 4, False, 64, 128, False, None, False, None),
+        (128, True, 1, 2, True, 200, 400, True, None, True, None),
+        (None, False, 1, 2, True, 256, 2176, True, "silu", False, 1e-5),
+        (None, True, 1, 3, False, 136, 1152, True, None, True, None),
+        (128, False, 2, 4, False, 6144, 4096, False, None, False, 1e-6),
+        (128, False, 2, 2, True, 4096, 12288, False, None, True, None),
+        (128, True, 1, 4, True, 24576, 4096, False, "silu", False, 1e-6),
+        (128, False, 3, 1, True, 24576, 4096, False, "silu", False, None),
+    ],
+)
+def test_rows(group, minima, per_sm, depth, pair, outputs, inputs, bias, activation, add, eps):
+    """One token by programs that share nothing; twice the same bits."""
+    problem = problem_of(
+        outputs, inputs, group=group, minima=minima, bias=bias, activation=activation, add=add,
+        eps=eps,
+    )  # fmt: skip
+    sample = op.sample_of(problem, (1,))
+    weight, bias_O, norm_I = sample.weights
+    x, residual = sample.arguments
+    gemm = Int4Gemm(
+        weight=weight, bias_O=bias_O, norm_I=norm_I, eps=eps or 0.0, activation=activation, add=add
+    )
+    plan = StreamPlan(stages=3, per_sm=per_sm, tokens=1, pair=pair, depth=depth)
+    assert stream.unfit(gemm) is None and stream.by_rows(gemm, plan)
+    results = []
+    for _ in range(2):
+        y = torch.full((1, problem.results), float("nan"), device=DEVICE, dtype=DTYPE)
+        if residual is not None:
+            y.copy_(residual)
+        stream.bind(gemm, plan)(x, y)
+        results.append(y)
+    assert error(results[0], op.bind_reference(problem, *sample.weights)(x, residual)) <= BOUND
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -1,4 +1,4 @@
-"""When and how the kernels of triton_stream_int4.py are launched."""
+"""When and how the kernels of triton_stream_int4.py and triton_rows_int4.py are launched."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ LEAST_TOKENS = 8
 """Columns of the smallest matrix instruction."""
 CHUNK = 4096
 """Inputs of one token that are loaded together."""
+ROUND = 1024
+"""Inputs of all warps of triton_rows_int4.py."""
+ROW_TILE = 16
+"""Outputs of its programs."""
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -45,12 +49,14 @@ class Int4Gemm:
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan:
     """pair: a program's tile is two tiles of the weight (always where it is gated); stages: blocks
-    on their way; per_sm: programs of a multiprocessor; tokens: of a program."""
+    on their way; per_sm: programs of a multiprocessor; tokens: of a program. depth: one token by
+    triton_rows_int4.py where that serves, with so many rounds on their way instead of stages."""
 
     stages: int
     per_sm: int
     tokens: int
     pair: bool = True
+    depth: int = 0
 
 
 def unfit(gemm: Int4Gemm) -> str | None:
@@ -77,9 +83,19 @@ def unfit_sizes(gemm: Int4Gemm) -> str | None:
     return None
 
 
+def by_rows(gemm: Int4Gemm, plan: StreamPlan) -> bool:
+    """Whether triton_rows_int4.py serves: one token in bfloat16, groups of no less than a block."""
+    weight = gemm.weight
+    bfloat = weight.scales_NBSR.dtype is torch.bfloat16
+    return plan.tokens == 1 and plan.depth > 0 and bfloat and weight.group in (None, BLOCK)
+
+
 def shared_bytes(gemm: Int4Gemm, plan: StreamPlan) -> int:
     """Shared memory of a program."""
     tokens = plan.tokens
+    if by_rows(gemm, plan):
+        rounds = triton.cdiv(gemm.weight.inputs, ROUND * plan.depth) * plan.depth
+        return rounds * (ROUND * 2 + 32) + 2048
     block = parts(gemm, plan) * ROWS * BLOCK // 2
     if tokens == 1:
         return plan.stages * block + -(-gemm.weight.inputs // CHUNK) * CHUNK * 2 + 1024
@@ -96,6 +112,35 @@ def parts(gemm: Int4Gemm, plan: StreamPlan) -> int:
 
 def bind(gemm: Int4Gemm, plan: StreamPlan) -> Launch:
     """The launch `f(x_TI, y_TY)`."""
+    return _bind_rows(gemm, plan) if by_rows(gemm, plan) else _bind_streams(gemm, plan)
+
+
+def _bind_rows(gemm: Int4Gemm, plan: StreamPlan) -> Launch:
+    from headrace.back.kernels.linear_int4.triton_rows_int4 import rows_kernel
+
+    weight, gated = gemm.weight, gemm.activation is not None
+    device = weight.words_NBW.device
+    pair = 2 if gated or plan.pair else 1
+    tiles = triton.cdiv(weight.outputs, ROW_TILE * pair)
+    programs = min(plan.per_sm * num_sms(device), tiles)
+    constants = {
+        "INPUTS": weight.inputs, "OUTPUTS": gemm.results, "STEPS": weight.words_NBW.shape[1],
+        "PROGRAMS": programs, "DEPTH": plan.depth, "PAIR": pair, "WHOLE": weight.group is None,
+        "MINIMA": weight.minima, "NORM": gemm.norm_I is not None, "BIAS": gemm.bias_O is not None,
+        "GATED": gated, "ADD": gemm.add, "num_warps": 8,
+    }  # fmt: skip
+
+    def one(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
+        assert x_TI.stride(1) == y_TY.stride(1) == 1
+        rows_kernel[(programs,)](
+            weight.words_NBW, weight.scales_NBSR, x_TI, gemm.norm_I, gemm.bias_O, y_TY, gemm.eps,
+            **constants, **launch(device),
+        )  # fmt: skip
+
+    return one
+
+
+def _bind_streams(gemm: Int4Gemm, plan: StreamPlan) -> Launch:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
