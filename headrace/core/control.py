@@ -15,10 +15,18 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.base.errors import Conflict, InvalidRequest, Unavailable, WireError, to_wire
+from headrace.base.errors import (
+    Conflict,
+    HeadraceError,
+    InvalidRequest,
+    Unavailable,
+    WireError,
+    to_wire,
+)
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.request import Call, Reply
 from headrace.core import reports
+from headrace.core.adapters import NO_ADAPTERS, Adapters
 from headrace.core.admission import retry_after_s
 from headrace.core.lifecycle import RETRY_S, ExecutorHost, ExecutorLifecycle
 from headrace.core.output_processor import OutputBuffer
@@ -107,6 +115,9 @@ class Control:
             "reset_prefix_cache": _reset,
             "abort": _abort,
             "log_level": _set_log_level,
+            "load_adapter": _load_adapter,
+            "unload_adapter": _unload_adapter,
+            "adapters": lambda engine, call: {"adapters": _adapters(engine).describe()},
             "profile": _profile,
             "reload": lifecycle.reload,
             "sleep": lifecycle.sleep,
@@ -133,6 +144,8 @@ class Control:
 
     def advance(self, engine: ControlledEngine) -> None:
         """Answers the pauses and drains that have become complete."""
+        if engine.adapters is not None:
+            engine.adapters.advance()
         if self._waiting_pause and pause_is_complete(engine):
             if self._clear_cache:
                 _reset_prefix_cache(engine)
@@ -285,6 +298,31 @@ def _set_log_level(engine: ControlledEngine, call: Call) -> Document:
         engine.executor.log_level(level)
     engine.service.log_level = level
     return {"level": level}
+
+
+def _adapters(engine: ControlledEngine) -> Adapters:
+    if engine.adapters is None:
+        raise InvalidRequest(NO_ADAPTERS)
+    return engine.adapters
+
+
+def _load_adapter(engine: ControlledEngine, call: Call) -> None:
+    """Reads the adapter in `folder`, to be named `name`; answered once it is read. `replaces`: one
+    of that name may be there."""
+    given, number = call.arguments, call.number
+
+    def told(error: HeadraceError | None) -> None:
+        wrong = None if error is None else to_wire(error)
+        done = Reply(number=number, error=wrong) if wrong else _reply(number, {"loaded": True})
+        engine.output_buffer.add_reply(done)
+
+    name, folder = str(given.get("name", "")), str(given.get("folder", ""))
+    _adapters(engine).load(name, folder, told, replaces=given.get("replaces") is True)
+
+
+def _unload_adapter(engine: ControlledEngine, call: Call) -> Document:
+    _adapters(engine).unload(str(call.arguments.get("name", "")))
+    return {"unloaded": True}
 
 
 def _reset(engine: ControlledEngine, call: Call) -> Document:

@@ -27,6 +27,7 @@ from headrace.base.errors import (
 )
 from headrace.base.wire.load import Load
 from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Reply
+from headrace.core.adapters import BASE, Adapters, adapter_of
 from headrace.core.admission import (
     check_deadline,
     check_policy,
@@ -46,7 +47,7 @@ from headrace.core.output_processor import (
     finished_of,
 )
 from headrace.core.ports import AdmissionHook, Executor, ExecutorSource, Pending, StatsSink
-from headrace.core.reports import load_of, reason_of
+from headrace.core.reports import hello_of, load_of, reason_of
 from headrace.core.request import Request, RequestState, RowTable
 from headrace.core.request_index import Deadlines, RequestIndex
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
@@ -89,12 +90,14 @@ class EngineCore:
         hooks: Sequence[AdmissionHook] = (),
         stats: StatsSink | None = None,
         source: ExecutorSource | None = None,
+        adapters: Adapters | None = None,
         service: ServiceState | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec.scheduler
         self.clock = clock
         self.hooks = AdmissionHooks(hooks)
+        self.adapters = adapters
         self.requests = RequestIndex()
         self.counters = Counters(clock())
         self.output_buffer = OutputBuffer()
@@ -172,25 +175,7 @@ class EngineCore:
 
     def hello(self) -> Hello:
         """What fronts must know to check requests."""
-        facts, bounded = self.executor.facts, self.spec.policy != "priority"
-        return Hello(
-            logits_width=facts.logits_width,
-            max_model_len=facts.max_model_len,
-            capacity_tokens=self.kv.capacity_tokens,
-            max_running=self.rows.num_rows,
-            step_tokens=self.spec.max_step_tokens,
-            max_in_flight=self.rows.num_rows + self.spec.max_queued_requests if bounded else None,
-            num_blocks=facts.num_blocks,
-            block_tokens=facts.block_tokens,
-            trouble=self.service.lost,
-            failing=self.failing,
-            held=self.service.held,
-            log_level=self.service.log_level,
-            start_s=facts.start_s,
-            decisions=facts.decisions,
-            media=facts.media,
-            media_tokens=facts.media_tokens,
-        )
+        return hello_of(self)
 
     @property
     def failing(self) -> str:
@@ -230,12 +215,16 @@ class EngineCore:
         check_open(self)
         length_limit = check_request(wire, self.executor.facts, self.kv)
         check_policy(self.spec, wire)
+        adapter = BASE
+        if wire.adapter:
+            adapter = adapter_of(self.adapters, wire)
         request = Request(
             wire,
             arrival=self._arrivals,
             now=self.clock(),
             groups=len(self.executor.facts.groups),
             length_limit=length_limit,
+            adapter=adapter,
         )
         load = load_of(self)
         tokens = self.requests.prompt_tokens_of(wire.tenant)
@@ -299,6 +288,8 @@ class EngineCore:
         timers = [self._deadlines.first, self.service.drain_due]
         if self._stalled_at is not None and self.hooks and self.scheduler.queue:
             timers.append(self._stalled_at + HOOK_POLL_S)  # a hook may have opened meanwhile
+        if self.adapters is not None:
+            timers.append(self.adapters.poll_at)
         due = [timer for timer in timers if timer is not None]
         return max(0.0, min(due) - self.clock()) if due else None
 

@@ -20,7 +20,14 @@ import numpy.typing as npt
 from headrace.base.errors import HeadraceError
 from headrace.base.wire.grammar import Node
 from headrace.base.wire.request import EngineRequest
-from headrace.base.wire.step import RecordedGraphs, StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import (
+    AdapterOrder,
+    AdapterReply,
+    RecordedGraphs,
+    StepPlan,
+    StepResult,
+    WorkerFacts,
+)
 
 
 class Pending(Protocol):
@@ -89,6 +96,27 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Ends the workers and frees what they hold; idempotent."""
+        ...
+
+
+class PendingAdapter(Protocol):
+    """An order on its way."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        ...
+
+    def result(self) -> AdapterReply:
+        """What became of the order; EngineDead if the workers are gone."""
+        ...
+
+
+class AdapterWorkers(Protocol):
+    """An executor whose model takes low-rank adapters."""
+
+    def adapt(self, order: AdapterOrder) -> PendingAdapter:
+        """Carries out an order beside the steps; returns at once. A step that is submitted once
+        `done` says so sees what it has done."""
         ...
 
 

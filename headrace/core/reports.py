@@ -8,9 +8,13 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
+from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.wire.load import QUANTILES, Load, order_s
+from headrace.base.wire.request import Hello
 from headrace.base.wire.step import RecordedGraphs
+from headrace.core.adapters import Adapters
 from headrace.core.kv.manager import KVManager
+from headrace.core.ports import Executor
 from headrace.core.request import NOT_LOOKED_AT, Request, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.scheduler import Scheduler
@@ -23,6 +27,18 @@ class EngineView(Protocol):
     """What reports read of the engine core."""
 
     graphs: RecordedGraphs
+    spec: SchedulerSpec
+    adapters: Adapters | None
+
+    @property
+    def executor(self) -> Executor:
+        """The executor installed now."""
+        ...
+
+    @property
+    def failing(self) -> str:
+        """Why answers are not to be expected although steps run, or ""."""
+        ...
 
     @property
     def service(self) -> ServiceState:
@@ -84,6 +100,32 @@ def explain(engine: EngineView, request: Request) -> Document:
         "steps_passed_over": request.passed_over,
         "kv_blocks": sum(block != 0 for blocks in request.blocks for block in blocks),
     }
+
+
+def hello_of(engine: EngineView) -> Hello:
+    """What fronts must know to check requests."""
+    facts, spec, service = engine.executor.facts, engine.spec, engine.service
+    rows = engine.rows.num_rows
+    bounded = spec.policy != "priority"
+    return Hello(
+        logits_width=facts.logits_width,
+        max_model_len=facts.max_model_len,
+        capacity_tokens=engine.kv.capacity_tokens,
+        max_running=rows,
+        step_tokens=spec.max_step_tokens,
+        max_in_flight=rows + spec.max_queued_requests if bounded else None,
+        num_blocks=facts.num_blocks,
+        block_tokens=facts.block_tokens,
+        trouble=service.lost,
+        failing=engine.failing,
+        held=service.held,
+        adapters=() if engine.adapters is None else engine.adapters.names,
+        log_level=service.log_level,
+        start_s=facts.start_s,
+        decisions=facts.decisions,
+        media=facts.media,
+        media_tokens=facts.media_tokens,
+    )
 
 
 def load_of(engine: EngineView) -> Load:

@@ -47,6 +47,7 @@ from headrace.core.output_processor import CoreOutput
 from headrace.core.ports import AdmissionHook
 from headrace.core.reports import due_times, load_of
 from headrace.core.service_state import ServiceState
+from headrace.launch.adapters import adapters_of, load_adapters
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
@@ -111,7 +112,10 @@ class CoreLoop:
         except EngineError as error:
             self._fail(error)
         self._watchdog.since = None
-        if (core.failing, core.service.held) != (self._announced.failing, self._announced.held):
+        told = self._announced
+        if (core.failing, core.service.held) != (told.failing, told.held) or (
+            core.adapters is not None and core.adapters.names != told.adapters
+        ):
             self._announce(core.hello())
         self._send(output)
         if not core.scheduler.queue:
@@ -304,13 +308,20 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
     # as the core before it was when it died: whoever paused it has not resumed it
     service = ServiceState.resumed(paused=rest.paused, asleep=rest.asleep)
+    adapters = adapters_of(spec, lambda: core.executor)
+    hooks: list[AdmissionHook] = admission_hooks_of(spec, executor.facts)
+    if adapters is not None:
+        hooks.append(adapters)
     core = EngineCore(
         spec,
         executor,
-        hooks=admission_hooks_of(spec, executor.facts),
+        hooks=hooks,
         source=source,
+        adapters=adapters,
         service=service,
     )
+    if adapters is not None:
+        load_adapters(spec, adapters, source, asleep=rest.asleep)
     check_stated_length(spec.kv, core.kv)
     frontends = FrontendConnections(socket_path, core.hello(), status)
     facts = executor.facts

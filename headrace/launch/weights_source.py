@@ -48,6 +48,17 @@ class WeightsSource:
         """See ExecutorSource."""
         self._write(self._facts_path(), facts)
 
+    def keep_adapters(self, modules: tuple[tuple[str, str], ...]) -> None:
+        """These adapters (name, folder) are loaded now: a core restarted after a crash loads them
+        too."""
+        adapters = self._spec.model.adapters
+        assert adapters is not None
+        loaded = tuple(module for module in modules if module not in adapters.modules)
+        adapters = msgspec.structs.replace(adapters, loaded=loaded)
+        model = msgspec.structs.replace(self._spec.model, adapters=adapters)
+        self._spec = msgspec.structs.replace(self._spec, model=model)
+        self._write(self._spec_path, self._spec)
+
     def resting(self) -> WorkerFacts:
         """The facts of the core that slept last."""
         return msgspec.json.decode(self._facts_path().read_bytes(), type=WorkerFacts)

@@ -17,6 +17,8 @@ from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import WireError
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, read_frame
 from headrace.base.wire.step import (
+    AdapterOrder,
+    AdapterReply,
     DeferredInputs,
     RecordedGraphs,
     StepPlan,
@@ -97,9 +99,18 @@ class SetLogLevel(msgspec.Struct, frozen=True, tag="log_level"):
 
 
 ToWorker = (
-    StartWorker | StepPlan | DeferredInputs | ProfileSteps | ParkWeights | RecordGraph | SetLogLevel
+    StartWorker
+    | StepPlan
+    | DeferredInputs
+    | ProfileSteps
+    | ParkWeights
+    | RecordGraph
+    | SetLogLevel
+    | AdapterOrder
 )
-ToCore = WorkerReady | StepResult | WorkerFailed | ProfileReply | ParkReply | GraphReply
+ToCore = (
+    WorkerReady | StepResult | WorkerFailed | ProfileReply | ParkReply | GraphReply | AdapterReply
+)
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)
 

@@ -30,6 +30,8 @@ from headrace.back.runner.runner import AwaitDeferred
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
 from headrace.base.wire.step import (
+    AdapterOrder,
+    AdapterReply,
     DeferredInputs,
     RecordedGraphs,
     StepPlan,
@@ -130,6 +132,7 @@ class InlineExecutor:
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+        self._adapting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-adapters")
         self._launch: Launch = self._resident.runner.launch
         self._facts = self._resident.facts
         self._threads = StepThreads(spec.device.threads, self._facts)
@@ -170,6 +173,11 @@ class InlineExecutor:
         self._thread.submit(self._resident.unpark).result()
         self._launch, self._facts = self._resident.runner.launch, self._resident.facts
 
+    def adapt(self, order: AdapterOrder) -> Future[AdapterReply]:
+        """See AdapterWorkers."""
+        self.check()
+        return self._adapting.submit(self._resident.adapt, order)
+
     def log_level(self, level: str) -> None:
         """See Executor: this process's level is the worker's."""
 
@@ -186,6 +194,7 @@ class InlineExecutor:
             return
         self._closed.set()
         self._deferred_inputs.put(None)  # a step that still waits for its deferred inputs ends
+        self._adapting.shutdown(wait=True, cancel_futures=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._launch = _no_launch
         self._resident.close()

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -44,6 +45,8 @@ from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, HeadraceError, from_wire
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.step import (
+    AdapterOrder,
+    AdapterReply,
     DeferredInputs,
     RecordedGraphs,
     StepPlan,
@@ -91,6 +94,31 @@ class ProcessPending:
         return self._result
 
 
+class PendingOrder:
+    """An order that all workers have been sent; each answers it. `failure`: why none will any
+    more."""
+
+    def __init__(self, count: int, failure: Callable[[], HeadraceError | None]) -> None:
+        self._left, self._failure = count, failure
+        self._replies: list[AdapterReply] = []
+
+    def add(self, reply: AdapterReply) -> None:
+        """A worker's answer."""
+        self._replies.append(reply)
+
+    def done(self) -> bool:
+        """See PendingAdapter."""
+        return len(self._replies) == self._left or self._failure() is not None
+
+    def result(self) -> AdapterReply:
+        """The first that failed, else the first."""
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+        failed = (reply for reply in self._replies if reply.error is not None)
+        return next(failed, self._replies[0])
+
+
 class WorkerProcess:
     """One worker process and the core's end of its channel."""
 
@@ -135,6 +163,9 @@ class ProcessExecutor:
         self._profiled: SimpleQueue[ProfileReply] = SimpleQueue()
         self._parked: SimpleQueue[ParkReply] = SimpleQueue()
         self._recorded: SimpleQueue[GraphReply] = SimpleQueue()
+        self._orders: list[deque[PendingOrder]] = [
+            deque() for _ in range(spec.device.tensor_parallel)
+        ]
         self._ended = threading.Event()
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
@@ -204,6 +235,17 @@ class ProcessExecutor:
         answers = self._all(self._parked, PARK_TIMEOUT_S)
         self._facts = facts_of_all([one.facts for one in answers if one.facts is not None])
 
+    def adapt(self, order: AdapterOrder) -> PendingOrder:
+        """See AdapterWorkers."""
+        self.check()
+        pending = PendingOrder(len(self._workers), lambda: self._failure)
+        with self._lock:
+            for orders in self._orders:
+                orders.append(pending)
+            frame = TO_WORKER.frame(order)
+        self._send(frame)
+        return pending
+
     def _all(self, replies: SimpleQueue[R], timeout_s: float) -> list[R]:
         """Every worker's reply; EngineDead if one ends meanwhile, the first error if one could not
         do it."""
@@ -265,6 +307,10 @@ class ProcessExecutor:
                 continue
             if isinstance(message, GraphReply):
                 self._recorded.put(message)
+                continue
+            if isinstance(message, AdapterReply):
+                with self._lock:
+                    self._orders[worker.rank].popleft().add(message)
                 continue
             assert isinstance(message, StepResult), message
             self._finish(message)

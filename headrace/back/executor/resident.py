@@ -17,6 +17,7 @@ from headrace.back.executor.host_copy import HostCopy
 from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import DeferredChecks, SelfCheckFailed
+from headrace.back.lora.store import AdapterStore
 from headrace.back.models.protocol import CausalModel
 from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh
@@ -32,7 +33,7 @@ from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision, DeviceSpec, EngineSpec, verify_queries
 from headrace.base.errors import ConfigError, StartError
 from headrace.base.registry import Registry
-from headrace.base.wire.step import WorkerFacts
+from headrace.base.wire.step import AdapterOrder, AdapterReply, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,15 @@ class Resident:
         self._loaded: RankModel | None = loaded
         self._started: StartedRunner | None = _start(loaded, checks)
         self._copy: HostCopy | None = None
+        self._adapters: AdapterStore | None = None
+
+    def adapt(self, order: AdapterOrder) -> AdapterReply:
+        """Carries out an order; called by a thread of its own, which no step waits for."""
+        loaded = self._loaded
+        assert loaded is not None and loaded.model.adapters is not None, "it takes no adapters"
+        if self._adapters is None:
+            self._adapters = AdapterStore(loaded.model.adapters, self._device)
+        return self._adapters.carry_out(order)
 
     @property
     def runner(self) -> Runner:
@@ -108,7 +118,7 @@ class Resident:
 
     def close(self) -> None:
         """Gives up the model too, for good. Whoever holds this object holds no memory with it."""
-        self._loaded = self._copy = self._started = None
+        self._loaded = self._copy = self._started = self._adapters = None
         gc.collect()
         self._let_go()
 

@@ -40,7 +40,7 @@ from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.runner.results import LaunchedStep
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
 from headrace.base.telemetry import log as logs
-from headrace.base.wire.step import DeferredInputs, StepPlan
+from headrace.base.wire.step import AdapterOrder, DeferredInputs, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ def serve(channel: Channel) -> None:
     plans: SimpleQueue[Order] = SimpleQueue()
     profiler = Profiler(begin.rank)
     deferred_inputs: SimpleQueue[DeferredInputs] = SimpleQueue()
+    adapter_orders: SimpleQueue[AdapterOrder] = SimpleQueue()
     launched_steps: SimpleQueue[LaunchedStep] = SimpleQueue()
 
     def await_deferred(step: int) -> dict[str, memoryview]:
@@ -83,7 +84,8 @@ def serve(channel: Channel) -> None:
 
     channel.send(TO_CORE.frame(WorkerReady(resident.facts)))
     for work in (
-        (_read_plans, channel, plans, deferred_inputs),
+        (_read_plans, channel, plans, deferred_inputs, adapter_orders),
+        (_adapt, channel, resident, adapter_orders),
         (_send_results, channel, launched_steps, begin.rank),
     ):
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
@@ -133,6 +135,12 @@ def _recorded(resident: Resident) -> GraphReply:
         return GraphReply(error=to_wire(error))
 
 
+def _adapt(channel: Channel, resident: Resident, orders: SimpleQueue[AdapterOrder]) -> None:
+    """Reads and places adapters beside the steps."""
+    while True:
+        channel.send(TO_CORE.frame(resident.adapt(orders.get())))
+
+
 def _send_results(channel: Channel, launched_steps: SimpleQueue[LaunchedStep], rank: int) -> None:
     """Waits for the device, step by step, while the next ones are launched; rank 0 tells. Every
     rank reads its results: a row that failed must be cleaned up on all of them."""
@@ -156,6 +164,7 @@ def _read_plans(
     channel: Channel,
     plans: SimpleQueue[Order],
     deferred_inputs: SimpleQueue[DeferredInputs],
+    adapter_orders: SimpleQueue[AdapterOrder],
 ) -> None:
     """Reads ahead, so that the parent never waits to send; ends the process when the parent is
     gone."""
@@ -163,6 +172,8 @@ def _read_plans(
         message = TO_WORKER.decode(body)
         if isinstance(message, DeferredInputs):
             deferred_inputs.put(message)
+        elif isinstance(message, AdapterOrder):
+            adapter_orders.put(message)
         elif isinstance(message, SetLogLevel):
             logs.set_level(message.level)
         else:

@@ -7,21 +7,17 @@ of a slot is launched after `place` has returned.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-import msgspec
 import torch
 
 from headrace.back.layers.adapters import AdapterShare, AdapterSlots, LowRank
 from headrace.back.lora.peft import read_adapter
+from headrace.base.errors import HeadraceError, to_wire
+from headrace.base.wire.step import AdapterOrder, AdapterReply
 
-
-class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told of an adapter that was read. `num_bytes`: of its files' tensors."""
-
-    rank: int
-    num_bytes: int
-    num_modules: int
+log = logging.getLogger(__name__)
 
 
 class AdapterStore:
@@ -35,7 +31,22 @@ class AdapterStore:
         }
         self._adapters: dict[str, list[AdapterShare | None]] = {}
 
-    def read(self, name: str, folder: str) -> AdapterFacts:
+    def carry_out(self, order: AdapterOrder) -> AdapterReply:
+        """One order; what it could not do is told in the reply."""
+        try:
+            if order.action == "read":
+                return self.read(order.name, order.folder)
+            if order.action == "place":
+                self.place(order.name, order.slot)
+            else:
+                self.drop(order.name)
+        except Exception as error:
+            if not isinstance(error, HeadraceError):
+                log.exception("adapter %s: %s failed", order.name, order.action)
+            return AdapterReply(error=to_wire(error))
+        return AdapterReply()
+
+    def read(self, name: str, folder: str) -> AdapterReply:
         """Reads an adapter into host memory, in place of one of the same name; CheckpointError if
         it does not fit this model."""
         adapter = read_adapter(Path(folder), self._modules, max_rank=self._slots.max_rank)
@@ -48,7 +59,7 @@ class AdapterStore:
             }
             shares.append(linear.share(pairs) if pairs else None)
         self._adapters[name] = shares
-        return AdapterFacts(
+        return AdapterReply(
             rank=adapter.rank, num_bytes=adapter.num_bytes, num_modules=len(adapter.pairs)
         )
 

@@ -81,9 +81,8 @@ class BucketSteps:
         drafter: Drafter | None = None,
         usage: GraphUsage | None = None,
     ) -> None:
-        device = resources.device
+        device, model = resources.device, resources.model
         self._resources, self._replay = resources, replay
-        model = resources.model
         shortcuts = {"argmax": model.argmax, "top_candidates": model.top_candidates}
         self._shortcuts = {name: way for name, way in shortcuts.items() if way is not None}
         self._lacks = shortcuts.keys() - self._shortcuts.keys()
@@ -216,6 +215,9 @@ class BucketSteps:
             bucket = replace(bucket, sampler_input=needs)
         if shape.every and not bucket.decode and not bucket.verifies:
             bucket = replace(bucket, every=True)
+        if shape.slots is not None and (slots := self._resources.slots) is not None:
+            slots.send(shape.slots, shape.query_start, tokens=bucket.tokens, rows=bucket.rows)
+            bucket = replace(bucket, adapted=True)
         if plan.step >= 0:
             self._usage.counts[bucket] += 1
         slot = self._message.send(bucket, plan, shape, self.rows)
@@ -252,7 +254,9 @@ class BucketSteps:
         if bucket not in self._frames:
             if len(self._frames) >= MOST_FRAMES:
                 self._frames.clear()
-            self._frames[bucket] = self._frame(bucket)
+            frame, slots = self._frame(bucket), self._resources.slots
+            batch = slots.on(frame.batch) if bucket.adapted and slots is not None else frame.batch
+            self._frames[bucket] = replace(frame, batch=batch)
         frame, model, words = self._frames[bucket], self._resources.model, self._message.words
         if bucket.verifies and self._speculation is not None and self._speculation.proposes_in_step:
             starts_R1 = self._message.section(2, bucket.rows + 1)
@@ -305,19 +309,15 @@ class BucketSteps:
         return tensors
 
     def _asked(self, bucket: Bucket) -> AskedRows:
-        """The row of each token that is sampled, and its position; of verified ones all query
-        tokens, padding as the last row's."""
+        """The row and position of each sampled token; verified padding is as the last row's."""
         out = self._frames[bucket].out
         row_R, starts_R1, sample_R = (
             self._message.section(i, bucket.rows + (i == 2)) for i in (0, 2, 3)
         )
-        position_R = self._kv_len(bucket, out)
+        position_R, tokens_MC = self._kv_len(bucket, out), self._tables.tokens_MC
         if not bucket.verifies:
             return AskedRows(
-                row_R=row_R,
-                position_R=position_R,
-                sample_R=sample_R,
-                tokens_MC=self._tables.tokens_MC,
+                row_R=row_R, position_R=position_R, sample_R=sample_R, tokens_MC=tokens_MC
             )
         place_T = torch.arange(bucket.tokens, dtype=torch.int32, device=row_R.device)
         index_T = torch.searchsorted(starts_R1[1:], place_T, right=True)
@@ -326,7 +326,7 @@ class BucketSteps:
             row_R=row_R.index_select(0, index_T),
             position_R=(out.positions_T + 1).to(torch.int32),
             sample_R=torch.ones_like(place_T),
-            tokens_MC=self._tables.tokens_MC,
+            tokens_MC=tokens_MC,
         )
 
     def _kv_len(self, bucket: Bucket, out: StepOut) -> torch.Tensor:

@@ -24,6 +24,7 @@ import torch
 
 from headrace.back.kernels.upload import to_device
 from headrace.back.layers.pooling import Projection
+from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
 from headrace.back.runner.capture import LayersOfRow, capture_of, forget_rows, num_capturable
@@ -35,7 +36,7 @@ from headrace.back.runner.states import StateFactory
 from headrace.back.runner.steps import StepResources, token_choices
 from headrace.back.sampling.logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
-from headrace.base.config.resolved import EngineSpec
+from headrace.base.config.resolved import EngineSpec, max_forward_tokens
 from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING
 from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan, StepResult, WorkerFacts
@@ -90,6 +91,7 @@ class Runner:
         self._pooler = Pooler(model.classify, plan.projection)
         self._captured: LayersOfRow = {}
         self._lost: deque[np.ndarray] = deque()
+        self._slots = _slots_of(plan)
         self._records_idle = True
         resources = StepResources(
             model=model,
@@ -100,6 +102,7 @@ class Runner:
             group_of_layer=plan.layout.group_of_cache,
             device=device,
             spans=plan.layout.cross_spans,
+            slots=self._slots,
         )
         self._steps = plan.steps(resources, plan.spec, num_groups=len(plan.layout.groups))
         self._choices = token_choices(self._sampler, self._steps, model.logits)
@@ -150,6 +153,11 @@ class Runner:
     def max_drafts(self) -> int:
         """See Steps."""
         return self._steps.max_drafts
+
+    @property
+    def adapts(self) -> bool:
+        """Whether rows may have adapters."""
+        return self._slots is not None
 
     @property
     def samples_in_step(self) -> bool:
@@ -237,6 +245,8 @@ class Runner:
 
         plan = self._steps.begin(plan, needs, masks)
         shape = dataclasses.replace(shape_of(plan), needs=needs, every=every)
+        if self._slots is not None:
+            shape = dataclasses.replace(shape, slots=self._slots.of(shape.rows))
         probe = capture_of(self._captured, shape) if self._captured else None
 
         def take_masks() -> None:
@@ -278,6 +288,8 @@ class Runner:
                 self._pooler.end(plan.ends)
             if self._captured:
                 forget_rows(self._captured, plan.ends)
+        if self._slots is not None:
+            self._slots.begin(plan.starts)
         for start in plan.starts:
             self._state.start(start)
             self._sampler.start(start)
@@ -326,6 +338,16 @@ class Runner:
                 for group, table in enumerate(tables):
                     blocks = table.data.index_select(0, row_K).unique()
                     self._kv.scrub(group, blocks.to(torch.int64))
+
+
+def _slots_of(plan: RunnerPlan) -> RowSlots | None:
+    if plan.model.adapters is None:
+        return None
+    return RowSlots(
+        max_rows=plan.spec.scheduler.max_running,
+        max_tokens=max_forward_tokens(plan.spec),
+        device=plan.device,
+    )
 
 
 def _out_of_memory(

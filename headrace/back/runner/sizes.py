@@ -21,7 +21,7 @@ class Bucket:
     """The size of a step. `decode`: every row has one query token, row i is token i, tokens ==
     rows. `sampler_input`: what it leaves for the sampler, or does itself. `every`: it leaves the
     hidden states of all tokens, not only of each row's last. `queries`: of a step that verifies
-    drafts, the query tokens of a row at most; 0: of others."""
+    drafts, the query tokens of a row at most; 0: of others. `adapted`: some of its rows have adapters."""
 
     tokens: int
     rows: int
@@ -31,6 +31,7 @@ class Bucket:
     every: bool = False
     queries: int = 0
     commits: bool = True
+    adapted: bool = False
 
     @property
     def verifies(self) -> bool:
@@ -46,6 +47,7 @@ class Bucket:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
         size += f", verifying {self.queries} a row" if self.verifies else ""
         size += ", all hidden states" if self.every else ""
+        size += ", with adapters" if self.adapted else ""
         return (
             f"{size}, {self.sampler_input}"
             if isinstance(self.sampler_input, InStepSampling)

@@ -23,6 +23,7 @@ import torch
 from headrace.back.attention.plan import AttentionProbe
 from headrace.back.kernels.greedy.op import Argmax, Greedy
 from headrace.back.kernels.upload import to_device, to_host
+from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import Rows, StepShape, build_batch
 from headrace.back.runner.results import (
@@ -121,7 +122,7 @@ class StepOutputs:
 class StepResources:
     """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV
     group. sample: samples within steps; None: this device's steps only take the argmax. spans: see
-    Rows."""
+    Rows. slots: of the rows' adapters, where the model takes any."""
 
     model: CausalModel
     state: ModelState
@@ -129,6 +130,7 @@ class StepResources:
     kv: tuple[torch.Tensor, ...]
     group_of_layer: tuple[int, ...]
     device: torch.device
+    slots: RowSlots | None = None
     sample: StepSampler | None = None
     spans: tuple[int, ...] = ()
 

@@ -56,6 +56,11 @@ class PlanRunner(Protocol):
         ...
 
     @property
+    def adapts(self) -> bool:
+        """Whether rows may have adapters."""
+        ...
+
+    @property
     def max_drafts(self) -> int:
         """See Steps."""
         ...
@@ -105,7 +110,24 @@ def warm_up(
         results = [runner.execute(plan) for plan in plans]
         if not compiling:
             _check(spec, results)
+    if runner.adapts and device.type != "cpu":
+        _compile_adapters(runner, spec, logits_width, device)
     return time.perf_counter() - began
+
+
+def _compile_adapters(
+    runner: PlanRunner, spec: EngineSpec, logits_width: int, device: torch.device
+) -> None:
+    """A prompt and a decode in the first slot, which is empty: the kernels of adapters."""
+    num_rows, length = _largest(spec, device)
+    columns = runner.num_groups, 1 + length // spec.kv.block_tokens
+    prompt, generates = _prompt(length, logits_width), spec.model.head == "lm"
+    prefill = _prefill(num_rows, prompt, generates=generates, columns=columns)
+    starts = [replace(start, adapter_slot=1) for start in prefill.starts]
+    runner.execute(replace(prefill, starts=starts))
+    if generates:
+        runner.execute(_decode(num_rows, length))
+    runner.execute(_end(num_rows))
 
 
 def run_largest(

@@ -27,13 +27,15 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Low-rank adapters of the model: how many lie on the device beside each other, their greatest
     rank, and how many more host memory keeps. `roots`: folders below which adapters may be loaded
-    while the engine runs; `modules`: (name, folder) of those that are loaded at start."""
+    while the engine runs; `modules`: (name, folder) of those that are loaded at start; `loaded`: of
+    those that were loaded since, which a core that is started again loads too."""
 
     slots: int
     max_rank: int
     kept: int
     roots: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
+    loaded: tuple[tuple[str, str], ...] = ()
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

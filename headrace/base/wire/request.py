@@ -205,6 +205,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     (x-request-id). `tenant` shares fairly with other tenants in proportion to `weight`; a lower
     `priority` goes first. `deadline_s` counts from arrival. `cache_salt` separates prefix caches.
     `extra_keys` enter the hash of every block (adapter, media). `hook_payloads`: by hook name.
+    `adapter` names the low-rank adapter it runs with, "" none.
     `pooling` asks for hidden states instead of tokens; `stop.max_tokens` is 0 then. `prediction`:
     what the answer may be, as token ids like the prompt's. `media`: in the order of their
     placeholders in the prompt. `encoder`: what an encoder-decoder's encoder reads, token
@@ -228,6 +229,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prediction: bytes = b""
     media: tuple[MediaInput, ...] = ()
     encoder: bytes = b""
+    adapter: str = ""
 
     def prompt_ids(self) -> np.ndarray:
         """The prompt as an int32 array (a read-only view)."""
@@ -270,6 +272,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     one step. `trouble`: why nothing can be served, or ""; `failing`: why answers are not to be
     expected although steps run, or "".
     `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
+    `adapters`: the names of those that requests may name.
     `log_level`: what an administrator wants every process to log, or "". `start_s` breaks the
     start-up time down by phase. `media`: the kinds of input beside text (none: empty), of which a
     request may have `media_tokens` tokens together.
@@ -287,6 +290,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     failing: str = ""
     held: str = ""
     log_level: str = ""
+    adapters: tuple[str, ...] = ()
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []
     media: tuple[MediaForm, ...] = ()

@@ -97,6 +97,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A request takes a row. `tokens` (int32) are all its known tokens: the prompt, then outputs
     after a preemption.
 
+    `adapter_slot`: that of its adapter; 0: it has none.
     `num_prompt` of them are the prompt. The first `num_computed` have KV already (prefix hit).
     Block ids follow in the plan's `block_*` arrays. `prediction`: what the answer may be,
     little-endian int32 token ids; drafts are looked up in it. `media`: what the prompt's
@@ -114,6 +115,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pooling: RowPooling | None = None
     prediction: bytes = b""
     media: tuple[MediaSpan, ...] = ()
+    adapter_slot: int = 0
     encoder: np.ndarray = NO_TOKENS
     cross_tokens: int = 0
 
@@ -131,6 +133,27 @@ class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     row: int
     start: int
     tokens: np.ndarray
+
+
+class AdapterOrder(msgspec.Struct, frozen=True, kw_only=True, tag="adapter"):
+    """What the workers do with an adapter, beside the steps. `action`: "read" the one in `folder`
+    into host memory under `name`; "place" it in `slot`, which no row has; "drop" it from host
+    memory. Orders are carried out one after another."""
+
+    action: str
+    name: str
+    folder: str = ""
+    slot: int = 0
+
+
+class AdapterReply(msgspec.Struct, frozen=True, kw_only=True, tag="adapted"):
+    """What became of it; of one that was read its greatest rank, the bytes of its tensors, and the
+    linear layers that it changes."""
+
+    rank: int = 0
+    num_bytes: int = 0
+    num_modules: int = 0
+    error: WireError | None = None
 
 
 NO_DRAFTS = np.zeros(0, np.int32)

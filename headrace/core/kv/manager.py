@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from headrace.base.errors import ContextTooLong
 from headrace.base.wire.step import WorkerFacts
+from headrace.core.adapters import BASE
 from headrace.core.kv.kinds import CacheKind, CrossKind, capacity_tokens, common_hit, kind_of
 from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher, Snapshots
 from headrace.core.kv.slabs import SlabPool
@@ -119,9 +120,11 @@ class KVManager:
         if not self.prefix_caching:
             return 0
         if not request.chain_start:
-            wire = request.wire
+            wire, keys = request.wire, request.wire.extra_keys
+            if request.adapter is not BASE:
+                keys = (*keys, request.adapter.key)
             request.chain_start = self._hasher.start(
-                tenant=wire.tenant, salt=wire.cache_salt, extra_keys=wire.extra_keys
+                tenant=wire.tenant, salt=wire.cache_salt, extra_keys=keys
             )
         if request.needs_whole_prompt:
             return 0

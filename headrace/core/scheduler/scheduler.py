@@ -439,6 +439,7 @@ class Scheduler:
             pooling=request.wire.pooling,
             prediction=request.wire.prediction,
             media=request.media,
+            adapter_slot=request.adapter.slot,
         )
         if self.kv.spans:
             start = with_encoder(start, request.wire, self.kv.cross_tokens(request))
