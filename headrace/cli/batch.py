@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     line = CommandLine(
         "headrace batch",
         "Answer a file of requests.",
-        groups=("model", "kv", "scheduler", "device"),
+        groups=("model", "kv", "scheduler", "device", "adapters"),
     )
     line.parser.add_argument(
         "input", nargs="?", metavar="IN", help="requests, one JSON object per line"

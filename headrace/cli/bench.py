@@ -19,7 +19,7 @@ from headrace.bench.report import emit, versions
 from headrace.bench.serve import LoadSpec, run_load
 from headrace.bench.sweep import loads_of, parse_points, show_sweep, sweep
 
-ENGINE_GROUPS = ("model", "kv", "scheduler", "device")
+ENGINE_GROUPS = ("model", "kv", "scheduler", "device", "adapters")
 ABOUT = {
     "serve": "Load on any OpenAI-compatible server, with a ledger.",
     "sweep": "Several such loads, by concurrency or rate, in one table.",

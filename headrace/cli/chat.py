@@ -108,7 +108,9 @@ class Chat:
 def main(argv: Sequence[str]) -> int:
     """Chats until the end of input."""
     line = CommandLine(
-        "headrace chat", "Chat in the terminal.", groups=("model", "kv", "scheduler", "device")
+        "headrace chat",
+        "Chat in the terminal.",
+        groups=("model", "kv", "scheduler", "device", "adapters"),
     )
     add_model_argument(line)
     line.parser.add_argument("--system", help="system prompt")

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     line = CommandLine(
         "headrace eval",
         "Held-out tasks, greedy, exact match.",
-        groups=("model", "kv", "scheduler", "device"),
+        groups=("model", "kv", "scheduler", "device", "adapters"),
     )
     add_model_argument(line)
     line.parser.add_argument("--tasks", default="", help="comma-separated tasks [all of the file]")

@@ -22,7 +22,9 @@ from headrace.front.client.events import Delta, Ended, Generation
 def main(argv: Sequence[str]) -> int:
     """Continues every prompt and prints the answers in order."""
     line = CommandLine(
-        "headrace generate", "Continue prompts.", groups=("model", "kv", "scheduler", "device")
+        "headrace generate",
+        "Continue prompts.",
+        groups=("model", "kv", "scheduler", "device", "adapters"),
     )
     add_model_argument(line)
     line.parser.add_argument(

@@ -87,7 +87,8 @@ class _PoolerConfig(msgspec.Struct, forbid_unknown_fields=True):
 _LONGEST_TEXT = 1 << 20
 
 
-_NO_LORA = "LoRA adapters are not part of headrace"
+_NO_LORA = "LoRA adapters are taken in PEFT's layout: --lora-modules NAME=FOLDER"
+_ADAPTERS = "adapters are applied where the model runs"
 _NO_MEDIA = "no media are accepted"
 _NO_TLS = "serve TLS from a proxy in front of the server"
 _PER_REQUEST = "send it with each request, or put it into the model's generation_config.json"
@@ -184,8 +185,11 @@ VLLM: Mapping[str, OtherFlag] = {
     "--limit-mm-per-prompt": _left_out(_NO_MEDIA, ONE),
     "--mm-processor-kwargs": _left_out(_NO_MEDIA, ONE),
     "--allowed-local-media-path": _left_out(_NO_MEDIA, ONE),
-    "--enable-lora": _refused(_NO_LORA, 0),
-    "--lora-modules": _refused(_NO_LORA, SEVERAL),
+    "--enable-lora": _left_out(_ADAPTERS, 0),
+    "--lora-modules": _left_out(_ADAPTERS, SEVERAL),
+    "--max-loras": _left_out(_ADAPTERS, ONE),
+    "--max-lora-rank": _left_out(_ADAPTERS, ONE),
+    "--max-cpu-loras": _left_out(_ADAPTERS, ONE),
     "--kv-transfer-config": _refused("transfer of KV blocks is not part of headrace"),
     "--ssl-keyfile": _refused(_NO_TLS),
     "--ssl-certfile": _refused(_NO_TLS),
@@ -275,6 +279,10 @@ OTHERS: Mapping[str, tuple[str, OtherFlag]] = {
 }
 
 
+_LISTS = ("--served-model-name", "--lora-modules")
+"""Flags of ours whose values other servers take as words of their own."""
+
+
 def translated(argv: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str], list[Decision]]:
     """The command line in our words, and a Decision for each flag that was not ours; ConfigError
     with the hint for one that cannot be honoured. `known`: our flags, and whether a value follows
@@ -285,7 +293,7 @@ def translated(argv: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and "." not in flag:
             flag = flag.replace("_", "-")
-        if flag == "--served-model-name" and has_model and not equals:
+        if flag in _LISTS and flag in known and has_model and not equals:
             words += [flag, ",".join(_taken(queue, SEVERAL))]
         elif flag in known:
             words.append(flag + equals + value)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     line = CommandLine(
         "headrace plan",
         "Whether a model fits, and how fast it would run.",
-        groups=("model", "kv", "scheduler", "device"),
+        groups=("model", "kv", "scheduler", "device", "adapters"),
         own=("device",),
     )
     add_model_argument(line)

@@ -28,7 +28,7 @@ from headrace.launch.topology import RuntimeFolder
 
 def main(argv: Sequence[str]) -> int:
     """`headrace serve [MODEL] [options]`."""
-    groups = ("model", "kv", "scheduler", "device", "server")
+    groups = ("model", "kv", "scheduler", "device", "adapters", "server")
     line = CommandLine(
         "headrace serve", "Serve a model over HTTP (OpenAI-compatible).", groups=groups
     )

@@ -46,8 +46,8 @@ Order = Callable[[AdapterOrder], PendingAdapter]
 
 
 @dataclass(slots=True, eq=False)
-class Adapter:
-    """One loaded adapter. `id`: what the workers call it, never used again; `key` keeps its cached
+class LoadedAdapter:
+    """One loaded adapter. `id`: what the workers call it, never used again; `keys` keep its cached
     prefixes apart. `slot`: 0 while it lies in none. `users`: admitted requests; `pinned`: of these,
     those that have been let run. `is_owed`: it was put into its slot for a request that has not
     been let run yet. `needed_at`: when a request last asked for it."""
@@ -55,7 +55,7 @@ class Adapter:
     name: str = ""
     folder: str = ""
     id: str = ""
-    key: bytes = b""
+    keys: tuple[bytes, ...] = ()
     slot: int = 0
     is_read: bool = False
     pending: PendingAdapter | None = None
@@ -69,11 +69,11 @@ class Adapter:
     num_bytes: int = 0
 
 
-BASE = Adapter()
+BASE = LoadedAdapter()
 """That of a request without one."""
 
 
-def adapter_of(adapters: Adapters | None, request: EngineRequest) -> Adapter:
+def adapter_of(adapters: Adapters | None, request: EngineRequest) -> LoadedAdapter:
     """The adapter that a request names."""
     if adapters is None:
         raise ModelNotFound(f"model: {NO_ADAPTERS}", field="model")
@@ -84,8 +84,8 @@ def adapter_of(adapters: Adapters | None, request: EngineRequest) -> Adapter:
 class _Loading:
     """An adapter that is being read for a call, and who is told."""
 
-    adapter: Adapter
-    told: Callable[[HeadraceError | None], None]
+    adapter: LoadedAdapter
+    on_done: Callable[[HeadraceError | None], None]
     replaces: bool
 
 
@@ -93,15 +93,15 @@ class _Loading:
 class _Use:
     """A request's adapter, and whether it keeps it in its slot."""
 
-    adapter: Adapter
+    adapter: LoadedAdapter
     pins: bool = field(default=False)
 
 
 class Adapters(AdmissionHook):
     """The adapters of one core. See the top of the file.
 
-    Invariants: `_slots[i]` is the adapter in slot i + 1, or None; an adapter with `pinned` > 0 has a
-    slot and keeps it. `poll_at`: when `advance` is to be called although nothing else happens.
+    Invariants: `_slots[i]` is the adapter in slot i + 1, or None; an adapter with `pinned` > 0 has
+    a slot and keeps it. `poll_at`: when `advance` is to be called although nothing else happens.
     """
 
     name = "adapter"
@@ -113,13 +113,13 @@ class Adapters(AdmissionHook):
         self._order = order
         self._clock = clock
         self._roots = tuple(os.path.realpath(root) for root in spec.roots)
-        self._known: dict[str, Adapter] = {}
-        self._slots: list[Adapter | None] = [None] * spec.slots
+        self._known: dict[str, LoadedAdapter] = {}
+        self._slots: list[LoadedAdapter | None] = [None] * spec.slots
         self._uses: dict[int, _Use] = {}
         self._loading: list[_Loading] = []
-        self._made = 0
-        self._drained: Adapter | None = None
-        self._starved: Adapter | None = None
+        self._count = 0
+        self._drained: LoadedAdapter | None = None
+        self._starved: LoadedAdapter | None = None
         self._starved_at = 0.0
         self.names: tuple[str, ...] = ()
         self.poll_at: float | None = None
@@ -127,7 +127,7 @@ class Adapters(AdmissionHook):
 
     # what is known
 
-    def named(self, name: str) -> Adapter:
+    def named(self, name: str) -> LoadedAdapter:
         """The adapter of a request; ModelNotFound lists those there are."""
         adapter = self._known.get(name)
         if adapter is None:
@@ -155,13 +155,13 @@ class Adapters(AdmissionHook):
         self,
         name: str,
         folder: str,
-        told: Callable[[HeadraceError | None], None],
+        on_done: Callable[[HeadraceError | None], None],
         *,
         replaces: bool = False,
         trusted: bool = False,
     ) -> None:
-        """Reads an adapter and lets requests name it; `told` is called once that is done, or with
-        why not. `replaces`: one of that name may be there. `trusted`: the folder need not lie below
+        """Reads an adapter and lets requests name it; `on_done` is called once that is done, or
+        with why not. `replaces`: one of that name may be there. `trusted`: the folder need not lie below
         the allowed ones (the operator named it)."""
         check_name(name)
         taken = {loading.adapter.name for loading in self._loading}
@@ -173,7 +173,7 @@ class Adapters(AdmissionHook):
             check_folder(folder, self._roots)
         adapter = self._new(name, folder)
         adapter.pending = self._read(adapter)
-        self._loading.append(_Loading(adapter, told, replaces))
+        self._loading.append(_Loading(adapter, on_done, replaces))
         self.poll_at = self._clock() + POLL_S
 
     def know(self, name: str, folder: str) -> None:
@@ -223,26 +223,28 @@ class Adapters(AdmissionHook):
                 if before is not None:
                     self._retire(before)
                 self._changed()
-            loading.told(adapter.error)
+            loading.on_done(adapter.error)
         self.poll_at = self._clock() + POLL_S if self._loading else None
 
-    def _new(self, name: str, folder: str) -> Adapter:
-        self._made += 1
-        number = str(self._made)
-        return Adapter(name=name, folder=folder, id=number, key=f"adapter {number} {name}".encode())
+    def _new(self, name: str, folder: str) -> LoadedAdapter:
+        self._count += 1
+        number = str(self._count)
+        return LoadedAdapter(
+            name=name, folder=folder, id=number, keys=(f"adapter {number} {name}".encode(),)
+        )
 
-    def _read(self, adapter: Adapter) -> PendingAdapter:
+    def _read(self, adapter: LoadedAdapter) -> PendingAdapter:
         return self._order(AdapterOrder(action="read", name=adapter.id, folder=adapter.folder))
 
     def _changed(self) -> None:
         self.names = tuple(self._known)
         self.keep(tuple((one.name, one.folder) for one in self._known.values()))
 
-    def _retire(self, adapter: Adapter) -> None:
+    def _retire(self, adapter: LoadedAdapter) -> None:
         adapter.is_gone = True
         self._let_go(adapter)
 
-    def _let_go(self, adapter: Adapter) -> None:
+    def _let_go(self, adapter: LoadedAdapter) -> None:
         """One that is gone leaves its slot and host memory once nobody uses it."""
         if not adapter.is_gone or adapter.users:
             return
@@ -304,7 +306,7 @@ class Adapters(AdmissionHook):
 
     # slots
 
-    def _bring(self, adapter: Adapter) -> AdmissionVerdict:
+    def _bring(self, adapter: LoadedAdapter) -> AdmissionVerdict:
         """Has it read again, or placed, whichever is next."""
         if not adapter.is_read:
             adapter.pending = self._read(adapter)
@@ -320,7 +322,7 @@ class Adapters(AdmissionHook):
         adapter.pending = self._order(AdapterOrder(action="place", name=adapter.id, slot=slot))
         return _not_now(f"{adapter.name} is being put into a slot")
 
-    def _free_slot(self, wanting: Adapter) -> int | None:
+    def _free_slot(self, wanting: LoadedAdapter) -> int | None:
         """An empty slot, else that of the adapter nobody runs with that was needed least lately."""
         if None in self._slots:
             return 1 + self._slots.index(None)
@@ -336,7 +338,7 @@ class Adapters(AdmissionHook):
         slot, least.slot = least.slot, 0
         return slot
 
-    def _drain(self, wanting: Adapter) -> None:
+    def _drain(self, wanting: LoadedAdapter) -> None:
         """Remembers who waits longest, and in the end who makes room for it."""
         now = self._clock()
         if self._starved is None or not self._starved.users:
@@ -345,7 +347,7 @@ class Adapters(AdmissionHook):
             held = [one for one in self._slots if one is not None]
             self._drained = min(held, key=lambda one: one.pinned)
 
-    def _settle(self, adapter: Adapter) -> None:
+    def _settle(self, adapter: LoadedAdapter) -> None:
         """Takes in what became of its last order."""
         pending, adapter.pending = adapter.pending, None
         assert pending is not None
@@ -364,7 +366,7 @@ class Adapters(AdmissionHook):
             adapter.rank, adapter.num_bytes = reply.rank, reply.num_bytes
             self._trim(adapter)
 
-    def _trim(self, newest: Adapter) -> None:
+    def _trim(self, newest: LoadedAdapter) -> None:
         """Host memory keeps so many; of others only name and folder stay."""
         held = [one for one in self._known.values() if one.is_read and one is not newest]
         free = [one for one in held if not (one.slot or one.users or one.pending)]
@@ -374,11 +376,11 @@ class Adapters(AdmissionHook):
             self._order(AdapterOrder(action="drop", name=one.id))
 
 
-def _is_done(adapter: Adapter) -> bool:
+def _is_done(adapter: LoadedAdapter) -> bool:
     return adapter.pending is not None and adapter.pending.done()
 
 
-def _may_leave(adapter: Adapter) -> bool:
+def _may_leave(adapter: LoadedAdapter) -> bool:
     """Whether another one may take its slot."""
     owed = adapter.is_owed and adapter.users > 0
     return not adapter.pinned and not owed and adapter.pending is None

@@ -309,15 +309,15 @@ def _adapters(engine: ControlledEngine) -> Adapters:
 def _load_adapter(engine: ControlledEngine, call: Call) -> None:
     """Reads the adapter in `folder`, to be named `name`; answered once it is read. `replaces`: one
     of that name may be there."""
-    given, number = call.arguments, call.number
+    arguments, number = call.arguments, call.number
 
-    def told(error: HeadraceError | None) -> None:
+    def on_done(error: HeadraceError | None) -> None:
         wrong = None if error is None else to_wire(error)
         done = Reply(number=number, error=wrong) if wrong else _reply(number, {"loaded": True})
         engine.output_buffer.add_reply(done)
 
-    name, folder = str(given.get("name", "")), str(given.get("folder", ""))
-    _adapters(engine).load(name, folder, told, replaces=given.get("replaces") is True)
+    name, folder = str(arguments.get("name", "")), str(arguments.get("folder", ""))
+    _adapters(engine).load(name, folder, on_done, replaces=arguments.get("replaces") is True)
 
 
 def _unload_adapter(engine: ControlledEngine, call: Call) -> Document:

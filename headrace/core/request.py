@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from headrace.base.wire.media import MediaSpan
 from headrace.base.wire.request import EngineRequest
-from headrace.core.adapters import BASE, Adapter
+from headrace.core.adapters import BASE, LoadedAdapter
 from headrace.core.repeats import Repeats
 
 TOKEN_BYTES = 4
@@ -78,7 +78,7 @@ class Request:
     now: InitVar[float] = field(kw_only=True)
     groups: InitVar[int] = field(kw_only=True)
     length_limit: int = field(kw_only=True)
-    adapter: Adapter = field(kw_only=True, default=BASE)
+    adapter: LoadedAdapter = field(kw_only=True, default=BASE)
     num_prompt: int = field(init=False)
     stop_set: frozenset[int] = field(init=False)
     key: tuple[int, ...] = field(init=False)

@@ -1,18 +1,82 @@
-"""The adapters of an engine core: those it takes, and those it loads when it starts."""
+"""The options of low-rank adapters, decided; and the adapters that an engine core loads when it
+starts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
-from headrace.base.config.resolved import EngineSpec
-from headrace.base.errors import ConfigError, HeadraceError
+from headrace.back.models.families import FALLBACK
+from headrace.base.config.resolved import AdapterSpec, DeviceSpec, EngineSpec
+from headrace.base.config.tree import Options
+from headrace.base.errors import ConfigError, HeadraceError, InvalidRequest
+from headrace.core.adapter_folders import check_name
 from headrace.core.adapters import Adapters
 from headrace.core.ports import AdapterWorkers, Executor
+from headrace.launch.model_facts import ModelFacts
 from headrace.launch.weights_source import WeightsSource
 
 log = logging.getLogger(__name__)
+
+
+KEPT = 32
+"""Adapters in host memory, where nothing is said."""
+
+
+def adapter_spec(
+    options: Options, model: ModelFacts, device_spec: DeviceSpec
+) -> AdapterSpec | None:
+    """Whether and which adapters are taken; ConfigError where the model or the executor takes
+    none."""
+    asked = options.adapters
+    if not (asked.enable_lora or asked.lora_modules or asked.lora_folders):
+        return None
+    reason = None
+    if model.head != "lm":
+        reason = f"{model.architecture} generates no text"
+    elif model.family == FALLBACK:
+        reason = f"{model.architecture} runs by the transformers fallback, which applies none"
+    elif model.encoder_tokens:
+        reason = f"{model.architecture} is an encoder-decoder, to which none are applied"
+    elif device_spec.executor == "null":
+        reason = "--executor null computes nothing"
+    if reason is not None:
+        raise ConfigError(f"--enable-lora: {reason}", field="enable_lora")
+    kept = KEPT if asked.max_cpu_loras == "auto" else asked.max_cpu_loras
+    return AdapterSpec(
+        slots=asked.max_loras,
+        max_rank=asked.max_lora_rank,
+        kept=max(kept, asked.max_loras),
+        roots=tuple(_folder(root, "lora_folders") for root in asked.lora_folders),
+        modules=_modules(options),
+    )
+
+
+def _modules(options: Options) -> tuple[tuple[str, str], ...]:
+    modules: dict[str, str] = {}
+    for module in options.adapters.lora_modules:
+        name, sign, folder = module.partition("=")
+        field = "lora_modules"
+        if not sign:
+            raise ConfigError(f"--lora-modules: {module!r} is not NAME=FOLDER", field=field)
+        try:
+            check_name(name)
+        except InvalidRequest as error:
+            raise ConfigError(f"--lora-modules: {error.message}", field=field) from None
+        if name in modules or name in options.model.served_model_name:
+            raise ConfigError(f"--lora-modules: {name} is a name already", field=field)
+        modules[name] = _folder(folder, field)
+    return tuple(modules.items())
+
+
+def _folder(text: str, field: str) -> str:
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        flag = field.replace("_", "-")
+        raise ConfigError(f"--{flag}: {text!r} is no folder", field=field)
+    return str(folder.absolute())
 
 
 def adapters_of(spec: EngineSpec, executor: Callable[[], Executor]) -> Adapters | None:

@@ -112,9 +112,9 @@ class CoreLoop:
         except EngineError as error:
             self._fail(error)
         self._watchdog.since = None
-        told = self._announced
-        if (core.failing, core.service.held) != (told.failing, told.held) or (
-            core.adapters is not None and core.adapters.names != told.adapters
+        before = self._announced
+        if (core.failing, core.service.held) != (before.failing, before.held) or (
+            core.adapters is not None and core.adapters.names != before.adapters
         ):
             self._announce(core.hello())
         self._send(output)

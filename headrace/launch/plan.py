@@ -85,6 +85,7 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     tied = not any("lm_head" in name or name == "head" for name in sizes)
     table_bytes = sum(sizes[n][1] for n in tables)
     total = sum(num_bytes for _, num_bytes, _ in sizes.values())
+    slots = 0 if model.adapters is None else model.adapters.num_bytes
     matrices = sum(
         count
         for name, (count, _, dims) in sizes.items()
@@ -93,7 +94,7 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     head_bytes = sum(s[1] for n, s in sizes.items() if "lm_head" in n or n == "head")
     looked_up = sum(sizes[n][1] for n in tables[1:])  # of these no step reads more than a few rows
     return ModelCost(
-        weight_bytes=total,
+        weight_bytes=total + slots,
         read_bytes=total - (looked_up if tied else table_bytes),
         head_bytes=table_bytes - looked_up if tied else head_bytes,
         multiplied=matrices,

@@ -33,6 +33,7 @@ from headrace.front.text.parsing.families import (
     reasoning_family,
     tool_family,
 )
+from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
 from headrace.launch.generation_defaults import generation_defaults
 from headrace.launch.lengths import LARGEST, states_length, tokens_of_blocks, with_short_tables
@@ -100,6 +101,7 @@ def resolve(options: Options, model: ModelFacts, machine: MachineFacts) -> Resol
             attention_capture=_attention_capture(options, device_spec),
             manifest=_manifest(options, model),
             encoder_tokens=model.encoder_tokens,
+            adapters=adapter_spec(options, model, device_spec),
         ),
         kv=_kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
         scheduler=scheduler,

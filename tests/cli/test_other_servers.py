@@ -13,7 +13,7 @@ from headrace.cli.other_servers import LLAMA, ONE, OTHERS, SEVERAL, VLLM, transl
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import serving
 
-GROUPS = ("model", "kv", "scheduler", "device", "server")
+GROUPS = ("model", "kv", "scheduler", "device", "adapters", "server")
 
 
 def line() -> CommandLine:
@@ -67,8 +67,17 @@ def test_what_a_command_has_no_option_for_is_left_out() -> None:
         ("--max-num-seqs", "left out"),
         ("--tool-call-parser", "--tool-parser hermes"),
     ]
-    with pytest.raises(ConfigError, match="LoRA"):
-        translated(["M", "--enable-lora"], render.flags)
+    words, _ = translated(["M", "--enable-lora", "--lora-modules", "a=x", "b=y"], render.flags)
+    assert words == ["M"]
+    with pytest.raises(ConfigError, match="expert"):
+        translated(["M", "--enable-expert-parallel"], render.flags)
+
+
+def test_adapters_may_be_words_of_their_own() -> None:
+    typed = ["M", "--enable-lora", "--lora-modules", "a=x", "b=y", "--max-loras", "2"]
+    words, notes = translated(typed, line().flags)
+    assert words == ["M", "--enable-lora", "--lora-modules", "a=x,b=y", "--max-loras", "2"]
+    assert notes == []
 
 
 def test_each_flag_that_is_not_ours_is_a_decision() -> None:
@@ -85,7 +94,6 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--enable-lora", "LoRA"),
         ("--return-sampling-mask", "not told"),
         ("--pipeline-parallel-size 2", "--tensor-parallel"),
         ("--ssl-keyfile k.pem", "proxy"),

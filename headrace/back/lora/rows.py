@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch
+from headrace.back.kernels.upload import to_device
 from headrace.base.wire.step import RowStart
 
 RING = 8
@@ -67,3 +68,8 @@ class RowSlots:
             after = replace(after, slot_T=self._row_R[:rows])
         slot_T = self._token_T[: batch.token_ids_T.shape[0]]
         return replace(batch, slot_T=slot_T, last_token_batch=after)
+
+
+def slots_of(slot_R: np.ndarray, start_R1: np.ndarray, batch: Batch) -> torch.Tensor:
+    """The slots int32 [T] of an exact step's tokens, beside them on the device."""
+    return to_device(np.repeat(slot_R, np.diff(start_R1)), batch.positions_T.device)

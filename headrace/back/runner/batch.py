@@ -219,10 +219,8 @@ class StepShape:
     rows [R] int64; query_start [R+1], kv_len [R] int32; row_T, position_T [T] int64;
     sampled [N] int64: indices into the plan's rows; sampled_row, sampled_position [N]: the row, and
     the position the sampled token will have; place [N]: where each is among what a bucket's step
-    place: its row, or, if the step `verifies` drafts, its query token. needs: what the step has to
-    leave for the sampler; slots int32 [R]: of the rows' adapters (0: none), None where no row has
-    one; every: somebody wants the hidden states of all tokens, not only of each
-    row's last.
+    place: its row, or, if the step `verifies` drafts, its query token. needs: what the step leaves
+    for the sampler; slots int32 [R]: of adapters, or None; every: somebody wants all hidden states.
     """
 
     rows: np.ndarray
@@ -334,7 +332,6 @@ def build_batch(
     """
     row_R = to_device(shape.rows, rows.device)
     last_N = shape.query_start[1:][shape.sampled].astype(np.int64) - 1
-    slots = None if shape.slots is None else np.repeat(shape.slots, np.diff(shape.query_start))
     return Batch(
         token_ids_T=rows.tokens.take(shape.row_T, shape.position_T).to(torch.int64),
         positions_T=to_device(shape.position_T, rows.device),
@@ -345,7 +342,6 @@ def build_batch(
         row_R=row_R,
         query_start=shape.query_start,
         probe=probe,
-        slot_T=None if slots is None else to_device(slots, rows.device),
     )
 
 

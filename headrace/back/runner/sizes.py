@@ -21,7 +21,8 @@ class Bucket:
     """The size of a step. `decode`: every row has one query token, row i is token i, tokens ==
     rows. `sampler_input`: what it leaves for the sampler, or does itself. `every`: it leaves the
     hidden states of all tokens, not only of each row's last. `queries`: of a step that verifies
-    drafts, the query tokens of a row at most; 0: of others. `adapted`: some of its rows have adapters."""
+    drafts, the query tokens of a row at most; 0: of others.
+    `adapted`: some of its rows have adapters."""
 
     tokens: int
     rows: int

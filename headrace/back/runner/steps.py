@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from headrace.back.attention.plan import AttentionProbe
 from headrace.back.kernels.greedy.op import Argmax, Greedy
 from headrace.back.kernels.upload import to_device, to_host
-from headrace.back.lora.rows import RowSlots
+from headrace.back.lora.rows import RowSlots, slots_of
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import Rows, StepShape, build_batch
 from headrace.back.runner.results import (
@@ -377,6 +377,8 @@ class ExactSteps:
         batch = build_batch(
             shape, self.rows, kv=resources.kv, group_of_layer=resources.group_of_layer, probe=probe
         )
+        if shape.slots is not None:
+            batch = replace(batch, slot_T=slots_of(shape.slots, shape.query_start, batch))
         batch = resources.state.prepare(batch, shape)
         resources.state.before(batch)
         hidden_TE = resources.model.forward(batch)

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from headrace.base.config.adapter_options import AdapterOptions
 from headrace.base.config.bounds import (
     Auto,
     Bytes,
@@ -343,4 +344,5 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     kv: KVOptions = KVOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     device: DeviceOptions = DeviceOptions()
+    adapters: AdapterOptions = AdapterOptions()
     server: ServerOptions = ServerOptions()

@@ -80,7 +80,7 @@ ROUTES = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine"),
     *("/start_weight_update", "/update_weights", "/finish_weight_update"),
     *("/update_weight_version", "/weight_info", "/weight_checker"),
-    *("/fault_tolerance/apply", "/fault_tolerance/status"),
+    *("/fault_tolerance/apply", "/fault_tolerance/status", "/v1/lora_adapters"),
     *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
     *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
     *("/tokenizer_info", "/inference/v1/generate"),

@@ -63,7 +63,7 @@ OF_SEVERAL_FIGURES = (
 ABSENT: Mapping[str, str] = {
     "vllm:external_prefix_cache_queries, _hits": "there is no prefix cache outside the engine",
     "vllm:mm_cache_queries, _hits": "no media are taken, so that none are cached",
-    "vllm:lora_requests_info": "there are no adapters",
+    "vllm:lora_requests_info": "GET /v1/lora_adapters tells adapters and their requests",
     "vllm:engine_sleep_state by state": "the series is 1 while asleep; the ledger tells the level",
 }
 """vLLM's series that have no equal here, and why: a series that never moves would say that

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from headrace.base.errors import ContextTooLong
 from headrace.base.wire.step import WorkerFacts
-from headrace.core.adapters import BASE
 from headrace.core.kv.kinds import CacheKind, CrossKind, capacity_tokens, common_hit, kind_of
 from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher, Snapshots
 from headrace.core.kv.slabs import SlabPool
@@ -120,9 +119,8 @@ class KVManager:
         if not self.prefix_caching:
             return 0
         if not request.chain_start:
-            wire, keys = request.wire, request.wire.extra_keys
-            if request.adapter is not BASE:
-                keys = (*keys, request.adapter.key)
+            wire = request.wire
+            keys = (*wire.extra_keys, *request.adapter.keys)
             request.chain_start = self._hasher.start(
                 tenant=wire.tenant, salt=wire.cache_salt, extra_keys=keys
             )

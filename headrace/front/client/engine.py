@@ -129,6 +129,12 @@ class AsyncLLM:
         return len(self._hellos), len(self._cores)
 
     @property
+    def adapters(self) -> Sequence[str]:
+        """See `events.EngineClient.adapters`: those that every core has."""
+        each = [hello.adapters for hello in self._hellos]
+        return [name for name in each[0] if all(name in one for one in each)] if each else []
+
+    @property
     def context_tokens(self) -> int:
         """See `events.EngineClient.context_tokens`."""
         return self.bounds.context_tokens

@@ -34,6 +34,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     `decoder_ids`: what the decoder of an encoder-decoder begins with, where it is not what its
     checkpoint says; the prompt is what its encoder reads.
+    `adapter` names the low-rank adapter it runs with, "" none.
 
     With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`,
     `PooledPart`s, `Ended`."""
@@ -57,6 +58,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     predicted_ids: Sequence[int] = ()
     on_queued: Callable[[], None] | None = None
     decoder_ids: tuple[int, ...] = ()
+    adapter: str = ""
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -175,6 +177,11 @@ class EngineClient(Protocol):
 
     async def call_each(self, operation: str, **arguments: object) -> list[object]:
         """As `call`; a core that fails or is away has its error in the place of a reply."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of the adapters that requests may name."""
         ...
 
     @property

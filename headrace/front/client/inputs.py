@@ -49,6 +49,7 @@ _CARRIED = (
     "deadline_s",
     "cache_salt",
     "pooling",
+    "adapter",
     "media",
 )
 

@@ -111,13 +111,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str = "",
         progress: bool = True,
     ) -> list[Output]:
-        """Continues each prompt (text or token ids); one output per prompt, in order."""
+        """Continues each prompt (text or token ids), by `adapter` if named; outputs in order."""
         wanted = prompt_list(prompts)
-        encoded = self._encoded(wanted)
         texts = [prompt if isinstance(prompt, str) else None for prompt in wanted]
-        return self._run(texts, encoded, params, progress)
+        return self._run(texts, self._encoded(wanted), params, progress, adapter)
 
     def chat(
         self,
@@ -234,10 +234,12 @@ class LLM:
         encoded: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
+        adapter: str = "",
     ) -> list[Output]:
         each = params_list(params, len(encoded), self._defaults)
         generations = [
-            Generation(prompt_ids=ids, params=one) for ids, one in zip(encoded, each, strict=True)
+            Generation(prompt_ids=ids, params=one, adapter=adapter)
+            for ids, one in zip(encoded, each, strict=True)
         ]
         outputs = self._wait(run_all(self.engine, generations, run_one, show=progress))
         for output, text in zip(outputs, texts, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import NotServed
@@ -32,6 +32,7 @@ class NoEngine:
     degraded = False
     held = ""
     connected = (0, 0)
+    adapters: Sequence[str] = ()
     context_tokens = 2**31
 
     def generate(self, generation: Generation) -> Events:

@@ -1,8 +1,8 @@
 """Administration on the API's own port, behind the admin key, under the names that scripts for vLLM
 use: each leads to an operation, with that name's defaults and answer.
 
-What is not built here (adapters, transfer of weights, elastic scaling) is refused by name: REFUSED
-is that table."""
+What is not built here (transfer of weights, elastic scaling) is refused by name: REFUSED is that
+table."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from headrace import __version__
 from headrace.base.errors import InvalidRequest
+from headrace.front.server.administration import adapters
 from headrace.front.server.administration.operations import OPERATIONS, Json, Operation
 from headrace.front.server.administration.parameters import (
     AbortParameters,
@@ -127,6 +128,32 @@ NAMED = (
         reads=CollectiveParameters,
         has_body=True,
     ),
+    NamedRoute(
+        path="/v1/load_lora_adapter",
+        operation=Operation(
+            name="load_lora_adapter",
+            run=adapters.load,
+            parameters=adapters.LoadAdapterParameters,
+            changes=True,
+        ),
+        reads=adapters.LoadAdapterParameters,
+        has_body=True,
+    ),
+    NamedRoute(
+        path="/v1/unload_lora_adapter",
+        operation=Operation(
+            name="unload_lora_adapter",
+            run=adapters.unload,
+            parameters=adapters.UnloadAdapterParameters,
+            changes=True,
+        ),
+        reads=adapters.UnloadAdapterParameters,
+        has_body=True,
+    ),
+    NamedRoute(
+        path="/v1/lora_adapters",
+        operation=Operation(name="lora_adapters", run=adapters.listed),
+    ),
     NamedRoute(path="/get_world_size", operation=_AT["world_size"]),
     NamedRoute(
         path="/is_scaling_elastic_ep",
@@ -139,7 +166,6 @@ NAMED = (
     ),
 )
 
-NO_LORA = "LoRA adapters are not part of this server"
 NO_TRANSFER = (
     "weight transfer is not part of this server; POST /v1/admin/reload_model swaps in weights "
     "from a folder"
@@ -151,8 +177,6 @@ _NO_KV_RELEASE = (
 _NO_SCALING = "elastic scaling is not part of this server; start it anew with another --replicas"
 _NO_FAULTS = "fault tolerance by hand is not part of this server; cores that die are restarted"
 REFUSED: Mapping[str, str] = {
-    "/v1/load_lora_adapter": NO_LORA,
-    "/v1/unload_lora_adapter": NO_LORA,
     "/release_kv_cache": _NO_KV_RELEASE,
     "/release_kv_cache_memory": _NO_KV_RELEASE,
     **dict.fromkeys(

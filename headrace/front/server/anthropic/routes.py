@@ -127,7 +127,7 @@ def _card(services: Services, name: str) -> dict[str, object]:
 async def get_models(context: RequestContext, request: Request) -> Response:
     """The names that are served, in pages: `limit`, and `after_id` or `before_id`."""
     services = context.services
-    page, has_more = _page(request, list(services.text.model_names))
+    page, has_more = _page(request, [*services.text.model_names, *services.engine.adapters])
     return json_response(
         {
             "data": [_card(services, name) for name in page],

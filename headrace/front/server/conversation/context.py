@@ -35,7 +35,7 @@ from starlette.types import Scope
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.config.server_options import ServerSettings
-from headrace.base.errors import DeadlineExceeded, ModelNotFound
+from headrace.base.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Ended, EngineClient
@@ -85,13 +85,18 @@ class ServedModel:
     max_n: int
     max_model_len: int
     settings: ServerSettings = field(default_factory=ServerSettings)
+    engine: EngineClient | None = None
 
     def name_of(self, asked: str | None) -> str:
-        """The name to answer with; ModelNotFound lists the names that are served."""
+        """The name to answer with, the model's or an adapter's; ModelNotFound lists those that are
+        served."""
         if asked is None or asked in self.names:
             return asked or self.names[0]
+        adapters = () if self.engine is None else self.engine.adapters
+        if asked in adapters:
+            return asked
         raise ModelNotFound(
-            f"model: {asked[:200]!r} is not served; available: {', '.join(self.names)}",
+            f"model: {asked[:200]!r} is not served; available: {', '.join((*self.names, *adapters))}",
             field="model",
         )
 
@@ -162,11 +167,19 @@ class Services:
             max_n=self.server.max_n,
             max_model_len=self.text.max_model_len,
             settings=self.server,
+            engine=self.engine,
         )
 
     def model_name(self, asked: str | None) -> str:
         """See `ServedModel.name_of`."""
         return self.served.name_of(asked)
+
+    def base_name(self, asked: str | None) -> str:
+        """The same of routes that adapters do nothing for."""
+        name = self.served.name_of(asked)
+        if name not in self.text.model_names:
+            raise InvalidRequest(f"model: {name!r} is an adapter; this route takes none")
+        return name
 
     @property
     def context_tokens(self) -> int:

@@ -84,7 +84,7 @@ def begin_generate(
             context,
             request.token_ids,
             params,
-            run_options(sampling),
+            run_options(sampling, "" if model in services.text.model_names else model),
             label=label,
             answers=answers,
             structure=structure,

@@ -195,6 +195,7 @@ def generate(
         priority=run.priority,
         deadline_s=context.deadline_s(run.timeout_s),
         cache_salt=run.cache_salt,
+        adapter=run.adapter,
         pieces=answers[0].pieces if answers and services.answers.pieces is not None else None,
         grammar=structure.grammar,
         grammar_field=structure.field,

@@ -158,7 +158,7 @@ def listed(
         "id": completion_id(kind),
         "object": "list",
         "created": int(time.time()),
-        "model": context.services.model_name(model),
+        "model": context.services.base_name(model),
         "data": data,
         "usage": usage,
     }

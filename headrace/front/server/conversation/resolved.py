@@ -80,10 +80,11 @@ class RunOptions:
     timeout_s: float | None = None
     client_label: str | None = None
     interval: StreamInterval | None = None
+    adapter: str = ""
 
 
-def run_options(request: Common) -> RunOptions:
-    """What the request says of it."""
+def run_options(request: Common, adapter: str = "") -> RunOptions:
+    """What the request says of it. `adapter`: the one that it names as its model."""
     options = request.stream_options or StreamOptions()
     interval = stream_interval_of(
         options.stream_interval or request.stream_interval, options.stream_interval_ms
@@ -94,6 +95,7 @@ def run_options(request: Common) -> RunOptions:
         timeout_s=request.timeout_s,
         client_label=request.request_id,
         interval=interval,
+        adapter=adapter,
     )
 
 
@@ -293,7 +295,7 @@ def resolved(
             prompt=prompt_source(request),
             params=params,
             form=form_of(request),
-            run=run_options(request),
+            run=run_options(request, "" if model in served.names else model),
             fields=dataclasses.replace(
                 answer_fields(
                     request,

@@ -49,7 +49,7 @@ def posting(chat_of: ChatOf) -> Handler:
 
 async def _decided(context: RequestContext, document: Any, chat_of: ChatOf) -> Response:
     request = typed(document, DecisionsRequest)
-    model = context.services.model_name(request.model)
+    model = context.services.base_name(request.model)
     questions = [_question(one, f"questions[{i}]") for i, one in enumerate(request.questions)]
     chat = chat_of(context, _flat_items(request.input))
     answers = await asked(context, chat, questions, Manner(timeout_s=request.timeout_s))
@@ -62,7 +62,7 @@ async def _decided(context: RequestContext, document: Any, chat_of: ChatOf) -> R
 async def post_systemone(context: RequestContext, document: Any) -> Response:
     """POST /v1/systemone: the probabilities of named questions about a state."""
     request = typed(document, SystemOneRequest)
-    model = context.services.model_name(request.model)
+    model = context.services.base_name(request.model)
     state = words_of(request.state, "state")
     messages = [{"role": "user", "content": state}]
     chat = TranslatedRequest(

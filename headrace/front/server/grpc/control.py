@@ -1,7 +1,7 @@
 """The service `vllm.Control`: administration over gRPC, for the tools that speak vLLM's protocol.
 
 Every method does what its HTTP route does, and needs the key of that route. What is not built here
-is UNIMPLEMENTED, with words; lists of what there cannot be (adapters, event sources) are empty."""
+is UNIMPLEMENTED, with words; lists of what there cannot be (event sources) are empty."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 from headrace import __version__
 from headrace.base.errors import InvalidRequest, Unsupported
+from headrace.front.server.administration import adapters
 from headrace.front.server.administration.api import answer
-from headrace.front.server.administration.named import NO_LORA, NO_TRANSFER
+from headrace.front.server.administration.named import NO_TRANSFER
 from headrace.front.server.administration.operations import OPERATIONS, num_workers
 from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService, Unary
 
 _MODES = ("abort", "abort", "wait", "keep")
@@ -133,7 +135,28 @@ def _refusing(words: str) -> Unary:
     return method
 
 
-_NO_LORA, _NO_TRANSFER = _refusing(NO_LORA), _refusing(NO_TRANSFER)
+async def load_lora(context: RequestContext, fields: Fields) -> Fields:
+    """LoadLora: into every engine core."""
+    name, folder = fields.get("lora_name", ""), fields.get("source_path", "")
+    asked = {"lora_name": name, "lora_path": folder}
+    await adapters.load(context, parse(asked, adapters.LoadAdapterParameters))
+    return {"adapter": {"lora_name": name, "source_path": folder}}
+
+
+async def unload_lora(context: RequestContext, fields: Fields) -> Fields:
+    """UnloadLora."""
+    asked = {"lora_name": fields.get("lora_name", "")}
+    await adapters.unload(context, parse(asked, adapters.UnloadAdapterParameters))
+    return {"adapter": asked}
+
+
+async def list_loras(context: RequestContext, fields: Fields) -> Fields:
+    """ListLoras."""
+    names = context.services.engine.adapters
+    return {"adapters": [{"lora_name": name} for name in names]}
+
+
+_NO_TRANSFER = _refusing(NO_TRANSFER)
 SERVICE = RpcService(
     full_name="vllm.Control",
     methods={
@@ -141,9 +164,9 @@ SERVICE = RpcService(
         "GetModelInfo": Rpc(route="/server_info", unary=model_info),
         "Shutdown": Rpc(route="/pause", unary=shutdown),
         "Abort": Rpc(route="/abort_requests", unary=abort),
-        "LoadLora": Rpc(route="/v1/load_lora_adapter", unary=_NO_LORA),
-        "UnloadLora": Rpc(route="/v1/unload_lora_adapter", unary=_NO_LORA),
-        "ListLoras": Rpc(route="/server_info", unary=nothing),
+        "LoadLora": Rpc(route="/v1/load_lora_adapter", unary=load_lora),
+        "UnloadLora": Rpc(route="/v1/unload_lora_adapter", unary=unload_lora),
+        "ListLoras": Rpc(route="/v1/lora_adapters", unary=list_loras),
         "GetKvEventSources": Rpc(route="/kv_event_sources", unary=nothing),
         "PauseGeneration": Rpc(route="/pause", unary=pause),
         "ResumeGeneration": Rpc(route="/resume", unary=resume),

@@ -10,7 +10,6 @@ from typing import Any
 
 from headrace.base.errors import InvalidRequest, Unsupported
 from headrace.front.client.events import Delta, Ended, PromptScored, ScoredToken, Started
-from headrace.front.server.administration.named import NO_LORA
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.fold import logprob
 from headrace.front.server.conversation.generation import GenerateRequest, begin_generate
@@ -69,8 +68,6 @@ async def request_of(context: RequestContext, fields: Fields) -> GenerateRequest
     """The request of the token route that this one is."""
     if fields.get("media"):
         raise Unsupported("media: not accepted by this model")
-    if fields.get("lora_name"):
-        raise Unsupported(f"lora_name: {NO_LORA}")
     kv = fields.get("kv", {})
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if kv.get(name):
@@ -79,7 +76,7 @@ async def request_of(context: RequestContext, fields: Fields) -> GenerateRequest
     document = {
         "token_ids": await _prompt_ids(context, fields),
         "sampling_params": sampling_of(fields),
-        "model": fields.get("model"),
+        "model": fields.get("lora_name") or fields.get("model"),
         "cache_salt": salt,
         "priority": fields.get("priority"),
         "request_id": fields.get("request_id"),

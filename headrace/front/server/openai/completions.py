@@ -81,7 +81,7 @@ async def post_completions(context: RequestContext, document: Any) -> Response:
     if len(sent_prompts) > 1:
         context.retrying_engine = RetryingEngine(services.engine)
     structure = plain_structure(request)
-    run = run_options(request)
+    run = run_options(request, "" if model in services.text.model_names else model)
     context.hold_place()
     prompts = [await prompt_of(context, request, prompt) for prompt in sent_prompts]
     context.body_is_read()

@@ -9,13 +9,15 @@ from headrace.front.server.conversation.context import RequestContext, Services,
 
 
 def _card(services: Services, name: str) -> dict[str, object]:
+    base = services.text.model_names[0]
+    adapts = name not in services.text.model_names
     return {
         "id": name,
         "object": "model",
         "created": services.created,
         "owned_by": "headrace",
-        "root": services.text.model_names[0],
-        "parent": None,
+        "root": name if adapts else base,
+        "parent": base if adapts else None,
         "max_model_len": services.context_tokens,
         "permission": [],
     }
@@ -24,7 +26,8 @@ def _card(services: Services, name: str) -> dict[str, object]:
 async def get_models(context: RequestContext, request: Request) -> Response:
     """All names that are served."""
     services = context.services
-    data = [_card(services, name) for name in services.text.model_names]
+    names = (*services.text.model_names, *services.engine.adapters)
+    data = [_card(services, name) for name in names]
     return json_response({"object": "list", "data": data})
 
 

@@ -19,7 +19,7 @@ async def post_generative_scoring(context: RequestContext, document: Any) -> Res
     """POST /generative_scoring: p(first label) as the token after query and item."""
     request = parse(document, GenerativeScoringRequest)
     services = context.services
-    model = services.model_name(request.model)
+    model = services.base_name(request.model)
     services.tokenizer.check_ids(request.label_token_ids, field="label_token_ids")
     context.hold_place()
     labels = tuple(request.label_token_ids)

@@ -67,7 +67,7 @@ async def post_embeddings(context: RequestContext, document: Any) -> Response:
     request = parse(document, EmbeddingRequest)
     spec = one_vector(context)
     if request.late_chunking:
-        context.services.model_name(request.model)
+        context.services.base_name(request.model)
         context.hold_place()
         special = request.add_special_tokens is not False
         job = _job(request, how="tokens", head=False)
@@ -119,7 +119,7 @@ async def post_cohere_embed(context: RequestContext, document: Any) -> Response:
     """POST /v2/embed."""
     request = parse(document, CohereEmbedRequest)
     services = context.services
-    services.model_name(request.model)
+    services.base_name(request.model)
     one_vector(context)
     field, texts = _cohere_texts(request)
     context.hold_place()
@@ -254,7 +254,7 @@ async def _inputs(
     """What is to be pooled, tokenized, of at most `longest` tokens if that is more than the model
     can hold; takes the key's place first."""
     services = context.services
-    services.model_name(request.model)
+    services.base_name(request.model)
     if (request.input is None) == (request.messages is None):
         raise InvalidRequest("input: exactly one of input and messages is needed", field="input")
     context.hold_place()

@@ -39,7 +39,7 @@ from headrace.front.text.threads import TEXT_THREADS
 async def post_score(context: RequestContext, document: Any) -> Response:
     """POST /score, /v1/score."""
     request = parse(document, ScoreRequest)
-    model = context.services.model_name(request.model)
+    model = context.services.base_name(request.model)
     first, queries = _side(request, ("text_1", "queries", "data_1"))
     second, documents = _side(request, ("text_2", "documents", "items", "data_2"))
     if len(queries) not in (1, len(documents)):
@@ -66,7 +66,7 @@ async def post_score(context: RequestContext, document: Any) -> Response:
 async def post_rerank(context: RequestContext, document: Any) -> Response:
     """POST /rerank, /v1/rerank, /v2/rerank: the documents by falling relevance."""
     request = parse(document, RerankRequest)
-    model = context.services.model_name(request.model)
+    model = context.services.base_name(request.model)
     texts = texts_of(request.documents, "documents")
     scoring_input = ScoringInput(
         queries=[text_of(request.query, "query")],

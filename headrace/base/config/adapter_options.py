@@ -1,0 +1,52 @@
+"""The options of low-rank adapters (LoRA)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from headrace.base.config.bounds import Auto
+
+
+class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Low-rank adapters beside the model."""
+
+    enable_lora: Annotated[
+        bool,
+        Meta(
+            description="Requests may name low-rank adapters (LoRA) as their model; on with --lora-modules "
+            "or --lora-folders."
+        ),
+    ] = False
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Meta(description="Adapters loaded at start, as NAME=FOLDER in PEFT's layout."),
+    ] = ()
+    lora_folders: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Folders below which adapters may be loaded while the server runs "
+            "(POST /v1/load_lora_adapter). None: only those of --lora-modules."
+        ),
+    ] = ()
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Adapters on the device beside each other; requests of more wait for a slot.",
+        ),
+    ] = 4
+    max_lora_rank: Annotated[
+        int,
+        Meta(ge=1, le=512, description="Greatest rank of an adapter; each slot has room for it."),
+    ] = 64
+    max_cpu_loras: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | Auto,
+        Meta(
+            description="Adapters kept in host memory, beyond which those not needed lately are read "
+            "from disk again; auto: 32, and as many as --max-loras."
+        ),
+    ] = "auto"
