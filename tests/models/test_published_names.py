@@ -1,0 +1,204 @@
+"""Families that transformers has no class for, but whose layers are those of one it has: under the names and keys of
+their published checkpoints they give its logits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from headrace.base.errors import CheckpointError
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
+from tests.models.paged import random_rows, teacher_forced
+from tests.models.test_parity import CASES, LENGTHS, SIZES, compare, rope
+
+Tensors = dict[str, torch.Tensor]
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
+
+
+def renamed(tensors: Tensors, *rules: tuple[str, str]) -> Tensors:
+    """By the patterns, one after the other."""
+    found = {}
+    for name, tensor in tensors.items():
+        for pattern, other in rules:
+            name = re.sub(pattern, other, name)
+        found[name] = tensor
+    return found
+
+
+def merged(tensors: Tensors, module: str, name: str, *, by_group: bool) -> Tensors:
+    """Query, key and value of each attention in one tensor, one after the other or KV head by KV head."""
+    kept = dict(tensors)
+    for query in [one for one in tensors if one.endswith(f"{module}.q_proj.weight")]:
+        parts = [kept.pop(query.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        if by_group:
+            parts = [part.view(KV_HEADS, -1, part.shape[1]) for part in parts]
+        joined = torch.cat(parts, dim=1 if by_group else 0).flatten(0, -2)
+        kept[query.replace("q_proj", name)] = joined.contiguous()
+    return kept
+
+
+def internlm2(tensors: Tensors) -> Tensors:
+    return renamed(
+        merged(tensors, "self_attn", "wqkv", by_group=True),
+        ("self_attn", "attention"),
+        ("o_proj", "wo"),
+        ("mlp.gate_proj", "feed_forward.w1"),
+        ("mlp.up_proj", "feed_forward.w3"),
+        ("mlp.down_proj", "feed_forward.w2"),
+        ("input_layernorm", "attention_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("embed_tokens", "tok_embeddings"),
+        ("lm_head", "output"),
+    )
+
+
+def exaone(tensors: Tensors) -> Tensors:
+    return renamed(
+        tensors,
+        (r"model\.layers", "transformer.h"),
+        (r"model\.norm", "transformer.ln_f"),
+        (r"model\.embed_tokens", "transformer.wte"),
+        ("self_attn", "attn.attention"),
+        ("o_proj", "out_proj"),
+        ("gate_proj", "c_fc_0"),
+        ("up_proj", "c_fc_1"),
+        ("down_proj", "c_proj"),
+        ("input_layernorm", "ln_1"),
+        ("post_attention_layernorm", "ln_2"),
+    )
+
+
+def bailing(tensors: Tensors) -> Tensors:
+    return renamed(
+        merged(tensors, "self_attn", "query_key_value", by_group=False),
+        ("self_attn", "attention"),
+        ("o_proj", "dense"),
+        ("q_norm", "query_layernorm"),
+        ("k_norm", "key_layernorm"),
+        ("e_score_correction_bias", "expert_bias"),
+        ("block_sparse_moe", "mlp"),
+        (r"experts\.(\d+)\.w1", r"experts.\1.gate_proj"),
+        (r"experts\.(\d+)\.w3", r"experts.\1.up_proj"),
+        (r"experts\.(\d+)\.w2", r"experts.\1.down_proj"),
+        ("embed_tokens", "word_embeddings"),
+    )
+
+
+def with_drafter(tensors: Tensors) -> Tensors:
+    return {**tensors, "model.mtp_layers.0.input_proj.weight": torch.zeros(2, 2)}
+
+
+def as_they_are(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+SHAPE = {key: SIZES[key] for key in SIZES if not key.endswith("_id")}
+THETA = {"rope_theta": 500.0, "rms_norm_eps": 1e-6}
+V2 = {
+    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4},
+    **{"num_shared_experts": 2, "topk_group": 2, "routed_scaling_factor": 1.5},
+    **{"first_k_dense_replace": 1, "score_function": "sigmoid", "use_qk_norm": True},
+    **{"partial_rotary_factor": 0.5, "head_dim": 8, "rms_norm_eps": 1e-5},
+}
+PUBLISHED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Callable]] = {
+    "internlm2": ("InternLM2", "llama", rope(), {**THETA, "bias": False}, internlm2),
+    "internlm3": (
+        "InternLM3",
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, **rope()},
+        {**THETA, "bias": True, "qkv_bias": True},
+        as_they_are,
+    ),
+    "exaone": (
+        "Exaone",
+        "llama",
+        rope(),
+        {"rope_theta": 500.0, "layer_norm_epsilon": 1e-6, "activation_function": "silu"},
+        exaone,
+    ),
+    "minicpm": (
+        "MiniCPM",
+        "granite",
+        {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": HEAD_DIM**-0.5},
+            **{"residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 3.0, **rope()},
+        },
+        {
+            **{**THETA, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16},
+            "tie_word_embeddings": False,
+        },
+        as_they_are,
+    ),
+    "orion": (
+        "Orion",
+        "stablelm",
+        {"use_qkv_bias": False, "qk_layernorm": False, **rope(partial_rotary_factor=1.0)},
+        {"rope_theta": 500.0, "rms_norm_eps": 1e-5},
+        as_they_are,
+    ),
+    "mimo": ("MiMo", "qwen2", rope(), THETA, with_drafter),
+    "ling": (
+        "BailingMoe",
+        "mixtral",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": None, **rope()},
+        {
+            **{"rope_theta": 500.0, "rms_norm_eps": 1e-5, "num_experts": 6},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 80, "norm_topk_prob": True},
+        },
+        bailing,
+    ),
+    "ling-2": ("BailingMoeV2", "glm4-moe", {}, {**V2, "rope_theta": 500.0}, bailing),
+}
+
+
+def publish(name: str, folder: Path, **changes: Any) -> Any:
+    """The oracle, whose checkpoint in `folder` has the names and keys of the family."""
+    architecture, base, of_base, keys, rename = PUBLISHED[name]
+    copied, keys_of_case = CASES[base]
+    config = getattr(transformers, f"{copied}Config")
+    oracle = save_oracle(config(**(SIZES | keys_of_case | of_base)), folder)
+    save_file(rename(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    published = {**SHAPE, "architectures": [f"{architecture}ForCausalLM"], **keys, **changes}
+    (folder / "config.json").write_text(json.dumps(published))
+    return oracle
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_checkpoint_has_the_logits_of_the_class_it_copies(
+    name: str, tmp_path: Path
+) -> None:
+    oracle = publish(name, tmp_path)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field"),
+    [
+        ("minicpm", {"num_experts": 8}, "num_experts"),
+        ("ling", {"norm_head": True}, "norm_head"),
+        ("ling-2", {"score_function": "tanh"}, "score_function"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_key(
+    name: str, changes: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    publish(name, tmp_path, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        load_ours(model_spec(tmp_path))
+    assert caught.value.field == field
+
+
+def test_every_class_copied_is_among_those_compared() -> None:
+    assert {base for _, base, *_ in PUBLISHED.values()} <= set(CASES)
