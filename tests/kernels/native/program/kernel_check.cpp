@@ -194,12 +194,14 @@ void check_blocks(int coding, int64_t M, int64_t N, int64_t K, bool compared) {
 }
 
 using Attention = int32_t (*)(const void*, const void*, void*, const int32_t*, const int32_t*, const int32_t*,
-                              const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                              int64_t, int64_t, int64_t, float, float, int32_t, int32_t);
+                              const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, int32_t,
+                              int32_t);
 using Write = int32_t (*)(const void*, const void*, int8_t*, const int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t,
                           int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t, int32_t);
 
-// One decode row of 4 query heads, each with a sink, and 2 KV heads over `length` tokens; form 1, 2: int8, e4m3 cache.
+// One decode row of 4 query heads, each with a sink and, if compared, a slope of ALiBi, and 2 KV heads over `length` tokens;
+// form 1, 2: int8, e4m3 cache.
 void check_attention(int type, int form, int64_t length, bool compared) {
   const int64_t H = 4, KV = 2, D = 72, B = 16, blocks = (length + B - 1) / B, width = form ? D + 4 : D;
   const int64_t size = form ? 1 : type == F32 ? 4 : 2;
@@ -225,10 +227,10 @@ void check_attention(int type, int form, int64_t length, bool compared) {
   const int32_t starts[] = {0, 1}, lengths[] = {int32_t(length)};
   vector<char> out(size_t(H * D) * (type == F32 ? 4 : 2));
   vector<float> lse(size_t(H), NAN);
-  const float scale = 1.0f / sqrtf(float(D)), sinks[] = {0.5f, -1.0f, 3.0f, 0.0f},
-              slopes[] = {0.5f, 0.0625f, 0.0f, 0.01f};
+  const float scale = 1.0f / sqrtf(float(D)), sinks[] = {0.5f, -1.0f, 3.0f, 0.0f};
+  const float slopes[] = {0.0f, 0.02f, 0.25f, 0.001f};
   status |= kernel<Attention>("attention")(q.bytes.data(), cache.data(), out.data(), starts, lengths, table.data(),
-                                           sinks, slopes, lse.data(), 1, blocks, 1, blocks, H, KV, D, B, H * D, D, 2 * KV * B * width, KV * B * width,
+                                           sinks, compared ? slopes : nullptr, lse.data(), 1, blocks, 1, blocks, H, KV, D, B, H * D, D, 2 * KV * B * width, KV * B * width,
                                            B * width, 0, scale, 0, type, form);
   if (!compared) return;
   vector<double> exact(size_t(H * D), 0), exact_lse;
@@ -239,7 +241,7 @@ void check_attention(int type, int form, int64_t length, bool compared) {
     for (int64_t t = 0; t < length; ++t) {
       double dot = 0;
       for (int64_t d = 0; d < D; ++d) dot += q.exact[h * D + d] * k.exact[(t * KV + h / 2) * D + d];
-      weight.push_back(exp(dot * scale + slopes[h] * double(t - (length - 1)))), total += weight.back();
+      weight.push_back(exp(dot * scale + double(slopes[h]) * double(t + 1 - length))), total += weight.back();
     }
     exact_lse.push_back(log(total));
     for (int64_t t = 0; t < length; ++t)
