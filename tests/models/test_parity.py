@@ -427,6 +427,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "AXK2",
         {**WIDE_LATENT, **ROUTED, **INDEXED, "hidden_size": 64, "gated_norm_rank": 64},
     ),
+    "hy-v4": (
+        "HYV4",
+        {
+            **{
+                **WIDE_LATENT,
+                **ROUTED,
+                **INDEXED,
+                "hidden_size": 64,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            **{"indexer_types": ["full", "shared", "full"], "swiglu_limit": 0.6, "hc_mult": 3},
+        },
+    ),
     "longcat-flash": (
         "LongcatFlash",
         {

@@ -28,7 +28,7 @@ from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part
 
 KEY_NORM_EPS = 1e-6
-"""Of the layer norm of the keys, in all published models: not the model's own."""
+"""Of the layer norm of the keys, in most published models: not the model's own."""
 
 
 Handed = TypeVar("Handed")
@@ -65,7 +65,8 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """`dim`: dimensions of a head, the first of which are rotated; `top_k`: positions chosen;
+    """`dim`: dimensions of a head, of which those from `offset` on are rotated; `eps`: of the norm
+    of its keys; `top_k`: positions chosen;
     `selection`: where they are left for other layers; `shared`: there is no indexer here, what lies
     in the selection is read."""
 
@@ -73,6 +74,8 @@ class IndexerSpec:
     dim: int
     top_k: int
     rope: RopeSpec
+    offset: int = 0
+    eps: float = KEY_NORM_EPS
     selection: Selection | None = None
     shared: bool = False
 
@@ -146,9 +149,10 @@ class Indexer:
         facts = {"device": scope.kind, "dtype": scope.dtype, "block_tokens": scope.block_tokens}
         sizes = {"heads": spec.heads, "dim": spec.dim}
         rope = {"rotary": spec.rope.rotary_dim, "layout": spec.rope.layout}
+        rope |= {"offset": spec.offset, "eps": spec.eps}
         self._write = scope.bind(
             INDEX_WRITE,
-            IndexWriteProblem(**facts, **sizes, **rope, eps=KEY_NORM_EPS),
+            IndexWriteProblem(**facts, **sizes, **rope),
             self._norm_weight.take().float(),
             self._norm_bias.take().float(),
         )

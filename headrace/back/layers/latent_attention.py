@@ -39,6 +39,7 @@ from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
+from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard, local_units
 from headrace.base.errors import ConfigError
 
@@ -61,6 +62,7 @@ class LatentAttentionSpec:
     indexer    chooses the positions that are read; None: all are
     joint_gate the queries' up-projection holds, head by head, that of the gate of what the head
                gives, too; both read the down-projection, normed and then as it is (A.X K2)
+    sinks      a learned score per head takes part in the softmax; only with an indexer
     latent_scale  what normed latents are multiplied with
     """
 
@@ -80,6 +82,7 @@ class LatentAttentionSpec:
     indexer: IndexerSpec | None = None
     joint_gate: bool = False
     latent_scale: float = 1.0
+    sinks: bool = False
     names: LatentNames = LatentNames()
 
     def build(
@@ -154,6 +157,7 @@ class LatentAttention:
         self._out = RowLinear(
             scope / spec.names.out, values, spec.width, bias=spec.out_bias, adds=adds
         )
+        self._sinks = self._sinks_param() if spec.sinks else None
         self._rope = Rope(scope, spec.rope)
         self._absorb = self._expand = self._write = self._attend = self._gated = not_loaded
         self._attend_chosen = not_loaded
@@ -161,6 +165,12 @@ class LatentAttention:
         self._attend_expanded: Callable[..., torch.Tensor] | None = None
         self._key_HCN = self._value_HCV = torch.empty(0)
         scope.on_finish(self._finish)
+
+    def _sinks_param(self) -> Param:
+        heads = Part("sinks", self._spec.heads, self._spec.heads)
+        assert self._spec.indexer is not None, "sinks stand beside chosen positions"
+        shard = Shard(axis="tp", dim=0, parts=(heads,))
+        return self._scope.param("sinks", (heads.size,), shard=shard, init="zeros")
 
     def _up_projection(self, scope: Scope, q_rank: int, q_size: int) -> ColumnLinear:
         """Of the queries' bottleneck."""
@@ -307,9 +317,14 @@ class LatentAttention:
             self._query_scale_P = spec.query_scale.table_in(scope)
         if spec.indexer is not None:
             sparse = SparseLatentProblem(
-                **facts, **cache, top_k=spec.indexer.top_k, scale=spec.scale
+                **facts,
+                **cache,
+                top_k=spec.indexer.top_k,
+                scale=spec.scale,
+                sinks=spec.sinks,
             )
-            self._attend_chosen = scope.bind(SPARSE_LATENT_ATTENTION, sparse)
+            sinks = self._sinks.take().float() if self._sinks is not None else None
+            self._attend_chosen = scope.bind(SPARSE_LATENT_ATTENTION, sparse, sinks)
             return
         self._attend = scope.bind(
             LATENT_ATTENTION, LatentAttentionProblem(**facts, **cache, scale=spec.scale)

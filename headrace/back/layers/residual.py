@@ -37,13 +37,13 @@ class ResidualStreamsSpec(Protocol):
 
 
 class ResidualStreams(Protocol):
-    """A residual [S, T, E] of S streams, for decoders whose layers keep such a one."""
+    """A residual of S streams, [S, T, E] or [T, S, E] as the decoder's layers keep it."""
 
     def begin(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """x_STE of the tokens' embeddings."""
+        """The streams of the tokens' embeddings."""
         ...
 
-    def end(self, x_STE: torch.Tensor) -> torch.Tensor:
+    def end(self, streams: torch.Tensor, /) -> torch.Tensor:
         """x_TE behind the last layer."""
         ...
 

@@ -29,6 +29,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Mistral4ForCausalLM": "mistral4",
     "AfmoeForCausalLM": "afmoe",
     "HYV3ForCausalLM": "hy_v3",
+    "HYV4ForCausalLM": "hy_v4",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash",
     "ExaoneMoeForCausalLM": "exaone_moe",
     "MistralForCausalLM": "mistral",

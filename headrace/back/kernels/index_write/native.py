@@ -18,7 +18,7 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 
 MAX_DIM = 512
-_ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 11, FLOAT, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 12, FLOAT, INT32, INT32)
 
 
 def bind_with(
@@ -47,7 +47,7 @@ def bind_with(
         tensors = (q_TJI, key_TI, positions_T, table_PR, keys, slot_T, weight_I, bias_I)
         kernel(
             *(tensor.data_ptr() for tensor in tensors), q_TJI.shape[0], problem.heads,
-            problem.dim, problem.rotary, *q_TJI.stride()[:2], key_TI.stride(0), table_PR.shape[0],
+            problem.dim, problem.rotary, problem.offset, *q_TJI.stride()[:2], key_TI.stride(0), table_PR.shape[0],
             problem.block_tokens, keys.shape[0], keys.stride(0), problem.eps, int(pairs), element,
         )  # fmt: skip
 

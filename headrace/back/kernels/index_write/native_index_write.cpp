@@ -16,14 +16,15 @@ struct IndexWrite {
   void* keys;
   const int64_t* slots;
   const float *weight, *bias;
-  int64_t tokens, heads, dim, rotary, q_token, q_head, key_token, block_tokens, block_stride, tokens_per_chunk;
+  int64_t tokens, heads, dim, rotary, offset, q_token, q_head, key_token, block_tokens, block_stride, tokens_per_chunk;
   float eps;
   bool pairs;
 };
 
-// The first elements of x rotated by the position's cosines, then sines.
+// The elements of x from the offset on rotated by the position's cosines, then sines.
 template <class T>
 HR_INLINE void rotate_in_place(const IndexWrite& p, T* x, const float* cos) {
+  x += p.offset;
   const int64_t half = p.rotary / 2, step = p.pairs ? 2 : 1, apart = p.pairs ? 1 : half;
   const float* sin = cos + half;
   for (int64_t i = 0; i < half; ++i) {
@@ -71,16 +72,16 @@ void write_tokens(void* context, int64_t i) {
 // q [tokens, heads, dim] and key [tokens, dim], with strides in elements; keys: block b, token t at b * block_stride + t * dim.
 HR_PUBLIC int32_t HR_EXPORT(index_write)(void* q, const void* key, const int64_t* positions, const float* table, void* keys,
                                          const int64_t* slots, const float* weight, const float* bias, int64_t tokens,
-                                         int64_t heads, int64_t dim, int64_t rotary, int64_t q_token, int64_t q_head,
+                                         int64_t heads, int64_t dim, int64_t rotary, int64_t offset, int64_t q_token, int64_t q_head,
                                          int64_t key_token, int64_t table_rows, int64_t block_tokens, int64_t num_blocks,
                                          int64_t block_stride, float eps, int32_t pairs, int32_t dtype) {
-  if (dim < 1 || dim > kMaxDim || rotary < 2 || rotary % 2 || rotary > dim || heads < 1 || block_tokens < 1)
+  if (dim < 1 || dim > kMaxDim || rotary < 2 || rotary % 2 || offset < 0 || offset + rotary > dim || heads < 1 || block_tokens < 1)
     return HR_BAD_SHAPE;
   for (int64_t t = 0; t < tokens; ++t) {
     if (positions[t] < 0 || positions[t] >= table_rows) return HR_BAD_INDEX;
     if (slots[t] < 0 || slots[t] >= num_blocks * block_tokens) return HR_BAD_INDEX;
   }
-  IndexWrite p{q, key, positions, table, keys, slots, weight, bias, tokens, heads, dim, rotary, q_token, q_head, key_token,
+  IndexWrite p{q, key, positions, table, keys, slots, weight, bias, tokens, heads, dim, rotary, offset, q_token, q_head, key_token,
                block_tokens, block_stride, ceil_div(kChunkElements, dim + heads * rotary), eps, pairs != 0};
   const int64_t chunks = ceil_div(tokens, p.tokens_per_chunk);
   if (dtype == HR_BF16) hr_parallel(write_tokens<bf16>, &p, chunks);

@@ -3,8 +3,8 @@
 
 `bind(problem, weight_I, bias_I)` returns `f(q_TJI, key_TI, positions_T, table_PR, keys, slot_T) ->
 None`. T tokens, J heads of the indexer, I `dim`, R `rotary`. A key is normed (layer norm, float32
-weight and bias), its first R elements are rotated, and it goes into keys [num_blocks, block_tokens,
-I] at slot_T (see kernels/kv_write). The first R elements of each query head are rotated in place.
+weight and bias), its R elements from `offset` on are rotated, and it goes into keys [num_blocks, block_tokens,
+I] at slot_T (see kernels/kv_write). Those of each query head are rotated in place.
 q and key may be strided; last dimensions are contiguous. The table and `layout` are those of
 kernels/rope.
 """
@@ -45,6 +45,7 @@ class IndexWriteProblem:
     block_tokens: int
     eps: float
     layout: str = "half"
+    offset: int = 0
 
 
 def check_operands(
@@ -66,7 +67,9 @@ def bind_reference(
     of_norm = LayerNormProblem(**facts, width=dim, eps=problem.eps, bias=True)
     norm = bind_norm(of_norm, weight_I[None], bias_I)
     rotate = bind_rope(
-        RopeProblem(**facts, head_dim=dim, rotary_dim=problem.rotary, layout=problem.layout)
+        RopeProblem(
+            **facts, head_dim=problem.rotary, rotary_dim=problem.rotary, layout=problem.layout
+        )
     )
 
     def index_write(
@@ -79,7 +82,8 @@ def bind_reference(
     ) -> None:
         check_operands(problem, q_TJI, key_TI, keys)
         normed_T1I = norm(key_TI)[:, None]
-        rotate(q_TJI, normed_T1I, positions_T, table_PR)
+        rotated = slice(problem.offset, problem.offset + problem.rotary)
+        rotate(q_TJI[..., rotated], normed_T1I[..., rotated], positions_T, table_PR)
         block_T = torch.div(slot_T, problem.block_tokens, rounding_mode="floor")
         keys[block_T, slot_T - block_T * problem.block_tokens] = normed_T1I[:, 0]
 

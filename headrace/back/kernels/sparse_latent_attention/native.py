@@ -23,13 +23,16 @@ from headrace.back.kernels.sparse_latent_attention.op import (
 )
 
 MAX_WIDTH = 1024
-_ARGUMENTS = (*(POINTER,) * 7, *(INT64,) * 10, FLOAT, INT32)
+_ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 10, FLOAT, INT32)
 
 
 def bind_with(
-    library: NativeLibrary, problem: SparseLatentProblem
+    library: NativeLibrary, problem: SparseLatentProblem, sinks_H: torch.Tensor | None = None
 ) -> SparseLatentAttentionFunction:
-    """The kernel of one library."""
+    """The kernel of one library; keeps the sinks."""
+    assert problem.sinks == (sinks_H is not None), problem
+    sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
+    sinks = None if sinks_H is None else sinks_H.data_ptr()
     kernel = library.bind("sparse_latent_attention", *_ARGUMENTS)
     heads, rank, width, element = problem.heads, problem.rank, problem.width, DTYPES[problem.dtype]
 
@@ -47,8 +50,9 @@ def bind_with(
         assert chosen_TK.dtype == torch.int32 and chosen_TK.is_contiguous(), chosen_TK.dtype
         out_THC = q_THW.new_empty((num_tokens, heads, rank))
         tensors = (q_THW, kv, starts, lengths, table, chosen_TK, out_THC)
+        assert sinks_H is None or len(sinks_H) == heads, sinks_H
         kernel(
-            *(tensor.data_ptr() for tensor in tensors), rows, table.stride(0), num_tokens, heads,
+            *(tensor.data_ptr() for tensor in tensors), sinks, rows, table.stride(0), num_tokens, heads,
             width, rank, problem.top_k, problem.block_tokens, kv.shape[0], kv.stride(0),
             problem.scale, element,
         )  # fmt: skip
@@ -66,6 +70,6 @@ def _supports(problem: SparseLatentProblem) -> str | None:
 KERNEL = Kernel(
     name="native",
     supports=_supports,
-    bind=lambda problem: bind_with(loaded(), problem),
+    bind=lambda problem, sinks=None: bind_with(loaded(), problem, sinks),
     invariant=True,
 )

@@ -12,6 +12,7 @@ struct SparseAttention {
   const void *q, *kv;
   const int32_t *start, *length, *table, *chosen;
   void* out;
+  const float* sinks;
   int64_t rows, table_stride, heads, width, rank, top_k, block_tokens, num_blocks, block_stride, groups;
   float scale;
 };
@@ -33,17 +34,17 @@ HR_INLINE void score_heads(const SparseAttention& p, const float* q, int64_t pad
   }
 }
 
-// Scores become weights that sum to 1.
-HR_INLINE void soften(float* scores, int64_t count) {
-  float best = scores[0];
-  for (int64_t s = 1; s < count; ++s) best = scores[s] > best ? scores[s] : best;
+// Scores become weights that sum to 1, together with that of the sink.
+HR_INLINE void soften(float* scores, int64_t count, float sink) {
+  float best = sink;
+  for (int64_t s = 0; s < count; ++s) best = scores[s] > best ? scores[s] : best;
   F total{};
   for (int64_t s = 0; s < count; s += kLanes) {
     const int64_t n = smaller<int64_t>(count - s, kLanes);
     store_part(scores + s, vexp(load_part(scores + s, n) - best), n);
     total += load_part(scores + s, n);
   }
-  const float share = 1.0f / sum(total);
+  const float share = 1.0f / (sum(total) + vexp(splat(sink - best))[0]);
   for (int64_t s = 0; s < count; ++s) scores[s] *= share;
 }
 
@@ -90,22 +91,24 @@ void attend(void* context, int64_t chunk) {
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t d = 0; d < p.width; ++d) q[h * padded + d] = to_float(from[h * p.width + d]);
   score_heads(p, q, padded, latents, count, scores);
-  for (int h = 0; h < kHeads; ++h) soften(scores + h * count, count);
+  for (int64_t h = 0; h < kHeads; ++h)
+    soften(scores + h * count, count, p.sinks != nullptr && h < heads ? p.sinks[first + h] : -__builtin_inff());
   sum_values(p, scores, latents, count, heads, out);
 }
 
 }  // namespace
 
 // q [tokens, heads, width] and out [tokens, heads, rank], contiguous; kv: block b, token t at b * block_stride + t * width; chosen
-// [tokens, top_k]: positions of the token's row, in order, -1 behind them. What is computed for padding is 0.
+// [tokens, top_k]: positions of the token's row, in order, -1 behind them. What is computed for padding is 0. sinks [heads] or null.
 HR_PUBLIC int32_t HR_EXPORT(sparse_latent_attention)(const void* q, const void* kv, const int32_t* start, const int32_t* length,
-                                                     const int32_t* table, const int32_t* chosen, void* out, int64_t rows,
+                                                     const int32_t* table, const int32_t* chosen, void* out,
+                                                     const float* sinks, int64_t rows,
                                                      int64_t table_stride, int64_t tokens, int64_t heads, int64_t width,
                                                      int64_t rank, int64_t top_k, int64_t block_tokens, int64_t num_blocks,
                                                      int64_t block_stride, float scale, int32_t dtype) {
   if (heads < 1 || rank < 1 || rank > width || width > kMaxWidth || top_k < 1 || block_tokens < 1) return HR_BAD_SHAPE;
   if (!rows_fit(start, length, table, rows, table_stride, tokens, block_tokens, num_blocks)) return HR_BAD_INDEX;
-  SparseAttention p{q, kv, start, length, table, chosen, out, rows, table_stride, heads, width, rank, top_k, block_tokens,
+  SparseAttention p{q, kv, start, length, table, chosen, out, sinks, rows, table_stride, heads, width, rank, top_k, block_tokens,
                     num_blocks, block_stride, ceil_div(heads, kHeads), scale};
   if (dtype == HR_BF16) hr_parallel(attend<bf16>, &p, tokens * p.groups);
   else if (dtype == HR_F16) hr_parallel(attend<fp16>, &p, tokens * p.groups);

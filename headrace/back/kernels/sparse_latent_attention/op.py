@@ -1,12 +1,15 @@
 """Attention over chosen positions of a cache of latents (DeepSeek-V3.2, "DeepSeek sparse
 attention"): kernels/latent_attention of which each query sees a list.
 
-`bind(problem)` returns `f(q_THW, kv, plan, chosen_TK) -> out_THC`. T query tokens, H query heads,
+`bind(problem, sinks_H)` returns `f(q_THW, kv, plan, chosen_TK) -> out_THC`. T query tokens, H query heads,
 C `rank`, W = rank + rotary dimensions; kv [num_blocks, block_tokens, W], the step's own latents
 already written. chosen_TK, int32, as kernels/index_select gives it: positions of the query's row in
 rising order, none behind its own, -1 behind the last of them. Nothing else is read:
 
     scores = scale * q . latent[chosen]        out = softmax(scores) . latent[chosen, :rank]
+
+With `sinks` a head's own score (float32 [H], None: there are none) takes part in its softmax, and
+in nothing else.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class SparseLatentProblem:
     top_k: int
     block_tokens: int
     scale: float
+    sinks: bool = False
 
     @property
     def width(self) -> int:
@@ -54,8 +58,11 @@ class SparseLatentProblem:
         return self.rank + self.rotary
 
 
-def bind_reference(problem: SparseLatentProblem) -> SparseLatentAttentionFunction:
+def bind_reference(
+    problem: SparseLatentProblem, sinks_H: torch.Tensor | None = None
+) -> SparseLatentAttentionFunction:
     """The reference: gathers each query's latents, and attends in float32."""
+    assert problem.sinks == (sinks_H is not None), problem
     block_tokens, rank = problem.block_tokens, problem.rank
 
     def attention(
@@ -68,7 +75,10 @@ def bind_reference(problem: SparseLatentProblem) -> SparseLatentAttentionFunctio
                 block_S = plan.block_table_RB[row, chosen_S // block_tokens].long()
                 latent_SW = kv[block_S, chosen_S % block_tokens].float()
                 scores_HS = q_THW[token].float() @ latent_SW.T * problem.scale
-                out_THC[token] = scores_HS.softmax(dim=-1) @ latent_SW[:, :rank]
+                if sinks_H is not None:
+                    scores_HS = torch.cat((scores_HS, sinks_H[:, None]), dim=1)
+                share_HS = scores_HS.softmax(dim=-1)[:, : len(latent_SW)]
+                out_THC[token] = share_HS @ latent_SW[:, :rank]
         return out_THC
 
     return attention
@@ -107,7 +117,9 @@ def _sample(problem: SparseLatentProblem) -> Sample:
         (q_THW[: len(chosen_TK)], kv, plan, chosen_TK)
         for chosen_TK, (plan, _) in zip(chosen, plans, strict=True)
     )
-    return Sample(problem=problem, weights=(), arguments=arguments, further=tuple(further))
+    sinks = random_tensor(problem.heads, **{**new, "dtype": torch.float32})
+    weights = (sinks if problem.sinks else None,)
+    return Sample(problem=problem, weights=weights, arguments=arguments, further=tuple(further))
 
 
 OP: Op[SparseLatentProblem] = Op(

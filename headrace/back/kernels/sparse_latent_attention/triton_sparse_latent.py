@@ -34,10 +34,10 @@ def _row_of(start, rows, i_t):
 
 @triton.jit
 def sparse_latent_attention_kernel(
-    q, kv, start, table, chosen, out, rows, table_stride, block_stride, scale,
+    q, kv, start, table, chosen, out, sinks, rows, table_stride, block_stride, scale,
     HEADS: tl.constexpr, H: tl.constexpr, RANK: tl.constexpr, C: tl.constexpr,
     ROTARY: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, S: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens, tiles of H heads. C: RANK, R: ROTARY, padded. `scale`: in base 2."""
     enter_late(DEPENDENT)
@@ -54,6 +54,9 @@ def sparse_latent_attention_kernel(
     p_chosen = chosen + i_t.to(tl.int64) * TOP_K
     b_best = tl.full([H], float("-inf"), tl.float32)
     b_total = tl.zeros([H], tl.float32)
+    if SINKS:
+        b_best = tl.load(sinks + o_h, mask=o_h < HEADS, other=0.0) * 1.4426950408889634
+        b_total = tl.full([H], 1.0, tl.float32)
     b_out = tl.zeros([H, C], tl.float32)
     is_padding = i_t >= tl.load(start + rows)
     count = tl.where(is_padding, 0, TOP_K)
@@ -81,13 +84,16 @@ def sparse_latent_attention_kernel(
     tl.store(p_out, b_out.to(dtype), mask=m_h & m_c)
 
 
-def bind(problem: SparseLatentProblem) -> SparseLatentAttentionFunction:
-    """The kernel of one shape."""
+def bind(
+    problem: SparseLatentProblem, sinks_H: torch.Tensor | None = None
+) -> SparseLatentAttentionFunction:
+    """The kernel of one shape; keeps the sinks."""
+    assert problem.sinks == (sinks_H is not None), problem
     heads, rank, rotary = problem.heads, problem.rank, problem.rotary
     constants = {
         "HEADS": heads, "H": HEADS, "RANK": rank, "C": max(16, power_of_two(rank)),
         "ROTARY": rotary, "R": max(16, power_of_two(rotary)), "TOP_K": problem.top_k,
-        "S": POSITIONS, "BLOCK_TOKENS": problem.block_tokens,
+        "S": POSITIONS, "BLOCK_TOKENS": problem.block_tokens, "SINKS": problem.sinks,
     }  # fmt: skip
     scale = problem.scale * 1.4426950408889634
 
@@ -100,7 +106,8 @@ def bind(problem: SparseLatentProblem) -> SparseLatentAttentionFunction:
         out_THC = q_THW.new_empty((len(q_THW), heads, rank))
         sparse_latent_attention_kernel[(len(q_THW), -(-heads // HEADS))](
             q_THW, kv, plan.query_start_R1, plan.block_table_RB, chosen_TK, out_THC,
-            plan.kv_len_R.shape[0], plan.block_table_RB.stride(0), kv.stride(0), scale,
+            q_THW if sinks_H is None else sinks_H, plan.kv_len_R.shape[0],
+            plan.block_table_RB.stride(0), kv.stride(0), scale,
             num_warps=4, **constants, **launch(q_THW.device),
         )  # fmt: skip
         return out_THC
