@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from headrace.back.models.families import text_config
 from headrace.back.models.load.source import name_of
@@ -41,7 +42,34 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=once).eval()
     randomize(model, seed=seed)
     model.save_pretrained(folder)
+    if config.model_type in PUBLISHED:
+        file = folder / "model.safetensors"
+        save_file(PUBLISHED[config.model_type](load_file(file)), file)
     return model
+
+
+def split_minimax_m3(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As the checkpoint of the whole model has it: gates and ups apart, and the experts."""
+    stored = {}
+    for name, tensor in tensors.items():
+        base = name.removesuffix(".weight")
+        if base.endswith(".experts.gate_up_proj"):
+            for i, (gate, up) in enumerate(each.chunk(2) for each in tensor):
+                stored[f"{base[: -len('.gate_up_proj')]}.{i}.w1.weight"] = gate.contiguous()
+                stored[f"{base[: -len('.gate_up_proj')]}.{i}.w3.weight"] = up.contiguous()
+        elif base.endswith(".experts.down_proj"):
+            for i, down in enumerate(tensor):
+                stored[f"{base[: -len('.down_proj')]}.{i}.w2.weight"] = down.contiguous()
+        elif base.endswith("gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                stored[f"{base[: -len('gate_up_proj')]}{part}.weight"] = half.contiguous()
+        else:
+            stored[name] = tensor
+    return stored
+
+
+PUBLISHED = {"minimax_m3_vl_text": split_minimax_m3}
+"""How checkpoints hold a text part that transformers saves otherwise when it is alone, by its type."""
 
 
 def randomize(model: Any, *, seed: int = 11) -> None:

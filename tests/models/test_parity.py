@@ -427,6 +427,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "AXK2",
         {**WIDE_LATENT, **ROUTED, **INDEXED, "hidden_size": 64, "gated_norm_rank": 64},
     ),
+    "minimax-m3": (
+        "MiniMaxM3VLText",
+        {
+            **{"head_dim": 8, "rotary_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2},
+            **{"intermediate_size": 24, "shared_intermediate_size": 48, "swiglu_limit": 0.9},
+            **{"dense_intermediate_size": 80, "routed_scaling_factor": 1.5, "index_n_heads": 2},
+            **{"index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 3},
+            **{"mlp_layer_types": ["dense", "sparse", "sparse"], "index_local_blocks": 1},
+            **{"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+            **rope(partial_rotary_factor=0.5),
+        },
+    ),
     "hy-v4": (
         "HYV4",
         {

@@ -50,6 +50,8 @@ UNRECORDED = (
 RECORDED = [name for name in FAMILIES if name not in UNRECORDED]
 INDEXED = ("deepseek-v3.2", "glm-dsa")
 """Sparse attention keeps no state, but its steps are recorded and repeated as of those that do."""
+CHOSEN = ("hy-v4", "minimax-m3")
+"""They attend to what indexers choose, with operations of PyTorch."""
 BLOCK = 16
 GENERATOR_SEED = 5
 
@@ -69,7 +71,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [torch.randint(0, 97, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", (*FAMILIES, *CHOSEN))
 def test_greedy_tokens_equal_transformers_in_chunks_and_behind_a_snapshot(
     name: str, tmp_path: Path
 ) -> None:
@@ -115,7 +117,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(
 @pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
 )
-@pytest.mark.parametrize("name", (*DELTAS, "bamba", "jamba", *INDEXED))
+@pytest.mark.parametrize("name", (*DELTAS, "bamba", "jamba", *INDEXED, "hy-v4"))
 def test_a_row_has_the_same_bits_alone_and_beside_others(name: str, tmp_path: Path) -> None:
     """With --deterministic, which no layer refuses."""
     save_oracle(tiny_config(name), tmp_path)

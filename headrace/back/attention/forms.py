@@ -95,6 +95,20 @@ class LatentForm(CacheForm):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupForm(CacheForm):
+    """One vector for each `group` of neighbouring positions, in the block of the last of them:
+    blocks [places, width]. A group divides a block or is whole blocks."""
+
+    width: int
+    group: int
+    kind: str = "latent"
+
+    def block_shape(self, block_tokens: int) -> tuple[int, ...]:
+        """See CacheForm."""
+        return (max(1, block_tokens // self.group), self.width)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StateForm(CacheForm):
     """Recurrent state: one tensor per row of the runner. `dtype`: its own, where it is not the
     model's."""

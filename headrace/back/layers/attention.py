@@ -15,50 +15,23 @@ from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
-from headrace.back.kernels.gated_norm.op import OP as GATED_NORM
-from headrace.back.kernels.gated_norm.op import GatedNorm, GatedNormProblem
 from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.layers.alibi import local_slopes
 from headrace.back.layers.attention_names import SEPARATE, AttentionNames
+from headrace.back.layers.chosen_positions import ChosenPositions, ChosenSizes
+from headrace.back.layers.indexer import ChoiceSpec
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm, SplitRMSNorm
+from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.qk_norm import HeadNorm, QKNorm
 from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard, local_units
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputGate:
-    """What heads give is multiplied by the sigmoid of a projection of the layer's input (Qiu et al.
-    2025, "Gated attention for large language models"). `per_head`: one number a head, else one a
-    value. `name`: the projection's module; None: the query's tensor holds it too, head by head its
-    query and its gate. `act`: what takes the sigmoid's place, one of op gated_norm's."""
-
-    name: str | None = None
-    per_head: bool = False
-    act: str = "sigmoid"
-
-    def part(self, heads: int, values: int) -> Part:
-        """The projection, in global sizes."""
-        return Part(self.name or "gate", heads * (1 if self.per_head else values), heads)
-
-    def bind(self, scope: Scope, heads: int, values: int) -> GatedNorm:
-        """(y_TX, gate_TX) -> y_TX."""
-        problem = GatedNormProblem(
-            device=scope.kind,
-            dtype=scope.dtype,
-            width=heads * values,
-            group=0,
-            gate=self.act,
-            spread=values if self.per_head else 1,
-        )
-        return scope.bind(GATED_NORM, problem, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +52,7 @@ class AttentionSpec:
     out_scale    what the weight that leads back is multiplied with
     value_eps    of a norm without weight over each value; None: there is none
     keys_are_values  what goes into that norm is what goes into the keys'
+    chooser    says which positions are read; None: all are
     """
 
     width: int
@@ -105,6 +79,8 @@ class AttentionSpec:
     value_eps: float | None = None
     keys_are_values: bool = False
     names: AttentionNames = SEPARATE
+    chooser: ChoiceSpec | None = None
+    names: AttentionNames = AttentionNames()
 
     @property
     def plain_values(self) -> bool:
@@ -159,8 +135,18 @@ class AttentionSpec:
         )
 
 
-Queries = tuple[torch.Tensor, torch.Tensor | None]
-"""With the gates of what they give, if there are any."""
+def chosen_positions(scope: Scope, layer: int, spec: AttentionSpec) -> ChosenPositions | None:
+    """The choice of positions of this attention, if it has one."""
+    if spec.chooser is None:
+        return None
+    sizes = ChosenSizes(
+        width=spec.width, head_dim=spec.head_dim, kv_heads=spec.kv_heads, scale=spec.scale
+    )
+    return ChosenPositions(scope, layer, spec.chooser, sizes)
+
+
+Queries = tuple[torch.Tensor, torch.Tensor | None, Any]
+"""With the gates of what they give, if there are any, and what the choice of positions hands on."""
 
 
 def chosen(x_TX: torch.Tensor | None, at_N: torch.Tensor) -> torch.Tensor | None:
@@ -189,6 +175,9 @@ class Attention:
         q, k, *_ = parts = spec.parts
         value_dim = spec.value_dim or spec.head_dim
         self._layer, self._spec, self._scope = layer, spec, scope
+        self._chosen = chosen_positions(scope, layer, spec)
+        if self._chosen is not None:
+            norm = None  # its indexer reads what the norm gives, too
         self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._heads, self._kv_heads = self._split[:2]
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
@@ -242,7 +231,7 @@ class Attention:
             span=self._spec.window or self._spec.chunk,
             quantized=self._scope.kv_quantized,
         )
-        return (form,)
+        return (form,) if self._chosen is None else (form, *self._chosen.kv_forms)
 
     @property
     def norms(self) -> bool:
@@ -270,17 +259,21 @@ class Attention:
             q_THD = q_THD * self._query_scale_P[batch.positions_T, None, None]
         if batch.probe is not None:
             batch.probe.see(self._layer, self._problem, q_THD, kv, plan)
+        index = None if self._chosen is None else self._chosen.queries(x_TE, batch, at_N)
         if at_N is None:
-            return q_THD, gate_TX
-        return q_THD.index_select(0, at_N), chosen(gate_TX, at_N)
+            return q_THD, gate_TX, index
+        return q_THD.index_select(0, at_N), chosen(gate_TX, at_N), index
 
     def attend_into(
         self, queries: Queries, residual_TE: torch.Tensor, batch: Batch
     ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
-        q_THD, gate_TX = queries
-        plan = batch.plans[batch.group_of_layer[self._layer]]
-        y_THD = self._attend(q_THD, batch.kv[self._layer], plan)
+        q_THD, gate_TX, index = queries
+        kv, plan = batch.kv[self._layer], batch.plans[batch.group_of_layer[self._layer]]
+        if self._chosen is None:
+            y_THD = self._attend(q_THD, kv, plan)
+        else:
+            y_THD = self._chosen.attend(q_THD, kv, plan, index, batch)
         y_TX = y_THD[..., : self._spec.value_dim].flatten(1)
         if gate_TX is not None:
             y_TX = self._gated(y_TX, gate_TX)
@@ -355,6 +348,9 @@ class Attention:
         self._problem = spec.problem(
             scope, heads=self._heads, kv_heads=self._kv_heads, sinks=self._sinks is not None
         )
+        if self._chosen is not None:
+            self._chosen.bind(heads=self._heads, kv_heads=self._kv_heads)
+            return
         sinks = () if self._sinks is None else (self._sinks.take().float(),)
         self._attend = scope.bind(ATTENTION, self._problem, *sinks)
 

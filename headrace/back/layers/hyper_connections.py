@@ -8,13 +8,17 @@ Weights are computed in float32: they are few. T tokens, E hidden size, S stream
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from headrace.back.layers.scope import Scope
+from headrace.back.kernels.gated_norm.op import OP as GATED_NORM
+from headrace.back.kernels.gated_norm.op import GatedNorm, GatedNormProblem
+from headrace.back.kernels.linear.op import Linear
+from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.norm import RMS_NO_WEIGHT
+from headrace.back.layers.scope import Scope, not_loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +62,10 @@ class HyperConnection:
     def __init__(self, scope: Scope, spec: HyperSpec, width: int) -> None:
         self._spec = spec
         inputs, wide = spec.streams * width, torch.float32
+        self._projection = StreamProjection(
+            scope, "fn", (spec.outputs, inputs), streams=spec.streams, eps=spec.norm_eps
+        )
         self._params = [
-            scope.param("fn", (spec.outputs, inputs), dtype=wide),
             scope.param("base", (spec.outputs,), init="zeros", dtype=wide),
             scope.param("scale", (3 if spec.iterations else 2,), init="ones", dtype=wide),
         ]
@@ -68,17 +74,19 @@ class HyperConnection:
 
     def collapse(self, x_TSE: torch.Tensor) -> tuple[HyperWeights, torch.Tensor]:
         """The weights of these streams, and what the branch reads, x_TE."""
-        (fn, base, scale), spec = self._weights, self._spec
+        (base, scale), spec = self._weights, self._spec
         sizes = [spec.streams] * 2 + ([spec.streams**2] if spec.iterations else [])
-        raw_TX = _projected(x_TSE, fn, spec.norm_eps)
+        raw_TX = self._projection.of(x_TSE)
         input_TS, result_TS, *mixture = (
             part_TX * scale[i] + bias_X
             for i, (part_TX, bias_X) in enumerate(
                 zip(raw_TX.split_with_sizes(sizes, dim=1), base.split(sizes), strict=True)
             )
         )
-        x_TE = _summed(x_TSE, input_TS.sigmoid() + spec.eps)
-        result_TS = spec.magnitude * result_TS.sigmoid() + (spec.eps if spec.results_eps else 0.0)
+        x_TE = _summed(x_TSE, self._projection.sigmoid(input_TS) + spec.eps)
+        result_TS = spec.magnitude * self._projection.sigmoid(result_TS)
+        if spec.results_eps:
+            result_TS = result_TS + spec.eps
         mixture_TSS = self._mixture(mixture[0]) if mixture else None
         return HyperWeights(result_TS, mixture_TSS), x_TE
 
@@ -111,8 +119,11 @@ class HyperHead:
     def __init__(self, scope: Scope, spec: HyperSpec, width: int) -> None:
         self._spec = spec
         streams, wide = spec.streams, torch.float32
+        shape = (streams, streams * width)
+        self._projection = StreamProjection(
+            scope, "hc_fn", shape, streams=spec.streams, eps=spec.norm_eps
+        )
         self._params = [
-            scope.param("hc_fn", (streams, streams * width), dtype=wide),
             scope.param("hc_base", (streams,), init="zeros", dtype=wide),
             scope.param("hc_scale", (1,), init="ones", dtype=wide),
         ]
@@ -125,20 +136,45 @@ class HyperHead:
 
     def end(self, x_TSE: torch.Tensor) -> torch.Tensor:
         """x_TE behind the last layer."""
-        fn, base, scale = self._weights
-        raw_TS = _projected(x_TSE, fn, self._spec.norm_eps) * scale + base
-        return _summed(x_TSE, raw_TS.sigmoid() + self._spec.eps)
+        base, scale = self._weights
+        raw_TS = self._projection.of(x_TSE) * scale + base
+        return _summed(x_TSE, self._projection.sigmoid(raw_TS) + self._spec.eps)
 
     def _finish(self) -> None:
         self._weights = [param.take().float() for param in self._params]
 
 
-def _projected(x_TSE: torch.Tensor, weight_XI: torch.Tensor, eps: float) -> torch.Tensor:
-    """A linear map of all streams of a token, normed together."""
-    flat_TI = x_TSE.flatten(1).float()
-    scale_T1 = torch.rsqrt(flat_TI.square().mean(1, keepdim=True) + eps)
-    return F.linear(flat_TI, weight_XI) * scale_T1
+class StreamProjection:
+    """x_TSE -> y_TX: a linear map of all streams of a token, normed together, in float32."""
+
+    def __init__(
+        self, scope: Scope, name: str, shape: tuple[int, int], *, streams: int, eps: float
+    ) -> None:
+        self._scope = replace(scope, dtype=torch.float32)
+        self._norm = RMS_NO_WEIGHT.build(self._scope, shape[1], eps=eps)
+        self._weight = self._scope.param(name, shape)
+        self._project: Linear = not_loaded
+        self._opened: GatedNorm = not_loaded
+        self._streams = streams
+        scope.on_finish(self._finish)
+
+    def of(self, x_TSE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return self._project(self._norm.norm(x_TSE.flatten(1).float()))
+
+    def sigmoid(self, x_TS: torch.Tensor) -> torch.Tensor:
+        """Of numbers for each stream, by an op: those of PyTorch depend on their place."""
+        return self._opened(torch.ones_like(x_TS), x_TS.contiguous())
+
+    def _finish(self) -> None:
+        self._project = bind_linear(self._scope, self._weight.take(), None)
+        facts = {"device": self._scope.kind, "dtype": torch.float32}
+        problem = GatedNormProblem(**facts, width=self._streams, group=0, gate="sigmoid")
+        self._opened = self._scope.bind(GATED_NORM, problem, None)
 
 
 def _summed(x_TSE: torch.Tensor, weight_TS: torch.Tensor) -> torch.Tensor:
-    return (x_TSE.float() * weight_TS[:, :, None]).sum(1).to(x_TSE.dtype)
+    sum_TE = x_TSE[:, 0].float() * weight_TS[:, :1]
+    for stream in range(1, x_TSE.shape[1]):  # in their order, so that a token's bits are its own
+        sum_TE += x_TSE[:, stream].float() * weight_TS[:, stream : stream + 1]
+    return sum_TE.to(x_TSE.dtype)

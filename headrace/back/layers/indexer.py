@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from headrace.back.attention.forms import LatentForm
+from headrace.back.attention.forms import CacheForm, LatentForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.index_select.op import OP as INDEX_SELECT
 from headrace.back.kernels.index_select.op import IndexSelectProblem
@@ -39,7 +39,7 @@ class PositionChoice(Protocol[Handed]):
     (layers/mixer.py)."""
 
     @property
-    def kv_forms(self) -> tuple[LatentForm, ...]:
+    def kv_forms(self) -> tuple[CacheForm, ...]:
         """Its caches."""
         ...
 
@@ -51,7 +51,26 @@ class PositionChoice(Protocol[Handed]):
         ...
 
     def choose(self, handed: Handed, batch: Batch, /) -> torch.Tensor:
-        """chosen_TK: see kernels/index_select."""
+        """chosen_TK: see kernels/index_select; or chosen_TGK, G lists for each query."""
+        ...
+
+
+class ChoiceSpec(Protocol):
+    """A choice of positions as data of its attention: IndexerSpec and others."""
+
+    @property
+    def top_k(self) -> int:
+        """Positions of a list, at most."""
+        ...
+
+    @property
+    def lists(self) -> int:
+        """Lists for each query."""
+        ...
+
+    def build(self, scope: Scope, cache: int, *, width: int, q_rank: int) -> PositionChoice[Any]:
+        """`scope` is its own, `cache` the id of its first cache, `width` the hidden size, `q_rank`
+        the rank of the queries' down-projection."""
         ...
 
 
@@ -78,10 +97,10 @@ class IndexerSpec:
     eps: float = KEY_NORM_EPS
     selection: Selection | None = None
     shared: bool = False
+    lists: int = 1
 
     def build(self, scope: Scope, cache: int, *, width: int, q_rank: int) -> PositionChoice[Any]:
-        """`scope` is its own, `cache` the id of its first cache, `width` the hidden size, `q_rank`
-        the rank of the queries' down-projection."""
+        """See ChoiceSpec."""
         if self.shared:
             assert self.selection is not None, "a shared choice has a place"
             return SharedChoice(self.selection)
@@ -164,7 +183,7 @@ class Indexer:
 class SharedChoice:
     """What an indexer before it has chosen. See PositionChoice."""
 
-    kv_forms: tuple[LatentForm, ...] = ()
+    kv_forms: tuple[CacheForm, ...] = ()
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection

@@ -32,7 +32,7 @@ from headrace.back.kernels.latent_write.op import LatentWriteProblem
 from headrace.back.kernels.sparse_latent_attention.op import OP as SPARSE_LATENT_ATTENTION
 from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
 from headrace.back.layers.attention import OutputGate, chosen
-from headrace.back.layers.indexer import IndexerSpec, PositionChoice
+from headrace.back.layers.indexer import ChoiceSpec, PositionChoice
 from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, latents_of
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMSNorm
@@ -79,7 +79,7 @@ class LatentAttentionSpec:
     out_bias: bool = False
     query_scale: QueryScale | None = None
     gate: OutputGate | None = None
-    indexer: IndexerSpec | None = None
+    indexer: ChoiceSpec | None = None
     joint_gate: bool = False
     latent_scale: float = 1.0
     sinks: bool = False
@@ -248,7 +248,7 @@ class LatentAttention:
             else:
                 assert self._indexer is not None
                 chosen_TK = self._indexer.choose(index, batch)
-                latent_THC = self._attend_chosen(q_THW, kv, plan, chosen_TK)
+                latent_THC = self._attend_chosen(q_THW, kv, plan, chosen_TK.flatten(1))
             self._expand(latent_THC, y_THV)
         y_TX = y_THV.flatten(1)
         if gate_TX is not None:

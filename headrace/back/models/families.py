@@ -114,6 +114,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "SolarOpenForCausalLM": "solar_open",
     "Dots1ForCausalLM": "dots1",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "MiniMaxM3VLForCausalLM": "minimax_m3",
     "GptOssForCausalLM": "gpt_oss",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
@@ -171,6 +172,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "step3p5": "step3p5",
     "deepseek_v3": "deepseek",
     "llama4_text": "llama4",
+    "minimax_m3_vl_text": "minimax_m3",
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
@@ -186,6 +188,8 @@ WRAPPERS: Mapping[str, str] = {
     "Kimi_K25ForConditionalGeneration": "language_model",
     "KimiK25ForConditionalGeneration": "language_model",
     "Gemma3ForConditionalGeneration": "language_model",
+    "MiniMaxM3SparseForConditionalGeneration": "language_model",
+    "MiniMaxM3VLForConditionalGeneration": "language_model",
 }
 """Architectures with several parts (vision, audio), of which the text part is served, and where it
 lies in the checkpoint."""

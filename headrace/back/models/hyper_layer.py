@@ -1,5 +1,6 @@
-"""A decoder layer whose residual is several streams (layers/hyper_connections.py): each branch reads
-a norm of their weighted sum. T tokens, E hidden size, S streams, N tokens whose logits are wanted.
+"""A decoder layer whose residual is several streams (layers/hyper_connections.py): each branch
+reads a norm of their weighted sum. T tokens, E hidden size, S streams, N tokens whose logits are
+wanted.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 `bind(problem, weight_I, bias_I)` returns `f(q_TJI, key_TI, positions_T, table_PR, keys, slot_T) ->
 None`. T tokens, J heads of the indexer, I `dim`, R `rotary`. A key is normed (layer norm, float32
-weight and bias), its R elements from `offset` on are rotated, and it goes into keys [num_blocks, block_tokens,
-I] at slot_T (see kernels/kv_write). Those of each query head are rotated in place.
+weight and bias), its R elements from `offset` on are rotated, and it goes into keys [num_blocks,
+block_tokens, I] at slot_T (see kernels/kv_write). Those of each query head are rotated in place.
 q and key may be strided; last dimensions are contiguous. The table and `layout` are those of
 kernels/rope.
 """

@@ -1,10 +1,10 @@
 """Attention over chosen positions of a cache of latents (DeepSeek-V3.2, "DeepSeek sparse
 attention"): kernels/latent_attention of which each query sees a list.
 
-`bind(problem, sinks_H)` returns `f(q_THW, kv, plan, chosen_TK) -> out_THC`. T query tokens, H query heads,
-C `rank`, W = rank + rotary dimensions; kv [num_blocks, block_tokens, W], the step's own latents
-already written. chosen_TK, int32, as kernels/index_select gives it: positions of the query's row in
-rising order, none behind its own, -1 behind the last of them. Nothing else is read:
+`bind(problem, sinks_H)` returns `f(q_THW, kv, plan, chosen_TK) -> out_THC`. T query tokens, H query
+heads, C `rank`, W = rank + rotary dimensions; kv [num_blocks, block_tokens, W], the step's own
+latents already written. chosen_TK, int32, as kernels/index_select gives it: positions of the
+query's row in rising order, none behind its own, -1 behind the last of them. Nothing else is read:
 
     scores = scale * q . latent[chosen]        out = softmax(scores) . latent[chosen, :rank]
 
