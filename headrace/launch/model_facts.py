@@ -162,7 +162,7 @@ def describe(
     hidden = reader.int("hidden_size", aliases=WIDTH, ge=1)
     heads = _heads(reader, chosen)
     kv_heads = kv_heads_of(chosen, reader, heads)
-    head_dim = reader.int("head_dim", max(1, hidden // heads), ge=1)
+    head_dim = reader.int("head_dim", 0, ge=0) or max(1, hidden // heads)
     width, dtype = reader.int("vocab_size", ge=1), _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()

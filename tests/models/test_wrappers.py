@@ -28,6 +28,7 @@ from tests.models.test_parity import (
     LENGTHS,
     LLAMA3,
     MIXED,
+    ROUTED,
     SIZES,
     UNIFIED,
     compare,
@@ -83,6 +84,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma4Unified",
         "Gemma4UnifiedText",
         {**UNIFIED, "attention_k_eq_v": True, "pad_token_id": 1},
+    ),
+    "Glm5Next": (
+        "Glm5Next",
+        "Glm5NextText",
+        {
+            **{**ROUTED, "n_group": 1, "topk_group": 1, "pad_token_id": 1, "num_hidden_layers": 4},
+            **{"num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 24, "v_head_dim": 12},
+            **{"qk_nope_head_dim": 10, "linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 3},
+            **{"index_n_heads": 16, "index_head_dim": 12, "index_topk": 12, "index_kpool": 4},
+            **{"swiglu_limit": 0.9, "rms_norm_eps": 0.01, "linear_conv_kernel_dim": 3},
+            "layer_types": ["linear_attention", *["indexed_attention"] * 3],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
     ),
     "Gemma3": (
         "Siglip",

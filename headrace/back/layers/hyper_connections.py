@@ -25,7 +25,8 @@ from headrace.back.layers.scope import Scope, not_loaded
 class HyperSpec:
     """`streams`: S. `eps` is added to weights behind their sigmoid, to those of results if
     `results_eps` says so; `norm_eps`: of the norm of all streams together; `magnitude`: the largest
-    weight of a result; `iterations` of the mixture's rule, 0: streams are not mixed."""
+    weight of a result; `iterations` of the mixture's rule, 0: streams are not mixed. `mean_end`: the streams end as
+    their mean."""
 
     streams: int
     eps: float
@@ -33,14 +34,17 @@ class HyperSpec:
     magnitude: float = 2.0
     results_eps: bool = False
     iterations: int = 0
+    mean_end: bool = False
 
     @property
     def outputs(self) -> int:
         """Numbers of a token: weights of inputs, of results, and of the mixture."""
         return self.streams * (2 + (self.streams if self.iterations else 0))
 
-    def build(self, scope: Scope, width: int) -> HyperHead:
+    def build(self, scope: Scope, width: int) -> HyperHead | MeanHead:
         """The streams' begin and end; `scope` is that of the embedding. See ResidualStreamsSpec."""
+        if self.mean_end:
+            return MeanHead(self.streams)
         return HyperHead(scope / "hc_head", self, width)
 
 
@@ -142,6 +146,22 @@ class HyperHead:
 
     def _finish(self) -> None:
         self._weights = [param.take().float() for param in self._params]
+
+
+class MeanHead:
+    """See ResidualStreams: all streams begin alike and end as their mean."""
+
+    def __init__(self, streams: int) -> None:
+        self._streams = streams
+
+    def begin(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """x_TSE of the tokens' embeddings."""
+        return x_TE[:, None].repeat(1, self._streams, 1)
+
+    def end(self, x_TSE: torch.Tensor) -> torch.Tensor:
+        """x_TE behind the last layer."""
+        share_TS = torch.full(x_TSE.shape[:2], 1.0 / self._streams, device=x_TSE.device)
+        return _summed(x_TSE, share_TS)
 
 
 class StreamProjection:

@@ -36,7 +36,7 @@ from headrace.back.layers.indexer import ChoiceSpec, PositionChoice
 from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, latents_of
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMSNorm
-from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
+from headrace.back.layers.rope import NoRope, QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
@@ -158,7 +158,7 @@ class LatentAttention:
             scope / spec.names.out, values, spec.width, bias=spec.out_bias, adds=adds
         )
         self._sinks = self._sinks_param() if spec.sinks else None
-        self._rope = Rope(scope, spec.rope)
+        self._rope = Rope(scope, spec.rope) if rotary else NoRope(scope)
         self._absorb = self._expand = self._write = self._attend = self._gated = not_loaded
         self._attend_chosen = not_loaded
         self._query_scale_P: torch.Tensor | None = None

@@ -77,6 +77,14 @@ class Rope:
         self.table_PR = scope.ledger.tables[spec]
 
 
+class NoRope:
+    """In its place where no dimension turns: a table without columns."""
+
+    def __init__(self, scope: Scope) -> None:
+        shape = (scope.max_positions, 0)
+        self.table_PR = torch.empty(shape, dtype=torch.float32, device=scope.device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class QueryScale:
     """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / length)), so

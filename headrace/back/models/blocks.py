@@ -268,7 +268,7 @@ def read_sizes(
     kv_heads = kv_heads or config.int("num_key_value_heads", heads, ge=1)
     if heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    head_dim = config.int("head_dim", None, ge=1)
+    head_dim = config.int("head_dim", None, ge=0) or None  # 0: a part of heads that is not there
     if head_dim is None and width % heads:
         raise config.wrong("num_attention_heads", f"a divisor of hidden_size ({width})")
     return DecoderSizes(

@@ -173,6 +173,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "deepseek_v3": "deepseek",
     "llama4_text": "llama4",
     "minimax_m3_vl_text": "minimax_m3",
+    "glm5_next_text": "glm5_next",
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
@@ -198,6 +199,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "Qwen3_5ForConditionalGeneration": "model.language_model",
     "Qwen3_5MoeForConditionalGeneration": "model.language_model",
     "Gemma3nForConditionalGeneration": "model.language_model",
+    "Glm5NextForConditionalGeneration": "model.language_model",
     "Gemma4ForConditionalGeneration": "model.language_model",
     "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }

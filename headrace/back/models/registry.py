@@ -18,6 +18,7 @@ from headrace.back.models.families import (
     BIDIRECTIONAL,
     ENCODER_DECODERS,
     FALLBACK,
+    TEXT_TYPES,
     WITH_MEDIA,
     architecture_of,
     family_of,
@@ -34,21 +35,16 @@ from headrace.base.registry import Registry
 
 __all__ = ["ARCHITECTURES", "FALLBACK", "FAMILIES", "build_model", "family_of"]
 
+NATIVE = {
+    *(*ARCHITECTURES.values(), *TEXT_TYPES.values()),
+    *(*BIDIRECTIONAL.values(), *WITH_MEDIA.values()),
+    *ENCODER_DECODERS.values(),
+}
 FAMILIES: Registry[BuildFamily] = Registry(
     "model family",
     {
         name: f"headrace.back.models.{name}:build"
-        for name in (
-            *sorted(
-                {
-                    *ARCHITECTURES.values(),
-                    *BIDIRECTIONAL.values(),
-                    *ENCODER_DECODERS.values(),
-                    *WITH_MEDIA.values(),
-                }
-            ),
-            FALLBACK,
-        )
+        for name in (*sorted(NATIVE), FALLBACK)
     },
 )
 

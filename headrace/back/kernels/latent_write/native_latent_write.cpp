@@ -74,7 +74,7 @@ HR_PUBLIC int32_t HR_EXPORT(latent_write)(const void* q, const void* latent, con
                                           int64_t q_head, int64_t latent_token, int64_t table_rows, int64_t block_tokens,
                                           int64_t num_blocks, int64_t block_stride, float eps, int32_t pairs,
                                           int32_t dtype) {
-  if (rank < 1 || rotary < 2 || rotary % 2 || rank + rotary > kMaxWidth || heads < 1 || nope < 0 || block_tokens < 1)
+  if (rank < 1 || rotary < 0 || rotary % 2 || rank + rotary > kMaxWidth || heads < 1 || nope < 0 || block_tokens < 1)
     return HR_BAD_SHAPE;
   for (int64_t t = 0; t < tokens; ++t) {
     if (positions[t] < 0 || positions[t] >= table_rows) return HR_BAD_INDEX;

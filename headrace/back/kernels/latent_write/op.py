@@ -1,7 +1,7 @@
 """What a step leaves in a cache of latents, and the rotated part of its queries, in one pass.
 
 `bind(problem, weight_C)` returns `f(q_THD, latent_TW, positions_T, table_PR, kv, slot_T, q_THW) ->
-None`. T tokens, H query heads of D = `nope` + R dimensions, C `rank`, R `rotary`, W = C + R. Of
+None`. T tokens, H query heads of D = `nope` + R dimensions, C `rank`, R `rotary`, which may be 0, W = C + R. Of
 latent_TW, as the down-projection leaves it, the first C elements are normed (RMSNorm, float32
 weight) and the last R rotated; the result goes into kv [num_blocks, block_tokens, W] at slot_T (see
 kernels/kv_write). The last R dimensions of each query head are rotated into q_THW[..., C:], behind
@@ -96,7 +96,8 @@ def bind_reference(problem: LatentWriteProblem, weight_C: torch.Tensor) -> Laten
         check_operands(problem, q_THD, latent_TW, kv, q_THW)
         rotated_THR, key_T1R = q_THW[..., rank:], latent_TW[:, None, rank:].clone()
         rotated_THR.copy_(q_THD[..., problem.nope :])
-        rotate(rotated_THR, key_T1R, positions_T, table_PR)
+        if problem.rotary:
+            rotate(rotated_THR, key_T1R, positions_T, table_PR)
         latent = torch.cat((norm(latent_TW[:, :rank]), key_T1R[:, 0]), dim=1)
         block_T = torch.div(slot_T, problem.block_tokens, rounding_mode="floor")
         kv[block_T, slot_T - block_T * problem.block_tokens] = latent
