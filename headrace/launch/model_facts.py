@@ -19,9 +19,11 @@ from headrace.back.models.families import (
     FALLBACK,
     HEADS,
     RECURRENT,
+    TWO_ATTENTIONS,
     WIDTH,
     Architecture,
     architecture_of,
+    indexed_layers,
     kv_heads_of,
     layers_without_cache,
     reserved_positions,
@@ -188,7 +190,7 @@ def describe(
         windows=_windows(reader, chosen, layers),
         num_params=num_params,
         weight_bytes=stored.num_bytes if stored else num_params * DTYPE_BYTES[dtype],
-        kv_bytes_per_token=layers * _kv_bytes(chosen, reader, kv_heads, head_dim, dtype),
+        kv_bytes_per_token=_kv_bytes(chosen, reader, layers, kv_heads, head_dim, dtype),
         tokenizer_path=str(located.path),
         generation_defaults=dict(generation),
         head=named.head,
@@ -213,17 +215,24 @@ def with_encoder(
     )
 
 
-def _kv_bytes(family: str, reader: ConfigReader, kv_heads: int, head_dim: int, dtype: str) -> int:
-    """What a layer keeps of a token: a key and a value of each KV head, or one latent of all of
-    them with the rotated key beside it, and the key of an indexer. The fallback keeps no latents,
-    encoders nothing."""
+def _kv_bytes(
+    family: str, reader: ConfigReader, layers: int, kv_heads: int, head_dim: int, dtype: str
+) -> int:
+    """What all layers keep of a token: a key and a value of each KV head, or one latent of all of
+    them with the rotated key beside it, and the keys of indexers, or of their groups. The fallback
+    keeps no latents, encoders nothing."""
     if family in ENCODERS:
         return 0
     values, rank = 2 * kv_heads * head_dim, reader.int("kv_lora_rank", None, ge=1)
-    if rank is not None and family != FALLBACK:
+    if family == FALLBACK:
+        return layers * values * DTYPE_BYTES[dtype]
+    if rank is not None:
         values = rank + reader.int("qk_rope_head_dim", 0, ge=0)
-        values += reader.int("index_head_dim", 0, ge=0)
-    return values * DTYPE_BYTES[dtype]
+    index = reader.int("index_head_dim", 0, aliases=("indexer_head_dim",), ge=0)
+    group = reader.int("index_kpool", 1, aliases=("indexer_compress_ratio",), ge=1)
+    indexed = indexed_layers(family, reader, layers) if index else 0
+    attentions = layers * (2 if family in TWO_ATTENTIONS else 1)
+    return (attentions * values + indexed * -(-index // group)) * DTYPE_BYTES[dtype]
 
 
 def _text_part(reader: ConfigReader, named: Architecture) -> ConfigReader:

@@ -23,6 +23,10 @@ ROUTERS = {
         "renormalize": True,
         "bias": True,
     },
+    "DeepSeek-V4": {
+        **{"experts": 24, "top_k": 6, "score": "sqrt_softplus", "renormalize": True, "bias": True},
+        **{"scale": 1.5, "shared": 1},
+    },
     "Phi-3.5-MoE": {"experts": 16, "top_k": 2, "score": "sparsemixer", "jitter": 0.3},
     "one a group": {"experts": 4, "top_k": 1, "groups": 4, "kept_groups": 2, "group_score": "top2"},
 }

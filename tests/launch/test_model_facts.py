@@ -57,6 +57,12 @@ def test_kv_bytes_are_those_of_what_the_family_keeps() -> None:
     assert deepseek.kv_bytes_per_token == 3 * (24 + 6) * 2
     sparse = facts(**latent, index_head_dim=10, architectures=["DeepseekV32ForCausalLM"])
     assert sparse.kv_bytes_per_token == 3 * (24 + 6 + 10) * 2
+    glm = {**latent, "index_head_dim": 10, "architectures": ["GlmMoeDsaForCausalLM"]}
+    types = ["full", "shared", "shared"]
+    assert facts(**glm, indexer_types=types).kv_bytes_per_token == (3 * (24 + 6) + 10) * 2
+    assert facts(**glm, index_topk_freq=2).kv_bytes_per_token == (3 * (24 + 6) + 2 * 10) * 2
+    twice = facts(**latent, architectures=["LongcatFlashForCausalLM"])
+    assert twice.kv_bytes_per_token == 2 * 3 * (24 + 6) * 2
 
 
 def test_models_without_attention_state_neither_heads_nor_a_longest_text() -> None:

@@ -85,6 +85,8 @@ def randomize(model: Any, *, seed: int = 11) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.mul_(0.7)
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.randint(6, buffer.shape, generator=generator))
 
 
 def model_spec(
@@ -140,7 +142,8 @@ def fill(model: LoadableModel, folder: Path) -> None:
         assert not extra, f"unknown: {sorted(extra)}"
         for param in model.weights.params:
             assert param.tensor is not None
-            param.tensor.fill_(float("nan"))
+            if param.dtype.is_floating_point:
+                param.tensor.fill_(float("nan"))
             for copy in copies(param):
                 source = checkpoint.get_slice(stored[copy.name])
                 assert tuple(source.get_shape()) == copy.shape, copy.name

@@ -366,6 +366,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {**ROUTED, "head_dim": 8, "use_qk_norm": True, **rope(partial_rotary_factor=0.5)},
     ),
+    "cwm": (
+        "Cwm",
+        {
+            "head_dim": 8,
+            "sliding_window": 12,
+            "layer_types": MIXED,
+            **rope(**LLAMA3),
+            "bos_token_id": 1,
+        },
+    ),
+    "jais2": ("Jais2", {}),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.4, "logits_scaling": 0.4},
+        },
+    ),
+    "hyperclovax-plain": ("HyperCLOVAX", {"use_post_norm": False}),
+    "vaultgemma": (
+        "VaultGemma",
+        {"head_dim": 8, "sliding_window": 10, "query_pre_attn_scalar": 12},
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
     "lfm2-as-stated": ("Lfm2", {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}),
     "lfm2-moe": (
@@ -439,6 +462,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **rope(partial_rotary_factor=0.5),
         },
     ),
+    "deepseek-v4": (
+        "DeepseekV4",
+        {
+            **{"hidden_size": 64, "num_attention_heads": 8, "head_dim": 16, "q_lora_rank": 64},
+            **{"num_key_value_heads": 1, "partial_rotary_factor": 0.5, "moe_intermediate_size": 24},
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "sliding_window": 12, "hc_mult": 3},
+            **{"o_groups": 2, "o_lora_rank": 64, "index_n_heads": 16, "index_head_dim": 12},
+            **{
+                "index_topk": 3,
+                "swiglu_limit": 0.9,
+                "num_hidden_layers": 4,
+                "hc_sinkhorn_iters": 4,
+            },
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 16,
+            },
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "rope_parameters": {
+                "main": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+                "compress": {
+                    **YARN,
+                    "rope_theta": 300.0,
+                    "partial_rotary_factor": 0.5,
+                    "attention_factor": 1.0,
+                },
+            },
+        },
+    ),
     "hy-v4": (
         "HYV4",
         {
@@ -499,6 +557,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": (
         "Qwen3Next",
         {**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen4": (
+        "Qwen4ExpText",
+        {
+            **{**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 24},
+            **{"hidden_size": 64, "num_attention_heads": 4, "hc_count": 3, "hc_lowrank": 64},
+            **{"ple_layer_ids": [1, 3], "ple_embed_dim": 64, "ngram_size": 3, "heads_per_ngram": 2},
+            **{"ngram_vocab_size_base": 11, "make_ngram_vocab_size_divisible_by": 8},
+            **{"split_ngram_parts": 4, "eos_token_id": 5, "indexer_n_heads": 16, "seed": 77},
+            **{"indexer_kv_heads": 1, "indexer_head_dim": 12, "indexer_budget": 12},
+            **{"indexer_compress_ratio": 4, "output_gate_type": "sigmoid"},
+            **rope(partial_rotary_factor=0.5),
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        },
     ),
     "qwen3.5": ("Qwen3_5Text", {**DELTA, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3.5-moe": (
@@ -957,6 +1029,20 @@ def test_minimax_reads_the_keys_of_its_published_config(tmp_path: Path) -> None:
     got = teacher_forced(
         load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
     )
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_tables_of_experts_by_token_are_read_as_they_are_stored(tmp_path: Path) -> None:
+    """Whole numbers beside weights of the model's dtype."""
+    oracle = save_oracle(tiny_config("deepseek-v4"), tmp_path)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    ours, _ = load_model(
+        model_spec(tmp_path),
+        mesh=Mesh(),
+        device=torch.device("cpu"),
+        block_tokens=BLOCK_TOKENS,
+    )
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
 
 

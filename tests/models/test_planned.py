@@ -25,6 +25,8 @@ CONFIGS: dict[str, tuple[str, Any]] = {
 MIXERS = {
     *("kernel.attention", "kernel.span_attention", "kernel.latent_attention"),
     "kernel.sparse_latent_attention",
+    "kernel.compressed_attention",
+    "kernel.sparse_attention",
     *("kernel.ssd_scan", "kernel.selective_scan"),
 }
 

@@ -78,9 +78,8 @@ class AttentionSpec:
     out_scale: float = 1.0
     value_eps: float | None = None
     keys_are_values: bool = False
-    names: AttentionNames = SEPARATE
     chooser: ChoiceSpec | None = None
-    names: AttentionNames = AttentionNames()
+    names: AttentionNames = SEPARATE
 
     @property
     def plain_values(self) -> bool:

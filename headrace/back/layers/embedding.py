@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from headrace.back.kernels.embedding.op import OP, Embedding, EmbeddingProblem
@@ -13,6 +15,7 @@ from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_reduce
+from headrace.back.parallel.param import WeightPiece
 from headrace.back.parallel.shard import Part, Shard
 
 
@@ -20,6 +23,7 @@ class TokenEmbedding:
     """ids_T -> x_TE, scaled by `scale`. `weight_VE` (local rows) is there after loading, for a tied
     output head. Only a table that is `tied` to a head is quantized here: by itself it costs no
     reading. `unused`: rows at the beginning of the checkpoint's table that no id reaches.
+    reading. `parts`: so many tensors hold it, as torch.chunk cuts rows; 0: one.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class TokenEmbedding:
         scale: float = 1.0,
         tied: bool = False,
         unused: int = 0,
+        parts: int = 0,
     ) -> None:
         self.lookup: Embedding = not_loaded
         self.weight_VE: torch.Tensor | PackedWeight | BlockWeight | None = None
@@ -38,7 +43,8 @@ class TokenEmbedding:
         self._scope = scope
         self._scale = scale
         self._unused = unused
-        weight = scope.param("weight", (vocabulary, width), shard=self.shard)
+        pieces = tuple(_pieces(scope, vocabulary, width, parts)) if parts else None
+        weight = scope.param("weight", (vocabulary, width), pieces=pieces, shard=self.shard)
         self._weight = scope.quantized(weight, read_whole=tied)
         scope.on_finish(self._finish)
 
@@ -83,3 +89,11 @@ class TokenEmbedding:
 def vocabulary_part(vocabulary: int) -> Part:
     """The split of the vocabulary: as even as it goes."""
     return Part("vocabulary rows", vocabulary, vocabulary, uneven=True)
+
+
+def _pieces(scope: Scope, rows: int, width: int, parts: int) -> Iterator[WeightPiece]:
+    """The tensors of a table that is cut in `parts`."""
+    size = -(-rows // parts)
+    for i, first in enumerate(range(0, rows, size)):
+        shape = (min(size, rows - first), width)
+        yield WeightPiece(name=scope.name(f"shard_{i}.weight"), shape=shape, offset=first)

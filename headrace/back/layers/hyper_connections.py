@@ -9,7 +9,6 @@ Weights are computed in float32: they are few. T tokens, E hidden size, S stream
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -19,14 +18,17 @@ from headrace.back.kernels.linear.op import Linear
 from headrace.back.layers.linear import bind_linear
 from headrace.back.layers.norm import RMS_NO_WEIGHT
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.layers.streams import StreamWeights, expanded, summed
+
+NAMES = ("attn_hc", "ffn_hc")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperSpec:
     """`streams`: S. `eps` is added to weights behind their sigmoid, to those of results if
     `results_eps` says so; `norm_eps`: of the norm of all streams together; `magnitude`: the largest
-    weight of a result; `iterations` of the mixture's rule, 0: streams are not mixed. `mean_end`: the streams end as
-    their mean."""
+    weight of a result; `iterations` of the mixture's rule, 0: streams are not mixed. `mean_end`:
+    the streams end as their mean."""
 
     streams: int
     eps: float
@@ -41,23 +43,15 @@ class HyperSpec:
         """Numbers of a token: weights of inputs, of results, and of the mixture."""
         return self.streams * (2 + (self.streams if self.iterations else 0))
 
+    def connect(self, scope: Scope, branch: int, width: int) -> HyperConnection:
+        """See ConnectedStreamsSpec."""
+        return HyperConnection(scope / NAMES[branch], self, width)
+
     def build(self, scope: Scope, width: int) -> HyperHead | MeanHead:
         """The streams' begin and end; `scope` is that of the embedding. See ResidualStreamsSpec."""
         if self.mean_end:
             return MeanHead(self.streams)
         return HyperHead(scope / "hc_head", self, width)
-
-
-class HyperWeights(NamedTuple):
-    """Of one branch: what its result is added with, and the streams' mixture."""
-
-    result_TS: torch.Tensor
-    mixture_TSS: torch.Tensor | None
-
-    def at(self, at_N: torch.Tensor) -> HyperWeights:
-        """Those of the tokens `at_N`."""
-        mixture = None if self.mixture_TSS is None else self.mixture_TSS.index_select(0, at_N)
-        return HyperWeights(self.result_TS.index_select(0, at_N), mixture)
 
 
 class HyperConnection:
@@ -76,7 +70,7 @@ class HyperConnection:
         self._weights: list[torch.Tensor] = []
         scope.on_finish(self._finish)
 
-    def collapse(self, x_TSE: torch.Tensor) -> tuple[HyperWeights, torch.Tensor]:
+    def collapse(self, x_TSE: torch.Tensor) -> tuple[StreamWeights, torch.Tensor]:
         """The weights of these streams, and what the branch reads, x_TE."""
         (base, scale), spec = self._weights, self._spec
         sizes = [spec.streams] * 2 + ([spec.streams**2] if spec.iterations else [])
@@ -87,22 +81,18 @@ class HyperConnection:
                 zip(raw_TX.split_with_sizes(sizes, dim=1), base.split(sizes), strict=True)
             )
         )
-        x_TE = _summed(x_TSE, self._projection.sigmoid(input_TS) + spec.eps)
+        x_TE = summed(x_TSE, self._projection.sigmoid(input_TS) + spec.eps)
         result_TS = spec.magnitude * self._projection.sigmoid(result_TS)
         if spec.results_eps:
             result_TS = result_TS + spec.eps
         mixture_TSS = self._mixture(mixture[0]) if mixture else None
-        return HyperWeights(result_TS, mixture_TSS), x_TE
+        return StreamWeights(result_TS, mixture_TSS), x_TE
 
     def expand(
-        self, weights: HyperWeights, y_TE: torch.Tensor, x_TSE: torch.Tensor
+        self, weights: StreamWeights, y_TE: torch.Tensor, x_TSE: torch.Tensor
     ) -> torch.Tensor:
         """The streams behind the branch that gave y_TE."""
-        wide_TSE = x_TSE.float()
-        if weights.mixture_TSS is not None:
-            wide_TSE = torch.bmm(weights.mixture_TSS.transpose(1, 2), wide_TSE)
-        added_TSE = weights.result_TS[:, :, None] * y_TE.float()[:, None]
-        return (added_TSE + wide_TSE).to(x_TSE.dtype)
+        return expanded(weights, y_TE, x_TSE)
 
     def _mixture(self, raw_TZ: torch.Tensor) -> torch.Tensor:
         eps = self._spec.eps
@@ -142,7 +132,7 @@ class HyperHead:
         """x_TE behind the last layer."""
         base, scale = self._weights
         raw_TS = self._projection.of(x_TSE) * scale + base
-        return _summed(x_TSE, self._projection.sigmoid(raw_TS) + self._spec.eps)
+        return summed(x_TSE, self._projection.sigmoid(raw_TS) + self._spec.eps)
 
     def _finish(self) -> None:
         self._weights = [param.take().float() for param in self._params]
@@ -161,7 +151,7 @@ class MeanHead:
     def end(self, x_TSE: torch.Tensor) -> torch.Tensor:
         """x_TE behind the last layer."""
         share_TS = torch.full(x_TSE.shape[:2], 1.0 / self._streams, device=x_TSE.device)
-        return _summed(x_TSE, share_TS)
+        return summed(x_TSE, share_TS)
 
 
 class StreamProjection:
@@ -191,10 +181,3 @@ class StreamProjection:
         facts = {"device": self._scope.kind, "dtype": torch.float32}
         problem = GatedNormProblem(**facts, width=self._streams, group=0, gate="sigmoid")
         self._opened = self._scope.bind(GATED_NORM, problem, None)
-
-
-def _summed(x_TSE: torch.Tensor, weight_TS: torch.Tensor) -> torch.Tensor:
-    sum_TE = x_TSE[:, 0].float() * weight_TS[:, :1]
-    for stream in range(1, x_TSE.shape[1]):  # in their order, so that a token's bits are its own
-        sum_TE += x_TSE[:, stream].float() * weight_TS[:, stream : stream + 1]
-    return sum_TE.to(x_TSE.dtype)

@@ -69,13 +69,14 @@ IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
 @dataclass(frozen=True, kw_only=True)
 class DecoderNames:
     """Where a decoder lies in its checkpoint: all but the output head below `prefix`.
-    `embedding_norm`: the norm of the tokens' embeddings; None: there is none."""
+    `embedding_norm`: the norm of the tokens' embeddings, `norm`: the last norm; None: there is
+    none."""
 
     prefix: str = "model"
     embedding: str = "embed_tokens"
     embedding_norm: str | None = None
     layers: str = "layers"
-    norm: str = "norm"
+    norm: str | None = "norm"
     head: str = "lm_head"
 
 
@@ -142,7 +143,9 @@ class Decoder:
         self._streams = spec.streams and spec.streams.build(inside, sizes.width)
         recurrent = any(form.kind == "state" for form in self.kv_forms)
         self.state = "recurrent" if recurrent else "plain"
-        self._norm = spec.norm.build(inside / names.norm, sizes.width, eps=sizes.eps)
+        self._norm = None
+        if names.norm is not None:
+            self._norm = spec.norm.build(inside / names.norm, sizes.width, eps=sizes.eps)
         self._head = self._logits_head(scope, spec) if self.generates else None
         self._classifier = classifier_of(scope, sizes.width)
         if not all(layer.mixer and layer.mixer.probed for layer in self._layers):

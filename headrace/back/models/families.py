@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.config.hf import ConfigReader
+from headrace.base.config.index_choices import shared_layers
 from headrace.base.errors import CheckpointError
 
 FALLBACK = "transformers"
@@ -18,6 +19,8 @@ HEADS = ("n_head", "n_heads", "num_heads", "attention_heads")
 
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
+    "IQuestCoderForCausalLM": "llama",
+    "InternLM3ForCausalLM": "internlm3",
     "Llama4ForCausalLM": "llama4",
     "FlexOlmoForCausalLM": "flex_olmo",
     "YoutuForCausalLM": "youtu",
@@ -107,6 +110,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek",
     "DeepseekV32ForCausalLM": "deepseek_v32",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "AXK1ForCausalLM": "axk1",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -144,6 +148,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "MiniMaxForCausalLM": "minimax",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
+    "Qwen4ExpForCausalLM": "qwen4",
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "roberta",
     "XLMRobertaForMaskedLM": "roberta",
@@ -180,6 +185,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma4_unified_text": "gemma4_unified",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
+    "qwen4_exp_text": "qwen4",
 }
 """Families of the text part of models with several, by its `model_type`."""
 WRAPPERS: Mapping[str, str] = {
@@ -200,6 +206,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "Qwen3_5MoeForConditionalGeneration": "model.language_model",
     "Gemma3nForConditionalGeneration": "model.language_model",
     "Glm5NextForConditionalGeneration": "model.language_model",
+    "Qwen4ExpForConditionalGeneration": "model.language_model",
     "Gemma4ForConditionalGeneration": "model.language_model",
     "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }
@@ -212,6 +219,13 @@ RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
+CHOICES_SHARED = {"glm_moe_dsa": 1, "glm5_next": 1, "hy_v4": 4}
+"""Families whose layers may read what the indexer of one before them chose, and every how manieth
+has one of its own unless the config says."""
+CHOOSING = "minimax_m3_sparse"
+"""What MiniMax calls layers with an indexer, where others have none."""
+TWO_ATTENTIONS = frozenset({"longcat_flash"})
+"""Families of which each layer has two attentions."""
 SHARING = frozenset({"gemma3n", "gemma4", "gemma4_unified"})
 """Families whose upper layers may read the caches of lower ones."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
@@ -332,3 +346,12 @@ def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) ->
     if isinstance(attending, list):
         return frozenset(i for i in range(layers) if i not in attending)
     return frozenset()
+
+
+def indexed_layers(family: str, config: ConfigReader, layers: int) -> int:
+    """How many layers keep keys of an indexer, of a config that states one."""
+    if family in CHOICES_SHARED:
+        shared = shared_layers(config, layers, every=CHOICES_SHARED[family])
+        return layers - sum(shared)
+    types = config.list("layer_types", None, of=str)
+    return layers if types is None or CHOOSING not in types else types.count(CHOOSING)

@@ -15,12 +15,12 @@ from headrace.back.layers.rope import RopeSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_delta import GatedDeltaSpec
 from headrace.back.models.blocks import Decoder, DecoderSizes, DecoderSpec, read_sizes
-from headrace.back.models.glm_moe_dsa import shared_layers
 from headrace.back.models.hybrid import MAX_TAPS
 from headrace.back.models.hyper_layer import HyperLayerSpec
 from headrace.back.models.kimi_linear import NAMES, delta_norm
 from headrace.back.models.moe import sigmoid_mixture, sparse_by_type
 from headrace.base.config.hf import ConfigReader
+from headrace.base.config.index_choices import shared_layers
 
 LINEAR, ATTENDS = "linear_attention", ("indexed_attention", "full_attention")
 RENAMED = (

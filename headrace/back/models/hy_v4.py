@@ -18,9 +18,9 @@ from headrace.back.models.hyper_layer import HyperLayerSpec
 from headrace.back.models.latent import read_indexer, read_latent_attention
 from headrace.back.models.moe import sigmoid_mixture, sparse_by_type
 from headrace.base.config.hf import ConfigReader
+from headrace.base.config.index_choices import shared_layers
 
 DRAFTS = (r"model\.mtp_layers\..*",)
-KINDS = ("full", "shared")
 RENAMED = (
     (r"\.hc_pre\.hc_", ".hc_"),
     (r"\.hc_attn_layer\.hc_", ".attn_hc."),
@@ -59,7 +59,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             streams=streams,
         )
         for shared, sparse in zip(
-            _shared(config, sizes.layers),
+            shared_layers(config, sizes.layers, every=4),
             sparse_by_type(config, sizes.layers, dense=1),
             strict=True,
         )
@@ -77,13 +77,3 @@ def _experts(config: ConfigReader) -> FeedForwardSpec:
         return routed
     beside = LoneExpert(inner=mixture.shared.inner, name="mlp.shared_experts")
     return BesideSpec(mixture=routed, shared=beside)
-
-
-def _shared(config: ConfigReader, layers: int) -> list[bool]:
-    """Which layers read what the indexer of one before them chose."""
-    types = config.list("indexer_types", None, of=str)
-    if types is None:
-        return [i > 0 and (i - 1) % 4 != 0 for i in range(layers)]
-    if len(types) != layers or not set(types) <= set(KINDS) or types[0] != "full":
-        raise config.wrong("indexer_types", f"{layers} of {', '.join(KINDS)}, the first one full")
-    return [kind == "shared" for kind in types]

@@ -42,10 +42,7 @@ NATIVE = {
 }
 FAMILIES: Registry[BuildFamily] = Registry(
     "model family",
-    {
-        name: f"headrace.back.models.{name}:build"
-        for name in (*sorted(NATIVE), FALLBACK)
-    },
+    {name: f"headrace.back.models.{name}:build" for name in (*sorted(NATIVE), FALLBACK)},
 )
 
 _TEXT_ALONE = Decision("model.parts", "auto", "text", "images, audio and video are not read")

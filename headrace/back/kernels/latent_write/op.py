@@ -1,13 +1,12 @@
 """What a step leaves in a cache of latents, and the rotated part of its queries, in one pass.
 
 `bind(problem, weight_C)` returns `f(q_THD, latent_TW, positions_T, table_PR, kv, slot_T, q_THW) ->
-None`. T tokens, H query heads of D = `nope` + R dimensions, C `rank`, R `rotary`, which may be 0, W = C + R. Of
-latent_TW, as the down-projection leaves it, the first C elements are normed (RMSNorm, float32
-weight) and the last R rotated; the result goes into kv [num_blocks, block_tokens, W] at slot_T (see
-kernels/kv_write). The last R dimensions of each query head are rotated into q_THW[..., C:], behind
-what head_linear makes of its first ones. q and latent may be strided; last dimensions are
-contiguous. The table and `layout` are those of kernels/rope.
-"""
+None`. T tokens, H query heads of D = `nope` + R dimensions, C `rank`, R `rotary` (it may be 0), W =
+C + R. Of latent_TW, as the down-projection leaves it, the first C elements are normed (RMSNorm,
+float32 weight) and the last R rotated; the result goes into kv [num_blocks, block_tokens, W] at
+slot_T (see kernels/kv_write). The last R dimensions of each query head are rotated into q_THW[...,
+C:], behind what head_linear makes of its first ones. q and latent may be strided; last dimensions
+are contiguous. The table and `layout` are those of kernels/rope."""
 
 from __future__ import annotations
 

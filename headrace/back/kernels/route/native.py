@@ -14,7 +14,13 @@ from headrace.back.kernels.native.library import (
     unsupported,
 )
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.route.op import CHOSEN_SIGMOID, SPARSEMIXER, Route, RouteProblem
+from headrace.back.kernels.route.op import (
+    CHOSEN_SIGMOID,
+    SPARSEMIXER,
+    SQRT_SOFTPLUS,
+    Route,
+    RouteProblem,
+)
 
 MAX_EXPERTS = 1024
 MAX_GROUPS = 64
@@ -35,6 +41,7 @@ def bind_with(
         + 16 * problem.shared_gate
         + 32 * (problem.score == SPARSEMIXER)
         + 64 * (problem.score == CHOSEN_SIGMOID)
+        + 128 * (problem.score == SQRT_SOFTPLUS)
     )
 
     def route(logits_TG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 // Which experts each token is sent to, and with which weights. The lower index wins among equals.
 
-#include "../native/simd.h"
+#include "../native/recurrent.h"
 
 namespace {
 
@@ -9,7 +9,8 @@ constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kTokensPerChunk = 16;
 constexpr float kSumEps = 1e-20f;
 enum : int32_t {
-  kSigmoid = 1, kRenormalize = 2, kSoftmaxChosen = 4, kTopTwo = 8, kSharedGate = 16, kSparseMixer = 32, kChosenSigmoid = 64
+  kSigmoid = 1, kRenormalize = 2, kSoftmaxChosen = 4, kTopTwo = 8, kSharedGate = 16, kSparseMixer = 32, kChosenSigmoid = 64,
+  kSqrtSoftplus = 128
 };
 
 struct Routes {
@@ -22,15 +23,19 @@ struct Routes {
 };
 
 HR_INLINE float exponential(float x) { return vexp(splat(x))[0]; }
-HR_INLINE float sigmoid(float x) { return vsigmoid(splat(x))[0]; }
+HR_INLINE float opened(float x) { return vsigmoid(splat(x))[0]; }
 
 HR_INLINE void score_experts(const Routes& p, const float* logits, float* scores) {
   if (p.mode & (kSparseMixer | kChosenSigmoid)) {
     for (int64_t x = 0; x < p.experts; ++x) scores[x] = logits[x];
     return;
   }
+  if (p.mode & kSqrtSoftplus) {
+    for (int64_t x = 0; x < p.experts; ++x) scores[x] = __builtin_sqrtf(vsoftplus(splat(logits[x]))[0]);
+    return;
+  }
   if (p.mode & kSigmoid) {
-    for (int64_t x = 0; x < p.experts; ++x) scores[x] = sigmoid(logits[x]);
+    for (int64_t x = 0; x < p.experts; ++x) scores[x] = opened(logits[x]);
     return;
   }
   float top = -__builtin_inff(), total = 0;
@@ -92,7 +97,7 @@ HR_INLINE void weigh(const Routes& p, const float* logits, const float* scores, 
     for (int64_t k = 0; k < p.top_k; ++k) total += weights[k] = exponential(logits[chosen[k]] - top);
   } else {
     const bool opens = p.mode & kChosenSigmoid;
-    for (int64_t k = 0; k < p.top_k; ++k) total += weights[k] = opens ? sigmoid(scores[chosen[k]]) : scores[chosen[k]];
+    for (int64_t k = 0; k < p.top_k; ++k) total += weights[k] = opens ? opened(scores[chosen[k]]) : scores[chosen[k]];
     total = p.mode & kRenormalize ? total + kSumEps : 1.0f;
   }
   for (int64_t k = 0; k < p.top_k; ++k) weights[k] = weights[k] / total * p.scale;
@@ -114,7 +119,7 @@ void route_tokens(void* context, int64_t i) {
     else weigh(p, logits, scores, chosen, weights);
     for (int64_t s = 0; s < p.shared; ++s) {
       chosen[p.top_k + s] = int32_t(p.experts + s);
-      weights[p.top_k + s] = p.mode & kSharedGate ? sigmoid(logits[p.experts]) : 1.0f;
+      weights[p.top_k + s] = p.mode & kSharedGate ? opened(logits[p.experts]) : 1.0f;
     }
   }
 }

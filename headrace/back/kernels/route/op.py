@@ -4,7 +4,8 @@
 experts, K = `top_k` + `shared` slots of a token; logits float32 [T, G], G = X, or X + 1 with
 `shared_gate`; expert int32 and weight float32 [T, K].
 
-A token's scores are softmax or sigmoid of its X logits (`score`). The `top_k` best are chosen by
+A token's scores are softmax or sigmoid of its X logits, or sqrt(softplus(logit)) (`score`; the
+last of DeepSeek V4). The `top_k` best are chosen by
 score + bias, whose bias (float32, None: there is none) only chooses (DeepSeek-V3, section 2.1.2).
 With `groups` g > 1 the experts are g equal groups, of which only the best `kept_groups` are chosen
 from: a group is worth its best expert ("max") or the sum of its best two ("top2"). Weights are the
@@ -28,12 +29,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_generator
 
 Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 SPARSEMIXER = "sparsemixer"
 CHOSEN_SIGMOID = "chosen_sigmoid"
+SQRT_SOFTPLUS = "sqrt_softplus"
 SUM_EPS = 1e-20
 """Added to the sum that renormalized weights are divided by."""
 
@@ -104,6 +107,8 @@ def bind_reference(problem: RouteProblem, bias_X: torch.Tensor | None = None) ->
 def _scores(problem: RouteProblem, logits_TX: torch.Tensor) -> torch.Tensor:
     if problem.score == CHOSEN_SIGMOID:
         return logits_TX
+    if problem.score == SQRT_SOFTPLUS:
+        return F.softplus(logits_TX).sqrt()
     return logits_TX.sigmoid() if problem.score == "sigmoid" else logits_TX.softmax(1)
 
 

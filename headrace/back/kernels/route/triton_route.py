@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.route.op import CHOSEN_SIGMOID, SPARSEMIXER, SUM_EPS, Route, RouteProblem
+from headrace.back.kernels.route.op import (
+    CHOSEN_SIGMOID,
+    SPARSEMIXER,
+    SQRT_SOFTPLUS,
+    SUM_EPS,
+    Route,
+    RouteProblem,
+)
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
@@ -53,7 +60,8 @@ def route_kernel(
     K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     SOFTMAX_CHOSEN: tl.constexpr, SHARED_GATE: tl.constexpr, BIAS: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, TOP_TWO: tl.constexpr,
-    SPARSE: tl.constexpr, CHOSEN_SIGMOID: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPARSE: tl.constexpr, CHOSEN_SIGMOID: tl.constexpr, SQRT_SOFTPLUS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens. NONE: X padded to a power of two, K likewise the slots."""
     enter(DEPENDENT)
@@ -65,6 +73,9 @@ def route_kernel(
     b_logits = tl.load(logits + i_t * COLUMNS + o_x, mask=m_x, other=float("-inf"))
     if SPARSE or CHOSEN_SIGMOID:
         b_score = b_logits
+    elif SQRT_SOFTPLUS:
+        b_score = tl.maximum(b_logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_logits)))
+        b_score = tl.sqrt(tl.where(m_x, b_score, 0.0))
     elif SIGMOID:
         b_score = tl.where(m_x, tl.sigmoid(b_logits), 0.0)
     else:
@@ -116,6 +127,7 @@ def bind(problem: RouteProblem, bias_X: torch.Tensor | None = None) -> Route:
         "TOP_K": problem.top_k, "K": power_of_two(problem.slots), "SHARED": problem.shared,
         "SPARSE": problem.score == SPARSEMIXER,
         "CHOSEN_SIGMOID": problem.score == CHOSEN_SIGMOID,
+        "SQRT_SOFTPLUS": problem.score == SQRT_SOFTPLUS,
         "SIGMOID": problem.score == "sigmoid", "SOFTMAX_CHOSEN": problem.softmax_chosen,
         "RENORMALIZE": problem.renormalize and not problem.softmax_chosen,
         "SHARED_GATE": problem.shared_gate, "BIAS": problem.bias, "GROUPS": problem.groups,

@@ -160,11 +160,16 @@ class Mixture:
         share = Partial(y_TE, axis)
         return share if self._adds else share.total()
 
-    def mixed(self, x_TE: torch.Tensor, routed_TE: torch.Tensor) -> torch.Tensor:
-        """This rank's share of y_TE; the router reads `routed_TE`."""
+    def mixed(
+        self, x_TE: torch.Tensor, routed_TE: torch.Tensor, stated_TX: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """This rank's share of y_TE; the router reads `routed_TE`, and chooses among `stated_TX`,
+        if they are stated."""
         logits_TG, cap = self._logits(routed_TE), self._spec.router.softcap
         if cap:
             logits_TG = logits_TG.div_(cap).tanh_().mul_(cap)
+        if stated_TX is not None:
+            logits_TG = logits_TG.masked_fill(~stated_TX, float("-inf"))
         expert_TK, weight_TK = self._route(logits_TG)
         if self._spec.router.idle:
             return self._beside_idle(x_TE, expert_TK, weight_TK)
