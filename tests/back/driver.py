@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from msgspec.msgpack import encode
 
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.models.protocol import CausalModel
+from headrace.base.wire.media import MEDIA_HOOK, MediaContent, MediaInput, MediaPayload
 from headrace.base.wire.request import PromptLogprobs, RowSampling
 from headrace.base.wire.step import RowLogprobs, RowStart, StepPlan, StepResult, WorkerFacts
+from headrace.core.encoder_cache import content_of
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -23,6 +26,7 @@ class Sequence:
     tokens: list[int]
     num_prompt: int
     sampling: RowSampling
+    media: tuple[MediaInput, ...] = ()
     row: int = -1
     num_computed: int = 0
     unknown: int = 0
@@ -55,11 +59,20 @@ class Driver:
         self.inflight: dict[int, list[tuple[Sequence, bool]]] = {}
 
     def add(
-        self, prompt: list[int], sampling: RowSampling = GREEDY, *, request: int = 0
+        self,
+        prompt: list[int],
+        sampling: RowSampling = GREEDY,
+        *,
+        request: int = 0,
+        media: tuple[MediaInput, ...] = (),
     ) -> Sequence:
         """A new sequence; it gets its row at its first plan."""
         return Sequence(
-            request=request, tokens=list(prompt), num_prompt=len(prompt), sampling=sampling
+            request=request,
+            tokens=list(prompt),
+            num_prompt=len(prompt),
+            sampling=sampling,
+            media=media,
         )
 
     def release(self, sequence: Sequence) -> None:
@@ -76,10 +89,12 @@ class Driver:
         runs = sorted(runs, key=lambda run: run[1] != 1)
         ends, self.ends = self.ends, []
         starts: list[RowStart] = []
+        added: list[MediaContent] = []
         updates: list[tuple[int, int, int, int]] = []
         for sequence, count in runs:
             if not sequence.started:
                 starts.append(self._start(sequence))
+                added += [content_of(one) for one in sequence.media]
             updates += self._grow(sequence, sequence.num_computed + count)
         sample = [s.num_computed + count == s.length for s, count in runs]
         plan = StepPlan(
@@ -94,6 +109,7 @@ class Driver:
             num_tokens=np.array([count for _, count in runs], np.int32),
             num_computed=np.array([s.num_computed for s, _ in runs], np.int32),
             sample=np.array(sample, np.bool_),
+            hook_payloads={MEDIA_HOOK: encode(MediaPayload(added=tuple(added)))} if added else {},
         )
         for (sequence, count), sampled in zip(runs, sample, strict=True):
             sequence.num_computed += count
@@ -132,6 +148,7 @@ class Driver:
             num_prompt=sequence.num_prompt,
             num_computed=0,
             sampling=sequence.sampling,
+            media=tuple(one.span() for one in sequence.media),
         )
 
     def _grow(self, sequence: Sequence, length: int) -> list[tuple[int, int, int, int]]:

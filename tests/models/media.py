@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from headrace.back.executor.inline import InlineExecutor
+from headrace.back.parallel.mesh import Mesh
+from headrace.back.runner.start import start_runner
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import EngineRequest, RowSampling, StopRules, TokenBatch
 from headrace.core.core import EngineCore
 from headrace.core.encoder_cache import EncoderCacheHook
-from tests.models.oracle import BLOCK_TOKENS, model_spec, randomize
+from tests.back.driver import Driver
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, randomize
 
 STEP_TOKENS = 256
 IMAGE, VIDEO = 100, 101
@@ -220,3 +223,27 @@ def compare_answers(ours: Answer, oracle: Answer, bound: float = 1e-4) -> None:
             error = np.abs(np.stack(got) - np.stack(want)).max()
             assert error < bound, error
     assert ours.tokens == oracle.tokens
+
+
+def scored_by_runner(
+    folder: Path, prompts: Sequence[Prompt], *, mesh: Mesh, chunk: int, max_tokens: int = 4
+) -> list[list[np.ndarray]]:
+    """The log-probabilities of each prompt, in chunks, and of greedy tokens, by one rank's runner."""
+    spec = engine_spec(folder)
+    model = load_ours(spec.model, mesh=mesh)
+    runner = start_runner(spec, model, device=torch.device("cpu")).runner
+    driver, scores = Driver(runner.facts), []
+    sampling = RowSampling(temperature=0.0, logprobs=-1, prompt_logprobs=-1)
+    for prompt in prompts:
+        one = driver.add(prompt.ids, sampling, media=prompt.media)
+        while len(one.outputs) < max_tokens:
+            count = min(chunk, one.length - one.num_computed)
+            driver.read(runner.launch(driver.plan([(one, count)])).result())
+        driver.release(one)
+        rows = [
+            _in_order(ids, values)
+            for part in one.prompt_logprobs
+            for ids, values in zip(part.ids, part.values, strict=True)
+        ]
+        scores.append([*rows, *(_in_order(part.ids, part.values) for part in one.logprobs)])
+    return scores

@@ -22,8 +22,6 @@ from tests.models.oracle import (
 )
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_parity import (
-    DELTA,
-    EXPERTS,
     GEMMA4,
     LENGTHS,
     LLAMA3,
@@ -68,12 +66,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Llama4",
         "Llama4Text",
         {"head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 16, **rope(**LLAMA3)},
-    ),
-    "Qwen3_5": ("Qwen3_5", "Qwen3_5Text", {**DELTA, "head_dim": 16}),
-    "Qwen3_5Moe": (
-        "Qwen3_5Moe",
-        "Qwen3_5MoeText",
-        {**EXPERTS, **DELTA, "head_dim": 16, "shared_expert_intermediate_size": 24},
     ),
     "Gemma4": (
         "Gemma4",

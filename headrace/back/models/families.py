@@ -159,6 +159,10 @@ ARCHITECTURES: Mapping[str, str] = {
 WITH_MEDIA: Mapping[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
 }
 """Architectures of several parts that take images or more beside text: the family reads the whole
 config."""
@@ -183,8 +187,6 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4_unified",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5",
     "qwen4_exp_text": "qwen4",
 }
 """Families of the text part of models with several, by its `model_type`."""
@@ -202,8 +204,6 @@ WRAPPERS: Mapping[str, str] = {
 lies in the checkpoint."""
 BASES_WITHIN: Mapping[str, str] = {
     "Step3p7ForConditionalGeneration": "model",
-    "Qwen3_5ForConditionalGeneration": "model.language_model",
-    "Qwen3_5MoeForConditionalGeneration": "model.language_model",
     "Gemma3nForConditionalGeneration": "model.language_model",
     "Glm5NextForConditionalGeneration": "model.language_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",

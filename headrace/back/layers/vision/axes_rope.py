@@ -110,6 +110,6 @@ def interleaved(lengths: Sequence[int]) -> tuple[int, ...]:
     """The axis of each pair where the axes take turns, and time has those that are left."""
     axes = [0] * sum(lengths)
     for axis in (1, 2):
-        for pair in range(axis, 3 * lengths[axis], 3):
+        for pair in range(axis, min(3 * lengths[axis], len(axes)), 3):
             axes[pair] = axis
     return tuple(axes)
