@@ -3,8 +3,6 @@ are. The front made them; this is the last line before the device."""
 
 from __future__ import annotations
 
-import math
-
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import (
     KEY_BYTES,
@@ -71,8 +69,8 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
             f"{one.grid}: {num_rows} patches in {t} steps, at most {form.max_rows} in "
             f"{form.max_t} are allowed",
         )
-    if form.grids and one.grid not in form.grids:
-        raise _wrong(f"{field}.grid", f"{one.grid}, allowed are {form.grids}")
+    if form.sides and (h, w) not in form.sides:
+        raise _wrong(f"{field}.grid", f"{one.grid}, allowed for h and w are {form.sides}")
     positions = (t - 1) * form.positions_per_s * one.step_s
     if positions > MAX_TIME_POSITIONS:
         raise _wrong(
@@ -80,7 +78,7 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
             f"{one.step_s}: {t} steps so far apart take {positions:.0f} positions, at most "
             f"{MAX_TIME_POSITIONS} are allowed",
         )
-    num_tokens = math.prod(one.grid) // form.merge**2
+    num_tokens = form.num_tokens(one.grid)
     if one.num_tokens != num_tokens:
         raise _wrong(f"{field}.num_tokens", f"{one.num_tokens}, its grid makes {num_tokens}")
     if len(one.rows) != num_rows * form.row_bytes:

@@ -26,7 +26,7 @@ from tests.back.driver import Driver
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, randomize
 
 STEP_TOKENS = 256
-IMAGE, VIDEO = 100, 101
+IMAGE, VIDEO, BREAK = 100, 101, 104
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,15 @@ class Pixels:
     values: np.ndarray
     num_tokens: int
     step_s: float = 0.0
+    merge: int = 1
+    breaks: int = 0
+
+    def pictures(self) -> torch.Tensor:
+        """uint8 [t, 3, height, width]: its pixels where they are seen, of inputs of one frame."""
+        (t, h, w), merge, patch = self.grid, self.merge, self.values.shape[-1]
+        values = torch.from_numpy(self.values)[:, :, 0]
+        values = values.view(t, h // merge, w // merge, merge, merge, 3, patch, patch)
+        return values.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(t, 3, h * patch, w * patch)
 
     @property
     def rows(self) -> np.ndarray:
@@ -79,8 +88,9 @@ def image(
     shape = (t * h * w, 3, frames, patch, patch)
     values = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     kind = "image" if frames == 1 else "video"
-    tokens = t * h * w // merge**2
-    return Pixels(kind=kind, grid=grid, values=values, num_tokens=tokens, **more)
+    breaks = more.get("breaks", 0)
+    tokens = t * h * w // merge**2 + breaks * (t * h // merge - 1)
+    return Pixels(kind=kind, grid=grid, values=values, num_tokens=tokens, merge=merge, **more)
 
 
 @dataclass(kw_only=True)
@@ -99,7 +109,12 @@ class Prompt:
         self.inputs.append(pixels)
         self.offsets.append(len(self.ids))
         mark = placeholder or (IMAGE if pixels.kind == "image" else VIDEO)
-        self.ids += [mark] * pixels.num_tokens
+        width = pixels.grid[2] // pixels.merge
+        if pixels.breaks:
+            rows = pixels.grid[1] // pixels.merge
+            self.ids += ([mark] * width + [BREAK]) * (rows - 1) + [mark] * width
+        else:
+            self.ids += [mark] * pixels.num_tokens
         return self
 
     @property
@@ -210,6 +225,25 @@ def _in_order(ids: np.ndarray, values: np.ndarray) -> np.ndarray:
     row = np.zeros(int(ids.max()) + 1, np.float32)
     row[ids] = values
     return row
+
+
+def answer_of(oracle: Any, prompt: Prompt, inputs: dict[str, Any], max_tokens: int) -> Answer:
+    """What transformers says to the inputs of its processor."""
+    oracle.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        logits = oracle(**inputs).logits[0].float().log_softmax(-1)
+        answer = oracle.generate(
+            **inputs,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return Answer(
+        tokens=answer.sequences[0, len(prompt.ids) :].tolist(),
+        prompt_logprobs=list(logits[:-1].numpy()),
+        logprobs=[one[0].float().log_softmax(-1).numpy() for one in answer.logits],
+    )
 
 
 def compare_answers(ours: Answer, oracle: Answer, bound: float = 1e-4) -> None:

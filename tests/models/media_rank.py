@@ -14,23 +14,31 @@ import torch
 import torch.distributed as dist
 
 from headrace.back.parallel.mesh import tensor_parallel_mesh
+from tests.models import test_towers as towers
 from tests.models.media import Prompt, image, scored_by_runner
 
 CHUNK = 7
 
 
-def prompts() -> list[Prompt]:
-    """Of one shape for all families: an image cut by chunks, text, two images."""
-    seeing = Prompt().text(5, 6, 102).put(image(1, (1, 4, 4), patch=4, merge=2)).text(103, 8)
-    both = Prompt().text(5, 102).put(image(2, (1, 2, 6), patch=4, merge=2)).text(103, 9, 102)
-    both.put(image(1, (1, 4, 4), patch=4, merge=2)).text(103, 7)
+def prompts_of(name: str) -> list[Prompt]:
+    """An image cut by chunks, text, two images; in the shapes of this case's family."""
+    case = towers.CASES.get(name)
+    if case is None:
+        sizes, more = ((1, 4, 4), (1, 2, 6)), {"merge": 2}
+    else:
+        sizes, more = case.grids, {"merge": case.merge, "breaks": case.breaks}
+    first, other = (image(seed, grid, patch=4, **more) for seed, grid in enumerate(sizes))
+    seeing = Prompt().text(5, 6, 102).put(first).text(103, 8)
+    both = Prompt().text(5, 102).put(other).text(103, 9, 102).put(first).text(103, 7)
     return [seeing, Prompt().text(*range(3, 20)), both]
 
 
 def main(rank: int, ranks: int, store: str, folders: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for folder in folders:
-        scores = scored_by_runner(Path(folder), prompts(), mesh=tensor_parallel_mesh(), chunk=CHUNK)
+        scores = scored_by_runner(
+            Path(folder), prompts_of(Path(folder).name), mesh=tensor_parallel_mesh(), chunk=CHUNK
+        )
         torch.save(
             [torch.from_numpy(np.stack(one)) for one in scores], Path(folder) / f"rank{rank}.pt"
         )

@@ -12,18 +12,20 @@ import torch
 
 from headrace.back.parallel.mesh import Mesh
 from headrace.base import env
+from tests.models import test_qwen_vl as qwen
+from tests.models import test_towers as towers
 from tests.models.media import scored_by_runner
-from tests.models.media_rank import CHUNK, prompts
-from tests.models.test_qwen_vl import CASES, save_case
+from tests.models.media_rank import CHUNK, prompts_of
 
 BOUND = 1e-4
 
 
 @pytest.mark.timeout(300)
 def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in CASES]
-    for case, folder in zip(CASES.values(), folders, strict=True):
-        save_case(case, folder)
+    for module in (qwen, towers):
+        for name, case in module.CASES.items():
+            module.save_case(case, tmp_path / name)
+    folders = [tmp_path / name for name in (*qwen.CASES, *towers.CASES)]
     command = [sys.executable, "-m", "tests.models.media_rank"]
     ranks = [
         subprocess.Popen(
@@ -34,7 +36,7 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     ]
     assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
     for folder in folders:
-        alone = scored_by_runner(folder, prompts(), mesh=Mesh(), chunk=CHUNK)
+        alone = scored_by_runner(folder, prompts_of(folder.name), mesh=Mesh(), chunk=CHUNK)
         for rank in range(2):
             for ours, whole in zip(torch.load(folder / f"rank{rank}.pt"), alone, strict=True):
                 assert np.abs(ours.numpy() - np.stack(whole)).max() < BOUND, folder.name

@@ -19,6 +19,7 @@ from tests.models.media import (
     Pixels,
     Prompt,
     SeeingEngine,
+    answer_of,
     compare_answers,
     image,
     save_media_oracle,
@@ -156,22 +157,7 @@ class Seen:
         return more
 
     def expected(self, prompt: Prompt, max_tokens: int = 5) -> Answer:
-        with torch.inference_mode():
-            inputs = self.inputs(prompt)
-            logits = self.oracle(**inputs).logits[0].float().log_softmax(-1)
-            self.oracle.generation_config.eos_token_id = None
-            answer = self.oracle.generate(
-                **inputs,
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        return Answer(
-            tokens=answer.sequences[0, len(prompt.ids) :].tolist(),
-            prompt_logprobs=list(logits[:-1].numpy()),
-            logprobs=[one[0].float().log_softmax(-1).numpy() for one in answer.logits],
-        )
+        return answer_of(self.oracle, prompt, self.inputs(prompt), max_tokens)
 
 
 def save_case(case: Case, folder: Path) -> Any:

@@ -44,8 +44,6 @@ VISION = {
 }
 STEP_VISION = {**VISION, "width": 32, "layers": 1, "heads": 2}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Mistral3": ("Pixtral", "Mistral", {"head_dim": 8}),
-    "Llava": ("Pixtral", "Mistral", {"sliding_window": None}),
     "Step3p7": (
         "",
         "Step3p7Text",

@@ -163,6 +163,11 @@ WITH_MEDIA: Mapping[str, str] = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "LlavaForConditionalGeneration": "llava",
+    "Mistral3ForConditionalGeneration": "llava",
+    "InternVLForConditionalGeneration": "internvl",
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "SmolVLMForConditionalGeneration": "idefics3",
 }
 """Architectures of several parts that take images or more beside text: the family reads the whole
 config."""
@@ -174,6 +179,11 @@ ENCODER_DECODERS: Mapping[str, str] = {
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 """Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
 TEXT_TYPES: Mapping[str, str] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+    "gpt_oss": "gpt_oss",
     "mistral": "mistral",
     "ministral3": "ministral3",
     "mistral4": "mistral4",
@@ -191,8 +201,6 @@ TEXT_TYPES: Mapping[str, str] = {
 }
 """Families of the text part of models with several, by its `model_type`."""
 WRAPPERS: Mapping[str, str] = {
-    "Mistral3ForConditionalGeneration": "language_model",
-    "LlavaForConditionalGeneration": "language_model",
     "Llama4ForConditionalGeneration": "language_model",
     "Kimi_K25ForConditionalGeneration": "language_model",
     "KimiK25ForConditionalGeneration": "language_model",

@@ -15,12 +15,10 @@ from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.tower import TowerSpec, VisionTower
 from headrace.back.models import qwen2
 from headrace.back.models.blocks import Decoder, read_sizes
-from headrace.back.models.vision import parts_of, with_media
+from headrace.back.models.vision import CLIP_MEAN, CLIP_STD, parts_of, with_media
 from headrace.base.config.hf import ConfigReader
 from headrace.base.wire.media import MAX_TIME_POSITIONS
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 EPS = 1e-6
 ACTIVATIONS = ("quick_gelu", "gelu", "silu")
 MERGER = ("ln_q", "mlp.0", "mlp.2")

@@ -20,11 +20,11 @@ from headrace.back.models.blocks import ACTIVATIONS, Decoder, read_sizes
 from headrace.back.models.moe import feed_forwards, sparse_layers
 from headrace.back.models.qwen2_moe import qwen_mixture
 from headrace.back.models.qwen3 import qwen3_decoder
-from headrace.back.models.vision import parts_of, with_media
+from headrace.back.models.vision import HALF, parts_of, with_media
 from headrace.base.config.hf import ConfigReader
 
 EPS = 1e-6
-HALF = (0.5, 0.5, 0.5)
+
 THETA = 5_000_000.0
 EXPERTS = ("num_experts", "num_local_experts")
 

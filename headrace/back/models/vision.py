@@ -1,15 +1,35 @@
-"""What the families that see share: the sections of their configs, and the encoder beside the
-decoder."""
+"""What the families that see share: the sections of their configs, the decoder of another family,
+the encoder beside it, and constants of the reference processors."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
+from headrace.back.layers.vision.layer import VisionLayerNames
+from headrace.back.models import blocks
 from headrace.back.models.blocks import Decoder
-from headrace.back.models.families import text_config
+from headrace.back.models.families import TEXT_TYPES, text_config
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+HALF = (0.5, 0.5, 0.5)
+ACTIVATIONS = {**blocks.ACTIVATIONS, "quick_gelu": "quick_gelu"}
+SIGLIP_NAMES = VisionLayerNames(
+    before_attention="layer_norm1",
+    before_mlp="layer_norm2",
+    attention="self_attn",
+    merged=None,
+    out="out_proj",
+)
+OLDER_TOWER = ((r"(.*vision_tower)\.vision_model\.(.*)", r"\1.\2"),)
+"""How older checkpoints name the tensors of CLIP's and SigLIP's towers."""
 
 
 def parts_of(config: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
@@ -21,9 +41,50 @@ def parts_of(config: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
     return ConfigReader(text_config(config.raw), where), vision
 
 
-def with_media(scope: Scope, decoder: Decoder, encoder: MediaEncoder) -> Decoder:
-    """The decoder with what encodes images and more for it."""
+def square(vision: ConfigReader) -> tuple[int, int]:
+    """Pixels of a patch's side, and patches of an image's."""
+    patch, pixels = _side(vision, "patch_size"), _side(vision, "image_size")
+    if pixels < patch:
+        raise vision.wrong("image_size", f"at least patch_size ({patch})")
+    return patch, pixels // patch
+
+
+def _side(vision: ConfigReader, key: str) -> int:
+    """A number, or two equal ones."""
+    if not isinstance(vision.raw.get(key), list):
+        return vision.int(key, ge=1)
+    one, other = vision.list(key, of=int, length=2)
+    if one != other or one < 1:
+        raise vision.wrong(key, "a number, or two equal ones")
+    return one
+
+
+def text_decoder(scope: Scope, text: ConfigReader) -> Decoder:
+    """The decoder of the family that the text's `model_type` names."""
+    from headrace.back.models.registry import FAMILIES
+
+    kind = text.choice("model_type", TEXT_TYPES)
+    decoder = FAMILIES.load(TEXT_TYPES[kind])(scope, text)
+    assert isinstance(decoder, Decoder), kind
+    return decoder
+
+
+def text_alone(scope: Scope, text: ConfigReader, why: str) -> Decoder:
+    """The decoder without what stands before it."""
+    scope.ledger.note(Decision("model.parts", "auto", "text", why))
+    return text_decoder(scope, text)
+
+
+def with_media(
+    scope: Scope,
+    decoder: Decoder,
+    encoder: MediaEncoder,
+    *,
+    renamed: tuple[tuple[str, str], ...] = (),
+) -> Decoder:
+    """The decoder with what encodes images and more for it. `renamed`: see WeightPlan."""
     decoder.media = encoder
+    decoder.weights = replace(decoder.weights, renamed=(*decoder.weights.renamed, *renamed))
     kinds = ", ".join(("text", *(form.kind for form in encoder.forms)))
     scope.ledger.note(Decision("model.parts", "auto", kinds, "what the checkpoint takes"))
     return decoder

@@ -35,7 +35,9 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frames       frames in a row of a video that belong to one t; images: 1
     merge        patches per side of the window that becomes one token
     max_rows     rows of one input at most
-    grids        the only grids (t, h, w) there are, for models with fixed sizes; empty: any
+    sides        the only (h, w) of a grid there are, for models with fixed sizes; empty: any
+    breaks       tokens of text behind each row of an input's tokens but the last (Pixtral's
+                 [IMG_BREAK]): they count among `MediaSpan.num_tokens`
     max_t        t of an input at most (1: each pair of frames of a video is an input of its own)
     positions_per_s  how far apart steps of a video are in the decoder's positions for each second
                  between them (`MediaSpan.step_s`); 0: time does not count
@@ -47,9 +49,18 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frames: int = 1
     merge: int = 1
     max_rows: int = MAX_ROWS
-    grids: tuple[tuple[int, int, int], ...] = ()
+    sides: tuple[tuple[int, int], ...] = ()
+    breaks: int = 0
     max_t: int = MAX_ROWS
     positions_per_s: float = 0.0
+
+    def num_rows(self, grid: tuple[int, int, int]) -> int:
+        """Rows of hidden size that an input of this grid becomes."""
+        return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens it takes in a prompt."""
+        return self.num_rows(grid) + self.breaks * (grid[0] * grid[1] // self.merge - 1)
 
 
 class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,7 +70,8 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     key          KEY_BYTES bytes: digest of the content and of how it was processed; the same key
                  stands for the same rows, grid and tokens
     offset       position of its first placeholder token in the prompt
-    num_tokens   placeholder tokens in a row: t * h * w / merge^2
+    num_tokens   tokens from its first to its last placeholder: t * h * w / merge^2, and the breaks
+                 of the form between its rows
     grid         (t, h, w) in patches; h and w are multiples of the form's merge
     step_s       seconds between two t of a video (models whose positions follow time)
     """
@@ -99,12 +111,11 @@ MEDIA_HOOK = "media"
 
 
 class MediaContent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the encoder turns into `num_tokens` rows of hidden size. See MediaInput."""
+    """What the encoder turns into rows of hidden size. See MediaInput."""
 
     key: bytes
     kind: str
     grid: tuple[int, int, int]
-    num_tokens: int
     rows: bytes
 
 

@@ -39,6 +39,7 @@ from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.route import op as route
 from headrace.back.kernels.sample import op as sample
+from headrace.back.kernels.span_attention import op as span_attention
 from headrace.back.kernels.sparse_latent_attention import op as sparse
 from headrace.back.kernels.state_rows import op as state_rows
 from headrace.back.kernels.step_commit import op as step_commit
@@ -354,6 +355,14 @@ UNEQUAL = replace(
     ),
 )
 STATE = state_rows.StateRowsProblem(device="cpu", block_tokens=16)
+_SPANS = "span_attention.triton_spans:KERNEL"
+
+
+def _spans(head_dim: int, **more: object) -> span_attention.SpanAttentionProblem:
+    shape = {"device": "cpu", "dtype": BF16, "heads": 16, "kv_heads": 16, "head_dim": head_dim}
+    return span_attention.SpanAttentionProblem(**shape, scale=head_dim**-0.5, **more)
+
+
 MOVED = position_shift.PositionShiftProblem(device="cpu")
 NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 
@@ -502,6 +511,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         )
         for name, op in (("ADD", position_shift.ADD_OP), ("SUBTRACT", position_shift.SUBTRACT_OP))
     ),
+    ("spans 72", _call(span_attention.OP, _SPANS, _spans(72))),
+    ("spans 64 window", _call(span_attention.OP, _SPANS, _spans(64, window=64))),
     ("greedy", _call(greedy.OP, "greedy.triton_greedy:KERNEL", greedy.GreedyProblem(device="cpu"))),
     ("gumbel", _call(gumbel.OP, "gumbel.triton_gumbel:KERNEL", gumbel.GumbelProblem(device="cpu"))),
     ("attention fixed 32/8x128", _call(attention.OP, _FIXED_ATTENTION, _attention(32, 8, 128))),

@@ -31,6 +31,7 @@ FILES = (
     "latent",
     "mixture",
     "lora_linear",
+    "spans",
 )
 
 

@@ -84,7 +84,7 @@ def _sample(problem: SpanAttentionProblem) -> Sample:
 OP: Op[SpanAttentionProblem] = Op(
     name="span_attention",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=(),
+    kernels=("headrace.back.kernels.span_attention.triton_spans:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

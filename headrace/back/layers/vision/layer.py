@@ -23,7 +23,7 @@ from headrace.back.layers.mlp import (
     PlainMLP,
     PlainMLPSpec,
 )
-from headrace.back.layers.norm import NormSpec
+from headrace.back.layers.norm import RMS, NormSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part
 
@@ -47,7 +47,8 @@ class VisionLayerNames:
 class VisionLayerSpec:
     """Every layer of a tower. `rotary`: queries and keys turn with the patch's place. `bias`: of
     query, key, value and what leads back; `mlp_bias`: of the MLP. `scaled`: a learned factor for
-    each column of what a branch adds (Touvron et al. 2021), under these names."""
+    each column of what a branch adds (Touvron et al. 2021), under these names. `qk_norm`: norms
+    over the whole width of queries and of keys."""
 
     width: int
     inner: int
@@ -63,6 +64,7 @@ class VisionLayerSpec:
     mlp_bias: bool = True
     scaled: tuple[str, str] | None = None
     qk_norm: tuple[str, str] | None = None
+    qk_norm_kind: NormSpec = RMS
     names: VisionLayerNames = VisionLayerNames()
 
 
@@ -124,7 +126,7 @@ class VisionAttention:
         out = Part(names.out, size, spec.heads)
         self._out = RowLinear(scope / names.out, out, spec.width, bias=spec.out_bias)
         self._qk_norms = [
-            spec.norm.build(scope / name, size, eps=spec.eps) for name in spec.qk_norm or ()
+            spec.qk_norm_kind.build(scope / name, size, eps=spec.eps) for name in spec.qk_norm or ()
         ]
         self._rotate = self._attend = not_loaded
         scope.on_finish(self._finish)

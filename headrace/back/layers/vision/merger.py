@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.scope import Scope
@@ -54,3 +54,89 @@ class WindowMerger:
         else:
             x_MI = self._norm.norm(x_NE).view(-1, self._inner)
         return self._down.project(self._activation.apply(self._up.project(x_MI)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLayers:
+    """Windows side by side, a norm if there is one, then two linear layers. `names`: of both;
+    `norm`: its name, kind and epsilon; it stands before the window is merged unless `norm_merged`.
+    `reduced`: a layer of this name first turns a window into one row of the tower's width, its
+    inputs channel by channel (Mistral 3)."""
+
+    width: int
+    outputs: int
+    merge: int = 1
+    names: tuple[str, str] = ("linear_1", "linear_2")
+    bias: bool = True
+    activation: str = "gelu"
+    norm: tuple[str, NormSpec, float] | None = None
+    norm_merged: bool = False
+    reduced: str | None = None
+    module: str = "multi_modal_projector"
+
+    def build(self, scope: Scope) -> TwoLayerProjector:
+        """See ProjectorSpec."""
+        return TwoLayerProjector(scope / self.module, self)
+
+
+class TwoLayerProjector:
+    """x_NE -> y_MF by TwoLayers."""
+
+    def __init__(self, scope: Scope, spec: TwoLayers) -> None:
+        up, down = spec.names
+        self._spec = spec
+        window = spec.width * spec.merge**2
+        inputs = spec.width if spec.reduced else window
+        self._norm = None
+        if spec.norm is not None:
+            name, norm, eps = spec.norm
+            self._norm = norm.build(
+                scope / name, window if spec.norm_merged else spec.width, eps=eps
+            )
+        self._reduce = (
+            None if spec.reduced is None else WholeLinear(scope / spec.reduced, window, spec.width)
+        )
+        part = Part(up, spec.outputs, spec.outputs)
+        self._up = ColumnLinear(scope, inputs, (part,), bias=spec.bias)
+        self._activation = ElementwiseActivation(scope, spec.activation)
+        self._down = RowLinear(scope / down, part, spec.outputs, bias=spec.bias)
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """See Projector."""
+        spec = self._spec
+        if self._norm is not None and not spec.norm_merged:
+            x_NE = self._norm.norm(x_NE)
+        x_MWE = x_NE.view(-1, spec.merge**2, spec.width)
+        if self._reduce is not None:
+            x_MI = self._reduce.project(x_MWE.transpose(1, 2).flatten(1))
+        else:
+            x_MI = x_MWE.flatten(1)
+        if self._norm is not None and spec.norm_merged:
+            x_MI = self._norm.norm(x_MI)
+        return self._down.project(self._activation.apply(self._up.project(x_MI)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneLayer:
+    """Windows side by side, then one linear layer without a bias, of this name."""
+
+    width: int
+    outputs: int
+    merge: int
+    name: str
+
+    def build(self, scope: Scope) -> OneLayerProjector:
+        """See ProjectorSpec."""
+        return OneLayerProjector(scope / self.name, self)
+
+
+class OneLayerProjector:
+    """x_NE -> y_MF by OneLayer."""
+
+    def __init__(self, scope: Scope, spec: OneLayer) -> None:
+        self._inputs = spec.width * spec.merge**2
+        self._linear = WholeLinear(scope, self._inputs, spec.outputs)
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """See Projector."""
+        return self._linear.project(x_NE.view(-1, self._inputs))

@@ -66,7 +66,7 @@ class EncoderCache:
         self._arena_CW = torch.empty(CACHE_TOKENS, width, dtype=encoder.dtype, device=device)
         self._entries: dict[bytes, _Entry] = {}
         self._free = np.arange(CACHE_TOKENS, dtype=np.int64)
-        self._row_bytes = {form.kind: form.row_bytes for form in encoder.forms}
+        self._forms = {form.kind: form for form in encoder.forms}
         self.num_encoded = 0
 
     def take(self, payload: MediaPayload) -> None:
@@ -93,9 +93,10 @@ class EncoderCache:
     def _encode(self, kind: str, entries: list[_Entry]) -> None:
         contents = [entry.content for entry in entries if entry.content is not None]
         pixels = np.frombuffer(b"".join(content.rows for content in contents), np.uint8)
-        rows_NB = to_device(pixels.reshape(-1, self._row_bytes[kind]), self._device)
-        y_MW = self._encoder.encode(kind, rows_NB, [content.grid for content in contents])
-        tokens = [content.num_tokens for content in contents]
+        form, grids = self._forms[kind], [content.grid for content in contents]
+        rows_NB = to_device(pixels.reshape(-1, form.row_bytes), self._device)
+        y_MW = self._encoder.encode(kind, rows_NB, grids)
+        tokens = [form.num_rows(grid) for grid in grids]
         assert y_MW.shape[0] == sum(tokens) <= self._free.size, (y_MW.shape, tokens)
         slot_M, self._free = np.split(self._free, [sum(tokens)])
         self._arena_CW.index_copy_(0, to_device(slot_M, self._device), y_MW)
@@ -104,11 +105,17 @@ class EncoderCache:
             entry.content, entry.slot_M = None, place
         self.num_encoded += len(entries)
 
-    def slots(self, key: bytes, start: int, end: int) -> np.ndarray:
-        """Where tokens start .. end-1 of an encoded input lie."""
-        slot_M = self._entries[key].slot_M
-        assert slot_M is not None, key
-        return slot_M[start:end]
+    def slots(self, span: MediaSpan, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of tokens start .. end-1 of an encoded input, those that are no breaks, relative to
+        `start`, and where they lie."""
+        slot_M, form = self._entries[span.key].slot_M, self._forms[span.kind]
+        assert slot_M is not None, span.key
+        if not form.breaks:
+            return np.arange(end - start), slot_M[start:end]
+        width = span.grid[2] // form.merge
+        row, column = np.divmod(np.arange(start, end), width + form.breaks)
+        seen = np.flatnonzero(column < width)
+        return seen, slot_M[(row * width + column)[seen]]
 
     def rows(self, slot_M: np.ndarray) -> torch.Tensor:
         """What lies there, [M, W]."""
@@ -200,7 +207,7 @@ class Media:
 
     def _encoded(self, shape: StepShape, reached: list[int]) -> EncodedTokens | None:
         """The rows of the arena that the step's placeholders stand for."""
-        wanted: list[tuple[bytes, int, int, int]] = []
+        wanted: list[tuple[MediaSpan, int, int, int]] = []
         for index in reached:
             begin, stop = shape.query_start[index : index + 2].tolist()
             first = int(shape.position_T[begin])
@@ -208,12 +215,15 @@ class Media:
                 low, high = max(span.offset, first), min(span.end, first + stop - begin)
                 if low < high:
                     place = begin + low - first
-                    wanted.append((span.key, low - span.offset, high - span.offset, place))
+                    wanted.append((span, low - span.offset, high - span.offset, place))
         if not wanted:
             return None
-        self.cache.encode([key for key, *_ in wanted])
-        slot_M = np.concatenate([self.cache.slots(key, low, high) for key, low, high, _ in wanted])
-        at_M = np.concatenate([np.arange(at, at + high - low) for _, low, high, at in wanted])
+        self.cache.encode([span.key for span, *_ in wanted])
+        found = [self.cache.slots(span, low, high) for span, low, high, _ in wanted]
+        slot_M = np.concatenate([slots for _, slots in found])
+        at_M = np.concatenate(
+            [at + seen for (*_, at), (seen, _) in zip(wanted, found, strict=True)]
+        )
         parts = self.cache.rows(slot_M).split(self._encoder.width, dim=1)
         return EncodedTokens(
             at_M=to_device(at_M, self._device), rows_ME=parts[0], layers=tuple(parts[1:])

@@ -1,0 +1,172 @@
+"""Vision towers with a place of its own for each patch: a table for one size of image (CLIP,
+Radford et al. 2021; SigLIP, Zhai et al. 2023; InternViT, Chen et al. 2023), or places that turn
+queries and keys at any size (Pixtral, Agrawal et al. 2024). All patches of a t attend to each
+other.
+
+Every rank computes the whole tower. N patches, M tokens, E width of the tower, F of the decoder, R
+rotated dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.upload import to_device
+from headrace.back.layers.norm import NormSpec
+from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.vision.grids import coordinates, frame_lengths, starts_of
+from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
+from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.wire.media import MediaForm
+
+
+class Projector(Protocol):
+    """x_NE -> y_MF: windows of patches to tokens."""
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """N rows in windows, each of which becomes one."""
+        ...
+
+
+class ProjectorSpec(Protocol):
+    """A projector as data of its tower."""
+
+    merge: int
+    outputs: int
+
+    def build(self, scope: Scope) -> Projector:
+        """`scope` is that of the whole checkpoint."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerNorm:
+    """A norm before or behind the layers."""
+
+    name: str
+    norm: NormSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainTowerSpec:
+    """side: patches a side of the one size there is; 0: any, and layers rotate. positions: the
+    table's name, a row for each patch, before them one for the class token if there is one.
+    class_token: its name and shape; it sees and is seen, and is left out in the end. before,
+    behind: norms around the layers. theta: of the rotation. layers_name: where the layers lie.
+    frames: whether an input may have several t, each an image of its own (tiles)."""
+
+    patches: PatchSpec
+    layer: VisionLayerSpec
+    layers: int
+    projector: ProjectorSpec
+    side: int = 0
+    positions: tuple[str, tuple[int, ...]] | None = None
+    class_token: tuple[str, tuple[int, ...]] | None = None
+    before: TowerNorm | None = None
+    behind: TowerNorm | None = None
+    theta: float = 10_000.0
+    layers_name: str = "encoder.layers"
+    breaks: int = 0
+    frames: bool = False
+
+
+class PlainTower:
+    """`MediaEncoder` by a PlainTowerSpec. `whole` is the scope of the checkpoint, `scope` the
+    tower's."""
+
+    rope = None
+    layers = 0
+
+    def __init__(self, whole: Scope, scope: Scope, spec: PlainTowerSpec) -> None:
+        whole, scope = (replace(one, mesh=Mesh(), scheme=None) for one in (whole, scope))
+        self._spec, self._scope = spec, scope
+        width, eps = spec.layer.width, spec.layer.eps
+        self._patches = PatchEmbedding(scope, width, spec.patches)
+        self._positions = None if spec.positions is None else scope.param(*spec.positions)
+        self._class = None if spec.class_token is None else scope.param(*spec.class_token)
+        self._before, self._behind = (
+            None if one is None else one.norm.build(scope / one.name, width, eps=eps)
+            for one in (spec.before, spec.behind)
+        )
+        self._layers = [
+            VisionLayer(scope / spec.layers_name / str(index), spec.layer)
+            for index in range(spec.layers)
+        ]
+        self._projector = spec.projector.build(whole)
+        self.forms = (_form(spec),)
+        self.width = spec.projector.outputs
+        self.dtype = scope.dtype
+        self._table_PE = self._class_E = torch.empty(0)
+        self._frequencies = _alternating(spec.layer.head_dim, spec.theta).to(scope.device)
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        width = self._spec.layer.width
+        if self._positions is not None:
+            self._table_PE = self._positions.take().view(-1, width)
+        if self._class is not None:
+            self._class_E = self._class.take().view(width) + self._table_PE[0]
+            self._table_PE = self._table_PE[1:]
+
+    def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """See MediaEncoder."""
+        spec, merge = self._spec, self._spec.projector.merge
+        x_NE = self._patches.embed(rows_NB)
+        at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
+        lengths = frame_lengths(grids)
+        spans = TokenSpans(starts=starts_of(lengths))
+        if spec.side:
+            place_N = to_device(at_2N[0] * spec.side + at_2N[1], x_NE.device)
+            x_NE += self._table_PE.index_select(0, place_N)
+        else:
+            spans = replace(spans, **self._rotation(at_2N))
+        if self._class is not None:
+            x_NE = self._with_class(x_NE, len(lengths))
+            spans = TokenSpans(starts=starts_of([length + 1 for length in lengths]))
+        if self._before is not None:
+            x_NE = self._before.norm(x_NE)
+        for layer in self._layers:
+            x_NE = layer.forward(x_NE, spans)
+        if self._class is not None:
+            x_NE = x_NE.unflatten(0, (len(lengths), -1))[:, 1:].flatten(0, 1)
+        if self._behind is not None:
+            x_NE = self._behind.norm(x_NE)
+        return self._projector.merge(x_NE)
+
+    def _with_class(self, x_NE: torch.Tensor, count: int) -> torch.Tensor:
+        """The class token before the patches of each image."""
+        class_E = self._class_E.expand(count, 1, -1)
+        return torch.cat((class_E, x_NE.unflatten(0, (count, -1))), dim=1).flatten(0, 1)
+
+    def _rotation(self, at_2N: np.ndarray) -> dict[str, torch.Tensor]:
+        place_2N = to_device(at_2N, self._scope.device)
+        angles_NH = (place_2N[..., None] * self._frequencies[:, None]).permute(1, 0, 2).flatten(1)
+        table_NR = torch.cat((angles_NH.cos(), angles_NH.sin()), dim=1)
+        count = torch.arange(table_NR.shape[0], device=table_NR.device)
+        return {"table_NR": table_NR, "place_N": count}
+
+
+def _alternating(head_dim: int, theta: float) -> torch.Tensor:
+    """float32 [2, head_dim / 4]: of all frequencies, rows have every other, columns the rest."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
+    return torch.stack((frequencies[0::2], frequencies[1::2]))
+
+
+def _form(spec: PlainTowerSpec) -> MediaForm:
+    return MediaForm(
+        kind="image",
+        row_bytes=spec.patches.row_bytes,
+        patch=spec.patches.patch,
+        merge=spec.projector.merge,
+        sides=((spec.side, spec.side),) if spec.side else (),
+        breaks=spec.breaks,
+        max_t=65_536 if spec.frames else 1,
+    )

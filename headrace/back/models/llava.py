@@ -1,0 +1,163 @@
+"""LLaVA 1.5, Pixtral in its clothes, and Mistral 3: a decoder of another family behind CLIP's,
+SigLIP's or Pixtral's tower and two linear layers (Liu et al. 2023; Agrawal et al. 2024)."""
+
+from __future__ import annotations
+
+from headrace.back.layers.norm import LAYER, RMS
+from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.layer import VisionLayerNames, VisionLayerSpec
+from headrace.back.layers.vision.merger import TwoLayers
+from headrace.back.layers.vision.patches import PatchSpec
+from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm
+from headrace.back.models.blocks import Decoder
+from headrace.back.models.vision import (
+    ACTIVATIONS,
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    OLDER_TOWER,
+    SIGLIP_NAMES,
+    parts_of,
+    square,
+    text_alone,
+    text_decoder,
+    with_media,
+)
+from headrace.base.config.hf import ConfigReader
+from headrace.base.errors import CheckpointError
+
+TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
+PIXTRAL_EPS = 1e-5
+PIXTRAL_NAMES = VisionLayerNames(
+    before_attention="attention_norm",
+    before_mlp="ffn_norm",
+    attention="attention",
+    merged=None,
+    out="o_proj",
+    mlp_module="feed_forward",
+    mlp=("gate_proj", "up_proj", "down_proj"),
+)
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """LlavaForConditionalGeneration, Mistral3ForConditionalGeneration."""
+    text, vision = parts_of(config)
+    inside = scope / "language_model"
+    kind = vision.str("model_type", "")
+    if kind not in TOWERS:
+        return text_alone(inside, text, f"of towers {', '.join(TOWERS)} are known, not {kind!r}")
+    spec = _pixtral(config, text, vision) if kind == "pixtral" else _still(config, text, vision)
+    tower = PlainTower(scope, scope / "vision_tower", spec)
+    return with_media(scope, text_decoder(inside, text), tower, renamed=OLDER_TOWER)
+
+
+def _projector(config: ConfigReader, text: ConfigReader, width: int) -> TwoLayers:
+    activation = config.choice("projector_hidden_act", ACTIVATIONS, "gelu")
+    if "spatial_merge_size" not in config:
+        return TwoLayers(
+            width=width,
+            outputs=text.int("hidden_size", ge=1),
+            bias=config.bool("multimodal_projector_bias", True),
+            activation=ACTIVATIONS[activation],
+        )
+    return TwoLayers(
+        width=width,
+        outputs=text.int("hidden_size", ge=1),
+        merge=config.int("spatial_merge_size", ge=1),
+        bias=config.bool("multimodal_projector_bias", False),
+        activation=ACTIVATIONS[activation],
+        norm=("norm", RMS, text.float("rms_norm_eps", 1e-5, ge=0.0)),
+        reduced="patch_merger.merging_layer",
+    )
+
+
+def _num_layers(config: ConfigReader, vision: ConfigReader) -> int:
+    """Those up to the one whose output is taken."""
+    if isinstance(config.raw.get("vision_feature_layer"), list):
+        raise CheckpointError(
+            f"{config.where}: vision_feature_layer is a list; one layer is supported",
+            field="vision_feature_layer",
+        )
+    layers = vision.int("num_hidden_layers", ge=1)
+    default = -1 if vision.str("model_type") == "pixtral" else -2
+    taken = config.int("vision_feature_layer", default, ge=-layers, le=layers)
+    return taken if taken >= 0 else layers + 1 + taken
+
+
+def _pixtral(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
+    width, heads = (
+        vision.int("hidden_size", 1024, ge=1),
+        vision.int("num_attention_heads", 16, ge=1),
+    )
+    activation = ACTIVATIONS[vision.choice("hidden_act", ACTIVATIONS, "silu")]
+    ropes = vision.section("rope_parameters") or vision
+    layer = VisionLayerSpec(
+        width=width,
+        inner=vision.int("intermediate_size", 4096, ge=1),
+        heads=heads,
+        head_dim=width // heads,
+        eps=PIXTRAL_EPS,
+        activation=activation,
+        norm=RMS,
+        rotary=True,
+        bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        names=PIXTRAL_NAMES,
+    )
+    return PlainTowerSpec(
+        patches=PatchSpec(
+            patch=vision.int("patch_size", 16, ge=1),
+            mean=CLIP_MEAN,
+            std=CLIP_STD,
+            bias=False,
+            name="patch_conv",
+        ),
+        layer=layer,
+        layers=_num_layers(config, vision),
+        projector=_projector(config, text, width),
+        before=TowerNorm(name="ln_pre", norm=RMS),
+        theta=ropes.float("rope_theta", 10_000.0, ge=1.0),
+        layers_name="transformer.layers",
+        breaks=1,
+    )
+
+
+def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
+    """CLIP's and SigLIP's towers."""
+    width, heads = vision.int("hidden_size", 768, ge=1), vision.int("num_attention_heads", 12, ge=1)
+    clip = vision.str("model_type") == "clip_vision_model"
+    patch, side = square(vision)
+    picks = ("default", "full")
+    drops = config.choice("vision_feature_select_strategy", picks, "default") == "default"
+    if drops != clip:
+        raise config.wrong("vision_feature_select_strategy", "default of CLIP's, full of SigLIP's")
+    layer = VisionLayerSpec(
+        width=width,
+        inner=vision.int("intermediate_size", 4 * width, ge=1),
+        heads=heads,
+        head_dim=width // heads,
+        eps=vision.float("layer_norm_eps", 1e-5 if clip else 1e-6, ge=0.0),
+        activation=ACTIVATIONS[
+            vision.choice("hidden_act", ACTIVATIONS, "quick_gelu" if clip else "gelu_pytorch_tanh")
+        ],
+        norm=LAYER,
+        names=SIGLIP_NAMES,
+    )
+    rows = side**2 + clip
+    return PlainTowerSpec(
+        patches=PatchSpec(
+            patch=patch,
+            mean=CLIP_MEAN if clip else HALF,
+            std=CLIP_STD if clip else HALF,
+            bias=not clip,
+            name="embeddings.patch_embedding",
+        ),
+        layer=layer,
+        layers=_num_layers(config, vision),
+        projector=_projector(config, text, width),
+        side=side,
+        positions=("embeddings.position_embedding.weight", (rows, width)),
+        class_token=("embeddings.class_embedding", (width,)) if clip else None,
+        before=TowerNorm(name="pre_layrnorm", norm=LAYER) if clip else None,
+    )

@@ -1,0 +1,75 @@
+"""Triton's attention inside spans (KRN-11): every head size, odd lengths, windows, heads that share keys; each span
+alone gives the same bits. In the interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from headrace.back.kernels.op import float_tolerance
+from headrace.back.kernels.span_attention import op, triton_spans
+from headrace.back.kernels.triton.wrap import interpreted
+
+DEVICE = "cpu" if interpreted() else "cuda"
+DTYPES = [torch.float32, torch.float16 if interpreted() else torch.bfloat16]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (interpreted() or torch.cuda.is_available()),
+        reason="no CUDA device here; test_interpreter.py runs these tests in the interpreter",
+    ),
+]
+STARTS = [0, 1, 6, 6, 150, 167]
+
+
+def problem(head_dim: int, dtype: torch.dtype, **changes: object) -> op.SpanAttentionProblem:
+    shape = {"device": DEVICE, "dtype": dtype, "heads": 2, "kv_heads": 2, "head_dim": head_dim}
+    return op.SpanAttentionProblem(**{**shape, "scale": head_dim**-0.5, **changes})
+
+
+def inputs(one: op.SpanAttentionProblem, tokens: int) -> list[torch.Tensor]:
+    """Views of one tensor, as a merged projection gives them, between NaN."""
+    generator = torch.Generator().manual_seed(3)
+    columns = (one.heads + 2 * one.kv_heads) * one.head_dim
+    qkv = torch.randn(tokens + 2, columns, generator=generator).to(one.dtype).to(DEVICE)
+    qkv[0], qkv[-1] = float("nan"), float("nan")
+    heads = qkv[1:-1].unflatten(1, (-1, one.head_dim))
+    return list(heads.split((one.heads, one.kv_heads, one.kv_heads), dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 16, 64, 72, 80, 128])
+def test_it_equals_the_reference(head_dim: int, dtype: torch.dtype) -> None:
+    one = problem(head_dim, dtype)
+    arguments = inputs(one, STARTS[-1])
+    got = triton_spans.bind(one)(*arguments, STARTS)
+    want = op.bind_reference(one)(*arguments, STARTS)
+    error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+    assert error <= float_tolerance(dtype), error
+
+
+@pytest.mark.parametrize("changes", [{"window": 5}, {"window": 70}, {"heads": 4}])
+def test_windows_and_shared_keys(changes: dict[str, int]) -> None:
+    one = problem(32, torch.float32, **changes)
+    arguments = inputs(one, STARTS[-1])
+    got = triton_spans.bind(one)(*arguments, STARTS)
+    want = op.bind_reference(one)(*arguments, STARTS)
+    assert (got - want).abs().max() <= float_tolerance(torch.float32) * want.abs().max()
+    assert op.OP.error(triton_spans.KERNEL, one) <= float_tolerance(torch.float32)
+
+
+def test_a_span_gives_the_same_bits_alone() -> None:
+    one = problem(72, DTYPES[1])
+    arguments = inputs(one, STARTS[-1])
+    attend = triton_spans.bind(one)
+    whole = attend(*arguments, STARTS)
+    alone = attend(*(part[6:150] for part in arguments), [0, 144])
+    assert torch.equal(whole[6:150], alone)
+
+
+def test_heads_are_cut_in_two_powers_of_two() -> None:
+    assert [triton_spans.parts(width) for width in (8, 16, 64, 72, 80, 96, 128, 160)] == [
+        *((16, 0), (16, 0), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 32)),
+    ]

@@ -1,0 +1,244 @@
+"""Models whose images have places of their own see as transformers does: LLaVA, Pixtral, Mistral 3, InternVL,
+Idefics 3, SmolVLM. Whole, in chunks that cut an image, behind a prefix hit, beside text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from tests.models.media import (
+    Answer,
+    Pixels,
+    Prompt,
+    SeeingEngine,
+    answer_of,
+    compare_answers,
+    image,
+    save_media_oracle,
+)
+
+CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+HALF = ((0.5,) * 3, (0.5,) * 3)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+TEXT: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 12,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    vision: dict[str, Any]
+    text: dict[str, Any]
+    norm: tuple[tuple[float, ...], tuple[float, ...]]
+    config: dict[str, Any]
+    merge: int = 1
+    grids: tuple[tuple[int, int, int], ...] = ((1, 4, 4), (1, 4, 4))
+    breaks: int = 0
+    sized: bool = False
+    """The reference takes pictures padded to one size, and their sizes."""
+    listed: bool = False
+    """It takes the pictures of a text in a dimension of their own."""
+
+
+def text(kind: str, **changes: Any) -> dict[str, Any]:
+    return {**TEXT, "model_type": kind, **changes}
+
+
+PIXTRAL = {**TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 64, "hidden_act": "silu"}
+CASES = {
+    "llava": Case(
+        name="Llava",
+        vision={**TOWER, "model_type": "clip_vision_model", "projection_dim": 16},
+        text=text("llama"),
+        norm=CLIP,
+        config={"image_token_index": 100},
+    ),
+    "llava-siglip": Case(
+        name="Llava",
+        vision={**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+        text=text("qwen2"),
+        norm=HALF,
+        config={"image_token_index": 100, "vision_feature_select_strategy": "full"},
+    ),
+    "pixtral": Case(
+        name="Llava",
+        vision=PIXTRAL,
+        text=text("mistral", sliding_window=None),
+        norm=CLIP,
+        config={
+            "image_token_index": 100,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        grids=((1, 3, 5), (1, 4, 2)),
+        breaks=1,
+        sized=True,
+    ),
+    "mistral3": Case(
+        name="Mistral3",
+        vision=PIXTRAL,
+        text=text("mistral", sliding_window=None),
+        norm=CLIP,
+        config={"image_token_index": 100},
+        merge=2,
+        grids=((1, 6, 4), (1, 2, 8)),
+        breaks=1,
+        sized=True,
+    ),
+    "internvl": Case(
+        name="InternVL",
+        vision={
+            **{**TOWER, "model_type": "internvl_vision", "use_qk_norm": True},
+            **{"image_size": [16, 16], "patch_size": [4, 4]},
+        },
+        text=text("qwen2"),
+        norm=IMAGENET,
+        config={"image_token_id": 100},
+        merge=2,
+        grids=((3, 4, 4), (1, 4, 4)),
+    ),
+    "idefics3": Case(
+        name="Idefics3",
+        vision=TOWER,
+        text=text("llama"),
+        norm=HALF,
+        config={"image_token_id": 100, "scale_factor": 2, "pad_token_id": 0},
+        merge=2,
+        listed=True,
+    ),
+    "smolvlm": Case(
+        name="SmolVLM",
+        vision={**TOWER, "image_size": 32},
+        text=text("llama"),
+        norm=HALF,
+        config={"image_token_id": 100, "scale_factor": 4, "pad_token_id": 0},
+        merge=4,
+        grids=((1, 8, 8), (1, 8, 8)),
+        listed=True,
+    ),
+}
+
+
+def save_case(case: Case, folder: Path) -> Any:
+    """The family's oracle, saved as its checkpoints are published."""
+    config = getattr(transformers, f"{case.name}Config")(
+        vision_config=case.vision, text_config=case.text, tie_word_embeddings=False, **case.config
+    )
+    oracle_class = getattr(transformers, f"{case.name}ForConditionalGeneration")
+    return save_media_oracle(oracle_class, config, folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A family's oracle and our engine over the same checkpoint."""
+
+    case: Case
+    folder: Path
+    oracle: Any
+    engine: SeeingEngine
+
+    def pixels(self, seed: int, index: int) -> Pixels:
+        case = self.case
+        return image(seed, case.grids[index], patch=4, merge=case.merge, breaks=case.breaks)
+
+    def inputs(self, prompt: Prompt) -> dict[str, Any]:
+        """What transformers' processor would give."""
+        more: dict[str, Any] = {"input_ids": torch.tensor([prompt.ids])}
+        if not prompt.inputs:
+            return more
+        mean, std = (torch.tensor(one).view(1, 3, 1, 1) for one in self.case.norm)
+        pictures = [(one.pictures().float() / 255 - mean) / std for one in prompt.inputs]
+        if self.case.sized:
+            height, width = (max(one.shape[dim] for one in pictures) for dim in (2, 3))
+            more["image_sizes"] = torch.tensor([one.shape[2:] for one in pictures])
+            pictures = [
+                F.pad(one, (0, width - one.shape[3], 0, height - one.shape[2])) for one in pictures
+            ]
+        pixels = torch.cat(pictures)
+        return {**more, "pixel_values": pixels[None] if self.case.listed else pixels}
+
+    def expected(self, prompt: Prompt, max_tokens: int = 5) -> Answer:
+        return answer_of(self.oracle, prompt, self.inputs(prompt), max_tokens)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def seen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seen]:
+    case, folder = CASES[request.param], tmp_path_factory.mktemp("model")
+    oracle = save_case(case, folder)
+    engine = SeeingEngine(folder)
+    yield Seen(case=case, folder=folder, oracle=oracle, engine=engine)
+    engine.close()
+
+
+def two_images(seen: Seen) -> Prompt:
+    prompt = Prompt().text(5, 6, 7).put(seen.pixels(1, 0)).text(8, 9)
+    return prompt.put(seen.pixels(2, 1)).text(10, 11, 12)
+
+
+def test_images(seen: Seen) -> None:
+    prompt = two_images(seen)
+    compare_answers(seen.engine.run(prompt)[0], seen.expected(prompt))
+
+
+def test_text_alone(seen: Seen) -> None:
+    prompt = Prompt().text(*range(3, 40))
+    compare_answers(seen.engine.run(prompt)[0], seen.expected(prompt))
+
+
+@pytest.mark.parametrize("step_tokens", [3, 7])
+def test_chunks_cut_images(seen: Seen, step_tokens: int) -> None:
+    engine = seen.engine.with_steps(seen.folder, max_step_tokens=step_tokens)
+    prompt = two_images(seen)
+    compare_answers(engine.run(prompt)[0], seen.expected(prompt))
+
+
+def test_a_prefix_hit_gives_the_same_and_other_pixels_do_not(seen: Seen) -> None:
+    engine = seen.engine.with_steps(seen.folder)
+    prompt, expected = two_images(seen), seen.expected(two_images(seen), 6)
+    for hit in (0, (len(prompt.ids) - 1) // 8 * 8):
+        (answer,) = engine.run(prompt, max_tokens=6, scored=False)
+        assert (answer.tokens, answer.num_cached) == (expected.tokens, hit)
+    other = two_images(seen)
+    other.inputs[1] = seen.pixels(9, 1)
+    (answer,) = engine.run(other, max_tokens=6, scored=False)
+    assert answer.tokens == seen.expected(other, 6).tokens
+    assert answer.num_cached == other.offsets[1] // 8 * 8
+
+
+def test_beside_text_and_each_other_with_recorded_decodes(seen: Seen) -> None:
+    """Answers of 12 tokens, most of them by steps that are replayed."""
+    engine = seen.engine.with_steps(seen.folder, max_step_tokens=32)
+    prompts = [two_images(seen), Prompt().text(*range(3, 30)), two_images(seen)]
+    prompts[2].text(13, 14)
+    answers = engine.run(*prompts, max_tokens=12, scored=False)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == seen.expected(prompt, 12).tokens
+    assert seen.engine.executor._resident.runner.facts.graphs.count > 0
