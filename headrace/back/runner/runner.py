@@ -39,6 +39,7 @@ from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import EngineSpec, max_forward_tokens
 from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING
+from headrace.base.wire.media import MediaForm
 from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class Runner:
             host_drafts=self._steps.host_drafts,
             encoder_tokens=model.encoder_tokens,
             kv_bytes=self._kv.num_bytes,
-            media=() if model.media is None else model.media.forms,
+            media=self.media,
             media_tokens=self._state.media_tokens,
             graphs=self._steps.graphs,
             decisions=[
@@ -148,6 +149,11 @@ class Runner:
     def num_groups(self) -> int:
         """Groups of KV blocks."""
         return len(self._steps.rows.tables)
+
+    @property
+    def media(self) -> tuple[MediaForm, ...]:
+        """The kinds of input beside text that the model takes."""
+        return () if self._model.media is None else self._model.media.forms
 
     @property
     def max_drafts(self) -> int:

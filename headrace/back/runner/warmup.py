@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from headrace.back.runner.warmup_media import media_plans
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import CheckpointError, from_wire
+from headrace.base.wire.media import MediaForm
 from headrace.base.wire.request import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 
@@ -38,6 +40,11 @@ class PlanRunner(Protocol):
     @property
     def num_groups(self) -> int:
         """Groups of KV blocks."""
+        ...
+
+    @property
+    def media(self) -> tuple[MediaForm, ...]:
+        """The kinds of input beside text."""
         ...
 
     @property
@@ -112,6 +119,7 @@ def warm_up(
             _check(spec, results)
     if runner.adapts and device.type != "cpu":
         _compile_adapters(runner, spec, logits_width, device)
+    _see(runner, spec, device, length)
     return time.perf_counter() - began
 
 
@@ -130,6 +138,20 @@ def _compile_adapters(
     runner.execute(_end(num_rows))
 
 
+def _see(runner: PlanRunner, spec: EngineSpec, device: torch.device, length: int) -> None:
+    """A prompt with the largest input of each kind beside text."""
+    small = device.type == "cpu"
+    tokens = length if small else min(spec.scheduler.max_step_tokens, spec.model.max_model_len - 1)
+    for plan in media_plans(
+        runner.media,
+        tokens=tokens,
+        num_groups=runner.num_groups,
+        block_tokens=spec.kv.block_tokens,
+        small=small,
+    ):
+        runner.execute(plan)
+
+
 def run_largest(
     runner: PlanRunner, spec: EngineSpec, logits_width: int, device: torch.device
 ) -> None:
@@ -144,6 +166,7 @@ def run_largest(
         rows = min(num_rows, spec.speculation.max_rows)
         results += [runner.execute(plan) for plan in _verify(runner, spec, rows, length)[-1:]]
     _check(spec, [*results, runner.execute(_end(num_rows))])
+    _see(runner, spec, device, length)
 
 
 def _largest(spec: EngineSpec, device: torch.device) -> tuple[int, int]:

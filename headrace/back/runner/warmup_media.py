@@ -1,0 +1,93 @@
+"""Made-up prompts with images and video, for models that take them: their encoder's kernels are
+compiled, and its memory is measured, before a request comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from msgspec import msgpack
+
+from headrace.base.wire.media import (
+    KEY_BYTES,
+    MEDIA_HOOK,
+    MediaContent,
+    MediaForm,
+    MediaPayload,
+    MediaSpan,
+)
+from headrace.base.wire.request import RowSampling
+from headrace.base.wire.step import RowStart, StepPlan
+
+KEY = bytes(KEY_BYTES)
+MOST_PATCHES = 16_384
+"""Of a made-up input: as many as the runner gives to an encoder at a time."""
+SHARED = 1
+
+
+def media_plans(
+    forms: tuple[MediaForm, ...], *, tokens: int, num_groups: int, block_tokens: int, small: bool
+) -> Iterator[StepPlan]:
+    """For each form a step of one row, of at most `tokens` tokens, with the largest input, and one
+    that ends it. `small`: inputs of one size are left out, and others are of so many tokens."""
+    for form in forms:
+        if form.sides and small:
+            continue
+        yield _seeing(form, tokens, num_groups, block_tokens)
+        yield _end()
+
+
+def grid_of(form: MediaForm, tokens: int) -> tuple[int, int, int]:
+    """The largest square of windows with so many tokens, or the one size there is."""
+    if form.sides:
+        return (1, *form.sides[0])
+    most = min(tokens, min(form.max_rows, MOST_PATCHES) // form.merge**2)
+    side = max(1, math.isqrt(most))
+    while side > 1 and form.num_tokens((1, side * form.merge, side * form.merge)) > tokens:
+        side -= 1
+    return (1, side * form.merge, side * form.merge)
+
+
+def _seeing(form: MediaForm, tokens: int, num_groups: int, block_tokens: int) -> StepPlan:
+    grid = grid_of(form, tokens)
+    span = MediaSpan(kind=form.kind, key=KEY, offset=0, num_tokens=form.num_tokens(grid), grid=grid)
+    rows = bytes(math.prod(grid) * form.row_bytes)
+    content = MediaContent(key=KEY, kind=form.kind, grid=grid, rows=rows)
+    payload = MediaPayload(evicted=(KEY,), added=(content,))
+    start = RowStart(
+        row=0,
+        request=-1,
+        tokens=np.zeros(span.num_tokens, np.int32),
+        num_prompt=span.num_tokens,
+        num_computed=0,
+        sampling=RowSampling(temperature=0.0),
+        media=(span,),
+    )
+    count = min(tokens, span.num_tokens)
+    columns = 1 + count // block_tokens
+    group, index = (place.ravel().astype(np.int32) for place in np.indices((num_groups, columns)))
+    return _plan(
+        starts=[start],
+        block_group=group,
+        block_row=np.zeros(group.size, np.int32),
+        block_index=index,
+        block_id=np.full(group.size, SHARED, np.int32),
+        rows=np.zeros(1, np.int32),
+        num_tokens=np.full(1, count, np.int32),
+        num_computed=np.zeros(1, np.int32),
+        sample=np.zeros(1, np.bool_),
+        hook_payloads={MEDIA_HOOK: msgpack.encode(payload)},
+    )
+
+
+def _end() -> StepPlan:
+    payload = msgpack.encode(MediaPayload(evicted=(KEY,)))
+    return _plan(ends=np.zeros(1, np.int32), hook_payloads={MEDIA_HOOK: payload})
+
+
+def _plan(**fields: object) -> StepPlan:
+    none = np.empty(0, np.int32)
+    names = ("ends", "block_group", "block_row", "block_index", "block_id", "rows", "num_tokens")
+    empty = dict.fromkeys((*names, "num_computed", "sample"), none)
+    return StepPlan(step=-1, **{"starts": [], **empty, **fields})
