@@ -57,7 +57,6 @@ LARGER = {  # lines at most, and why the file is one idea; the list and its numb
     "back/runner/memory.py": (450, "one measurement of what a device has left"),
     "core/core.py": (500, "the step loop"),
     "core/scheduler/scheduler.py": (450, "what runs in a step"),
-    "front/client/llm.py": (410, "the synchronous public API"),
     "front/server/conversation/request.py": (550, "a request resolved once, field by field"),
     "launch/resolve.py": (550, "one decision after another, each with its reason"),
 }

@@ -213,7 +213,8 @@ class AsyncLLM:
             self._launch(stream, generation, bounds, range(at_once))
             events = await stream.next_events()
             self._launch(stream, generation, bounds, range(at_once, generation.params.n))
-            yield Started(num_prompt, stream.num_cached)
+            num_media = sum(one.num_tokens for one in generation.media) if generation.media else 0
+            yield Started(num_prompt, stream.num_cached, num_media)
             while events:
                 for event in events:
                     yield event

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import RowPooling, SamplingParams
 from headrace.front.client.admission_retry import all_of
 from headrace.front.client.chat_output import ChatOutputParser, ToolCallOutput
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Event, Generation, PromptScored, ScoredToken
 from headrace.front.client.limits import Limits
+from headrace.front.client.offline_media import OfflineMedia, PromptWithMedia
 from headrace.front.client.pooling import (
     Float32,
     PooledAnswer,
@@ -27,13 +29,11 @@ from headrace.front.client.pooling import (
     pooling_generation,
     probabilities,
 )
+from headrace.front.client.progress import progress_bar
 from headrace.front.text.chat import ChatTemplate
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 T = TypeVar("T")
-Prompt = str | list[int]
+Prompt = str | list[int] | PromptWithMedia
 Message = dict[str, Any]
 
 _MOST_IN_FLIGHT = 512
@@ -99,6 +99,7 @@ class LLM:
             source = self.tokenizer.facts.chat_template
             self.chat_template = ChatTemplate(source, self.tokenizer, max_tokens=text.max_model_len)
             self._listener = ChatOutputParser(text, self.tokenizer)
+            self._media = OfflineMedia(text, self.tokenizer, self.chat_template)
             self._defaults = text.generation_defaults
             self._pooling = text.pooling
             self._wait(self.engine.start())
@@ -114,10 +115,19 @@ class LLM:
         adapter: str = "",
         progress: bool = True,
     ) -> list[Output]:
-        """Continues each prompt (text or token ids), by `adapter` if named; outputs in order."""
+        """Continues each prompt (text, token ids, or either with media), by `adapter` if named; one
+        output per prompt, in order."""
         wanted = prompt_list(prompts)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in wanted]
-        return self._run(texts, self._encoded(wanted), params, progress, adapter)
+        each = params_list(params, len(wanted), self._defaults)
+        generations = [
+            Generation(prompt_ids=ids, params=one, media=media, adapter=adapter)
+            for (ids, media), one in zip(self._encoded(wanted), each, strict=True)
+        ]
+        outputs = self._wait(run_all(self.engine, generations, run_one, show=progress))
+        for output, prompt in zip(outputs, wanted, strict=True):
+            text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+            output.prompt = text if isinstance(text, str) else None
+        return outputs
 
     def chat(
         self,
@@ -135,8 +145,9 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         encoded = [
-            self.chat_template.render(
+            self._media.rendered(
                 conversation,
+                self._wait,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 tools=tools,
@@ -147,7 +158,8 @@ class LLM:
         each = params_list(params, len(encoded), self._defaults)
         listener = self._listener
         generations = [
-            listener.generation(ids, one) for ids, one in zip(encoded, each, strict=True)
+            msgspec.structs.replace(listener.generation(ids, one), media=media)
+            for (ids, media), one in zip(encoded, each, strict=True)
         ]
         outputs = self._wait(run_all(self.engine, generations, run_one, show=progress))
         for output, conversation in zip(outputs, conversations, strict=True):
@@ -204,7 +216,10 @@ class LLM:
         the classifier."""
         pooling = RowPooling(how=how, head=head)
         encoded = self._encoded(prompt_list(prompts))
-        generations = [pooling_generation(ids, pooling) for ids in encoded]
+        generations = [
+            msgspec.structs.replace(pooling_generation(ids, pooling), media=media)
+            for ids, media in encoded
+        ]
         return self._wait(run_all(self.engine, generations, pool_one, show=progress))
 
     def close(self) -> None:
@@ -212,6 +227,7 @@ class LLM:
         if self._thread.is_alive():
             self._wait(self.engine.close())
         self.chat_template.close()
+        self._media.close()
         self._stop()
 
     def __enter__(self) -> LLM:
@@ -220,31 +236,10 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encoded(self, prompts: list[Prompt]) -> list[list[int]]:
+    def _encoded(self, prompts: list[Prompt]) -> list[tuple[list[int], tuple[MediaInput, ...]]]:
         bounds = self.engine.bounds
         most = bounds.encoder_tokens or bounds.context_tokens
-        return [
-            self.tokenizer.encode(prompt, max_tokens=most) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-
-    def _run(
-        self,
-        texts: list[str | None],
-        encoded: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
-        adapter: str = "",
-    ) -> list[Output]:
-        each = params_list(params, len(encoded), self._defaults)
-        generations = [
-            Generation(prompt_ids=ids, params=one, adapter=adapter)
-            for ids, one in zip(encoded, each, strict=True)
-        ]
-        outputs = self._wait(run_all(self.engine, generations, run_one, show=progress))
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
-        return outputs
+        return [self._media.encoded(prompt, self._wait, most) for prompt in prompts]
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -335,9 +330,12 @@ def _answer(output: Output, index: int) -> Completion:
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    several = cast("Sequence[Any]", prompts)
+    if several and isinstance(several[0], int):
         return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+    return list(several)
 
 
 def params_list(
@@ -372,39 +370,3 @@ def options_from(**params: object) -> Options:
         return msgspec.convert(tree, Options)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
-
-
-@contextmanager
-def progress_bar(
-    total: int, *, show: bool, console: Console | None = None
-) -> Iterator[Callable[[int], None]]:
-    """A bar over prompts with tokens per second; nothing if it is not wanted or nobody looks at a
-    terminal.
-
-    What it gives is called once per finished prompt, with its number of output tokens.
-    """
-    if not show:
-        yield lambda tokens: None
-        return
-    from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = console or RichConsole(stderr=True)
-    done = 0
-    with Progress(
-        TextColumn("prompts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task("prompts", total=total, rate="")
-
-        def advance(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            rate = done / (bar.tasks[0].elapsed or 1e-9)
-            bar.update(task, advance=1, rate=f"{rate:,.0f} tok/s")
-
-        yield advance

@@ -167,6 +167,24 @@ def from_bare_base64(text: str) -> bytes | None:
         return None
 
 
+def with_images(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with what stands beside their content (`images`, base64 or addresses) as parts
+    before it."""
+    return [_with_images(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _with_images(message: dict[str, Any], field: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("images") is None:
+        return message
+    images, content = message["images"], message.get("content") or ""
+    if not isinstance(images, list):
+        raise _bad(f"{field}.images", f"{type(images).__name__} is not a list")
+    rest = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts = [{"type": "image", "image": image} for image in images]
+    fields = {name: value for name, value in message.items() if name != "images"}
+    return {**fields, "content": [*parts, *rest]}
+
+
 def each_part(
     messages: Sequence[dict[str, Any]],
 ) -> list[tuple[int, int, MediaPart]]:

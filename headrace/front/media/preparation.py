@@ -30,6 +30,7 @@ from headrace.front.media.parts import (
     each_part,
     from_bare_base64,
     from_data_url,
+    with_images,
 )
 from headrace.front.media.placeholders import PreparedMedium, expanded
 from headrace.front.media.processing import ProcessedMedia
@@ -87,25 +88,31 @@ class MediaPreparer:
         self, messages: Sequence[dict[str, Any]], request: MediaRequest
     ) -> PreparedChat:
         """Reads and processes every medium of the messages."""
+        messages = with_images(messages)
         places = each_part(messages)
-        self._check_numbers([part for _, _, part in places])
-        settings = adjusted(self.spec.settings, request.arguments)
-        budget = _TokenBudget(request.max_tokens)
-        tasks = [
-            asyncio.ensure_future(self._one(part, settings, request, budget))
-            for _, _, part in places
-        ]
-        try:
-            media = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        media = await self.media_of([part for _, _, part in places], request)
         marked = [dict(message) for message in messages]
         for (i, j, _), parts in reversed(list(zip(places, media, strict=True))):
             content = list(marked[i]["content"])
             content[j : j + 1] = [MediaMark(part.kind) for part in parts]
             marked[i]["content"] = content
         return PreparedChat(messages=marked, media=[part for parts in media for part in parts])
+
+    async def media_of(
+        self, parts: Sequence[MediaPart], request: MediaRequest
+    ) -> list[list[PreparedMedium]]:
+        """What each part becomes: one medium, or the pages of a document."""
+        self._check_numbers(parts)
+        settings = adjusted(self.spec.settings, request.arguments)
+        budget = _TokenBudget(request.max_tokens)
+        tasks = [
+            asyncio.ensure_future(self._one(part, settings, request, budget)) for part in parts
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def expand(
         self, ids: list[int], media: Sequence[PreparedMedium], *, field: str

@@ -31,7 +31,11 @@ class MediaMark(msgspec.Struct, frozen=True):
 def has_media(messages: Sequence[dict[str, Any]]) -> bool:
     """Whether a part of a message may be a medium."""
     for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            continue
+        if message.get("images"):
+            return True
+        content = message.get("content")
         if isinstance(content, list):
             kinds = {part.get("type") for part in content if isinstance(part, dict)}
             if kinds & MEDIA_PARTS or kinds & _FILE_PARTS:

@@ -13,11 +13,11 @@ from headrace.front.client.llm import (
     LLM,
     options_from,
     params_list,
-    progress_bar,
     prompt_list,
     run_all,
     run_one,
 )
+from headrace.front.client.progress import progress_bar
 
 
 def test_options_find_their_section_by_name():

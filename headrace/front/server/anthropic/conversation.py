@@ -11,7 +11,14 @@ from typing import Any
 
 import orjson
 
-from headrace.base.errors import InvalidRequest
+from headrace.front.server.anthropic.blocks import (
+    Part,
+    bad,
+    content_of,
+    parts_of,
+    string_of,
+    text_of,
+)
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest, Thinking
 from headrace.front.server.anthropic.tools import changed, to_choice, to_tools
 from headrace.front.server.conversation.context import ServedModel
@@ -113,7 +120,7 @@ class _Messages:
         if isinstance(system, str):
             texts = [system]
         else:
-            texts = [_text(block, f"system[{i}]") for i, block in enumerate(system)]
+            texts = [text_of(block, f"system[{i}]") for i, block in enumerate(system)]
         kept = [text for text in texts if not text.startswith(BILLING)]
         if kept:
             self._add("system", "system", content="\n\n".join(kept))
@@ -122,13 +129,13 @@ class _Messages:
         """One message as it was sent."""
         content = message.get("content")
         if not isinstance(content, str | list):
-            raise _bad(f"{at}.content", "a text or an array of blocks is needed")
+            raise bad(f"{at}.content", "a text or an array of blocks is needed")
         if content == [] and message.get("role") == "user":
-            raise _bad(f"{at}.content", "at least one block is needed")
+            raise bad(f"{at}.content", "at least one block is needed")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         for j, block in enumerate(blocks):
             if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-                raise _bad(f"{at}.content[{j}]", "an object with a type is needed")
+                raise bad(f"{at}.content[{j}]", "an object with a type is needed")
         self.prefilled = False
         match message.get("role"):
             case "user":
@@ -138,7 +145,7 @@ class _Messages:
             case "system":
                 self._system(blocks, at)
             case role:
-                raise _bad(f"{at}.role", f"{role!r:.50} given; allowed: 'user', 'assistant'")
+                raise bad(f"{at}.role", f"{role!r:.50} given; allowed: 'user', 'assistant'")
 
     def _add(self, role: str, at: str, **fields: Any) -> None:
         self.messages.append({"role": role, **fields})
@@ -152,41 +159,44 @@ class _Messages:
             if block["type"] in CHANGES:
                 self.changes.append((block, place))
             else:
-                texts.append(_text(block, place))
+                texts.append(text_of(block, place))
         if texts:
             self._add("system", at, content="\n\n".join(texts))
 
     def _user(self, blocks: list[dict[str, Any]], at: str) -> None:
-        texts: list[str] = []
+        parts: list[str | Part] = []
         results = 0
         for j, block in enumerate(blocks):
             place = f"{at}.content[{j}]"
             if block["type"].endswith("_tool_result"):
                 continue  # of a tool that another server ran
             if block["type"] != "tool_result":
-                texts.append(_text(block, place))
+                parts += parts_of(block, place)
                 continue
-            if texts:
-                self._add("user", at, content="\n".join(texts))
-                texts = []
+            if parts:
+                self._add("user", at, content=content_of(parts))
+                parts = []
             self._tool_result(block, place)
             results += 1
-        if texts or not results:
-            self._add("user", at, content="\n".join(texts))
+        if parts or not results:
+            self._add("user", at, content=content_of(parts))
 
     def _tool_result(self, block: dict[str, Any], at: str) -> None:
         ident, content = block.get("tool_use_id"), block.get("content")
         if not isinstance(ident, str):
-            raise _bad(f"{at}.tool_use_id", "a text is needed")
+            raise bad(f"{at}.tool_use_id", "a text is needed")
+        parts: list[str | Part] = []
         if isinstance(content, list):
-            content = "\n".join(_text(b, f"{at}.content[{k}]") for k, b in enumerate(content))
-        elif content is None:
-            content = ""
-        elif not isinstance(content, str):
-            raise _bad(f"{at}.content", "a text or an array of blocks is needed")
+            for k, inner in enumerate(content):
+                parts += parts_of(inner, f"{at}.content[{k}]")
+        elif isinstance(content, str):
+            parts.append(content)
+        elif content is not None:
+            raise bad(f"{at}.content", "a text or an array of blocks is needed")
         if block.get("is_error"):
-            content = f"Error: {content}"
-        self._add("tool", at, tool_call_id=ident, content=content)
+            lead = [parts.pop(0)] if parts and isinstance(parts[0], str) else [""]
+            parts.insert(0, f"Error: {lead[0]}")
+        self._add("tool", at, tool_call_id=ident, content=content_of(parts))
 
     def _assistant(self, blocks: list[dict[str, Any]], at: str) -> None:
         texts: list[str] = []
@@ -196,7 +206,7 @@ class _Messages:
             place = f"{at}.content[{j}]"
             match block["type"]:
                 case "text":
-                    texts.append(_string(block, "text", place))
+                    texts.append(string_of(block, "text", place))
                 case "thinking" | "redacted_thinking":
                     thoughts.append(self._thought(block, place))
                 case "tool_use":
@@ -212,8 +222,8 @@ class _Messages:
     def _thought(self, block: dict[str, Any], at: str) -> str:
         """The thinking in the clear, else out of its seal; a foreign seal is passed over."""
         if block["type"] == "redacted_thinking":
-            return self._unseal(_string(block, "data", at)) or ""
-        text = _string(block, "thinking", at)
+            return self._unseal(string_of(block, "data", at)) or ""
+        text = string_of(block, "thinking", at)
         signature = block.get("signature")
         if text or not isinstance(signature, str):
             return text
@@ -223,52 +233,6 @@ class _Messages:
 def _call(block: dict[str, Any], at: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise _bad(f"{at}.input", "an object is needed")
-    function = {"name": _string(block, "name", at), "arguments": orjson.dumps(arguments).decode()}
-    return {"id": _string(block, "id", at), "type": "function", "function": function}
-
-
-def _text(block: Any, at: str) -> str:
-    """The text of a block that people or tools wrote."""
-    kind = block.get("type") if isinstance(block, dict) else None
-    match kind:
-        case "text":
-            return _string(block, "text", at)
-        case "tool_reference":
-            return _string(block, "tool_name", at)
-        case "document":
-            return _document(block, at)
-        case "search_result":
-            parts = block.get("content")
-            if not isinstance(parts, list):
-                raise _bad(f"{at}.content", "an array of text blocks is needed")
-            texts = [_text(part, f"{at}.content[{k}]") for k, part in enumerate(parts)]
-            return "\n".join([_string(block, "title", at), *texts])
-    raise _bad(f"{at}.type", f"{kind!r:.80} is not accepted by this model (only text is)")
-
-
-def _document(block: dict[str, Any], at: str) -> str:
-    source = block.get("source")
-    kind = source.get("type") if isinstance(source, dict) else None
-    if not isinstance(source, dict) or kind not in ("text", "content"):
-        raise _bad(f"{at}.source.type", f"{kind!r:.80} given; allowed: 'text', 'content'")
-    content = source.get("data") if kind == "text" else source.get("content")
-    if isinstance(content, list):
-        content = "\n".join(
-            _text(part, f"{at}.source.content[{k}]") for k, part in enumerate(content)
-        )
-    if not isinstance(content, str):
-        raise _bad(f"{at}.source", "holds no text")
-    title = block.get("title")
-    return f"{title}\n{content}" if isinstance(title, str) else content
-
-
-def _string(block: dict[str, Any], name: str, at: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _bad(f"{at}.{name}", "a text is needed")
-    return value
-
-
-def _bad(field: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{field}: {what}", field=field)
+        raise bad(f"{at}.input", "an object is needed")
+    function = {"name": string_of(block, "name", at), "arguments": orjson.dumps(arguments).decode()}
+    return {"id": string_of(block, "id", at), "type": "function", "function": function}

@@ -47,6 +47,7 @@ class Tally:
     num_hit = 0
     num_drafted = 0
     num_accepted = 0
+    num_media = 0
     first_ended: Ended | None = None
 
     def __init__(self, num_choices: int) -> None:
@@ -70,6 +71,7 @@ class Tally:
                     self.first_ended = event
             case Started():
                 self.num_prompt, self.num_hit = event.num_prompt, event.num_cached
+                self.num_media = event.num_media
 
     @property
     def num_cached(self) -> int:
@@ -148,7 +150,8 @@ class Fold(Tally):
 
 
 def usage(folds: Sequence[Tally]) -> dict[str, object]:
-    """Usage over the prompts of a request: prompt + completion == total, cached <= prompt."""
+    """Usage over the prompts of a request: prompt + completion == total, cached <= prompt; of media
+    where there are any."""
     prompt = sum(fold.num_prompt for fold in folds)
     completion = sum(sum(fold.output) for fold in folds)
     reasoning = sum(sum(fold.reasoning) for fold in folds)
@@ -158,11 +161,14 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
         rejected = sum(fold.num_drafted for fold in folds) - accepted
         details["accepted_prediction_tokens"] = accepted
         details["rejected_prediction_tokens"] = rejected
+    prompt_details = {"cached_tokens": sum(fold.num_cached for fold in folds)}
+    if media := sum(fold.num_media for fold in folds):
+        prompt_details["image_tokens"] = media
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(fold.num_cached for fold in folds)},
+        "prompt_tokens_details": prompt_details,
         "completion_tokens_details": details,
     }
 

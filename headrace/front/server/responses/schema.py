@@ -29,11 +29,11 @@ EXTENSIONS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("guided_whitespace_pattern", "add_special_tokens", "documents", "truncate_prompt_tokens"),
     *("truncation_side", "thinking_token_budget", "include_reasoning", "stream_interval"),
-    *("request_id", "repetition_detection"),
+    *("request_id", "repetition_detection", "mm_processor_kwargs"),
 )
 NOT_HERE = (
     *("prompt_embeds", "modalities", "audio", "moderation", "kv_transfer_params", "watermarking"),
-    *("ec_transfer_params", "mm_processor_kwargs", "media_io_kwargs", "logits_processors"),
+    *("ec_transfer_params", "media_io_kwargs", "logits_processors"),
     *("vllm_xargs", "return_weight_versions", "web_search_options"),
 )
 """What conversations refuse by name, here as there."""

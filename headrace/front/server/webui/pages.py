@@ -12,6 +12,7 @@ PAGES: Mapping[str, tuple[str, str]] = {
     "/ui/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
     "/ui/dom.js": ("dom.js", "text/javascript; charset=utf-8"),
     "/ui/engine.js": ("engine.js", "text/javascript; charset=utf-8"),
+    "/ui/images.js": ("images.js", "text/javascript; charset=utf-8"),
     "/ui/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
     "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
 }

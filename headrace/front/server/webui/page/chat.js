@@ -2,6 +2,7 @@
 
 import { chatStream, key } from "/ui/api.js";
 import { byId, copy, icon, make, notice, toast } from "/ui/dom.js";
+import { putImages, startImages, takeImages, thumbnails } from "/ui/images.js";
 import { markdown } from "/ui/markdown.js";
 
 const STORE = "headrace.chat";
@@ -16,6 +17,7 @@ let model = () => "";
 export function startChat(currentModel) {
   model = currentModel;
   restore();
+  startImages();
   byId("composer").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
   byId("stop").addEventListener("click", stop);
   byId("new-chat").addEventListener("click", newChat);
@@ -54,10 +56,12 @@ function stop() {
 function submit() {
   const field = byId("composer-text");
   const text = field.value.trim();
-  if (!text || running) return;
+  if (running) return;
+  const images = takeImages();
+  if (!text && !images.length) return;
   field.value = "";
   grow(field);
-  messages.push({ role: "user", content: text });
+  messages.push({ role: "user", content: text, ...(images.length ? { images } : {}) });
   answer();
 }
 
@@ -84,9 +88,14 @@ function request() {
 /** A message as the API takes it: what is shown of reasoning and timing stays here. */
 function sent(message) {
   if (message.role === "tool") return { role: "tool", tool_call_id: message.tool_call_id, content: message.content };
-  const plain = { role: message.role, content: message.content };
+  const plain = { role: message.role, content: message.images ? withImages(message) : message.content };
   if (message.tool_calls?.length) plain.tool_calls = message.tool_calls;
   return plain;
+}
+
+function withImages({ images, content }) {
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return content ? [...parts, { type: "text", text: content }] : parts;
 }
 
 function toolList() {
@@ -202,7 +211,7 @@ function parts(message, index, open) {
   const made = [];
   if (message.reasoning) made.push(reasoning(message, open));
   if (message.role === "assistant") made.push(make("div", { class: "body" }, ...markdown(message.content)));
-  else made.push(make("div", { class: "body plain" }, message.content));
+  else made.push(...(message.images ? [thumbnails(message.images)] : []), make("div", { class: "body plain" }, message.content));
   for (const call of message.tool_calls ?? []) made.push(toolCall(call, index));
   if (message.error) made.push(make("p", { class: "error", role: "alert" }, message.error));
   const underWay = running && message === messages.at(-1);
@@ -268,6 +277,7 @@ function summary(message) {
 function edit(index) {
   const field = byId("composer-text");
   field.value = messages[index].content;
+  putImages(messages[index].images ?? []);
   messages.length = index;
   drawAll();
   grow(field);
