@@ -8,7 +8,12 @@ import msgspec
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its processor. `image_pixels` and `video_pixels`: the least and the
     most of a resized image, and of a video: of one frame, or with `pixels_of_all_frames` of all.
-    `stamped`: frame pairs are inputs of their own, with their times as text between them."""
+    `stamped`: frame pairs are inputs of their own, with their times as text between them.
+
+    Of models with inputs of one size: `side` of the square in pixels, `fit` of an image to it (crop,
+    pad, stretch), `tiles`: the least and the most squares of an image. `longest`: the longest side
+    of a resized image. `resample`: Pillow's number of a filter (1 Lanczos, 2 bilinear, 3 bicubic).
+    `pad_color`: what fills a padded square."""
 
     patch: int = 14
     merge: int = 2
@@ -20,6 +25,12 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
+    side: int = 0
+    fit: str = "stretch"
+    tiles: tuple[int, int] = (1, 1)
+    longest: int = 0
+    resample: int = 3
+    pad_color: tuple[int, int, int] = (0, 0, 0)
 
 
 class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,6 +50,7 @@ class MediumReply(msgspec.Struct, frozen=True, kw_only=True):
 
     inputs: tuple[InputShape, ...]
     layout: tuple[str | int, ...]
+    row_break: str = ""
 
 
 class JobReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -148,7 +148,9 @@ def _media(replies: Sequence[MediumReply], rows: np.ndarray) -> list[ProcessedMe
                 )
             )
             begin = end
-        media.append(ProcessedMedia(inputs=tuple(inputs), layout=reply.layout))
+        media.append(
+            ProcessedMedia(inputs=tuple(inputs), layout=reply.layout, row_break=reply.row_break)
+        )
     assert begin == len(rows), (begin, len(rows))
     return media
 

@@ -33,11 +33,13 @@ def upright(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def resized(picture: Image.Image, *, height: int, width: int) -> Image.Image:
+def resized(
+    picture: Image.Image, *, height: int, width: int, resample: int = Image.Resampling.BICUBIC
+) -> Image.Image:
     """The picture at this size."""
     if picture.size == (width, height):
         return picture
-    return picture.resize((width, height), Image.Resampling.BICUBIC)
+    return picture.resize((width, height), Image.Resampling(resample))
 
 
 def channels_of(picture: Image.Image) -> np.ndarray:
@@ -46,3 +48,17 @@ def channels_of(picture: Image.Image) -> np.ndarray:
     for i, band in enumerate(picture.split()):
         channels[i] = np.asarray(band)
     return channels
+
+
+def patches_of(
+    channels: np.ndarray, patch: int, *, merge: int = 1, depth: int = 1
+) -> tuple[tuple[int, int, int], np.ndarray]:
+    """Grid and rows of frames uint8 [F, 3, H, W], `depth` frames to a row, in the order of
+    base/wire/media.py: windows of merge * merge patches, a row [channel, frame, y, x]."""
+    num_frames, _, height, width = channels.shape
+    grid = (num_frames // depth, height // patch, width // patch)
+    windows = channels.reshape(
+        grid[0], depth, 3, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
+    )
+    rows = windows.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return grid, np.ascontiguousarray(rows).reshape(grid[0] * grid[1] * grid[2], -1)

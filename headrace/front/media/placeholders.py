@@ -25,11 +25,27 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     inputs: tuple[MediaInput, ...]
     layout: tuple[str | int, ...]
+    row_break: str = ""
+    merge: int = 1
 
     @property
     def num_placeholders(self) -> int:
-        """Tokens of all its inputs."""
-        return sum(each.num_tokens for each in self.inputs)
+        """Placeholders of all its inputs; what breaks their rows is text."""
+        return sum(self.rows_of(each) for each in self.inputs)
+
+    def rows_of(self, one: MediaInput) -> int:
+        """Placeholders of an input."""
+        t, h, w = one.grid
+        return t * h * w // self.merge**2
+
+    def tokens_of(self, one: MediaInput, token: int, encode: EncodeText) -> list[int]:
+        """What stands for an input: rows of placeholders, with the break between them."""
+        count = self.rows_of(one)
+        if not self.row_break:
+            return [token] * count
+        width = one.grid[2] // self.merge
+        rows = [[token] * width, encode(self.row_break)] * (count // width)
+        return [each for row in rows[:-1] for each in row]
 
 
 def expanded(
@@ -62,7 +78,7 @@ def expanded(
             continue
         medium = waiting[kind].pop(0)
         if present[token] or _is_written(medium, whole, encode):
-            position = _taken(ids, position, medium, whole, inputs, field)
+            position = _taken(ids, position, medium, whole, inputs, encode, field)
             continue
         _write(medium, token, encode, whole, inputs)
         position += 1
@@ -95,6 +111,7 @@ def _taken(
     medium: PreparedMedium,
     whole: list[int],
     inputs: list[MediaInput],
+    encode: EncodeText,
     field: str,
 ) -> int:
     """Takes over placeholders that are there; the position behind the last."""
@@ -103,16 +120,17 @@ def _taken(
         while position < len(ids) and ids[position] != token:
             whole.append(ids[position])
             position += 1
-        run = ids[position : position + each.num_tokens]
-        if run != [token] * each.num_tokens:
+        tokens = medium.tokens_of(each, token, encode)
+        run = ids[position : position + len(tokens)]
+        if run != tokens:
             raise InvalidRequest(
-                f"{field}: {run.count(token)} placeholders in a row; {each.num_tokens} of "
+                f"{field}: {run.count(token)} placeholders in a row; {tokens.count(token)} of "
                 f"{medium.kind} are needed there",
                 field=field,
             )
         inputs.append(msgspec.structs.replace(each, offset=len(whole)))
         whole += run
-        position += each.num_tokens
+        position += len(tokens)
     return position
 
 
@@ -129,4 +147,4 @@ def _write(
             continue
         each = medium.inputs[piece]
         inputs.append(msgspec.structs.replace(each, offset=len(whole)))
-        whole += [token] * each.num_tokens
+        whole += medium.tokens_of(each, token, encode)

@@ -347,13 +347,19 @@ def _prepared(
                 kind=each.kind,
                 key=own,
                 offset=0,
-                num_tokens=t * h * w // merge**2,
+                num_tokens=t * h * w // merge**2 + (t * h // merge - 1) * bool(medium.row_break),
                 grid=each.grid,
                 step_s=each.step_s,
                 rows=each.rows.tobytes(),
             )
         )
-    return PreparedMedium(kind=kind, inputs=tuple(inputs), layout=medium.layout)
+    return PreparedMedium(
+        kind=kind,
+        inputs=tuple(inputs),
+        layout=medium.layout,
+        row_break=medium.row_break,
+        merge=merge,
+    )
 
 
 def _bad(field: str, what: str) -> InvalidRequest:

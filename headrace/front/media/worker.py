@@ -43,6 +43,7 @@ def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[Processed
                 for each in medium.inputs
             ),
             layout=medium.layout,
+            row_break=medium.row_break,
         )
         for medium in media
     )

@@ -25,7 +25,7 @@ def medium(kind: str, *tokens: int) -> PreparedMedium:
     layout: tuple[str | int, ...] = (0,)
     if kind == "video":
         layout = tuple(piece for i in range(len(tokens)) for piece in (f"<{i}>", i, "."))
-    return PreparedMedium(kind=kind, inputs=inputs, layout=layout)
+    return PreparedMedium(kind=kind, inputs=inputs, layout=layout, merge=2)
 
 
 def encode(text: str) -> list[int]:
@@ -87,6 +87,18 @@ def test_numbers_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt: \d placeholders"):
         expand(ids, *media)
+
+
+def test_rows_of_placeholders_are_broken_by_text() -> None:
+    """Pixtral's: a break behind each row but the last, an end behind all."""
+    one = MediaInput(kind="image", key=bytes(32), offset=0, num_tokens=8, grid=(1, 6, 4))
+    broken = PreparedMedium(kind="image", inputs=(one,), layout=(0, "!"), row_break=";", merge=2)
+    row = [IMAGE, IMAGE]
+    ids, _ = expanded([1, IMAGE, 2], [broken], SPEC, encode, field="prompt")
+    assert ids == [1, *row, ord(";"), *row, ord(";"), *row, ord("!"), 2]
+    assert ids[1 : 1 + one.num_tokens] == [*row, ord(";"), *row, ord(";"), *row]
+    again, inputs = expanded(ids, [broken], SPEC, encode, field="prompt")
+    assert again == ids and inputs[0].offset == 1
 
 
 def test_placeholders_without_media_are_text() -> None:

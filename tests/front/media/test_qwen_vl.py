@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,25 +20,12 @@ from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import InvalidRequest
 from headrace.front.media.processing import MAX_PATCHES, Sampling
 from headrace.front.media.processors.qwen_vl import QwenVisionProcessor
+from tests.front.media.oracles import without_torchvision
 from tests.front.media.pictures import picture
 
 SHAPES = ((14, 2), (16, 2))
 BOUNDS = ((56 * 56, 28 * 28 * 1280), (64 * 64, 128 * 128), (65536, 16777216), (200_000, 220_000))
 SIZES = ((1, 1), (28, 28), (29, 27), (57, 391), (640, 480), (333, 1023), (1920, 1080), (13, 2500))
-
-
-@contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """The video processors import torchvision for their resizing, which is not what is compared."""
-    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
-    modules = {name: ModuleType(name) for name in (*names, names[-1] + ".functional")}
-    modules[names[-1]].functional = modules[names[-1] + ".functional"]
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name in modules:
-            del sys.modules[name]
 
 
 def _video_module(family: str) -> Any:
@@ -49,7 +34,7 @@ def _video_module(family: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, root / f"video_processing_{family}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with _without_torchvision():
+    with without_torchvision():
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)

@@ -14,7 +14,13 @@ from headrace.front.media.processing import Processor
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
     "media processor",
-    {"qwen_vl": "headrace.front.media.processors.qwen_vl:QwenVisionProcessor"},
+    {
+        "qwen_vl": "headrace.front.media.processors.qwen_vl:QwenVisionProcessor",
+        "square": "headrace.front.media.processors.square:SquareProcessor",
+        "tiled": "headrace.front.media.processors.square:TiledProcessor",
+        "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
+        "idefics3": "headrace.front.media.processors.idefics3:Idefics3Processor",
+    },
 )
 _SPACED = ("qwen2_vl", "qwen2_5_vl")
 _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -23,10 +29,14 @@ _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     """What a checkpoint's model takes beside text; None: text alone."""
     kind = config.get("model_type")
-    if "vision_config" not in config or kind not in (*_SPACED, *_STAMPED):
+    if "vision_config" not in config:
         return None
     reader = ConfigReader(config, f"{folder}/config.json")
     image, video = _processor_files(folder)
+    if kind in _STILL:
+        return _STILL[kind](image, reader)
+    if kind not in (*_SPACED, *_STAMPED):
+        return None
     return MediaSpec(
         processor="qwen_vl",
         settings=_qwen_settings(image, video, reader, stamped=kind in _STAMPED),
@@ -79,3 +89,98 @@ def _processor_files(folder: Path) -> tuple[ConfigReader, ConfigReader]:
 def _read(folder: Path, name: str) -> ConfigReader:
     path = folder / name
     return ConfigReader(read_json(path) if path.is_file() else {}, str(path))
+
+
+def _image_only(processor: str, settings: ProcessorSettings, config: ConfigReader) -> MediaSpec:
+    token = config.int("image_token_id", aliases=("image_token_index",), ge=0)
+    return MediaSpec(processor=processor, settings=settings, image_token=token, video_token=None)
+
+
+def _llava(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    """One square, or Pixtral's images."""
+    vision = _vision(config)
+    if vision.str("model_type", "") == "pixtral":
+        return _pixtral(image, config)
+    side = _pixels_of_side(vision)
+    pads, crops = image.bool("do_pad", False), image.bool("do_center_crop", True)
+    stretches = "size" in image and image.raw["size"].get("height") is not None
+    mean = image.list("image_mean", [0.48145466, 0.4578275, 0.40821073], of=float)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=1,
+        side=side,
+        fit="pad" if pads else "crop" if crops and not stretches else "stretch",
+        resample=image.int("resample", 3, ge=0, le=5),
+        pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
+    )
+    return _image_only("square", settings, config)
+
+
+def _pixtral(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    vision = _vision(config)
+    size = image.section("size")
+    longest = None if size is None else size.int("longest_edge", None, ge=1)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=config.int("spatial_merge_size", 1, ge=1, le=16),
+        longest=longest or _pixels_of_side(vision, 1024),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return _image_only("pixtral", settings, config)
+
+
+def _internvl(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    vision = _vision(config)
+    settings = ProcessorSettings(
+        patch=_pixels_of_patch(vision),
+        merge=round(1 / config.float("downsample_ratio", 0.5, ge=0.01, le=1.0)),
+        side=_pixels_of_side(vision),
+        tiles=(image.int("min_patches", 1, ge=1), image.int("max_patches", 12, ge=1, le=256)),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return _image_only("tiled", settings, config)
+
+
+def _idefics3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    vision = _vision(config)
+    side = _pixels_of_side(vision)
+    size = image.section("size")
+    longest = 4 * side if size is None else size.int("longest_edge", 4 * side, ge=1)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=config.int("scale_factor", 2, ge=1, le=16),
+        side=side,
+        longest=longest,
+        tiles=(1, 256 if image.bool("do_image_splitting", True) else 1),
+        resample=image.int("resample", 1, ge=0, le=5),
+    )
+    return _image_only("idefics3", settings, config)
+
+
+def _vision(config: ConfigReader) -> ConfigReader:
+    vision = config.section("vision_config")
+    assert vision is not None
+    return vision
+
+
+def _pixels_of_side(vision: ConfigReader, default: int = 0) -> int:
+    """`image_size`, which some have as [height, width]."""
+    if isinstance(vision.raw.get("image_size"), list):
+        return int(vision.list("image_size", of=int)[0])
+    return vision.int("image_size", default, ge=1) if default else vision.int("image_size", ge=1)
+
+
+def _pixels_of_patch(vision: ConfigReader) -> int:
+    if isinstance(vision.raw.get("patch_size"), list):
+        return int(vision.list("patch_size", of=int)[0])
+    return vision.int("patch_size", 14, ge=1, le=1024)
+
+
+_STILL = {
+    "llava": _llava,
+    "mistral3": _pixtral,
+    "internvl": _internvl,
+    "idefics3": _idefics3,
+    "smolvlm": _idefics3,
+}
+"""Those that take images alone."""

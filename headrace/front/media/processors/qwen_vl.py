@@ -17,7 +17,7 @@ from PIL import Image
 
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import InvalidRequest
-from headrace.front.media.picture import channels_of, resized
+from headrace.front.media.picture import channels_of, patches_of, resized
 from headrace.front.media.processing import (
     MAX_PATCHES,
     ProcessedMedia,
@@ -143,12 +143,6 @@ class QwenVisionProcessor:
 
     def _patches(self, channels: np.ndarray) -> tuple[tuple[int, int, int], np.ndarray]:
         """Grid and rows of frames [F, 3, H, W]: one frame is an image's, more are whole groups."""
-        num_frames, _, height, width = channels.shape
-        patch, merge = self._settings.patch, self._settings.merge
-        depth = 1 if num_frames == 1 else self._settings.temporal
-        grid = (num_frames // depth, height // patch, width // patch)
-        windows = channels.reshape(
-            grid[0], depth, 3, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
-        )
-        rows = windows.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-        return grid, np.ascontiguousarray(rows).reshape(math.prod(grid), -1)
+        settings = self._settings
+        depth = 1 if len(channels) == 1 else settings.temporal
+        return patches_of(channels, settings.patch, merge=settings.merge, depth=depth)

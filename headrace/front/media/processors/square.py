@@ -1,0 +1,105 @@
+"""Models whose images are squares of one size: LLaVA's one square, InternVL's tiles.
+
+Sizes, tilings and crops are those of transformers 5.23 (image_processing_pil_llava.py,
+image_processing_pil_got_ocr2.py, processing_internvl.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from PIL import Image
+
+from headrace.base.config.media import ProcessorSettings
+from headrace.base.errors import InvalidRequest
+from headrace.front.media.picture import channels_of, patches_of, resized
+from headrace.front.media.processing import ProcessedMedia, Sampling, TowerInput
+
+
+class SquareProcessor:
+    """See `Processor`: an image is one square. It has no video."""
+
+    def __init__(self, settings: ProcessorSettings) -> None:
+        self._settings = settings
+
+    def image(self, picture: Image.Image) -> ProcessedMedia:
+        """One input of a fixed grid."""
+        return ProcessedMedia(inputs=(self.input_of(self.fitted(picture)),), layout=(0,))
+
+    def fitted(self, picture: Image.Image) -> Image.Image:
+        """The square: the middle of the picture, the whole of it on a ground, or stretched."""
+        settings, side = self._settings, self._settings.side
+        if settings.fit == "crop":
+            return self._middle(picture)
+        if settings.fit == "pad":
+            longest = max(picture.size)
+            ground = Image.new("RGB", (longest, longest), settings.pad_color)
+            ground.paste(picture, ((longest - picture.width) // 2, (longest - picture.height) // 2))
+            picture = ground
+        return resized(picture, height=side, width=side, resample=settings.resample)
+
+    def _middle(self, picture: Image.Image) -> Image.Image:
+        settings, side = self._settings, self._settings.side
+        short, long = sorted(picture.size)
+        new_long = int(side * long / short)
+        if new_long > 64 * side:
+            raise InvalidRequest(
+                f"a picture of {picture.width} x {picture.height} pixels given; one side may be at "
+                "most 64 times the other"
+            )
+        wide = picture.width > picture.height
+        width, height = (new_long, side) if wide else (side, new_long)
+        picture = resized(picture, height=height, width=width, resample=settings.resample)
+        left, top = (width - side) // 2, (height - side) // 2
+        return picture.crop((left, top, left + side, top + side))
+
+    def input_of(self, square: Image.Image) -> TowerInput:
+        """An input of the tower."""
+        settings = self._settings
+        grid, rows = patches_of(channels_of(square)[None], settings.patch, merge=settings.merge)
+        return TowerInput(kind="image", grid=grid, rows=rows)
+
+    def frames_of(self, video: Sampling) -> list[int]:
+        raise InvalidRequest("this model takes no video")
+
+    def video(
+        self, frames: Iterable[Image.Image], indices: Sequence[int], video: Sampling
+    ) -> ProcessedMedia:
+        raise InvalidRequest("this model takes no video")
+
+
+class TiledProcessor(SquareProcessor):
+    """An image is cut into the tiling nearest to its ratio, and stands whole behind its tiles."""
+
+    def image(self, picture: Image.Image) -> ProcessedMedia:
+        """An input for each tile, between the image's two marks."""
+        settings, side = self._settings, self._settings.side
+        columns, rows = tiling(picture.width, picture.height, settings.tiles, side)
+        whole = resized(
+            picture, height=rows * side, width=columns * side, resample=settings.resample
+        )
+        squares = [
+            whole.crop((x * side, y * side, (x + 1) * side, (y + 1) * side))
+            for y in range(rows)
+            for x in range(columns)
+        ]
+        if len(squares) > 1:
+            squares.append(resized(picture, height=side, width=side, resample=settings.resample))
+        inputs = tuple(self.input_of(square) for square in squares)
+        return ProcessedMedia(inputs=inputs, layout=("<img>", *range(len(inputs)), "</img>"))
+
+
+def tiling(width: int, height: int, bounds: tuple[int, int], side: int) -> tuple[int, int]:
+    """Columns and rows: of all tilings within the bounds the one whose ratio is nearest; among
+    equal ones the larger, as long as the picture fills more than half of it."""
+    least, most = bounds
+    choices = [(x, y) for x in range(1, most + 1) for y in range(1, most + 1)]
+    choices = sorted((c for c in choices if least <= c[0] * c[1] <= most), key=np.prod)
+    best, best_distance = (1, 1), float("inf")
+    for choice in choices:
+        distance = abs(width / height - choice[0] / choice[1])
+        larger = width * height > 0.5 * side**2 * choice[0] * choice[1]
+        if distance < best_distance or (distance == best_distance and larger):
+            best, best_distance = choice, distance
+    return best
