@@ -26,7 +26,8 @@ def tokens_of_blocks(options: Options, model: ModelFacts) -> int | None:
     blocks = options.kv.kv_blocks
     if blocks is None or model.encodes or None not in model.windows:
         return None
-    return max(1, blocks - 1) * options.kv.block_tokens
+    halves = 2 if model.encoder_tokens else 1
+    return max(1, (blocks - 1) // halves) * options.kv.block_tokens
 
 
 def with_short_tables(

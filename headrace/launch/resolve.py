@@ -100,7 +100,7 @@ def resolve(options: Options, model: ModelFacts, machine: MachineFacts) -> Resol
             dense_per_token=model.pooling.late is not None,
             attention_capture=_attention_capture(options, device_spec),
             manifest=_manifest(options, model),
-            encoder_tokens=model.encoder_tokens,
+            encoder_tokens=text.encoder_tokens,
             adapters=adapter_spec(options, model, device_spec),
         ),
         kv=_kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
@@ -125,6 +125,7 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
     if model.unattended_expansion:
         why = "expansion tokens that nothing attends to are not supported here"
         choose.note("query expansion", "on", "off", why)
+    max_model_len = _max_model_len(options, model, choose)
     return TextSpec(
         tokenizer_path=options.model.tokenizer or model.tokenizer_path,
         chat_template=model.chat_template,
@@ -132,11 +133,11 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         generation_defaults=generation_defaults(model.generation_defaults),
         logits_width=model.logits_width,
         eos_ids=model.eos_ids,
-        max_model_len=_max_model_len(options, model, choose),
+        max_model_len=max_model_len,
         generates=model.head == "lm",
         pooling=model.pooling,
         media=media_spec(options, model.media),
-        encoder_tokens=model.encoder_tokens,
+        encoder_tokens=min(model.encoder_tokens, max_model_len),
         decoder_start=model.decoder_start,
         tool_parser=_tool_parser(options.server, model, choose),
         reasoning_parser=_reasoning_parser(options.server, model, choose),

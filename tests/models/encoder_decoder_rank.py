@@ -31,6 +31,9 @@ def saved(config: Any, folder: Path, *, seed: int = 3) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
     randomize(model, seed=seed)
+    for module in model.modules():
+        if hasattr(module, "create_weight"):  # sines and cosines
+            module.weight.data.copy_(module.create_weight())
     bias = getattr(model, "final_logits_bias", None)
     if bias is not None:
         bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(seed)))

@@ -45,11 +45,36 @@ def bart_like(config: Any, **more: Any) -> Any:
     return config(**sizes | more)
 
 
+def t5_like(config: Any, **more: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "d_model": 32,
+        "d_kv": 12,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 20,
+        "decoder_start_token_id": START,
+    }
+    return config(**sizes | more)
+
+
 CASES: dict[str, Any] = {
     "bart": lambda: bart_like(transformers.BartConfig),
     "bart-scaled": lambda: bart_like(
         transformers.BartConfig, scale_embedding=True, activation_function="relu"
     ),
+    "pegasus": lambda: bart_like(transformers.PegasusConfig, scale_embedding=True),
+    "marian": lambda: bart_like(transformers.MarianConfig, scale_embedding=True),
+    "m2m": lambda: bart_like(transformers.M2M100Config),
+    "t5": lambda: t5_like(transformers.T5Config),
+    "t5-1.1": lambda: t5_like(
+        transformers.T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+    ),
+    "mt5": lambda: t5_like(transformers.MT5Config),
+    "umt5": lambda: t5_like(transformers.UMT5Config, relative_attention_max_distance=128),
     "mbart": lambda: bart_like(transformers.MBartConfig, scale_embedding=True),
 }
 

@@ -26,6 +26,7 @@ from headrace.back.layers.indexer import ChoiceSpec
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm, SplitRMSNorm
 from headrace.back.layers.output_gate import OutputGate
+from headrace.back.layers.position_bias import RelativeBias
 from headrace.back.layers.qk_norm import HeadNorm, QKNorm
 from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
@@ -53,6 +54,7 @@ class AttentionSpec:
     value_eps    of a norm without weight over each value; None: there is none
     keys_are_values  what goes into that norm is what goes into the keys'
     chooser    says which positions are read; None: all are
+    position_bias  what is added to scores by distance
     """
 
     width: int
@@ -79,6 +81,7 @@ class AttentionSpec:
     value_eps: float | None = None
     keys_are_values: bool = False
     chooser: ChoiceSpec | None = None
+    position_bias: RelativeBias | None = None
     names: AttentionNames = SEPARATE
 
     @property
@@ -131,6 +134,7 @@ class AttentionSpec:
             sinks=sinks,
             verify_queries=scope.verify_queries,
             slopes=local_slopes(self.slopes, scope.mesh.tp),
+            bias_width=0 if self.position_bias is None else self.position_bias.reach + 1,
         )
 
 
@@ -350,8 +354,10 @@ class Attention:
         if self._chosen is not None:
             self._chosen.bind(heads=self._heads, kv_heads=self._kv_heads)
             return
-        sinks = () if self._sinks is None else (self._sinks.take().float(),)
-        self._attend = scope.bind(ATTENTION, self._problem, *sinks)
+        sinks_H = None if self._sinks is None else self._sinks.take().float()
+        bias = () if spec.position_bias is None else (spec.position_bias.table,)
+        weights = (sinks_H, *bias) if bias or sinks_H is not None else ()
+        self._attend = scope.bind(ATTENTION, self._problem, *weights)
 
     def _build_out_norm(self, value_dim: int) -> SplitRMSNorm | None:
         if self._spec.out_norm is None:

@@ -31,11 +31,12 @@ from headrace.back.kernels.latent_write.op import OP as LATENT_WRITE
 from headrace.back.kernels.latent_write.op import LatentWriteProblem
 from headrace.back.kernels.sparse_latent_attention.op import OP as SPARSE_LATENT_ATTENTION
 from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
-from headrace.back.layers.attention import OutputGate, chosen
+from headrace.back.layers.attention import chosen
 from headrace.back.layers.indexer import ChoiceSpec, PositionChoice
 from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, latents_of
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.rope import NoRope, QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial

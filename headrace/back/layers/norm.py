@@ -30,19 +30,27 @@ class NormSpec:
     bias         a layer norm adds one
     unit_offset  the checkpoint holds w - 1
     weighted     False: neither weight nor bias
+    scale        what a root mean square norm's result is multiplied with
     """
 
     layer: bool = False
     bias: bool = False
     unit_offset: bool = False
     weighted: bool = True
+    scale: float = 1.0
 
     def build(self, scope: Scope, width: int, *, eps: float) -> RMSNorm | LayerNorm:
         """The norm whose tensors are `scope / "weight"` and "bias"."""
         if not self.layer:
             return RMSNorm(
-                scope, width, eps=eps, unit_offset=self.unit_offset, weighted=self.weighted
+                scope,
+                width,
+                eps=eps,
+                unit_offset=self.unit_offset,
+                weighted=self.weighted,
+                scale=self.scale,
             )
+        assert self.scale == 1.0, self
         return LayerNorm(
             scope,
             width,
@@ -107,11 +115,13 @@ class RMSNorm:
         eps: float,
         unit_offset: bool = False,
         weighted: bool = True,
+        scale: float = 1.0,
     ) -> None:
         self.norm: Norm = not_loaded
         self.add_norm: AddNorm = not_loaded
         self.weight_E = torch.empty(0)
         self.eps = eps
+        self._scale = scale
         self._scope = scope
         self._offset = 1.0 if unit_offset else 0.0
         self._problem = RMSNormProblem(device=scope.kind, dtype=scope.dtype, width=width, eps=eps)
@@ -129,6 +139,8 @@ class RMSNorm:
             self.weight_E = torch.ones(self._problem.width, device=self._scope.device)
         else:
             self.weight_E = self._weight.take().float() + self._offset
+        if self._scale != 1.0:
+            self.weight_E = self.weight_E * self._scale
         self.norm = self._scope.bind(OP, self._problem, self.weight_E)
         self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
 

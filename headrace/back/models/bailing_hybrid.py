@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.back.layers.attention import OutputGate
 from headrace.back.layers.latent_attention import LatentNames
+from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_delta import DeltaNames, GatedDeltaSpec
 from headrace.back.models.blocks import (

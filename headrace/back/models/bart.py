@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.back.layers.attention import AttentionNames, AttentionSpec
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.attention_names import AttentionNames
 from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.mlp import ElementwiseActivation, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LAYER
@@ -20,7 +21,7 @@ from headrace.back.models.encoder_decoder import (
     CrossLayerSpec,
     EncoderDecoder,
     EncoderDecoderSpec,
-    StackNames,
+    StackSpec,
 )
 from headrace.base.config.hf import ConfigReader
 
@@ -32,16 +33,21 @@ NAMES = AttentionNames(module="self_attn", out="out_proj")
 CROSS_NAMES = ("encoder_attn", "q_proj", "k_proj", "v_proj", "out_proj")
 NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 MLP = PlainMLPSpec(name="", up="fc1", down="fc2", bias=True)
-SHARED = (r"model\.(encoder|decoder)\.embed_tokens\.weight", r"lm_head\.weight")
+SHARED = (
+    r"model\.(encoder|decoder)\.embed_tokens\.weight",
+    r"model\.(encoder|decoder)\.embed_positions\.weights?",  # those that are not learned
+    r"lm_head\.weight",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BartForm:
     """What tells the family's members apart. `pre`: norms before each branch, and one behind each
-    stack; `embedding_norm`: one behind the embeddings; `positions`: made from the config."""
+    stack; `embedding_norm`: one behind the embeddings; `logits_bias`: one is added to logits."""
 
     pre: bool
     embedding_norm: bool = True
+    logits_bias: bool = True
 
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
@@ -64,16 +70,16 @@ def build_bart(
         EncoderDecoderSpec(
             sizes=sizes,
             encoder_layers=encoder.layers,
-            encoder_layer=lambda at: _encoder_layer(at, encoder, form),
+            encoder_layer=lambda at, _: _encoder_layer(at, encoder, form),
             layers=(_layer(scope, sizes, form),) * sizes.layers,
             norm=LAYER,
-            encoder=StackNames(stack="encoder", **names),
-            decoder=StackNames(stack="decoder", **names),
+            encoder=StackSpec(stack="encoder", **names),
+            decoder=StackSpec(stack="decoder", **names),
             positions=positions,
             embedding_scale=scale,
             head=None if sizes.tied else "lm_head",
-            logits_bias="final_logits_bias",
-            ignored=SHARED if sizes.tied else SHARED[:1],
+            logits_bias="final_logits_bias" if form.logits_bias else None,
+            ignored=SHARED if sizes.tied else SHARED[:2],
         ),
     )
 

@@ -22,6 +22,7 @@ from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP, PlainMLP
+from headrace.back.layers.position_bias import RelativeBias
 from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
@@ -58,7 +59,7 @@ class SpanAttentionLayer:
 
     `names` are the checkpoint's query, key and value, or the one tensor that holds all three; `out`
     leads back. `window`: tokens seen on each side, None: all. `scale`: of the scores, None:
-    1/sqrt(head_dim).
+    1/sqrt(head_dim). `position_bias`: added to them.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SpanAttentionLayer:
         window: int | None = None,
         scale: float | None = None,
         qk_norm: QKNorm | None = None,
+        position_bias: RelativeBias | None = None,
     ) -> None:
         merged = names[0] if len(names) == 1 else None
         labels = names if merged is None else ("query", "key", "value")
@@ -86,6 +88,7 @@ class SpanAttentionLayer:
         self._scale = sizes.head_dim**-0.5 if scale is None else scale
         self._scope = scope
         self._window = window
+        self._position_bias = position_bias
         self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias, merged=merged)
         self._out = RowLinear(scope / out, parts[0], sizes.width, bias=bias)
         self._qk_norms: list[HeadNorm] = []
@@ -119,8 +122,10 @@ class SpanAttentionLayer:
             head_dim=self._head_dim,
             scale=self._scale,
             window=self._window,
+            bias_reach=0 if self._position_bias is None else self._position_bias.reach,
         )
-        self._attend = self._scope.bind(SPAN_ATTENTION, problem)
+        biases = () if self._position_bias is None else (self._position_bias.table,)
+        self._attend = self._scope.bind(SPAN_ATTENTION, problem, *biases)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ wanted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,8 +65,11 @@ class CrossLayer:
         """Adds the branch of the layer before to the residual, in place, and leaves its own, to be
         added by whoever comes next; with `post` norms all is added already."""
         branch_TE, residual_TE = stream
-        before = self._norms[0]
-        x_TE = residual_TE if self._post else add_norm(before, branch_TE, residual_TE)
+        x_TE = residual_TE
+        if not self._post or branch_TE is not None:
+            x_TE = add_norm(self._norms[0], branch_TE, residual_TE)
+        if self._post:  # of embeddings and positions only the sum was wanted, in one native call
+            x_TE = residual_TE
         after = batch.last_token_batch if last else None
         at_N = None if after is None else batch.logits_at_N
         handed = self._attention.queries(x_TE, batch, at_N)
@@ -91,28 +94,30 @@ class CrossLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackNames:
-    """Where one of the two stacks lies below the prefix; None: it has no such part."""
+class StackSpec:
+    """Where one of the two stacks lies below the prefix; None: it has no such part. `norm_scale`:
+    what its last norm's result is multiplied with."""
 
     stack: str
     layers: str = "layers"
     embedding_norm: str | None = None
     norm: str | None = None
+    norm_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoderSpec:
-    """A whole encoder-decoder. `encoder_layer` builds one from its scope. `prefix` holds all but
-    the head, `shared` below it is the embedding. `head`: the output head, where it is not the
-    embedding; `logits_bias`: where its bias is."""
+    """A whole encoder-decoder. `encoder_layer` builds one from its scope and number. `prefix` holds
+    all but the head, `shared` below it is the embedding. `head`: the output head, where it is not
+    the embedding; `logits_bias`: where its bias is."""
 
     sizes: DecoderSizes
     encoder_layers: int
-    encoder_layer: Callable[[Scope], EncoderLayer]
+    encoder_layer: Callable[[Scope, int], EncoderLayer]
     layers: tuple[CrossLayerSpec, ...]
     norm: NormSpec
-    encoder: StackNames
-    decoder: StackNames
+    encoder: StackSpec
+    decoder: StackSpec
     positions: PositionsSpec | None = None
     embedding_scale: float = 1.0
     prefix: str = "model"
@@ -146,7 +151,9 @@ class EncoderDecoder:
         encoder, decoder = inside / spec.encoder.stack, inside / spec.decoder.stack
         self._encoder_ends = StackEnds(encoder, spec, spec.encoder)
         at = encoder / spec.encoder.layers
-        self._encoder_layers = [spec.encoder_layer(at / str(i)) for i in range(spec.encoder_layers)]
+        self._encoder_layers = [
+            spec.encoder_layer(at / str(i), i) for i in range(spec.encoder_layers)
+        ]
         self._decoder_ends = StackEnds(decoder, spec, spec.decoder)
         at = decoder / spec.decoder.layers
         self._layers = [
@@ -227,14 +234,15 @@ class EncoderDecoder:
 class StackEnds:
     """What stands before and behind the layers of a stack."""
 
-    def __init__(self, scope: Scope, spec: EncoderDecoderSpec, names: StackNames) -> None:
+    def __init__(self, scope: Scope, spec: EncoderDecoderSpec, names: StackSpec) -> None:
         self._positions = spec.positions and spec.positions.build(scope, spec.sizes.width)
 
-        def norm(name: str | None) -> BlockNorm | None:
-            width, eps = spec.sizes.width, spec.sizes.eps
-            return None if name is None else spec.norm.build(scope / name, width, eps=eps)
+        def norm(name: str | None, scale: float = 1.0) -> BlockNorm | None:
+            kind, sizes = replace(spec.norm, scale=scale), spec.sizes
+            return None if name is None else kind.build(scope / name, sizes.width, eps=sizes.eps)
 
-        self._embedding_norm, self._norm = norm(names.embedding_norm), norm(names.norm)
+        self._embedding_norm = norm(names.embedding_norm)
+        self._norm = norm(names.norm, names.norm_scale)
 
     def begin(self, embedded_TE: torch.Tensor, positions_T: torch.Tensor) -> Stream:
         """What the first layer gets."""

@@ -174,6 +174,12 @@ config."""
 ENCODER_DECODERS: Mapping[str, str] = {
     "BartForConditionalGeneration": "bart",
     "MBartForConditionalGeneration": "mbart",
+    "PegasusForConditionalGeneration": "pegasus",
+    "MarianMTModel": "marian",
+    "M2M100ForConditionalGeneration": "m2m_100",
+    "T5ForConditionalGeneration": "t5",
+    "MT5ForConditionalGeneration": "mt5",
+    "UMT5ForConditionalGeneration": "umt5",
 }
 """Architectures whose prompt an encoder reads; their decoder begins with a token of its own."""
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}

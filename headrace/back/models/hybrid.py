@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.back.layers.attention import AttentionSpec, OutputGate, QKNorm
+from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.norm import RMS_UNIT_OFFSET
+from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_delta import DeltaNames, GatedDeltaSpec

@@ -4,8 +4,9 @@ only chooses, beside a shared one."""
 
 from __future__ import annotations
 
-from headrace.back.layers.attention import AttentionSpec, OutputGate, QKNorm
+from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
+from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (

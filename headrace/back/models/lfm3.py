@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.back.layers.attention import AttentionSpec, OutputGate, QKNorm
+from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.mixer import MixerSpec
+from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.short_conv import GatedConvSpec

@@ -5,12 +5,13 @@ with a bias that only chooses, their activations bounded layer by layer."""
 from __future__ import annotations
 
 from headrace.back.kernels.experts.op import SWIGLU_STEP
-from headrace.back.layers.attention import AttentionSpec, OutputGate, QKNorm
+from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardSpec
 from headrace.back.layers.moe.beside import BesideSpec, LoneExpert
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.moe.weights import StackedExperts
 from headrace.back.layers.norm import RMS_UNIT_OFFSET
+from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (

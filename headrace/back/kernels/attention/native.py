@@ -10,7 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
+from headrace.back.kernels.attention.op import (
+    AttentionFunction,
+    AttentionProblem,
+    Plan,
+    check_bias,
+    check_lse,
+)
 from headrace.back.kernels.kv_write.native import QUANTIZATION_IDS
 from headrace.back.kernels.kv_write.quantized import SCALE_BYTES
 from headrace.back.kernels.native.library import (
@@ -26,21 +32,24 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 
 MAX_HEAD_DIM = 256
-_ARGUMENTS = (*(POINTER,) * 9, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 10, *(INT64,) * 15, FLOAT, FLOAT, INT32, INT32)
 
 
 def bind_with(
     library: NativeLibrary,
     problem: AttentionProblem,
     sinks_H: torch.Tensor | None = None,
+    bias_HW: torch.Tensor | None = None,
     *,
     whole: bool = False,
 ) -> AttentionFunction:
-    """The kernel of one library; keeps the sinks and slopes."""
+    """The kernel of one library; keeps the sinks, the slopes and the position bias."""
     assert problem.sinks == (sinks_H is not None), problem
     sinks = None if sinks_H is None else sinks_H.float().contiguous()
     assert sinks is None or sinks.shape == (problem.heads,), sinks.shape
     slopes = problem.slopes_tensor()
+    bias = None if bias_HW is None else bias_HW.float().contiguous()
+    check_bias(problem, bias)
     kernel = library.bind("attention", *_ARGUMENTS)
     heads, head_dim, element = problem.heads, problem.head_dim, DTYPES[problem.dtype]
     window, scale, softcap = problem.reach, problem.scale, problem.softcap or 0.0
@@ -73,7 +82,9 @@ def bind_with(
             *(tensor.data_ptr() for tensor in (q_THD, kv, out_THD, starts, lengths, table)),
             sinks.data_ptr() if sinks is not None else None,
             slopes.data_ptr() if slopes is not None else None,
+            bias.data_ptr() if bias is not None else None,
             lse_TH.data_ptr() if lse_TH is not None else None,
+            problem.bias_width,
             rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
             *q_THD.stride()[:2], *kv.stride()[:3], window, scale, softcap, element,
             mode,
@@ -96,11 +107,11 @@ def _supports(problem: AttentionProblem) -> str | None:
 KERNEL = Kernel(
     name="native",
     supports=_supports,
-    bind=lambda problem, *sinks: bind_with(loaded(), problem, *sinks),
+    bind=lambda problem, *weights: bind_with(loaded(), problem, *weights),
 )
 WHOLE = Kernel(
     name="native whole",
     supports=_supports,
-    bind=lambda problem, *sinks: bind_with(loaded(), problem, *sinks, whole=True),
+    bind=lambda problem, *weights: bind_with(loaded(), problem, *weights, whole=True),
     invariant=True,
 )

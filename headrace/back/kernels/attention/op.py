@@ -9,7 +9,9 @@ the result is then zeros. scores = scale * q.k; with `softcap` c they become c *
 (Gemma 2). With `sinks`, `bind(problem, sinks_H)` takes a float32 per query head: a score beside
 those of the positions that takes its share of the softmax and has no value (gpt-oss). With
 `slopes` the score of position s for the query at p becomes its capped one plus slope * (s - p)
-(ALiBi, Press et al. 2022).
+(ALiBi, Press et al. 2022). With `bias_width` W, `bind(problem, sinks_H or None,
+bias_HW)` takes a float32 table of what is added to the scaled score of a key, by how many positions
+it stands before its query, from W-1 on the same (Raffel et al. 2020, section 2.1).
 
 `lse_TH`, float32 [T, H] and contiguous, is filled with the natural logarithm of each query's sum of
 exp(scores), the sink's among them; -Inf of a query that sees nothing. With it the results over
@@ -102,6 +104,13 @@ def check_lse(lse_TH: torch.Tensor, q_THD: torch.Tensor) -> None:
     assert lse_TH.is_contiguous() and lse_TH.device == q_THD.device, lse_TH.stride()
 
 
+def check_bias(problem: AttentionProblem, bias_HW: torch.Tensor | None) -> None:
+    """Asserts that the position bias is there if the problem has one, with its shape."""
+    assert (bias_HW is not None) == bool(problem.bias_width), problem
+    if bias_HW is not None:
+        assert bias_HW.shape == (problem.heads, problem.bias_width), bias_HW.shape
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
     """`dtype` is that of q, the output and, unless it is `quantized` ("int8" or "fp8" values and
@@ -110,10 +119,11 @@ class AttentionProblem:
     query tokens of a row at most in steps that verify drafts, for which there may be plans of their
     own; 1: none do.
 
-    `slopes`: of ALiBi, one per query head; none: there is no bias.
+    `slopes`: of ALiBi, one per query head; none: there is no bias. `bias_width`: distances in the
+    table of a position bias, which does not go with a soft cap; 0: there is none.
 
-    Without `causal` there is neither window nor chunk nor slopes: they are counted from a query's
-    own position, which is not among those it sees."""
+    Without `causal` there is neither window nor chunk, slopes nor position bias: they are counted
+    from a query's own position, which is not among those it sees."""
 
     device: str
     dtype: torch.dtype
@@ -130,10 +140,12 @@ class AttentionProblem:
     causal: bool = True
     verify_queries: int = 1
     slopes: tuple[float, ...] = ()
+    bias_width: int = 0
 
     def __post_init__(self) -> None:
-        assert self.causal or not (self.reach or self.slopes), self
+        assert self.causal or not (self.reach or self.slopes or self.bias_width), self
         assert len(self.slopes) in (0, self.heads), self
+        assert not (self.bias_width and self.softcap), self
         assert self.window is None or self.chunk is None, self
 
     @property
@@ -256,12 +268,20 @@ def sample_of(problem: AttentionProblem, plans: list[SamplePlan], num_blocks: in
         kv = random_tensor(shape[0], 2, *shape[1:], **new)
         kv[0] = float("nan")
     sinks_H = torch.linspace(-1.0, 2.0, problem.heads, device=problem.device)
+    weights: tuple[torch.Tensor | None, ...] = (sinks_H,) if problem.sinks else ()
+    if problem.bias_width:
+        table_HW = random_tensor(
+            problem.heads,
+            problem.bias_width,
+            **{**new, "dtype": torch.float32},
+        )
+        weights = (sinks_H if problem.sinks else None, table_HW)
     arguments, *further = (
         (q_THD[:count], kv, plan) for count, plan in zip(tokens, plans, strict=True)
     )
     return Sample(
         problem=problem,
-        weights=(sinks_H,) if problem.sinks else (),
+        weights=weights,
         arguments=arguments,
         further=tuple(further),
     )

@@ -29,16 +29,21 @@ QUERY_TILE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PartialAttention:
-    """What a call fills: outputs, and log-sum-exps [T, H] if they are asked for."""
+    """What a call fills: outputs, and log-sum-exps [T, H] if they are asked for. bias_HW: the
+    position bias that is added to scores."""
 
     out_THD: torch.Tensor
     lse_TH: torch.Tensor | None
+    bias_HW: torch.Tensor | None = None
 
 
 def bind_reference(
-    problem: AttentionProblem, sinks_H: torch.Tensor | None = None
+    problem: AttentionProblem,
+    sinks_H: torch.Tensor | None = None,
+    bias_HW: torch.Tensor | None = None,
 ) -> AttentionFunction:
     """The reference."""
+    assert (bias_HW is not None) == bool(problem.bias_width), problem
 
     def attention(
         q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
@@ -46,7 +51,9 @@ def bind_reference(
         if problem.quantized:
             kv, plan = dequantized(problem, kv, plan)
         result = PartialAttention(
-            out_THD=torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device), lse_TH=lse_TH
+            out_THD=torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device),
+            lse_TH=lse_TH,
+            bias_HW=bias_HW,
         )
         if lse_TH is not None:
             lse_TH.fill_(float("-inf"))
@@ -130,6 +137,9 @@ def _decode(
     v_KRSD.masked_fill_(hidden_RS[..., None], 0.0)
     q_KRGD = q_THD[start:end].unflatten(1, (kv_heads, -1)).transpose(0, 1)
     scores = scores_of(problem, q_KRGD, k_KRSD)
+    if result.bias_HW is not None:
+        bias_HRS = _table_bias(result.bias_HW, kv_len_R[:, None] - 1 - position_RS)
+        scores += bias_HRS.unflatten(0, (kv_heads, -1)).transpose(1, 2)
     shape = (kv_heads, 1, -1, 1)
     if problem.slopes:
         scores += bias_of(problem, (position_RS - kv_len_R[:, None] + 1)[:, None], shape)
@@ -181,6 +191,11 @@ def bias_of(
     return slopes_H.view(shape) * distance
 
 
+def _table_bias(bias_HW: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """[H, ...] of keys so many positions before their queries."""
+    return bias_HW.float()[:, distance.clamp(0, bias_HW.shape[1] - 1)]
+
+
 def _prefill_row(
     problem: AttentionProblem,
     q_THD: torch.Tensor,
@@ -218,6 +233,7 @@ def _prefill_row(
             first_query=offset + start - low if problem.causal else kv_len,
             origin=low,
             sinks_H=sinks_H,
+            bias_HW=result.bias_HW,
             lse_QH=None if result.lse_TH is None else result.lse_TH[start:stop],
         )
 
@@ -229,7 +245,7 @@ def _plain(problem: AttentionProblem) -> bool:
         problem.device == "cpu"
         and problem.causal
         and problem.softcap is None
-        and not (problem.sinks or problem.slopes)
+        and not (problem.sinks or problem.slopes or problem.bias_width)
     )
 
 
@@ -248,6 +264,7 @@ def _tile(
     first_query: int,
     origin: int,
     sinks_H: torch.Tensor | None,
+    bias_HW: torch.Tensor | None,
     lse_QH: torch.Tensor | None,
 ) -> torch.Tensor:
     """Queries at positions first_query .. over S positions counted from the same `origin`;
@@ -268,6 +285,8 @@ def _tile(
         )
     else:
         scores = scores_of(problem, q_KGQD, k_KGSD)
+        if bias_HW is not None:
+            scores += _table_bias(bias_HW, query_Q1 - key_S).unflatten(0, (problem.kv_heads, -1))
         head_shape = (problem.kv_heads, -1, 1, 1)
         if problem.slopes:
             scores += bias_of(problem, key_S - query_Q1, head_shape)

@@ -339,6 +339,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
+    if problem.bias_width:
+        return "knows no position bias"
     if problem.quantized:
         return "knows no quantized caches"
     return unsupported(problem.device, problem.dtype)

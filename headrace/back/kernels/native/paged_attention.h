@@ -29,6 +29,8 @@ struct Attention {
   const struct RowParts* row_parts;
   float* parts;
   const float* slopes = nullptr;  // per query head, times the distance of key from query onto a score (ALiBi)
+  const float* bias = nullptr;  // [heads, bias_width] added to the score of a key so many positions before its query, or null
+  int64_t bias_width = 0;       // distances that have a bias of their own; greater ones have that of the last
 };
 
 // Where the parts of a row lie: `count` from number `first` on, those of a query and head beside each other; from float

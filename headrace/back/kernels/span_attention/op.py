@@ -4,6 +4,10 @@
 H / K query heads in a row. The T tokens are spans (texts) end to end; `starts` is a host sequence
 of ints [R + 1], first token of each span and T. A query at position p sees every key of its span,
 or with `window` w those at distances up to w on both sides (ModernBERT; Beltagy et al. 2020).
+
+With `bias_reach` W, `bind(problem, bias_HB)` takes float32 [H, 2W + 1]: what is added to the scaled
+score of a key at distance d = its position - the query's, at W + d; beyond W on either side it is
+the same (Raffel et al. 2020, section 2.1).
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ SpanAttention = Callable[
 @dataclass(frozen=True, kw_only=True)
 class SpanAttentionProblem:
     """`heads` H and `kv_heads` K of `head_dim` D; `scale` multiplies the scores; `window` tokens
-    seen on each side, None: all."""
+    seen on each side, None: all. `bias_reach`: of a position bias; 0: there is none."""
 
     device: str
     dtype: torch.dtype
@@ -42,11 +46,21 @@ class SpanAttentionProblem:
     head_dim: int
     scale: float
     window: int | None = None
+    bias_reach: int = 0
 
 
-def bind_reference(problem: SpanAttentionProblem) -> SpanAttention:
-    """torch's scaled_dot_product_attention, a call per span."""
+BIAS_BYTES = 64 << 20
+"""Of a mask of biases at a time."""
+
+
+def bind_reference(
+    problem: SpanAttentionProblem, bias_HB: torch.Tensor | None = None
+) -> SpanAttention:
+    """torch's scaled_dot_product_attention, a call per span; with a position bias one per tile of
+    queries."""
     shared = problem.kv_heads < problem.heads
+    assert (bias_HB is not None) == bool(problem.bias_reach), problem
+    assert problem.window is None or bias_HB is None, problem
 
     def attend(
         q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: Sequence[int]
@@ -54,14 +68,32 @@ def bind_reference(problem: SpanAttentionProblem) -> SpanAttention:
         y_THD = torch.empty_like(q_THD)
         for begin, end in pairwise(starts):
             q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
-            mask = _band(end - begin, problem.window, q_THD.device)
-            y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=problem.scale, enable_gqa=shared
-            )
-            y_THD[begin:end] = y[0].transpose(0, 1)
+            if bias_HB is None:
+                mask = _band(end - begin, problem.window, q_THD.device)
+                y = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, scale=problem.scale, enable_gqa=shared
+                )
+                y_THD[begin:end] = y[0].transpose(0, 1)
+                continue
+            tile = max(1, BIAS_BYTES // (4 * problem.heads * (end - begin)))
+            for at in range(0, end - begin, tile):
+                part = q[:, :, at : at + tile]
+                mask = _biases(bias_HB, at, part.shape[2], end - begin).to(q.dtype)
+                y = F.scaled_dot_product_attention(
+                    part, k, v, attn_mask=mask, scale=problem.scale, enable_gqa=shared
+                )
+                y_THD[begin + at :][: part.shape[2]] = y[0].transpose(0, 1)
         return y_THD
 
     return attend
+
+
+def _biases(bias_HB: torch.Tensor, first: int, queries: int, length: int) -> torch.Tensor:
+    """[H, queries, length] of the queries from position `first` on."""
+    reach = bias_HB.shape[1] // 2
+    at = torch.arange(length, device=bias_HB.device)
+    distance = at[None, :] - at[first : first + queries, None]
+    return bias_HB[:, distance.clamp(-reach, reach) + reach]
 
 
 def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -78,7 +110,11 @@ def _sample(problem: SpanAttentionProblem) -> Sample:
         random_tensor(9, heads, problem.head_dim, **new)
         for heads in (problem.heads, problem.kv_heads, problem.kv_heads)
     )
-    return Sample(problem=problem, weights=(), arguments=(q, k, v, [0, 1, 6, 9]))
+    weights: tuple[torch.Tensor, ...] = ()
+    if problem.bias_reach:
+        shape = (problem.heads, 2 * problem.bias_reach + 1)
+        weights = (random_tensor(*shape, **{**new, "dtype": torch.float32}),)
+    return Sample(problem=problem, weights=weights, arguments=(q, k, v, [0, 1, 6, 9]))
 
 
 OP: Op[SpanAttentionProblem] = Op(
