@@ -61,6 +61,7 @@ WEIGHT_BITS = {
     "int8": 8.0, "int8-g32": 8.5, "int8-g64": 8.25, "int8-g128": 8.125, "fp8": 8.0,
     "int4": 4.5, "int4-g64": 4.25, "int4-g128": 4.125,
     "int4-asym": 5.0, "int4-asym-g64": 4.5, "int4-asym-g128": 4.25,
+    "mxfp4": 4.25,
 }  # fmt: skip
 # A step holds at most this many tokens, so this long is the pause that a long prompt makes in
 # running streams. On two CPU cores 1024 tokens took 170 ms with the bundled 10 M model and seconds

@@ -215,7 +215,7 @@ class LatentAttention:
             if spec.joint_gate:
                 q_TX, gate_TX = q_TX.split_with_sizes(self._q_up.sizes, dim=1)
         q_THD = q_TX.unflatten(1, (self._heads, -1))
-        q_THW = x_TE.new_empty((x_TE.shape[0], self._heads, latent_TW.shape[1]))
+        q_THW = down_TX.new_empty((down_TX.shape[0], self._heads, latent_TW.shape[1]))
         self._write(
             q_THD, latent_TW, batch.positions_T, self._rope.table_PR, kv, plan.slot_T, q_THW
         )

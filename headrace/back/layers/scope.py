@@ -20,6 +20,13 @@ from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, local_pieces
 from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
+from headrace.back.quant.experts import (
+    Floats,
+    MatricesOf,
+    OnlineExperts,
+    StoredExperts,
+    stored_schemes,
+)
 from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, served, stored_scheme
 from headrace.back.quant.gpu_int4 import OnlineInt4Weight, StoredInt4Weight, stored_int4
 from headrace.back.quant.kept import KeptWeight, scheme_of
@@ -213,6 +220,32 @@ class Scope:
         if self.adapters is None:
             return None
         return self.adapters.over(weight, self.mesh, self.device, self.kind)
+
+    def packed_experts(
+        self,
+        params: Sequence[Param],
+        matrices: Sequence[MatricesOf] | None,
+        floats: Floats,
+        *,
+        sizes: tuple[int, int, int],
+    ) -> OnlineExperts | StoredExperts | None:
+        """The weights of experts, of which there are `sizes`: experts, width, this rank's inner
+        size. Quantized once all `params` are full, if the scope says so, else as the checkpoint
+        holds them; None: they stay floats."""
+        experts, width, inner = sizes
+        if self.kind == "cuda":
+            return None
+        if self.scheme is not None:
+            return OnlineExperts(params, floats, self.scheme, experts=experts)
+        if not self.stored or matrices is None:
+            return None
+        schemes = stored_schemes(matrices, self.stored, width=width, inner=inner)
+        if schemes is None:
+            return None
+        meta = self.device.type == "meta"
+        return StoredExperts(
+            matrices, schemes, experts=experts, width=width, inner=inner, meta=meta
+        )
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

@@ -1,5 +1,5 @@
 """gpt-oss: windows in every other layer, attention sinks, YaRN, and experts with biases and a
-clamped gate (OpenAI 2025). Its unquantized weights; MXFP4 checkpoints are refused."""
+clamped gate (OpenAI 2025). Plain weights, or its experts in MXFP4."""
 
 from __future__ import annotations
 

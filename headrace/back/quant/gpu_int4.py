@@ -30,7 +30,7 @@ from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
 
 INT4_SCHEMES: dict[str, Scheme] = {
-    scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4
+    scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4 and not scheme.floating
 } | {name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()}
 """What is kept as it is, by name."""
 UNIT = 16

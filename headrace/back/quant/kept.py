@@ -24,7 +24,7 @@ from headrace.back.parallel.bundle import FP8, INT8, CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies, cut_error
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.online import chunks, layout_of
-from headrace.back.quant.scheme import SCHEMES, Scheme
+from headrace.back.quant.scheme import SCHEMES, Quantized, Scheme, halved
 from headrace.base.config.quantization import Numbers
 from headrace.base.config.quantized_tensors import QuantizedTensor
 from headrace.base.errors import CheckpointError
@@ -45,6 +45,8 @@ def kept_scheme(tensor: QuantizedTensor) -> str | None:
     numbers = tensor.numbers
     if _in_blocks(tensor):
         return BLOCKS
+    if numbers.arrangement in ("mxfp4-packed", "mxfp4-blocks"):
+        return "mxfp4"
     if numbers.arrangement not in _KEPT or len(tensor.shape) != 2 or numbers.ordered:
         return None
     if numbers.arrangement == "scaled" and "zeros" in tensor.members:
@@ -114,14 +116,14 @@ class KeptWeight:
         scales = groups.scales_RG.float()
         whole = scales.shape[1] == 1
         scales = scales if whole else scales[:, source]
-        quantized, minima = normal_values(groups, scales, source, self._scheme, numbers, copy.name)
+        bad = ~scales.isfinite().all(1)
+        quantized, scales, minima = normal(groups, scales, source, self._scheme, numbers, copy.name)
         check_order(groups, copy, self._scheme)
         self._waiting.values_OI[rows, columns] = quantized
         self._waiting.scales_OG[rows, target] = scales
         if minima is not None:
             assert self._waiting.minima_OG is not None
             self._waiting.minima_OG[rows, target] = minima
-        bad = ~scales.isfinite().all(1)
         return int(bad.nonzero()[0]) if bad.any() else None
 
     def _group_columns(self, copy: Copy) -> tuple[slice, slice]:
@@ -180,6 +182,21 @@ def check_order(groups: Groups, copy: Copy, scheme: Scheme) -> None:
             "so (desc_act)",
             field="quantization_config",
         )
+
+
+def normal(
+    groups: Groups,
+    scales_RG: torch.Tensor,
+    source: slice,
+    scheme: Scheme,
+    numbers: Numbers,
+    name: str,
+) -> Quantized:
+    """Values, scales and minima as a scheme has them: value * scale - minimum."""
+    if scheme.floating and scheme.bits == 4:
+        return halved(groups.values_RC, scales_RG)
+    values, minima = normal_values(groups, scales_RG, source, scheme, numbers, name)
+    return values, scales_RG, minima
 
 
 def normal_values(

@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.linear_blocks import layout as blocks
-from headrace.back.kernels.linear_blocks.layout import ONLINE_LAYOUTS, BlockLayout, BlockWeight
+from headrace.back.kernels.linear_blocks.layout import (
+    MXFP4,
+    ONLINE_LAYOUTS,
+    BlockLayout,
+    BlockWeight,
+    Segment,
+)
 from headrace.back.kernels.linear_blocks.quantize import quantize_blocks
 from headrace.back.kernels.linear_quant.layout import (
     PANEL,
@@ -60,33 +66,46 @@ def layout_of(scheme: Scheme) -> BlockLayout | None:
     """How a scheme with groups lies in memory; None: a scale per output."""
     if scheme.group is None:
         return None
+    if scheme.floating:
+        return MXFP4
     kind = f"int{scheme.bits}{'-asym' if scheme.asymmetric else ''}"
     return ONLINE_LAYOUTS[f"{kind}-g{scheme.group}"]
 
 
 def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight | BlockWeight:
     """The quantized weight, made some panels at a time."""
+    packed = empty_weight(*weight_OI.shape, scheme)
+    pack_into(weight_OI, scheme, packed)
+    return packed
+
+
+def empty_weight(outputs: int, inputs: int, scheme: Scheme) -> PackedWeight | BlockWeight:
+    """A weight of a scheme, to be filled."""
     layout = layout_of(scheme)
-    return (
-        _pack_rows(weight_OI, scheme) if layout is None else _pack_blocks(weight_OI, scheme, layout)
-    )
+    if layout is None:
+        return empty(outputs, inputs, FP8 if scheme.floating else INT8)
+    return BlockWeight(inputs, (blocks.empty_segment(layout, outputs, inputs),))
 
 
-def _pack_rows(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight:
-    packed = empty(*weight_OI.shape, FP8 if scheme.floating else INT8)
+def pack_into(weight_OI: torch.Tensor, scheme: Scheme, packed: PackedWeight | BlockWeight) -> None:
+    """Quantizes a weight into panels of its scheme."""
+    if isinstance(packed, PackedWeight):
+        _pack_rows(weight_OI, scheme, packed)
+    else:
+        _pack_blocks(weight_OI, scheme, packed.segments[0])
+
+
+def _pack_rows(weight_OI: torch.Tensor, scheme: Scheme, packed: PackedWeight) -> None:
     if not quantize(weight_OI, packed):
         for first, rows in chunks(*weight_OI.shape):
             quantized, scales, _ = scheme.quantize(weight_OI[rows])
             write_panels(packed, first, quantized, scales)
-    return packed
 
 
-def _pack_blocks(weight_OI: torch.Tensor, scheme: Scheme, layout: BlockLayout) -> BlockWeight:
-    segment = blocks.empty_segment(layout, *weight_OI.shape)
-    if not quantize_blocks(weight_OI, segment):
+def _pack_blocks(weight_OI: torch.Tensor, scheme: Scheme, segment: Segment) -> None:
+    if scheme.floating or not quantize_blocks(weight_OI, segment):
         for first, rows in chunks(*weight_OI.shape):
             blocks.write_quantized(segment, first, *scheme.quantize(weight_OI[rows]))
-    return BlockWeight(weight_OI.shape[1], (segment,))
 
 
 def chunks(outputs: int, inputs: int) -> list[tuple[int, slice]]:

@@ -18,8 +18,9 @@ Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 @dataclass(frozen=True)
 class Scheme:
     """A way to store weights. `bits` 8: quantized values -127 .. 127, or e4m3 if `floating`; 4:
-    quantized values -8 .. 7, or 0 .. 15 if `asymmetric`. `group` inputs of an output share a
-    bfloat16 scale (and minimum); None: all of them, with a float32 scale."""
+    quantized values -8 .. 7, or 0 .. 15 if `asymmetric`, or twice e2m1 numbers if `floating`. `group`
+    inputs of an output share a bfloat16 scale (and minimum), for e2m1 a power of two; None: all of
+    them, with a float32 scale."""
 
     name: str
     bits: int
@@ -32,7 +33,7 @@ class Scheme:
         minima None where they are 0)."""
         weight_OI = weight_OI.float()
         if self.floating:
-            return _floating(weight_OI)
+            return _floating(weight_OI) if self.group is None else _microscaled(weight_OI)
         if self.group is None:
             scales = weight_OI.abs().amax(1, keepdim=True) / 127
             return _round(weight_OI, scales, -127, 127), scales, None
@@ -53,9 +54,13 @@ SCHEMES = {
         *(Scheme(f"int4-g{group}", 4, group) for group in (64, 128)),
         Scheme("int4-asym", 4, 32, asymmetric=True),
         *(Scheme(f"int4-asym-g{group}", 4, group, asymmetric=True) for group in (64, 128)),
+        Scheme("mxfp4", 4, 32, floating=True),
     )
 }
 """The values of `--quantization`."""
+
+
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _floating(weight_OI: torch.Tensor) -> Quantized:
@@ -71,6 +76,35 @@ def _floating(weight_OI: torch.Tensor) -> Quantized:
         scales.masked_fill(~good, torch.nan),
         None,
     )
+
+
+def halved(codes_OI: torch.Tensor, scales_OG: torch.Tensor) -> Quantized:
+    """Twice the numbers of e2m1 bits, and half their scales, so that all are whole: where a scale
+    has no half the numbers are 0."""
+    small = scales_OG < 2.0**-126
+    doubled = torch.tensor(_DOUBLED, dtype=torch.int8)[codes_OI.int()]
+    padded = F.pad(doubled, (0, -doubled.shape[1] % 32)).unflatten(1, (-1, 32))
+    values = padded.masked_fill(small[..., None], 0).flatten(1)[:, : doubled.shape[1]]
+    return values, (scales_OG / 2).masked_fill(small, 2.0**-127), None
+
+
+def _microscaled(weight_OI: torch.Tensor) -> Quantized:
+    """Powers of two as Open Compute's Microscaling Formats 1.0, 6.3, has them: 2 to the exponent of
+    a group's largest magnitude less 2, that of 4; then the nearest e2m1 number, ties to even. A
+    group that is not finite has scale NaN."""
+    inputs = weight_OI.shape[1]
+    groups = F.pad(weight_OI, (0, -inputs % 32)).unflatten(1, (-1, 32))
+    largest = groups.abs().amax(2)
+    _, exponent = torch.frexp(largest)
+    powers = torch.ldexp(torch.ones_like(largest), (exponent - 3).clamp(-127, 127))
+    scales = powers.masked_fill(largest == 0, 1.0)
+    sizes = (groups / scales[..., None]).abs()
+    steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+    codes = torch.bucketize(sizes, steps)  # a tie goes down
+    odd = torch.isin(sizes, steps[1::2])  # to an odd code: up instead
+    codes = (codes + odd) | (groups < 0).to(torch.int64) << 3
+    values, halves, _ = halved(codes.flatten(1), scales)
+    return values[:, :inputs], halves.masked_fill(~largest.isfinite(), torch.nan), None
 
 
 def _grouped(groups_OGI: torch.Tensor, scheme: Scheme) -> Quantized:

@@ -102,12 +102,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "int4-asym",
             "int4-asym-g64",
             "int4-asym-g128",
+            "mxfp4",
         ],
         Meta(
             description="Weights of linear layers, head and tied embedding as int8 or fp8 (e4m3; a scale per "
             "output) or int4 (a scale per 32 inputs), made while loading; -gN: a scale per N inputs, -asym: and "
-            "a minimum; activations become int8 on the way, but for fp8. On CUDA "
-            "fp8 and int4, of linear layers, and activations stay as they are with int4."
+            "a minimum; mxfp4: e2m1 and a power of two per 32 inputs; activations become int8 on the way, but for "
+            "fp8. Routed experts likewise. On CUDA fp8 and int4, of linear layers, and activations stay as they "
+            "are with int4."
         ),
     ] = "none"
     max_model_len: Annotated[

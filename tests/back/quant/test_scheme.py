@@ -106,7 +106,8 @@ def test_zero_rows_have_code_and_scale_zero(scheme):
     weight = weights(3, 40)
     weight[1] = 0
     codes, scales, minima = scheme.quantize(weight)
-    assert not codes[1].any() and not scales[1].any() and scales.isfinite().all()
+    assert not codes[1].any() and scales.isfinite().all()
+    assert scheme.name == "mxfp4" or not scales[1].any()  # a power of two is never 0
     assert minima is None or not minima[1].any()
 
 

@@ -17,6 +17,9 @@ def random_blocks(layout: str, rows: int, inputs: int, seed: int = 0) -> np.ndar
     random = np.random.default_rng(seed)
     block, size = STORED_LAYOUTS[layout].block, STORED_LAYOUTS[layout].size
     raw = random.integers(0, 256, (rows, inputs // block, size), dtype=np.uint8)
+    if layout == "MXFP4":  # exponents
+        raw[:, :, 0] = random.integers(112, 124, raw.shape[:2])
+        return raw.reshape(rows, -1)
     for at in SCALES_AT.get(layout, (0,)):
         scale = (random.standard_normal((rows, inputs // block, 1)) / 64).astype(np.float16)
         raw[:, :, at : at + 2] = scale.view(np.uint8)

@@ -173,9 +173,10 @@ def test_rows_are_packed_in_the_order_asked_for_and_at_any_place(library):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scale_that_is_no_number_is_found(library, name):
     for at in SCALES_AT.get(name, (0,)):
-        for bits in (0x7C00, 0xFE01):
+        for bits in (0x7C00, 0xFE01) if name != "MXFP4" else (0xFF,):
             raw = random_blocks(name, 70, 512)
-            raw.reshape(70, -1, LAYOUTS[name].size)[66, -1, at : at + 2] = (bits & 255, bits >> 8)
+            place = raw.reshape(70, -1, LAYOUTS[name].size)[66, -1, at : at + 2]
+            place[:] = (bits & 255, bits >> 8)
             segment = empty_segment(LAYOUTS[name], 70, 512)
             assert pack_rows(library, segment, 0, raw, np.arange(70)) == 66
 

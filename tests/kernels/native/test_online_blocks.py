@@ -25,6 +25,7 @@ from tests.kernels.native.test_linear_blocks import close, values
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GROUPED = [name for name, scheme in SCHEMES.items() if scheme.group]
+INTEGERS = [name for name in GROUPED if not SCHEMES[name].floating]
 # rows, outputs, inputs: below, at and above every tile, panel, group and block width
 SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (7, 128, 96), (9, 64, 320),
          (17, 96, 192), (33, 200, 257), (67, 70, 130)]  # fmt: skip
@@ -45,7 +46,7 @@ def defined(asked, weight, bias, x):
 
 
 def test_every_grouped_scheme_has_a_coding_and_every_coding_a_scheme():
-    assert {layout_of(SCHEMES[name]).name for name in GROUPED} == set(ONLINE_LAYOUTS)
+    assert {layout_of(SCHEMES[name]).name for name in GROUPED} == {*ONLINE_LAYOUTS, "MXFP4"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,7 +104,7 @@ def test_the_largest_codes_do_not_overflow(library, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_the_native_quantizer_packs_what_the_scheme_says(library, name, dtype):
     for outputs, inputs in ((1, 1), (63, 33), (64, 64), (130, 100), (70, 257)):
         weight = values(outputs, inputs + 3, dtype=dtype)[:, 1 : inputs + 1]
@@ -118,7 +119,7 @@ def test_the_native_quantizer_packs_what_the_scheme_says(library, name, dtype):
             assert (mine is None and expected is None) or torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(newest, name):
     weight = values(70, 64, dtype=torch.float32)
     weight[3, 5], weight[66, 1] = float("nan"), float("inf")

@@ -19,7 +19,7 @@ HR_INLINE int32_t value_at(const uint8_t* planes, int64_t o, int k) {
   const uint8_t* high = planes + base * kPlane + o * 4 + k % 4;
   if (C::bits - base == 1) code |= (high[0] >> s & 1) << base;
   if (C::bits - base == 2) code |= (high[s / 4 * kPlane] >> (s % 4 * 2) & 3) << base;
-  return (C::table ? kLevels[code & 15] : code) - C::offset;
+  return (C::table ? levels_of<C>()[code & 15] : code) - C::offset;
 }
 
 template <class Scale>
@@ -34,7 +34,7 @@ template <class C, class Y>
 void dequantize_row(const uint8_t* panel, int64_t o, Y* x, int64_t E) {
   constexpr int parts = C::sub < 32 ? 32 / C::sub : 1;
   for (; E > 0; E -= C::block, panel += super_bytes<C>()) {
-    const float d = scale_at<typename C::Scale>(panel + o * 2);
+    const float d = scale_at<typename C::Scale>(panel + o * C::scale_size);
     const float dmin = C::minimum ? scale_at<typename C::Scale>(panel + (kPanel + o) * 2) : 0;
     const uint8_t* group = panel + header_bytes<C>();
     for (int64_t g = 0; g < C::block / 32 && g * 32 < E; ++g, group += group_bytes<C>())

@@ -5,18 +5,16 @@
 // a token's sum needs no other memory and has one order: by expert. Each product is one sum along its inputs in one order. So a
 // token's result does not depend on the others.
 
-#include "../native/activation.h"
 #include "../native/dot_tile.h"
+#include "../native/mixture.h"
 
 namespace {
 
 constexpr int64_t kInner = 16;    // inner values of a task: as many gates and ups
 constexpr int64_t kOutputs = 32;  // outputs of a task
 constexpr int64_t kPairs = 64;    // whose panels are filled at a time
-constexpr int32_t kSwigluOai = 100, kSwigluStep = 101;
-constexpr float kOaiAlpha = 1.702f;
 
-struct Mixture {
+struct Mixture : SortedPairs {
   const void *x, *up, *down;
   const float *up_bias, *down_bias;
   const int32_t* experts_of;
@@ -25,9 +23,6 @@ struct Mixture {
   int64_t tokens, slots, experts, width, inner;
   float clamp;
   int32_t activation;
-  int64_t* starts;         // [experts + 1]: the first pair of each, in order
-  int32_t *pairs, *used;   // pair numbers (token * slots + slot) by expert; experts that have any
-  int64_t num_used;
   bool no_memory;
 };
 
@@ -68,14 +63,6 @@ HR_INLINE void fill_row(const T* x, int64_t K, int64_t m, int64_t rows, char* pa
   fill_panel_row(x, K, m % 4, smaller<int64_t>(rows - base, 4), panels + panel_bytes<T>(base, K));
 }
 
-HR_INLINE F act_of(const Mixture& p, F g, F u) {
-  if (p.activation == kSwigluStep)
-    return vmin(splat(p.clamp), g * vsigmoid(g)) * vmin(splat(p.clamp), vmax(splat(-p.clamp), u));
-  if (p.clamp > 0) g = vmin(splat(p.clamp), g), u = vmin(splat(p.clamp), vmax(splat(-p.clamp), u));
-  if (p.activation == kSwigluOai) return g * vsigmoid(kOaiAlpha * g) * (u + 1.0f);
-  return gate(p.activation, g, u);
-}
-
 // One tile of an expert's inner values.
 template <class T>
 void inner_task(void* context, int64_t i) {
@@ -101,7 +88,7 @@ void inner_task(void* context, int64_t i) {
           const float* bias = p.up_bias + expert * 2 * p.inner + first + d;
           g += load_part(bias, n), u += load_part(bias + p.inner, n);
         }
-        store_part(to + d, act_of(p, g, u), n);
+        store_part(to + d, gated_act(p.activation, p.clamp, g, u), n);
       }
     }
   }
@@ -145,22 +132,10 @@ template <class T>
 int32_t run(Mixture& p) {
   const int64_t count = p.tokens * p.slots;
   const int64_t values = ceil_div(count * p.inner * int64_t(sizeof(T)), 64) * 64;
-  const int64_t bytes = values + (p.experts + 1) * int64_t(sizeof(int64_t)) + (count + p.experts) * int64_t(sizeof(int32_t));
-  char* memory = static_cast<char*>(hr_scratch(bytes));
+  char* memory = static_cast<char*>(hr_scratch(values + pairs_bytes(count, p.experts)));
   if (memory == nullptr) return HR_NO_MEMORY;
   p.inner_values = memory;
-  p.starts = reinterpret_cast<int64_t*>(memory + values);
-  p.pairs = reinterpret_cast<int32_t*>(p.starts + p.experts + 1);
-  p.used = p.pairs + count;
-  for (int64_t x = 0; x <= p.experts; ++x) p.starts[x] = 0;
-  for (int64_t i = 0; i < count; ++i) ++p.starts[p.experts_of[i] + 1];
-  for (int64_t x = 0; x < p.experts; ++x) {
-    if (p.starts[x + 1] > 0) p.used[p.num_used++] = int32_t(x);
-    p.starts[x + 1] += p.starts[x];
-  }
-  for (int64_t i = 0; i < count; ++i) p.pairs[p.starts[p.experts_of[i]]++] = int32_t(i);
-  for (int64_t x = p.experts; x > 0; --x) p.starts[x] = p.starts[x - 1];
-  p.starts[0] = 0;
+  static_cast<SortedPairs&>(p) = sort_pairs(p.experts_of, count, p.experts, memory + values);
   hr_parallel(inner_task<T>, &p, p.num_used * ceil_div(p.inner, kInner));
   if (!p.no_memory) hr_parallel(output_task<T>, &p, ceil_div(p.width, kOutputs));
   return p.no_memory ? HR_NO_MEMORY : HR_OK;
@@ -178,8 +153,8 @@ HR_PUBLIC int32_t HR_EXPORT(experts)(const void* x, const void* up, const void* 
   for (int64_t i = 0; i < tokens * slots; ++i)
     if (experts_of[i] < 0 || experts_of[i] >= experts) return HR_BAD_INDEX;
   if (tokens == 0) return HR_OK;
-  Mixture p{x, up, down, up_bias, down_bias, experts_of, weights, y, nullptr, tokens, slots, experts, width, inner, clamp,
-            activation, nullptr, nullptr, nullptr, 0, false};
+  Mixture p{{}, x, up, down, up_bias, down_bias, experts_of, weights, y, nullptr, tokens, slots, experts, width, inner, clamp,
+            activation, false};
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);

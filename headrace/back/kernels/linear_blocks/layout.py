@@ -34,13 +34,16 @@ from headrace.back.platforms import huge_pages
 
 PANEL, GROUP = 64, 32
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the e2m1 numbers: the scales of MXFP4 are half as large, exactly, but for those of numbers
+below 2^-124, which count as 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
     """A way to value weights. `number` is that of the native kernels; a block of `block` inputs
     takes `size` bytes in a checkpoint, 0: no checkpoint holds it; `part` inputs share a scale.
-    `dtype` is that of the scales."""
+    `dtype` is that of the scales; `levels` what the indices of a table stand for."""
 
     name: str
     number: int
@@ -50,13 +53,13 @@ class BlockLayout:
     bits: int
     offset: int = 0
     minimum: bool = False
-    table: bool = False
+    levels: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float16
 
     @property
     def form(self) -> WeightForm:
         """What its numbers mean."""
-        number = Number.TABLE if self.table else Number.UINT if self.minimum else Number.INT
+        number = Number.TABLE if self.levels else Number.UINT if self.minimum else Number.INT
         scales = torch.int8 if self.two_level else self.dtype
         return WeightForm(
             bits=self.bits,
@@ -80,7 +83,7 @@ class BlockLayout:
     @property
     def header_bytes(self) -> int:
         """Scales (and minima) of a block, in a panel."""
-        return PANEL * 2 * (2 if self.minimum else 1)
+        return PANEL * self.dtype.itemsize * (2 if self.minimum else 1)
 
     @property
     def scale_bytes(self) -> int:
@@ -94,7 +97,7 @@ class BlockLayout:
 
     def panel_bytes(self, inputs: int) -> int:
         """A panel of that many inputs."""
-        assert inputs % self.block == 0 or self.size == 0, (self.name, inputs)
+        assert inputs % self.block == 0 or not self.two_level, (self.name, inputs)
         return -(-inputs // self.block) * self.block_bytes
 
     def packed_bytes(self, outputs: int, inputs: int) -> int:
@@ -103,10 +106,13 @@ class BlockLayout:
 
 
 def _layout(number: int, name: str, block: int, size: int, part: int, bits: int, offset: int = 0, *,
-            minimum: bool = False, table: bool = False) -> BlockLayout:  # fmt: skip
+            minimum: bool = False, levels: tuple[int, ...] | None = None) -> BlockLayout:  # fmt: skip
     return BlockLayout(name=name, number=number, block=block, size=size, part=part, bits=bits, offset=offset,
-                  minimum=minimum, table=table)  # fmt: skip
+                  minimum=minimum, levels=levels)  # fmt: skip
 
+
+MXFP4 = BlockLayout(name="MXFP4", number=21, block=32, size=17, part=32, bits=4, levels=E2M1_LEVELS,
+                    dtype=torch.float8_e8m0fnu)  # fmt: skip
 
 STORED_LAYOUTS: dict[str, BlockLayout] = {
     layout.name: layout
@@ -121,8 +127,9 @@ STORED_LAYOUTS: dict[str, BlockLayout] = {
         _layout(7, "Q4_K", 256, 144, 32, 4, minimum=True),
         _layout(8, "Q5_K", 256, 176, 32, 5, minimum=True),
         _layout(9, "Q6_K", 256, 210, 16, 6, 32),
-        _layout(10, "IQ4_NL", 32, 18, 32, 4, table=True),
-        _layout(11, "IQ4_XS", 256, 136, 32, 4, table=True),
+        _layout(10, "IQ4_NL", 32, 18, 32, 4, levels=LEVELS),
+        _layout(11, "IQ4_XS", 256, 136, 32, 4, levels=LEVELS),
+        MXFP4,
     )
 }
 """Of checkpoints, by their types' names."""
@@ -200,6 +207,7 @@ def read_rows(
     header = blocks[..., : layout.header_bytes].contiguous().view(layout.dtype)
     groups = blocks[..., layout.header_bytes :].unflatten(2, (layout.block // GROUP, -1))
     column_N = rows_N % PANEL
+    header = header.float() if layout.dtype.itemsize == 1 else header  # there is no gather of them
     scale = _column(header.unflatten(2, (-1, PANEL)), column_N).float()
     small = groups[..., : layout.scale_bytes].contiguous().view(torch.int8)
     parts = layout.block // layout.part
@@ -229,8 +237,8 @@ def _unpack(layout: BlockLayout, words: torch.Tensor) -> torch.Tensor:
     if extra := layout.bits - base:
         high = [words[..., base:, :] >> shift & (1 << extra) - 1 for shift in range(0, 8, extra)]
         quantized |= torch.stack(high, -2).flatten(-3).to(torch.int16) << base
-    if layout.table:
-        return torch.tensor(LEVELS, dtype=torch.int16)[quantized.long()]
+    if layout.levels:
+        return torch.tensor(layout.levels, dtype=torch.int16)[quantized.long()]
     return quantized - layout.offset
 
 
@@ -252,12 +260,18 @@ def write_quantized(
     scales_OG: torch.Tensor,
     minima_OG: torch.Tensor | None,
 ) -> None:
-    """Fills the panels from number `first` on, in a layout made online: int8 values without their
-    offset, float32 scales and minima that bfloat16 holds exactly."""
+    """Fills the panels from number `first` on, in a layout of one level: int8 values without their
+    offset (with `levels`, those), float32 scales and minima that the layout's dtype holds
+    exactly."""
     layout = segment.layout
     rows, inputs = quantized_OI.shape
     count = -(-rows // PANEL)
     missing = count * PANEL - rows
+    if layout.levels:
+        place = torch.zeros(256, dtype=torch.uint8)
+        for i, level in reversed(list(enumerate(layout.levels))):
+            place[level % 256] = i
+        quantized_OI = place[quantized_OI.to(torch.uint8).int()]
     quantized = (
         F.pad(quantized_OI, (0, -inputs % layout.block, 0, missing)).to(torch.int16) + layout.offset
     ).to(torch.uint8)
@@ -266,7 +280,7 @@ def write_quantized(
     header = torch.stack(
         [F.pad(part, (0, 0, 0, missing)).view(count, PANEL, -1) for part in parts], 1
     )
-    blocks[..., : layout.header_bytes].view(torch.bfloat16).copy_(
+    blocks[..., : layout.header_bytes].view(layout.dtype).copy_(
         header.permute(0, 3, 1, 2).flatten(2)
     )
     words = quantized.view(torch.int32).view(count, PANEL, -1, GROUP // 4)

@@ -7,6 +7,7 @@
 
 #include "../native/amx_blocks.h"
 #include "../native/block_gemm.h"
+#include "../native/panel_product.h"
 
 namespace {
 
@@ -231,6 +232,27 @@ int32_t run_as(Gemm& p, int32_t dtype) {
 }
 
 }  // namespace
+
+// See panel_product.h.
+void HR_EXPORT(block_panel)(const PanelRows& rows, int64_t K, int64_t coding, const uint8_t* panel, int64_t count, float* results) {
+  Workspace* space = static_cast<Workspace*>(hr_scratch(sizeof(Workspace), 1));
+  if (space == nullptr) __builtin_trap();
+  Gemm p{};
+  p.quantized = static_cast<const int8_t*>(rows.x), p.scales = rows.scales, p.sums = rows.sums, p.stride = rows.stride;
+  p.x_group = x_group_of(coding), p.groups = rows.groups, p.K = K, p.M = count, p.tile_rows = kRows;
+#if defined(HR_AMX)
+  if (count >= kTileRows) p.tile_rows = kTileRowBlock;
+#endif
+  const Segment segment{panel, kPanel, coding};
+  for (int64_t m = 0; m < count;) {
+    const int64_t part = ceil_div(count - m, ceil_div(count - m, p.tile_rows));
+    panel_results(p, {&segment, 0, 0}, m, part, *space, results + m * kPanel);
+    m += part;
+  }
+#if defined(HR_AMX)
+  if (count >= kTileRows) tiles_release();
+#endif
+}
 
 // x, bias and y share a dtype, or y is float32 and there is no bias; strides count elements, rows are contiguous. Segments
 // lie side by side along the outputs. activation: -1, or its number (activation.h): y has half as many outputs then, the

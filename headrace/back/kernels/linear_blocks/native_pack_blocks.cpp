@@ -62,6 +62,10 @@ HR_INLINE void read_header(const uint8_t* p, uint16_t& d, uint16_t& minimum, Q5_
 HR_INLINE void read_header(const uint8_t* p, uint16_t& d, uint16_t& minimum, Q6_K) { d = half_at(p + 208), minimum = 0; }
 HR_INLINE void read_header(const uint8_t* p, uint16_t& d, uint16_t& minimum, IQ4_NL) { d = half_at(p), minimum = 0; }
 HR_INLINE void read_header(const uint8_t* p, uint16_t& d, uint16_t& minimum, IQ4_XS) { d = half_at(p), minimum = 0; }
+// Levels are twice the numbers, so scales are half; 0, which has no half, is that of numbers below 2^-124, taken for 0.
+HR_INLINE void read_header(const uint8_t* p, uint16_t& d, uint16_t& minimum, MXFP4) {
+  d = uint16_t(p[0] == 0 ? 0 : p[0] - 1), minimum = 0;
+}
 
 // Group g of the block at p.
 HR_INLINE void read_group(const uint8_t* p, int, Group& group, Q8_0) {
@@ -112,6 +116,10 @@ HR_INLINE void read_group(const uint8_t* p, int g, Group& group, IQ4_XS) {
   const int low = p[4 + g / 2] >> (g % 2 * 4) & 15, high = p[2 + g / 4] >> (g % 4 * 2) & 3;
   group.scale[0] = uint8_t((low | high << 4) - 32);
 }
+HR_INLINE void read_group(const uint8_t* p, int, Group& group, MXFP4) {
+  nibbles(p + 1, group.quantized);
+  if (p[0] == 0) __builtin_memset(group.quantized, 0, 32);
+}
 
 // Writes the quantized values into the planes of one output (`w`: its word in the first plane). The inverse of
 // load_quantized.
@@ -152,7 +160,8 @@ struct Packing {
   int64_t* bad;  // per panel: the lowest source row with a scale that is no number, or -1
 };
 
-HR_INLINE bool finite_half(uint16_t bits) { return (bits & 0x7c00) != 0x7c00; }
+template <class C>
+HR_INLINE bool is_finite(uint16_t bits) { return C::scale_size == 1 ? bits < 254 : (bits & 0x7c00) != 0x7c00; }
 
 // One source row as output `o` of a panel; false if a scale is NaN or Inf.
 template <class C>
@@ -162,8 +171,8 @@ HR_INLINE bool pack_row(const Packing& p, const uint8_t* source, uint8_t* panel,
   for (int64_t i = 0; i < p.blocks; ++i, source += p.block_bytes, panel += super_bytes<C>()) {
     uint16_t d, minimum;
     read_header(source, d, minimum, C{});
-    good = good && finite_half(d) && finite_half(minimum);
-    __builtin_memcpy(panel + o * 2, &d, 2);
+    good = good && is_finite<C>(d) && is_finite<C>(minimum);
+    __builtin_memcpy(panel + o * C::scale_size, &d, C::scale_size);
     if (C::minimum) __builtin_memcpy(panel + (kPanel + o) * 2, &minimum, 2);
     uint8_t* to = panel + header_bytes<C>();
     for (int g = 0; g < C::block / 32; ++g, to += group_bytes<C>()) {

@@ -12,6 +12,7 @@
 #include "../native/amx_rows.h"
 #include "../native/fp8.h"
 #include "../native/panel_calls.h"
+#include "../native/panel_product.h"
 
 namespace {
 
@@ -266,7 +267,40 @@ struct Run {
   static int32_t of(Gemm& p) { return run<T, Y>(p); }
 };
 
+template <class X>
+HR_INLINE void panel_of_rows(const PanelRows& rows, int64_t K, const uint8_t* panel, int64_t count, float* results) {
+  Gemm p{};
+  p.x = static_cast<const char*>(rows.x), p.x_stride = rows.stride, p.w = panel, p.K = K, p.M = count;
+  char* dequantized = nullptr;
+#if defined(HR_AMX)
+  if (kTiles<X>) {
+    dequantized = static_cast<char*>(hr_scratch(64 * 1024, 1));
+    if (dequantized == nullptr) __builtin_trap();
+    tile_shapes(smaller<int64_t>(count, 2 * kTile));
+  }
+#endif
+  panel_results<X>(p, panel, 0, count, dequantized, results);
+#if defined(HR_AMX)
+  if (kTiles<X>) tiles_release();
+#endif
+}
+
 }  // namespace
+
+// See panel_product.h.
+bool HR_EXPORT(fp8_takes_bf16)() {
+#if defined(HR_BF16_DOT)
+  return true;
+#else
+  return false;
+#endif
+}
+void HR_EXPORT(fp8_panel)(const PanelRows& rows, int64_t K, const uint8_t* panel, int64_t count, bool is_bf16, float* results) {
+#if defined(HR_BF16_DOT)
+  if (is_bf16) return panel_of_rows<bf16>(rows, K, panel, count, results);
+#endif
+  if (!is_bf16) panel_of_rows<float>(rows, K, panel, count, results);
+}
 
 // As `linear_quant`, with panels of e4m3 values.
 HR_PUBLIC int32_t HR_EXPORT(linear_fp8)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,

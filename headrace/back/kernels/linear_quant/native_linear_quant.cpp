@@ -11,6 +11,7 @@
 #include "../native/amx_rows.h"
 #include "../native/int8.h"
 #include "../native/panel_calls.h"
+#include "../native/panel_product.h"
 
 namespace {
 
@@ -272,6 +273,36 @@ bool fits(int64_t M, int64_t N, int64_t K, int32_t activation, const void* bias)
 }
 
 }  // namespace
+
+// See panel_product.h.
+void HR_EXPORT(int8_panel)(const PanelRows& rows, int64_t K, const uint8_t* panel, int64_t count, float* results) {
+  Gemm p{};
+  p.x = {static_cast<const int8_t*>(rows.x), rows.scales, rows.sums, rows.stride};
+  p.w = panel, p.K = K, p.M = count;
+#if defined(HR_AMX)
+  if (count >= kTileRows) {
+    alignas(64) int32_t sums[kBlockRows * kPanel];
+    for (int64_t m = 0; m < count; m += kBlockRows) {
+      const int64_t part = smaller(count - m, kBlockRows);
+      tile_shapes(part);
+      if (part > kTile) block_sums<true>(p, panel, m, m == 0, sums, [] {});
+      else block_sums<false>(p, panel, m, m == 0, sums, [] {});
+      for (int64_t i = 0; i < part; ++i) {
+        F v[kVectors];
+        scale_sums(p, 0, m + i, sums + i * kPanel, v);
+        for (int c = 0; c < kVectors; ++c) __builtin_memcpy(results + (m + i) * kPanel + c * kLanes, &v[c], sizeof(F));
+      }
+    }
+    tiles_release();
+    return;
+  }
+#endif
+  for (int64_t m = 0; m < count;) {
+    const int64_t part = ceil_div(count - m, ceil_div(count - m, int64_t(kRows)));
+    panel_results(p, panel, m, part, m == 0, results + m * kPanel);
+    m += part;
+  }
+}
 
 // x and bias share a dtype; y has it too, or is float32 (without a bias then). Strides count elements, rows are contiguous.
 // w: panels as layout.py packs them. activation: -1, or its number (activation.h): y has N / 2 outputs then, the first half of

@@ -5,6 +5,25 @@
 
 namespace {
 
+// A power of two by its exponent plus 127 (Open Compute, Microscaling Formats 1.0, 5.4.1); 0 counts as the number 0.
+struct e8m0 {
+  uint8_t bits;
+};
+HR_INLINE F load(const e8m0* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 23);
+#else
+  typedef uint8_t B __attribute__((vector_size(kLanes)));
+  return (F)(__builtin_convertvector(load_raw<B>(p), U) << 23);
+#endif
+}
+HR_INLINE float to_float(e8m0 x) {
+  const uint32_t bits = uint32_t(x.bits) << 23;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
 constexpr int64_t kPanel = 64, kPlane = kPanel * 4;  // one plane: a 32-bit word of each output
 
 // One way to quantize a weight. `wide`: values are whole bytes, stored plus 128, or levels of a table. A scale (and
@@ -16,7 +35,8 @@ struct Coding {
   static constexpr int number = NUMBER, block = BLOCK, sub = SUB, bits = BITS, offset = OFFSET;
   static constexpr int x_group = SUB < 32 ? 32 : SUB;  // inputs that share a scale of the activations
   static constexpr bool minimum = MINIMUM, two_level = TWO_LEVEL, table = TABLE, wide = BITS == 8 || TABLE;
-  static constexpr bool stored = NUMBER < 12;  // by checkpoints
+  static constexpr bool stored = NUMBER < 12 || NUMBER == 21;  // by checkpoints
+  static constexpr int64_t scale_size = sizeof(SCALE);
 };
 using Q8_0 = Coding<0, 32, 32, 8, 128, false, false>;
 using Q4_0 = Coding<1, 32, 32, 4, 8, false, false>;
@@ -30,6 +50,7 @@ using Q5_K = Coding<8, 256, 32, 5, 0, true, true>;
 using Q6_K = Coding<9, 256, 16, 6, 32, false, true>;
 using IQ4_NL = Coding<10, 32, 32, 4, 128, false, false, true>;
 using IQ4_XS = Coding<11, 256, 32, 4, 128, false, true, true>;
+using MXFP4 = Coding<21, 32, 32, 4, 128, false, false, true, e8m0>;
 // Made while a plain checkpoint loads: a group of inputs with a bfloat16 scale, and a minimum where values are asymmetric.
 template <int NUMBER, int GROUP>
 using Int8 = Coding<NUMBER, GROUP, GROUP, 8, 128, false, false, false, bf16>;
@@ -63,6 +84,7 @@ HR_INLINE bool with_coding(int64_t number, Function f) {
     case 18: f(Int8<18, 32>{}); return true;
     case 19: f(Int8<19, 64>{}); return true;
     case 20: f(Int8<20, 128>{}); return true;
+    case 21: f(MXFP4{}); return true;
     default: return false;
   }
 }
@@ -85,7 +107,7 @@ HR_INLINE int64_t x_group_of(int64_t number) {
 }
 
 template <class C>
-constexpr int64_t header_bytes() { return kPanel * 2 * (C::minimum ? 2 : 1); }
+constexpr int64_t header_bytes() { return kPanel * C::scale_size * (C::minimum ? 2 : 1); }
 template <class C>
 constexpr int64_t scale_bytes() { return C::two_level ? 32 / C::sub * kPanel * (C::minimum ? 2 : 1) : 0; }  // per 32 inputs
 template <class C>
@@ -93,22 +115,27 @@ constexpr int64_t group_bytes() { return scale_bytes<C>() + C::bits * kPlane; }
 template <class C>
 constexpr int64_t super_bytes() { return header_bytes<C>() + C::block / 32 * group_bytes<C>(); }
 
-// The levels of table codings (-127, -104, ... 113), plus 128.
+// The levels of table codings plus 128: -127, -104, ... 113, and twice the e2m1 numbers (scales are half as large).
 alignas(16) constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+alignas(16) constexpr uint8_t kLevelsE2m1[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+template <class C>
+constexpr const uint8_t* levels_of() { return C::number == MXFP4::number ? kLevelsE2m1 : kLevels; }
 
+template <class C>
 HR_INLINE I look_up(I quantized) {
+  constexpr const uint8_t* levels = levels_of<C>();
 #if defined(__AVX512BW__)
-  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(levels)));
   return (I)_mm512_shuffle_epi8(table, (__m512i)quantized);
 #elif defined(__AVX2__)
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(levels)));
   return (I)_mm256_shuffle_epi8(table, (__m256i)quantized);
 #elif defined(__aarch64__)
-  return (I)vqtbl1q_u8(vld1q_u8(kLevels), (uint8x16_t)quantized);
+  return (I)vqtbl1q_u8(vld1q_u8(levels), (uint8x16_t)quantized);
 #else
   uint8_t bytes[sizeof(I)];
   __builtin_memcpy(bytes, &quantized, sizeof quantized);
-  for (uint8_t& byte : bytes) byte = kLevels[byte & 15];
+  for (uint8_t& byte : bytes) byte = levels[byte & 15];
   I levels;
   __builtin_memcpy(&levels, bytes, sizeof levels);
   return levels;
@@ -152,7 +179,7 @@ HR_INLINE void load_quantized(const uint8_t* planes, int64_t column, I (&b)[8]) 
       b[s] |= pair & 0x30303030;
     }
   }
-  if constexpr (C::table) HR_UNROLL for (int s = 0; s < 8; ++s) b[s] = look_up(b[s]);
+  if constexpr (C::table) HR_UNROLL for (int s = 0; s < 8; ++s) b[s] = look_up<C>(b[s]);
 }
 
 }  // namespace

@@ -14,22 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.kernels.experts.op import OP as EXPERTS
 from headrace.back.kernels.experts.op import ExpertsProblem
 from headrace.back.kernels.route.op import OP as ROUTE
 from headrace.back.kernels.route.op import RouteProblem
 from headrace.back.layers.linear import bind_linear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
-from headrace.back.layers.moe.weights import (
-    ExpertLayout,
-    ExpertSizes,
-    ExpertWeights,
-    SeparateExperts,
-)
+from headrace.back.layers.moe.experts import ExpertSet, SharedExperts, bind_experts
+from headrace.back.layers.moe.weights import ExpertLayout, ExpertSizes, SeparateExperts
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
-from headrace.back.parallel.param import Param, WeightPiece
-from headrace.back.parallel.shard import Shard, local_size
+from headrace.back.parallel.param import WeightPiece
+from headrace.back.parallel.shard import local_size
 from headrace.base.config.resolved import Decision
 
 SEPARATE = SeparateExperts()
@@ -145,10 +140,26 @@ class Mixture:
         )
         sizes = ExpertSizes(experts=router.experts - router.idle, width=width, inner=spec.inner)
         self._inner = sizes.part
-        self._weights = spec.layout.params(scope, sizes)
-        self._shared = self._shared_params(scope) if shared is not None else None
+        inner, ledger = local_size(self._inner, scope.mesh.tp), scope.ledger
+        first = len(ledger.params) - (router.expert_scale is not None)
+        loaded = spec.layout.params(scope, sizes)
+        self._routed = ExpertSet(
+            scope,
+            loaded,
+            ledger.params[first:],
+            sizes=(router.experts, width, inner),
+            scale=self._expert_scale,
+        )
+        self._shared = None
+        if shared is not None:
+            first = len(ledger.params)
+            mlp = SharedExperts(
+                scope / shared.name, width=width, expert=self._inner, count=self._num_shared
+            )
+            sizes_of = (self._num_shared, width, inner)
+            self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
         self._logits = self._route = self._experts = not_loaded
-        if scope.scheme is not None:
+        if scope.scheme is not None and scope.kind == "cuda":
             scope.ledger.note(_PLAIN)
         scope.on_finish(self._finish)
 
@@ -214,17 +225,6 @@ class Mixture:
             pieces.append(WeightPiece(name=gate, shape=(1, self._width), offset=router.experts))
         return tuple(pieces)
 
-    def _shared_params(self, scope: Scope) -> tuple[Param, Param, Param]:
-        """Gate, up and down of the shared MLP. The ranks share each of its experts, not the whole:
-        then they all have a part of every expert."""
-        assert self._spec.shared is not None
-        at, size = scope / self._spec.shared.name, self._spec.shared.inner
-        parts = (self._inner,) * self._num_shared
-        rows, columns = (Shard(axis="tp", dim=dim, parts=parts) for dim in (0, 1))
-        gate = at.param("gate_proj.weight", (size, self._width), shard=rows)
-        up = at.param("up_proj.weight", (size, self._width), shard=rows)
-        return gate, up, at.param("down_proj.weight", (self._width, size), shard=columns)
-
     def _finish(self) -> None:
         spec, scope, router = self._spec, self._scope, self._spec.router
         bias = self._router_bias.take() if self._router_bias else None
@@ -247,11 +247,12 @@ class Mixture:
         )
         choice_bias = self._choice_bias.take().float().flatten() if self._choice_bias else None
         self._route = scope.bind(ROUTE, problem, choice_bias)
-        weights = self._all_weights()
+        routed = self._routed.take()
+        shared = None if self._shared is None else self._shared.take()
         experts = ExpertsProblem(
             device=scope.kind,
             dtype=scope.dtype,
-            experts=len(weights.up_XIE),
+            experts=router.experts + self._num_shared,
             slots=1 if router.weighs_inputs else problem.slots,
             width=self._width,
             inner=local_size(self._inner, scope.mesh.tp),
@@ -259,28 +260,4 @@ class Mixture:
             clamp=spec.clamp,
             bias=spec.layout.biased,
         )
-        self._experts = scope.bind(
-            EXPERTS,
-            experts,
-            weights.up_XIE,
-            weights.down_XEI,
-            weights.up_bias_XI,
-            weights.down_bias_XE,
-        )
-
-    def _all_weights(self) -> ExpertWeights:
-        """Of all experts, the shared ones behind the others."""
-        weights = self._weights.take()
-        if self._expert_scale is not None:
-            weights.down_XEI.mul_(self._expert_scale.take()[:, None, None])
-        if self._shared is None:
-            return weights
-        assert not self._spec.layout.biased, "shared experts have no biases"
-        inner = local_size(self._inner, self._scope.mesh.tp)
-        gate_SIE, up_SIE = (p.take().unflatten(0, (-1, inner)) for p in self._shared[:2])
-        down_SEI = self._shared[2].take().unflatten(1, (-1, inner)).transpose(0, 1)
-        shared_SIE = torch.cat((gate_SIE, up_SIE), dim=1)
-        return ExpertWeights(
-            up_XIE=torch.cat((weights.up_XIE, shared_SIE)),
-            down_XEI=torch.cat((weights.down_XEI, down_SEI)),
-        )
+        self._experts = bind_experts(scope, experts, routed, shared)

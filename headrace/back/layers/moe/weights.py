@@ -14,6 +14,7 @@ import torch
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
+from headrace.back.quant.experts import MatricesOf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,22 @@ class ExpertWeights:
     down_bias_XE: torch.Tensor | None = None
 
 
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+"""[X, 2I] and [X, E]."""
+
+
 class LoadedExperts(Protocol):
-    """Parameters that are asked for; `take` gives the weights once they are loaded."""
+    """Parameters that are asked for; `take` gives the weights once they are loaded, unless they were
+    packed as the parameters' `matrices`: then `biases` gives what is left."""
 
     def take(self) -> ExpertWeights: ...
+
+    def biases(self) -> Biases: ...
+
+    @property
+    def matrices(self) -> tuple[MatricesOf, ...] | None:
+        """Where the matrices lie; None: in a way that no packed weights are filled from."""
+        ...
 
 
 class ExpertLayout(Protocol):
@@ -105,6 +118,18 @@ class _Separate:
         shape = (sizes.experts * sizes.width, sizes.inner)
         self._down = scope.param("experts.down", shape, pieces=down, shard=columns)
 
+    @property
+    def matrices(self) -> tuple[MatricesOf, ...] | None:
+        """See LoadedExperts."""
+        return (
+            MatricesOf(param=self._up, names=("gate", "up"), size=self._inner),
+            MatricesOf(param=self._down, names=("down",), size=self._sizes.width),
+        )
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        return None, None
+
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
         count, width = self._sizes.experts, self._sizes.width
@@ -128,6 +153,12 @@ class MergedExperts:
 
 
 class _Merged:
+    matrices = None
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        return None, None
+
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: MergedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
         rows = Shard(axis="tp", dim=1, parts=(sizes.part, sizes.part))
@@ -155,6 +186,12 @@ class StackedExperts:
 
 
 class _Stacked:
+    matrices = None
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        return None, None
+
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: StackedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
         rows, columns = (Shard(axis="tp", dim=dim, parts=(sizes.part,)) for dim in (1, 2))
@@ -182,6 +219,12 @@ class TransposedExperts:
 
 
 class _Transposed:
+    matrices = None
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        return None, None
+
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: TransposedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
         columns = Shard(axis="tp", dim=2, parts=(sizes.part, sizes.part))
@@ -226,15 +269,33 @@ class _Interleaved:
         )
         self._down = scope.param(names.down, (count, inner, width), shard=over(1, sizes.part))
         self._down_bias = scope.param(f"{names.down}_bias", (count, width), init="zeros")
+        self._inner = local_size(sizes.part, scope.mesh.tp)
+        self._width = width
+
+    @property
+    def matrices(self) -> tuple[MatricesOf, ...] | None:
+        """See LoadedExperts."""
+        up, down = self._inner, self._width
+        return (
+            MatricesOf(param=self._up, names=("gate", "up"), size=up, in_turn=True),
+            MatricesOf(param=self._down, names=("down",), size=down, in_turn=True),
+        )
+
+    def biases(self) -> Biases:
+        """See LoadedExperts. The ranks' results are added up: one of them has the last bias."""
+        up_bias_XI, down_bias_XE = self._up_bias.take(), self._down_bias.take()
+        return (
+            torch.cat((up_bias_XI[:, 0::2], up_bias_XI[:, 1::2]), dim=1),
+            down_bias_XE if self._is_first else torch.zeros_like(down_bias_XE),
+        )
 
     def take(self) -> ExpertWeights:
-        """See LoadedExperts. The ranks' results are added up: one of them has the last bias."""
+        """See LoadedExperts."""
         up_XIE = self._up.take().transpose(1, 2)
-        up_bias_XI = self._up_bias.take()
-        down_bias_XE = self._down_bias.take()
+        up_bias_XI, down_bias_XE = self.biases()
         return ExpertWeights(
             up_XIE=torch.cat((up_XIE[:, 0::2], up_XIE[:, 1::2]), dim=1),
             down_XEI=self._down.take().transpose(1, 2).contiguous(),
-            up_bias_XI=torch.cat((up_bias_XI[:, 0::2], up_bias_XI[:, 1::2]), dim=1),
-            down_bias_XE=down_bias_XE if self._is_first else torch.zeros_like(down_bias_XE),
+            up_bias_XI=up_bias_XI,
+            down_bias_XE=down_bias_XE,
         )

@@ -127,7 +127,11 @@ def _load(
             meta = torch.device("meta")
             plan = build(meta, stored).weights
             wanted = {piece.name for param in plan.params for piece in param.pieces}
-            source = separate_experts(renamed(source, plan.renamed), wanted)
+            separate = separate_experts(renamed(source, plan.renamed), wanted)
+            if separate is not source:  # other names, which may be stored quantized
+                source = separate
+                stored, why = stored_blocks(spec, source, device)
+                plan = build(meta, stored).weights
             bare = spec.bare or lacks_prefix(plan, source)
             check(build(meta, stored, bare=True).weights if bare else plan, source)
         with report.phase("build"):
@@ -186,7 +190,7 @@ def _stored_on_gpu(spec: ModelSpec, stored: Stored) -> tuple[Stored, str]:
 
 def _kept(model: LoadableModel, source: Source, why: str, dtype: str) -> Decision:
     """How many tensors of which type stay quantized. Fused ones of which a part is stored
-    otherwise, small ones, experts, and types without a kernel do not."""
+    otherwise, small ones, and types without a kernel do not."""
     kept = [
         param
         for param in model.weights.params

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -115,7 +116,27 @@ def _write_blocks(param: Param, copy: Copy, source: Source, scan_finite: bool) -
 
 
 def _write_groups(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
-    """A damaged scale is refused always, as for blocks."""
+    """A damaged scale is refused always, as for blocks. Of experts in one tensor, each by itself."""
+    return sum(_write_numbers(param, one, source) for one in _matrices(copy))
+
+
+def _matrices(copy: Copy) -> Iterator[Copy]:
+    if len(copy.shape) < 3:
+        yield copy
+        return
+    start, stop, _ = copy.source[0].indices(copy.shape[0])
+    first = copy.target[0]
+    assert isinstance(first, slice)
+    for i in range(stop - start):
+        here, there = start + i, (first.start or 0) + i
+        yield replace(
+            copy,
+            source=(slice(here, here + 1), *copy.source[1:]),
+            target=(slice(there, there + 1), *copy.target[1:]),
+        )
+
+
+def _write_numbers(param: Param, copy: Copy, source: Source) -> int:
     assert param.on_groups is not None, param.name
     groups, numbers = source.groups(copy.name, copy.source, param.groups_on)
     bad = param.on_groups(copy, groups, numbers)

@@ -21,6 +21,10 @@ IQ4_VALUES: Final = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 """The 16 levels of IQ4_NL and IQ4_XS (kvalues_iq4nl)."""
+E2M1_DOUBLED: Final = np.array(
+    [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32
+)
+"""The levels of MXFP4 (kvalues_mxfp4): twice the e2m1 numbers."""
 
 
 def _half(blocks: U8, at: int) -> F32:
@@ -152,6 +156,12 @@ def _iq4_xs(blocks: U8) -> F32:
     return _scaled(IQ4_VALUES[q], scale)
 
 
+def _mxfp4(blocks: U8) -> F32:
+    """e2m1 numbers with a power of two; 2^-127 is no normal number, so it is made of two."""
+    power = np.ldexp(np.float32(0.5), blocks[:, :1].astype(np.int32) - 127)
+    return E2M1_DOUBLED[_nibbles(blocks[:, 1:])] * power
+
+
 DEQUANTIZE: Final[dict[str, Callable[[U8], F32]]] = {
     "F32": _f32,
     "F16": _f16,
@@ -168,4 +178,5 @@ DEQUANTIZE: Final[dict[str, Callable[[U8], F32]]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

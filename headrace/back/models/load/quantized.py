@@ -14,7 +14,7 @@ import torch
 from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSource
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
-from headrace.back.quant.formats import READERS
+from headrace.back.quant.formats import KEPT_READERS, READERS
 from headrace.back.quant.formats.groups import Groups, joined
 from headrace.back.quant.kept import kept_scheme
 from headrace.base.config.quantization import Numbers, StoredQuantization
@@ -119,17 +119,19 @@ class QuantizedSource:
     def groups(
         self, name: str, source: tuple[slice, ...], device: torch.device = HOST
     ) -> tuple[Groups, Numbers]:
-        """A rectangle as it is stored; on a device some rows at a time, whose words are wide while
-        they are taken apart."""
+        """A rectangle as it is stored, of three dimensions that of one expert; on a device some rows
+        at a time, whose words are wide while they are taken apart."""
         weight = self._weights[name]
-        rows, columns = (
+        *outer, rows, columns = (
             slice(*cut.indices(size)) for cut, size in zip(source, weight.shape, strict=True)
         )
+        assert all(cut.stop == cut.start + 1 for cut in outer), (name, source)
+        index = tuple(cut.start for cut in outer)
 
         def read(role: str, *cuts: slice) -> torch.Tensor:
-            return self._member(weight.members[role], (), cuts, device)
+            return self._member(weight.members[role], index, cuts, device)
 
-        reader = READERS[weight.numbers.arrangement]
+        reader = KEPT_READERS[weight.numbers.arrangement]
         width = max(1, columns.stop - columns.start)
         step = max(32, DEVICE_ELEMENTS // width // 32 * 32) if device.type != "cpu" else rows.stop
         parts = [

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from headrace.back.parallel.param import StoredRows
@@ -115,12 +116,23 @@ class RenamedSource:
         """See Source."""
         return self._source.blocks(self._stored[name])
 
+    def groups(
+        self, name: str, source: tuple[slice, ...], device: torch.device = HOST
+    ) -> tuple[Groups, Numbers]:
+        """See Source."""
+        return self._source.groups(self._stored[name], source, device)
+
     def close(self) -> None:
         """See Source."""
         self._source.close()
 
 
-FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
+FUSED = (
+    ("experts.gate_up_proj", ("gate_proj", "up_proj")),
+    ("experts.down_proj", ("down_proj",)),
+    *((f"experts.{one}.weight", (one,)) for one in ("gate_proj", "up_proj", "down_proj")),
+    *((f"experts.{one}.weight", (one,)) for one in ("w1", "w2", "w3")),
+)
 """Tensors of all experts of a layer [X, O, I], and the matrices of one expert that lie in O."""
 
 
@@ -162,7 +174,7 @@ class SeparatedSource:
         kept = {name: entry for name, entry in source.entries.items() if name not in fused}
         for name, part in parts.items():
             entry = source.entries[part.name]
-            kept[name] = replace(entry, shape=(part.rows, entry.shape[2]))
+            kept[name] = replace(entry, shape=(part.rows, entry.shape[2]), scheme="")
         self.entries: Mapping[str, CheckpointTensor] = kept
 
     def copy(
@@ -182,7 +194,21 @@ class SeparatedSource:
 
     def blocks(self, name: str) -> StoredRows:
         """See Source."""
-        return self._source.blocks(name)
+        part = self._parts.get(name)
+        if part is None:
+            return self._source.blocks(name)
+        rows = self._source.blocks(part.name)
+        whole = self._source.entries[part.name].shape[1]
+        data = rows.data.reshape(len(rows.data) * whole, -1)
+        first = part.expert * whole + part.first
+        return StoredRows(data[first : first + part.rows], np.arange(part.rows))
+
+    def groups(
+        self, name: str, source: tuple[slice, ...], device: torch.device = HOST
+    ) -> tuple[Groups, Numbers]:
+        """See Source."""
+        assert name not in self._parts, name
+        return self._source.groups(name, source, device)
 
     def close(self) -> None:
         """See Source."""

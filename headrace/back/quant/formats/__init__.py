@@ -33,3 +33,9 @@ READERS: Mapping[str, Reader] = {
     "bnb-4bit": bitsandbytes.levels,
 }
 """Arrangement -> reader."""
+KEPT_READERS: Mapping[str, Reader] = {
+    **READERS,
+    "mxfp4-packed": floats4.bits,
+    "mxfp4-blocks": floats4.gpt_oss_bits,
+}
+"""The same for weights that are kept as they are stored: values are their bits."""

@@ -50,6 +50,23 @@ def gpt_oss(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) ->
     return Groups(values_RC=values_RC, scales_RG=values_RC.new_ones(1, 1))
 
 
+def bits(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """`powers`, with the bits of e2m1 for values, and the scales of all groups."""
+    halves = slice(columns.start // 2, -(-columns.stop // 2))
+    values = _both(read("values", rows, halves))[:, columns.start % 2 :]
+    scales = powers_of_two(read("scales", rows, slice(None)))
+    return _grouped(tensor, values[:, : columns.stop - columns.start], scales, columns)
+
+
+def gpt_oss_bits(tensor: QuantizedTensor, read: Read, inputs: slice, outputs: slice) -> Groups:
+    """`gpt_oss` likewise, as it is stored: its rows are outputs."""
+    groups = slice(inputs.start // 32, -(-inputs.stop // 32))
+    values = _both(read("values", outputs, groups, slice(None))).flatten(1)
+    values = values[:, inputs.start % 32 :][:, : inputs.stop - inputs.start]
+    scales = powers_of_two(read("scales", outputs, slice(None)))
+    return _grouped(tensor, values, scales, inputs)
+
+
 def _grouped(
     tensor: QuantizedTensor, values: torch.Tensor, scales: torch.Tensor, columns: slice
 ) -> Groups:
@@ -67,6 +84,9 @@ def _values(read: Read, rows: slice, columns: slice) -> torch.Tensor:
 
 def _levels(packed: torch.Tensor) -> torch.Tensor:
     """float32 numbers of bytes, twice as many along the last dimension."""
-    table = torch.tensor(E2M1, device=packed.device)
-    both = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return table[both.int()]
+    return torch.tensor(E2M1, device=packed.device)[_both(packed).int()]
+
+
+def _both(packed: torch.Tensor) -> torch.Tensor:
+    """The halves of bytes, uint8, twice as many along the last dimension."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

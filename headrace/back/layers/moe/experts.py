@@ -1,0 +1,166 @@
+"""The experts of a mixture that are loaded alike (the routed ones, the shared ones), as floats or
+packed, and how sets of them are bound to kernels.
+
+T tokens, X experts, S shared ones, E hidden size, I inner size of an expert, K slots of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.back.kernels.experts.op import OP as EXPERTS
+from headrace.back.kernels.experts.op import Experts, ExpertsProblem
+from headrace.back.kernels.experts_quant.layout import PackedExperts, mixed_rows
+from headrace.back.kernels.experts_quant.op import OP as EXPERTS_QUANT
+from headrace.back.kernels.experts_quant.op import ExpertsQuantProblem
+from headrace.back.layers.moe.weights import Biases, ExpertWeights, LoadedExperts
+from headrace.back.layers.scope import Scope
+from headrace.back.parallel.param import Param
+from headrace.back.parallel.shard import Part, Shard, local_size
+from headrace.back.quant.experts import MatricesOf
+
+NO_BIASES: Biases = (None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakenExperts:
+    """Loaded experts: `packed`, or else `floats`."""
+
+    packed: PackedExperts | None
+    floats: ExpertWeights | None
+    biases: Biases = NO_BIASES
+
+    def __len__(self) -> int:
+        return len(self.packed) if self.packed is not None else len(_floats(self).up_XIE)
+
+
+class ExpertSet:
+    """`count` experts of this rank's `inner` size, whose parameters are `params`; `scale`: what each
+    expert's downs are multiplied with."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        loaded: LoadedExperts,
+        params: Sequence[Param],
+        *,
+        sizes: tuple[int, int, int],
+        scale: Param | None = None,
+    ) -> None:
+        self._loaded, self._scale = loaded, scale
+        self._biases = NO_BIASES
+        matrices = loaded.matrices if scale is None else None
+        self._packed = scope.packed_experts(params, matrices, self._matrices, sizes=sizes)
+
+    def take(self) -> TakenExperts:
+        """What was loaded, which the set gives up."""
+        if self._packed is None:
+            weights = self._weights()
+            return TakenExperts(
+                packed=None, floats=weights, biases=(weights.up_bias_XI, weights.down_bias_XE)
+            )
+        packed = self._packed.take()
+        if self._biases == NO_BIASES:  # nobody took the floats
+            self._biases = self._loaded.biases()
+        return TakenExperts(packed=packed, floats=None, biases=self._biases)
+
+    def _matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = self._weights()
+        self._biases = weights.up_bias_XI, weights.down_bias_XE
+        return weights.up_XIE, weights.down_XEI
+
+    def _weights(self) -> ExpertWeights:
+        weights = self._loaded.take()
+        if self._scale is not None:
+            weights.down_XEI.mul_(self._scale.take()[:, None, None])
+        return weights
+
+
+class SharedExperts:
+    """A gated MLP as experts that every token takes: each has a part of its inner values."""
+
+    def __init__(self, scope: Scope, *, width: int, expert: Part, count: int) -> None:
+        # The ranks share each of its experts, not the whole: all have a part of every expert.
+        size, parts = expert.size * count, (expert,) * count
+        self._inner, self._width = local_size(expert, scope.mesh.tp), width
+        rows, columns = (Shard(axis="tp", dim=dim, parts=parts) for dim in (0, 1))
+        self._gate = scope.param("gate_proj.weight", (size, width), shard=rows)
+        self._up = scope.param("up_proj.weight", (size, width), shard=rows)
+        self._down = scope.param("down_proj.weight", (width, size), shard=columns)
+
+    @property
+    def matrices(self) -> tuple[MatricesOf, ...] | None:
+        """See LoadedExperts."""
+        size = self._inner
+        return (
+            MatricesOf(param=self._gate, names=("gate",), size=size),
+            MatricesOf(param=self._up, names=("up",), size=size),
+            MatricesOf(param=self._down, names=("down",), size=size, dim=1),
+        )
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        return NO_BIASES
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        gate_SIE, up_SIE = (
+            p.take().unflatten(0, (-1, self._inner)) for p in (self._gate, self._up)
+        )
+        down_SEI = self._down.take().unflatten(1, (-1, self._inner)).transpose(0, 1)
+        return ExpertWeights(up_XIE=torch.cat((gate_SIE, up_SIE), dim=1), down_XEI=down_SEI)
+
+
+def bind_experts(
+    scope: Scope, problem: ExpertsProblem, routed: TakenExperts, shared: TakenExperts | None
+) -> Experts:
+    """f(x_TE, expert_TK, weight_TK) -> y_TE of all experts, the shared ones behind the others, in
+    the last slots of each token. `problem` is that of all together."""
+    if shared is None:
+        return _bind(scope, problem, (routed,))
+    assert routed.biases == shared.biases == NO_BIASES, "shared experts have no biases"
+    kinds = tuple(one.packed.kind for one in (routed, shared) if one.packed is not None)
+    if not kinds or (len(kinds) == 2 and mixed_rows(kinds) is None):
+        return _bind(scope, problem, (routed, shared))
+    return _bind_apart(scope, problem, routed, shared)
+
+
+def _bind(scope: Scope, problem: ExpertsProblem, sets: tuple[TakenExperts, ...]) -> Experts:
+    problem = replace(problem, experts=sum(len(one) for one in sets))
+    parts = tuple(one.packed for one in sets if one.packed is not None)
+    if parts:
+        quantized = ExpertsQuantProblem(mixture=problem, kinds=tuple(part.kind for part in parts))
+        return scope.bind(EXPERTS_QUANT, quantized, parts, *sets[0].biases)
+    weights = [_floats(one) for one in sets]
+    up_XIE, down_XEI = (
+        (weights[0].up_XIE, weights[0].down_XEI)
+        if len(sets) == 1
+        else (torch.cat([w.up_XIE for w in weights]), torch.cat([w.down_XEI for w in weights]))
+    )
+    return scope.bind(EXPERTS, problem, up_XIE, down_XEI, *sets[0].biases)
+
+
+def _bind_apart(
+    scope: Scope, problem: ExpertsProblem, routed: TakenExperts, shared: TakenExperts
+) -> Experts:
+    """Where no kernel multiplies by both in one call."""
+    slots, first = problem.slots - len(shared), len(routed)
+    mix = _bind(scope, replace(problem, slots=slots), (routed,))
+    beside = _bind(scope, replace(problem, slots=len(shared)), (shared,))
+
+    def experts(
+        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        y_TE = mix(x_TE, expert_TK[:, :slots].contiguous(), weight_TK[:, :slots].contiguous())
+        last_TS = (expert_TK[:, slots:] - first).contiguous()
+        return y_TE + beside(x_TE, last_TS, weight_TK[:, slots:].contiguous())
+
+    return experts
+
+
+def _floats(taken: TakenExperts) -> ExpertWeights:
+    assert taken.floats is not None
+    return taken.floats
