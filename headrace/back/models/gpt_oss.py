@@ -6,7 +6,7 @@ from __future__ import annotations
 from headrace.back.kernels.experts.op import OAI_ALPHA, SWIGLU_OAI
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
-from headrace.back.layers.moe.weights import InterleavedExperts
+from headrace.back.layers.moe.weights import InterleavedExperts, SeparateExperts
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
@@ -20,6 +20,9 @@ from headrace.back.models.blocks import (
 from headrace.base.config.hf import ConfigReader
 
 LAYOUT = InterleavedExperts()
+SEPARATE = SeparateExperts(
+    bias_names=("experts.gate_proj.bias", "experts.up_proj.bias", "experts.down_proj.bias")
+)
 THETA = 150_000.0
 
 
@@ -69,7 +72,7 @@ def _mixture(config: ConfigReader, inner: int) -> MixtureSpec:
             linear_bias=True,
         ),
         inner=inner,
-        layout=LAYOUT,
+        layout=SEPARATE if config.bool("separate_experts", False) else LAYOUT,
         activation=SWIGLU_OAI,
         clamp=config.float("swiglu_limit", 7.0, ge=0.0),
     )

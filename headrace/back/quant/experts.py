@@ -211,7 +211,7 @@ class StoredExperts:
             begin = (0 if matrices.in_turn else copy.source[1].start or 0) + cut.columns.start
             inputs = groups.values_RC.shape[1] if matrices.in_turn else copy.shape[1]
             source = Dim(1, per=scheme.group or 0).cut(
-                (slice(0), slice(begin, begin + panels.inputs)), (0, inputs)
+                (slice(0, 1), slice(begin, begin + panels.inputs)), (1, inputs)
             )
             part = Groups(
                 values_RC=groups.values_RC[cut.rows, cut.columns],
@@ -327,9 +327,9 @@ def _group(scheme: str) -> int:
 
 
 def _block_columns(form: str, begin: int, end: int, inputs: int) -> slice:
-    rectangle = slice(0), slice(begin, end)
+    rectangle = slice(0, 1), slice(begin, end)
     try:
-        return blocks_of(LAYOUTS[form]).cut(rectangle, (0, inputs))[1]
+        return blocks_of(LAYOUTS[form]).cut(rectangle, (1, inputs))[1]
     except CutGroup as error:  # stored_schemes has looked
         raise AssertionError(form, begin, end) from error
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from headrace.base.config import gguf_mixtures as mixtures
 from headrace.base.config.gguf import GGUFFile
 from headrace.base.errors import CheckpointError
 
@@ -173,7 +174,38 @@ _SILU: Final = {"hidden_act": "silu"}
 
 ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
     "llama": GGUFArchitecture(
-        model_type="llama", architecture="LlamaForCausalLM", fixed={**_SILU, "mlp_bias": False}
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        fixed={**_SILU, "mlp_bias": False},
+        adjust=mixtures.llama,
+    ),
+    "qwen2moe": GGUFArchitecture(
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        fixed={**_SILU, "use_sliding_window": False, "norm_topk_prob": False},
+        keys=mixtures.CHOSEN | mixtures.INNER | mixtures.SHARED,
+        adjust=mixtures.renormalized,
+    ),
+    "qwen3moe": GGUFArchitecture(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        fixed={**_SILU, "use_sliding_window": False, "norm_topk_prob": True},
+        keys=mixtures.CHOSEN | mixtures.INNER,
+        adjust=mixtures.renormalized,
+    ),
+    "olmoe": GGUFArchitecture(
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        fixed={**_SILU, "norm_topk_prob": False},
+        keys=mixtures.CHOSEN | {"clip_qkv": "attention.clamp_kqv"},
+        adjust=mixtures.renormalized,
+    ),
+    "gpt-oss": GGUFArchitecture(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        fixed={**_SILU, "separate_experts": True},
+        keys=mixtures.GPT_OSS,
+        adjust=mixtures.gpt_oss,
     ),
     "qwen2": GGUFArchitecture(
         model_type="qwen2",

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from headrace.back.layers.scope import Scope
-from headrace.back.parallel.param import WeightPiece
+from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
 from headrace.back.quant.experts import MatricesOf
 
@@ -75,12 +75,18 @@ class ExpertLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateExperts:
-    """A gate, an up and a down tensor for each expert, {} for its number."""
+    """A gate, an up and a down tensor for each expert, {} for its number. `bias_names`: their biases,
+    each a tensor of all experts."""
 
     gate: str = "experts.{}.gate_proj.weight"
     up: str = "experts.{}.up_proj.weight"
     down: str = "experts.{}.down_proj.weight"
-    biased = False
+    bias_names: tuple[str, str, str] | None = None
+
+    @property
+    def biased(self) -> bool:
+        """See ExpertLayout."""
+        return self.bias_names is not None
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout. One parameter for all gates and ups, one for all downs."""
@@ -98,7 +104,9 @@ class SeparateExperts:
         )
         rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * (2 * count))
         columns = Shard(axis="tp", dim=1, parts=(sizes.part,))
-        return _Separate(scope, sizes, up=up, down=down, rows=rows, columns=columns)
+        return _Separate(
+            scope, sizes, up=up, down=down, rows=rows, columns=columns, biases=self.bias_names
+        )
 
 
 class _Separate:
@@ -111,12 +119,26 @@ class _Separate:
         down: tuple[WeightPiece, ...],
         rows: Shard,
         columns: Shard,
+        biases: tuple[str, str, str] | None,
     ) -> None:
         self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
+        self._is_first = scope.mesh.tp.rank == 0
         shape = (2 * sizes.experts * sizes.inner, sizes.width)
         self._up = scope.param("experts.up", shape, pieces=up, shard=rows)
         shape = (sizes.experts * sizes.width, sizes.inner)
         self._down = scope.param("experts.down", shape, pieces=down, shard=columns)
+        self._biases: tuple[Param, Param, Param] | None = None
+        if biases is not None:
+            gate, up_name, down_name = biases
+            each, all_of = (
+                Shard(axis="tp", dim=1, parts=(sizes.part,)),
+                (sizes.experts, sizes.inner),
+            )
+            self._biases = (
+                scope.param(gate, all_of, shard=each, init="zeros"),
+                scope.param(up_name, all_of, shard=each, init="zeros"),
+                scope.param(down_name, (sizes.experts, sizes.width), init="zeros"),
+            )
 
     @property
     def matrices(self) -> tuple[MatricesOf, ...] | None:
@@ -127,15 +149,23 @@ class _Separate:
         )
 
     def biases(self) -> Biases:
-        """See LoadedExperts."""
-        return None, None
+        """See LoadedExperts. The ranks' results are added up: one of them has the last bias."""
+        if self._biases is None:
+            return None, None
+        gate_XI, up_XI, down_XE = (bias.take() for bias in self._biases)
+        return torch.cat((gate_XI, up_XI), 1), down_XE if self._is_first else torch.zeros_like(
+            down_XE
+        )
 
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
         count, width = self._sizes.experts, self._sizes.width
+        up_bias_XI, down_bias_XE = self.biases()
         return ExpertWeights(
             up_XIE=self._up.take().view(count, 2 * self._inner, width),
             down_XEI=self._down.take().view(count, width, self._inner),
+            up_bias_XI=up_bias_XI,
+            down_bias_XE=down_bias_XE,
         )
 
 

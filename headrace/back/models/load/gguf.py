@@ -46,6 +46,30 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_MIXTURE = {
+    **_BLOCK,
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL = {
+    **_BLOCK,
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_GPT_OSS = {
+    **_MIXTURE,
+    "ffn_gate_inp": "mlp.router",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks.",  # a name of its own
+}
 _SANDWICH = {
     **_BLOCK,
     "post_attention_norm": "post_attention_layernorm",
@@ -66,7 +90,11 @@ class _Dialect:
 
 
 _DIALECTS: Mapping[str, _Dialect] = {
-    "llama": _Dialect(blocks=_BLOCK, interleaved=True),
+    "llama": _Dialect(blocks=_MIXTRAL, interleaved=True),
+    "qwen2moe": _Dialect(blocks=_MIXTURE),
+    "qwen3moe": _Dialect(blocks=_MIXTURE),
+    "olmoe": _Dialect(blocks=_MIXTURE),
+    "gpt-oss": _Dialect(blocks=_GPT_OSS),
     "qwen2": _Dialect(blocks=_BLOCK),
     "qwen3": _Dialect(blocks=_BLOCK),
     "gemma2": _Dialect(blocks=_SANDWICH, norm_plus_one=True),
@@ -121,7 +149,11 @@ class GGUFSource:
         if heads:
             rows_of = _deinterleaved(rows_of, heads)
         columns = shape[-1]
-        rows_of = rows_of.reshape(-1, columns // tensor.type.block, tensor.type.size)
+        rows_of = rows_of.reshape(*shape[:-1], columns // tensor.type.block, tensor.type.size)
+        if len(shape) == 3:  # experts
+            for i, rows in enumerate(rows_of[source[0]]):
+                self._copy_rows(tensor, rows[source[1]], source[-1], target[i])
+            return
         self._copy_rows(tensor, rows_of[source[0]], source[-1], target)
 
     def blocks(self, name: str) -> StoredRows:
@@ -198,7 +230,11 @@ def _new_name(name: str, dialect: _Dialect) -> str:
             return f"model.{_TOP[stem]}.{kind}"
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem, re.ASCII)
         if match and match[2] in dialect.blocks:
-            return f"model.layers.{match[1]}.{dialect.blocks[match[2]]}.{kind}"
+            module = dialect.blocks[match[2]]
+            ending = kind if not module.endswith(".") else ""
+            return (
+                f"model.layers.{match[1]}.{module.removesuffix('.')}{'.' if ending else ''}{ending}"
+            )
     return name
 
 

@@ -63,13 +63,30 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}, "SmolLM3ForCausalLM"),
 }
-INTERLEAVED = ("llama", "granite", "smollm3")
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 96, **HEAD_DIM}
+# The same with experts; "mixtral" is written as a llama.
+MIXTURES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}, "MixtralForCausalLM"),
+    "qwen2moe": (
+        "Qwen2MoeConfig",
+        {**EXPERTS, "shared_expert_intermediate_size": 192},
+        "Qwen2MoeForCausalLM",
+    ),
+    "qwen3moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}, "Qwen3MoeForCausalLM"),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}, "OlmoeForCausalLM"),
+    "gpt-oss": (
+        "GptOssConfig",
+        {**HEAD_DIM, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        "GptOssForCausalLM",
+    ),
+}
+INTERLEAVED = ("llama", "granite", "smollm3", "mixtral")
 GEMMA = ("gemma2", "gemma3")
 
 
 def tiny_model(architecture: str, **changes: Any) -> Any:
     """A transformers model with random weights, norms included."""
-    config_name, extra, model_name = MODELS[architecture]
+    config_name, extra, model_name = (MODELS | MIXTURES)[architecture]
     config = getattr(transformers, config_name)(**{**SIZES, **extra, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, model_name)(config)
@@ -118,24 +135,53 @@ def write_gguf(
     """Writes a transformers model as GGUF. `quantize` gives each matrix its bytes and type; F32
     without it."""
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama" if architecture == "mixtral" else architecture)
     _write_metadata(writer, architecture, config)
     if extra is not None:
         extra(writer)
-    names = gguf.get_tensor_name_map(_arch(architecture), config.num_hidden_layers)
+    arch = _arch("llama" if architecture == "mixtral" else architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _separated(architecture, model.state_dict()).items():
         if name == "lm_head.weight" and tied:
             continue
         values = _as_stored(architecture, name, tensor.numpy(), config)
+        name += ".weight" if name.endswith("sinks") else ""
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         raw, kind = values, None
-        if quantize is not None and values.ndim == 2:
-            raw, kind = quantize(stored, values)
+        if (
+            quantize is not None
+            and values.ndim > 1
+            and not stored.endswith("bias")
+            and "_inp" not in stored
+        ):
+            flat, kind = quantize(stored, values.reshape(-1, values.shape[-1]))
+            raw = flat.reshape(*values.shape[:-1], -1)
         writer.add_tensor(stored, np.ascontiguousarray(raw), raw_dtype=kind)
     _finish(writer)
     return path
+
+
+def _separated(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gates and ups of experts apart, outputs before inputs, under the names of the library's table."""
+    separate: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        kind = "bias" if last.endswith("_bias") else "weight"
+        matrix = last.removesuffix("_bias")
+        if not module.endswith(".experts"):
+            separate[name] = tensor
+            continue
+        oss = architecture == "gpt-oss"
+        whole = tensor.transpose(1, 2) if oss and kind == "weight" else tensor
+        if matrix == "down_proj":
+            separate[f"{module}.down_proj.{kind}"] = whole
+            continue
+        halves = (whole[:, 0::2], whole[:, 1::2]) if oss else whole.chunk(2, 1)
+        for part, half in zip(("gate_proj", "up_proj"), halves, strict=True):
+            separate[f"{module}.{part}.{kind}"] = half
+    return separate
 
 
 def _finish(writer: gguf.GGUFWriter) -> None:
@@ -159,6 +205,21 @@ def _as_stored(architecture: str, name: str, values: np.ndarray, config: Any) ->
     return values
 
 
+def _write_experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    sizes = config.to_dict()
+    writer.add_expert_count(sizes.get("num_local_experts") or sizes["num_experts"])
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    inner = sizes.get("moe_intermediate_size", config.intermediate_size)
+    writer.add_expert_feed_forward_length(inner)
+    if shared := sizes.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if config.rope_parameters.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        original = config.rope_parameters["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+
+
 def _write_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -179,7 +240,9 @@ def _write_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> 
     writer.add_pad_token_id(config.pad_token_id)
     if config.bos_token_id is not None:
         writer.add_bos_token_id(config.bos_token_id)
-    if architecture in GEMMA:
+    if architecture in MIXTURES:
+        _write_experts(writer, config)
+    if architecture in GEMMA or architecture == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

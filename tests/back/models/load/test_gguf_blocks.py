@@ -60,9 +60,11 @@ def run(model: Any) -> torch.Tensor:
 def dequantized(spec: ModelSpec) -> Any:
     """The same model with every block dequantized to floats."""
     from headrace.back.models.load.fill import check, fill
+    from headrace.back.models.load.source import separate_experts
 
     model = build_model(spec, mesh=Mesh(), device=CPU, block_tokens=16)
-    source = open_source(spec)
+    wanted = {piece.name for param in model.weights.params for piece in param.pieces}
+    source = separate_experts(open_source(spec), wanted)
     check(model.weights, source)
     fill(model.weights, source)
     model.finish_load()
