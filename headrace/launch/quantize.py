@@ -1,0 +1,197 @@
+"""Writes a checkpoint with quantized weights: the linear layers and experts of a plain one, a tensor
+at a time, rounded to nearest; all else is copied as it is.
+
+What is a linear layer the model itself says, built without memory: the weights that
+`--quantization` would pack. Embedding and output head stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSource
+from headrace.back.models.load.source import name_of
+from headrace.back.quant.compressed import WRITTEN, config, takes, written
+from headrace.back.quant.scheme import SCHEMES, Scheme
+from headrace.base.config.quantization import stored_quantization
+from headrace.base.config.resolved import ModelSpec
+from headrace.base.errors import CheckpointError, ConfigError
+from headrace.launch.plan import build_without_memory
+
+SHARD_BYTES = 4 << 30
+INDEX = "model.safetensors.index.json"
+Progress = Callable[[str, int], None]
+"""Told a tensor's name and its bytes once it is written."""
+
+
+@dataclass(kw_only=True)
+class Written:
+    """Sizes in bytes, and how far the written weights are from the plain ones: `error` and `size`
+    are sums of squares. `left`: matrices that stay plain although their kind is quantized."""
+
+    before: int = 0
+    after: int = 0
+    quantized: int = 0
+    error: float = 0.0
+    size: float = 0.0
+    worst: tuple[float, str] = (0.0, "")
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float:
+        """Relative error of all quantized weights together, in the Euclidean norm."""
+        return math.sqrt(self.error / self.size) if self.size else 0.0
+
+
+def quantize_checkpoint(
+    spec: ModelSpec, out: Path, scheme_name: str, progress: Progress = lambda name, size: None
+) -> Written:
+    """Writes `out`, a folder that must be new or empty. ConfigError for a scheme without a layout,
+    for a checkpoint that is no plain safetensors, and for a folder that is not empty."""
+    scheme = _checked(spec, out, scheme_name)
+    linear = linear_weights(spec)
+    report, names = Written(), _Shards(out)
+    ignored: set[str] = set()
+    out.mkdir(parents=True, exist_ok=True)
+    with closing(SafetensorsSource(Path(spec.path))) as source:
+        for name, tensor in _tensors(source):
+            module = name.removesuffix(".weight")
+            report.before += tensor.nbytes
+            tensors = {name: tensor}
+            if name in linear:
+                if tensor.dim() == 2 and takes(tuple(tensor.shape), scheme):
+                    tensors = _quantized(module, tensor, scheme, report)
+                else:
+                    report.left.append(name)
+                    ignored.add(module)
+            elif tensor.dim() == 2 and name.endswith(".weight"):
+                ignored.add(module)
+            for one, values in tensors.items():
+                report.after += values.nbytes
+                names.add(one, values)
+            progress(name, tensor.nbytes)
+    names.close()
+    _write_rest(Path(spec.path), out, config(scheme, ignored | {"lm_head"}))
+    return report
+
+
+def stored_bytes(spec: ModelSpec) -> int:
+    """Of the checkpoint's weight files."""
+    return sum(path.stat().st_size for path in Path(spec.path).glob("*.safetensors"))
+
+
+def linear_weights(spec: ModelSpec) -> frozenset[str]:
+    """The checkpoint's names of the weights that are quantized."""
+    plain = msgspec.structs.replace(spec, quantization="int8")
+    plan = build_without_memory(plain, block_tokens=16).weights
+    packed = {
+        piece.name
+        for param in plan.params
+        if param.packed_bytes
+        for piece in param.pieces
+        if not piece.transposed and "embed" not in param.name and "lm_head" not in piece.name
+    }
+    with closing(SafetensorsSource(Path(spec.path))) as source:
+        return frozenset(name for name in source.entries if name_of(name, plan.renamed) in packed)
+
+
+def _checked(spec: ModelSpec, out: Path, scheme_name: str) -> Scheme:
+    if scheme_name not in WRITTEN:
+        raise ConfigError(f"--scheme {scheme_name}: one of {', '.join(WRITTEN)}", field="--scheme")
+    if spec.format != "safetensors":
+        raise ConfigError(
+            f"{spec.path}: only safetensors checkpoints are quantized, not {spec.format}",
+            field="MODEL",
+        )
+    if stored_quantization(spec.config, f"{spec.path}/config.json") is not None:
+        raise ConfigError(f"{spec.path}: the checkpoint is quantized already", field="MODEL")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: is there, and not an empty folder", field="OUT")
+    return SCHEMES[scheme_name]
+
+
+def _tensors(source: SafetensorsSource) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, entry in sorted(source.entries.items(), key=lambda item: item[1].order):
+        tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        whole = tuple(slice(0, size) for size in entry.shape)
+        source.copy(name, entry.shape, whole, tensor)
+        yield name, tensor
+
+
+def _quantized(
+    module: str, weight_OI: torch.Tensor, scheme: Scheme, report: Written
+) -> dict[str, torch.Tensor]:
+    try:
+        tensors, exact_OI = written(weight_OI, scheme)
+    except ValueError as error:
+        raise CheckpointError(f"tensor {module}.weight {error}") from error
+    error_of = float((exact_OI - weight_OI.float()).square().sum())
+    size = float(weight_OI.float().square().sum())
+    report.quantized += 1
+    report.error, report.size = report.error + error_of, report.size + size
+    loss = math.sqrt(error_of / size) if size else 0.0
+    report.worst = max(report.worst, (loss, module))
+    return {f"{module}.{name}": values for name, values in tensors.items()}
+
+
+class _Shards:
+    """Files of at most SHARD_BYTES and their index; one file has no index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._files: list[dict[str, int]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._waiting and self._bytes() + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._waiting[name] = tensor.contiguous()
+
+    def close(self) -> None:
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            (self._folder / _part(1)).rename(self._folder / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self._files):
+            final = f"model-{i + 1:05}-of-{count:05}.safetensors"
+            (self._folder / _part(i + 1)).rename(self._folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        total = sum(sum(names.values()) for names in self._files)
+        document = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (self._folder / INDEX).write_text(json.dumps(document, indent=1))
+
+    def _flush(self) -> None:
+        self._files.append({name: tensor.nbytes for name, tensor in self._waiting.items()})
+        path = self._folder / _part(len(self._files))
+        save_file(self._waiting, path, metadata={"format": "pt"})
+        self._waiting = {}
+
+    def _bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._waiting.values())
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05}.safetensors"
+
+
+def _write_rest(folder: Path, out: Path, quantization: dict[str, object]) -> None:
+    """Everything but weights: tokenizer, template, generation defaults; and config.json."""
+    for path in sorted(folder.iterdir()):
+        weights = path.suffix in (".safetensors", ".bin", ".pth", ".pt", ".gguf")
+        if path.is_file() and not weights and path.name not in ("config.json", INDEX):
+            shutil.copyfile(path, out / path.name)
+    document = json.loads((folder / "config.json").read_text())
+    document["quantization_config"] = quantization
+    (out / "config.json").write_text(json.dumps(document, indent=2) + "\n")
