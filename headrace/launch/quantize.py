@@ -163,7 +163,7 @@ class _Shards:
         if count == 1:
             (self._folder / _part(1)).rename(self._folder / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(self._files):
             final = f"model-{i + 1:05}-of-{count:05}.safetensors"
             (self._folder / _part(i + 1)).rename(self._folder / final)

@@ -366,29 +366,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {**ROUTED, "head_dim": 8, "use_qk_norm": True, **rope(partial_rotary_factor=0.5)},
     ),
-    "cwm": (
-        "Cwm",
-        {
-            "head_dim": 8,
-            "sliding_window": 12,
-            "layer_types": MIXED,
-            **rope(**LLAMA3),
-            "bos_token_id": 1,
-        },
-    ),
-    "jais2": ("Jais2", {}),
-    "hyperclovax": (
-        "HyperCLOVAX",
-        {
-            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
-            **{"residual_multiplier": 0.4, "logits_scaling": 0.4},
-        },
-    ),
-    "hyperclovax-plain": ("HyperCLOVAX", {"use_post_norm": False}),
-    "vaultgemma": (
-        "VaultGemma",
-        {"head_dim": 8, "sliding_window": 10, "query_pre_attn_scalar": 12},
-    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
     "lfm2-as-stated": ("Lfm2", {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False}),
     "lfm2-moe": (

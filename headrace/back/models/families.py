@@ -85,7 +85,6 @@ ARCHITECTURES: Mapping[str, str] = {
     "NanoChatForCausalLM": "nanochat",
     "DbrxForCausalLM": "dbrx",
     "InternLM2ForCausalLM": "internlm2",
-    "InternLM3ForCausalLM": "internlm3",
     "ExaoneForCausalLM": "exaone",
     "MiniCPMForCausalLM": "minicpm",
     "OrionForCausalLM": "orion",
