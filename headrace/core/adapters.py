@@ -161,8 +161,8 @@ class Adapters(AdmissionHook):
         trusted: bool = False,
     ) -> None:
         """Reads an adapter and lets requests name it; `on_done` is called once that is done, or
-        with why not. `replaces`: one of that name may be there. `trusted`: the folder need not lie below
-        the allowed ones (the operator named it)."""
+        with why not. `replaces`: one of that name may be there. `trusted`: the folder need not lie
+        below the allowed ones (the operator named it)."""
         check_name(name)
         taken = {loading.adapter.name for loading in self._loading}
         if name in taken or (name in self._known and not replaces):

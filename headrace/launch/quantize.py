@@ -1,5 +1,5 @@
-"""Writes a checkpoint with quantized weights: the linear layers and experts of a plain one, a tensor
-at a time, rounded to nearest; all else is copied as it is.
+"""Writes a checkpoint with quantized weights: the linear layers and experts of a plain one, a
+tensor at a time, rounded to nearest; all else is copied as it is.
 
 What is a linear layer the model itself says, built without memory: the weights that
 `--quantization` would pack. Embedding and output head stay as they are.

@@ -128,8 +128,8 @@ def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
     width, heads = vision.int("hidden_size", 768, ge=1), vision.int("num_attention_heads", 12, ge=1)
     clip = vision.str("model_type") == "clip_vision_model"
     patch, side = square(vision)
-    picks = ("default", "full")
-    drops = config.choice("vision_feature_select_strategy", picks, "default") == "default"
+    known = ("default", "full")
+    drops = config.choice("vision_feature_select_strategy", known, "default") == "default"
     if drops != clip:
         raise config.wrong("vision_feature_select_strategy", "default of CLIP's, full of SigLIP's")
     layer = VisionLayerSpec(

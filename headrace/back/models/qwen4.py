@@ -23,12 +23,13 @@ from headrace.back.models.blocks import (
 from headrace.back.models.hybrid import gated_attention, read_gated_delta
 from headrace.back.models.hyper_layer import HyperLayerSpec
 from headrace.back.models.qwen2_moe import qwen_mixture
-from headrace.back.models.qwen3_5 import DELTA, VISION
+from headrace.back.models.qwen3_5 import DELTA
 from headrace.back.models.qwen3_next import DRAFTS
 from headrace.base.config.hf import ConfigReader
 
 LINEAR, ATTENDS = "linear_attention", ("indexed_attention", "full_attention")
 NAMES = DecoderNames(norm=None)
+VISION = r"model\.visual\..*"
 HASHES = r".*\.ple_embedding\.(layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets)"
 """Stored, but they follow from the config."""
 SHARDS = r".*\.ngram_embedding\.shard_\d+\.weight"

@@ -22,8 +22,8 @@ WRITTEN = ("int4", "int4-g64", "int4-g128", "int4-asym", "int4-asym-g64", "int4-
 def written(
     weight_OI: torch.Tensor, scheme: Scheme
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The tensors that stand for a weight, by what follows the module's name, and the float32 weight
-    that they stand for. Scales are bfloat16, one for each output and group; without groups
+    """The tensors that stand for a weight, by what follows the module's name, and the float32
+    weight that they stand for. Scales are bfloat16, one for each output and group; without groups
     float32."""
     values_OI, scales_OG, minima_OG = scheme.quantize(weight_OI)
     if not bool(scales_OG.isfinite().all()):

@@ -1,5 +1,5 @@
-"""The weights of a mixture's experts in packed panels (kernels/experts_quant): made of floats once a
-layer's are loaded, or taken as the checkpoint stores them.
+"""The weights of a mixture's experts in packed panels (kernels/experts_quant): made of floats once
+a layer's are loaded, or taken as the checkpoint stores them.
 
 X experts, E width, I this rank's inner size of an expert.
 """
@@ -332,11 +332,6 @@ def _block_columns(form: str, begin: int, end: int, inputs: int) -> slice:
         return blocks_of(LAYOUTS[form]).cut(rectangle, (1, inputs))[1]
     except CutGroup as error:  # stored_schemes has looked
         raise AssertionError(form, begin, end) from error
-
-
-def together(kinds: tuple[ExpertsKind, ...]) -> bool:
-    """Whether one call multiplies by experts of these kinds."""
-    return mixed_rows(kinds) is None
 
 
 def groups_of_rows(kind: ExpertsKind) -> tuple[int, int]:

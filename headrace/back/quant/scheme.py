@@ -18,9 +18,9 @@ Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 @dataclass(frozen=True)
 class Scheme:
     """A way to store weights. `bits` 8: quantized values -127 .. 127, or e4m3 if `floating`; 4:
-    quantized values -8 .. 7, or 0 .. 15 if `asymmetric`, or twice e2m1 numbers if `floating`. `group`
-    inputs of an output share a bfloat16 scale (and minimum), for e2m1 a power of two; None: all of
-    them, with a float32 scale."""
+    quantized values -8 .. 7, or 0 .. 15 if `asymmetric`, or twice e2m1 numbers if `floating`.
+    `group` inputs of an output share a bfloat16 scale (and minimum), for e2m1 a power of two;
+    None: all of them, with a float32 scale."""
 
     name: str
     bits: int
@@ -100,10 +100,10 @@ def _microscaled(weight_OI: torch.Tensor) -> Quantized:
     scales = powers.masked_fill(largest == 0, 1.0)
     sizes = (groups / scales[..., None]).abs()
     steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
-    codes = torch.bucketize(sizes, steps)  # a tie goes down
-    odd = torch.isin(sizes, steps[1::2])  # to an odd code: up instead
-    codes = (codes + odd) | (groups < 0).to(torch.int64) << 3
-    values, halves, _ = halved(codes.flatten(1), scales)
+    numbers = torch.bucketize(sizes, steps)  # a tie goes down
+    odd = torch.isin(sizes, steps[1::2])  # to an odd number: up instead
+    numbers = (numbers + odd) | (groups < 0).to(torch.int64) << 3
+    values, halves, _ = halved(numbers.flatten(1), scales)
     return values[:, :inputs], halves.masked_fill(~largest.isfinite(), torch.nan), None
 
 

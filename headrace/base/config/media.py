@@ -10,9 +10,10 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     most of a resized image, and of a video: of one frame, or with `pixels_of_all_frames` of all.
     `stamped`: frame pairs are inputs of their own, with their times as text between them.
 
-    Of models with inputs of one size: `side` of the square in pixels, `fit` of an image to it (crop,
-    pad, stretch), `tiles`: the least and the most squares of an image. `longest`: the longest side
-    of a resized image. `resample`: Pillow's number of a filter (1 Lanczos, 2 bilinear, 3 bicubic).
+    Of models with inputs of one size: `side` of the square in pixels, `fit` of an image to it
+    (crop, pad, stretch), `tiles`: the least and the most squares of an image. `longest`: the
+    longest side of a resized image. `resample`: Pillow's number of a filter (1 Lanczos, 2
+    bilinear, 3 bicubic).
     `pad_color`: what fills a padded square."""
 
     patch: int = 14

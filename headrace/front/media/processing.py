@@ -39,8 +39,8 @@ class TowerInput(msgspec.Struct, frozen=True, kw_only=True):
 
 class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True):
     """A medium's inputs, and its `layout`: texts of the family, and indices of inputs, each of
-    which takes as many placeholder tokens as it has merged patches. `row_break`: text behind each row
-    of them but the last."""
+    which takes as many placeholder tokens as it has merged patches. `row_break`: text behind each
+    row of them but the last."""
 
     inputs: tuple[TowerInput, ...]
     layout: tuple[str | int, ...]

@@ -105,10 +105,29 @@ class BlockLayout:
         return -(-outputs // PANEL) * self.panel_bytes(inputs)
 
 
-def _layout(number: int, name: str, block: int, size: int, part: int, bits: int, offset: int = 0, *,
-            minimum: bool = False, levels: tuple[int, ...] | None = None) -> BlockLayout:  # fmt: skip
-    return BlockLayout(name=name, number=number, block=block, size=size, part=part, bits=bits, offset=offset,
-                  minimum=minimum, levels=levels)  # fmt: skip
+def _layout(
+    number: int,
+    name: str,
+    block: int,
+    size: int,
+    part: int,
+    bits: int,
+    offset: int = 0,
+    *,
+    minimum: bool = False,
+    levels: tuple[int, ...] | None = None,
+) -> BlockLayout:
+    return BlockLayout(
+        name=name,
+        number=number,
+        block=block,
+        size=size,
+        part=part,
+        bits=bits,
+        offset=offset,
+        minimum=minimum,
+        levels=levels,
+    )
 
 
 MXFP4 = BlockLayout(name="MXFP4", number=21, block=32, size=17, part=32, bits=4, levels=E2M1_LEVELS,

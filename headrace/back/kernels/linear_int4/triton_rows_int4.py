@@ -198,7 +198,7 @@ def rows_kernel(
         for part in gl.static_range(PAIR):
             tile = _tile_of(i_program, part, PAIR, UP)
             one = _fetch(words, scales, tile, d, STEPS, TILES, S, WHOLE, MINIMA, ACC)
-            ring = ring + (one,)  # noqa: RUF005
+            ring = ring + (one,)  # noqa: RUF005 - Triton unpacks no tuples
     o_b = gl.arange(0, 8, layout=gl.SliceLayout(1, BLOCKS))
     o_x = o_b[:, None] * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, BLOCKS))[None, :]
     norms = ()
@@ -206,13 +206,13 @@ def rows_kernel(
         for i in gl.static_range(ROUNDS):
             o_i = o_x + i * ROUND
             b_norm = gl.load(norm_weight + o_i, mask=o_i < INPUTS, other=0.0)
-            norms = norms + (b_norm,)  # noqa: RUF005
+            norms = norms + (b_norm,)  # noqa: RUF005 - Triton unpacks no tuples
     enter(DEPENDENT)
     parts = ()
     for i in gl.static_range(ROUNDS):
         o_i = o_x + i * ROUND
         b_part = gl.load(x + o_i, mask=o_i < INPUTS, other=0.0)
-        parts = parts + (b_part,)  # noqa: RUF005
+        parts = parts + (b_part,)  # noqa: RUF005 - Triton unpacks no tuples
     b_squares = gl.zeros([8, BLOCK], gl.float32, BLOCKS)
     for i in gl.static_range(ROUNDS):
         b_part = parts[i]
@@ -250,7 +250,7 @@ def rows_kernel(
                     one = _fetch(
                         words, scales, tile, begin + d, STEPS, TILES, S, WHOLE, MINIMA, ACC
                     )
-                    after = after + (one,)  # noqa: RUF005
+                    after = after + (one,)  # noqa: RUF005 - Triton unpacks no tuples
                 b_x = token.index(base + d).permute((1, 0)).load(SECOND)
                 b_sums = sums.index(base + d).load(gl.SliceLayout(0, ACC))
                 b_total = _added(b_total, ring[d * PAIR], b_x, b_sums, MINIMA, ACC)

@@ -38,8 +38,8 @@ class TakenExperts:
 
 
 class ExpertSet:
-    """`count` experts of this rank's `inner` size, whose parameters are `params`; `scale`: what each
-    expert's downs are multiplied with."""
+    """`count` experts of this rank's `inner` size, whose parameters are `params`; `scale`: what
+    each expert's downs are multiplied with."""
 
     def __init__(
         self,

@@ -133,23 +133,16 @@ class Mixture:
             if router.bias_name
             else None
         )
-        self._expert_scale = (
-            scope.param(router.expert_scale, (router.experts - router.idle,), init="ones")
-            if router.expert_scale
-            else None
-        )
         sizes = ExpertSizes(experts=router.experts - router.idle, width=width, inner=spec.inner)
+        self._expert_scale = None
+        if router.expert_scale:
+            self._expert_scale = scope.param(router.expert_scale, (sizes.experts,), init="ones")
         self._inner = sizes.part
         inner, ledger = local_size(self._inner, scope.mesh.tp), scope.ledger
         first = len(ledger.params) - (router.expert_scale is not None)
         loaded = spec.layout.params(scope, sizes)
-        self._routed = ExpertSet(
-            scope,
-            loaded,
-            ledger.params[first:],
-            sizes=(router.experts, width, inner),
-            scale=self._expert_scale,
-        )
+        params, each = ledger.params[first:], (sizes.experts, width, inner)
+        self._routed = ExpertSet(scope, loaded, params, sizes=each, scale=self._expert_scale)
         self._shared = None
         if shared is not None:
             first = len(ledger.params)

@@ -27,6 +27,8 @@ class FlatExperts:
 
 
 class _Stacked:
+    matrices = None
+
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: FlatExperts) -> None:
         self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
         shape = (sizes.experts * sizes.inner, sizes.width)

@@ -47,8 +47,8 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class LoadedExperts(Protocol):
-    """Parameters that are asked for; `take` gives the weights once they are loaded, unless they were
-    packed as the parameters' `matrices`: then `biases` gives what is left."""
+    """Parameters that are asked for; `take` gives the weights once they are loaded, unless they
+    were packed as the parameters' `matrices`: then `biases` gives what is left."""
 
     def take(self) -> ExpertWeights: ...
 
@@ -75,8 +75,8 @@ class ExpertLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateExperts:
-    """A gate, an up and a down tensor for each expert, {} for its number. `bias_names`: their biases,
-    each a tensor of all experts."""
+    """A gate, an up and a down tensor for each expert, {} for its number. `bias_names`: their
+    biases, each a tensor of all experts."""
 
     gate: str = "experts.{}.gate_proj.weight"
     up: str = "experts.{}.up_proj.weight"

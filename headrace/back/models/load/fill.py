@@ -116,7 +116,8 @@ def _write_blocks(param: Param, copy: Copy, source: Source, scan_finite: bool) -
 
 
 def _write_groups(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
-    """A damaged scale is refused always, as for blocks. Of experts in one tensor, each by itself."""
+    """A damaged scale is refused always, as for blocks. Of experts in one tensor, each by
+    itself."""
     return sum(_write_numbers(param, one, source) for one in _matrices(copy))
 
 

@@ -119,8 +119,8 @@ class QuantizedSource:
     def groups(
         self, name: str, source: tuple[slice, ...], device: torch.device = HOST
     ) -> tuple[Groups, Numbers]:
-        """A rectangle as it is stored, of three dimensions that of one expert; on a device some rows
-        at a time, whose words are wide while they are taken apart."""
+        """A rectangle as it is stored, of three dimensions that of one expert; on a device some
+        rows at a time, whose words are wide while they are taken apart."""
         weight = self._weights[name]
         *outer, rows, columns = (
             slice(*cut.indices(size)) for cut, size in zip(source, weight.shape, strict=True)

@@ -219,10 +219,10 @@ class Media:
         if not wanted:
             return None
         self.cache.encode([span.key for span, *_ in wanted])
-        found = [self.cache.slots(span, low, high) for span, low, high, _ in wanted]
-        slot_M = np.concatenate([slots for _, slots in found])
+        places = [self.cache.slots(span, low, high) for span, low, high, _ in wanted]
+        slot_M = np.concatenate([slots for _, slots in places])
         at_M = np.concatenate(
-            [at + seen for (*_, at), (seen, _) in zip(wanted, found, strict=True)]
+            [at + seen for (*_, at), (seen, _) in zip(wanted, places, strict=True)]
         )
         parts = self.cache.rows(slot_M).split(self._encoder.width, dim=1)
         return EncodedTokens(
