@@ -2,7 +2,9 @@
 over the span's keys once (Dao 2023, FlashAttention-2).
 
 A head is taken in two parts, the greatest power of two and what is left, so that heads of 72 or 80
-do not cost those of 128. The list of tiles is made on the host and kept from layer to layer.
+do not cost those of 128. The second part begins early enough to be whole: loads of a part of a
+tile's columns gave wrong numbers there (Triton 3.6, bfloat16, 72), and queries are 0 where the
+parts overlap. The list of tiles is made on the host and kept from layer to layer.
 
 H heads, K KV heads, D dimensions of a head.
 """
@@ -30,9 +32,9 @@ KEPT_LISTS = 8
 
 
 @triton.jit
-def _load(base, rows, columns, stride, m_rows, WIDTH: tl.constexpr):
-    """Rows of a head's columns; those behind WIDTH are 0."""
-    m = m_rows[:, None] & (columns < WIDTH)[None, :]
+def _load(base, rows, columns, stride, m_rows, FROM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of a head's columns; those before FROM and behind WIDTH are 0."""
+    m = m_rows[:, None] & ((columns >= FROM) & (columns < WIDTH))[None, :]
     return tl.load(base + rows[:, None] * stride + columns[None, :], mask=m, other=0.0)
 
 
@@ -52,14 +54,14 @@ def span_attention_kernel(
     end = tl.load(tiles + i_tile * 3 + 2).to(tl.int64)
     o_m = first + tl.arange(0, M)
     m_m = o_m < end
-    o_d, o_e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 1)
+    o_d, o_e = tl.arange(0, MAIN), WIDTH - REST + tl.arange(0, REST if REST else 1)
     p_q = q + i_head * q_head_stride
     p_k = k + i_head // GROUP * k_head_stride
     p_v = v + i_head // GROUP * v_head_stride
-    b_q = _load(p_q, o_m, o_d, q_token_stride, m_m, WIDTH)
+    b_q = _load(p_q, o_m, o_d, q_token_stride, m_m, 0, WIDTH)
     b_acc = tl.zeros([M, MAIN], tl.float32)
     if REST:
-        b_q_rest = _load(p_q, o_m, o_e, q_token_stride, m_m, WIDTH)
+        b_q_rest = _load(p_q, o_m, o_e, q_token_stride, m_m, MAIN, WIDTH)
         b_acc_rest = tl.zeros([M, REST], tl.float32)
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
@@ -70,10 +72,10 @@ def span_attention_kernel(
     for o_tile in range(low, high, N):
         o_n = o_tile + tl.arange(0, N)
         m_n = o_n < high
-        b_k = _load(p_k, o_n, o_d, k_token_stride, m_n, WIDTH)
+        b_k = _load(p_k, o_n, o_d, k_token_stride, m_n, 0, WIDTH)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if REST:
-            b_k = _load(p_k, o_n, o_e, k_token_stride, m_n, WIDTH)
+            b_k = _load(p_k, o_n, o_e, k_token_stride, m_n, 0, WIDTH)
             b_s += tl.dot(b_q_rest, tl.trans(b_k), input_precision="ieee")
         m_s = m_n[None, :] & m_m[:, None]
         if WINDOW:
@@ -87,17 +89,17 @@ def span_attention_kernel(
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         b_max = b_next
         b_w = b_p.to(b_q.dtype)
-        b_v = _load(p_v, o_n, o_d, v_token_stride, m_n, WIDTH)
+        b_v = _load(p_v, o_n, o_d, v_token_stride, m_n, 0, WIDTH)
         b_acc = b_acc * b_shrink[:, None] + tl.dot(b_w, b_v, input_precision="ieee")
         if REST:
-            b_v = _load(p_v, o_n, o_e, v_token_stride, m_n, WIDTH)
+            b_v = _load(p_v, o_n, o_e, v_token_stride, m_n, 0, WIDTH)
             b_acc_rest = b_acc_rest * b_shrink[:, None] + tl.dot(b_w, b_v, input_precision="ieee")
     b_sum = tl.where(m_m, b_sum, 1.0)
     p_y = y + (o_m * HEADS + i_head)[:, None] * WIDTH
     m_y = m_m[:, None]
     tl.store(p_y + o_d[None, :], b_acc / b_sum[:, None], mask=m_y & (o_d < WIDTH)[None, :])
     if REST:
-        tl.store(p_y + o_e[None, :], b_acc_rest / b_sum[:, None], mask=m_y & (o_e < WIDTH)[None, :])
+        tl.store(p_y + o_e[None, :], b_acc_rest / b_sum[:, None], mask=m_y & (o_e >= MAIN)[None, :])
 
 
 def bind(problem: SpanAttentionProblem) -> SpanAttention:
