@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headrace.back.kernels.linear_int4.gluon_sums import combined, silu_times
 from headrace.back.kernels.linear_int4.gluon_unpack import scale_layout, unpacked, word_layout
 from headrace.back.kernels.triton.gluon import enter, thread_barrier
 
@@ -74,46 +75,6 @@ def _numbers(
     o_s = gl.arange(0, S, layout=gl.SliceLayout(1, LAYOUT))
     o_r = gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))
     return gl.load(scales + place.to(gl.int64) * (S * 32) + o_s[:, None] * 32 + o_r[None, :])
-
-
-@gluon.jit
-def _combined(
-    b_y, b_u, partial, counters, i_program, i_tile, begin, o_tile, m_tile,
-    STEPS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
-    TILE: gl.constexpr,
-):  # fmt: skip
-    """A tile's sums, and whether they are whole: where runs share it, for the last that comes.
-    `partial` float32 [PROGRAMS, 2, PAIR, TILE]. No run ends within a tile of one block: there the
-    compiler would see a branch that is never taken, on which Triton 3.6 fails."""
-    done = i_tile >= 0
-    if STEPS > 1:
-        owner = ((i_tile * STEPS + 1) * PROGRAMS - 1) // UNITS
-        sharers = ((i_tile + 1) * STEPS * PROGRAMS - 1) // UNITS - owner + 1
-        done = sharers == 1
-        if sharers > 1:
-            place = i_program * 2 + (begin <= i_tile * STEPS).to(gl.int32)
-            p_mine = partial + place * (PAIR * TILE) + o_tile
-            gl.store(p_mine, b_y, mask=m_tile)
-            if PAIR == 2:
-                gl.store(p_mine + TILE, b_u, mask=m_tile)
-            thread_barrier()
-            done = gl.atomic_add(counters + i_tile, 1, sem="acq_rel") == sharers - 1
-            if done:
-                gl.store(counters + i_tile, 0)
-                b_y = gl.zeros_like(b_y)
-                b_u = gl.zeros_like(b_u)
-                for i in range(0, sharers):
-                    place = (owner + i) * 2 + (i == 0).to(gl.int32)
-                    p_one = partial + place * (PAIR * TILE) + o_tile
-                    b_y += gl.load(p_one, mask=m_tile, other=0.0, cache_modifier=".cg")
-                    if PAIR == 2:
-                        b_u += gl.load(p_one + TILE, mask=m_tile, other=0.0, cache_modifier=".cg")
-    return done, b_y, b_u
-
-
-@gluon.jit
-def _silu_times(b_gate, b_up):
-    return b_gate / (1.0 + gl.exp(-b_gate)) * b_up
 
 
 @gluon.jit
@@ -225,7 +186,7 @@ def one_kernel(
         # all columns are the same
         b_y = gl.sum(b_acc, axis=1) * 0.125
         b_u = gl.sum(b_up, axis=1) * 0.125
-        done, b_y, b_u = _combined(
+        done, b_y, b_u = combined(
             b_y, b_u, partial, counters, i_program, i_tile, begin, o_n, m_all,
             STEPS, UNITS, PROGRAMS, PAIR, ROWS,
         )  # fmt: skip
@@ -243,7 +204,7 @@ def one_kernel(
                     m_up = o_up < OUTPUTS * (2 if GATED else 1)
                     b_u += gl.load(bias + o_up, mask=m_up, other=0.0).to(gl.float32)
                 if GATED:
-                    b_y = _silu_times(b_y, b_u)
+                    b_y = silu_times(b_y, b_u)
                 else:
                     m_up = o_up < OUTPUTS
                     if ADD:
@@ -262,17 +223,22 @@ def _ask_tokens(x, unit, stage, tokens, ready, row, STEPS: gl.constexpr):
 
 
 @gluon.jit
+def _places(y, o_out, o_m, m_m, y_stride, OUTPUTS: gl.constexpr):
+    """Where a tile's results lie, and which there are."""
+    p_y = y + o_m[None, :].to(gl.int64) * y_stride + o_out[:, None]
+    return p_y, (o_out < OUTPUTS)[:, None] & m_m[None, :]
+
+
+@gluon.jit
 def _write(
-    b_y, bias, y, o_out, o_m, m_m, y_stride, OUTPUTS: gl.constexpr, BIAS: gl.constexpr,
+    b_y, b_old, bias, y, o_out, o_m, m_m, y_stride, OUTPUTS: gl.constexpr, BIAS: gl.constexpr,
     ADD: gl.constexpr,
 ):  # fmt: skip
-    m_n = o_out < OUTPUTS
+    p_y, m_y = _places(y, o_out, o_m, m_m, y_stride, OUTPUTS)
     if BIAS:
-        b_y += gl.load(bias + o_out, mask=m_n, other=0.0).to(gl.float32)[:, None]
-    m_y = m_n[:, None] & m_m[None, :]
-    p_y = y + o_m[None, :].to(gl.int64) * y_stride + o_out[:, None]
+        b_y += gl.load(bias + o_out, mask=o_out < OUTPUTS, other=0.0).to(gl.float32)[:, None]
     if ADD:
-        b_y += gl.load(p_y, mask=m_y, other=0.0).to(gl.float32)
+        b_y += b_old.to(gl.float32)
     gl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_y)
 
 
@@ -373,20 +339,30 @@ def few_kernel(
             if unit + STAGES < end:
                 _ask_words(words, unit + STAGES, slot, own, ready, EXPECTED, STEPS, PAIR, UP)
                 _ask_tokens(x, unit + STAGES, slot, tokens, ready, row, STEPS)
-        done, b_y, b_u = _combined(
+        o_out = _tile_of(i_tile, 0, PAIR, UP) * ROWS + o_n
+        o_up = o_out + ROWS
+        b_old = gl.zeros([ROWS, M], y.dtype.element_ty, OUT)
+        b_old_up = b_old
+        if ADD:  # read before others are waited for
+            p_y, m_y = _places(y, o_out, row + o_m, m_m, y_stride, OUTPUTS)
+            b_old = gl.load(p_y, mask=m_y, other=0.0)
+            if PAIR == 2 and not GATED:
+                p_y, m_y = _places(y, o_up, row + o_m, m_m, y_stride, OUTPUTS)
+                b_old_up = gl.load(p_y, mask=m_y, other=0.0)
+        done, b_y, b_u = combined(
             gl.convert_layout(b_acc, OUT), gl.convert_layout(b_up, OUT), partial, counters, i_program,
             i_tile, begin, o_tile, m_tile, STEPS, UNITS, PROGRAMS, PAIR, TILE,
         )  # fmt: skip
         if done:
-            o_out = _tile_of(i_tile, 0, PAIR, UP) * ROWS + o_n
             if GATED:
                 if BIAS:
                     b_y += gl.load(bias + o_out).to(gl.float32)[:, None]
                     b_u += gl.load(bias + OUTPUTS + o_out).to(gl.float32)[:, None]
-                b_y = _silu_times(b_y, b_u)
-                _write(b_y, bias, y, o_out, row + o_m, m_m, y_stride, OUTPUTS, False, ADD)
+                b_y = silu_times(b_y, b_u)
+                _write(b_y, b_old, bias, y, o_out, row + o_m, m_m, y_stride, OUTPUTS, False, ADD)
             else:
-                _write(b_y, bias, y, o_out, row + o_m, m_m, y_stride, OUTPUTS, BIAS, ADD)
+                _write(b_y, b_old, bias, y, o_out, row + o_m, m_m, y_stride, OUTPUTS, BIAS, ADD)
                 if PAIR == 2:
-                    o_up = o_out + ROWS
-                    _write(b_u, bias, y, o_up, row + o_m, m_m, y_stride, OUTPUTS, BIAS, ADD)
+                    _write(
+                        b_u, b_old_up, bias, y, o_up, row + o_m, m_m, y_stride, OUTPUTS, BIAS, ADD
+                    )
