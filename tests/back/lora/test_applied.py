@@ -8,6 +8,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -28,9 +29,9 @@ LENGTHS = (17, 9, 13)
 
 
 def spec_of(folder: Path, *, max_rank: int = 8) -> Any:
-    from msgspec.structs import replace
-
-    return replace(model_spec(folder), adapters=AdapterSpec(slots=2, max_rank=max_rank, kept=4))
+    return msgspec.structs.replace(
+        model_spec(folder), adapters=AdapterSpec(slots=2, max_rank=max_rank, kept=4)
+    )
 
 
 @pytest.mark.parametrize("case", CHOSEN)
@@ -90,3 +91,34 @@ def test_a_model_whose_layers_do_not_tell_the_slots_is_refused(case: str, tmp_pa
     save_oracle(tiny_config(case), tmp_path)
     with pytest.raises(ConfigError, match=f"--enable-lora.*{case}"):
         load_ours(spec_of(tmp_path))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-g32", "fp8", "int4", "int4-asym-g64"])
+def test_adapters_of_a_quantized_base_are_as_near_as_the_base_is(
+    scheme: str, tmp_path: Path
+) -> None:
+    config = tiny_config("qwen2")
+    config.hidden_size, config.intermediate_size = 64, 128
+    config.num_attention_heads, config.num_key_value_heads = 4, 2
+    oracle = save_oracle(config, tmp_path)
+    ours = load_ours(msgspec.structs.replace(spec_of(tmp_path), quantization=scheme))
+    adapter = write_adapter(tmp_path / "one", module_sizes(ours))
+    store = AdapterStore(ours.adapters, CPU)
+    store.read("one", str(tmp_path / "one"))
+    store.place("one", 1)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    how = {"block_tokens": BLOCK_TOKENS, "dtype": torch.float32}
+
+    def error(slots: tuple[int, ...]) -> tuple[float, list[torch.Tensor]]:
+        theirs = oracle_logits(oracle, rows)
+        got = teacher_forced(ours, rows, slots=slots, **how)
+        errors = [
+            (one - other).norm() / other.norm() for one, other in zip(got, theirs, strict=True)
+        ]
+        return max(float(each) for each in errors), theirs
+
+    base, before = error((0, 0, 0))
+    merge(oracle, adapter)
+    adapted, after = error((1, 1, 1))
+    changed = min(float((a - b).norm() / b.norm()) for a, b in zip(after, before, strict=True))
+    assert adapted < 2 * base + 0.02 and adapted < 0.5 * changed, (adapted, base, changed)
