@@ -178,7 +178,8 @@ HEAD = """# Adapters
 
 Made by `python -m benchmarks.lora --write`: a decode step with adapters on all linear layers, against the same
 engine without any; medians of paired turns, dummy weights. `slots unused`: a server that takes
-adapters, whose rows have none. CPU ms: processor time of the process per step.
+adapters, whose rows have none. CPU ms: processor time of the process per step; on CPUs it is what
+counts, as the machine did other things too.
 
 """
 COLUMNS = (

@@ -70,6 +70,17 @@ def _attention(
     )  # fmt: skip
 
 
+def _many_adapted() -> object:
+    """Adapters of rows in tiles."""
+    from headrace.back.kernels.lora_linear import triton_lora_linear
+
+    problem = lora_linear.LoraLinearProblem(
+        device="cpu", dtype=BF16, inputs=512, parts=(256, 64), rank=16, slots=4
+    )
+    add = triton_lora_linear.bind(problem, lora_linear.sample_weights(problem))
+    return add(*lora_linear.sample_rows(problem, 100))
+
+
 def _hopper() -> object:
     """The kernel that no other device has."""
     from headrace.back.kernels.attention import hopper
@@ -584,6 +595,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("stream act", _product(STREAM, 8, activation="silu")),
     ("stream add", _product(STREAM, 64, add=True)),
     *((f"wide {plan.m} act", _product(plan, 1024, activation="silu")) for plan in WIDE),
+    ("lora_linear of many rows", _many_adapted),
     *(
         (
             f"lora_linear of {rank} ranks",

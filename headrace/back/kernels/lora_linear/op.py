@@ -146,7 +146,7 @@ def _sample(problem: LoraLinearProblem) -> Sample:
         problem=problem,
         weights=(sample_weights(problem),),
         arguments=sample_rows(problem, 5),
-        further=(sample_rows(problem, 1), sample_rows(problem, 40)),
+        further=(sample_rows(problem, 1), sample_rows(problem, 80)),
     )
 
 

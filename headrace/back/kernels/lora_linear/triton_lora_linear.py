@@ -1,9 +1,13 @@
 """Adapters of rows in Triton, in two launches: shrink, z = scale * A x into float32, and expand,
 y += B z.
 
-A program has a tile of rows and goes over the slots between the least and the greatest among them;
-rows of other slots count as zeros meanwhile. A prompt's tile has one slot, a tile of decodes as
-many as it has adapters, each of which is read once per tile.
+Of few rows each program has one, and a part of its inputs or outputs: rows of one adapter read it
+again from the second-level cache, which costs less than what tiles of such rows lack in programs
+(on an H200 a decode of 32 rows of an 8B model took ten times as long by tiles). Partial sums over
+the inputs are added by whoever expands them.
+
+Of many rows a program has a tile and goes over the slots between the least and the greatest among
+them; rows of other slots count as zeros meanwhile. A prompt's tile has one slot.
 """
 
 from __future__ import annotations
@@ -22,11 +26,97 @@ from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
-ROWS = 16
-WIDE_ROWS = 64
-"""Rows of a tile, and of one in a step with prompts."""
+FEW_ROWS = 64
+"""Up to so many rows each has programs of its own."""
+ROWS = 64
+"""Rows of a tile."""
+SPLIT = 512
+"""Inputs of a program of one row."""
+ROW_OUTPUTS = 512
 OUTPUTS = 128
+"""Outputs of a program, of one row and of a tile."""
 INPUTS = 64
+
+
+@triton.jit
+def shrink_row_kernel(
+    x,
+    slots,
+    a,
+    scale,
+    rank,
+    z,
+    num_rows,
+    x_stride,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    BR: tl.constexpr,
+    BI: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    i_row = tl.program_id(0)
+    i_part = tl.program_id(1) % PARTS
+    o_r = tl.program_id(1) // PARTS * BR + tl.arange(0, BR)
+    i_split = tl.program_id(2)
+    slot = tl.load(slots + i_row)
+    if slot > 0:
+        i_weight = ((slot - 1) * PARTS + i_part).to(tl.int64)
+        num_ranks = tl.load(rank + i_weight)
+        if tl.program_id(1) // PARTS * BR < num_ranks:
+            m_r = o_r < num_ranks
+            o_i = i_split * BI + tl.arange(0, BI)
+            m_i = o_i < INPUTS
+            b_x = tl.load(x + i_row.to(tl.int64) * x_stride + o_i, mask=m_i, other=0.0)
+            p_a = a + (i_weight * MOST + o_r)[:, None] * INPUTS + o_i[None, :]
+            b_a = tl.load(p_a, mask=m_r[:, None] & m_i[None, :], other=0.0)
+            b_z = tl.sum(b_a.to(tl.float32) * b_x.to(tl.float32)[None, :], axis=1)
+            p_z = z + ((i_split * num_rows + i_row) * PARTS + i_part) * MOST + o_r
+            tl.store(p_z, b_z * tl.load(scale + i_weight), mask=m_r)
+
+
+@triton.jit
+def expand_row_kernel(
+    z,
+    slots,
+    b,
+    rank,
+    tiles,
+    y,
+    num_rows,
+    y_stride,
+    OUTPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BS: tl.constexpr,
+    BR: tl.constexpr,
+    BO: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    i_row = tl.program_id(0)
+    i_part = tl.load(tiles + tl.program_id(1) * 3)
+    o_o = tl.load(tiles + tl.program_id(1) * 3 + 1) + tl.arange(0, BO)
+    m_o = o_o < tl.load(tiles + tl.program_id(1) * 3 + 2)
+    slot = tl.load(slots + i_row)
+    if slot > 0:
+        num_ranks = tl.load(rank + (slot - 1) * PARTS + i_part)
+        o_s = tl.arange(0, BS)
+        b_sum = tl.zeros([BO], tl.float32)
+        for r in range(0, num_ranks, BR):
+            o_r = r + tl.arange(0, BR)
+            m_r = o_r < num_ranks
+            p_z = z + ((o_s * num_rows + i_row) * PARTS + i_part)[:, None] * MOST + o_r[None, :]
+            b_z = tl.load(p_z, mask=(o_s < SPLITS)[:, None] & m_r[None, :], other=0.0)
+            o_j = ((slot - 1) * MOST + o_r).to(tl.int64)
+            p_b = b + o_j[:, None] * OUTPUTS + o_o[None, :]
+            b_b = tl.load(p_b, mask=m_r[:, None] & m_o[None, :], other=0.0)
+            b_sum += tl.sum(tl.sum(b_z, axis=0)[:, None] * b_b.to(tl.float32), axis=0)
+        p_y = y + i_row.to(tl.int64) * y_stride + o_o
+        b_y = tl.load(p_y, mask=m_o, other=0.0).to(tl.float32) + b_sum
+        tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_o)
 
 
 @triton.jit
@@ -128,35 +218,65 @@ def expand_kernel(
 def bind(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     """The kernels for one linear layer."""
     check_weights(problem, weights)
-    device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
-    tiles = _tiles(problem.parts).to(device)
-    ranks = min(64, power_of_two(most, least=16))
+    few, many = _by_row(problem, weights), _by_tile(problem, weights)
 
     def lora_linear(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TO.stride(1) == 1, (x_TI.stride(), y_TO.stride())
-        rows = x_TI.shape[0]
-        if not rows:
-            return
-        tall = ROWS if rows <= WIDE_ROWS else WIDE_ROWS
-        z_TPR = torch.empty((rows, parts, most), dtype=torch.float32, device=device)
-        common = {"PARTS": parts, "MOST": most, "BT": tall, **launch(device)}
-        shrink_kernel[(triton.cdiv(rows, tall), parts * triton.cdiv(most, ranks))](
-            x_TI, slot_T, weights.a_SKI, weights.scale_SP, weights.rank_SP, z_TPR, rows,
-            x_TI.stride(0), INPUTS=problem.inputs, BR=ranks, BI=INPUTS, num_warps=4, **common,
-        )  # fmt: skip
-        expand_kernel[(triton.cdiv(rows, tall), len(tiles))](
-            z_TPR, slot_T, weights.b_SRO, weights.rank_SP, tiles, y_TO, rows, y_TO.stride(0),
-            OUTPUTS=problem.outputs, BR=min(32, ranks), BO=OUTPUTS, num_warps=4, **common,
-        )  # fmt: skip
+        if x_TI.shape[0]:
+            (few if x_TI.shape[0] <= FEW_ROWS else many)(x_TI, y_TO, slot_T)
 
     return lora_linear
 
 
-def _tiles(parts: tuple[int, ...]) -> torch.Tensor:
+def _by_row(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
+    device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
+    tiles = _tiles(problem.parts, ROW_OUTPUTS).to(device)
+    inputs = min(SPLIT, power_of_two(problem.inputs, least=16))
+    splits = triton.cdiv(problem.inputs, inputs)
+
+    def by_row(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
+        rows = x_TI.shape[0]
+        z_STPR = torch.empty((splits, rows, parts, most), dtype=torch.float32, device=device)
+        common = {"PARTS": parts, "MOST": most, "BR": 16, "num_warps": 4, **launch(device)}
+        shrink_row_kernel[(rows, parts * triton.cdiv(most, 16), splits)](
+            x_TI, slot_T, weights.a_SKI, weights.scale_SP, weights.rank_SP, z_STPR, rows,
+            x_TI.stride(0), INPUTS=problem.inputs, BI=inputs, **common,
+        )  # fmt: skip
+        expand_row_kernel[(rows, len(tiles))](
+            z_STPR, slot_T, weights.b_SRO, weights.rank_SP, tiles, y_TO, rows, y_TO.stride(0),
+            OUTPUTS=problem.outputs, SPLITS=splits, BS=power_of_two(splits), BO=ROW_OUTPUTS,
+            **common,
+        )  # fmt: skip
+
+    return by_row
+
+
+def _by_tile(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
+    device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
+    tiles = _tiles(problem.parts, OUTPUTS).to(device)
+    ranks = min(64, power_of_two(most, least=16))
+
+    def by_tile(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
+        rows = x_TI.shape[0]
+        z_TPR = torch.empty((rows, parts, most), dtype=torch.float32, device=device)
+        common = {"PARTS": parts, "MOST": most, "BT": ROWS, "num_warps": 4, **launch(device)}
+        shrink_kernel[(triton.cdiv(rows, ROWS), parts * triton.cdiv(most, ranks))](
+            x_TI, slot_T, weights.a_SKI, weights.scale_SP, weights.rank_SP, z_TPR, rows,
+            x_TI.stride(0), INPUTS=problem.inputs, BR=ranks, BI=INPUTS, **common,
+        )  # fmt: skip
+        expand_kernel[(triton.cdiv(rows, ROWS), len(tiles))](
+            z_TPR, slot_T, weights.b_SRO, weights.rank_SP, tiles, y_TO, rows, y_TO.stride(0),
+            OUTPUTS=problem.outputs, BR=min(32, ranks), BO=OUTPUTS, **common,
+        )  # fmt: skip
+
+    return by_tile
+
+
+def _tiles(parts: tuple[int, ...], width: int) -> torch.Tensor:
     """int32 [tiles, 3]: the part of each tile of outputs, where it begins, where its part ends."""
     rows, begin = [], 0
     for part, size in enumerate(parts):
-        rows += [(part, first, begin + size) for first in range(begin, begin + size, OUTPUTS)]
+        rows += [(part, first, begin + size) for first in range(begin, begin + size, width)]
         begin += size
     return torch.tensor(rows, dtype=torch.int32)
 
