@@ -183,6 +183,47 @@ def test_a_published_checkpoint_has_the_logits_of_the_class_it_copies(
     compare(got, oracle_logits(oracle, rows), 1e-4)
 
 
+def with_alibi(oracle: Any, row: list[int]) -> torch.Tensor:
+    """The logits of a Llama that does not rotate, its mask with the slopes of six heads (Press et al. 2022)."""
+    oracle.model.rotary_emb.inv_freq.zero_()
+    slopes_H11 = torch.tensor([2.0**-i for i in (2, 4, 6, 8, 1, 3)])[:, None, None]
+    place = torch.arange(len(row))
+    distance = (place[None] - place[:, None]).float()
+    mask = (slopes_H11 * distance).masked_fill(distance > 0, torch.finfo(torch.float32).min)
+    with torch.inference_mode():
+        return oracle(torch.tensor([row]), attention_mask=mask[None]).logits[0]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("size", ["7B", "13B"])
+def test_baichuan_has_the_logits_of_a_llama_with_its_positions(
+    version: int, size: str, tmp_path: Path
+) -> None:
+    config = transformers.LlamaConfig(**(SIZES | {"num_key_value_heads": HEADS} | rope()))
+    oracle = save_oracle(config, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = merged(tensors, "self_attn", "W_pack", by_group=False)
+    if version == 2:
+        head = oracle.lm_head.weight
+        head.data = torch.nn.functional.normalize(head.data)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.7
+    save_file(tensors, tmp_path / "model.safetensors")
+    published = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+    published |= {"architectures": ["BaichuanForCausalLM"], **THETA}
+    published |= {"z_loss_weight": 0} if version == 2 else {}
+    if size == "13B":
+        published["model_max_length"] = published.pop("max_position_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
+    if size == "7B":
+        compare(got, oracle_logits(oracle, rows), 1e-4)
+    else:
+        compare(got, [with_alibi(oracle, row) for row in rows], 1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "field"),
     [

@@ -35,7 +35,8 @@ class LogitsHead:
     logits.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
-    "weight"`. `bias`: it holds `scope / "bias"` too; or where it holds one, as [1, V].
+    "weight"`. `normed`: its rows are divided by their lengths (Baichuan 2). `bias`: it holds
+    `scope / "bias"` too; or where it holds one, as [1, V].
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class LogitsHead:
         bias: bool | Scope = False,
         scale: float = 1.0,
         softcap: float | None = None,
+        normed: bool = False,
     ) -> None:
         self._project: Linear = not_loaded
         self.argmax: TopOf | None = None
@@ -56,13 +58,13 @@ class LogitsHead:
         self._tied = tied
         self._scale = scale
         self._softcap = softcap
+        self._normed = normed
         self._part = vocabulary_part(vocabulary)
         shard = Shard(axis="tp", dim=0, parts=(self._part,))
-        self._weight = (
-            None
-            if tied
-            else scope.quantized(scope.param("weight", (vocabulary, width), shard=shard))
-        )
+        self._weight = None
+        if not tied:
+            weight = scope.param("weight", (vocabulary, width), shard=shard)
+            self._weight = weight if normed else scope.quantized(weight)
         self._bias = None
         if isinstance(bias, Scope):
             row = Shard(axis="tp", dim=1, parts=(self._part,))
@@ -103,6 +105,8 @@ class LogitsHead:
     def _finish(self) -> None:
         if self._weight is not None:
             weight_VE, shared = self._weight.take(), False
+            if self._normed and isinstance(weight_VE, torch.Tensor):
+                weight_VE = F.normalize(weight_VE.float(), dim=1).to(weight_VE.dtype)
         else:
             assert self._tied is not None and self._tied.weight_VE is not None
             weight_VE, shared = self._tied.weight_VE, True

@@ -92,6 +92,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    logits_normed: bool = False
     logits_bias: bool = False
     positions: PositionsSpec | None = None
     layer_inputs: LayerInputsSpec | None = None
@@ -171,6 +172,7 @@ class Decoder:
             bias=spec.logits_bias,
             scale=spec.logits_scale,
             softcap=spec.logits_softcap,
+            normed=spec.logits_normed,
         )
 
     def finish_load(self) -> None:

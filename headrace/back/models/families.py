@@ -84,6 +84,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "PersimmonForCausalLM": "persimmon",
     "NanoChatForCausalLM": "nanochat",
     "DbrxForCausalLM": "dbrx",
+    "BaichuanForCausalLM": "baichuan",
+    "BaiChuanForCausalLM": "baichuan",
     "InternLM2ForCausalLM": "internlm2",
     "ExaoneForCausalLM": "exaone",
     "MiniCPMForCausalLM": "minicpm",
