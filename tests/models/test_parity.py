@@ -439,6 +439,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **rope(partial_rotary_factor=0.5),
         },
     ),
+    "dots3-note": (
+        "Dots3NoteText",
+        {
+            **{**WIDE_LATENT, **ROUTED, **INDEXED, "hidden_size": 64, "head_dim": 16},
+            **{"shared_experts_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+            **{"sliding_window": 12, "use_dsa": None, "num_hidden_layers": 4},
+            "layer_types": [
+                "indexed_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "indexed_attention",
+            ],
+            "per_layer_config": {
+                i: {
+                    **{"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 64},
+                    **{"kv_lora_rank": 64, "head_dim": 16, "qk_nope_head_dim": 12},
+                    **{"v_head_dim": 8, "qk_rope_head_dim": 4},
+                }
+                for i in (1, 2)
+            },
+        },
+    ),
     "deepseek-v4": (
         "DeepseekV4",
         {

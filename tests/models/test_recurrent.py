@@ -50,7 +50,7 @@ UNRECORDED = (
 RECORDED = [name for name in FAMILIES if name not in UNRECORDED]
 INDEXED = ("deepseek-v3.2", "glm-dsa")
 """Sparse attention keeps no state, but its steps are recorded and repeated as of those that do."""
-CHOSEN = ("hy-v4", "minimax-m3", "deepseek-v4", "qwen4")
+CHOSEN = ("hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note")
 """They attend to what indexers choose, with operations of PyTorch."""
 BLOCK = 16
 GENERATOR_SEED = 5

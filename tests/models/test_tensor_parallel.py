@@ -29,7 +29,7 @@ NAMES = (
     "lfm3", "kolibri1", "flint", "laguna", "axk2", "longcat-flash", "nemotron-h-latent-experts",
     "bloom", "falcon-alibi",
     "opt", "codegen", "gpt-bigcode", "dbrx",
-    "hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "jais2", "hyperclovax",
+    "hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note", "jais2", "hyperclovax",
 )  # fmt: skip
 
 

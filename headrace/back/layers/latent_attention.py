@@ -64,6 +64,8 @@ class LatentAttentionSpec:
     joint_gate the queries' up-projection holds, head by head, that of the gate of what the head
                gives, too; both read the down-projection, normed and then as it is (A.X K2)
     sinks      a learned score per head takes part in the softmax; only with an indexer
+    window     tokens a query sees; then `indexer` chooses them. None: all before it
+    key_norm   the norm of the rotated key, before its rotation; None: there is none
     latent_scale  what normed latents are multiplied with
     """
 
@@ -84,6 +86,8 @@ class LatentAttentionSpec:
     joint_gate: bool = False
     latent_scale: float = 1.0
     sinks: bool = False
+    window: int | None = None
+    key_norm: str | None = None
     names: LatentNames = LatentNames()
 
     def build(
@@ -148,6 +152,7 @@ class LatentAttention:
             self._q_norm = RMSNorm(scope / "q_a_layernorm", spec.q_rank, eps=spec.eps)
             self._q_up = self._up_projection(scope, spec.q_rank, q_size)
         self._kv_norm = RMSNorm(scope / "kv_a_layernorm", spec.rank, eps=spec.eps)
+        self._key_norm = spec.key_norm and RMSNorm(scope / spec.key_norm, rotary, eps=spec.eps)
         heads = Part("kv_b_proj", spec.heads * (spec.nope + spec.values), spec.heads)
         self._kv_up = scope.param(
             "kv_b_proj.weight",
@@ -187,7 +192,8 @@ class LatentAttention:
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """What this layer keeps in the KV cache."""
         width = self._spec.rank + self._spec.rope.rotary_dim
-        latents = LatentForm(cache=self._layer, width=width)
+        kind, span = ("window", self._spec.window) if self._spec.window else ("latent", None)
+        latents = LatentForm(cache=self._layer, width=width, kind=kind, span=span)
         return (latents,) if self._indexer is None else (latents, *self._indexer.kv_forms)
 
     @property
@@ -204,6 +210,9 @@ class LatentAttention:
         down_TX = self._down.project(x_TE)
         q_TX, latent_TW, *gates = down_TX.split_with_sizes(self._down.sizes, dim=1)
         gate_TX = gates[0] if gates else None
+        if self._key_norm:
+            latent_TC, key_TR = latent_TW.split_with_sizes((spec.rank, spec.rope.rotary_dim), dim=1)
+            latent_TW = torch.cat((latent_TC, self._key_norm.norm(key_TR)), dim=1)
         index: Any = None
         if self._q_up is not None:
             plain_TX, q_TX = q_TX, self._normed(q_TX, self._q_up)

@@ -118,6 +118,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Glm4MoeLiteForCausalLM": "deepseek",
     "SolarOpenForCausalLM": "solar_open",
     "Dots1ForCausalLM": "dots1",
+    "Dots3NoteForCausalLM": "dots3_note",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MiniMaxM3VLForCausalLM": "minimax_m3",
     "GptOssForCausalLM": "gpt_oss",

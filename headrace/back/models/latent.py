@@ -16,9 +16,15 @@ NORM_EPS = 1e-6
 
 
 def read_latent_attention(
-    scope: Scope, config: ConfigReader, sizes: DecoderSizes, *, layout: str = "half"
+    scope: Scope,
+    config: ConfigReader,
+    sizes: DecoderSizes,
+    *,
+    layout: str = "half",
+    layer_type: str | None = None,
 ) -> LatentAttentionSpec:
-    """The attention of every layer. `layout` of the rotation: see kernels/rope."""
+    """The attention of every layer. `layout` of the rotation: see kernels/rope; `layer_type`: whose
+    rotation it is, where layers have their own."""
     rotary = config.int("qk_rope_head_dim", ge=2)
     if rotary % 2:
         raise config.wrong("qk_rope_head_dim", f"an even number, not {rotary}")
@@ -27,7 +33,13 @@ def read_latent_attention(
     q_rank = config.int("q_lora_rank", None, ge=1)
     if bias and q_rank is None:
         raise config.wrong("attention_bias", "false where q_lora_rank is absent")
-    rope = read_rope(config, head_dim=rotary, max_positions=scope.max_positions, whole=True)
+    rope = read_rope(
+        config,
+        head_dim=rotary,
+        max_positions=scope.max_positions,
+        whole=True,
+        layer_type=layer_type,
+    )
     return LatentAttentionSpec(
         width=sizes.width,
         heads=sizes.heads,
