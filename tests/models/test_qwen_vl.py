@@ -1,5 +1,5 @@
-"""The Qwen models that see have transformers' logits: images of odd sizes and video, whole and in chunks that cut
-an image, behind a prefix hit, beside text."""
+"""The Qwen and GLM models that see have transformers' logits: images of odd sizes and video, whole and in chunks
+that cut an image, behind a prefix hit, beside text."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ QWEN3_TOWER = {
     **{"out_hidden_size": 48, "num_position_embeddings": 36},
 }
 HALF = ((0.5,) * 3, (0.5,) * 3)
+GLM_TOWER = {
+    **{**TOWER, "depth": 2, "hidden_size": 32, "intermediate_size": 40},
+    **{"out_hidden_size": 48, "image_size": 24},
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
@@ -68,6 +72,7 @@ class Case:
     """As published: transformers writes its experts otherwise."""
     apart: bool = False
     """Each step of a video is an input of its own."""
+    video: bool = True
 
 
 CASES = {
@@ -122,6 +127,23 @@ CASES = {
         ),
         norm=HALF,
         apart=True,
+    ),
+    "glm-4v": Case(
+        name="Glm4v",
+        vision=GLM_TOWER,
+        text=text(1, 1, 1, partial_rotary_factor=0.5),
+        video=False,
+    ),
+    "glm-4v-moe": Case(
+        name="Glm4vMoe",
+        vision=GLM_TOWER,
+        text=text(
+            *(1, 1, 1),
+            **{"partial_rotary_factor": 0.5, "head_dim": 12, "n_routed_experts": 4},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        ),
+        video=False,
     ),
 }
 
@@ -209,7 +231,9 @@ def two_images(seen: Seen) -> Prompt:
 
 def with_video(seen: Seen) -> Prompt:
     prompt = Prompt().text(5, 102).put(seen.pixels(3, (1, 4, 4))).text(103, 8, 102)
-    if not seen.case.apart:
+    if not seen.case.video:
+        prompt.put(seen.pixels(4, (1, 8, 2)))
+    elif not seen.case.apart:
         prompt.put(seen.pixels(4, (5, 2, 4), frames=2, step_s=1.3))
     else:
         for step in range(3):

@@ -6,7 +6,7 @@ N patches, M tokens, E width of the tower, F of the decoder.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,12 @@ class MergerSpec:
     names: tuple[str, str, str]
     norm_merged: bool = False
     activation: str = "gelu"
+
+    def build(self, scope: Scope, name: str, *, norm_merged: bool = False) -> WindowMerger:
+        """Within the tower's scope; `norm_merged`: whatever the data says."""
+        return WindowMerger(
+            scope / name, replace(self, norm_merged=norm_merged or self.norm_merged)
+        )
 
 
 class WindowMerger:

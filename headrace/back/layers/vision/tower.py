@@ -7,13 +7,14 @@ rotated dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_device
+from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.axes_rope import AxesRope
 from headrace.back.layers.vision.encoder import Grid
@@ -25,15 +26,17 @@ from headrace.back.layers.vision.grids import (
     window_order,
 )
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
-from headrace.back.layers.vision.merger import MergerSpec, WindowMerger
+from headrace.back.layers.vision.merger import MergerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
+from headrace.back.layers.vision.reducer import ReducerSpec
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
-    """positions: rows of a learned table of places, a square, resampled for each grid; 0: none.
+    """positions: rows of a learned table of places, a square, resampled for each grid by `taps`
+    (grids.py); 0: none. before, behind: norms around the layers, the first of the patches alone.
     theta: of the rotary table. window: merged windows a side that all layers but `full_layers`
     attend within; None: all attend within the frame. deepstack: layers whose output, merged by the
     merger of this place in the list, is added behind the first decoder layers. video: whether it
@@ -43,8 +46,9 @@ class TowerSpec:
     patches: PatchSpec
     layer: VisionLayerSpec
     layers: int
-    merger: MergerSpec
+    merger: MergerSpec | ReducerSpec
     positions: int = 0
+    taps: Callable[[Grid, int, int], tuple[np.ndarray, np.ndarray]] = bilinear
     theta: float = 10_000.0
     window: int | None = None
     full_layers: tuple[int, ...] = ()
@@ -52,6 +56,8 @@ class TowerSpec:
     video: bool = True
     max_t: int = 65_536
     positions_per_s: float = 0.0
+    before: str | None = None
+    behind: str | None = None
     names: tuple[str, str, str, str] = ("blocks", "merger", "deepstack_merger_list", "pos_embed")
 
 
@@ -71,10 +77,13 @@ class VisionTower:
         self._layers = [
             VisionLayer(scope / layers / str(index), spec.layer) for index in range(spec.layers)
         ]
-        self._merger = WindowMerger(scope / merger, spec.merger)
-        deep = replace(spec.merger, norm_merged=True)
+        self._before, self._behind = (
+            None if name is None else _norm(scope / name, spec.layer)
+            for name in (spec.before, spec.behind)
+        )
+        self._merger = spec.merger.build(scope, merger)
         self._deepstack = [
-            WindowMerger(scope / deepstack / str(index), deep)
+            spec.merger.build(scope / deepstack, str(index), norm_merged=True)
             for index in range(len(spec.deepstack))
         ]
         self.forms = _forms(spec)
@@ -96,6 +105,8 @@ class VisionTower:
         """See MediaEncoder."""
         spec, merge = self._spec, self._spec.merger.merge
         x_NE = self._patches.embed(rows_NB)
+        if self._before is not None:
+            x_NE = self._before.norm(x_NE)
         if spec.positions:
             x_NE += self._resampled(grids)
         at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
@@ -116,6 +127,8 @@ class VisionTower:
             x_NE = layer.forward(x_NE, full if index in spec.full_layers else local)
             if index in spec.deepstack:
                 deep_MF.append(self._deepstack[spec.deepstack.index(index)].merge(x_NE))
+        if self._behind is not None:
+            x_NE = self._behind.norm(x_NE)
         y_MF = self._merger.merge(x_NE)
         if order_M is not None:
             y_MF = torch.empty_like(y_MF).index_copy_(0, order_M, y_MF)
@@ -132,10 +145,14 @@ class VisionTower:
     def _resampled(self, grids: Sequence[Grid]) -> torch.Tensor:
         """The learned positions of each patch."""
         spec, side = self._spec, int(self._spec.positions**0.5)
-        taps = [bilinear(grid, spec.merger.merge, side) for grid in grids]
-        place_N4 = to_device(np.concatenate([place for place, _ in taps]), self._scope.device)
-        weight_N4 = to_device(np.concatenate([weight for _, weight in taps]), self._scope.device)
-        return (self._table_PE[place_N4].float() * weight_N4[..., None]).sum(1).to(self.dtype)
+        taps = [spec.taps(grid, spec.merger.merge, side) for grid in grids]
+        place_NT = to_device(np.concatenate([place for place, _ in taps]), self._scope.device)
+        weight_NT = to_device(np.concatenate([weight for _, weight in taps]), self._scope.device)
+        return (self._table_PE[place_NT].float() * weight_NT[..., None]).sum(1).to(self.dtype)
+
+
+def _norm(scope: Scope, spec: VisionLayerSpec) -> BlockNorm:
+    return spec.norm.build(scope, spec.width, eps=spec.eps)
 
 
 def _by_window(x_NE: torch.Tensor, order_M: torch.Tensor, merge: int) -> torch.Tensor:
