@@ -67,7 +67,8 @@ class TwoLayers:
     """Windows side by side, a norm if there is one, then two linear layers. `names`: of both;
     `norm`: its name, kind and epsilon; it stands before the window is merged unless `norm_merged`.
     `reduced`: a layer of this name first turns a window into one row of the tower's width, its
-    inputs channel by channel (Mistral 3)."""
+    inputs channel by channel (Mistral 3). `inner`: outputs of the first layer, None: as many as
+    of the second."""
 
     width: int
     outputs: int
@@ -78,6 +79,7 @@ class TwoLayers:
     norm: tuple[str, NormSpec, float] | None = None
     norm_merged: bool = False
     reduced: str | None = None
+    inner: int | None = None
     module: str = "multi_modal_projector"
 
     def build(self, scope: Scope) -> TwoLayerProjector:
@@ -102,7 +104,8 @@ class TwoLayerProjector:
         self._reduce = (
             None if spec.reduced is None else WholeLinear(scope / spec.reduced, window, spec.width)
         )
-        part = Part(up, spec.outputs, spec.outputs)
+        inner = spec.inner or spec.outputs
+        part = Part(up, inner, inner)
         self._up = ColumnLinear(scope, inputs, (part,), bias=spec.bias)
         self._activation = ElementwiseActivation(scope, spec.activation)
         self._down = RowLinear(scope / down, part, spec.outputs, bias=spec.bias)

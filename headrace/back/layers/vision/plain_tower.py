@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from headrace.back.kernels.upload import to_device
 from headrace.back.layers.norm import NormSpec
@@ -56,8 +57,9 @@ class TowerNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTowerSpec:
-    """side: patches a side of the one size there is; 0: any, and layers rotate. positions: the
-    table's name, a row for each patch, before them one for the class token if there is one.
+    """side: patches a side of the one size there is; 0: any. positions: the table's name, a row
+    for each patch, before them one for the class token if there is one. table_side: patches a side
+    of a table that is resized to each image; 0 where there is neither: layers rotate.
     class_token: its name and shape; it sees and is seen, and is left out in the end. before,
     behind: norms around the layers. theta: of the rotation. layers_name: where the layers lie.
     frames: whether an input may have several t, each an image of its own (tiles)."""
@@ -67,6 +69,7 @@ class PlainTowerSpec:
     layers: int
     projector: ProjectorSpec
     side: int = 0
+    table_side: int = 0
     positions: tuple[str, tuple[int, ...]] | None = None
     class_token: tuple[str, tuple[int, ...]] | None = None
     before: TowerNorm | None = None
@@ -125,6 +128,8 @@ class PlainTower:
         if spec.side:
             place_N = to_device(at_2N[0] * spec.side + at_2N[1], x_NE.device)
             x_NE += self._table_PE.index_select(0, place_N)
+        elif spec.table_side:
+            x_NE += torch.cat([self._resized(grid) for grid in grids])
         else:
             spans = replace(spans, **self._rotation(at_2N))
         if self._class is not None:
@@ -144,6 +149,17 @@ class PlainTower:
         """The class token before the patches of each image."""
         class_E = self._class_E.expand(count, 1, -1)
         return torch.cat((class_E, x_NE.unflatten(0, (count, -1))), dim=1).flatten(0, 1)
+
+    def _resized(self, grid: Grid) -> torch.Tensor:
+        """The table at the size of an image, its patches in the order of rows (bilinear, smoothed
+        where it shrinks: Tschannen et al. 2025, SigLIP 2)."""
+        (t, h, w), side = grid, self._spec.table_side
+        table = self._table_PE.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+        table = F.interpolate(table, size=(h, w), mode="bilinear", antialias=True)
+        row_N, column_N = coordinates((1, h, w), self._spec.projector.merge)
+        place_N = to_device(row_N * w + column_N, table.device)
+        resized_NE = table[0].flatten(1).T.index_select(0, place_N).to(self.dtype)
+        return resized_NE.repeat(t, 1)
 
     def _rotation(self, at_2N: np.ndarray) -> dict[str, torch.Tensor]:
         place_2N = to_device(at_2N, self._scope.device)
