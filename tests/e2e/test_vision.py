@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
+import grpc
 import openai
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -14,14 +16,27 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from headrace.front.media.processing import Sampling
 from headrace.front.media.processors.families import read_media
 from headrace.front.media.processors.qwen_vl import QwenVisionProcessor
-from tests.e2e.seeing import IMAGE_BOUNDS, SEEN, Seeing, chat, image, served_seeing, text, url
+from headrace.front.server.grpc.service import SERVING
+from tests.e2e.seeing import (
+    IMAGE_BOUNDS,
+    NUM_TOKENS,
+    SEEN,
+    Seeing,
+    chat,
+    image,
+    served_seeing,
+    text,
+    url,
+)
 from tests.front.media.pictures import animated, clip, encoded, picture
 
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     folder = tmp_path_factory.mktemp("vision") / "seeing"
-    with served_seeing(folder, "--allowed-local-media-path", str(folder)) as seeing:
+    with served_seeing(
+        folder, "--allowed-local-media-path", str(folder), "--grpc-port", "0"
+    ) as seeing:
         yield seeing
 
 
@@ -107,3 +122,58 @@ def test_what_cannot_be_seen_is_a_bad_request(seeing: Seeing, part: Any, message
         seeing.ask(
             image(encoded(picture(9, 9))), extra_body={"mm_processor_kwargs": {"revision": "x"}}
         )
+
+
+HOSTILE = [
+    b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + bytes(99), b"RIFF\xff\xff\xff\xffWEBPVP8 ", b"%PDF-1.7", b"<svg/>",
+    *(encoded(picture(64, 64), form)[:cut] for form in ("PNG", "JPEG", "WEBP", "GIF") for cut in (40, 200, 400)),
+    b"\x89PNG\r\n\x1a\n" + encoded(picture(30, 30), "JPEG"), encoded(picture(8, 8), "TIFF"),
+]  # fmt: skip
+
+
+def test_hostile_files_harm_no_bystander(seeing: Seeing) -> None:
+    """P7, P10, T10: every one is a bad request; answers beside them stay what they are, and no process is replaced."""
+    one = picture(40, 24)
+    parts = [image(encoded(one)), text("what is in the image?")]
+    expected = seeing.answer(chat(SEEN + "what is in the image?"), [one])
+    cores = {process.pid for process in (*seeing.served.cores, *seeing.served.api_processes)}
+
+    def attack(data: bytes) -> int:
+        message = {"role": "user", "content": [image(data), text("x")]}
+        return seeing.served.post("/v1/chat/completions", {"messages": [message]}).status_code
+
+    def bystand(_: int) -> str:
+        return seeing.ask(*parts).choices[0].message.content
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = pool.map(bystand, range(24))
+        statuses = list(pool.map(attack, HOSTILE * 3))
+        assert set(answers) == {expected}
+    assert set(statuses) == {400}
+    assert cores == {
+        process.pid for process in (*seeing.served.cores, *seeing.served.api_processes)
+    }
+
+
+def test_grpc_takes_images_beside_the_prompt(seeing: Seeing) -> None:
+    line = next(line for line in seeing.served.lines if "headrace serves gRPC: " in line)
+    one = picture(40, 24)
+    (service,) = [s for s in SERVING if s.full_name == "vllm.Inference"]
+    fields = {
+        "text": chat(SEEN + "what is in the image?"),
+        "media": [encoded(one)],
+        "response": {"output_text": True},
+        "stopping": {"max_new_tokens": NUM_TOKENS},
+        "temperature": 0.0,
+    }
+    with grpc.insecure_channel(line.split("gRPC: ")[1].split()[0]) as channel:
+        stub = channel.unary_unary(
+            f"/{service.full_name}/Generate",
+            request_serializer=service.request("Generate").SerializeToString,
+            response_deserializer=service.response("Generate").FromString,
+        )
+        answer = stub(service.request("Generate")(**fields), timeout=60)
+        assert answer.outputs.text == seeing.answer(fields["text"], [one])
+        with pytest.raises(grpc.RpcError) as caught:
+            stub(service.request("Generate")(**{**fields, "text": "fox"}), timeout=60)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

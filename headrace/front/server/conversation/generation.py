@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events
 from headrace.front.server.conversation.context import RequestContext
@@ -52,10 +53,15 @@ class GenerateReply:
 
 
 def begin_generate(
-    context: RequestContext, request: GenerateRequest, chat: Conversation | None = None
+    context: RequestContext,
+    request: GenerateRequest,
+    chat: Conversation | None = None,
+    *,
+    media: tuple[MediaInput, ...] = (),
 ) -> tuple[Events, GenerateReply]:
     """The events of the answer, which run once they are read, and what its chunks share. With
-    `chat` the answer looks as that asks for, and output_mode derender parses it."""
+    `chat` the answer looks as that asks for, and output_mode derender parses it. `media`: what
+    placeholders among the ids stand for."""
     services = context.services
     model = services.model_name(request.model)
     _refuse(request)
@@ -89,6 +95,7 @@ def begin_generate(
             answers=answers,
             structure=structure,
             prompt_field="token_ids",
+            media=media,
         )
     if parsing is not None and not parsing.shows_reasoning:
         events = without_reasoning(events)

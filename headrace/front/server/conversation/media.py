@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from headrace.base.errors import InvalidRequest, NotFound
+from headrace.base.errors import InvalidRequest, NotFound, Unsupported
+from headrace.base.wire.media import MediaInput
+from headrace.front.media.parts import MediaPart
 from headrace.front.media.preparation import MediaRequest
 from headrace.front.server.conversation.context import RequestContext
 
@@ -25,6 +27,20 @@ def media_request(
         tenant=context.tenant,
         max_tokens=context.services.context_tokens,
     )
+
+
+async def images_beside(
+    context: RequestContext, ids: list[int], files: Sequence[bytes], *, field: str
+) -> tuple[list[int], tuple[MediaInput, ...]]:
+    """A prompt of ids whose placeholders stand for images that came as files."""
+    preparer = context.services.media
+    if preparer is None:
+        raise Unsupported(f"{field}: not accepted by this model", field=field)
+    parts = [
+        MediaPart(kind="image", field=f"{field}[{i}]", content=file) for i, file in enumerate(files)
+    ]
+    media = await preparer.media_of(parts, media_request(context))
+    return preparer.expand(ids, [one for each in media for one in each], field=field)
 
 
 async def _stored_file(context: RequestContext, ident: str, field: str) -> bytes:

@@ -9,10 +9,12 @@ from contextlib import aclosing
 from typing import Any
 
 from headrace.base.errors import InvalidRequest, Unsupported
+from headrace.base.wire.media import MediaInput
 from headrace.front.client.events import Delta, Ended, PromptScored, ScoredToken, Started
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.fold import logprob
 from headrace.front.server.conversation.generation import GenerateRequest, begin_generate
+from headrace.front.server.conversation.media import images_beside
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
 
@@ -24,10 +26,10 @@ _KINDS = ("json", "regex", "grammar", "json_object", "structural_tag")
 
 async def generate_stream(context: RequestContext, fields: Fields) -> AsyncGenerator[Fields, None]:
     """GenerateStream: what each step adds, and the end of each sequence."""
-    request = await request_of(context, fields)
+    request, media = await request_of(context, fields)
     wanted: Fields = fields.get("response", {})
     prompt: Fields = {}
-    events, _ = begin_generate(context, request)
+    events, _ = begin_generate(context, request, media=media)
     last: dict[int, int] = {}
     async with aclosing(events):
         async for event in events:
@@ -64,24 +66,29 @@ async def generate(context: RequestContext, fields: Fields) -> Fields:
     return whole
 
 
-async def request_of(context: RequestContext, fields: Fields) -> GenerateRequest:
-    """The request of the token route that this one is."""
-    if fields.get("media"):
-        raise Unsupported("media: not accepted by this model")
+async def request_of(
+    context: RequestContext, fields: Fields
+) -> tuple[GenerateRequest, tuple[MediaInput, ...]]:
+    """The request of the token route that this one is, and its media."""
     kv = fields.get("kv", {})
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if kv.get(name):
             raise InvalidRequest(f"{name}: not accepted by this server", field=name)
     salt = secrets.token_hex(16) if kv.get("bypass_prefix_cache") else kv.get("cache_salt")
+    ids = await _prompt_ids(context, fields)
+    media: tuple[MediaInput, ...] = ()
+    if fields.get("media"):
+        ids, media = await images_beside(context, ids, fields["media"], field="media")
     document = {
-        "token_ids": await _prompt_ids(context, fields),
+        "token_ids": ids,
         "sampling_params": sampling_of(fields),
         "model": fields.get("lora_name") or fields.get("model"),
         "cache_salt": salt,
         "priority": fields.get("priority"),
         "request_id": fields.get("request_id"),
     }
-    return parse({k: v for k, v in document.items() if v is not None}, GenerateRequest)
+    known = {k: v for k, v in document.items() if v is not None}
+    return parse(known, GenerateRequest), media
 
 
 async def _prompt_ids(context: RequestContext, fields: Fields) -> list[int]:
