@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -65,6 +66,23 @@ def test_a_square_is_the_reference_s(how: dict[str, Any], tmp_path: Path) -> Non
         expected = theirs(image, return_tensors="np")["pixel_values"][0]
         assert one.grid == (1, 4, 4)
         assert np.abs(pixels(one.rows, one.grid, 8, 1) - expected).max() <= 1 / 255, size
+
+
+@pytest.mark.parametrize("bounds", [(112 * 112, 28 * 28 * 15000), (4096, 8192), (64, 64 * 64)])
+def test_an_image_that_counts_as_two_frames_is_the_reference_s(
+    bounds: tuple[int, int], tmp_path: Path
+) -> None:
+    size = {"shortest_edge": bounds[0], "longest_edge": bounds[1]}
+    vision = {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    ours = processor_of(tmp_path, {"model_type": "glm4v", "vision_config": vision}, {"size": size})
+    theirs = Glm4vImageProcessorPil(patch_size=8, merge_size=2, size=size, do_normalize=False)
+    for seed, shape in enumerate(SIZES):
+        image = picture(*shape, seed)
+        (one,) = ours.image(image).inputs
+        expected = theirs(image, return_tensors="np")
+        assert list(one.grid) == expected["image_grid_thw"][0].tolist(), shape
+        values = expected["pixel_values"].reshape(len(one.rows), 3, 2, 64)[:, :, 0]
+        assert np.abs(one.rows.reshape(-1, 3, 64) / 255.0 - values).max() <= 1e-6, shape
 
 
 @pytest.mark.parametrize("merge", [1, 2])

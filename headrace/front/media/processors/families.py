@@ -16,6 +16,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
     "media processor",
     {
         "qwen_vl": "headrace.front.media.processors.qwen_vl:QwenVisionProcessor",
+        "glm_v": "headrace.front.media.processors.qwen_vl:GlmVisionProcessor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
@@ -176,7 +177,21 @@ def _pixels_of_patch(vision: ConfigReader) -> int:
     return vision.int("patch_size", 14, ge=1, le=1024)
 
 
+def _glm(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    vision = _vision(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
+        temporal=vision.int("temporal_patch_size", 2, ge=1, le=16),
+        image_pixels=_pixels(image, (112 * 112, 28 * 28 * 15000)),
+    )
+    return _image_only("glm_v", settings, config)
+
+
 _STILL = {
+    "glm4v": _glm,
+    "glm4v_moe": _glm,
+    "glm46v": _glm,
     "llava": _llava,
     "mistral3": _pixtral,
     "internvl": _internvl,
