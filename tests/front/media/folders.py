@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,31 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path) -> dict[str, int]:
-    """Writes the tokenizer with its chat template; the ids of the special tokens."""
+def write_tokenizer(
+    folder: Path,
+    *,
+    mark: str = "<|vision_start|><|image_pad|><|vision_end|>",
+    more: Sequence[str] = (),
+) -> dict[str, int]:
+    """Writes the tokenizer with its chat template, which writes `mark` for an image; the ids of the special tokens,
+    `more` among them."""
+    special = [*SPECIAL, *more]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=list(SPECIAL),
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS * 20, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    facts = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", mark)
+    facts = {"eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
-    return {token: tokenizer.token_to_id(token) for token in SPECIAL} | {
+    return {token: tokenizer.token_to_id(token) for token in special} | {
         "": tokenizer.get_vocab_size()
     }
 
