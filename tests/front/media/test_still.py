@@ -36,6 +36,12 @@ def processor_of(folder: Path, config: dict[str, Any], files: dict[str, Any]) ->
     return PROCESSORS.load(spec.processor)(spec.settings)
 
 
+def test_a_checkpoint_that_names_no_placeholder_is_served_as_text(tmp_path: Path) -> None:
+    config = {"model_type": "llava", "vision_config": {"image_size": 32, "patch_size": 8}}
+    assert read_media(tmp_path, config) is None
+    assert read_media(tmp_path, {"model_type": "llama", "image_token_id": 7}) is None
+
+
 def pixels(rows: np.ndarray, grid: tuple[int, int, int], patch: int, merge: int) -> np.ndarray:
     """An input as [3, H, W] of 0 to 1."""
     _, h, w = grid

@@ -30,7 +30,8 @@ _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     """What a checkpoint's model takes beside text; None: text alone."""
     kind = config.get("model_type")
-    if "vision_config" not in config:
+    named = ("image_token_id", "image_token_index")
+    if "vision_config" not in config or not any(config.get(key) is not None for key in named):
         return None
     reader = ConfigReader(config, f"{folder}/config.json")
     image, video = _processor_files(folder)
@@ -42,7 +43,7 @@ def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         processor="qwen_vl",
         settings=_qwen_settings(image, video, reader, stamped=kind in _STAMPED),
         image_token=reader.int("image_token_id", ge=0),
-        video_token=reader.int("video_token_id", ge=0),
+        video_token=reader.int("video_token_id", None, ge=0),
     )
 
 
