@@ -20,7 +20,6 @@ from headrace.back.kernels.experts_quant.layout import (
     empty_panels,
     matrix_bytes,
     mixed_rows,
-    row_group,
     takes,
 )
 from headrace.back.kernels.linear_blocks.layout import (
@@ -332,8 +331,3 @@ def _block_columns(form: str, begin: int, end: int, inputs: int) -> slice:
         return blocks_of(LAYOUTS[form]).cut(rectangle, (1, inputs))[1]
     except CutGroup as error:  # stored_schemes has looked
         raise AssertionError(form, begin, end) from error
-
-
-def groups_of_rows(kind: ExpertsKind) -> tuple[int, int]:
-    """How rows before gates and before downs are prepared."""
-    return row_group(kind.gate), row_group(kind.down)

@@ -136,9 +136,9 @@ HR_INLINE I look_up(I quantized) {
   uint8_t bytes[sizeof(I)];
   __builtin_memcpy(bytes, &quantized, sizeof quantized);
   for (uint8_t& byte : bytes) byte = levels[byte & 15];
-  I levels;
-  __builtin_memcpy(&levels, bytes, sizeof levels);
-  return levels;
+  I words;
+  __builtin_memcpy(&words, bytes, sizeof words);
+  return words;
 #endif
 }
 
