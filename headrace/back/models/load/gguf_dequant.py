@@ -14,6 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from headrace.back.models.load import gguf_dequant_iq as iq
+
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
@@ -179,4 +181,13 @@ DEQUANTIZE: Final[dict[str, Callable[[U8], F32]]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "IQ1_S": iq.iq1_s,
+    "IQ1_M": iq.iq1_m,
+    "IQ2_XXS": iq.iq2_xxs,
+    "IQ2_XS": iq.iq2_xs,
+    "IQ2_S": iq.iq2_s,
+    "IQ3_XXS": iq.iq3_xxs,
+    "IQ3_S": iq.iq3_s,
+    "TQ1_0": iq.tq1_0,
+    "TQ2_0": iq.tq2_0,
 }

@@ -107,7 +107,22 @@ def test_quantized_weights_are_widened_as_the_library_does(name: str, tmp_path: 
     np.testing.assert_array_equal(got.numpy(), wanted)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+WIDENED = [
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "Q2_K",
+    "Q3_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "IQ2_XXS",
+    "IQ3_S",
+    "IQ1_M",
+    "TQ1_0",
+]
+
+
+@pytest.mark.parametrize("name", WIDENED)
 def test_k_quants_are_widened_as_the_library_does(name: str, tmp_path: Path) -> None:
     """The library writes none of these, so the blocks are random bytes with sound scales."""
     kind = gguf.GGMLQuantizationType[name]
@@ -168,17 +183,17 @@ def test_an_unsupported_architecture_is_refused_with_the_list(tmp_path: Path) ->
 
 
 def test_an_unsupported_type_is_refused_by_tensor_and_with_the_list(tmp_path: Path) -> None:
-    kind = gguf.GGMLQuantizationType.IQ2_XXS
+    kind = gguf.GGMLQuantizationType.Q8_K
 
     def quantize(name: str, values: np.ndarray) -> tuple[np.ndarray, Any]:
         if name != "blk.0.ffn_down.weight":
             return values, None
-        return np.zeros((values.shape[0], 66), np.uint8), kind
+        return np.zeros((values.shape[0], 292), np.uint8), kind
 
     model = tiny_model("llama", intermediate_size=256)
     path = write_gguf(tmp_path / "m.gguf", "llama", model, quantize=quantize)
     with pytest.raises(
-        CheckpointError, match=r"'blk\.0\.ffn_down\.weight' has the type IQ2_XXS.*Q6_K"
+        CheckpointError, match=r"'blk\.0\.ffn_down\.weight' has the type Q8_K.*Q6_K"
     ):
         GGUFSource(path)
 

@@ -40,4 +40,5 @@ def test_widening_equals_the_library_bit_for_bit(number: int, kind: object) -> N
 def test_all_asked_for_formats_are_there() -> None:
     asked = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"}
     asked |= {"Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"}
+    asked |= {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"}
     assert asked == set(DEQUANTIZE)
