@@ -45,7 +45,7 @@ def kept_scheme(tensor: QuantizedTensor) -> str | None:
     numbers = tensor.numbers
     if _in_blocks(tensor):
         return BLOCKS
-    if numbers.arrangement in ("mxfp4-packed", "mxfp4-blocks"):
+    if numbers.arrangement in ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks"):
         return "mxfp4"
     if numbers.arrangement not in _KEPT or len(tensor.shape) != 2 or numbers.ordered:
         return None

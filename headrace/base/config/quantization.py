@@ -9,7 +9,7 @@ a weight: quantized_tensors.py; what their numbers are: back/quant/formats.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -166,13 +166,75 @@ def _awq(config: ConfigReader) -> StoredQuantization:
 
 
 def _auto_round(config: ConfigReader) -> StoredQuantization:
-    """AutoRound (Cheng et al. 2023) writes what GPTQ or AWQ write."""
+    """AutoRound (Cheng et al. 2023) writes what GPTQ or AWQ write. `extra_config`: modules, or
+    regular expressions of them, that differ; of 16 bits and more they are plain."""
     packing = config.str("packing_format", "auto_round:auto_gptq")
     kinds = {"gptq": _gptq, "awq": _awq}
     for name, read in kinds.items():
         if packing.endswith(name):
-            return msgspec.structs.replace(read(config), method="auto-round")
+            stored = read(config)
+            extra = _extra(
+                config, stored.rules[-1].numbers, (4,) if name == "awq" else (2, 3, 4, 8)
+            )
+            return StoredQuantization(method="auto-round", rules=(*extra, *stored.rules))
     raise config.wrong("packing_format", "auto_round:auto_gptq or auto_round:auto_awq")
+
+
+def _extra(config: ConfigReader, numbers: Numbers | None, known: tuple[int, ...]) -> Iterator[Rule]:
+    section = config.section("extra_config")
+    if section is None or numbers is None:
+        return
+    for key in section.raw:
+        entry, target = section.section(key), f"re:{key}" if set(key) & set("*^$|+") else key
+        if entry is None:
+            continue
+        if entry.int("bits", numbers.bits, ge=1) >= 16:
+            yield Rule(targets=(target,), numbers=None)
+            continue
+        size = entry.int("group_size", (numbers.group or (1, 0))[1] or -1, ge=-1)
+        changed = msgspec.structs.replace(
+            numbers,
+            bits=_bits(entry, known, numbers.bits),
+            group=(1, 0 if size == -1 else size),
+            symmetric=entry.bool("sym", numbers.symmetric),
+        )
+        yield Rule(targets=(target,), numbers=changed)
+
+
+_QUARK = {
+    ("fp8_e4m3", "per_tensor"): Numbers(arrangement="scaled", bits=8, group=(0, 0)),
+    ("fp8_e4m3", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
+    ("fp4", "per_group"): Numbers(arrangement="mxfp4-quark", bits=4, group=(1, 32)),
+}
+
+
+def _quark(config: ConfigReader) -> StoredQuantization:
+    """AMD's Quark: e4m3 with a scale per tensor or output, and MXFP4; by module where
+    `layer_quant_config` says so, with "*" for any characters."""
+    whole = config.section("global_quant_config")
+    if whole is None:
+        raise config.wrong("global_quant_config", "a section with `weight`")
+    layers = config.section("layer_quant_config")
+    rules = [Rule(targets=_plain(config, "exclude"), numbers=None)]
+    for key in layers.raw if layers is not None else ():
+        assert layers is not None
+        pattern = f"re:{re.escape(key).replace(chr(92) + '*', '.*')}$"
+        rules.append(Rule(targets=(pattern,), numbers=_quark_numbers(layers.section(key))))
+    rules.append(Rule(targets=(EVERY,), numbers=_quark_numbers(whole)))
+    return StoredQuantization(method="quark", rules=tuple(rules))
+
+
+def _quark_numbers(entry: ConfigReader | None) -> Numbers | None:
+    weight = None if entry is None else entry.section("weight")
+    if weight is None:
+        return None
+    dtype = weight.choice("dtype", dict.fromkeys(dtype for dtype, _ in _QUARK))
+    schemes = tuple(scheme for kind, scheme in _QUARK if kind == dtype)
+    if dtype == "fp4":
+        if weight.int("group_size", 32) != 32:
+            raise weight.wrong("group_size", "32")
+        weight.choice("scale_format", ("e8m0",), "e8m0")
+    return _QUARK[dtype, weight.choice("qscheme", schemes)]
 
 
 def _compressed(config: ConfigReader) -> StoredQuantization:
@@ -292,10 +354,13 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
+    "inc": _auto_round,
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    "quark": _quark,
 }
 """`quant_method` -> its reader."""
 
@@ -305,7 +370,7 @@ def _everything(method: str, numbers: Numbers, plain: tuple[str, ...]) -> Stored
     return StoredQuantization(method=method, rules=rules)
 
 
-def _plain(config: ConfigReader) -> tuple[str, ...]:
+def _plain(config: ConfigReader, *further: str) -> tuple[str, ...]:
     """The modules that stay plain, under the names that formats give to the list. A name stands for
     all below it; "*" for any characters."""
     names: list[str] = []
@@ -315,6 +380,7 @@ def _plain(config: ConfigReader) -> tuple[str, ...]:
         "exclude_modules",
         "ignore",
         "llm_int8_skip_modules",
+        *further,
     ):
         names += config.list(key, (), of=str)
     return tuple(

@@ -240,11 +240,7 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         expected=_packed_members,
     ),
     "scaled": Arrangement(
-        roles={
-            "values": "{weight}",
-            "scales": "{weight}_scale",
-            "zeros": "{weight}_zero_point",
-        },
+        roles={"values": "{weight}", "scales": "{weight}_scale", "zeros": "{weight}_zero_point"},
         dtypes=("I8", "F8_E4M3"),
         optional=("zeros",),
         shape=_values_shape,
@@ -272,12 +268,14 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         shape=_nibbles_shape,
         expected=_nibbles_members,
     ),
+    "mxfp4-quark": Arrangement(
+        roles={"values": "{weight}", "scales": "{weight}_scale"},
+        dtypes=("U8",),
+        shape=_nibbles_shape,
+        expected=_nibbles_members,
+    ),
     "nvfp4": Arrangement(
-        roles={
-            "values": "{weight}",
-            "scales": "{weight}_scale",
-            "outer": "{weight}_scale_2",
-        },
+        roles={"values": "{weight}", "scales": "{weight}_scale", "outer": "{weight}_scale_2"},
         dtypes=("U8",),
         shape=_nibbles_shape,
         expected=_nibbles_members,

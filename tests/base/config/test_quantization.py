@@ -105,3 +105,62 @@ def test_unknown_variants_are_refused(config: dict[str, Any], field: str, messag
     with pytest.raises(CheckpointError, match=message) as seen:
         read(config)
     assert seen.value.field == field
+
+
+def test_auto_round_says_which_modules_differ() -> None:
+    """INC's name for it means the same (QNT-17)."""
+    extra = {
+        "model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"},
+        "model.layers.1.mlp.up_proj": {"bits": 8, "group_size": 32, "sym": False},
+        ".*down_proj": {"bits": 2},
+    }
+    common = {"bits": 4, "group_size": 128, "sym": True, "extra_config": extra}
+    quantization = read({"quant_method": "auto-round", **common})
+    assert quantization is not None and quantization.method == "auto-round"
+    assert quantization == read({"quant_method": "inc", **common})
+    assert quantization.of("model.layers.0.mlp.gate") is None
+    up = quantization.of("model.layers.1.mlp.up_proj")
+    assert up is not None and (up.bits, up.group, up.symmetric) == (8, (1, 32), False)
+    down = quantization.of("model.layers.1.mlp.down_proj")
+    assert down is not None and (down.bits, down.group) == (2, (1, 128))
+    other = quantization.of("model.layers.0.mlp.up_proj")
+    assert other is not None and (other.bits, other.symmetric) == (4, True)
+    awq = {**common, "packing_format": "auto_round:auto_awq", "version": "gemm"}
+    with pytest.raises(CheckpointError, match="bits"):
+        read({"quant_method": "auto-round", **awq})
+
+
+QUARK_FP8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+QUARK_FP4 = {
+    "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+}
+
+
+def test_quark_says_how_modules_are_stored() -> None:
+    config = {
+        "quant_method": "quark",
+        "global_quant_config": QUARK_FP8,
+        "layer_quant_config": {"*down_proj": QUARK_FP4, "*up_proj": {"weight": None}},
+        "exclude": ["lm_head"],
+    }
+    quantization = read(config)
+    assert quantization is not None and quantization.of("lm_head") is None
+    gate = quantization.of("model.layers.0.mlp.gate_proj")
+    assert gate is not None and (gate.arrangement, gate.group) == ("scaled", (0, 0))
+    down = quantization.of("model.layers.0.mlp.down_proj")
+    assert down is not None and (down.arrangement, down.group) == ("mxfp4-quark", (1, 32))
+    assert quantization.of("model.layers.0.mlp.up_proj") is None
+
+
+@pytest.mark.parametrize(
+    "weight, field",
+    [
+        ({"dtype": "int4", "qscheme": "per_group"}, "dtype"),
+        ({"dtype": "fp8_e4m3", "qscheme": "per_group"}, "qscheme"),
+        ({"dtype": "fp4", "qscheme": "per_group", "scale_format": "fp32"}, "scale_format"),
+        ({"dtype": "fp4", "qscheme": "per_group", "group_size": 16}, "group_size"),
+    ],
+)
+def test_unknown_variants_of_quark_are_refused(weight: dict[str, Any], field: str) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        read({"quant_method": "quark", "global_quant_config": {"weight": weight}})

@@ -29,6 +29,7 @@ READERS: Mapping[str, Reader] = {
     "nvfp4": floats4.modelopt,
     "nvfp4-packed": floats4.compressed,
     "mxfp4-packed": floats4.powers,
+    "mxfp4-quark": floats4.powers,
     "mxfp4-blocks": floats4.gpt_oss,
     "bnb-4bit": bitsandbytes.levels,
 }
@@ -36,6 +37,7 @@ READERS: Mapping[str, Reader] = {
 KEPT_READERS: Mapping[str, Reader] = {
     **READERS,
     "mxfp4-packed": floats4.bits,
+    "mxfp4-quark": floats4.bits,
     "mxfp4-blocks": floats4.gpt_oss_bits,
 }
 """The same for weights that are kept as they are stored: values are their bits."""

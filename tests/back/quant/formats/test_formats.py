@@ -186,6 +186,21 @@ def test_mxfp4_of_gpt_oss_equals_transformers(tmp_path: Path) -> None:
         assert_rectangles(source, "experts.down_proj", expected)
 
 
+def test_mxfp4_of_quark_is_the_same_in_a_matrix(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(6)
+    blocks = torch.randint(0, 256, (1, 12, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 134, (1, 12, 3), dtype=torch.uint8, generator=generator)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].t()
+    stored = {"module.weight": blocks[0].flatten(1), "module.weight_scale": scales[0]}
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert source.entries["module.weight"].scheme == "mxfp4"
+        assert_rectangles(source, "module.weight", expected)
+
+
 def test_modelopt_nvfp4_multiplies_by_its_outer_scale(tmp_path: Path) -> None:
     _, stored, expected = golden("nvfp4")
     stored = {
