@@ -72,8 +72,23 @@ class SafetensorsSource:
     def copy(
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
     ) -> None:
-        """Copies a rectangle, converting floats to the target's dtype."""
+        """Copies a rectangle, converting floats to the target's dtype. A file that cannot be read,
+        or has become shorter since it was opened, is a CheckpointError."""
         stored = self._stored[name]
+        try:
+            self._copy(stored, shape, source, target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{stored.path}: tensor {name!r}, which begins at byte {stored.offset}: {error}"
+            ) from error
+
+    def _copy(
+        self,
+        stored: StoredTensor,
+        shape: tuple[int, ...],
+        source: tuple[slice, ...],
+        target: torch.Tensor,
+    ) -> None:
         if target.device.type != "cpu":
             self._readers.copy(
                 stored.path,
@@ -89,7 +104,7 @@ class SafetensorsSource:
             row = math.prod(shape[1:]) * dtype.itemsize
             rows = source[0] if source else slice(None)
             first, last, _ = rows.indices(shape[0] if shape else 1)
-            assert target.nbytes == (last - first) * row, (name, target.shape, shape, source)
+            assert target.nbytes == (last - first) * row, (stored, target.shape, source)
             _read(self._files[stored.path], stored.offset + first * row, target)
             return
         data = self._map(stored.path)[stored.offset : stored.offset + stored.num_bytes]
