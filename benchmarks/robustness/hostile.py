@@ -29,6 +29,8 @@ ANSWER = {"choices": [{"token_ids": [5], "finish_reason": "stop"}]}
 ANSWERED: dict[str, dict[str, Any]] = {
     "/abort_requests": {"request_ids": ["x"]},
     "/inference/v1/abort_requests": {"request_ids": ["x"]},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/collective_rpc": {"method": "status"},
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/batch": {"messages": [SAID], "max_tokens": 1},

@@ -117,7 +117,7 @@ class Control:
             "log_level": _set_log_level,
             "load_adapter": _load_adapter,
             "unload_adapter": _unload_adapter,
-            "adapters": lambda engine, call: {"adapters": _adapters(engine).describe()},
+            "adapters": _list_adapters,
             "profile": _profile,
             "reload": lifecycle.reload,
             "sleep": lifecycle.sleep,
@@ -298,6 +298,10 @@ def _set_log_level(engine: ControlledEngine, call: Call) -> Document:
         engine.executor.log_level(level)
     engine.service.log_level = level
     return {"level": level}
+
+
+def _list_adapters(engine: ControlledEngine, call: Call) -> Document:
+    return {"adapters": [] if engine.adapters is None else engine.adapters.describe()}
 
 
 def _adapters(engine: ControlledEngine) -> Adapters:

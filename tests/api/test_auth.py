@@ -203,7 +203,7 @@ def status(served: Served, key: str) -> int:
 def test_the_ledger_shows_no_digit_of_another_keys_digest(model: Path) -> None:
     """What waits is told by tenant: of others only how much (security P3)."""
     options = ("--api-keys", "one,two", "--max-running", "1")
-    body = {"prompt": "x", "max_tokens": 4000, "stream": True}
+    body = {"prompt": "x", "max_tokens": 1500, "stream": True}
     with serving(model, *options, step_s=0.05) as served, contextlib.ExitStack() as streams:
         client = streams.enter_context(httpx.Client(base_url=served.url, verify=NO_TLS, timeout=60))
         for key in ("two", "two"):

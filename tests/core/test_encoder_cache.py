@@ -4,6 +4,7 @@ the places never overflow, and every wait ends."""
 from __future__ import annotations
 
 import random
+from math import prod
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ class Books:
                 del self.held[key]
             for content in payload.added:
                 assert content.key not in self.held
-                self.held[content.key] = content.num_tokens
+                self.held[content.key] = prod(content.grid) // 4
                 self.added.append(content.key)
         assert sum(self.held.values()) <= self.capacity
         for start in plan.starts:

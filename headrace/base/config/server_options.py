@@ -99,7 +99,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_n: Annotated[Positive, Meta(description="Largest n and best_of.")] = 128
     max_logprobs: Annotated[
-        Annotated[int, Meta(ge=-1)],
+        Annotated[int, Meta(ge=-1, le=1 << 20)],
         Meta(
             description="Largest logprobs, top_logprobs and prompt_logprobs; -1: as many as the vocabulary has, and "
             "a request may say -1 for all of them."

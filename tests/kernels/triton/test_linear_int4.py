@@ -123,9 +123,7 @@ def test_streams(
     assert torch.equal(*results)
 
 
-@pytest.mark.skipif(
-    interpreted() or torch.cuda.get_device_capability() != (9, 0), reason="kernels of Hopper"
-)
+@pytest.mark.skipif(NO_HOPPER, reason="kernels of Hopper")
 @pytest.mark.parametrize(
     "group, minima, per_sm, depth, pair, outputs, inputs, bias, activation, add, eps",
     [

@@ -43,11 +43,11 @@ def combined(
                         p_one = partial + place * (PAIR * TILE) + o_tile
                         m_one = m_tile & (first + j < sharers)
                         b_one = gl.load(p_one, mask=m_one, other=0.0, cache_modifier=".cg")
-                        ones = ones + (b_one,)  # noqa: RUF005
+                        ones = ones + (b_one,)  # noqa: RUF005 - Triton unpacks no tuples
                         if PAIR == 2:
                             p_two = p_one + TILE
                             b_one = gl.load(p_two, mask=m_one, other=0.0, cache_modifier=".cg")
-                            ones = ones + (b_one,)  # noqa: RUF005
+                            ones = ones + (b_one,)  # noqa: RUF005 - Triton unpacks no tuples
                     for j in gl.static_range(AT_ONCE):
                         b_y += ones[j * PAIR]
                         if PAIR == 2:
