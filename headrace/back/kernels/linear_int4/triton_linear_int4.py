@@ -47,8 +47,8 @@ MOST_TOKENS = 64
 
 PLANS: dict[int, tuple[StreamPlan, StreamPlan]] = {
     1: (
-        StreamPlan(stages=3, per_sm=2, tokens=1),
-        StreamPlan(stages=3, per_sm=3, tokens=1),
+        StreamPlan(stages=3, per_sm=2, tokens=1, depth=4),
+        StreamPlan(stages=3, per_sm=2, tokens=1, depth=2),
     ),
     8: (
         StreamPlan(stages=3, per_sm=2, tokens=8),

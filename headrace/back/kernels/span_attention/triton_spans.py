@@ -2,8 +2,7 @@
 over the span's keys once (Dao 2023, FlashAttention-2).
 
 A head is taken in two parts, the greatest power of two and what is left, so that heads of 72 or 80
-do not cost those of 128. The second part begins early enough to be whole: loads of a part of a
-tile's columns gave wrong numbers there (Triton 3.6, bfloat16, 72), and queries are 0 where the
+do not cost those of 128. The second part begins early enough to be whole; queries are 0 where the
 parts overlap. The list of tiles is made on the host and kept from layer to layer.
 
 H heads, K KV heads, D dimensions of a head.
@@ -147,6 +146,8 @@ def _tiles(starts: tuple[int, ...], size: int, device: torch.device) -> torch.Te
 def _supports(problem: SpanAttentionProblem) -> str | None:
     if problem.head_dim > MAX_HEAD:
         return f"takes heads of at most {MAX_HEAD}, not {problem.head_dim}"
+    if problem.device == "cuda" and problem.dtype is not torch.float32 and problem.head_dim % 16:
+        return f"gave wrong numbers for heads of {problem.head_dim} on an H200: no multiple of 16"
     return unsupported(problem.device, problem.dtype)
 
 
