@@ -50,7 +50,7 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     _check_stop(request, facts.logits_width)
     check_sampling(request.sampling, facts.logits_width)
     _check_pooling(request, facts)
-    if facts.encoder_tokens or request.encoder:
+    if facts.encoder_tokens or facts.spectrogram or request.encoder:
         _check_encoder(request.encoder, facts)
     num_prompt = len(request.prompt) // TOKEN_BYTES
     length = _length_limit(num_prompt, request.stop.max_tokens, facts, kv)
@@ -86,6 +86,9 @@ def _check_prompt(prompt: bytes, width: int) -> None:
 
 
 def _check_encoder(encoder: bytes, facts: WorkerFacts) -> None:
+    if facts.spectrogram:
+        _check_spectrogram(encoder, facts.spectrogram)
+        return
     if not facts.encoder_tokens:
         raise InvalidRequest("the model has no encoder that reads tokens", field="prompt")
     _check_prompt(encoder, facts.logits_width)
@@ -95,6 +98,22 @@ def _check_encoder(encoder: bytes, facts: WorkerFacts) -> None:
             f"the prompt has {num_tokens} tokens, the model's encoder reads {facts.encoder_tokens}",
             field="prompt",
         )
+
+
+def _check_spectrogram(encoder: bytes, shape: tuple[int, ...]) -> None:
+    bands, frames = shape
+    if not encoder:
+        raise InvalidRequest(
+            "the model reads speech, not text: ask by /v1/audio/transcriptions", field="prompt"
+        )
+    if len(encoder) != 4 * bands * frames:
+        raise InvalidRequest(
+            f"a spectrogram of {len(encoder)} bytes; {bands} bands of {frames} frames take "
+            f"{4 * bands * frames}",
+            field="file",
+        )
+    if not np.isfinite(np.frombuffer(encoder, "<f4")).all():
+        raise InvalidRequest("the spectrogram has values that are not finite", field="file")
 
 
 def _check_stop(request: EngineRequest, width: int) -> None:

@@ -38,7 +38,7 @@ def adapter_spec(
         reason = f"{model.architecture} generates no text"
     elif model.family == FALLBACK:
         reason = f"{model.architecture} runs by the transformers fallback, which applies none"
-    elif model.encoder_tokens:
+    elif model.has_encoder:
         reason = f"{model.architecture} is an encoder-decoder, to which none are applied"
     elif device_spec.executor == "null":
         reason = "--executor null computes nothing"

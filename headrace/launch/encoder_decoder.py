@@ -15,6 +15,7 @@ DECODER_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_attention_heads": ("decoder_attention_heads", "num_heads"),
     "head_dim": ("d_kv",),
     "intermediate_size": ("decoder_ffn_dim", "d_ff"),
+    "max_position_embeddings": ("max_target_positions",),
 }
 """The plain keys of a decoder, and what encoder-decoders call them; the first that is there."""
 MOST_POSITIONS = 4096
@@ -37,6 +38,15 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return view
 
 
+def spectrogram_of(config: ConfigReader) -> tuple[int, ...]:
+    """Bands and frames of the spectrograms that an encoder of speech reads, two frames for each of
+    its positions; empty of others."""
+    if "num_mel_bins" not in config:
+        return ()
+    positions = config.int("max_source_positions", 1500, ge=1, le=1 << 16)
+    return config.int("num_mel_bins", ge=1, le=1024), 2 * positions
+
+
 def decoder_start(
     generation: Mapping[str, Any], config: ConfigReader, where: str
 ) -> tuple[int, ...]:
@@ -51,3 +61,11 @@ def decoder_start(
     if not start or not ("decoder_start_token_id" in stated or "decoder_start_token_id" in config):
         raise config.wrong("decoder_start_token_id", f"a token id below {width}")
     return tuple(start)
+
+
+def suppressed_ids(
+    generation: Mapping[str, Any], config: Mapping[str, Any], width: int
+) -> tuple[int, ...]:
+    """Tokens that a speech model may not say."""
+    stated = generation.get("suppress_tokens") or config.get("suppress_tokens") or ()
+    return tuple(one for one in stated if isinstance(one, int) and 0 <= one < width)

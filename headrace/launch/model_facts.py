@@ -45,6 +45,7 @@ from headrace.launch.encoder_decoder import (
     decoder_config,
     decoder_start,
     is_encoder_decoder,
+    spectrogram_of,
 )
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
@@ -103,6 +104,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaSpec | None = None
     encoder_tokens: int = 0
     decoder_start: tuple[int, ...] = ()
+    spectrogram: tuple[int, ...] = ()
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an encoder stands before the decoder."""
+        return bool(self.encoder_tokens or self.spectrogram)
 
 
 def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFacts:
@@ -207,10 +214,13 @@ def describe(
 def with_encoder(
     facts: ModelFacts, reader: ConfigReader, generation: Mapping[str, Any]
 ) -> ModelFacts:
-    """The facts of an encoder-decoder, whose halves hold equally many positions."""
+    """The facts of an encoder-decoder, whose halves hold equally many positions unless it reads
+    speech."""
+    spectrogram = spectrogram_of(reader)
     return msgspec.structs.replace(
         facts,
-        encoder_tokens=_max_positions(reader, facts.family),
+        encoder_tokens=0 if spectrogram else _max_positions(reader, facts.family),
+        spectrogram=spectrogram,
         decoder_start=decoder_start(generation, reader, reader.where),
     )
 

@@ -35,6 +35,7 @@ from headrace.front.text.parsing.families import (
 )
 from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
+from headrace.launch.encoder_decoder import suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
 from headrace.launch.lengths import LARGEST, states_length, tokens_of_blocks, with_short_tables
 from headrace.launch.media_spec import media_spec
@@ -103,6 +104,7 @@ def resolve(options: Options, model: ModelFacts, machine: MachineFacts) -> Resol
             manifest=_manifest(options, model),
             encoder_tokens=text.encoder_tokens,
             adapters=adapter_spec(options, model, device_spec),
+            spectrogram=text.spectrogram,
         ),
         kv=_kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
         scheduler=scheduler,
@@ -140,6 +142,8 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         media=media_spec(options, model.media),
         encoder_tokens=min(model.encoder_tokens, max_model_len),
         decoder_start=model.decoder_start,
+        spectrogram=model.spectrogram,
+        suppressed_ids=suppressed_ids(model.generation_defaults, model.config, model.logits_width),
         tool_parser=_tool_parser(options.server, model, choose),
         reasoning_parser=_reasoning_parser(options.server, model, choose),
     )
@@ -203,7 +207,7 @@ def _kv_dtype(
 def _deterministic(options: Options, model: ModelFacts) -> bool:
     """Whether results may not depend on the batch; ConfigError where torch's own operations compute
     the model."""
-    reads = model.encodes or model.encoder_tokens
+    reads = model.encodes or model.has_encoder
     if options.model.deterministic and (model.family == FALLBACK or reads):
         how = "runs by the transformers fallback"
         if reads:
@@ -348,7 +352,7 @@ def _kv(
         choose.note("--kv-blocks", "auto", blocks, "nothing is stored by the null executor")
     elif blocks is None:
         memory = _kv_bytes(_weight_bytes(options, model), machine, device_spec)
-        longest = max_model_len + model.encoder_tokens
+        longest = max_model_len + (model.encoder_tokens or sum(model.spectrogram[1:]) // 2)
         most = scheduler.max_running * longest * max(1, model.kv_bytes_per_token)
         why = (
             "a share of the free memory" if memory <= most else "what all running requests can use"
@@ -371,7 +375,7 @@ def _kv(
 
 def _prefix_caching(options: Options, model: ModelFacts, choose: Chooser) -> bool:
     """Whether prompts that begin alike share blocks; those of an encoder are read whole."""
-    if options.kv.prefix_caching and model.encoder_tokens:
+    if options.kv.prefix_caching and model.has_encoder:
         why = "an encoder reads each prompt whole, and the decoder's cache follows from all of it"
         choose.note("--prefix-caching", True, False, why)
         return False

@@ -34,7 +34,7 @@ def speculation_spec(
         reason = (
             f"{model.architecture} runs by the transformers fallback, whose steps verify nothing"
         )
-    elif model.encoder_tokens:
+    elif model.has_encoder:
         reason = f"{model.architecture} has an encoder before its decoder; not supported with one"
     elif options.model.attention_capture:
         reason = "not with --attention-capture, whose steps run token by token"

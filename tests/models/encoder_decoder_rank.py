@@ -26,10 +26,12 @@ DECODED = ([2, 6, 7], [2, 8, 15, 16, 23, 42], [2])
 
 def saved(config: Any, folder: Path, *, seed: int = 3) -> Any:
     """A random model of the config, in float32, saved under `folder`."""
-    from transformers import AutoModelForSeq2SeqLM
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
     torch.manual_seed(seed)
-    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
+    speech = getattr(config, "num_mel_bins", None) is not None
+    kind = AutoModelForSpeechSeq2Seq if speech else AutoModelForSeq2SeqLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
     randomize(model, seed=seed)
     for module in model.modules():
         if hasattr(module, "create_weight"):  # sines and cosines
@@ -46,13 +48,21 @@ def spec_of(folder: Path, **changes: Any) -> ModelSpec:
     return model_spec(folder, max_model_len=64, encoder_tokens=64, **changes)
 
 
-def forced_logits(model: Any) -> list[torch.Tensor]:
-    """The logits [tokens, V] of every text of DECODED behind that of READ, all in one step."""
+def spectrograms(bands: int, frames: int) -> torch.Tensor:
+    """One for each text of DECODED."""
+    return torch.randn(len(DECODED), bands, frames, generator=torch.Generator().manual_seed(9))
+
+
+def forced_logits(model: Any, speech: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The logits [tokens, V] of every text of DECODED behind that of READ, or behind speech, all in
+    one step."""
     layout = lay_out(model.kv_forms, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     memory = KVMemory(layout, KVCounts(num_blocks=99), device=torch.device("cpu"))
     blocks = iter(range(1, 99))
     plans, slots = [], []
     read_lens, lens = ([len(ids) for ids in each] for each in (READ, DECODED))
+    if speech is not None:
+        read_lens = [speech.shape[2] // 2] * len(DECODED)
     for group in layout.groups:
         held = read_lens if group.kind == "cross" else lens
         table = np.zeros((len(held), 8), np.int32)
@@ -82,9 +92,10 @@ def forced_logits(model: Any) -> list[torch.Tensor]:
         )
     encoder = EncoderBatch(
         token_ids_S=torch.tensor([i for ids in READ for i in ids]),
-        positions_S=torch.tensor([p for ids in READ for p in range(len(ids))]),
+        positions_S=torch.tensor([p for length in read_lens for p in range(length)]),
         query_start=np.concatenate([[0], np.cumsum(read_lens)]).astype(np.int32),
         slots_GS=tuple(slots),
+        spectrograms=speech,
     )
     batch = Batch(
         token_ids_T=torch.tensor([i for ids in DECODED for i in ids]),
@@ -102,8 +113,10 @@ def forced_logits(model: Any) -> list[torch.Tensor]:
 def main(rank: int, ranks: int, store: str, folders: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for folder in folders:
-        model = load_ours(spec_of(Path(folder)), mesh=tensor_parallel_mesh())
-        torch.save(forced_logits(model), Path(folder) / f"rank{rank}.pt")
+        spec = spec_of(Path(folder))
+        model = load_ours(spec, mesh=tensor_parallel_mesh())
+        speech = spectrograms(*spec.spectrogram) if spec.spectrogram else None
+        torch.save(forced_logits(model, speech), Path(folder) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

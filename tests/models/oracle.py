@@ -20,7 +20,9 @@ from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import build_model, family_of
 from headrace.back.models.weights import copies
 from headrace.back.parallel.mesh import Mesh
+from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import ModelSpec
+from headrace.launch.encoder_decoder import spectrogram_of
 
 BLOCK_TOKENS = 8
 
@@ -111,6 +113,7 @@ def model_spec(
         eos_ids=(),
         config=config,
         encoder_tokens=encoder_tokens,
+        spectrogram=spectrogram_of(ConfigReader(config, "config.json")),
     )
 
 

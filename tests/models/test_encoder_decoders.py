@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,14 @@ from headrace.base import env
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
 from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
-from tests.models.encoder_decoder_rank import DECODED, READ, forced_logits, saved, spec_of
+from tests.models.encoder_decoder_rank import (
+    DECODED,
+    READ,
+    forced_logits,
+    saved,
+    spec_of,
+    spectrograms,
+)
 from tests.models.oracle import load_ours
 
 NUM_TOKENS = 12
@@ -79,6 +87,27 @@ CASES: dict[str, Any] = {
 }
 
 
+def whisper() -> Any:
+    return transformers.WhisperConfig(
+        vocab_size=97,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=40,
+        num_mel_bins=6,
+        max_source_positions=20,
+        max_target_positions=64,
+        decoder_start_token_id=START,
+        pad_token_id=1,
+        bos_token_id=1,
+        eos_token_id=96,
+        begin_suppress_tokens=None,
+    )
+
+
 def oracle_of(name: str, folder: Path) -> Any:
     return saved(CASES[name](), folder)
 
@@ -93,6 +122,53 @@ def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None
                 input_ids=torch.tensor([read]), decoder_input_ids=torch.tensor([decoded])
             ).logits[0]
         assert (logits - theirs).abs().max().item() < 1e-4
+
+
+def test_speech_has_the_logits_and_tokens_of_transformers(tmp_path: Path) -> None:
+    oracle, spec = saved(whisper(), tmp_path), spec_of(tmp_path)
+    speech = spectrograms(*spec.spectrogram)
+    ours = forced_logits(load_ours(spec), speech)
+    for logits, heard, decoded in zip(ours, speech, DECODED, strict=True):
+        with torch.inference_mode():
+            theirs = oracle(
+                input_features=heard[None], decoder_input_ids=torch.tensor([decoded])
+            ).logits[0]
+        assert (logits - theirs).abs().max().item() < 1e-4
+    core, tokens = engine(spec), {i: [] for i in range(2 * len(DECODED))}
+    for id in tokens:
+        heard, decoded = speech[id % len(DECODED)], DECODED[id % len(DECODED)]
+        core.add(
+            EngineRequest(
+                id=id,
+                prompt=np.asarray(decoded, "<i4").tobytes(),
+                encoder=heard.numpy().tobytes(),
+                stop=StopRules(max_tokens=NUM_TOKENS),
+                sampling=RowSampling(temperature=0.0),
+            )
+        )
+    while core.has_work:
+        batch = core.step(wait=True).tokens
+        if batch is not None:
+            for id, token in zip(batch.ids.tolist(), batch.tokens.tolist(), strict=True):
+                tokens[id].append(token)
+    for id, ours in tokens.items():
+        decoded = list(DECODED[id % len(DECODED)])
+        with torch.inference_mode():
+            encoded = oracle.get_encoder()(speech[id % len(DECODED)][None])
+            for _ in range(NUM_TOKENS):
+                out = oracle(encoder_outputs=encoded, decoder_input_ids=torch.tensor([decoded]))
+                decoded.append(int(out.logits[0, -1].argmax()))
+        assert ours == decoded[-NUM_TOKENS:]
+    wrong = np.full(6 * 40, np.nan, np.float32)
+    for encoder, message in (
+        (b"", "reads speech, not text"),
+        (wrong.tobytes(), "not finite"),
+        (wrong[1:].tobytes(), "6 bands of 40 frames take 960"),
+    ):
+        core.add(msgspec.structs.replace(request(9, [5], [START], 2), encoder=encoder))
+        (ended,) = core.step(wait=False).tokens.finished
+        assert message in ended.error.message
+    core.executor.close()
 
 
 def engine(
@@ -212,9 +288,10 @@ def test_inputs_that_the_encoder_cannot_read_are_refused_with_the_numbers(tmp_pa
 
 @pytest.mark.timeout(300)
 def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in CASES]
-    for name, folder in zip(CASES, folders, strict=True):
-        oracle_of(name, folder)
+    names = [*CASES, "whisper"]
+    folders = [tmp_path / name for name in names]
+    for name, folder in zip(names, folders, strict=True):
+        saved(whisper() if name == "whisper" else CASES[name](), folder)
     command = [sys.executable, "-m", "tests.models.encoder_decoder_rank"]
     ranks = [
         subprocess.Popen(
@@ -225,7 +302,9 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     ]
     assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
     for folder in folders:
-        alone = forced_logits(load_ours(spec_of(folder)))
+        spec = spec_of(folder)
+        speech = spectrograms(*spec.spectrogram) if spec.spectrogram else None
+        alone = forced_logits(load_ours(spec), speech)
         for rank in range(2):
             for ours, one in zip(torch.load(folder / f"rank{rank}.pt"), alone, strict=True):
                 assert (ours - one).abs().max().item() < 1e-5

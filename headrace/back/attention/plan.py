@@ -81,13 +81,16 @@ class EncoderBatch:
 
     token_ids_S, positions_S: int64 [S], positions from the beginning of each text; query_start:
     host int32, first token of each text, and S; slots_GS: int64 [S] for each KV group, where the
-    keys and values of each token go, empty for those that are not cross caches.
+    keys and values of each token go, empty for those that are not cross caches. spectrograms:
+    float32 [texts, bands, frames], of an encoder that reads these instead of tokens, of which
+    there are as many as positions.
     """
 
     token_ids_S: torch.Tensor
     positions_S: torch.Tensor
     query_start: np.ndarray
     slots_GS: tuple[torch.Tensor, ...]
+    spectrograms: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

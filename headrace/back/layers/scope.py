@@ -107,9 +107,10 @@ class Scope:
     "int8" or "fp8" values in the KV cache. `deterministic`: only invariant kernels (kernels/op.py)
     are chosen. `stored` names the checkpoint's tensors that are quantized already and stay so.
     `planned`: the kind of device that kernels are chosen for but not bound, while all tensors are
-    on meta. `base_within`: where the model lies among others but for its head, instead of below the
-    prefix of its family. `adapters`: the slots of its linear layers' low-rank adapters, None: they
-    take none."""
+    on meta. `unbiased`: the projection that has no bias where those merged with it have one.
+    `base_within`: where the model lies among others but for its head, instead of below the prefix
+    of its family. `adapters`: the slots of its linear layers' low-rank adapters, None: they take
+    none."""
 
     ledger: Ledger
     mesh: Mesh
@@ -127,6 +128,7 @@ class Scope:
     planned: str = ""
     base_within: str = ""
     adapters: AdapterSlots | None = None
+    unbiased: str = ""
     path: str = ""
 
     @property
@@ -162,6 +164,8 @@ class Scope:
         local = list(shape)
         if shard is not None and axis is not None:
             local[shard.dim] = shard.local_size(axis)
+        if self.unbiased and pieces is not None:
+            pieces = tuple(_or_zeros(piece, pieces, self.unbiased) for piece in pieces)
         param = Param(
             name=self.name(name),
             shape=shape,
@@ -281,6 +285,14 @@ def _online_on_gpu(weight: Param, scheme: Scheme) -> LoadedWeight:
     if not served(weight):
         return weight
     return OnlineFp8Weight(weight) if scheme.floating else OnlineInt4Weight(weight, scheme)
+
+
+def _or_zeros(piece: WeightPiece, beside: tuple[WeightPiece, ...], unbiased: str) -> WeightPiece:
+    """The piece, or in place of a bias that there is not another one of its size, times 0."""
+    if not piece.name.endswith(f".{unbiased}.bias"):
+        return piece
+    other = next(one for one in beside if one.name != piece.name and one.shape == piece.shape)
+    return replace(piece, name=other.name, scale=0.0)
 
 
 def not_loaded(*arguments: Any) -> Any:

@@ -59,28 +59,32 @@ def build_bart(
     scope: Scope, config: ConfigReader, form: BartForm, *, positions: PositionsSpec
 ) -> EncoderDecoder:
     """A member of the family."""
+    return EncoderDecoder(scope, bart_spec(scope, config, form, positions=positions))
+
+
+def bart_spec(
+    scope: Scope, config: ConfigReader, form: BartForm, *, positions: PositionsSpec
+) -> EncoderDecoderSpec:
+    """A member of the family as data."""
     sizes, encoder = _sizes(config, "decoder"), _encoder_sizes(config)
     names = {
         "embedding_norm": "layernorm_embedding" if form.embedding_norm else None,
         "norm": "layer_norm" if form.pre else None,
     }
     scale = sizes.width**0.5 if config.bool("scale_embedding", False) else 1.0
-    return EncoderDecoder(
-        scope,
-        EncoderDecoderSpec(
-            sizes=sizes,
-            encoder_layers=encoder.layers,
-            encoder_layer=lambda at, _: _encoder_layer(at, encoder, form),
-            layers=(_layer(scope, sizes, form),) * sizes.layers,
-            norm=LAYER,
-            encoder=StackSpec(stack="encoder", **names),
-            decoder=StackSpec(stack="decoder", **names),
-            positions=positions,
-            embedding_scale=scale,
-            head=None if sizes.tied else "lm_head",
-            logits_bias="final_logits_bias" if form.logits_bias else None,
-            ignored=SHARED if sizes.tied else SHARED[:2],
-        ),
+    return EncoderDecoderSpec(
+        sizes=sizes,
+        encoder_layers=encoder.layers,
+        encoder_layer=lambda at, _: _encoder_layer(at, encoder, form),
+        layers=(_layer(scope, sizes, form),) * sizes.layers,
+        norm=LAYER,
+        encoder=StackSpec(stack="encoder", **names),
+        decoder=StackSpec(stack="decoder", **names),
+        positions=positions,
+        embedding_scale=scale,
+        head=None if sizes.tied else "lm_head",
+        logits_bias="final_logits_bias" if form.logits_bias else None,
+        ignored=SHARED if sizes.tied else SHARED[:2],
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -30,6 +31,14 @@ from headrace.back.models.decoder_layer import DecoderSizes, Stream
 from headrace.back.models.encoder import EncoderLayer
 from headrace.back.models.weights import WeightPlan
 from headrace.base.config.resolved import Decision
+
+
+class EncoderSource(Protocol):
+    """Spectrograms [B, bands, frames] -> x_SE."""
+
+    def read(self, spectrograms: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +118,8 @@ class StackSpec:
 class EncoderDecoderSpec:
     """A whole encoder-decoder. `encoder_layer` builds one from its scope and number. `prefix` holds
     all but the head, `shared` below it is the embedding. `head`: the output head, where it is not
-    the embedding; `logits_bias`: where its bias is."""
+    the embedding; `logits_bias`: where its bias is. `source` makes what turns spectrograms into
+    what the encoder's layers read, from its scope and the width; without one that are tokens."""
 
     sizes: DecoderSizes
     encoder_layers: int
@@ -119,6 +129,7 @@ class EncoderDecoderSpec:
     encoder: StackSpec
     decoder: StackSpec
     positions: PositionsSpec | None = None
+    source: Callable[[Scope, int], EncoderSource] | None = None
     embedding_scale: float = 1.0
     prefix: str = "model"
     shared: str = "shared"
@@ -134,12 +145,12 @@ class EncoderDecoder:
     attention_heads = 0
     media = None
     adapters = None
-    state = "encoder inputs"
 
     def __init__(self, scope: Scope, spec: EncoderDecoderSpec) -> None:
         sizes, inside = spec.sizes, scope / spec.prefix if spec.prefix else scope
         self.logits_width = sizes.vocabulary
-        self.encoder_tokens = scope.encoder_tokens
+        self.encoder_tokens = scope.encoder_tokens if spec.source is None else 0
+        self.state = "encoder inputs" if spec.source is None else "spectrograms"
         self._ledger = scope.ledger
         self._embedding = TokenEmbedding(
             inside / spec.shared,
@@ -149,7 +160,9 @@ class EncoderDecoder:
             tied=spec.head is None,
         )
         encoder, decoder = inside / spec.encoder.stack, inside / spec.decoder.stack
-        self._encoder_ends = StackEnds(encoder, spec, spec.encoder)
+        self._source = spec.source and spec.source(encoder, sizes.width)
+        read = spec if spec.source is None else replace(spec, positions=None)
+        self._encoder_ends = StackEnds(encoder, read, spec.encoder)
         at = encoder / spec.encoder.layers
         self._encoder_layers = [
             spec.encoder_layer(at / str(i), i) for i in range(spec.encoder_layers)
@@ -201,10 +214,14 @@ class EncoderDecoder:
             plans=(),
             group_of_layer=(),
             kv=(),
-            logits_at_N=inputs.token_ids_S[:0],
+            logits_at_N=inputs.positions_S[:0],
             query_start=inputs.query_start,
         )
-        embedded_SE = self._embedding.lookup(inputs.token_ids_S)
+        if self._source is not None:
+            assert inputs.spectrograms is not None, "an encoder of speech reads spectrograms"
+            embedded_SE = self._source.read(inputs.spectrograms)
+        else:
+            embedded_SE = self._embedding.lookup(inputs.token_ids_S)
         x_SE = add_norm(None, *self._encoder_ends.begin(embedded_SE, inputs.positions_S))
         for layer in self._encoder_layers:
             x_SE = layer.forward(x_SE, alone)

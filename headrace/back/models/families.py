@@ -183,6 +183,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "PegasusForConditionalGeneration": "pegasus",
     "MarianMTModel": "marian",
     "M2M100ForConditionalGeneration": "m2m_100",
+    "WhisperForConditionalGeneration": "whisper",
     "T5ForConditionalGeneration": "t5",
     "MT5ForConditionalGeneration": "mt5",
     "UMT5ForConditionalGeneration": "umt5",

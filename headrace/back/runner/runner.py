@@ -125,6 +125,7 @@ class Runner:
             max_drafts=self._steps.max_drafts,
             host_drafts=self._steps.host_drafts,
             encoder_tokens=model.encoder_tokens,
+            spectrogram=spec.model.spectrogram,
             kv_bytes=self._kv.num_bytes,
             media=self.media,
             media_tokens=self._state.media_tokens,

@@ -53,7 +53,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `adapters`: None: it takes none.
     `manifest`: the file of digests that the files must match; None: not verified.
     `encoder_tokens`: the most that the encoder of an encoder-decoder reads, whose decoder has
-    `max_model_len`; 0: of others.
+    `max_model_len`; 0: of others. `spectrogram`: bands and frames of what an encoder of speech
+    reads instead.
     """
 
     path: str
@@ -78,6 +79,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str | None = None
     adapters: AdapterSpec | None = None
     encoder_tokens: int = 0
+    spectrogram: tuple[int, ...] = ()
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,7 +240,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     `tool_parser` and `reasoning_parser` name rows of `front/text/parsing/families.py`, or "none".
     `media`: what the model takes beside text; None: nothing.
     `encoder_tokens`, `decoder_start`: of an encoder-decoder the longest prompt, and what its
-    decoder begins with, in whose `max_model_len` the answer lies.
+    decoder begins with, in whose `max_model_len` the answer lies; `spectrogram`: see ModelSpec;
+    `suppressed_ids`: tokens that no transcript has.
     """
 
     tokenizer_path: str
@@ -255,6 +258,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaSpec | None = None
     encoder_tokens: int = 0
     decoder_start: tuple[int, ...] = ()
+    spectrogram: tuple[int, ...] = ()
+    suppressed_ids: tuple[int, ...] = ()
 
 
 class ServerSpec(ServerSettings, frozen=True, kw_only=True):

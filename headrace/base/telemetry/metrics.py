@@ -82,6 +82,7 @@ ROUTES = (
     *("/update_weight_version", "/weight_info", "/weight_checker"),
     *("/fault_tolerance/apply", "/fault_tolerance/status", "/v1/lora_adapters"),
     *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
+    *("/v1/audio/transcriptions", "/v1/audio/translations"),
     *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
     *("/tokenizer_info", "/inference/v1/generate"),
     *("/v1/chat/completions/render", "/v1/chat/completions/derender"),

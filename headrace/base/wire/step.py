@@ -15,7 +15,6 @@ from headrace.base.errors import WireError
 from headrace.base.wire.media import MediaForm, MediaSpan
 from headrace.base.wire.request import (
     Captured,
-    EngineRequest,
     Pooled,
     PromptLogprobs,
     RowPooling,
@@ -66,7 +65,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     host knows the drafts of a step before it, so that masks and penalties follow them. `media`:
     the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them.
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
-    none that reads tokens.
+    none that reads tokens. `spectrogram`: bands and frames of what one reads instead; empty: there
+    is none.
     """
 
     num_blocks: int
@@ -81,6 +81,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_drafts: int = 0
     host_drafts: bool = False
     encoder_tokens: int = 0
+    spectrogram: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0
     graphs: RecordedGraphs = RecordedGraphs()
@@ -88,9 +89,6 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[tuple[str, str, str, str]] = []
     media: tuple[MediaForm, ...] = ()
     media_tokens: int = 0
-
-
-NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -102,7 +100,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Block ids follow in the plan's `block_*` arrays. `prediction`: what the answer may be,
     little-endian int32 token ids; drafts are looked up in it. `media`: what the prompt's
     placeholders stand for; the content follows in the payload of hook MEDIA_HOOK, unless the
-    workers have it. `encoder` (int32): what the encoder of an encoder-decoder reads;
+    workers have it. `encoder`: what the encoder of an encoder-decoder reads;
     `cross_tokens`: how many of its outputs the row's cross caches hold.
     """
 
@@ -116,14 +114,8 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prediction: bytes = b""
     media: tuple[MediaSpan, ...] = ()
     adapter_slot: int = 0
-    encoder: np.ndarray = NO_TOKENS
+    encoder: bytes = b""
     cross_tokens: int = 0
-
-
-def with_encoder(start: RowStart, request: EngineRequest, cross_tokens: int) -> RowStart:
-    """The start of a request to an encoder-decoder."""
-    encoder = np.frombuffer(request.encoder, "<i4")
-    return msgspec.structs.replace(start, encoder=encoder, cross_tokens=cross_tokens)
 
 
 class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

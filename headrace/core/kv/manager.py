@@ -57,13 +57,10 @@ class KVManager:
         groups = facts.groups
         self.block_tokens = facts.block_tokens
         self.prefix_caching = prefix_caching and bool(groups)
+        size = facts.block_tokens
         self.kinds = tuple(
-            kind_of(
-                group,
-                block_tokens=facts.block_tokens * group.block_ratio,
-                prefix_caching=prefix_caching,
-            )
-            for group in groups
+            kind_of(g, block_tokens=size * g.block_ratio, prefix_caching=prefix_caching)
+            for g in groups
         )
         self._ratios = tuple(group.block_ratio for group in groups)
         self.pool = _pool_of(facts, [kind.trims for kind in self.kinds])
@@ -77,6 +74,7 @@ class KVManager:
         # Groups of which a sequence takes one block with each block of the hash chain.
         self._even = [g for g in self._shared if self._ratios[g] == 1]
         self._uneven = [g for g in self._shared if self._ratios[g] > 1]
+        self._reads_tokens = facts.encoder_tokens > 0
         self._hasher = PrefixHasher(hash_key)
         self._chunk_tokens = chunk_tokens
         self.capacity_tokens = capacity_tokens(
@@ -95,8 +93,9 @@ class KVManager:
         return self.pool.units([k.most_held(n, done=0, chunk_tokens=size) for k, n in each])
 
     def cross_tokens(self, request: Request) -> int:
-        """Outputs of an encoder in the request's cross caches; of no tokens, all there may be."""
-        return len(request.wire.encoder) // TOKEN_BYTES or max(self.spans.values())
+        """Outputs of an encoder in the request's caches; of no tokens, all there may be."""
+        held = len(request.wire.encoder) // TOKEN_BYTES * self._reads_tokens
+        return held or max(self.spans.values())
 
     def _each(self, request: Request, tokens: int) -> list[tuple[CacheKind, int]]:
         """Each group's kind, and the tokens in it of a request that has so many."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import HeadraceError
-from headrace.base.wire.step import RowFeed, RowStart, StepPlan, with_encoder
+from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RequestState, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
@@ -442,7 +442,8 @@ class Scheduler:
             adapter_slot=request.adapter.slot,
         )
         if self.kv.spans:
-            start = with_encoder(start, request.wire, self.kv.cross_tokens(request))
+            cross = self.kv.cross_tokens(request)
+            start = msgspec.structs.replace(start, encoder=request.wire.encoder, cross_tokens=cross)
         builder.add_start(start, request)
         builder.add_updates(request, self.kv.attach(request, hit))
         self._prefill(builder, budget, request)

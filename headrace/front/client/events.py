@@ -33,7 +33,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     at once, or may still be refused, it is not.
 
     `decoder_ids`: what the decoder of an encoder-decoder begins with, where it is not what its
-    checkpoint says; the prompt is what its encoder reads.
+    checkpoint says; the prompt is what its encoder reads. `encoder`: the spectrogram (float32, band
+    by band) that an encoder of speech reads; the prompt is then what its decoder begins with.
     `adapter` names the low-rank adapter it runs with, "" none.
 
     With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`,
@@ -59,6 +60,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     on_queued: Callable[[], None] | None = None
     decoder_ids: tuple[int, ...] = ()
     adapter: str = ""
+    encoder: bytes = b""
 
 
 class TokenScore(msgspec.Struct, frozen=True):

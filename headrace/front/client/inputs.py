@@ -76,7 +76,7 @@ class InputChecker:
         self, generation: Generation, bounds: RequestBounds, request_id: int
     ) -> EngineRequest:
         """The engine request of a checked generation (one choice: `n` is not looked at)."""
-        ids, encoder = generation.prompt_ids, b""
+        ids, encoder = generation.prompt_ids, generation.encoder
         if bounds.encoder_tokens:
             encoder = np.asarray(ids, dtype="<i4").tobytes()
             ids = list(generation.decoder_ids or bounds.decoder_start)

@@ -25,8 +25,8 @@ class DecodingLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One medium: `kind` image, video, frames or pages; `sizes` in bytes of the files behind it.
-    `rate`: of the frames."""
+    """One medium: `kind` image, video, frames, pages or audio (which no family processes); `sizes`
+    in bytes of the files behind it. `rate`: of the frames."""
 
     kind: str
     family: str

@@ -21,6 +21,7 @@ from headrace.front.media import decoders
 from headrace.front.media.job import LENGTHS, InputShape, JobReply, MediaJob, MediumReply
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.processors.families import PROCESSORS
+from headrace.front.media.sound import sound
 
 
 def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[ProcessedMedia]]:
@@ -59,6 +60,8 @@ def _files(job: MediaJob, payload: memoryview) -> list[bytes]:
 
 
 def _processed(job: MediaJob, files: list[bytes]) -> list[ProcessedMedia]:
+    if job.kind == "audio":
+        return [sound(files[0], job.limits)]
     processor = PROCESSORS.load(job.family)(job.settings)
     if job.kind == "image":
         return [decoders.image(files[0], processor, job.limits)]

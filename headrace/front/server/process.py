@@ -32,6 +32,7 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import EngineClient
 from headrace.front.client.limits import Limits
+from headrace.front.client.transcription import Transcriber
 from headrace.front.server.app import make_admin_app, make_app
 from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.conversation.context import Services, stream_interval_of
@@ -127,8 +128,7 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
     text = spec.text
     tokenizer = load_tokenizer(text.tokenizer_path, chat_template=text.chat_template)
     check_vocabulary(tokenizer, text.logits_width)
-    most = spec.server.max_logprobs
-    most = MOST_LOGPROBS if most < 0 else most
+    most = MOST_LOGPROBS if spec.server.max_logprobs < 0 else spec.server.max_logprobs
     limits = Limits(
         max_n=spec.server.max_n,
         max_logprobs=most,
@@ -144,12 +144,11 @@ def services_over(
 ) -> Services:
     """The services over any engine."""
     template_limits = TemplateLimits()
-    pool = TemplatePool(template_limits)
     template = ChatTemplate(
         tokenizer.facts.chat_template,
         tokenizer,
         limits=template_limits,
-        pool=pool,
+        pool=TemplatePool(template_limits),
         max_tokens=text.max_model_len,
         any_role=server.compat == "vllm",
     )
@@ -172,6 +171,7 @@ def services_over(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),
         media=_media(text, tokenizer),
+        speech=Transcriber.of(text, tokenizer),
         store=make_store(server),
         line_routes=line_routes(),
     )

@@ -43,7 +43,7 @@ from headrace.front.server.http.limits import read_json
 from headrace.front.server.http.sse import until_gone
 from headrace.front.server.native import health, requests, tokenize
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
-from headrace.front.server.openai import batch, chat, completions, generate, models, render
+from headrace.front.server.openai import audio, batch, chat, completions, generate, models, render
 from headrace.front.server.openai.derender import DerenderRequest
 from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.pooling import generative, scoring
@@ -170,6 +170,8 @@ def _tokens() -> list[ApiRoute]:
 def _other_routes() -> list[ApiRoute]:
     """Files, models, requests in flight, health, the page, administration."""
     return [
+        _uploads("/v1/audio/transcriptions", audio.post_transcription),
+        _uploads("/v1/audio/translations", audio.post_translation),
         _uploads("/v1/files", batches.post_file),
         _route("/v1/files", batches.get_files),
         _route("/v1/files/{id}", batches.get_file),

@@ -10,7 +10,7 @@ import torch
 
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.memory import KVMemory
-from headrace.back.runner.states.encoder_inputs import EncoderInputs
+from headrace.back.runner.states.encoder_inputs import EncoderInputs, Spectrograms
 from headrace.back.runner.states.media import Media
 from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
 from headrace.back.runner.states.recurrent import Recurrent
@@ -25,6 +25,9 @@ STATES: dict[str, StateFactory] = {
     "texts": lambda max_rows, device, memory: PlainEncoder(),
     "segments": lambda max_rows, device, memory: Segments(max_rows, device),
     "encoder inputs": lambda max_rows, device, memory: EncoderInputs(
+        memory, device, max_rows=max_rows
+    ),
+    "spectrograms": lambda max_rows, device, memory: Spectrograms(
         memory, device, max_rows=max_rows
     ),
     "recurrent": lambda max_rows, device, memory: Recurrent(memory),

@@ -7,7 +7,7 @@ preemption it runs again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -43,8 +43,8 @@ class EncoderInputs(PlainDecoder):
 
     def start(self, start: RowStart) -> None:
         """Keeps the encoder's input until the row's first step."""
-        if start.encoder.size:
-            self._waiting[start.row] = start.encoder
+        if start.encoder:
+            self._waiting[start.row] = self._read(start.encoder)
 
     def prepare(self, batch: Batch, shape: StepShape) -> Batch:
         """The batch with the inputs of the rows that begin in it."""
@@ -52,17 +52,30 @@ class EncoderInputs(PlainDecoder):
         begin = [
             (at, self._waiting.pop(row)) for at, row in enumerate(rows) if row in self._waiting
         ]
-        passes = tuple(self._encoder_batch(batch, some) for some in _passes(begin))
+        runs = _passes(begin, self._num_outputs)
+        passes = tuple(self._encoder_batch(batch, some) for some in runs)
         return replace(batch, encoder=passes)
 
+    def _read(self, encoder: bytes) -> np.ndarray:
+        """What a request sends."""
+        return np.frombuffer(encoder, "<i4")
+
+    def _num_outputs(self, one: np.ndarray) -> int:
+        """Of the encoder, over one input."""
+        return one.size
+
+    def _input(self, inputs: list[np.ndarray]) -> dict[str, torch.Tensor]:
+        """The part of an EncoderBatch that the encoder reads."""
+        token_S = np.concatenate(inputs).astype(np.int64)
+        return {"token_ids_S": to_device(token_S, self._device)}
+
     def _encoder_batch(self, batch: Batch, inputs: list[tuple[int, np.ndarray]]) -> EncoderBatch:
-        sizes = [tokens.size for _, tokens in inputs]
+        sizes = [self._num_outputs(one) for _, one in inputs]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         position_S = np.arange(starts[-1], dtype=np.int64) - np.repeat(starts[:-1], sizes)
         at_S = np.repeat(np.array([at for at, _ in inputs], np.int64), sizes)
-        token_S = np.concatenate([tokens for _, tokens in inputs]).astype(np.int64)
         return EncoderBatch(
-            token_ids_S=to_device(token_S, self._device),
+            **self._input([one for _, one in inputs]),
             positions_S=to_device(position_S, self._device),
             query_start=starts,
             slots_GS=tuple(self._slots(batch, at_S, position_S)),
@@ -82,17 +95,43 @@ class EncoderInputs(PlainDecoder):
                 yield offset_S[:0]
 
 
+class Spectrograms(EncoderInputs):
+    """The same for encoders of speech, whose inputs are spectrograms of one size: two frames for
+    each output."""
+
+    def __init__(self, memory: KVMemory, device: torch.device, *, max_rows: int) -> None:
+        super().__init__(memory, device, max_rows=max_rows)
+        self._outputs = max(group.span or 0 for group in memory.groups if group.kind == "cross")
+
+    def _read(self, encoder: bytes) -> np.ndarray:
+        """Bands of frames."""
+        return np.frombuffer(encoder, "<f4").reshape(-1, 2 * self._outputs)
+
+    def _num_outputs(self, one: np.ndarray) -> int:
+        """As many of each."""
+        return self._outputs
+
+    def _input(self, inputs: list[np.ndarray]) -> dict[str, torch.Tensor]:
+        """No tokens; the spectrograms one behind the other."""
+        none = to_device(np.zeros(0, np.int64), self._device)
+        return {
+            "token_ids_S": none,
+            "spectrograms": to_device(np.stack(inputs), self._device),
+        }
+
+
 def _passes(
-    inputs: Iterable[tuple[int, np.ndarray]],
+    inputs: Iterable[tuple[int, np.ndarray]], num_outputs: Callable[[np.ndarray], int]
 ) -> Iterator[list[tuple[int, np.ndarray]]]:
     """The inputs in runs of at most MOST_TOKENS."""
     run: list[tuple[int, np.ndarray]] = []
     num_tokens = 0
-    for at, tokens in inputs:
-        if run and num_tokens + tokens.size > MOST_TOKENS:
+    for at, one in inputs:
+        size = num_outputs(one)
+        if run and num_tokens + size > MOST_TOKENS:
             yield run
             run, num_tokens = [], 0
-        run.append((at, tokens))
-        num_tokens += tokens.size
+        run.append((at, one))
+        num_tokens += size
     if run:
         yield run

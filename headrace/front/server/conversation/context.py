@@ -54,6 +54,7 @@ from headrace.front.text.templates import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from headrace.front.client.transcription import Transcriber
     from headrace.front.media.preparation import MediaPreparer
     from headrace.front.server.conversation.tracing import RequestTrace, Tracer
 
@@ -119,8 +120,8 @@ class Services:
     work must end now; `shut_down` asks for what SIGTERM does. Templates that come with requests
     are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
     of the model's reasoning and tool calls. `interval`: what a chunk holds unless a request says
-    so. `media`: for models that take more than text. `sealer` is the same in every API process of
-    a server."""
+    so. `media`: for models that take more than text; `speech`: for those that hear. `sealer` is the
+    same in every API process of a server."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -136,6 +137,7 @@ class Services:
     tracer: Tracer | None = None
     interval: StreamInterval | None = None
     media: MediaPreparer | None = None
+    speech: Transcriber | None = None
     config: dict[str, object] = field(default_factory=dict)
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
     stores: tuple[FileStore, BatchStore] | None = None

@@ -179,8 +179,10 @@ def generate(
     prompt_field: str = "prompt",
     predicted: Sequence[int] = (),
     media: tuple[MediaInput, ...] = (),
+    encoder: bytes = b"",
 ) -> Events:
-    """The events of one prompt, parsed where there are parsers, and counted."""
+    """The events of one prompt, parsed where there are parsers, and counted. `encoder`: see
+    Generation."""
     services = context.services
     context.client_label = run.client_label
     if (most := params.max_tokens) is None:
@@ -202,6 +204,7 @@ def generate(
         reasoning=structure.reasoning,
         prompt_field=prompt_field,
         media=media,
+        encoder=encoder,
         on_queued=context.queued.set,
         predicted_ids=predicted,
     )

@@ -128,7 +128,7 @@ class RoomTaker(Protocol):
 async def read_json(request: Request, limits: ServerSpec, room: RoomTaker) -> Any:
     """The JSON document in the body; every breach of a limit is the RequestError that names it."""
     _check_content_type(request)
-    body = await _read_body(request, limits, room)
+    body = await read_body(request, limits, room)
     return await parse_body(body)
 
 
@@ -147,7 +147,8 @@ def _check_content_type(request: Request) -> None:
         )
 
 
-async def _read_body(request: Request, limits: ServerSpec, room: RoomTaker) -> bytes:
+async def read_body(request: Request, limits: ServerSpec, room: RoomTaker) -> bytes:
+    """The body, within the limits."""
     declared = request.headers.get("content-length", "0")
     size = int(declared) if declared.isdecimal() else 0
     max_bytes = limits.max_body_bytes

@@ -1,0 +1,217 @@
+"""Speech to text: a file's samples, windows of them as spectrograms, and what the decoder is asked
+about each.
+
+Windows are heard apart from each other, in the order of their times. A window's answer is taken if
+it is likely and does not repeat itself; else it is made again with more randomness (Radford et al.
+2022, section 4.5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from math import exp
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.config.media import ProcessorSettings
+from headrace.base.config.resolved import TextSpec
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.request import SamplingParams
+from headrace.front.client.events import Delta, Ended, Events
+from headrace.front.media.job import DecodingLimits, MediaJob
+from headrace.front.media.jobs import MediaProcesses, default_size
+from headrace.front.media.log_mel import HOP, RATE, LogMel
+from headrace.front.media.quiet import windows
+from headrace.front.text.tokenizer import Tokenizer
+from headrace.front.text.transcript import SpeechSegment, SpeechTokens, segments_of
+
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+LEAST_LOGPROB = -1.0
+MOST_COMPRESSION = 2.4
+NO_SPEECH = 0.6
+SUPPRESSED = -100.0
+
+Ask = Callable[[list[int], SamplingParams, bytes], Events]
+"""Runs the decoder behind these tokens over a spectrogram."""
+
+
+class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted of a file: the language spoken (None: to be found out), whether it is
+    translated into English, what the text before it may be, and whether times are wanted."""
+
+    language: str | None = None
+    translates: bool = False
+    prompt: str = ""
+    temperature: float = 0.0
+    times: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A part of a file, in seconds, and its spectrogram."""
+
+    start: float
+    end: float
+    spectrogram: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What a window says."""
+
+    window: Window
+    text: str
+    segments: list[SpeechSegment]
+    temperature: float
+    mean_logprob: float
+    compression: float
+    no_speech: float = 0.0
+
+
+class Transcriber:
+    """For one speech model."""
+
+    def __init__(self, text: TextSpec, tokenizer: Tokenizer) -> None:
+        bands, frames = text.spectrogram
+        self._mel = LogMel(bands, frames)
+        self._most = frames * HOP
+        self._tokenizer = tokenizer
+        self._tokens = SpeechTokens.of(tokenizer)
+        self._context = text.max_model_len
+        self._bias = dict.fromkeys(text.suppressed_ids, SUPPRESSED)
+        self._processes = MediaProcesses(DecodingLimits(), size=default_size())
+
+    @staticmethod
+    def of(text: TextSpec, tokenizer: Tokenizer) -> Transcriber | None:
+        """One, if the model hears."""
+        return Transcriber(text, tokenizer) if text.spectrogram else None
+
+    async def read(self, data: bytes) -> npt.NDArray[np.int16]:
+        """The samples of a file; InvalidRequest names what is wrong with it."""
+        job = MediaJob(
+            kind="audio",
+            family="",
+            settings=ProcessorSettings(),
+            limits=self._processes.limits,
+            sizes=(len(data),),
+        )
+        try:
+            (medium,) = await asyncio.to_thread(self._processes.run, job, [data])
+        except InvalidRequest as error:
+            raise InvalidRequest(f"file: {error.message}", field="file") from None
+        return medium.inputs[0].rows.reshape(-1).view("<i2")
+
+    async def windows(self, samples: npt.NDArray[np.int16]) -> AsyncGenerator[Window, None]:
+        """The file's windows, each made when it is asked for."""
+        for begin, end in windows(samples, self._most):
+            features = await asyncio.to_thread(self._mel.features, samples[begin:end])
+            yield Window(start=begin / RATE, end=end / RATE, spectrogram=features.tobytes())
+
+    def check(self, request: SpeechRequest) -> None:
+        """InvalidRequest where the model cannot do what is asked."""
+        if request.language is not None:
+            self._tokens.language(request.language)
+        if request.translates and (self._tokens.translate is None or not self._tokens.languages):
+            raise InvalidRequest("this model knows English alone, and translates nothing")
+
+    async def look(self, window: Window, ask: Ask) -> tuple[str, float]:
+        """The language a window is spoken in, and how likely nothing is said: one token behind the
+        start token."""
+        tokens = self._tokens
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            logprobs=0,
+            allowed_token_ids=tuple(tokens.languages.values()) or None,
+            logprob_token_ids=() if tokens.nothing is None else (tokens.nothing,),
+        )
+        language, no_speech = "en", 0.0
+        async with aclosing(ask([tokens.start], params, window.spectrogram)) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    codes = {token: code for code, token in tokens.languages.items()}
+                    for token in event.token_ids:
+                        language = codes.get(token, language)
+                    for score in event.scores or []:
+                        no_speech = sum(exp(one.logprob) for one in score.named)
+        return language, no_speech
+
+    def begins_with(self, request: SpeechRequest, language: str) -> list[int]:
+        """What the decoder begins with."""
+        tokens = self._tokens
+        begins = [tokens.start]
+        if tokens.languages:
+            named, task = tokens.language(language), tokens.transcribe
+            if request.translates:
+                task = tokens.translate
+            begins += [one for one in (named, task) if one is not None]
+        if not request.times:
+            begins.append(tokens.no_times)
+        if request.prompt.strip() and tokens.previous is not None:
+            before = self._tokenizer.encode_plain(" " + request.prompt.strip())
+            begins = [tokens.previous, *before[-(self._context // 2 - 1) :], *begins]
+        return begins
+
+    def params(self, begins: Sequence[int], temperature: float) -> SamplingParams:
+        """How a window's text is sampled."""
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=max(1, self._context - len(begins)),
+            logprobs=0,
+            logit_bias=self._bias,
+        )
+
+    async def hear(self, window: Window, request: SpeechRequest, language: str, ask: Ask) -> Heard:
+        """A window's text, at the first temperature that gives a good one, or else the last."""
+        heard: Heard | None = None
+        begins = self.begins_with(request, language)
+        for temperature in TEMPERATURES:
+            if temperature < request.temperature and temperature != TEMPERATURES[-1]:
+                continue
+            tried = max(temperature, request.temperature)
+            heard = await self._heard(window, begins, tried, ask)
+            good = heard.mean_logprob > LEAST_LOGPROB and heard.compression < MOST_COMPRESSION
+            if good or request.temperature:
+                break
+        assert heard is not None
+        return heard
+
+    async def _heard(
+        self, window: Window, begins: list[int], temperature: float, ask: Ask
+    ) -> Heard:
+        ids: list[int] = []
+        total = 0.0
+        params = self.params(begins, temperature)
+        async with aclosing(ask(begins, params, window.spectrogram)) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    ids += event.token_ids
+                elif isinstance(event, Ended):
+                    total = event.cumulative_logprob or 0.0
+        segments = segments_of(
+            ids,
+            self._decoded,
+            first_time=self._tokens.first_time,
+            begin_s=window.start,
+            end_s=window.end,
+        )
+        text = "".join(segment.text for segment in segments)
+        data = text.encode()
+        return Heard(
+            window=window,
+            text=text,
+            segments=segments,
+            temperature=temperature,
+            mean_logprob=total / (len(ids) + 1),
+            compression=len(data) / max(1, len(zlib.compress(data))),
+        )
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,245 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations: a file of speech to text, whole, as
+subtitles, with segments, or as it is heard."""
+
+from __future__ import annotations
+
+import math
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import orjson
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.request import SamplingParams
+from headrace.front.client.events import Delta, Events
+from headrace.front.client.transcription import (
+    LEAST_LOGPROB,
+    NO_SPEECH,
+    Ask,
+    Heard,
+    SpeechRequest,
+    Transcriber,
+)
+from headrace.front.media.log_mel import RATE
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.pipeline import generate, streamed
+from headrace.front.server.conversation.resolved import RunOptions
+from headrace.front.server.http.auth import completion_id
+from headrace.front.server.http.forms import Form, read_form
+from headrace.front.server.http.sse import Chunks, until_gone
+from headrace.front.text.transcript import SpeechSegment, subrip, webvtt
+
+FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
+TIMED = ("srt", "vtt", "verbose_json")
+FIELDS = {
+    "model",
+    "language",
+    "prompt",
+    "response_format",
+    "temperature",
+    "timestamp_granularities",
+    "stream",
+    "chunking_strategy",
+}
+Samples = npt.NDArray[np.int16]
+
+
+class AskedTranscript(msgspec.Struct, frozen=True, kw_only=True):
+    """The form, checked."""
+
+    file: bytes
+    speech: SpeechRequest
+    format: str
+    stream: bool
+
+
+async def post_transcription(context: RequestContext, request: Request) -> Response:
+    """POST /v1/audio/transcriptions: what is said, in its own language."""
+    return await _post(context, request, translates=False)
+
+
+async def post_translation(context: RequestContext, request: Request) -> Response:
+    """POST /v1/audio/translations: what is said, in English."""
+    return await _post(context, request, translates=True)
+
+
+async def _post(context: RequestContext, request: Request, *, translates: bool) -> Response:
+    services = context.services
+    speech = services.speech
+    if speech is None:
+        raise InvalidRequest("the model does not hear: this route needs a speech model")
+    form = await read_form(request, services.server, context.make_room)
+    asked = asked_of(form, translates=translates)
+    names = form.fields.get("model", [])
+    services.model_name(names[-1] if names else None)
+    speech.check(asked.speech)
+    response: Response = await until_gone(
+        request.receive, _answer(context, speech, asked), abandon=services.abandon
+    )
+    return response
+
+
+def asked_of(form: Form, *, translates: bool) -> AskedTranscript:
+    """The fields of a form; InvalidRequest names the one that is wrong."""
+    unknown = sorted(form.fields.keys() - FIELDS)
+    if unknown:
+        raise InvalidRequest(f"{unknown[0][:50]}: is not known here", field=unknown[0][:50])
+    if "file" not in form.files:
+        raise InvalidRequest("file: this field is required", field="file")
+    single = {name: values[-1] for name, values in form.fields.items()}
+    shape = single.get("response_format", "json")
+    if shape not in FORMATS:
+        raise InvalidRequest(
+            f"response_format: {shape[:30]!r} given; allowed: {', '.join(FORMATS)}",
+            field="response_format",
+        )
+    _check_granularities(form.fields.get("timestamp_granularities", []), shape)
+    stream = single.get("stream", "false").lower()
+    if stream not in ("true", "false"):
+        raise InvalidRequest(f"stream: {stream[:30]!r} given; true or false", field="stream")
+    if stream == "true" and shape in TIMED:
+        raise InvalidRequest(
+            f"stream: does not go with response_format {shape}; json and text are streamed",
+            field="stream",
+        )
+    return AskedTranscript(
+        file=form.files["file"][1],
+        speech=SpeechRequest(
+            language=single.get("language") or None,
+            translates=translates,
+            prompt=single.get("prompt", ""),
+            temperature=_temperature(single.get("temperature", "0")),
+            times=shape in TIMED,
+        ),
+        format=shape,
+        stream=stream == "true",
+    )
+
+
+def _check_granularities(asked: list[str], shape: str) -> None:
+    field = "timestamp_granularities"
+    if asked and shape != "verbose_json":
+        raise InvalidRequest(f"{field}: needs response_format verbose_json", field=field)
+    for one in asked:
+        if one == "word":
+            raise InvalidRequest(
+                f"{field}: times of words are not told; segment is allowed", field=field
+            )
+        if one != "segment":
+            raise InvalidRequest(f"{field}: {one[:30]!r} given; segment is allowed", field=field)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value <= 1.0:
+        raise InvalidRequest(
+            f"temperature: {text[:30]!r} given; a number from 0 to 1", field="temperature"
+        )
+    return value
+
+
+async def _answer(context: RequestContext, speech: Transcriber, asked: AskedTranscript) -> Response:
+    context.hold_place()
+    samples = await speech.read(asked.file)
+    context.body_is_read()
+    ask = partial(_ask, context, completion_id("audio"))
+    if asked.stream:
+        return await streamed(context, _chunks(speech, asked, samples, ask))
+    language, heard = asked.speech.language, list[Heard]()
+    async with aclosing(speech.windows(samples)) as windows:
+        async for window in windows:
+            no_speech = 0.0
+            if language is None or asked.format == "verbose_json":
+                code, no_speech = await speech.look(window, ask)
+                language = language or code
+            one = await speech.hear(window, asked.speech, language, ask)
+            silent = no_speech > NO_SPEECH and one.mean_logprob < LEAST_LOGPROB
+            if silent:
+                one = replace(one, text="", segments=[])
+            heard.append(replace(one, no_speech=no_speech))
+    return _written(asked, heard, language or "en", len(samples) / RATE)
+
+
+def _ask(
+    context: RequestContext, label: str, ids: list[int], params: SamplingParams, heard: bytes
+) -> Events:
+    run = RunOptions()
+    return generate(context, ids, params, run, label=label, prompt_field="prompt", encoder=heard)
+
+
+async def _chunks(
+    speech: Transcriber, asked: AskedTranscript, samples: Samples, ask: Ask
+) -> Chunks:
+    """The text as it is heard: OpenAI's transcript events."""
+    language, said = asked.speech.language, list[str]()
+    async with aclosing(speech.windows(samples)) as windows:
+        async for window in windows:
+            if language is None:
+                language, _ = await speech.look(window, ask)
+            begins = speech.begins_with(asked.speech, language)
+            params = speech.params(begins, asked.speech.temperature)
+            async with aclosing(ask(begins, params, window.spectrogram)) as events:
+                async for event in events:
+                    if isinstance(event, Delta) and event.text:
+                        said.append(event.text)
+                        yield _event({"type": "transcript.text.delta", "delta": event.text})
+    usage = _usage(len(samples) / RATE)
+    yield _event({"type": "transcript.text.done", "text": "".join(said), "usage": usage})
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(document) + b"\n\n"
+
+
+def _usage(seconds: float) -> dict[str, Any]:
+    return {"type": "duration", "seconds": math.ceil(seconds)}
+
+
+def _written(asked: AskedTranscript, heard: list[Heard], language: str, seconds: float) -> Response:
+    text = "".join(one.text for one in heard).strip()
+    segments = [segment for one in heard for segment in one.segments]
+    if asked.format == "text":
+        return PlainTextResponse(text + "\n")
+    if asked.format == "srt":
+        return PlainTextResponse(subrip(segments))
+    if asked.format == "vtt":
+        return PlainTextResponse(webvtt(segments), media_type="text/vtt")
+    document: dict[str, Any] = {"text": text, "usage": _usage(seconds)}
+    if asked.format == "verbose_json":
+        document |= {
+            "task": "translate" if asked.speech.translates else "transcribe",
+            "language": language,
+            "duration": round(seconds, 3),
+            "segments": _documents(heard),
+        }
+    return Response(orjson.dumps(document), media_type="application/json")
+
+
+def _documents(heard: list[Heard]) -> list[dict[str, Any]]:
+    parts = [(one, segment) for one in heard for segment in one.segments]
+    return [_document(i, one, segment) for i, (one, segment) in enumerate(parts)]
+
+
+def _document(number: int, heard: Heard, segment: SpeechSegment) -> dict[str, Any]:
+    return {
+        "id": number,
+        "seek": round(heard.window.start * 100),
+        "start": round(segment.start, 3),
+        "end": round(segment.end, 3),
+        "text": segment.text,
+        "tokens": segment.tokens,
+        "temperature": heard.temperature,
+        "avg_logprob": heard.mean_logprob,
+        "compression_ratio": heard.compression,
+        "no_speech_prob": heard.no_speech,
+    }

@@ -1,0 +1,265 @@
+"""Speech to text over a real socket, by the openai library: a tiny random Whisper that hears a second at a time."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from headrace.front.media.log_mel import RATE, LogMel
+from headrace.front.media.quiet import windows
+from headrace.front.text.transcript import SpeechSegment, segments_of, subrip, webvtt
+from tests.api.clients import openai_client
+from tests.api.serving import NO_TLS, Served, serving
+from tests.models.encoder_decoder_rank import saved
+
+SPECIAL = [
+    "<|endoftext|>",
+    "<|startoftranscript|>",
+    "<|en|>",
+    "<|de|>",
+    "<|translate|>",
+    "<|transcribe|>",
+]
+SPECIAL += ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+TIMES = [f"<|{i * 0.02:.2f}|>" for i in range(51)]
+WORDS = [f"w{i}" for i in range(60)]
+VOCABULARY = [*WORDS, *SPECIAL, *TIMES]
+ID = {word: i for i, word in enumerate(VOCABULARY)}
+BANDS, FRAMES = 16, 100
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("whisper")
+    config = transformers.WhisperConfig(
+        vocab_size=len(VOCABULARY),
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=BANDS,
+        max_source_positions=FRAMES // 2,
+        max_target_positions=24,
+        decoder_start_token_id=ID["<|startoftranscript|>"],
+        eos_token_id=ID["<|endoftext|>"],
+        bos_token_id=ID["<|endoftext|>"],
+        pad_token_id=ID["<|endoftext|>"],
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        dtype="float32",
+    )
+    oracle = saved(config, folder)
+    suppressed = [ID[word] for word in (*SPECIAL[1:], "w3")]
+    generation = {
+        "decoder_start_token_id": ID["<|startoftranscript|>"],
+        "eos_token_id": ID["<|endoftext|>"],
+        "suppress_tokens": suppressed,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = Tokenizer(models.WordLevel(ID, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder, oracle
+
+
+@pytest.fixture(scope="module")
+def served(whisper: tuple[Path, Any]) -> Iterator[Served]:
+    flags = ("--threads", "1", "--max-running", "4", "--served-model-name", "ear")
+    with serving(None, str(whisper[0]), *flags) as found:
+        yield found
+        assert found.at_rest()
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai_client(served.url) as found:
+        yield found
+
+
+def tone(seconds: float, hertz: float = 300.0) -> np.ndarray:
+    at = np.arange(int(seconds * RATE)) / RATE
+    return (8000 * np.sin(2 * np.pi * hertz * at)).astype(np.int16)
+
+
+def wav(samples: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    with wave.open(data, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes(samples.tobytes())
+    return data.getvalue()
+
+
+def encoded(samples: np.ndarray, kind: str) -> bytes:
+    data = io.BytesIO()
+    with av.open(data, "w", format=kind) as container:
+        stream = container.add_stream(kind, rate=RATE, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.rate = RATE
+        resampler = av.AudioResampler(
+            format=stream.format, layout="mono", rate=RATE, frame_size=1152
+        )
+        for piece in (frame, None):
+            for one in resampler.resample(piece):
+                container.mux(stream.encode(one))
+        container.mux(stream.encode(None))
+    return data.getvalue()
+
+
+def expected(oracle: Any, samples: np.ndarray, begins: list[str]) -> list[int]:
+    """The greedy tokens of a window, without those that are suppressed."""
+    features = LogMel(BANDS, FRAMES).features(samples)
+    ids = [ID[word] for word in begins]
+    banned = [ID[word] for word in (*SPECIAL[1:], "w3")]
+    with torch.inference_mode():
+        heard = oracle.get_encoder()(torch.from_numpy(features)[None])
+        while len(ids) < 24:
+            logits = oracle(encoder_outputs=heard, decoder_input_ids=torch.tensor([ids])).logits[
+                0, -1
+            ]
+            logits[banned] -= 100.0
+            token = int(logits.argmax())
+            if token == ID["<|endoftext|>"]:
+                break
+            ids.append(token)
+    return ids[len(begins) :]
+
+
+def language_of(oracle: Any, samples: np.ndarray) -> str:
+    features = torch.from_numpy(LogMel(BANDS, FRAMES).features(samples))[None]
+    with torch.inference_mode():
+        start = torch.tensor([[ID["<|startoftranscript|>"]]])
+        logits = oracle(input_features=features, decoder_input_ids=start).logits[0, -1]
+    return max(("en", "de"), key=lambda code: float(logits[ID[f"<|{code}|>"]]))
+
+
+def words(ids: list[int]) -> list[str]:
+    return [VOCABULARY[i] for i in ids if i < len(WORDS)]
+
+
+@pytest.mark.parametrize("kind", ["wav", "flac", "mp3"])
+def test_a_stream_tells_what_the_reference_hears(
+    whisper: tuple[Path, Any], client: openai.OpenAI, kind: str
+) -> None:
+    samples = tone(0.8)
+    data = wav(samples) if kind == "wav" else encoded(samples, kind)
+    stream = client.audio.transcriptions.create(
+        model="ear", file=(f"a.{kind}", data), language="de", stream=True
+    )
+    events = list(stream)
+    assert {event.type for event in events[:-1]} <= {"transcript.text.delta"}
+    done = events[-1]
+    assert done.type == "transcript.text.done" and done.usage.seconds == 1
+    assert "".join(event.delta for event in events[:-1]) == done.text
+    if kind != "mp3":  # which loses something
+        begins = ["<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"]
+        ids = expected(whisper[1], samples, begins)
+        assert re.findall(r"w\d+", done.text) == words(ids)
+
+
+def test_all_formats_tell_the_same_segments(
+    whisper: tuple[Path, Any], client: openai.OpenAI
+) -> None:
+    samples = np.concatenate([tone(0.9), tone(0.8, 900.0), tone(0.7, 150.0)])
+    ask = {"model": "ear", "file": ("a.wav", wav(samples)), "language": "en", "temperature": 0.2}
+    create = client.audio.transcriptions.create
+    told = create(**ask, response_format="verbose_json", timestamp_granularities=["segment"])
+    assert told.language == "en" and abs(told.duration - 2.4) < 0.01
+    cuts = [end / RATE for _, end in windows(samples, RATE)]
+    assert len(cuts) >= 3
+    for segment in told.segments or []:
+        assert 0 <= segment.start <= segment.end <= cuts[-1]
+        assert segment.temperature == 0.2 and 0 <= segment.no_speech_prob <= 1
+    subtitles = create(**ask, response_format="srt")
+    cues = [cue for cue in str(subtitles).split("\n\n") if cue.strip()]
+    times = re.compile(r"\d+\n00:00:0\d,\d{3} --> 00:00:0\d,\d{3}\n.+", re.S)
+    assert all(times.match(cue) for cue in cues), cues
+    assert str(create(**ask, response_format="vtt")).startswith("WEBVTT\n")
+    plain = create(**ask, response_format="text")
+    assert isinstance(plain, str) and plain.endswith("\n")
+
+
+def test_the_language_is_found_out(
+    whisper: tuple[Path, Any], served: Served, client: openai.OpenAI
+) -> None:
+    samples = tone(0.6, 700.0)
+    told = client.audio.transcriptions.create(
+        model="ear", file=("a.wav", wav(samples)), response_format="verbose_json"
+    )
+    assert told.language == language_of(whisper[1], samples)
+    # The library calls its own translations deprecated.
+    answer = httpx.post(
+        served.url + "/v1/audio/translations",
+        files={"file": ("a.wav", wav(samples))},
+        data={"model": "ear", "response_format": "verbose_json"},
+        verify=NO_TLS,
+        timeout=60,
+    )
+    assert answer.status_code == 200 and answer.json()["task"] == "translate"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"file": ("a.wav", b"RIFF....WAVE")}, "file: the sound cannot be decoded"),
+        ({"file": ("a.txt", b"text")}, "file: the sound is none of"),
+        ({"language": "fr"}, "language: 'fr' given; known: de, en"),
+        ({"response_format": "yaml"}, "response_format: 'yaml' given"),
+        ({"temperature": 3.0}, "temperature: '3.0' given"),
+        (
+            {"response_format": "verbose_json", "timestamp_granularities": ["word"]},
+            "times of words are not told",
+        ),
+        ({"stream": True, "response_format": "srt"}, "stream: does not go with"),
+        ({"extra_body": {"noise": "1"}}, "noise: is not known here"),
+    ],
+)
+def test_what_cannot_be_heard_is_refused(
+    client: openai.OpenAI, more: dict[str, Any], message: str
+) -> None:
+    fields: dict[str, Any] = {"model": "ear", "file": ("a.wav", wav(tone(0.2))), **more}
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.audio.transcriptions.create(**fields)
+
+
+def test_text_is_refused_with_the_way_to_ask(served: Served, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="/v1/audio/transcriptions"):
+        client.completions.create(model="ear", prompt="w1", max_tokens=2)
+    url = served.url + "/v1/audio/transcriptions"
+    answer = httpx.post(url, content=b"x", headers={"content-type": "text/plain"}, verify=NO_TLS)
+    assert answer.status_code == 415
+    answer = httpx.post(url, files={"other": ("a", b"x")}, verify=NO_TLS)
+    assert answer.status_code == 400 and "file: this field is required" in answer.text
+
+
+def test_segments_and_subtitles_are_those_of_the_times() -> None:
+    ids = [100, 1, 2, 125, 125, 3, 150, 4]
+    segments = segments_of(
+        ids, lambda ids: " ".join(map(str, ids)), first_time=100, begin_s=10.0, end_s=10.9
+    )
+    assert segments == [
+        SpeechSegment(start=10.0, end=10.5, text="1 2", tokens=[1, 2]),
+        SpeechSegment(start=10.5, end=10.9, text="3", tokens=[3]),
+        SpeechSegment(start=10.9, end=10.9, text="4", tokens=[4]),
+    ]
+    assert subrip(segments[:1]) == "1\n00:00:10,000 --> 00:00:10,500\n1 2\n"
+    assert webvtt(segments[:1]) == "WEBVTT\n\n00:00:10.000 --> 00:00:10.500\n1 2\n"
