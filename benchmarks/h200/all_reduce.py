@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.h200.shapes import device_name
 from headrace.back.kernels.all_reduce.measured import CALLS, measured_sums, peer_sums
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.triton.timing import graph_of, replay_us
@@ -74,7 +75,12 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
     chosen = measured_sums(axis, device, torch.bfloat16)
     if rank == 0:
         print(chosen.chosen, "|", chosen.why, flush=True)
-        result = {"versions": versions(), "ranks": ranks, "chosen": chosen.chosen, "rows": rows}
+        result = {
+            "versions": versions() | device_name(),
+            "ranks": ranks,
+            "chosen": chosen.chosen,
+            "rows": rows,
+        }
         Path(folder, "result").write_text(json.dumps(result, indent=1))
     dist.barrier()
     os._exit(0)

@@ -16,12 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.h200.routing import distinct_experts, uniform_routing
+from benchmarks.h200.routing import distinct_experts, uniform_ranks, uniform_routing
 from benchmarks.h200.shapes import (
     OFFLINE_BARS,
     PREFILL_BARS,
     QUANTIZATION,
     STEP_BARS,
+    device_name,
     prefill_bound,
     step_floor_ms,
     write_model,
@@ -128,7 +129,7 @@ def offline(engine: OfflineEngine, shape: str) -> list[dict[str, Any]]:
     found = throughput(
         engine, num_requests=512, input_len=1024, output_len=320, spread=0.6, temperature=0.0
     )
-    row = {"shape": shape, "bar": OFFLINE_BARS[shape], **found}
+    row = {"shape": shape, "bar": OFFLINE_BARS.get(shape), **found}
     print(json.dumps(row), flush=True)
     return [row]
 
@@ -250,7 +251,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     extra = [tuple(map(int, one.split("x"))) for one in given.extra.split(",") if one]
-    with tempfile.TemporaryDirectory() as folder, uniform_routing(given.shape):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        uniform_routing(given.shape),
+        uniform_ranks(given.shape),
+    ):
         engine = make_engine(
             write_model(Path(folder), given.shape),
             tensor_parallel=given.tensor_parallel,
@@ -261,7 +266,7 @@ def main() -> None:
         print("distinct experts of a layer,", batch, "rows:", distinct_experts(given.shape, batch))
     facts = engine.executor.facts
     result: dict[str, Any] = {
-        "versions": versions(),
+        "versions": versions() | device_name(),
         "tensor_parallel": given.tensor_parallel,
         "kv_dtype": given.kv_dtype,
         "start_s": engine.start_s,

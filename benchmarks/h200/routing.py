@@ -7,15 +7,19 @@ logits in every step, and every layer its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from benchmarks.h200.shapes import layer_weights, routing
+from headrace.back.executor.processes import ProcessExecutor
 from headrace.back.layers.moe.mixture import Mixture
+from headrace.back.models import load
 
 ROWS = 16384 + 64
 APART = 389
@@ -39,7 +43,9 @@ def uniform_routing(shape: str) -> Iterator[None]:
     experts, _ = routing(shape)
     layers = sum(layer.expert > 0 for layer in layer_weights(shape))
     if experts and torch.cuda.is_available():
-        _device_logits(experts, layers, torch.device("cuda", 0))  # not while a graph is recorded
+        _device_logits(
+            experts, layers, torch.device("cuda", torch.cuda.current_device())
+        )  # not while a graph is recorded
     finish = Mixture._finish
     count = 0
 
@@ -60,6 +66,27 @@ def uniform_routing(shape: str) -> Iterator[None]:
         return
     with patch.object(Mixture, "_finish", finish_uniform):
         yield
+
+
+SHAPE_VARIABLE = "BENCHMARK_SHAPE"
+"""Tells the processes of ranks which shape they load."""
+
+
+@contextmanager
+def uniform_ranks(shape: str) -> Iterator[None]:
+    """Executors made meanwhile whose ranks are processes of their own load their models by `load_model` below."""
+    loader = {"loader": f"{__name__}:load_model"}
+    with (
+        patch.dict(os.environ, {SHAPE_VARIABLE: shape}),
+        patch.object(ProcessExecutor.__init__, "__kwdefaults__", loader),
+    ):
+        yield
+
+
+def load_model(*arguments: Any, **named: Any) -> Any:
+    """The engine's own loader; a router built by this process routes uniformly from now on."""
+    ExitStack().enter_context(uniform_routing(os.environ[SHAPE_VARIABLE]))
+    return load.load_model(*arguments, **named)
 
 
 def distinct_experts(shape: str, rows: int) -> float:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.h200.shapes import write_model
+from benchmarks.h200.shapes import device_name, write_model
 from headrace.bench.report import markdown_table, versions
 from headrace.bench.serve import LoadSpec, run_load
 from headrace.bench.startup import free_port, wait_ready
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--serve", default="", help="further options of the server")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    result: dict[str, Any] = {"versions": versions(), "ready_s": [], "loads": []}
+    result: dict[str, Any] = {"versions": versions() | device_name(), "ready_s": [], "loads": []}
     with tempfile.TemporaryDirectory() as name:
         folder = write_model(Path(name), given.shape)
         if given.cold:

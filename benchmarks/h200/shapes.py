@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import pre_tokenizers
 
 BYTES_PER_S = 4.346e12
@@ -40,6 +41,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 12288,
         "num_attention_heads": 32,
         "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-32b": _COMMON
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
         "tie_word_embeddings": False,
     },
     "qwen3-0.6b": _COMMON
@@ -129,6 +138,7 @@ STEP_BARS = {
         (256, 128): 10.0,
         (256, 1024): 15.5,
     },
+    "qwen3-32b": {},
     "qwen3-8b-fp8": {(1, 128): 2.4, (32, 128): 3.2, (256, 128): 7.0},
     "qwen3-8b-int4": {(1, 128): 1.7, (32, 128): 2.7},
     "qwen3-0.6b": {(1, 128): 0.75, (32, 128): 1.0, (256, 128): 3.4},
@@ -137,6 +147,7 @@ STEP_BARS = {
 }
 PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
     "qwen3-8b": {(1, 8192): 42_000, (16, 1024): 48_000},
+    "qwen3-32b": {},
     "qwen3-8b-fp8": {(1, 8192): 61_000, (16, 1024): 72_000},
     "qwen3-8b-int4": {(1, 8192): 36_800, (16, 1024): 42_100},
     "qwen3-0.6b": {},
@@ -151,6 +162,11 @@ OFFLINE_BARS = {
     "qwen3-30b-a3b": 8_500,
     "deepseek-v2-lite": 15_000,
 }
+
+
+def device_name() -> dict[str, str]:
+    """The GPU that a result was measured on, as one of its versions."""
+    return {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
 
 
 def write_model(folder: Path, shape: str) -> Path:

@@ -1,6 +1,7 @@
 """Every kind of process of a server is killed and stopped in turn under streams of known text (reliability 1.4, 1.6).
 
     python -m benchmarks.robustness.deaths --repeats 5 --write
+    python -m benchmarks.robustness.deaths --kinds rank --serve "--tensor-parallel 4" --write FILE
 
 Two API processes, one core, the bundled model with --deterministic (a batch of 50 may round otherwise than one alone);
 a new server for each repeat, for one whose core dies often gives up. In each cell `streams` greedy streams are begun,
@@ -32,7 +33,7 @@ import psutil
 
 from benchmarks.robustness.serving import BYSTANDER_PROMPTS, ROLES, server
 
-KINDS = ("core", "api", "templates")
+KINDS = ("core", "api", "templates", "rank")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 NOTICED_S = 1.0
 PATIENCE_S = 60.0
@@ -216,13 +217,17 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS[:3])
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=tuple(SIGNALS))
-    parser.add_argument("--write", action="store_true", help="keep the report beside this script")
+    parser.add_argument("--serve", default="", help="further options of the server")
+    parser.add_argument("--write", type=Path, nargs="?", const=Path(__file__).with_suffix(".json"))
     given = parser.parse_args()
     cells = [Cell(kind, name) for kind in given.kinds for name in given.signals]
     for _ in range(given.repeats):
-        with server("--deterministic", "--api-servers", "2") as (base, supervisor):
+        with server("--deterministic", "--api-servers", "2", *given.serve.split()) as (
+            base,
+            supervisor,
+        ):
             asyncio.run(run(base, supervisor, given, cells))
     rows = [cell.row() for cell in cells]
     report = {
@@ -231,7 +236,7 @@ def main() -> int:
     }  # fmt: skip
     print(json.dumps(report, indent=1))
     if given.write:
-        Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        given.write.write_text(json.dumps(report, indent=1) + "\n")
     late = [row for row in rows if (row["noticed_s"] or 0.0) > NOTICED_S]
     return 1 if late or any(row["problems"] for row in rows) else 0
 

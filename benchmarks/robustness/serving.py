@@ -83,6 +83,7 @@ def resident_mib(supervisor: psutil.Process) -> float:
 
 ROLES = {
     "core_process": "core",
+    "executor.worker": "rank",
     "server.process": "api",
     "template_worker": "templates",
     "grammar.trial": "grammar trials",

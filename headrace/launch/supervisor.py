@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from pathlib import Path
 
 from headrace.base.config.resolved import Resolved
+from headrace.base.process_stop import CHECK_S, StopDetector
 from headrace.base.telemetry import log as logs
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
@@ -48,9 +48,6 @@ SILENCE_S = 5.0
 """A core without a heartbeat for so long is killed; its heartbeats have a thread of their own."""
 API_SILENCE_S = 20.0
 """The same of an API process, whose event loop sends them: a long job in it is no hang yet."""
-CHECK_S = 0.25
-"""Longest pause between two looks at the children; one that is stopped (SIGSTOP) for so long is
-killed: within a second its requests have ended with an error event."""
 
 
 class ServerPhase(Enum):
@@ -82,8 +79,7 @@ class ManagedProcess:
         self.deaths: deque[float] = deque(maxlen=CRASH_LIMIT + 1)
         self.restart_at: float | None = None
         self.heard_at: float | None = None
-        self.stopped_at: float | None = None
-        self.stop: int | None = None
+        self.stop: StopDetector | None = None
 
     def restart_delay_s(self, now: float) -> float | None:
         """Records a death; seconds until the restart, None after too many recent deaths."""
@@ -172,15 +168,10 @@ class Supervisor:
     def _check_alive(self, managed: ManagedProcess, now: float) -> None:
         """Kills a child that a signal has stopped or that sends no heartbeats, which means that it
         hangs as a whole. A restart follows."""
-        if managed.child is None or managed.heard_at is None:
+        if managed.child is None or managed.heard_at is None or managed.stop is None:
             return
-        stop = stop_of(managed.child.process.pid)
-        if stop is None:
-            managed.stopped_at = None
-        elif managed.stopped_at is None or stop != managed.stop:
-            managed.stopped_at, managed.stop = now, stop
         silence_s = now - managed.heard_at
-        if managed.stopped_at is not None and now - managed.stopped_at >= CHECK_S:
+        if managed.stop.is_stopped(now):
             log.error("%s was stopped by a signal; it is killed", managed.name)
         elif silence_s >= (SILENCE_S if managed.is_core else API_SILENCE_S):
             log.error("%s has been silent for %.1f s; it is killed", managed.name, silence_s)
@@ -202,7 +193,8 @@ class Supervisor:
     def _start(self, managed: ManagedProcess) -> None:
         managed.child = managed.start(managed)
         managed.ready, managed.report, managed.error = False, None, None
-        managed.heard_at = managed.stopped_at = None
+        managed.heard_at = None
+        managed.stop = StopDetector(managed.child.process.pid)
         managed.pidfd = os.pidfd_open(managed.child.process.pid)
         self._selector.register(managed.pidfd, selectors.EVENT_READ, lambda: self._died(managed))
         self._selector.register(
@@ -385,16 +377,3 @@ def _api_processes(
         ManagedProcess(f"API process {index}", partial(start, index), is_core=False)
         for index in range(count)
     ]
-
-
-def stop_of(pid: int) -> int | None:
-    """Which stop by a signal a process is in, by how often it was taken off its CPU before (state T
-    and the context switches of proc_pid_status(5)); None: it is in none. Two looks that see the
-    same number see one stop. A process under a debugger is in state t and left alone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return None
-    status = dict(line.partition(":")[::2] for line in lines)
-    switches = int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
-    return switches if status["State"].split()[0] == "T" else None

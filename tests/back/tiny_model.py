@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ HEAD_DIM = 8
 class TinyModel:
     """`windows`: one layer per entry, None for full attention.
 
-    A token id of `poison` anywhere in the context makes the hidden states of its row NaN; `explode` raises.
+    A token id of `poison` anywhere in the context makes the hidden states of its row NaN; `explode` raises; `hang`
+    never returns.
     """
 
     generates = True
@@ -56,6 +58,7 @@ class TinyModel:
         width: int = WIDTH,
         poison: int | None = None,
         explode: int | None = None,
+        hang: int | None = None,
         damaged: bool = False,
     ) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -74,7 +77,7 @@ class TinyModel:
             for i, window in enumerate(windows)
         )
         self.logits_width = width
-        self.poison, self.explode = poison, explode
+        self.poison, self.explode, self.hang = poison, explode, hang
         self.embed = random(width, HIDDEN) * 4
         self.place = random(8192, HIDDEN) * 4
         self.qkv = [random(3, HEADS * HEAD_DIM, HIDDEN) for _ in windows]
@@ -87,6 +90,8 @@ class TinyModel:
         """Hidden states [T, E], or [N, E] where the last layer goes on with the batch's rest."""
         if self.explode is not None and bool((batch.token_ids_T == self.explode).any()):
             raise RuntimeError("the tiny model exploded")
+        if self.hang is not None and bool((batch.token_ids_T == self.hang).any()):
+            threading.Event().wait()
         x_TE = self.embed[batch.token_ids_T] + self.place[batch.positions_T]
         if self.poison is not None:
             x_TE = torch.where((batch.token_ids_T == self.poison)[:, None], torch.nan, x_TE)

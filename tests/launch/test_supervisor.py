@@ -11,15 +11,14 @@ import msgspec
 import pytest
 
 from headrace.base.config.tree import Options
+from headrace.base.process_stop import CHECK_S
 from headrace.launch.resolve import resolve
 from headrace.launch.supervisor import (
     API_SILENCE_S,
-    CHECK_S,
     SILENCE_S,
     ManagedProcess,
     ServerPhase,
     Supervisor,
-    stop_of,
 )
 from headrace.launch.topology import ChildProcess, RuntimeFolder
 from tests.launch.test_resolve import CPU, MODEL
@@ -108,23 +107,3 @@ def test_a_child_without_heartbeats_is_killed_once_it_has_sent_one(
         assert process.wait(60) == -signal.SIGKILL
         supervisor._kill_all()
     folder.close()
-
-
-def test_two_short_stops_are_not_one_long_one() -> None:
-    """A look at each would kill a child that ran in between."""
-    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None
-    stops = []
-    for _ in range(2):
-        process.stdin.write(b"x")
-        process.stdin.flush()
-        assert process.stdout.read(1) == b"x" and stop_of(process.pid) is None
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        stops.append((stop_of(process.pid), stop_of(process.pid)))
-        process.send_signal(signal.SIGCONT)
-        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
-    process.communicate(timeout=60)
-    (first, again), (second, _) = stops
-    assert first is not None and first == again and second is not None and second != first
-    assert stop_of(process.pid) is None

@@ -2,9 +2,9 @@
 Imports no torch.
 
 Rank 0 answers with results; the others are silent unless they fail. Whatever ends one worker (an
-exception, a kill, an exit) ends all of them, and every pending step fails with EngineDead: a rank
-that is left alone would wait in its next collective for ever. Death shows as the end of
-the worker's stream, within milliseconds.
+exception, a kill, an exit, a stop by a signal) ends all of them, and every pending step fails with
+EngineDead: a rank that is left alone would wait in its next collective for ever. Death shows as the
+end of the worker's stream, within milliseconds; a stop to looks at the process, within a second.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from headrace.back.executor.channel import (
 from headrace.base import env
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, HeadraceError, from_wire
+from headrace.base.process_stop import CHECK_S, StopDetector
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.step import (
     AdapterOrder,
@@ -184,6 +185,7 @@ class ProcessExecutor:
         for worker in self._workers:
             name = f"headrace-worker-{worker.rank}"
             threading.Thread(target=self._listen, args=(worker,), name=name, daemon=True).start()
+        threading.Thread(target=self._watch, name="headrace-worker-stops", daemon=True).start()
 
     @property
     def facts(self) -> WorkerFacts:
@@ -315,6 +317,14 @@ class ProcessExecutor:
             assert isinstance(message, StepResult), message
             self._finish(message)
         self._fail(f"worker {worker.rank} {worker.ending()}")
+
+    def _watch(self) -> None:
+        """Looks for workers that a signal has stopped, until all are ended."""
+        detectors = [StopDetector(worker.process.pid) for worker in self._workers]
+        while not self._ended.wait(CHECK_S):
+            for worker, detector in zip(self._workers, detectors, strict=True):
+                if detector.is_stopped(time.monotonic()):
+                    self._fail(f"worker {worker.rank} was stopped by a signal")
 
     def _finish(self, result: StepResult) -> None:
         with self._lock:

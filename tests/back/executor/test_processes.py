@@ -21,7 +21,7 @@ LOADER = "tests.back.tiny_model:load_tiny"
 
 def two_ranks() -> ProcessExecutor:
     return ProcessExecutor(
-        tiny_spec(executor="processes", tensor_parallel=2, config={"explode": 60}),
+        tiny_spec(executor="processes", tensor_parallel=2, config={"explode": 60, "hang": 61}),
         loader="tests.back.tiny_model:load_tiny_parallel",
     )
 
@@ -91,9 +91,7 @@ def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
     driver = Driver(pair.facts)
-    sequence = driver.add([1])
-    os.kill(pair._workers[1 - rank].process.pid, signal.SIGSTOP)
-    pending = pair.submit(driver.plan([(sequence, 1)]))
+    pending = pair.submit(driver.plan([(driver.add([61]), 1)]))
     watch = Stopwatch()
     os.kill(pair._workers[rank].process.pid, signal.SIGKILL)
     with pytest.raises(EngineDead, match=f"worker {rank} was killed by signal 9"):
@@ -105,11 +103,24 @@ def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank:
     assert is_alive(pair) == [False, False]
 
 
+@pytest.mark.serial
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_stopped_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
+    driver = Driver(pair.facts)
+    pending = pair.submit(driver.plan([(driver.add([61]), 1)]))
+    watch = Stopwatch()
+    os.kill(pair._workers[rank].process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDead, match=f"worker {rank} was stopped by a signal"):
+        pending.result(60)
+    assert watch.undisturbed_s < 1.0
+    pair.close()
+    assert is_alive(pair) == [False, False]
+
+
 def test_a_step_that_hangs_times_out_and_close_ends_the_workers(pair: ProcessExecutor) -> None:
     """Reliability 1.6."""
     driver = Driver(pair.facts)
-    os.kill(pair._workers[0].process.pid, signal.SIGSTOP)
-    pending = pair.submit(driver.plan([(driver.add([1]), 1)]))
+    pending = pair.submit(driver.plan([(driver.add([61]), 1)]))
     with pytest.raises(TimeoutError):
         pending.result(0.05)
     assert not pending.done()
