@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.api.clients import openai_client
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
+from tests.api.speech import write_whisper
 
 
 @pytest.fixture(scope="session")
@@ -29,4 +31,26 @@ def server(model: Path) -> Iterator[Served]:
 @pytest.fixture
 def client(server: Served) -> Iterator[openai.OpenAI]:
     with openai_client(server.url) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model that hears, and the reference's model of it."""
+    folder = tmp_path_factory.mktemp("whisper")
+    return folder, write_whisper(folder)
+
+
+@pytest.fixture(scope="session")
+def ear(whisper: tuple[Path, Any]) -> Iterator[Served]:
+    """A server of it."""
+    flags = ("--threads", "1", "--max-running", "4", "--served-model-name", "ear")
+    with serving(None, str(whisper[0]), *flags) as found:
+        yield found
+        assert found.at_rest()
+
+
+@pytest.fixture
+def ear_client(ear: Served) -> Iterator[openai.OpenAI]:
+    with openai_client(ear.url) as found:
         yield found

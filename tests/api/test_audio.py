@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-import wave
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,97 +13,12 @@ import numpy as np
 import openai
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.front.media.log_mel import RATE, LogMel
 from headrace.front.media.quiet import windows
 from headrace.front.text.transcript import SpeechSegment, segments_of, subrip, webvtt
-from tests.api.clients import openai_client
-from tests.api.serving import NO_TLS, Served, serving
-from tests.models.encoder_decoder_rank import saved
-
-SPECIAL = [
-    "<|endoftext|>",
-    "<|startoftranscript|>",
-    "<|en|>",
-    "<|de|>",
-    "<|translate|>",
-    "<|transcribe|>",
-]
-SPECIAL += ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
-TIMES = [f"<|{i * 0.02:.2f}|>" for i in range(51)]
-WORDS = [f"w{i}" for i in range(60)]
-VOCABULARY = [*WORDS, *SPECIAL, *TIMES]
-ID = {word: i for i, word in enumerate(VOCABULARY)}
-BANDS, FRAMES = 16, 100
-
-
-@pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("whisper")
-    config = transformers.WhisperConfig(
-        vocab_size=len(VOCABULARY),
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        num_mel_bins=BANDS,
-        max_source_positions=FRAMES // 2,
-        max_target_positions=24,
-        decoder_start_token_id=ID["<|startoftranscript|>"],
-        eos_token_id=ID["<|endoftext|>"],
-        bos_token_id=ID["<|endoftext|>"],
-        pad_token_id=ID["<|endoftext|>"],
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        dtype="float32",
-    )
-    oracle = saved(config, folder)
-    suppressed = [ID[word] for word in (*SPECIAL[1:], "w3")]
-    generation = {
-        "decoder_start_token_id": ID["<|startoftranscript|>"],
-        "eos_token_id": ID["<|endoftext|>"],
-        "suppress_tokens": suppressed,
-    }
-    (folder / "generation_config.json").write_text(json.dumps(generation))
-    tokenizer = Tokenizer(models.WordLevel(ID, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder, oracle
-
-
-@pytest.fixture(scope="module")
-def served(whisper: tuple[Path, Any]) -> Iterator[Served]:
-    flags = ("--threads", "1", "--max-running", "4", "--served-model-name", "ear")
-    with serving(None, str(whisper[0]), *flags) as found:
-        yield found
-        assert found.at_rest()
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai_client(served.url) as found:
-        yield found
-
-
-def tone(seconds: float, hertz: float = 300.0) -> np.ndarray:
-    at = np.arange(int(seconds * RATE)) / RATE
-    return (8000 * np.sin(2 * np.pi * hertz * at)).astype(np.int16)
-
-
-def wav(samples: np.ndarray) -> bytes:
-    data = io.BytesIO()
-    with wave.open(data, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(RATE)
-        file.writeframes(samples.tobytes())
-    return data.getvalue()
+from tests.api.serving import NO_TLS, Served
+from tests.api.speech import BANDS, FRAMES, ID, SPECIAL, VOCABULARY, WORDS, tone, wav
 
 
 def encoded(samples: np.ndarray, kind: str) -> bytes:
@@ -158,11 +70,11 @@ def words(ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["wav", "flac", "mp3"])
 def test_a_stream_tells_what_the_reference_hears(
-    whisper: tuple[Path, Any], client: openai.OpenAI, kind: str
+    whisper: tuple[Path, Any], ear_client: openai.OpenAI, kind: str
 ) -> None:
     samples = tone(0.8)
     data = wav(samples) if kind == "wav" else encoded(samples, kind)
-    stream = client.audio.transcriptions.create(
+    stream = ear_client.audio.transcriptions.create(
         model="ear", file=(f"a.{kind}", data), language="de", stream=True
     )
     events = list(stream)
@@ -177,11 +89,11 @@ def test_a_stream_tells_what_the_reference_hears(
 
 
 def test_all_formats_tell_the_same_segments(
-    whisper: tuple[Path, Any], client: openai.OpenAI
+    whisper: tuple[Path, Any], ear_client: openai.OpenAI
 ) -> None:
     samples = np.concatenate([tone(0.9), tone(0.8, 900.0), tone(0.7, 150.0)])
     ask = {"model": "ear", "file": ("a.wav", wav(samples)), "language": "en", "temperature": 0.2}
-    create = client.audio.transcriptions.create
+    create = ear_client.audio.transcriptions.create
     told = create(**ask, response_format="verbose_json", timestamp_granularities=["segment"])
     assert told.language == "en" and abs(told.duration - 2.4) < 0.01
     cuts = [end / RATE for _, end in windows(samples, RATE)]
@@ -199,16 +111,16 @@ def test_all_formats_tell_the_same_segments(
 
 
 def test_the_language_is_found_out(
-    whisper: tuple[Path, Any], served: Served, client: openai.OpenAI
+    whisper: tuple[Path, Any], ear: Served, ear_client: openai.OpenAI
 ) -> None:
     samples = tone(0.6, 700.0)
-    told = client.audio.transcriptions.create(
+    told = ear_client.audio.transcriptions.create(
         model="ear", file=("a.wav", wav(samples)), response_format="verbose_json"
     )
     assert told.language == language_of(whisper[1], samples)
     # The library calls its own translations deprecated.
     answer = httpx.post(
-        served.url + "/v1/audio/translations",
+        ear.url + "/v1/audio/translations",
         files={"file": ("a.wav", wav(samples))},
         data={"model": "ear", "response_format": "verbose_json"},
         verify=NO_TLS,
@@ -234,17 +146,17 @@ def test_the_language_is_found_out(
     ],
 )
 def test_what_cannot_be_heard_is_refused(
-    client: openai.OpenAI, more: dict[str, Any], message: str
+    ear_client: openai.OpenAI, more: dict[str, Any], message: str
 ) -> None:
     fields: dict[str, Any] = {"model": "ear", "file": ("a.wav", wav(tone(0.2))), **more}
     with pytest.raises(openai.BadRequestError, match=message):
-        client.audio.transcriptions.create(**fields)
+        ear_client.audio.transcriptions.create(**fields)
 
 
-def test_text_is_refused_with_the_way_to_ask(served: Served, client: openai.OpenAI) -> None:
+def test_text_is_refused_with_the_way_to_ask(ear: Served, ear_client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="/v1/audio/transcriptions"):
-        client.completions.create(model="ear", prompt="w1", max_tokens=2)
-    url = served.url + "/v1/audio/transcriptions"
+        ear_client.completions.create(model="ear", prompt="w1", max_tokens=2)
+    url = ear.url + "/v1/audio/transcriptions"
     answer = httpx.post(url, content=b"x", headers={"content-type": "text/plain"}, verify=NO_TLS)
     assert answer.status_code == 415
     answer = httpx.post(url, files={"other": ("a", b"x")}, verify=NO_TLS)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 import msgspec
@@ -27,7 +27,7 @@ from headrace.front.client.events import Delta, Ended, Events
 from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size
 from headrace.front.media.log_mel import HOP, RATE, LogMel
-from headrace.front.media.quiet import windows
+from headrace.front.media.quiet import first_cut, windows
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment, SpeechTokens, segments_of
 
@@ -36,6 +36,8 @@ LEAST_LOGPROB = -1.0
 MOST_COMPRESSION = 2.4
 NO_SPEECH = 0.6
 SUPPRESSED = -100.0
+SEED = 0
+"""Of what is tried with randomness: the same sound has the same text."""
 
 Ask = Callable[[list[int], SamplingParams, bytes], Events]
 """Runs the decoder behind these tokens over a spectrogram."""
@@ -63,7 +65,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What a window says."""
+    """What a window says; `num_prompt` and `num_output` tokens of the decoder."""
 
     window: Window
     text: str
@@ -71,7 +73,10 @@ class Heard:
     temperature: float
     mean_logprob: float
     compression: float
+    num_prompt: int
+    num_output: int
     no_speech: float = 0.0
+    language: str = ""
 
 
 class Transcriber:
@@ -110,8 +115,46 @@ class Transcriber:
     async def windows(self, samples: npt.NDArray[np.int16]) -> AsyncGenerator[Window, None]:
         """The file's windows, each made when it is asked for."""
         for begin, end in windows(samples, self._most):
-            features = await asyncio.to_thread(self._mel.features, samples[begin:end])
-            yield Window(start=begin / RATE, end=end / RATE, spectrogram=features.tobytes())
+            yield await self._window(samples[begin:end], begin)
+
+    async def windows_as_they_come(
+        self, chunks: AsyncIterator[npt.NDArray[np.int16]]
+    ) -> AsyncGenerator[Window, None]:
+        """The same windows of samples that arrive in chunks, each as soon as its end is known."""
+        begin, left = 0, np.zeros(0, np.int16)
+        async for chunk in chunks:
+            left = np.concatenate([left, chunk])
+            while (cut := first_cut(left, self._most)) is not None:
+                yield await self._window(left[:cut], begin)
+                begin, left = begin + cut, left[cut:]
+        yield await self._window(left, begin)
+
+    async def _window(self, samples: npt.NDArray[np.int16], begin: int) -> Window:
+        features = await asyncio.to_thread(self._mel.features, samples)
+        end = begin + len(samples)
+        return Window(start=begin / RATE, end=end / RATE, spectrogram=features.tobytes())
+
+    async def heard(
+        self,
+        windows: AsyncGenerator[Window, None],
+        request: SpeechRequest,
+        ask: Ask,
+        *,
+        scores_silence: bool = False,
+    ) -> AsyncGenerator[Heard, None]:
+        """What each window says. The language is that of the first. `scores_silence`: how likely
+        nothing is said is found out for each, and what is said in silence is left out."""
+        language = request.language
+        async with aclosing(windows):
+            async for window in windows:
+                no_speech = 0.0
+                if language is None or scores_silence:
+                    code, no_speech = await self.look(window, ask)
+                    language = language or code
+                one = await self.hear(window, request, language, ask)
+                if no_speech > NO_SPEECH and one.mean_logprob < LEAST_LOGPROB:
+                    one = replace(one, text="", segments=[])
+                yield replace(one, no_speech=no_speech, language=language)
 
     def check(self, request: SpeechRequest) -> None:
         """InvalidRequest where the model cannot do what is asked."""
@@ -166,6 +209,7 @@ class Transcriber:
             max_tokens=max(1, self._context - len(begins)),
             logprobs=0,
             logit_bias=self._bias,
+            seed=SEED if temperature else None,
         )
 
     async def hear(self, window: Window, request: SpeechRequest, language: str, ask: Ask) -> Heard:
@@ -211,6 +255,8 @@ class Transcriber:
             temperature=temperature,
             mean_logprob=total / (len(ids) + 1),
             compression=len(data) / max(1, len(zlib.compress(data))),
+            num_prompt=len(begins),
+            num_output=len(ids),
         )
 
     def _decoded(self, ids: list[int]) -> str:

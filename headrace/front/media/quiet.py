@@ -14,16 +14,21 @@ PLACE = RATE // 50
 
 
 def windows(samples: npt.NDArray[np.int16], most: int) -> list[tuple[int, int]]:
-    """Begin and end of windows of at most `most` samples, which follow each other without gaps.
-    Each ends in the middle of the place with the least energy near its greatest end; where that
-    falls within a word, the word is cut."""
+    """Begin and end of windows of at most `most` samples, which follow each other without gaps."""
     cuts, begin = [], 0
-    while len(samples) - begin > most:
-        end = begin + most
-        searched = samples[end - min(SEARCHED, most // 2) : end].astype(np.float64)
-        places = searched[: len(searched) // PLACE * PLACE].reshape(-1, PLACE)
-        quietest = int(np.argmin((places**2).sum(axis=1))) if len(places) else 0
-        cut = end - len(searched) + quietest * PLACE + PLACE // 2
-        cuts.append((begin, cut))
-        begin = cut
+    while (cut := first_cut(samples[begin:], most)) is not None:
+        cuts.append((begin, begin + cut))
+        begin += cut
     return [*cuts, (begin, len(samples))]
+
+
+def first_cut(samples: npt.NDArray[np.int16], most: int) -> int | None:
+    """The end of the first window; None where there is no more than one. It ends in the middle of
+    the place with the least energy near its greatest end; where that falls within a word, the word
+    is cut. No sample behind `most` changes it."""
+    if len(samples) <= most:
+        return None
+    searched = samples[most - min(SEARCHED, most // 2) : most].astype(np.float64)
+    places = searched[: len(searched) // PLACE * PLACE].reshape(-1, PLACE)
+    quietest = int(np.argmin((places**2).sum(axis=1))) if len(places) else 0
+    return most - len(searched) + quietest * PLACE + PLACE // 2

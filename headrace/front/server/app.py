@@ -24,8 +24,9 @@ from headrace.front.server.http.failures import ENDS, Failure, failure_of
 from headrace.front.server.http.protocol import PLACE_KEY
 from headrace.front.server.http.sse import ClientGone, SlowReader
 from headrace.front.server.native.load_header import FORMAT_HEADER, load_header
+from headrace.front.server.openai import realtime
 from headrace.front.server.responses import websocket
-from headrace.front.server.sockets import SocketShell
+from headrace.front.server.sockets import Session, SocketShell
 from headrace.front.server.table import PUBLIC, admin_routes, shape_of, table
 
 DRAIN_RETRY_S = 5.0
@@ -41,7 +42,11 @@ log = logging.getLogger(__name__)
 def make_app(services: Services) -> ASGIApp:
     """The application over `services`."""
     authenticator = api_authenticator(services.server, services.keys, public=PUBLIC)
-    sockets = SocketShell(services, authenticator, {"/v1/responses": websocket.serve})
+    sessions: dict[str, Session] = {
+        "/v1/responses": websocket.serve,
+        "/v1/realtime": realtime.serve,
+    }
+    sockets = SocketShell(services, authenticator, sessions)
     return Shell(services, Router(table(), redirect_slashes=False), authenticator, sockets)
 
 

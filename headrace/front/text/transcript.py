@@ -122,6 +122,25 @@ def segments_of(
     return segments
 
 
+class JoinedText:
+    """A text that comes in parts, without the spaces around the whole. The parts that `add` gives
+    back are together `text`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._spaces = ""
+
+    def add(self, part: str) -> str:
+        """What is certain with this part."""
+        part = self._spaces + part
+        if not self.text:
+            part = part.lstrip()
+        shown = part.rstrip()
+        self._spaces = part[len(shown) :]
+        self.text += shown
+        return shown
+
+
 def subrip(segments: Sequence[SpeechSegment]) -> str:
     """SubRip (.srt)."""
     cues = [

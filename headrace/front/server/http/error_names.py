@@ -35,6 +35,8 @@ ERROR_NAMES: Mapping[str, ErrorNames] = {
     "PreviousResponseNotFound": _row(_BAD, "previous_response_not_found", "BadRequestError"),
     "InvalidStreamId": _row(_BAD, "invalid_stream_id", "BadRequestError"),
     "TooManyLanes": _row(_BAD, "websocket_stream_limit_reached", "BadRequestError"),
+    "EmptyAudioBuffer": _row(_BAD, "input_audio_buffer_commit_empty", "BadRequestError"),
+    "ModelNotChosen": _row(_BAD, "model_not_validated", "BadRequestError"),
     "Unauthorized": _row("authentication_error", "invalid_api_key", "Unauthorized"),
     "Forbidden": _row("permission_error", None, "Forbidden"),
     "NotFound": _row("not_found_error", None, "NotFoundError"),

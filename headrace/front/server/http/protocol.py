@@ -21,7 +21,7 @@ from headrace.base.errors import (
 )
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.server.http.failures import OPENAI, ErrorFormat
-from headrace.front.server.http.sse import ABORT_KEY
+from headrace.front.server.http.sse import ABORT_KEY, STALL_S
 from headrace.front.server.http.stand_in import refusal
 
 MAX_HEADERS = 64
@@ -81,6 +81,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _header_bytes = 0
     _refusal: HeadraceError | None = None
+    _is_upgraded = False
 
     def connection_made(  # type: ignore[override]  # uvicorn's signature
         self, transport: asyncio.Transport
@@ -175,9 +176,13 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
-        """Ignores a refused one; else the connection is the WebSocket's."""
+        """Ignores a refused one; else the connection is the WebSocket's, and none of our clocks
+        runs for it."""
         if not self._is_over:
             self.strangers.pop(self, None)
+            self._is_upgraded = True
+            # A ping waits behind messages that nobody reads yet.
+            self.config.ws_ping_timeout = STALL_S
             super().handle_websocket_upgrade()
 
     def on_response_complete(self) -> None:
@@ -229,7 +234,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _is_over(self) -> bool:
-        return self._refusal is not None or self.transport.is_closing()
+        gone = self._is_upgraded or self.transport.is_closing()
+        return self._refusal is not None or gone
 
     def _start_head(self) -> None:
         self._head_bytes = 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import math
 from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,11 +15,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.request import SamplingParams
-from headrace.front.client.events import Delta, Events
+from headrace.front.client.events import Delta
 from headrace.front.client.transcription import (
-    LEAST_LOGPROB,
-    NO_SPEECH,
     Ask,
     Heard,
     SpeechRequest,
@@ -29,12 +24,12 @@ from headrace.front.client.transcription import (
 )
 from headrace.front.media.log_mel import RATE
 from headrace.front.server.conversation.context import RequestContext
-from headrace.front.server.conversation.pipeline import generate, streamed
-from headrace.front.server.conversation.resolved import RunOptions
+from headrace.front.server.conversation.pipeline import streamed
+from headrace.front.server.conversation.speech import asking, duration
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.forms import Form, read_form
 from headrace.front.server.http.sse import Chunks, until_gone
-from headrace.front.text.transcript import SpeechSegment, subrip, webvtt
+from headrace.front.text.transcript import JoinedText, SpeechSegment, subrip, webvtt
 
 FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 TIMED = ("srt", "vtt", "verbose_json")
@@ -152,36 +147,20 @@ async def _answer(context: RequestContext, speech: Transcriber, asked: AskedTran
     context.hold_place()
     samples = await speech.read(asked.file)
     context.body_is_read()
-    ask = partial(_ask, context, completion_id("audio"))
+    ask = asking(context, completion_id("audio"))
     if asked.stream:
         return await streamed(context, _chunks(speech, asked, samples, ask))
-    language, heard = asked.speech.language, list[Heard]()
-    async with aclosing(speech.windows(samples)) as windows:
-        async for window in windows:
-            no_speech = 0.0
-            if language is None or asked.format == "verbose_json":
-                code, no_speech = await speech.look(window, ask)
-                language = language or code
-            one = await speech.hear(window, asked.speech, language, ask)
-            silent = no_speech > NO_SPEECH and one.mean_logprob < LEAST_LOGPROB
-            if silent:
-                one = replace(one, text="", segments=[])
-            heard.append(replace(one, no_speech=no_speech))
-    return _written(asked, heard, language or "en", len(samples) / RATE)
-
-
-def _ask(
-    context: RequestContext, label: str, ids: list[int], params: SamplingParams, heard: bytes
-) -> Events:
-    run = RunOptions()
-    return generate(context, ids, params, run, label=label, prompt_field="prompt", encoder=heard)
+    windows, verbose = speech.windows(samples), asked.format == "verbose_json"
+    async with aclosing(speech.heard(windows, asked.speech, ask, scores_silence=verbose)) as each:
+        heard = [one async for one in each]
+    return _written(asked, heard, heard[0].language, len(samples) / RATE)
 
 
 async def _chunks(
     speech: Transcriber, asked: AskedTranscript, samples: Samples, ask: Ask
 ) -> Chunks:
     """The text as it is heard: OpenAI's transcript events."""
-    language, said = asked.speech.language, list[str]()
+    language, said = asked.speech.language, JoinedText()
     async with aclosing(speech.windows(samples)) as windows:
         async for window in windows:
             if language is None:
@@ -190,19 +169,14 @@ async def _chunks(
             params = speech.params(begins, asked.speech.temperature)
             async with aclosing(ask(begins, params, window.spectrogram)) as events:
                 async for event in events:
-                    if isinstance(event, Delta) and event.text:
-                        said.append(event.text)
-                        yield _event({"type": "transcript.text.delta", "delta": event.text})
-    usage = _usage(len(samples) / RATE)
-    yield _event({"type": "transcript.text.done", "text": "".join(said), "usage": usage})
+                    if isinstance(event, Delta) and (text := said.add(event.text)):
+                        yield _event({"type": "transcript.text.delta", "delta": text})
+    usage = duration(len(samples) / RATE)
+    yield _event({"type": "transcript.text.done", "text": said.text, "usage": usage})
 
 
 def _event(document: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(document) + b"\n\n"
-
-
-def _usage(seconds: float) -> dict[str, Any]:
-    return {"type": "duration", "seconds": math.ceil(seconds)}
 
 
 def _written(asked: AskedTranscript, heard: list[Heard], language: str, seconds: float) -> Response:
@@ -214,7 +188,7 @@ def _written(asked: AskedTranscript, heard: list[Heard], language: str, seconds:
         return PlainTextResponse(subrip(segments))
     if asked.format == "vtt":
         return PlainTextResponse(webvtt(segments), media_type="text/vtt")
-    document: dict[str, Any] = {"text": text, "usage": _usage(seconds)}
+    document: dict[str, Any] = {"text": text, "usage": duration(seconds)}
     if asked.format == "verbose_json":
         document |= {
             "task": "translate" if asked.speech.translates else "transcribe",

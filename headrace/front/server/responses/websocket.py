@@ -21,11 +21,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.base.errors import HeadraceError, InvalidRequest, RateLimited
 from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.frames import (
+    document_of,
+    next_text,
+    send_event,
+    while_open,
+)
 from headrace.front.server.http.auth import request_id
-from headrace.front.server.http.body_budget import WAIT_S, BodyRoom
 from headrace.front.server.http.failures import Failure, failure_of
-from headrace.front.server.http.limits import parse_body
-from headrace.front.server.http.sse import STALL_S
 from headrace.front.server.responses.run import Prepared, prepare, recall_from, run, store
 from headrace.front.server.responses.schema import Json, parse_response
 
@@ -36,7 +39,6 @@ MAX_KEPT = 16
 MAX_KEPT_BYTES = 16 << 20
 _LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 CLIENT_GONE = 499
-GOING_AWAY, UNSUPPORTED, RESTARTING = 1001, 1003, 1012
 
 
 class InvalidStreamId(InvalidRequest):
@@ -94,20 +96,18 @@ class WebSocketSession:
 
     async def serve(self) -> None:
         """Reads frames until the client leaves, the connection is too old or the server ends."""
-        reading = asyncio.ensure_future(self._read())
-        over = asyncio.ensure_future(self._request_context.services.abandon.wait())
         try:
-            await asyncio.wait({reading, over}, timeout=MAX_AGE_S, return_when="FIRST_COMPLETED")
-            if reading.done():
-                reading.result()
-            elif over.done():
-                await self._socket.close(RESTARTING)
-            else:
-                await self._grow_old()
+            await while_open(
+                self._request_context,
+                self._socket,
+                self._read(),
+                max_age_s=MAX_AGE_S,
+                grow_old=self._grow_old,
+            )
         finally:
-            for task in (reading, over, *self._running):
+            for task in self._running:
                 task.cancel()
-            await asyncio.gather(reading, over, *self._running, return_exceptions=True)
+            await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _grow_old(self) -> None:
         error = RateLimited(
@@ -118,17 +118,9 @@ class WebSocketSession:
         await self._send(
             error_event(msgspec.structs.replace(_error_fields(failure), code=code), {})
         )
-        await self._socket.close(GOING_AWAY)
 
     async def _read(self) -> None:
-        while True:
-            message = await self._socket.receive()
-            if message["type"] == "websocket.disconnect":
-                return
-            text = message.get("text")
-            if text is None:
-                await self._socket.close(UNSUPPORTED)
-                return
+        while (text := await next_text(self._socket)) is not None:
             named: Json = {}
             try:
                 await self._take(text, named)
@@ -137,14 +129,7 @@ class WebSocketSession:
 
     async def _take(self, text: str, named: Json) -> None:
         """One frame of the client; `named` gets its stream_id, for the answer."""
-        room = BodyRoom(self._request_context.services.bodies, self._request_context.tenant)
-        try:
-            await room.grow_to(len(text), wait_s=WAIT_S)
-            document = await parse_body(text.encode("utf-8", "surrogatepass"))
-        finally:
-            room.close()
-        if not isinstance(document, dict):
-            raise InvalidRequest("a message must be a JSON object")
+        document = await document_of(self._request_context, text)
         lane = document.get("stream_id")
         if lane is not None:
             if not isinstance(lane, str) or _LANE.fullmatch(lane) is None:
@@ -243,12 +228,7 @@ class WebSocketSession:
         await self._send(error_event(_error_fields(failure), named))
 
     async def _send(self, event: Json) -> None:
-        """A client that takes nothing for too long is left."""
-        try:
-            async with asyncio.timeout(STALL_S):
-                await self._socket.send_text(orjson.dumps(event).decode())
-        except TimeoutError:
-            raise WebSocketDisconnect(1006) from None
+        await send_event(self._socket, event)
 
 
 class _ErrorFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,30 @@
+"""How routes that hear ask the engine, and what they tell of the sound that was heard."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from headrace.base.wire.request import SamplingParams
+from headrace.front.client.events import Events
+from headrace.front.client.transcription import Ask
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.pipeline import generate
+from headrace.front.server.conversation.resolved import RunOptions
+
+
+def asking(context: RequestContext, label: str) -> Ask:
+    """Runs a speech model's decoder for this request."""
+
+    def ask(ids: list[int], params: SamplingParams, heard: bytes) -> Events:
+        run = RunOptions()
+        return generate(
+            context, ids, params, run, label=label, prompt_field="prompt", encoder=heard
+        )
+
+    return ask
+
+
+def duration(seconds: float) -> dict[str, Any]:
+    """The usage of a model that is paid for by time."""
+    return {"type": "duration", "seconds": math.ceil(seconds)}
