@@ -93,9 +93,8 @@ one machine (NVLink, no multicast), bfloat16 rows of 4096, in graphs of 20 calls
 our kernels (kernels/all_reduce) in one shot and in two; alone, and with the addition into the residual and the norm
 behind it, which ours do in the same launch. The engine times both at start and takes what is quicker for each size.
 That the sums have the same bits on every rank, in 1,000 replays of a graph too, and that a rank whose peer is gone gets
-an error is held by tests/back/parallel/test_peers.py. Four ranks have run on two H200 only, two on each, which take
-turns: the same tests pass, with sums and norms of 16 bytes to 4 MiB in one shot and two, and a model over four ranks
-has the tokens of one (test_model_ranks.py); nothing is known of the time that four devices take.
+an error is held by tests/back/parallel/test_peers.py; that a model over four ranks has the tokens of one by
+test_model_ranks.py. Whole models over four: [four.md](four.md).
 """
 SECTION = """
 ## {ranks} ranks

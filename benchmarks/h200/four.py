@@ -28,6 +28,7 @@ SHAPES = ("qwen3-8b", "qwen3-32b", "qwen3-8b-fp8", "qwen3-30b-a3b", "deepseek-v2
 BARS_MS = {("qwen3-8b", 1, 128): 2.3, ("qwen3-8b", 32, 128): 2.9, ("qwen3-8b", 256, 128): 5.2}
 """Decode steps on four H200."""
 LIMIT_S = 170
+END = "<!-- end of what benchmarks.h200.four made -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,32 +203,21 @@ def deaths_section() -> str:
     return markdown_table(header, rows)
 
 
-def sums_table() -> str:
-    """The sums alone."""
-    found = load("all-reduce-4")
-    if not found:
-        return "Not run."
-    header = list(found["rows"][0])
-    rows = [[row.get(h, "") for h in header] for row in found["rows"]]
-    return f"Microseconds; chosen at start: {found['chosen']}.\n\n{markdown_table(header, rows)}"
-
-
 def write() -> None:
     """The page."""
-    result = load("offline-qwen3-8b-tp4") or load("all-reduce-4")
+    result = load("offline-qwen3-8b-tp4")
     versions = ", ".join(f"{key} {value}" for key, value in result.get("versions", {}).items())
     parts = [PAGE.format(versions=versions or "Not run")]
     for shape in SHAPES:
         parts += [f"## {shape}", shape_table(shape)]
     parts += ["## Server, qwen3-8b over four", server_section()]
-    parts += ["## Sums over four ranks", sums_table()]
     parts += [
         "## A rank that dies under 50 streams (the bundled model over four)",
         deaths_section(),
     ]
-    notes = HERE / "four_notes.md"
-    parts += [notes.read_text().rstrip()] if notes.exists() else []
-    (HERE / "four.md").write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
+    page = HERE / "four.md"
+    notes = page.read_text().partition(END)[2] if page.exists() else "\n"
+    page.write_text("\n\n".join([*(part.rstrip() for part in parts), END]) + notes)
 
 
 def main() -> None:

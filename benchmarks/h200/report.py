@@ -73,7 +73,7 @@ def steps_table() -> str:
 
 def devices_table() -> str:
     """Tensor parallelism: a column per result that is there; those of two devices are of one machine."""
-    columns = {"one H200": "", "two, NCCL": "-tp2-nccl", "two, own sums": "-tp2", "four": "-tp4"}
+    columns = {"one H200": "", "two, NCCL": "-tp2-nccl", "two, own sums": "-tp2"}
     names = {header: f"{SHAPES[0]}{end}" for header, end in columns.items()}
     found = {
         header: load("offline", name)
@@ -202,7 +202,7 @@ def main() -> None:
         rates_table(),
         "## Several devices",
         devices_table(),
-        "The sums alone: [all_reduce.md](all_reduce.md).",
+        "The sums alone: [all_reduce.md](all_reduce.md). Four devices: [four.md](four.md).",
         "## Quantized KV cache",
         quantized_table(),
         "## Server",
