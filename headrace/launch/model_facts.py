@@ -33,7 +33,7 @@ from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
 from headrace.base.config.media import MediaSpec
-from headrace.base.config.quantization import stored_quantization
+from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.quantized_tensors import find_quantized
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec

@@ -23,7 +23,7 @@ from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSourc
 from headrace.back.models.load.source import name_of
 from headrace.back.quant.compressed import WRITTEN, config, takes, written
 from headrace.back.quant.scheme import SCHEMES, Scheme
-from headrace.base.config.quantization import stored_quantization
+from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.plan import build_without_memory

@@ -37,7 +37,11 @@ BLOCKS = "fp8-g128"
 (gpu.py)."""
 WHOLE_INT4 = {False: "int4-whole", True: "int4-asym-whole"}
 """4-bit integers with a scale (True: and a minimum) for each output: GPUs only (gpu_int4.py)."""
-_KEPT = ("gptq", "awq", "packed", "scaled")
+_KEPT = (
+    "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
+    "torchao-int4", "hqq",
+)  # fmt: skip
+_WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 
 
 def kept_scheme(tensor: QuantizedTensor) -> str | None:
@@ -49,7 +53,9 @@ def kept_scheme(tensor: QuantizedTensor) -> str | None:
         return "mxfp4"
     if numbers.arrangement not in _KEPT or len(tensor.shape) != 2 or numbers.ordered:
         return None
-    if numbers.arrangement == "scaled" and "zeros" in tensor.members:
+    if numbers.arrangement in _WITHOUT_ZEROS and "zeros" in tensor.members:
+        return None
+    if numbers.bits > 8:
         return None
     rows, group = numbers.group or (1, 0)
     whole = group == 0 and (rows <= 1)

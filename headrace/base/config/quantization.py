@@ -1,16 +1,13 @@
-"""How the weights of a safetensors checkpoint are quantized: `quantization_config` of config.json,
-read key by key, for each format of the table.
+"""How the weights of a safetensors checkpoint are quantized, as facts: which modules, how many
+bits, which groups, by which tensors.
 
-Here a format becomes facts: which modules, how many bits, which groups, by which tensors. A
-variant that is not known is refused by its key, value and the known values. Which tensors stand for
-a weight: quantized_tensors.py; what their numbers are: back/quant/formats.
+Read from config.json by quantization_formats.py. Which tensors stand for a weight:
+quantized_tensors.py; what their numbers are: back/quant/formats.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import msgspec
 
@@ -48,10 +45,12 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredQuantization(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint's format. The first rule that a module's name fits holds for it."""
+    """A checkpoint's format. The first rule that a module's name fits holds for it. `sparse`: the
+    arrangement of weights whose zeros are left out, quantized or not; "": there are none."""
 
     method: str
     rules: tuple[Rule, ...]
+    sparse: str = ""
 
     def of(self, module: str) -> Numbers | None:
         """How a module's weight is stored if it is quantized; None: plain by the config."""
@@ -62,6 +61,7 @@ class StoredQuantization(msgspec.Struct, frozen=True, kw_only=True):
 
 
 EVERY = "Linear"
+"""The target that all modules fit."""
 
 
 def _fits(target: str, module: str) -> bool:
@@ -70,307 +70,13 @@ def _fits(target: str, module: str) -> bool:
     return target == EVERY or module == target or module.endswith(f".{target}")
 
 
-def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantization | None:
-    """What config.json says of quantized weights; None if it says nothing. CheckpointError names a
-    method or variant that cannot be read."""
-    for reader in (ConfigReader(raw, where), ConfigReader(raw, where).section("text_config")):
-        if reader is None:
-            continue
-        for key in ("quantization_config", "compression_config"):
-            config = reader.section(key)
-            if config is not None:
-                return _read(config)
-    return None
-
-
-def _read(config: ConfigReader) -> StoredQuantization:
-    method = config.choice("quant_method", tuple(METHODS))
-    return METHODS[method](config)
-
-
-def _fp8(config: ConfigReader) -> StoredQuantization:
-    """fp8 of transformers and DeepSeek: e4m3, a scale per block of outputs x inputs, or one."""
-    config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    block = config.list("weight_block_size", (), of=int)
-    if block and (len(block) != 2 or min(block) < 1):
-        raise config.wrong("weight_block_size", "two positive sizes, of outputs and of inputs")
-    numbers = Numbers(
-        arrangement="fp8-blocks" if block else "scaled",
-        bits=8,
-        group=(block[0], block[1]) if block else None,
-    )
-    return _everything("fp8", numbers, _plain(config))
-
-
-def _fbgemm(config: ConfigReader) -> StoredQuantization:
-    """e4m3 with a scale for each output."""
-    return _everything(
-        "fbgemm_fp8", Numbers(arrangement="scaled", bits=8, group=(1, 0)), _plain(config)
-    )
-
-
-def _gptq(config: ConfigReader) -> StoredQuantization:
-    """GPTQ (Frantar et al. 2022): integers with a scale and zero point for each output and group of
-    inputs. Version 1 stores zero points less one."""
-    bits = _bits(config, (2, 3, 4, 8))
-    version = config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    size = config.int("group_size", ge=-1)
-    numbers = Numbers(
-        arrangement="gptq",
-        bits=bits,
-        group=(1, 0 if size == -1 else size),
-        signed=False,
-        ordered=config.bool("desc_act", False),
-        symmetric=config.bool("sym", False),
-        zero_offset=1 if version == "gptq" else 0,
-    )
-    rules = _dynamic(config, numbers)
-    return StoredQuantization(
-        method="gptq", rules=(*rules, Rule(targets=(EVERY,), numbers=numbers))
-    )
-
-
-def _dynamic(config: ConfigReader, numbers: Numbers) -> tuple[Rule, ...]:
-    """`dynamic`: regular expressions of modules that differ ("+:", the default) or are plain
-    ("-:")."""
-    section = config.section("dynamic")
-    rules = []
-    for key in section.raw if section is not None else ():
-        assert section is not None
-        sign, _, pattern = key.rpartition(":") if key[:2] in ("+:", "-:") else ("+", ":", key)
-        entry = section.section(key)
-        if sign == "-" or entry is None:
-            rules.append(Rule(targets=(f"re:{pattern}",), numbers=None))
-            continue
-        size = entry.int("group_size", (numbers.group or (1, 0))[1] or -1, ge=-1)
-        changed = msgspec.structs.replace(
-            numbers,
-            bits=_bits(entry, (2, 3, 4, 8), numbers.bits),
-            group=(1, 0 if size == -1 else size),
-        )
-        rules.append(Rule(targets=(f"re:{pattern}",), numbers=changed))
-    return tuple(rules)
-
-
-def _awq(config: ConfigReader) -> StoredQuantization:
-    """AWQ (Lin et al. 2023) as its GEMM kernels store it: 4 bits, eight outputs to a word."""
-    config.choice("version", ("gemm", "GEMM"), "gemm")
-    size = config.int("group_size", aliases=("q_group_size",), ge=-1)
-    numbers = Numbers(
-        arrangement="awq",
-        bits=_bits(config, (4,), aliases=("w_bit",)),
-        group=(1, 0 if size == -1 else size),
-        signed=False,
-    )
-    return _everything("awq", numbers, _plain(config))
-
-
-def _auto_round(config: ConfigReader) -> StoredQuantization:
-    """AutoRound (Cheng et al. 2023) writes what GPTQ or AWQ write. `extra_config`: modules, or
-    regular expressions of them, that differ; of 16 bits and more they are plain."""
-    packing = config.str("packing_format", "auto_round:auto_gptq")
-    kinds = {"gptq": _gptq, "awq": _awq}
-    for name, read in kinds.items():
-        if packing.endswith(name):
-            stored = read(config)
-            extra = _extra(
-                config, stored.rules[-1].numbers, (4,) if name == "awq" else (2, 3, 4, 8)
-            )
-            return StoredQuantization(method="auto-round", rules=(*extra, *stored.rules))
-    raise config.wrong("packing_format", "auto_round:auto_gptq or auto_round:auto_awq")
-
-
-def _extra(config: ConfigReader, numbers: Numbers | None, known: tuple[int, ...]) -> Iterator[Rule]:
-    section = config.section("extra_config")
-    if section is None or numbers is None:
-        return
-    for key in section.raw:
-        entry, target = section.section(key), f"re:{key}" if set(key) & set("*^$|+") else key
-        if entry is None:
-            continue
-        if entry.int("bits", numbers.bits, ge=1) >= 16:
-            yield Rule(targets=(target,), numbers=None)
-            continue
-        size = entry.int("group_size", (numbers.group or (1, 0))[1] or -1, ge=-1)
-        changed = msgspec.structs.replace(
-            numbers,
-            bits=_bits(entry, known, numbers.bits),
-            group=(1, 0 if size == -1 else size),
-            symmetric=entry.bool("sym", numbers.symmetric),
-        )
-        yield Rule(targets=(target,), numbers=changed)
-
-
-_QUARK = {
-    ("fp8_e4m3", "per_tensor"): Numbers(arrangement="scaled", bits=8, group=(0, 0)),
-    ("fp8_e4m3", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
-    ("fp4", "per_group"): Numbers(arrangement="mxfp4-quark", bits=4, group=(1, 32)),
-}
-
-
-def _quark(config: ConfigReader) -> StoredQuantization:
-    """AMD's Quark: e4m3 with a scale per tensor or output, and MXFP4; by module where
-    `layer_quant_config` says so, with "*" for any characters."""
-    whole = config.section("global_quant_config")
-    if whole is None:
-        raise config.wrong("global_quant_config", "a section with `weight`")
-    layers = config.section("layer_quant_config")
-    rules = [Rule(targets=_plain(config, "exclude"), numbers=None)]
-    for key in layers.raw if layers is not None else ():
-        assert layers is not None
-        pattern = f"re:{re.escape(key).replace(chr(92) + '*', '.*')}$"
-        rules.append(Rule(targets=(pattern,), numbers=_quark_numbers(layers.section(key))))
-    rules.append(Rule(targets=(EVERY,), numbers=_quark_numbers(whole)))
-    return StoredQuantization(method="quark", rules=tuple(rules))
-
-
-def _quark_numbers(entry: ConfigReader | None) -> Numbers | None:
-    weight = None if entry is None else entry.section("weight")
-    if weight is None:
-        return None
-    dtype = weight.choice("dtype", dict.fromkeys(dtype for dtype, _ in _QUARK))
-    schemes = tuple(scheme for kind, scheme in _QUARK if kind == dtype)
-    if dtype == "fp4":
-        if weight.int("group_size", 32) != 32:
-            raise weight.wrong("group_size", "32")
-        weight.choice("scale_format", ("e8m0",), "e8m0")
-    return _QUARK[dtype, weight.choice("qscheme", schemes)]
-
-
-def _compressed(config: ConfigReader) -> StoredQuantization:
-    """compressed-tensors: groups of modules, each with numbers of its own."""
-    if config.section("transform_config") is not None:
-        raise config.wrong("transform_config", "no transforms (rotated weights)")
-    sparsity = config.section("sparsity_config")
-    if sparsity is not None:
-        sparsity.choice("format", ("dense",), "dense")
-    whole = config.str("format", "dense")
-    groups = config.section("config_groups")
-    rules = []
-    for name in groups.raw if groups is not None else ():
-        assert groups is not None
-        group = groups.section(name)
-        weights = group.section("weights") if group is not None else None
-        if group is None or weights is None:
-            continue
-        targets = group.list("targets", of=str)
-        numbers = _compressed_numbers(group.str("format", whole), group, weights)
-        rules.append(Rule(targets=targets, numbers=numbers))
-    plain = Rule(targets=config.list("ignore", (), of=str), numbers=None)
-    # A module that is named stands before the class that it belongs to.
-    rules.sort(key=lambda rule: EVERY in rule.targets)
-    return StoredQuantization(method="compressed-tensors", rules=(plain, *rules))
-
-
-_COMPRESSED = {
-    "pack-quantized": "packed",
-    "int-quantized": "scaled",
-    "float-quantized": "scaled",
-    "naive-quantized": "scaled",
-    "nvfp4-pack-quantized": "nvfp4-packed",
-    "mxfp4-pack-quantized": "mxfp4-packed",
-    "mxfp8-quantized": "scaled",
-    "mixed-precision": "",
-}
-
-
-def _compressed_numbers(format: str, group: ConfigReader, weights: ConfigReader) -> Numbers:
-    if _COMPRESSED.get(format, "") == "":
-        raise group.wrong("format", " or ".join(key for key, kind in _COMPRESSED.items() if kind))
-    strategy = weights.choice(
-        "strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor"
-    )
-    size = weights.int("group_size", 0, ge=-1) or 0
-    block = weights.list("block_structure", (), of=int)
-    shared: dict[str, tuple[int, int]] = {
-        "tensor": (0, 0),
-        "channel": (1, 0),
-        "group": (1, max(size, 0)),
-        "tensor_group": (1, max(size, 0)),
-        "block": (block[0], block[1]) if len(block) == 2 else (0, 0),
-    }
-    if strategy == "block" and len(block) != 2:
-        raise weights.wrong("block_structure", "two sizes, of outputs and of inputs")
-    bits = weights.int("num_bits", 8, ge=1, le=8)
-    if weights.choice("type", ("int", "float"), "int") == "float" and bits not in (4, 8):
-        raise weights.wrong("num_bits", "4 or 8 for floats")
-    return Numbers(
-        arrangement=_COMPRESSED[format],
-        bits=bits,
-        group=shared[strategy],
-        ordered="actorder" in weights and weights.raw["actorder"] in (True, "group"),
-    )
-
-
-def _modelopt(config: ConfigReader) -> StoredQuantization:
-    """NVIDIA ModelOpt; its own file hf_quant_config.json has the same keys under
-    `quantization`."""
-    algorithm = config.choice("quant_algo", (*_MODELOPT, "MIXED_PRECISION"))
-    plain = _plain(config)
-    if algorithm != "MIXED_PRECISION":
-        return _everything("modelopt", _MODELOPT[algorithm], plain)
-    layers = config.section("quantized_layers")
-    rules = [Rule(targets=plain, numbers=None)]
-    for name in layers.raw if layers is not None else ():
-        assert layers is not None
-        entry = layers.section(name)
-        if entry is not None:
-            numbers = _MODELOPT[entry.choice("quant_algo", tuple(_MODELOPT))]
-            rules.append(Rule(targets=(name,), numbers=numbers))
-    return StoredQuantization(method="modelopt", rules=tuple(rules))
-
-
-_MODELOPT = {
-    "FP8": Numbers(arrangement="scaled", bits=8),
-    "FP8_PER_CHANNEL_PER_TOKEN": Numbers(arrangement="scaled", bits=8, group=(1, 0)),
-    "NVFP4": Numbers(arrangement="nvfp4", bits=4, group=(1, 16)),
-    "MXFP8": Numbers(arrangement="scaled", bits=8, group=(1, 32)),
-}
-
-
-def _mxfp4(config: ConfigReader) -> StoredQuantization:
-    """gpt-oss: e2m1 numbers, a power of two for 32 inputs, experts only."""
-    return _everything(
-        "mxfp4", Numbers(arrangement="mxfp4-blocks", bits=4, group=(1, 32)), _plain(config)
-    )
-
-
-def _bitsandbytes(config: ConfigReader) -> StoredQuantization:
-    """bitsandbytes: levels of 4 bits (nf4, fp4) in runs of values, or int8 with a scale for each
-    output."""
-    if config.bool("load_in_8bit", False, aliases=("_load_in_8bit",)):
-        numbers = Numbers(arrangement="bnb-int8", bits=8, group=(1, 0))
-    elif config.bool("load_in_4bit", False, aliases=("_load_in_4bit",)):
-        config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
-        numbers = Numbers(arrangement="bnb-4bit", bits=4)
-    else:
-        raise config.wrong("load_in_4bit", "true, or load_in_8bit true")
-    return _everything("bitsandbytes", numbers, _plain(config))
-
-
-METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
-    "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
-    "gptq": _gptq,
-    "awq": _awq,
-    "auto-round": _auto_round,
-    "intel/auto-round": _auto_round,
-    "inc": _auto_round,
-    "compressed-tensors": _compressed,
-    "modelopt": _modelopt,
-    "mxfp4": _mxfp4,
-    "bitsandbytes": _bitsandbytes,
-    "quark": _quark,
-}
-"""`quant_method` -> its reader."""
-
-
-def _everything(method: str, numbers: Numbers, plain: tuple[str, ...]) -> StoredQuantization:
+def everything(method: str, numbers: Numbers, plain: tuple[str, ...]) -> StoredQuantization:
+    """All modules but the plain ones alike."""
     rules = (Rule(targets=plain, numbers=None), Rule(targets=(EVERY,), numbers=numbers))
     return StoredQuantization(method=method, rules=rules)
 
 
-def _plain(config: ConfigReader, *further: str) -> tuple[str, ...]:
+def plain_modules(config: ConfigReader, *further: str) -> tuple[str, ...]:
     """The modules that stay plain, under the names that formats give to the list. A name stands for
     all below it; "*" for any characters."""
     names: list[str] = []
@@ -388,12 +94,13 @@ def _plain(config: ConfigReader, *further: str) -> tuple[str, ...]:
     )
 
 
-def _bits(
+def bits_of(
     config: ConfigReader,
     known: tuple[int, ...],
     default: int | None = None,
     aliases: tuple[str, ...] = (),
 ) -> int:
+    """The key `bits`, one of `known`."""
     bits = config.int("bits", aliases=aliases) if default is None else config.int("bits", default)
     if bits not in known:
         raise config.wrong("bits", " or ".join(str(one) for one in known))

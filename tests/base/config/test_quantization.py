@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.base.config.quantization import StoredQuantization, stored_quantization
+from headrace.base.config.quantization import StoredQuantization
+from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.errors import CheckpointError
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
@@ -20,6 +21,20 @@ MIXED = {
     },
     "ignore": ["lm_head", "re:.*mlp.gate$"],
 }
+
+
+def rotation(*locations: str) -> dict[str, Any]:
+    apply = [{"targets": ["Linear"], "location": location} for location in locations]
+    return {"config_groups": {"R1": {"type": "hadamard", "apply": apply}}}
+
+
+def torchao(kind: str, **data: Any) -> dict[str, Any]:
+    default = {"_type": kind, "_version": 2, "_data": data}
+    return {"quant_method": "torchao", "quant_type": {"default": default}}
+
+
+def hqq(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
 
 
 def read(config: dict[str, Any], section: str | None = None) -> StoredQuantization | None:
@@ -85,15 +100,27 @@ def test_gptq_says_which_modules_differ() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size", "two positive"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo", "'W4A8'.*NVFP4"),
         (
-            {**MIXED, "transform_config": {"config_groups": {}}},
-            "transform_config",
-            "no transforms",
+            {**MIXED, "transform_config": rotation("weight_input", "input")},
+            "location",
+            "'input'.*activations are not rotated",
         ),
         (
-            {**MIXED, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            {**MIXED, "sparsity_config": {"format": "sparse-48"}},
             "format",
-            "sparse-24-bitmask.*dense",
+            "sparse-48.*sparse-24-bitmask",
         ),
+        (torchao("UIntXWeightOnlyConfig"), "_type", "Int4WeightOnlyConfig"),
+        (
+            torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"),
+            "int4_packing_format",
+            "'tile_packed_to_4d'.*plain",
+        ),
+        (torchao("IntxWeightOnlyConfig", intx_packing_format="x"), "intx_packing_format", "'x'"),
+        (torchao("Float8WeightOnlyConfig", weight_dtype="e5m2"), "weight_dtype", "float8_e4m3fn"),
+        ({"quant_method": "torchao", "quant_type": "int4wo"}, "quant_type", "int4wo"),
+        (hqq(nbits=5, group_size=64, axis=1), "nbits", "5.*1, 2, 3, 4 or 8"),
+        (hqq(nbits=4, axis=0), "group_size", "along axis 0"),
+        (hqq(nbits=4, group_size=64, axis=1, view_as_float=True), "view_as_float", "false"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf3"},
             "bnb_4bit_quant_type",
@@ -164,3 +191,37 @@ def test_quark_says_how_modules_are_stored() -> None:
 def test_unknown_variants_of_quark_are_refused(weight: dict[str, Any], field: str) -> None:
     with pytest.raises(CheckpointError, match=field):
         read({"quant_method": "quark", "global_quant_config": {"weight": weight}})
+
+
+def test_rotations_that_are_in_the_weights_need_nothing() -> None:
+    rotated = {**MIXED, "transform_config": rotation("weight_input", "weight_output")}
+    assert read(rotated) == read(MIXED)
+
+
+def test_torchao_says_by_name_how_modules_are_stored() -> None:
+    int8 = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
+    modules = {
+        "model.layers.0.mlp.up_proj": None,
+        r"re:.*\.down_proj": torchao("Float8WeightOnlyConfig")["quant_type"]["default"],
+        "_default": int8,
+    }
+    data = {"fqn_to_config": modules}
+    config = {"quant_type": {"default": {"_type": "FqnToConfig", "_version": 1, "_data": data}}}
+    quantization = read({"quant_method": "torchao", **config})
+    assert quantization is not None
+    assert quantization.of("model.layers.0.mlp.up_proj") is None
+    down = quantization.of("model.layers.0.mlp.down_proj")
+    assert down is not None and down.arrangement == "torchao-float8"
+    other = quantization.of("model.layers.1.mlp.up_proj")
+    assert other is not None and other.arrangement == "torchao-int8"
+
+
+def test_hqq_says_by_kind_how_modules_are_stored() -> None:
+    whole = hqq(nbits=4, group_size=64, axis=1)
+    kinds = {"self_attn.q_proj": whole["quant_config"], "mlp.up_proj": None}
+    quantization = read({**whole, "quant_config": kinds, "skip_modules": ["lm_head"]})
+    assert quantization is not None
+    query = quantization.of("model.layers.3.self_attn.q_proj")
+    assert query is not None and (query.arrangement, query.bits) == ("hqq", 4)
+    assert quantization.of("model.layers.3.mlp.up_proj") is None
+    assert quantization.of("model.layers.3.mlp.down_proj") is None

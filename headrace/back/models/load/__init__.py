@@ -34,7 +34,7 @@ from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.gpu import GPU_SCHEMES
 from headrace.back.quant.stored import Stored
-from headrace.base.config.quantization import stored_quantization
+from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import Decision, ModelSpec
 from headrace.base.errors import CheckpointError
 

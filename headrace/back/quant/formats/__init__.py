@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from headrace.back.quant.formats import bitsandbytes, floats4, packed, scaled
+from headrace.back.quant.formats import (
+    bitsandbytes,
+    floats4,
+    floats6,
+    hqq,
+    packed,
+    scaled,
+    sparse,
+)
 from headrace.back.quant.formats.groups import Groups, Read
 from headrace.base.config.quantized_tensors import QuantizedTensor
 
@@ -31,7 +39,15 @@ READERS: Mapping[str, Reader] = {
     "mxfp4-packed": floats4.powers,
     "mxfp4-quark": floats4.powers,
     "mxfp4-blocks": floats4.gpt_oss,
+    "mxfp6-packed": floats6.powers,
     "bnb-4bit": bitsandbytes.levels,
+    "sparse-24": sparse.two_of_four,
+    "sparse": sparse.any_pattern,
+    "torchao-int8": scaled.scaled,
+    "torchao-float8": scaled.scaled,
+    "torchao-int4": packed.torchao,
+    "hqq": hqq.by_input,
+    "hqq-axis0": hqq.by_output,
 }
 """Arrangement -> reader."""
 KEPT_READERS: Mapping[str, Reader] = {

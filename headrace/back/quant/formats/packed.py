@@ -1,7 +1,8 @@
-"""Integers of 2 to 8 bits packed into words of 32: GPTQ, AWQ and compressed-tensors.
+"""Integers of 2 to 8 bits packed into words of 32 (GPTQ, AWQ and compressed-tensors), and of 4 into
+bytes (torchao).
 
-Source: the formats as AutoGPTQ 0.7 and GPTQModel 2, AutoAWQ 0.2 (GEMM) and compressed-tensors 0.9
-write them. O outputs, I inputs, G groups of inputs.
+Source: the formats as AutoGPTQ 0.7 and GPTQModel 2, AutoAWQ 0.2 (GEMM), compressed-tensors 0.9 and
+torchao 0.18 (Int4Tensor) write them. O outputs, I inputs, G groups of inputs.
 """
 
 from __future__ import annotations
@@ -71,6 +72,22 @@ def compressed(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice)
         scales_RG=scales,
         zeros_RG=zeros,
         group_C=_groups(tensor, read, columns, values.device),
+    )
+
+
+def torchao(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values [O, I / 2], signed, the first of two in the lower half; scales and zero points [G, O],
+    floats: value * scale + zero."""
+    halves = slice(columns.start // 2, -(-columns.stop // 2))
+    packed = read("values", rows, halves)
+    both = torch.stack((packed << 4 >> 4, packed >> 4), -1).flatten(-2)
+    first = columns.start % 2
+    scales = read("scales", slice(None), rows).t().float()
+    return Groups(
+        values_RC=both[:, first : first + columns.stop - columns.start],
+        scales_RG=scales,
+        zeros_RG=-read("zeros", slice(None), rows).t().float() / scales,
+        group_C=_groups(tensor, read, columns, packed.device),
     )
 
 

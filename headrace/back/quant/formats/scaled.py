@@ -11,8 +11,13 @@ from headrace.base.config.quantized_tensors import QuantizedTensor
 
 def scaled(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
     """value * scale, or (value - zero) * scale; the scale's shape says what shares it."""
-    values = read("values", rows, columns)
-    _outputs, _inputs = tensor.shape[-2:]
+    return shared(tensor, read, read("values", rows, columns), rows, columns)
+
+
+def shared(
+    tensor: QuantizedTensor, read: Read, values: torch.Tensor, rows: slice, columns: slice
+) -> Groups:
+    """Those values with the scales (and zero points) of their rows."""
     by_output, by_input = tensor.numbers.group or (1, 0)
     scales = _spread(read("scales"), rows, by_output)
     zeros = _spread(read("zeros"), rows, by_output) if "zeros" in tensor.members else None

@@ -17,22 +17,32 @@ from safetensors.torch import load_file, save_file
 
 from headrace.back.models.load.quantized import QuantizedSource
 from headrace.back.models.load.safetensors import SafetensorsSource
-from headrace.base.config.quantization import stored_quantization
+from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.errors import CheckpointError
 
-GOLDEN = Path(__file__).with_name("golden.safetensors")
 Stored = dict[str, torch.Tensor]
 
 
+def _golden_files() -> dict[str, Path]:
+    """Case -> the file that holds it."""
+    files = {}
+    for path in Path(__file__).parent.glob("golden*.safetensors"):
+        with safe_open(path, "pt") as file:
+            files |= dict.fromkeys(file.metadata().keys() - {"format"}, path)
+    return files
+
+
+GOLDEN = _golden_files()
+
+
 def golden_cases() -> list[str]:
-    with safe_open(GOLDEN, "pt") as file:
-        return sorted(name for name in file.metadata() if name != "format")
+    return sorted(GOLDEN)
 
 
 def golden(case: str) -> tuple[dict[str, Any], Stored, torch.Tensor]:
-    with safe_open(GOLDEN, "pt") as file:
+    with safe_open(GOLDEN[case], "pt") as file:
         config = json.loads(file.metadata()[case])
-    prefix, tensors = f"{case}.", load_file(GOLDEN)
+    prefix, tensors = f"{case}.", load_file(GOLDEN[case])
     stored = {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
@@ -267,3 +277,87 @@ def test_a_surplus_scale_stays_in_the_list_of_tensors(tmp_path: Path) -> None:
     stored["other.scales"] = torch.ones(2, 8)
     with closing(open_weight(tmp_path, AWQ, stored)) as source:
         assert "other.scales" in source.entries
+
+
+def test_int4_of_torchao_has_float_zero_points(tmp_path: Path) -> None:
+    """`Int4Tensor`, whose packer needs a GPU's library: two signed values to a byte."""
+    values, scales, _, _ = integers(4, 2, torch.arange(64) // 32)
+    zeros = torch.randn(32, 2, generator=torch.Generator().manual_seed(5))
+    order = torch.arange(64) // 32
+    weight = (values - 8) * scales.float()[:, order] + zeros.bfloat16().float()[:, order]
+    low, high = (values - 8)[:, ::2] & 15, (values - 8)[:, 1::2]
+    stored = {
+        "module._weight_qdata": (high * 16 + low).to(torch.int8),
+        "module._weight_scale": scales.t(),
+        "module._weight_zero_point": zeros.bfloat16().t(),
+    }
+    data = {
+        "group_size": 32,
+        "int4_packing_format": {"_type": "Int4PackingFormat", "_data": "PLAIN"},
+    }
+    kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": data}
+    config = {"quant_method": "torchao", "quant_type": {"default": kind}}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        target = torch.empty(32, 64)
+        source.copy("module.weight", (32, 64), (slice(0, 32), slice(0, 64)), target)
+        torch.testing.assert_close(target, weight, rtol=1e-5, atol=1e-6)
+        assert source.entries["module.weight"].scheme == "int4-asym"
+
+
+KEPT = {
+    "sparse-24-fp8": "fp8",
+    "sparse-fp8": "fp8",
+    "sparse-24": "",
+    "ao-int8": "int8",
+    "ao-float8": "fp8",
+    "ao-intx-4": "int4",
+    "ao-intx-4-zeros": "int4-asym-g64",
+    "ao-intx-6": "int8-g32",
+    "hqq-4": "int4-asym-g64",
+    "hqq-3": "",
+    "hqq-4-axis0": "",
+    "mxfp6": "",
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_a_kernel_can_read_keeps_its_numbers(case: str, tmp_path: Path) -> None:
+    config, stored, expected = golden(case)
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        scheme = source.entries["module.weight"].scheme
+        assert scheme == KEPT[case]
+        if scheme:
+            whole = tuple(slice(0, size) for size in expected.shape)
+            groups, _ = source.groups("module.weight", whole)
+            torch.testing.assert_close(groups.dequantized(), expected.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_bit_too_many_of_a_sparse_row_is_named(tmp_path: Path) -> None:
+    config, stored, _ = golden("sparse-24")
+    stored["module.bitmask"] = stored["module.bitmask"].clone()
+    stored["module.bitmask"][3, 2] = 255
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        target = torch.empty(12, 128)
+        with pytest.raises(CheckpointError, match=r"module\.bitmask: rows 0 to 11 have 77\d bits"):
+            source.copy("module.weight", (12, 128), (slice(0, 12), slice(0, 128)), target)
+
+
+@pytest.mark.parametrize(
+    "case, tensor, message",
+    [
+        (
+            "sparse-24",
+            "module.bitmask",
+            r"module\.bitmask has the shape \[11, 16\], not \[12, 16\]",
+        ),
+        ("hqq-4", "module.W_q", r"module\.W_q has the shape \[11, 64\], not \[12, 64\]"),
+        ("ao-int8", "module._weight_scale", r"module\._weight_scale has the shape \[11, 1\]"),
+    ],
+)
+def test_a_part_of_another_shape_is_named(
+    case: str, tensor: str, message: str, tmp_path: Path
+) -> None:
+    config, stored, _ = golden(case)
+    stored[tensor] = stored[tensor][:11]
+    with pytest.raises(CheckpointError, match=message):
+        open_weight(tmp_path, config, stored)

@@ -1,0 +1,91 @@
+"""`quantization_config` of compressed-tensors: groups of modules, each with numbers of its own;
+sparse weights; rotations that are in the weights already."""
+
+from __future__ import annotations
+
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.quantization import EVERY, Numbers, Rule, StoredQuantization
+
+
+def compressed(config: ConfigReader) -> StoredQuantization:
+    """compressed-tensors: the config as rules."""
+    _check_transforms(config.section("transform_config"))
+    sparsity = config.section("sparsity_config")
+    sparse = "dense" if sparsity is None else sparsity.choice("format", _SPARSE, "dense")
+    whole = config.str("format", "dense")
+    groups = config.section("config_groups")
+    rules = []
+    for name in groups.raw if groups is not None else ():
+        assert groups is not None
+        group = groups.section(name)
+        weights = group.section("weights") if group is not None else None
+        if group is None or weights is None:
+            continue
+        targets = group.list("targets", of=str)
+        numbers = _compressed_numbers(group.str("format", whole), group, weights)
+        rules.append(Rule(targets=targets, numbers=numbers))
+    plain = Rule(targets=config.list("ignore", (), of=str), numbers=None)
+    # A module that is named stands before the class that it belongs to.
+    rules.sort(key=lambda rule: EVERY in rule.targets)
+    return StoredQuantization(
+        method="compressed-tensors", rules=(plain, *rules), sparse=_SPARSE[sparse]
+    )
+
+
+_SPARSE = {"dense": "", "sparse-24-bitmask": "sparse-24", "sparse-bitmask": "sparse"}
+_OFFLINE = ("weight_input", "weight_output")
+
+
+def _check_transforms(config: ConfigReader | None) -> None:
+    """Rotations of weights lie in what is stored; those of activations are not computed here."""
+    groups = None if config is None else config.section("config_groups")
+    for name in groups.raw if groups is not None else ():
+        assert groups is not None
+        group = groups.section(name)
+        applied = group.raw.get("apply") if group is not None else None
+        for entry in applied if isinstance(applied, list) else ():
+            place = ConfigReader(entry, f"{groups.where}: {name}: apply")
+            if place.str("location") not in _OFFLINE:
+                known = f"{' or '.join(_OFFLINE)} (activations are not rotated)"
+                raise place.wrong("location", known)
+
+
+_COMPRESSED = {
+    "pack-quantized": "packed",
+    "int-quantized": "scaled",
+    "float-quantized": "scaled",
+    "naive-quantized": "scaled",
+    "nvfp4-pack-quantized": "nvfp4-packed",
+    "mxfp4-pack-quantized": "mxfp4-packed",
+    "mxfp6-pack-quantized": "mxfp6-packed",
+    "mxfp8-quantized": "scaled",
+    "mixed-precision": "",
+}
+
+
+def _compressed_numbers(format: str, group: ConfigReader, weights: ConfigReader) -> Numbers:
+    if _COMPRESSED.get(format, "") == "":
+        raise group.wrong("format", " or ".join(key for key, kind in _COMPRESSED.items() if kind))
+    strategy = weights.choice(
+        "strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor"
+    )
+    size = weights.int("group_size", 0, ge=-1) or 0
+    block = weights.list("block_structure", (), of=int)
+    shared: dict[str, tuple[int, int]] = {
+        "tensor": (0, 0),
+        "channel": (1, 0),
+        "group": (1, max(size, 0)),
+        "tensor_group": (1, max(size, 0)),
+        "block": (block[0], block[1]) if len(block) == 2 else (0, 0),
+    }
+    if strategy == "block" and len(block) != 2:
+        raise weights.wrong("block_structure", "two sizes, of outputs and of inputs")
+    bits = weights.int("num_bits", 8, ge=1, le=8)
+    if weights.choice("type", ("int", "float"), "int") == "float" and bits not in (4, 6, 8):
+        raise weights.wrong("num_bits", "4, 6 or 8 for floats")
+    return Numbers(
+        arrangement=_COMPRESSED[format],
+        bits=bits,
+        group=shared[strategy],
+        ordered="actorder" in weights and weights.raw["actorder"] in (True, "group"),
+    )
