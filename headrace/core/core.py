@@ -40,6 +40,7 @@ from headrace.core.control import Control, check_open, pause_is_complete
 from headrace.core.jump_forward import JumpForward
 from headrace.core.kv.manager import KVManager
 from headrace.core.lifecycle import ExecutorLifecycle
+from headrace.core.media_checks import uncut_spans
 from headrace.core.output_processor import (
     CoreOutput,
     OutputBuffer,
@@ -225,6 +226,7 @@ class EngineCore:
             groups=len(self.executor.facts.groups),
             length_limit=length_limit,
             adapter=adapter,
+            uncut=self._uncut_spans(wire),
         )
         load = load_of(self)
         tokens = self.requests.prompt_tokens_of(wire.tenant)
@@ -239,6 +241,10 @@ class EngineCore:
         if wire.deadline_s is not None:
             self._deadlines.forget_ended(self.requests, num_alive=len(self.requests))
             self._deadlines.add(request.arrived_at + latest_start_s(load, wire), wire.id)
+
+    def _uncut_spans(self, wire: EngineRequest) -> tuple[tuple[int, int], ...]:
+        facts = self.executor.facts
+        return uncut_spans(wire, facts, self.spec.max_step_tokens) if facts.media else ()
 
     def _check_queue(self, request: Request, load: Load) -> None:
         try:

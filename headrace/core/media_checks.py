@@ -3,7 +3,7 @@ are. The front made them; this is the last line before the device."""
 
 from __future__ import annotations
 
-from headrace.base.errors import InvalidRequest
+from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.media import (
     KEY_BYTES,
     MAX_STEP_S,
@@ -14,6 +14,7 @@ from headrace.base.wire.media import (
 )
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import WorkerFacts
+from headrace.core.request import TOKEN_BYTES
 
 MAX_INPUTS = 4096
 MARK_AT_BYTES = 4
@@ -49,6 +50,28 @@ def check_media(request: EngineRequest, facts: WorkerFacts, *, num_prompt: int) 
             f"the inputs have {total} tokens together, the encoder cache holds "
             f"{facts.media_tokens}: send fewer or smaller ones",
         )
+
+
+def uncut_spans(
+    request: EngineRequest, facts: WorkerFacts, step_tokens: int
+) -> tuple[tuple[int, int], ...]:
+    """The first token of each span of a prompt that one step must compute whole, as its tokens see
+    each other, and the one behind its last; InvalidRequest where a step takes fewer tokens."""
+    forms = {form.kind: form for form in facts.media}
+    num_prompt = len(request.prompt) // TOKEN_BYTES
+    if any(form.mutual == "prompt" for form in facts.media):
+        spans: tuple[tuple[int, int], ...] = ((0, num_prompt),)
+    else:
+        inputs = (one for one in request.media if forms[one.kind].mutual)
+        spans = tuple((one.offset, one.offset + one.num_tokens) for one in inputs)
+    longest = max((end - begin for begin, end in spans), default=0)
+    if longest > step_tokens:
+        raise ContextTooLong(
+            f"{longest} tokens that see each other are computed in one step, which takes "
+            f"{step_tokens} tokens at most: send less, or serve with --max-step-tokens {longest}",
+            field="prompt",
+        )
+    return spans
 
 
 def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:

@@ -68,6 +68,8 @@ class Request:
       nothing that another could wait for, so that no circle of waits can form);
     - `blocks[g]` has one entry per block of positions; 0 where a window group has given the block
       back;
+    - no chunk ends within a span of `uncut` (first token, the one behind the last), whose tokens
+      see each other;
     - `output` ends at a block boundary of the sequence while the request decodes: the newest tokens
       are in the row
       table; otherwise it holds every token so far.
@@ -79,6 +81,7 @@ class Request:
     groups: InitVar[int] = field(kw_only=True)
     length_limit: int = field(kw_only=True)
     adapter: LoadedAdapter = field(kw_only=True, default=BASE)
+    uncut: tuple[tuple[int, int], ...] = field(kw_only=True, default=())
     num_prompt: int = field(init=False)
     stop_set: frozenset[int] = field(init=False)
     key: tuple[int, ...] = field(init=False)
@@ -139,11 +142,25 @@ class Request:
         """Tokens held here: all of them unless the request decodes."""
         return self.num_prompt + len(self.output) // TOKEN_BYTES
 
+    def least_chunk(self, start: int) -> int:
+        """Tokens that a chunk from `start` on has at least."""
+        return next((end - start for begin, end in self.uncut if begin <= start < end), 1)
+
+    def whole_chunk(self, start: int, tokens: int) -> int:
+        """At most so many tokens from `start` on that the chunk ends within no span of `uncut`; 0:
+        there is no such chunk."""
+        stop = start + tokens
+        begin = next((begin for begin, end in self.uncut if begin < stop < end), stop)
+        return max(0, begin - start)
+
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt position must be computed, also one whose KV is cached: prompt
-        log-probabilities or hidden states or attention of all tokens are still owed."""
+        log-probabilities or hidden states or attention of all tokens are still owed, or what is
+        cached follows from all of the prompt."""
         wire = self.wire
+        if self.uncut and self.uncut[0] == (0, self.num_prompt):
+            return True
         if wire.pooling is not None:
             return not wire.pooling.from_last
         if wire.sampling.capture_layers:

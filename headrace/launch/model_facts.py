@@ -250,7 +250,8 @@ def _text_part(reader: ConfigReader, named: Architecture) -> ConfigReader:
     if is_encoder_decoder(named):
         return ConfigReader(decoder_config(reader.raw), reader.where)
     section = reader.section("text_config")
-    return section if section is not None and "hidden_size" not in reader else reader
+    inside = named.media or "hidden_size" not in reader
+    return section if section is not None and inside else reader
 
 
 def _dtype(reader: ConfigReader, stored: Stored | None) -> str:

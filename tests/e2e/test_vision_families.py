@@ -17,7 +17,7 @@ from headrace.front.media.processing import Sampling, TowerInput
 from headrace.front.media.processors.families import PROCESSORS, read_media
 from tests.front.media.folders import write_processors, write_tokenizer
 from tests.front.media.pictures import animated, picture
-from tests.models import test_qwen_vl, test_towers
+from tests.models import test_qwen_vl, test_towers, vision_cases
 from tests.models.media import Pixels, Prompt, save_media_oracle
 
 SIZES = ((40, 24), (61, 43), (17, 90))
@@ -29,10 +29,17 @@ MARKS = {
     "internvl": "<IMG_CONTEXT>",
     "idefics3": "<image>",
     "smolvlm": "<image>",
+    "gemma3": "<start_of_image>",
+    "paligemma": "<image>",
 }
+GATED = ("llava", "llava-siglip", "pixtral", "mistral3", "internvl", "idefics3", "smolvlm")
+CASES = {**test_towers.CASES, **vision_cases.CASES}
+SOFT = {"gemma3": "<image_soft_token>"}
+"""What stands for an image's tokens where the mark in the prompt is another."""
 MORE = (
     *("<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>"),
     *("<fake_token_around_image>", "<global-img>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
 )
 FILES: dict[str, dict[str, Any]] = {
     "llava": {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}},
@@ -42,6 +49,8 @@ FILES: dict[str, dict[str, Any]] = {
     "internvl": {"size": {"height": 16, "width": 16}, "max_patches": 4},
     "idefics3": {"size": {"longest_edge": 32}},
     "smolvlm": {"size": {"longest_edge": 64}},
+    "gemma3": {"size": {"height": 24, "width": 24}},
+    "paligemma": {"size": {"height": 16, "width": 16}},
 }
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -72,12 +81,17 @@ def answered(folder: Path, parts: list[dict[str, Any]]) -> tuple[list[int], list
         return output.prompt_ids, output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("name", MARKS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in GATED else pytest.param(name, marks=pytest.mark.slow) for name in MARKS],
+)
 def test_images_alone(name: str, tmp_path: Path) -> None:
     ids = write_tokenizer(tmp_path, mark=MARKS[name], more=MORE)
-    case = test_towers.CASES[name]
-    token = ids[MARKS[name]]
+    case = CASES[name]
+    token = ids[SOFT.get(name, MARKS[name])]
     keys = {key: token for key in ("image_token_index", "image_token_id") if key in case.config}
+    if name in SOFT:
+        keys["boi_token_index"] = ids[MARKS[name]]
     case = dataclasses.replace(case, text=text_of(case, ids), config={**case.config, **keys})
     oracle = test_towers.save_case(case, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(FILES[name]))

@@ -76,7 +76,7 @@ def naive(
             for head in range(case.heads):
                 kv_head = head // (case.heads // case.kv_heads)
                 keys, values, scores = [], [], []
-                for seen in range(lowest, position + 1):
+                for seen in range(lowest, position + 1 if case.causal else kv_len):
                     block = int(plan.block_table_RB[row, seen // case.block_tokens])
                     key, value = kv[block, :, kv_head, seen % case.block_tokens]
                     score = case.scale * float(q[token, head] @ key)
@@ -108,6 +108,7 @@ ROWS = st.lists(
     softcap=st.sampled_from([None, 2.0]),
     heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]),
     alibi=st.booleans(),
+    causal=st.booleans(),
 )
 def test_equals_attention_written_out(
     rows: list[tuple[int, int]],
@@ -115,9 +116,13 @@ def test_equals_attention_written_out(
     softcap: float | None,
     heads: tuple[int, int],
     alibi: bool,
+    causal: bool,
 ) -> None:
     slopes = tuple(0.5 / (i + 1) for i in range(heads[0])) if alibi else ()
-    case = problem(**reach, softcap=softcap, heads=heads[0], kv_heads=heads[1], slopes=slopes)
+    causal = causal or alibi or "chunk" in reach
+    case = problem(
+        **reach, softcap=softcap, heads=heads[0], kv_heads=heads[1], slopes=slopes, causal=causal
+    )
     q, kv, plan = inputs(case, rows)
     got = OP.reference.bind(case)(q, kv, plan)
     torch.testing.assert_close(got, naive(case, q, kv, plan), atol=1e-5, rtol=1e-5)
@@ -183,7 +188,7 @@ def naive_lse(
             for head in range(case.heads):
                 kv_head = head // (case.heads // case.kv_heads)
                 total = 0.0
-                for seen in range(lowest, position + 1):
+                for seen in range(lowest, position + 1 if case.causal else kv_len):
                     block = int(plan.block_table_RB[row, seen // case.block_tokens])
                     key = kv[block, 0, kv_head, seen % case.block_tokens]
                     total += math.exp(case.scale * float(q[token, head] @ key))
@@ -218,9 +223,9 @@ def test_halves_of_scores_beyond_the_range_of_exp_merge_to_the_whole() -> None:
     check_merged(bind_reference, bind_merge, case, q * 1000, kv, plan, bound=1e-6, same_bits=False)
 
 
-def test_a_window_needs_causal_queries() -> None:
+def test_a_chunk_needs_causal_queries() -> None:
     with pytest.raises(AssertionError):
-        problem(window=4, causal=False)
+        problem(chunk=4, causal=False)
 
 
 def table_of_files() -> dict[str, list[str]]:

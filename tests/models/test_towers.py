@@ -3,7 +3,8 @@ Idefics 3, SmolVLM, LFM2-VL. Whole, in chunks that cut an image, behind a prefix
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ class Case:
     """It takes the pictures of a text in a dimension of their own."""
     flat: bool = False
     """It takes patches, channels last, padded to one length."""
+    more: Callable[[torch.Tensor, int], dict[str, Any]] | None = None
+    """What it takes beside ids [1, T] and pixels; the number is that of the placeholder."""
+    step_tokens: tuple[int, ...] = (3, 7)
+    """Of steps that cut prompts."""
+    patch: int = 4
 
 
 def text(kind: str, **changes: Any) -> dict[str, Any]:
@@ -180,11 +186,17 @@ class Seen:
 
     def pixels(self, seed: int, index: int) -> Pixels:
         case = self.case
-        return image(seed, case.grids[index], patch=4, merge=case.merge, breaks=case.breaks)
+        return image(
+            seed, case.grids[index], patch=case.patch, merge=case.merge, breaks=case.breaks
+        )
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:
         """What transformers' processor would give."""
         more: dict[str, Any] = {"input_ids": torch.tensor([prompt.ids])}
+        if self.case.more is not None:
+            keys = ("image_token_id", "image_token_index")
+            token = next(self.case.config[key] for key in keys if key in self.case.config)
+            more |= self.case.more(more["input_ids"], token)
         if not prompt.inputs:
             return more
         mean, std = (torch.tensor(one).view(1, 3, 1, 1) for one in self.case.norm)
@@ -220,15 +232,21 @@ def flat_patches(pictures: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(scope="module", params=CASES)
-def seen(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Seen]:
-    case, folder = CASES[request.param], tmp_path_factory.mktemp("model")
+@contextmanager
+def opened(case: Case, folder: Path) -> Iterator[Seen]:
+    """The case, saved and served from `folder`."""
     oracle = save_case(case, folder)
     engine = SeeingEngine(folder)
     yield Seen(case=case, folder=folder, oracle=oracle, engine=engine)
     engine.close()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def seen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seen]:
+    with opened(CASES[request.param], tmp_path_factory.mktemp("model")) as seen:
+        yield seen
 
 
 def two_images(seen: Seen) -> Prompt:

@@ -35,6 +35,8 @@ class AttentionPlan:
     host_*           None in steps of a bucket, where num_decodes is R if the bucket is for decodes
     alone, else 0;
                      max_query_len is 1 or T, and max_kv_len the capacity of the tables
+    mutual           where tokens see those behind them, the same step in two parts (exact steps
+    only)
     """
 
     query_start_R1: torch.Tensor
@@ -46,6 +48,24 @@ class AttentionPlan:
     num_decodes: int
     max_query_len: int
     max_kv_len: int
+    mutual: MutualPlans | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPart:
+    """Some of a step's query tokens, at_T int64, and the plan that has them alone."""
+
+    at_T: torch.Tensor
+    plan: AttentionPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutualPlans:
+    """A step whose tokens are in two parts: those that see what is before them, if there are any,
+    and those that see the others of their span too (mutual.py)."""
+
+    causal: PlanPart | None
+    mutual: PlanPart
 
 
 class AttentionProbe(Protocol):

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
-from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
@@ -24,6 +23,7 @@ from headrace.back.layers.attention_names import SEPARATE, AttentionNames
 from headrace.back.layers.chosen_positions import ChosenPositions, ChosenSizes
 from headrace.back.layers.indexer import ChoiceSpec
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
+from headrace.back.layers.mutual_attention import bind_attention
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm, SplitRMSNorm
 from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.position_bias import RelativeBias
@@ -357,7 +357,7 @@ class Attention:
         sinks_H = None if self._sinks is None else self._sinks.take().float()
         bias = () if spec.position_bias is None else (spec.position_bias.table,)
         weights = (sinks_H, *bias) if bias or sinks_H is not None else ()
-        self._attend = scope.bind(ATTENTION, self._problem, *weights)
+        self._attend = bind_attention(scope, self._problem, *weights)
 
     def _build_out_norm(self, value_dim: int) -> SplitRMSNorm | None:
         if self._spec.out_norm is None:

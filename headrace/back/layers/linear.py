@@ -1,9 +1,7 @@
-"""Linear layers split over the tensor-parallel axis (Shoeybi et al. 2019): by outputs, then by
-inputs.
+"""Linear layers split over the tensor-parallel axis (Shoeybi et al. 2019).
 
-A column-parallel layer may merge several checkpoint tensors into one GEMM (query, key, value;
-gate, up), or take them from one tensor that the checkpoint has merged itself. T tokens, I inputs, O
-outputs.
+A column-parallel layer, split by outputs, may merge several checkpoint tensors into one GEMM, or
+take them from one that the checkpoint has merged itself. T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -241,15 +239,17 @@ class RowLinear:
 class WholeLinear:
     """x_TI -> y_TO that every rank computes whole. `scope` is the layer's own."""
 
-    def __init__(self, scope: Scope, inputs: int, outputs: int) -> None:
+    def __init__(self, scope: Scope, inputs: int, outputs: int, *, bias: bool = False) -> None:
         self.project: Linear = not_loaded
         self._scope = scope
         weight = scope.param("weight", (outputs, inputs))
         self._weight, self._adapted = scope.quantized_gemm(weight), scope.adapted(weight)
+        self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        self.project = bind_adapted(self._scope, self._weight.take(), None, self._adapted)
+        weight_OI, bias_O = self._weight.take(), self._bias and self._bias.take()
+        self.project = bind_adapted(self._scope, weight_OI, bias_O, self._adapted)
 
 
 Weight = torch.Tensor | PackedWeight | BlockWeight | Fp8Weight | Int4Weight

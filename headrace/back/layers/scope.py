@@ -110,7 +110,9 @@ class Scope:
     on meta. `unbiased`: the projection that has no bias where those merged with it have one.
     `base_within`: where the model lies among others but for its head, instead of below the prefix
     of its family. `adapters`: the slots of its linear layers' low-rank adapters, None: they take
-    none."""
+    none. `mutual`: whether tokens of a step's spans see each other: "window": as far back as a
+    layer's window lets them, "all": whatever the window, "local": in layers with a window alone;
+    "": they do not."""
 
     ledger: Ledger
     mesh: Mesh
@@ -129,6 +131,7 @@ class Scope:
     base_within: str = ""
     adapters: AdapterSlots | None = None
     unbiased: str = ""
+    mutual: str = ""
     path: str = ""
 
     @property

@@ -12,9 +12,9 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.mutual_attention import bind_attention
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.rope import Rope
 from headrace.back.layers.scope import Scope, not_loaded
@@ -90,4 +90,4 @@ class SharedAttention:
 
     def _finish(self) -> None:
         problem = self._spec.problem(self._scope, heads=self._heads, kv_heads=self._kv_heads)
-        self._attend = self._scope.bind(ATTENTION, problem)
+        self._attend = bind_attention(self._scope, problem)

@@ -174,6 +174,8 @@ WITH_MEDIA: Mapping[str, str] = {
     "InternVLForConditionalGeneration": "internvl",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
+    "Gemma3ForConditionalGeneration": "gemma3_vision",
+    "PaliGemmaForConditionalGeneration": "paligemma",
 }
 """Architectures of several parts that take images or more beside text: the family reads the whole
 config."""
@@ -208,6 +210,8 @@ TEXT_TYPES: Mapping[str, str] = {
     "llama4_text": "llama4",
     "minimax_m3_vl_text": "minimax_m3",
     "glm5_next_text": "glm5_next",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
@@ -219,7 +223,6 @@ WRAPPERS: Mapping[str, str] = {
     "Llama4ForConditionalGeneration": "language_model",
     "Kimi_K25ForConditionalGeneration": "language_model",
     "KimiK25ForConditionalGeneration": "language_model",
-    "Gemma3ForConditionalGeneration": "language_model",
     "MiniMaxM3SparseForConditionalGeneration": "language_model",
     "MiniMaxM3VLForConditionalGeneration": "language_model",
 }

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
-from headrace.back.layers.vision.layer import VisionLayerSpec
 from headrace.back.layers.vision.merger import TwoLayers
 from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm
@@ -17,8 +16,8 @@ from headrace.back.models.vision import (
     ACTIVATIONS,
     HALF,
     OLDER_TOWER,
-    SIGLIP_NAMES,
     parts_of,
+    siglip_layer,
     text_decoder,
     with_media,
 )
@@ -37,22 +36,12 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 
 def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
-    width = vision.int("hidden_size", 768, ge=1)
-    heads = vision.int("num_attention_heads", 12, ge=1)
     positions = vision.int("num_patches", 256, ge=1)
     side = int(positions**0.5)
     if side**2 != positions:
         raise vision.wrong("num_patches", "a square")
-    layer = VisionLayerSpec(
-        width=width,
-        inner=vision.int("intermediate_size", 3072, ge=1),
-        heads=heads,
-        head_dim=width // heads,
-        eps=vision.float("layer_norm_eps", 1e-6, ge=0.0),
-        activation=ACTIVATIONS[vision.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")],
-        norm=LAYER,
-        names=SIGLIP_NAMES,
-    )
+    layer = siglip_layer(vision)
+    width = layer.width
     normed = config.bool("projector_use_layernorm", True)
     return PlainTowerSpec(
         patches=PatchSpec(

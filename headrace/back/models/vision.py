@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
-from headrace.back.layers.vision.layer import VisionLayerNames
+from headrace.back.layers.vision.layer import VisionLayerNames, VisionLayerSpec
+from headrace.back.layers.vision.patches import PatchSpec
+from headrace.back.layers.vision.plain_tower import PlainTowerSpec, ProjectorSpec, TowerNorm
 from headrace.back.models import blocks
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.families import TEXT_TYPES, text_config
@@ -57,6 +60,43 @@ def _side(vision: ConfigReader, key: str) -> int:
     if one != other or one < 1:
         raise vision.wrong(key, "a number, or two equal ones")
     return one
+
+
+def siglip_layer(
+    vision: ConfigReader, *, default_width: int = 768, default_heads: int = 12
+) -> VisionLayerSpec:
+    """A layer of SigLIP's tower."""
+    width = vision.int("hidden_size", default_width, ge=1)
+    heads = vision.int("num_attention_heads", default_heads, ge=1)
+    return VisionLayerSpec(
+        width=width,
+        inner=vision.int("intermediate_size", 3072, ge=1),
+        heads=heads,
+        head_dim=width // heads,
+        eps=vision.float("layer_norm_eps", 1e-6, ge=0.0),
+        activation=ACTIVATIONS[vision.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")],
+        norm=LAYER,
+        names=SIGLIP_NAMES,
+    )
+
+
+def siglip_tower(
+    vision: ConfigReader, projector: ProjectorSpec, layer: VisionLayerSpec | None = None
+) -> PlainTowerSpec:
+    """SigLIP's tower at its one size, the norm behind it included."""
+    patch, side = square(vision)
+    layer = layer or siglip_layer(vision)
+    if side % projector.merge:
+        raise vision.wrong("image_size", f"such that {projector.merge} divides {side} patches")
+    return PlainTowerSpec(
+        patches=PatchSpec(patch=patch, mean=HALF, std=HALF, name="embeddings.patch_embedding"),
+        layer=layer,
+        layers=vision.int("num_hidden_layers", 12, ge=1),
+        projector=projector,
+        side=side,
+        positions=("embeddings.position_embedding.weight", (side**2, layer.width)),
+        behind=TowerNorm(name="post_layernorm", norm=LAYER),
+    )
 
 
 def text_decoder(scope: Scope, text: ConfigReader) -> Decoder:

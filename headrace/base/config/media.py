@@ -14,7 +14,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     (crop, pad, stretch), `tiles`: the least and the most squares of an image. `longest`: the
     longest side of a resized image. `resample`: Pillow's number of a filter (1 Lanczos, 2
     bilinear, 3 bicubic).
-    `pad_color`: what fills a padded square."""
+    `pad_color`: what fills a padded square. `around`: text before and behind an image."""
 
     patch: int = 14
     merge: int = 2
@@ -32,18 +32,24 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     longest: int = 0
     resample: int = 3
     pad_color: tuple[int, int, int] = (0, 0, 0)
+    around: tuple[str, str] = ("", "")
 
 
 class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the front needs to take images and video. `processor` names a row of
     front/media/processing.py; `image_token` and `video_token` are the placeholders' ids (None: the
-    model takes none of that kind). `most`: of each kind in one prompt. `domains`: where media may
-    be fetched from; `local_root`: the folder whose files may be named, or None."""
+    model takes none of that kind). `image_mark`: of what stands for an image in a prompt that is
+    not expanded, where that is another token. `joins_newlines`: the tokenizer has tokens of several
+    newlines, which those around an image become one of with their neighbours. `most`: of each kind
+    in one prompt. `domains`: where media may be fetched from; `local_root`: the folder whose files
+    may be named, or None."""
 
     processor: str
     settings: ProcessorSettings
     image_token: int | None
     video_token: int | None
+    image_mark: int | None = None
+    joins_newlines: bool = False
     most: dict[str, int] = {}
     domains: tuple[str, ...] = ()
     local_root: str | None = None

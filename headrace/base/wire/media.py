@@ -41,6 +41,8 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_t        t of an input at most (1: each pair of frames of a video is an input of its own)
     positions_per_s  how far apart steps of a video are in the decoder's positions for each second
                  between them (`MediaSpan.step_s`); 0: time does not count
+    mutual       which tokens see those behind them too, so that a step computes them together:
+                 "input": those of an input each other; "prompt": those of a prompt; "": none
     """
 
     kind: str
@@ -53,6 +55,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     breaks: int = 0
     max_t: int = MAX_ROWS
     positions_per_s: float = 0.0
+    mutual: str = ""
 
     def num_rows(self, grid: tuple[int, int, int]) -> int:
         """Rows of hidden size that an input of this grid becomes."""

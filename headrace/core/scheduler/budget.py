@@ -69,6 +69,7 @@ class PrefillBudgetModel:
         self._prefill_token = RecentMean()
         self._mixed_steps = 0
         self._finished_at = 0.0
+        self.reserved = 0
 
     def allowance(self, decodes: int) -> int:
         """Prefill tokens that may join a step with so many rows that decode."""
@@ -140,6 +141,22 @@ class StepBudget:
     def __post_init__(self) -> None:
         self.left = self._allowance = self.spec.max_step_tokens
 
+    def for_decodes(self, resumes: bool) -> int:
+        """Tokens that rows which decode may take: one is left to those that resume, and a chunk to
+        a prompt that the step before had too few for."""
+        kept, self.prefill_budget.reserved = max(resumes, self.prefill_budget.reserved), 0
+        return self.left - kept
+
+    def affords(self, request: Request, start: int) -> bool:
+        """Whether the step has tokens for the least chunk from `start` on; else decodes leave them
+        to it in the next."""
+        least = request.least_chunk(start)
+        if least <= self.left:
+            return True
+        self.prefill_budget.reserved = max(self.prefill_budget.reserved, least)
+        request.reason = f"waits for a step with {least} tokens left, which see each other"
+        return False
+
     def spend_decodes(self, count: int) -> None:
         """`count` rows decode."""
         assert count <= self.left, (count, self.left)
@@ -157,8 +174,8 @@ class StepBudget:
         return min(self.left, self._allowance - self.prefill_tokens)
 
     def spend_prefill(self, tokens: int) -> None:
-        """A prefill chunk joins."""
-        assert 0 < tokens <= self.prefill_left, (tokens, self.prefill_left)
+        """A prefill chunk joins; one that may not be cut may be longer than `prefill_left`."""
+        assert 0 < tokens <= self.left, (tokens, self.left)
         self.left -= tokens
         self.prefill_tokens += tokens
 
@@ -187,11 +204,11 @@ class PartialPrefillLimits:
         """Whether the request has more tokens than the threshold."""
         return self._threshold is not None and request.num_tokens > self._threshold
 
-    def chunk(self, request: Request, tokens: int) -> int:
-        """At most so many of `tokens` in one step."""
-        if self._threshold is None or not self.is_long(request):
-            return tokens
-        return min(tokens, self._threshold)
+    def chunk(self, request: Request, start: int, tokens: int) -> int:
+        """At most so many of `tokens` from `start` on in one step, if these may be cut."""
+        if self._threshold is not None and self.is_long(request):
+            tokens = min(tokens, self._threshold)
+        return max(tokens, request.least_chunk(start))
 
     def refusal(self, request: Request, prefilling: Sequence[Request]) -> str | None:
         """Why the request may not begin beside those that are partial; None: it may."""

@@ -172,9 +172,8 @@ class Scheduler:
     # decodes
 
     def _decode(self, builder: StepPlanBuilder, budget: StepBudget) -> None:
-        """All that decode; a token is left to those that resume, so that these come to decode
-        again."""
-        rows = self._affordable(self.rows.to_decode(), budget.left - bool(self._resuming))
+        """All that decode."""
+        rows = self._affordable(self.rows.to_decode(), budget.for_decodes(bool(self._resuming)))
         if not len(rows):
             return
         planned = self.rows.num_planned_tokens[rows]
@@ -251,9 +250,10 @@ class Scheduler:
             self.unschedulable.append((request, None))
 
     def _make_room(self, builder: StepPlanBuilder, request: Request, start: int) -> bool:
-        """Whether `request` has room for a token at `start`; those that come after it are preempted
-        for that."""
-        while not self.kv.fit(request, start=start, want=1):
+        """Whether `request` has room for its least chunk from `start` on; those that come after it
+        are preempted for that."""
+        least = request.least_chunk(start)
+        while self.kv.fit(request, start=start, want=least) < least:
             victim = max(self.running(), key=attrgetter("key"))
             if victim is request:
                 return False
@@ -298,10 +298,9 @@ class Scheduler:
                 continue  # preempted a moment ago
             if not budget.prefill_may_join:
                 return
-            builder.add_updates(
-                request, self.kv.trim(request, int(self.rows.num_planned_tokens[request.row]))
-            )
-            if self._room_for_chunk(builder, request):
+            start = int(self.rows.num_planned_tokens[request.row])
+            builder.add_updates(request, self.kv.trim(request, start))
+            if budget.affords(request, start) and self._room_for_chunk(builder, request):
                 self._prefill(builder, budget, request)
 
     def _room_for_chunk(self, builder: StepPlanBuilder, request: Request) -> bool:
@@ -321,8 +320,8 @@ class Scheduler:
         """Puts the next chunk of a prefill into the step."""
         row = request.row
         start, known = int(self.rows.num_planned_tokens[row]), int(self.rows.num_known_tokens[row])
-        want = self._partial_prefills.chunk(request, min(known - start, budget.prefill_left))
-        tokens = self.kv.fit(request, start=start, want=want)
+        want = self._partial_prefills.chunk(request, start, min(known - start, budget.prefill_left))
+        tokens = request.whole_chunk(start, self.kv.fit(request, start=start, want=want))
         assert tokens > 0, (request.id, start, known, budget.prefill_left)
         budget.spend_prefill(tokens)
         request.reason = "running: prefill"
@@ -362,6 +361,8 @@ class Scheduler:
             looks += 1
             hit = self._hit_to_start(request)
             if hit is not None:
+                if not budget.affords(request, hit * self.kv.block_tokens):
+                    return
                 self._start(builder, budget, request, hit)
             elif request.passed_over >= self.spec.ageing_steps:
                 request.reason += "; blocks that become free are kept for it"

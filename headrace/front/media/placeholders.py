@@ -16,6 +16,8 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaInput
 
 EncodeText = Callable[[str], list[int]]
+MOST_NEWLINES = 8
+"""Of one token, as far as they are joined."""
 
 
 class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,7 @@ def expanded(
     numbers do not fit."""
     tokens = {"image": spec.image_token, "video": spec.video_token}
     waiting = {kind: [each for each in media if each.kind == kind] for kind in tokens}
+    ids = _with_placeholders(ids, spec, len(waiting["image"]))
     present = {
         token: _is_expanded(kind, ids.count(token), waiting[kind], field)
         for kind, token in tokens.items()
@@ -68,6 +71,7 @@ def expanded(
     kinds = {token: kind for kind, token in tokens.items() if token in present}
     whole: list[int] = []
     inputs: list[MediaInput] = []
+    edges: list[int] = []
     position = 0
     while position < len(ids):
         token = ids[position]
@@ -80,9 +84,45 @@ def expanded(
         if present[token] or _is_written(medium, whole, encode):
             position = _taken(ids, position, medium, whole, inputs, encode, field)
             continue
+        edges.append(len(whole))
         _write(medium, token, encode, whole, inputs)
+        edges.append(len(whole))
         position += 1
+    if spec.joins_newlines and edges:
+        whole, inputs = _with_joined_newlines(whole, inputs, edges, encode)
     return whole, tuple(inputs)
+
+
+def _with_placeholders(ids: list[int], spec: MediaSpec, num_images: int) -> list[int]:
+    """With a placeholder for each mark, where marks are what stands for images."""
+    mark, token = spec.image_mark, spec.image_token
+    if mark is None or token is None or not num_images:
+        return ids
+    if ids.count(mark) != num_images or token in ids:
+        return ids
+    return [token if each == mark else each for each in ids]
+
+
+def _with_joined_newlines(
+    whole: list[int], inputs: list[MediaInput], edges: list[int], encode: EncodeText
+) -> tuple[list[int], list[MediaInput]]:
+    """Newlines that meet where an image was written become the tokens that their text has."""
+    runs = {encode("\n" * count)[0]: count for count in range(MOST_NEWLINES, 0, -1)}
+    offsets = [one.offset for one in inputs]
+    for edge in reversed(edges):
+        first = last = edge
+        while first and whole[first - 1] in runs:
+            first -= 1
+        while last < len(whole) and whole[last] in runs:
+            last += 1
+        if first == edge or last == edge:
+            continue
+        joined = encode("\n" * sum(runs[token] for token in whole[first:last]))
+        whole = [*whole[:first], *joined, *whole[last:]]
+        change = len(joined) - (last - first)
+        offsets = [at + change if at >= last else at for at in offsets]
+    moved = zip(inputs, offsets, strict=True)
+    return whole, [msgspec.structs.replace(one, offset=at) for one, at in moved]
 
 
 def _is_expanded(kind: str, count: int, media: list[PreparedMedium], field: str) -> bool:

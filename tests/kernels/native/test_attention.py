@@ -367,3 +367,19 @@ def test_a_query_among_few_has_the_bits_of_its_decode(library, dtype):
             width = alone.block_table_RB.shape[1]
             alone.block_table_RB.copy_(plan.block_table_RB[row : row + 1, :width])
             assert torch.equal(attend(q[token : token + 1], kv, alone)[0], together[token]), token
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window, softcap", [(300, None), (40, 5.0), (None, None)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_queries_that_see_each_other_look_back_as_far_as_the_window(
+    library, dtype, window, softcap, whole
+):
+    rows = [(1, 900), (2, 600), (16, 520), (3, 3), (100, 700), (40, 40)]
+    problem, q, kv, plan = case(dtype, 4, 2, 64, 16, window, softcap, rows)
+    problem = replace(problem, causal=False)
+    poison_unused(kv, plan, 16)
+    out = bind_with(library, problem, whole=whole)(q, kv, plan)
+    expected = exact(problem, q, kv, plan)
+    bound = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    assert (out.float() - expected).abs().max() <= bound * expected.abs().max()

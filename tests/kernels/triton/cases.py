@@ -410,6 +410,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         _call(attention.OP, _ATTENTION, _attention(32, 8, 128, quantized="fp8", sinks=True)),
     ),
     ("attention ALiBi", _call(attention.OP, _ATTENTION, _attention(4, 4, 128, slopes=SLOPES))),
+    (
+        "attention seeing each other",
+        _call(attention.OP, _ATTENTION, _attention(8, 4, 256, window=1024, causal=False)),
+    ),
     ("attention Hopper", _hopper),
     ("attention Hopper decode", _hopper_decode),
     ("attention Hopper lse", _hopper_lse),

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 from headrace.back.kernels.activation import op as activation_op
 from headrace.back.kernels.activation import triton_activation
 from headrace.back.kernels.attention import op as attention
-from headrace.back.kernels.attention import triton_attention
+from headrace.back.kernels.attention import triton_attention, triton_fixed
 from headrace.back.kernels.fused_linear import op as fused_linear
 from headrace.back.kernels.fused_linear import triton_fused_linear
 from headrace.back.kernels.gated_act import op as gated_act
@@ -138,6 +138,18 @@ def test_alibi_goes_onto_the_scores_of_prompts_and_decodes(dtype, shape):
     problem = replace(problem, slopes=slopes)
     expected = exact(problem, q, kv, plan)
     assert close(triton_attention.bind(problem)(q, kv, padded)[: len(expected)], expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 1, 3, 5)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_queries_that_see_each_other_look_back_as_far_as_the_window(dtype, shape, fixed):
+    problem, q, kv, plan, padded = attention_case(shape, dtype, ROWS, pad_rows=2, pad_tokens=3)
+    problem = replace(problem, causal=False)
+    kernel = triton_fixed if fixed else triton_attention
+    out = kernel.bind(problem)(q, kv, padded)
+    expected = exact(problem, q, kv, plan)
+    assert close(out[: len(expected)], expected, dtype)
 
 
 @pytest.mark.parametrize("count", [20, 50])

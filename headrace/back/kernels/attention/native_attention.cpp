@@ -259,7 +259,8 @@ void attend(void* context, int64_t i) {
     }
     for (int64_t m = 0; m < rows; ++m) {
       const int64_t position = last_position(p, task, m);
-      const int64_t from = smaller(larger<int64_t>(first_seen(p.window, position) - low, 0), count);
+      const int64_t lowest = first_seen(p.window, own_position(p, task, m));
+      const int64_t from = smaller(larger<int64_t>(lowest - low, 0), count);
       const int64_t to = smaller(larger<int64_t>(position + 1 - low, 0), count);
       if (p.bias != nullptr) add_bias(p, task.head + m % task.heads, position, low, count, scores + m * kTokens);
       const float slope = p.slopes ? p.slopes[task.head + m % task.heads] : 0.0f;
@@ -316,7 +317,7 @@ HR_INLINE int64_t lowest(const Attention& p, int64_t position) { return first_se
 
 // The parts that `queries` queries at the end of a row see; one, of no positions, of a row without any.
 HR_INLINE RowParts parts_of(const Attention& p, int64_t row, int64_t queries = 1) {
-  const int64_t last = p.kv_len[row] - 1, first = lowest(p, p.causal ? last - queries + 1 : last) / kSplit;
+  const int64_t last = p.kv_len[row] - 1, first = lowest(p, last - queries + 1) / kSplit;
   return {0, first, last / kSplit - first + 1};
 }
 
@@ -394,7 +395,7 @@ HR_INLINE void plan_few_queries(const Attention& p, int64_t row, int64_t queries
     for (int64_t query = 0; query < queries; ++query) plan_merges(p, parts, row, query, head, heads, n, merges);
     for (int64_t c = parts.first; c < parts.first + parts.count; ++c)
       for (int64_t token = 0; token < queries; token += most) {
-        const int64_t tokens = smaller(most, queries - token), first = p.causal ? length - queries + token : length - 1;
+        const int64_t tokens = smaller(most, queries - token), first = length - queries + token;
         const int64_t seen = p.causal ? first + tokens : length;
         int64_t from = larger(c * kSplit, lowest(p, first)), to = smaller((c + 1) * kSplit, seen);
         if (from >= to) from = to = c * kSplit;  // a part of none leaves empty sums
@@ -415,7 +416,7 @@ HR_INLINE void plan_prefill(const Attention& p, int64_t row, int64_t queries, Co
     for (int64_t end = queries, tokens; end > 0; end -= tokens) {
       tokens = (end - 1) % most + 1;
       const int64_t token = end - tokens, length = p.kv_len[row];
-      const int64_t first = p.causal ? length - queries + token : 0, seen = p.causal ? first + tokens : length;
+      const int64_t first = length - queries + token, seen = p.causal ? first + tokens : length;
       if (tasks)
         tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
                           int32_t(lowest(p, first)), int32_t(seen), 1, kWholeRow};

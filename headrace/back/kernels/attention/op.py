@@ -4,14 +4,14 @@
 K KV heads (query head h reads KV head h // (H/K)), D head_dim; kv [num_blocks, 2, K, block_tokens,
 D], the step's own KV already written. The queries of a row are its last tokens: the one at position
 p sees positions max(0, p - window + 1) .. p, or with `chunk` C, p // C * C .. p (Llama 4). With
-`causal=False` every query of a row sees all of its `kv_len` positions, of which there may be none:
-the result is then zeros. scores = scale * q.k; with `softcap` c they become c * tanh(scores / c)
-(Gemma 2). With `sinks`, `bind(problem, sinks_H)` takes a float32 per query head: a score beside
-those of the positions that takes its share of the softmax and has no value (gpt-oss). With
-`slopes` the score of position s for the query at p becomes its capped one plus slope * (s - p)
-(ALiBi, Press et al. 2022). With `bias_width` W, `bind(problem, sinks_H or None,
-bias_HW)` takes a float32 table of what is added to the scaled score of a key, by how many positions
-it stands before its query, from W-1 on the same (Raffel et al. 2020, section 2.1).
+`causal=False` every query of a row sees all of its `kv_len` positions, or with a window those from
+p - window + 1 on; there may be none: the result is then zeros. scores = scale * q.k; with `softcap`
+c they become c * tanh(scores / c) (Gemma 2). With `sinks`, `bind(problem, sinks_H)` takes a float32
+per query head: a score beside those of the positions that takes its share of the softmax and has no
+value (gpt-oss). With `slopes` the score of position s for the query at p becomes its capped one
+plus slope * (s - p) (ALiBi, Press et al. 2022). With `bias_width` W, `bind(problem, sinks_H or
+None, bias_HW)` takes a float32 table of what is added to the scaled score of a key, by how many
+positions it stands before its query, from W-1 on the same (Raffel et al. 2020, section 2.1).
 
 `lse_TH`, float32 [T, H] and contiguous, is filled with the natural logarithm of each query's sum of
 exp(scores), the sink's among them; -Inf of a query that sees nothing. With it the results over
@@ -122,8 +122,8 @@ class AttentionProblem:
     `slopes`: of ALiBi, one per query head; none: there is no bias. `bias_width`: distances in the
     table of a position bias, which does not go with a soft cap; 0: there is none.
 
-    Without `causal` there is neither window nor chunk, slopes nor position bias: they are counted
-    from a query's own position, which is not among those it sees."""
+    Without `causal` there is neither chunk, slopes nor position bias: they are counted from a
+    query's own position, which need not be among those it sees. With a window it is."""
 
     device: str
     dtype: torch.dtype
@@ -143,7 +143,7 @@ class AttentionProblem:
     bias_width: int = 0
 
     def __post_init__(self) -> None:
-        assert self.causal or not (self.reach or self.slopes or self.bias_width), self
+        assert self.causal or not (self.chunk or self.slopes or self.bias_width), self
         assert len(self.slopes) in (0, self.heads), self
         assert not (self.bias_width and self.softcap), self
         assert self.window is None or self.chunk is None, self

@@ -223,14 +223,16 @@ def _prefill_row(
         stop = min(start + tile, end)
         low, high = _lowest(problem, offset + start), offset + stop
         if not problem.causal:
-            low, high = 0, kv_len
+            high = kv_len
+            if problem.window is None:
+                low = 0
         seen = slice(low - origin, high - origin)
         result.out_THD[start:stop] = _tile(
             problem,
             q_THD[start:stop],
             k_KSD[:, seen],
             v_KSD[:, seen],
-            first_query=offset + start - low if problem.causal else kv_len,
+            first_query=offset + start - low,
             origin=low,
             sinks_H=sinks_H,
             bias_HW=result.bias_HW,
@@ -272,7 +274,7 @@ def _tile(
     q_KGQD = q_QHD.unflatten(1, (problem.kv_heads, -1)).permute(1, 2, 0, 3)
     query_Q1 = torch.arange(first_query, first_query + len(q_QHD), device=q_QHD.device)[:, None]
     key_S = torch.arange(k_KSD.shape[1], device=q_QHD.device)
-    seen_QS = key_S <= query_Q1
+    seen_QS = (key_S <= query_Q1) | (not problem.causal)
     if problem.window is not None:
         seen_QS &= key_S > query_Q1 - problem.window
     if problem.chunk is not None:

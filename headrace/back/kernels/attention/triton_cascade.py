@@ -200,7 +200,7 @@ def _attend(
         b_max, b_sum, b_acc = attend_tile(
             b_q, b_max, b_sum, b_acc, start, end, b_token, p_table, p_head, scales, i_head,
             block_stride, kind_stride, head_stride, scale, softcap, N, HEAD_DIM, D, BLOCK_TOKENS, 0,
-            SOFTCAP, QUANTIZED, BITS, False, b_sum, False,
+            SOFTCAP, QUANTIZED, BITS, False, b_sum, False, True,
         )  # fmt: skip
     p_mine = partial + (i_item * KV_HEADS + i_head).to(tl.int64) * (M * (D + 2))
     tl.store(p_mine + o_m[:, None] * D + o_d[None, :], b_acc, mask=m_m[:, None])

@@ -121,8 +121,6 @@ def decode_kernel(
     p_q = q + o_token * q_token_stride + o_query_head * q_head_stride
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
     b_position = length - queries + o_m // GROUP
-    if not CAUSAL:
-        b_position = tl.zeros([M], tl.int32) + (length - 1)
 
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
@@ -138,7 +136,7 @@ def decode_kernel(
         b_max, b_sum, b_acc = attend_tile(
             b_q, b_max, b_sum, b_acc, start, end, b_position, p_table, p_head, scales, i_head,
             block_stride, kind_stride, head_stride, scale, softcap, N, HEAD_DIM, D, BLOCK_TOKENS,
-            WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI,
+            WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI, CAUSAL,
         )  # fmt: skip
 
     if num_splits == 1 and prefix_splits == 0:

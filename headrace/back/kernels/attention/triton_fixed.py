@@ -68,7 +68,7 @@ def _attend_split(
     b_q, p_table, p_head, lowest, begin, end, b_position, scale, softcap, block_stride, kind_stride,
     M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, b_slope,
-    ALIBI: tl.constexpr,
+    ALIBI: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of positions begin .. end; below `lowest` nothing is
     read."""
@@ -100,7 +100,9 @@ def _attend_split(
             factor = scale * 1.4426950408889634
         if ALIBI:
             b_s = b_s + alibi(b_slope, o_n, b_position)
-        seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
+        seen = m_n[None, :]
+        if CAUSAL:
+            seen = seen & (o_n[None, :] <= b_position[:, None])
         if WINDOW:
             seen = seen & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
@@ -190,7 +192,6 @@ def fixed_kernel(
         lowest = first_seen(length - queries + first_query, WINDOW) if WINDOW else 0
         end = tl.minimum(length - queries + first_query + QUERIES, length)
         if not CAUSAL:
-            b_position = tl.zeros([M], tl.int32) + (length - 1)
             end = length
         b_slope = tl.zeros([M], tl.float32)
         if ALIBI:
@@ -207,7 +208,7 @@ def fixed_kernel(
                 b_q, p_table, p_head, lowest, begin,
                 tl.minimum(split * SPLIT_TOKENS + SPLIT_TOKENS, end), b_position, scale, softcap,
                 block_stride, kind_stride, M, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
-                b_slope, ALIBI,
+                b_slope, ALIBI, CAUSAL,
             )  # fmt: skip
             b_max, b_sum, b_acc = merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
 

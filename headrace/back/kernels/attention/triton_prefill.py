@@ -37,6 +37,7 @@ def _step(
     scale, softcap, block_stride, kind_stride, head_stride, N: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     QUANTIZED: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr, b_slope, ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Takes positions start .. start + N into the running result; below `lowest` and from `end` on
     nothing is read."""
@@ -77,7 +78,9 @@ def _step(
     if ALIBI:
         b_s = b_s + alibi(b_slope, o_n, b_position)
     if MASKED:
-        seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
+        seen = m_n[None, :]
+        if CAUSAL:
+            seen = seen & (o_n[None, :] <= b_position[:, None])
         if WINDOW:
             seen = seen & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
@@ -141,10 +144,9 @@ def prefill_kernel(
     b_q = tl.load(p_q, mask=m_q, other=0.0)
     b_position = tl.minimum(length - queries + o_query, length - 1)
     lowest_position = length - queries + first_query
-    if not CAUSAL:
-        b_position = tl.zeros([M], tl.int32) + (length - 1)
-        lowest_position = length - 1
     end = tl.minimum(lowest_position + QUERIES, length)
+    if not CAUSAL:
+        end = length
 
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
@@ -163,17 +165,19 @@ def prefill_kernel(
         unmasked = lowest // N * N
     else:
         unmasked = (lowest_position + 1) // N * N
+        if not CAUSAL:
+            unmasked = length // N * N
         for start in range(0, unmasked, N):
             b_acc, b_max, b_sum = _step(
                 b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end,
                 b_position, scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D,
-                BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, False, b_slope, ALIBI,
+                BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, False, b_slope, ALIBI, CAUSAL,
             )  # fmt: skip
     for start in range(unmasked, end, N):
         b_acc, b_max, b_sum = _step(
             b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end,
             b_position, scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D,
-            BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI,
+            BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI, CAUSAL,
         )  # fmt: skip
     b_out = (b_acc / divisor(b_sum, CAUSAL)[:, None]).to(out.dtype.element_ty)
     p_out = (

@@ -54,10 +54,12 @@ def attend_tile(
     kind_stride, head_stride, scale, softcap, N: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     QUANTIZED: tl.constexpr, BITS: tl.constexpr, HIDDEN: tl.constexpr, b_slope, ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values with N positions more, from `start` on and below `end`.
-    HIDDEN: a query sees those up to its `b_position`, and of WINDOW the last; else all. If ALIBI,
-    scores get `b_slope` times the position's distance from `b_position`."""
+    HIDDEN: a query sees those up to its `b_position` if CAUSAL, and of WINDOW none further back
+    from there; else all. If ALIBI, scores get `b_slope` times the position's distance from
+    `b_position`."""
     o_n = start + tl.arange(0, N)
     o_d = tl.arange(0, D)
     m_n = o_n < end
@@ -82,7 +84,7 @@ def attend_tile(
     if ALIBI:
         b_s = b_s + alibi(b_slope, o_n, b_position) * 1.4426950408889634
     seen = m_n[None, :]
-    if HIDDEN:
+    if HIDDEN and CAUSAL:
         seen = seen & (o_n[None, :] <= b_position[:, None])
     if WINDOW:
         seen = seen & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])

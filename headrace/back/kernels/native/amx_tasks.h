@@ -15,7 +15,8 @@ template <class S>
 HR_INLINE bool few_fit_tiles(const Attention& p) { return !kQuantized<S> || p.heads >= 4 * p.kv_heads; }
 template <class S>
 HR_INLINE bool fits_tiles(const Attention& p) {
-  return p.slopes == nullptr && p.bias == nullptr && p.head_dim % 32 == 0 && p.block_tokens % kTile == 0 && (few_fit_tiles<S>(p) || !p.whole);
+  const bool counts_back = !p.causal && p.window != INT32_MAX;  // from a query's own position, which tiles do not know
+  return !counts_back && p.slopes == nullptr && p.bias == nullptr && p.head_dim % 32 == 0 && p.block_tokens % kTile == 0 && (few_fit_tiles<S>(p) || !p.whole);
 }
 
 // The KV cache as tiles read it, 16 tokens at a time: in place, or dequantized; into `wide` [3][16][head_dim] where a slot is

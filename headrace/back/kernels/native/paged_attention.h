@@ -87,12 +87,16 @@ HR_INLINE void begin_row(const Attention& p, const Task& task, int64_t m, float&
   total = sinks ? 1.0f : 0.0f;
 }
 
-// The last position that query row m of a task sees.
-HR_INLINE int64_t last_position(const Attention& p, const Task& task, int64_t m) {
+// The position of query row m of a task, from which windows are counted.
+HR_INLINE int64_t own_position(const Attention& p, const Task& task, int64_t m) {
   if (task.part == kPartOfRows) return p.kv_len[task.row + m / task.heads] - 1;
   const int64_t length = p.kv_len[task.row];
-  if (!p.causal) return length - 1;
   return length - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token + m / task.heads;
+}
+
+// The last position that it sees.
+HR_INLINE int64_t last_position(const Attention& p, const Task& task, int64_t m) {
+  return p.causal || task.part == kPartOfRows ? own_position(p, task, m) : p.kv_len[task.row] - 1;
 }
 
 // What the sums of a query are divided by. One that sees nothing, which causal queries never do, gives zeros.

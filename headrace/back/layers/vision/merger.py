@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear
+from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear, bind_linear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.scope import Scope
+from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part
 
 
@@ -127,12 +127,13 @@ class TwoLayerProjector:
 
 @dataclass(frozen=True, kw_only=True)
 class OneLayer:
-    """Windows side by side, then one linear layer without a bias, of this name."""
+    """Windows side by side, then one linear layer of this name, without a bias unless `bias`."""
 
     width: int
     outputs: int
     merge: int
     name: str
+    bias: bool = False
 
     def build(self, scope: Scope) -> OneLayerProjector:
         """See ProjectorSpec."""
@@ -144,8 +145,46 @@ class OneLayerProjector:
 
     def __init__(self, scope: Scope, spec: OneLayer) -> None:
         self._inputs = spec.width * spec.merge**2
-        self._linear = WholeLinear(scope, self._inputs, spec.outputs)
+        self._linear = WholeLinear(scope, self._inputs, spec.outputs, bias=spec.bias)
 
     def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
         """See Projector."""
         return self._linear.project(x_NE.view(-1, self._inputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledLayer:
+    """The mean of each window, a norm, then a weight that the checkpoint holds as [inputs, outputs]
+    (Gemma 3). `norm`: its name, kind and epsilon; `weight`: the name of the other."""
+
+    width: int
+    outputs: int
+    merge: int
+    norm: tuple[str, NormSpec, float]
+    weight: str
+    module: str = "multi_modal_projector"
+
+    def build(self, scope: Scope) -> PooledLayerProjector:
+        """See ProjectorSpec."""
+        return PooledLayerProjector(scope / self.module, self)
+
+
+class PooledLayerProjector:
+    """x_NE -> y_MF by PooledLayer."""
+
+    def __init__(self, scope: Scope, spec: PooledLayer) -> None:
+        name, norm, eps = spec.norm
+        self._spec, self._scope = spec, scope
+        self._norm = norm.build(scope / name, spec.width, eps=eps)
+        self._weight = scope.param(spec.weight, (spec.width, spec.outputs))
+        self._project = not_loaded
+        scope.on_finish(self._finish)
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """See Projector."""
+        mean_ME = x_NE.view(-1, self._spec.merge**2, self._spec.width).mean(1)
+        projected: torch.Tensor = self._project(self._norm.norm(mean_ME))
+        return projected
+
+    def _finish(self) -> None:
+        self._project = bind_linear(self._scope, self._weight.take().T.contiguous(), None)

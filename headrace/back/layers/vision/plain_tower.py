@@ -62,7 +62,8 @@ class PlainTowerSpec:
     of a table that is resized to each image; 0 where there is neither: layers rotate.
     class_token: its name and shape; it sees and is seen, and is left out in the end. before,
     behind: norms around the layers. theta: of the rotation. layers_name: where the layers lie.
-    frames: whether an input may have several t, each an image of its own (tiles)."""
+    frames: whether an input may have several t, each an image of its own (tiles). mutual: see
+    MediaForm."""
 
     patches: PatchSpec
     layer: VisionLayerSpec
@@ -78,6 +79,7 @@ class PlainTowerSpec:
     layers_name: str = "encoder.layers"
     breaks: int = 0
     frames: bool = False
+    mutual: str = ""
 
 
 class PlainTower:
@@ -185,4 +187,5 @@ def _form(spec: PlainTowerSpec) -> MediaForm:
         sides=((spec.side, spec.side),) if spec.side else (),
         breaks=spec.breaks,
         max_t=65_536 if spec.frames else 1,
+        mutual=spec.mutual,
     )

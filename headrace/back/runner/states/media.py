@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.back.attention.mutual import with_mutual
 from headrace.back.attention.plan import Batch, EncodedTokens
 from headrace.back.kernels.position_shift.op import (
     ADD_OP,
@@ -51,10 +52,12 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _RowMedia:
-    """What a row's prompt has beside text; its positions, where these are not its places."""
+    """What a row's prompt has beside text; its positions, where these are not its places; the spans
+    whose tokens see each other."""
 
     spans: tuple[MediaSpan, ...]
     positions: PromptPositions | None
+    mutual: tuple[tuple[int, int], ...] = ()
 
 
 class EncoderCache:
@@ -149,6 +152,8 @@ class Media:
         self.cache = EncoderCache(encoder, device)
         self._base, self._encoder, self._device = base, encoder, device
         self._rows: dict[int, _RowMedia] = {}
+        self._mutual = {form.kind: form.mutual for form in encoder.forms}
+        self._whole_prompts = "prompt" in self._mutual.values()
         self._delta_M = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._shift = self._shift_back = _leave
         if encoder.rope is not None:
@@ -175,16 +180,23 @@ class Media:
     def start(self, start: RowStart) -> None:
         """See ModelState."""
         self._base.start(start)
-        if not start.media:
+        if not start.media and not self._whole_prompts:
             return
         assert self.host_until is not None
-        until, positions = start.media[-1].end, None
+        until = start.num_prompt if self._whole_prompts else start.media[-1].end
+        positions = None
         if self._encoder.rope is not None:
             positions = self._encoder.rope.positions(start.media, start.num_prompt)
             until = max(until, _plain_from(positions))
             self._delta_M[start.row] = positions.delta
         self.host_until[start.row] = until
-        self._rows[start.row] = _RowMedia(start.media, positions)
+        self._rows[start.row] = _RowMedia(start.media, positions, self._spans(start))
+
+    def _spans(self, start: RowStart) -> tuple[tuple[int, int], ...]:
+        """The spans of the prompt whose tokens see each other."""
+        if self._whole_prompts:
+            return ((0, start.num_prompt),)
+        return tuple((one.offset, one.end) for one in start.media if self._mutual[one.kind])
 
     def prepare(self, batch: Batch, shape: StepShape) -> Batch:
         """The batch with what the encoder gives in place of placeholders."""
@@ -193,11 +205,20 @@ class Media:
         if not reached:
             return batch
         encoded = self._encoded(shape, reached)
+        batch = self._with_mutual(batch, shape)
         if self._encoder.rope is None:
             return replace(batch, encoded=encoded)
         table_TR = self._encoder.rope.table(self._positions(shape))
         place_T = torch.arange(table_TR.shape[0], device=table_TR.device)
         return replace(batch, encoded=encoded, rope_table_TR=table_TR, positions_T=place_T)
+
+    def _with_mutual(self, batch: Batch, shape: StepShape) -> Batch:
+        """The batch with plans in which tokens of spans see each other, if there are any."""
+        if not any(self._mutual.values()):
+            return batch
+        rows = (self._rows.get(row) for row in shape.rows.tolist())
+        spans = [() if row is None else row.mutual for row in rows]
+        return replace(batch, plans=tuple(with_mutual(plan, spans) for plan in batch.plans))
 
     def _reached(self, shape: StepShape) -> list[int]:
         """The rows of the step, by index, with tokens before `host_until`."""

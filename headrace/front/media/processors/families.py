@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.registry import Registry
@@ -159,6 +161,37 @@ def _idefics3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     return _image_only("idefics3", settings, config)
 
 
+def _gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    """Marks in the prompt are those that begin an image."""
+    if image.bool("do_pan_and_scan", None):
+        raise image.wrong("do_pan_and_scan", "false")
+    vision = _vision(config)
+    patch, side = vision.int("patch_size", 14, ge=1, le=1024), _pixels_of_side(vision)
+    tokens = config.int("mm_tokens_per_image", 256, ge=1)
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=max(1, side // patch // int(tokens**0.5)),
+        side=side,
+        resample=image.int("resample", 2, ge=0, le=5),
+        around=("\n\n<start_of_image>", "<end_of_image>\n\n"),
+    )
+    mark = config.int("boi_token_index", 255_999, aliases=("boi_token_id",), ge=0)
+    spec = _image_only("square", settings, config)
+    return msgspec.structs.replace(spec, image_mark=mark, joins_newlines=True)
+
+
+def _paligemma(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    """The text's begin token stands behind the image."""
+    vision = _vision(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=1,
+        side=_pixels_of_side(vision),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return _image_only("square", settings, config)
+
+
 def _vision(config: ConfigReader) -> ConfigReader:
     vision = config.section("vision_config")
     assert vision is not None
@@ -198,5 +231,7 @@ _STILL = {
     "internvl": _internvl,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
+    "gemma3": _gemma3,
+    "paligemma": _paligemma,
 }
 """Those that take images alone."""

@@ -25,7 +25,9 @@ class SquareProcessor:
 
     def image(self, picture: Image.Image) -> ProcessedMedia:
         """One input of a fixed grid."""
-        return ProcessedMedia(inputs=(self.input_of(self.fitted(picture)),), layout=(0,))
+        before, behind = self._settings.around
+        layout = (*((before,) if before else ()), 0, *((behind,) if behind else ()))
+        return ProcessedMedia(inputs=(self.input_of(self.fitted(picture)),), layout=layout)
 
     def fitted(self, picture: Image.Image) -> Image.Image:
         """The square: the middle of the picture, the whole of it on a ground, or stretched."""

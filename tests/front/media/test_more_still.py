@@ -1,0 +1,98 @@
+"""Processors of further families of images against transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.base.errors import CheckpointError
+from headrace.base.wire.media import MediaInput
+from headrace.front.media.placeholders import PreparedMedium, expanded
+from headrace.front.media.processors.families import read_media
+from tests.front.media.pictures import picture
+from tests.front.media.test_still import SIZES, pixels, processor_of
+
+
+@pytest.mark.parametrize(
+    ("config", "theirs", "merge", "around"),
+    [
+        (
+            {"model_type": "gemma3", "mm_tokens_per_image": 4},
+            Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, do_normalize=False),
+            2,
+            ("\n\n<start_of_image>", "<end_of_image>\n\n"),
+        ),
+        (
+            {"model_type": "paligemma"},
+            SiglipImageProcessorPil(size={"height": 32, "width": 32}, do_normalize=False),
+            1,
+            (),
+        ),
+    ],
+)
+def test_squares_are_the_reference_s(
+    config: dict[str, Any], theirs: Any, merge: int, around: tuple[str, ...], tmp_path: Path
+) -> None:
+    vision = {"image_size": 32, "patch_size": 8}
+    ours = processor_of(tmp_path, {**config, "vision_config": vision}, {})
+    for seed, size in enumerate(SIZES):
+        image = picture(*size, seed)
+        medium = ours.image(image)
+        (one,) = medium.inputs
+        values = pixels(one.rows, one.grid, 8, merge)
+        expected = theirs(image, return_tensors="np")["pixel_values"][0]
+        assert np.abs(values - expected).max() <= 1 / 255, size
+        assert medium.layout == ((around[0], 0, around[1]) if around else (0,))
+
+
+def test_pan_and_scan_is_refused(tmp_path: Path) -> None:
+    vision = {"image_size": 32, "patch_size": 8}
+    (tmp_path / "preprocessor_config.json").write_text('{"do_pan_and_scan": true}')
+    with pytest.raises(CheckpointError, match="do_pan_and_scan"):
+        read_media(
+            tmp_path, {"model_type": "gemma3", "image_token_index": 7, "vision_config": vision}
+        )
+
+
+NEWLINES = {count: 200 + count for count in range(1, 9)}
+"""Tokens of so many newlines, as Gemma's tokenizer has them."""
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = []
+    while text:
+        run = len(text) - len(text.lstrip("\n"))
+        if run:
+            ids.append(NEWLINES[min(run, 8)])
+            text = text[min(run, 8) :]
+        else:
+            ids.append(ord(text[0]))
+            text = text[1:]
+    return ids
+
+
+@pytest.mark.parametrize("prompt", ["a\nX b", "aXX\n\nb", "\nX\nX", "XabX", "X"])
+def test_newlines_around_images_are_the_tokens_of_their_text(prompt: str) -> None:
+    spec = MediaSpec(
+        processor="square",
+        settings=ProcessorSettings(),
+        image_token=7,
+        video_token=None,
+        image_mark=ord("X"),
+        joins_newlines=True,
+    )
+    one = MediaInput(kind="image", key=bytes(32), offset=0, num_tokens=4, grid=(1, 2, 2))
+    medium = PreparedMedium(kind="image", inputs=(one,), layout=("\n\n<", 0, ">\n\n"))
+    media = [medium] * prompt.count("X")
+    whole, inputs = expanded(encode(prompt), media, spec, encode, field="prompt")
+    assert whole == encode(prompt.replace("X", "\n\n<\x07\x07\x07\x07>\n\n"))
+    for each in inputs:
+        assert whole[each.offset - 1 : each.offset + 5] == [ord("<"), 7, 7, 7, 7, ord(">")]
+    again, same = expanded(whole, media, spec, encode, field="prompt")
+    assert (again, same) == (whole, inputs)
