@@ -26,7 +26,7 @@ from headrace.base.errors import ConfigError
 from headrace.cli.model_argument import with_model
 from headrace.cli.session import open_session
 from headrace.front.server.batches.lines import check_lines, run_lines
-from headrace.front.server.process import services_over
+from headrace.front.server.services import services_over
 from headrace.launch.resolve import server_spec
 
 AT_ONCE = 64

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 
 import msgspec
 from rich.console import Console
@@ -13,22 +14,27 @@ from rich.table import Table
 
 from headrace.base import env
 from headrace.base.config.options import CommandLine
-from headrace.base.config.resolved import Decision, Resolved
+from headrace.base.config.resolved import Decision, Resolved, ServerSpec, TextSpec
 from headrace.base.config.tree import Options
+from headrace.base.config.units import show_bytes
 from headrace.base.errors import StartError
 from headrace.base.process_age import process_age_s
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.other_servers import translated, without_gpu
+from headrace.launch.api_process import ApiSpec
+from headrace.launch.children import ManagedProcess, api_processes, core_processes
 from headrace.launch.facts import resolve_options
 from headrace.launch.listen import address_of, bind, bind_admin, reserve
-from headrace.launch.supervisor import ManagedProcess, Supervisor
+from headrace.launch.many.catalog import Catalog, read_catalog, serves_many
+from headrace.launch.many.service import ModelService
+from headrace.launch.supervisor import SILENCE_S, Supervisor
 from headrace.launch.topology import RuntimeFolder
 
 
 def main(argv: Sequence[str]) -> int:
     """`headrace serve [MODEL] [options]`."""
-    groups = ("model", "kv", "scheduler", "device", "adapters", "server")
+    groups = ("model", "kv", "scheduler", "device", "adapters", "server", "many")
     line = CommandLine(
         "headrace serve", "Serve a model over HTTP (OpenAI-compatible).", groups=groups
     )
@@ -45,56 +51,108 @@ def run(options: Options, notes: Sequence[Decision] = ()) -> int:
     logs.configure("headrace", options.server.log_level)
     try:
         env.cache_dir()  # whose faults are said before anything is loaded
+        if serves_many(options):
+            return _serve_many(read_catalog(options), notes)
         resolved = resolve_options(options)
         resolved = msgspec.structs.replace(resolved, decisions=(*notes, *resolved.decisions))
-        listener = bind(resolved.server.host, resolved.server.port)
-        place = resolved.server.admin_listen
-        admin = None if place is None else bind_admin(place)
-        resolved, grpc = _with_grpc(resolved)
+        return _serve_one(resolved)
     except StartError as error:
         print(f"headrace: {error.message}", file=sys.stderr, flush=True)
         return 2
-    folder = RuntimeFolder()
-    address = address_of(listener)
-
-    def announce(processes: list[ManagedProcess]) -> None:
-        show_start(resolved, processes, seconds=process_age_s())
-        print(f"headrace is ready: {address}", flush=True)
-        if grpc is not None:
-            print(f"headrace serves gRPC: {address_of(grpc, scheme='')}", flush=True)
-        if admin is not None:
-            at = address_of(admin)
-            print(
-                f"administration: {at if at.startswith('unix:') else at + '/v1/admin/'}", flush=True
-            )
-        if resolved.server.log_level != "error" and not address.startswith("unix:"):
-            print(what_to_try(resolved, address), flush=True)
-
-    try:
-        return Supervisor(resolved, folder, listener, announce, admin=admin).run()
-    finally:
-        folder.close()
-        for one in (listener, admin, grpc):
-            if one is not None:
-                one.close()
 
 
-def _with_grpc(resolved: Resolved) -> tuple[Resolved, socket.socket | None]:
+def _serve_one(resolved: Resolved) -> int:
+    with Listening(resolved.server) as places, closing(RuntimeFolder()) as folder:
+        spec = ApiSpec(
+            text=resolved.text,
+            server=places.server,
+            socket_paths=[folder.socket_path(index) for index in range(resolved.replicas)],
+            heartbeat_timeout_s=SILENCE_S,
+            engine=resolved.engine,
+            decisions=resolved.decisions,
+        )
+
+        def announce(processes: list[ManagedProcess]) -> None:
+            show_start(resolved, processes, seconds=process_age_s())
+            places.announce(what_to_try(resolved.text, places.server, places.address))
+
+        cores = core_processes(resolved, folder)
+        apis = api_processes(spec, folder, places.listener, admin=places.admin)
+        return Supervisor(places.server, [*cores, *apis], folder, announce).run()
+
+
+def _serve_many(catalog: Catalog, notes: Sequence[Decision]) -> int:
+    default = catalog.default
+    assert default.text is not None
+    text = default.text
+    with Listening(catalog.server) as places, closing(RuntimeFolder()) as folder:
+        service = ModelService(catalog, folder)
+        spec = ApiSpec(
+            text=text,
+            server=places.server,
+            socket_paths=service.socket_paths,
+            heartbeat_timeout_s=SILENCE_S,
+            engine=default.engine,
+            decisions=tuple(notes),
+            models=tuple(service.places),
+        )
+
+        def announce(processes: list[ManagedProcess]) -> None:
+            show_models(catalog, seconds=process_age_s())
+            places.announce(what_to_try(text, places.server, places.address))
+
+        apis = api_processes(
+            spec, folder, places.listener, admin=places.admin, connect_pool=service.connect
+        )
+        return Supervisor(places.server, apis, folder, announce, part=service).run()
+
+
+class Listening:
+    """What a server listens on. `server`: with the ports that were free."""
+
+    def __init__(self, server: ServerSpec) -> None:
+        self._held = ExitStack()
+        self.listener = self._held.enter_context(bind(server.host, server.port))
+        place = server.admin_listen
+        self.admin = None if place is None else self._held.enter_context(bind_admin(place))
+        self.address = address_of(self.listener)
+        self.server, self._grpc = _with_grpc(server)
+        if self._grpc is not None:
+            self._held.enter_context(self._grpc)
+
+    def __enter__(self) -> Listening:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def announce(self, to_try: str) -> None:
+        """Says where the server is, and what to try."""
+        print(f"headrace is ready: {self.address}", flush=True)
+        if self._grpc is not None:
+            print(f"headrace serves gRPC: {address_of(self._grpc, scheme='')}", flush=True)
+        if self.admin is not None:
+            at = address_of(self.admin)
+            shown = at if at.startswith("unix:") else at + "/v1/admin/"
+            print(f"administration: {shown}", flush=True)
+        if self.server.log_level != "error" and not self.address.startswith("unix:"):
+            print(to_try, flush=True)
+
+
+def _with_grpc(server: ServerSpec) -> tuple[ServerSpec, socket.socket | None]:
     """With the port that gRPC gets, and the socket that holds it for the API processes."""
-    server = resolved.server
     if server.grpc_port is None:
-        return resolved, None
+        return server, None
     held = reserve(server.host, server.grpc_port)
-    server = msgspec.structs.replace(server, grpc_port=held.getsockname()[1])
-    return msgspec.structs.replace(resolved, server=server), held
+    return msgspec.structs.replace(server, grpc_port=held.getsockname()[1]), held
 
 
-def what_to_try(resolved: Resolved, address: str) -> str:
+def what_to_try(text: TextSpec, server: ServerSpec, address: str) -> str:
     """The first things a person may want to do, ready to be pasted."""
     host = address.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
-    model = json.dumps(resolved.text.model_names[0])
+    model = json.dumps(text.model_names[0])
     messages = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
-    keyed = bool(resolved.server.api_key_digests or resolved.server.api_key_file)
+    keyed = bool(server.api_key_digests or server.api_key_file)
     header = '-H "Authorization: Bearer $KEY" ' if keyed else ""
     body = f'{{"model": {model}, {messages}}}'.replace("'", "'\\''")
     key = "KEY" if keyed else '"none"'
@@ -125,6 +183,24 @@ def show_start(resolved: Resolved, processes: list[ManagedProcess], *, seconds: 
     parts = {**core.start_s, "rest": seconds - sum(core.start_s.values())}
     phases = ", ".join(f"{name} {spent:.2f} s" for name, spent in parts.items() if spent >= 0.005)
     console.print(f"start: {seconds:.2f} s ({phases})", highlight=False)
+
+
+def show_models(catalog: Catalog, *, seconds: float) -> None:
+    """A row for each model, and what they share."""
+    console = Console(stderr=True)
+    table = Table("model", "needs", "options", title="Models", title_justify="left")
+    for model in catalog.models:
+        need = "-" if model.error else show_bytes(model.num_bytes)
+        words = ["pinned"] if model.pinned else []
+        words += [f"priority {model.priority}"] if model.priority else []
+        table.add_row(model.name, need, model.error or ", ".join(words))
+    console.print(table)
+    console.print(
+        f"memory of all loaded models: {show_bytes(catalog.budget_bytes)}; of those that sleep: "
+        f"{show_bytes(catalog.sleep_bytes)}",
+        highlight=False,
+    )
+    console.print(f"start: {seconds:.2f} s", highlight=False)
 
 
 def _table(decisions: list[Decision]) -> Table:

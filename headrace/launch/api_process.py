@@ -12,6 +12,7 @@ import socket
 import msgspec
 
 from headrace.base.config.resolved import Decision, EngineSpec, ServerSpec, TextSpec
+from headrace.base.wire.models import ModelPlace
 from headrace.launch.topology import HEARTBEAT_S, Report, report
 
 MODULE = "headrace.front.server.process"
@@ -21,7 +22,8 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One API process: how it makes text, how it serves, where the engine cores listen.
 
     A core that is silent for `heartbeat_timeout_s` counts as stuck: /health says so. `engine` and
-    `decisions` are only told on (GET /v1/admin/config).
+    `decisions` are only told on (GET /v1/admin/config). `models`: of a server with several, in the
+    order of `socket_paths`; `text` and `engine` are then those of its default model.
     """
 
     text: TextSpec
@@ -30,6 +32,7 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_timeout_s: float
     engine: EngineSpec | None = None
     decisions: tuple[Decision, ...] = ()
+    models: tuple[ModelPlace, ...] = ()
 
 
 async def send_heartbeats(status: socket.socket) -> None:

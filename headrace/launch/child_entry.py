@@ -9,7 +9,7 @@ import signal
 import sys
 
 from headrace.base.gc_pause import collection_paused, own_process
-from headrace.launch.prestart import ARGUMENTS_LATER
+from headrace.launch.prestart import ARGUMENTS_LATER, IMPORT
 
 
 def main() -> int:
@@ -20,11 +20,19 @@ def main() -> int:
         module = importlib.import_module(sys.argv[1])
     del sys.argv[1]
     if sys.argv[1:] == [ARGUMENTS_LATER]:
-        arguments = sys.stdin.buffer.read().decode()
+        arguments = _read_arguments()
         if not arguments:
             return 0
         sys.argv[1:] = arguments.split("\0")
     return int(module.main())
+
+
+def _read_arguments() -> str:
+    """What the parent writes: modules to import meanwhile, then the arguments; "" if it left."""
+    while (line := sys.stdin.buffer.readline()).startswith(IMPORT):
+        with collection_paused():
+            importlib.import_module(line.removeprefix(IMPORT).decode().strip())
+    return (line + sys.stdin.buffer.read()).decode()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from headrace.base.errors import ConfigError, MissingDependency
 from headrace.base.optional import available
 from headrace.front.text.tokenizer_files import read_facts
 from headrace.launch.chooser import Chooser
-from headrace.launch.locate import locate
+from headrace.launch.locate import LocatedModel, locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts
 from headrace.launch.resolve import resolve, server_spec, text_spec
 from headrace.launch.resolve_device import MachineFacts
@@ -29,28 +29,31 @@ def resolve_options(options: Options, planned: MachineFacts | None = None) -> Re
         raise MissingDependency(
             "--grammar-backend xgrammar needs the library 'xgrammar': pip install 'headrace[xgrammar]'"
         )
-    _check_grpc(options.server)
-    located = locate(options.model)
-    facts = read_model_facts(located, family=options.model.family)
-    facts = msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
-    options = msgspec.structs.replace(options, server=_with_keys(options.server))
+    check_grpc(options.server)
+    located, facts = find_model(options)
+    options = msgspec.structs.replace(options, server=with_keys(options.server))
     resolved = resolve(options, facts, planned or device_facts(options.device.device))
     return msgspec.structs.replace(resolved, decisions=(*located.decisions, *resolved.decisions))
 
 
-def resolve_text(options: Options) -> tuple[TextSpec, ServerSpec, tuple[Decision, ...]]:
-    """What a server of texts alone needs: no weights are looked at, no device is asked for."""
-    _check_grpc(options.server)
+def find_model(options: Options) -> tuple[LocatedModel, ModelFacts]:
+    """The model that the options name, and what its files say."""
     located = locate(options.model)
     facts = read_model_facts(located, family=options.model.family)
-    facts = msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
+    return located, msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
+
+
+def resolve_text(options: Options) -> tuple[TextSpec, ServerSpec, tuple[Decision, ...]]:
+    """What a server of texts alone needs: no weights are looked at, no device is asked for."""
+    check_grpc(options.server)
+    located, facts = find_model(options)
     choose = Chooser()
     text = text_spec(options, facts, choose)
-    server = server_spec(_with_keys(options.server))
+    server = server_spec(with_keys(options.server))
     return text, server, (*located.decisions, *choose.decisions)
 
 
-def _check_grpc(options: ServerOptions) -> None:
+def check_grpc(options: ServerOptions) -> None:
     """MissingDependency if gRPC is wanted without its libraries."""
     for library in ("grpc", "grpc_health", "grpc_reflection"):
         if options.grpc_port is not None and not available(library):
@@ -72,7 +75,7 @@ def _chat_template(options: Options, facts: ModelFacts) -> str | None:
         raise ConfigError(f"--chat-template {path}: it cannot be read: {error}") from None
 
 
-def _with_keys(options: ServerOptions) -> ServerOptions:
+def with_keys(options: ServerOptions) -> ServerOptions:
     """Keys may come by the environment, where the process list does not show them."""
     keys = env.get("HEADRACE_API_KEYS")
     if keys is not None and not options.api_keys:

@@ -1,13 +1,15 @@
 """Starts a child process before its arguments are known: its imports run beside the parent's own
 imports and option resolution, instead of a third of a second after them.
 
-`prestart` starts it; `take_prestarted` passes the arguments over its standard input, which
-child_entry.py reads. A process that nobody takes reads the end of its input and ends. This module
-imports as little as possible, because it runs before everything else.
+`prestart` starts it; `import_ahead` has it import more; `take_prestarted` passes the arguments, all
+over its standard input, which child_entry.py reads. A process that nobody takes reads the end of
+its input and ends. This module imports as little as possible, because it runs before everything
+else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -20,6 +22,8 @@ CORE_MODULE = "headrace.launch.core_process"
 ENTRY_MODULE = "headrace.launch.child_entry"
 ARGUMENTS_LATER = "--arguments-on-stdin"
 """Placeholder for arguments that follow on standard input."""
+IMPORT = b"+"
+"""Begins a line on standard input that names a module to be imported."""
 _NO_KEYS = {"HEADRACE_API_KEYS": "", "HEADRACE_ADMIN_KEY": ""}  # children know digests only
 
 
@@ -43,6 +47,18 @@ def prestart(module: str) -> None:
     with theirs:
         process = start(module, ARGUMENTS_LATER, status=theirs, stdin=subprocess.PIPE)
         _waiting[module] = PrestartedProcess(process, ours), theirs.fileno()
+
+
+def import_ahead(module: str, name: str) -> None:
+    """Has the waiting process of `module` import `name` too; one that has ended is no error."""
+    entry = _waiting.get(module)
+    if entry is None:
+        return
+    pipe = entry[0].process.stdin
+    assert pipe is not None
+    with contextlib.suppress(OSError):
+        pipe.write(IMPORT + name.encode() + b"\n")
+        pipe.flush()
 
 
 def take_prestarted(

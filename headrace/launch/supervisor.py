@@ -13,36 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
+from typing import Protocol
 
-from headrace.base.config.resolved import Resolved
+from headrace.base.config.resolved import ServerSpec
 from headrace.base.process_stop import CHECK_S, StopDetector
 from headrace.base.telemetry import log as logs
-from headrace.launch import api_process
-from headrace.launch.api_process import ApiSpec
-from headrace.launch.prestart import CORE_MODULE
-from headrace.launch.topology import (
-    DRAIN_SIGNAL,
-    ChildProcess,
-    Report,
-    RuntimeFolder,
-    core_environment,
-    spawn,
-)
+from headrace.launch.children import CRASH_LIMIT, CRASH_WINDOW_S, ManagedProcess
+from headrace.launch.topology import DRAIN_SIGNAL, ChildProcess, RuntimeFolder
 
 log = logging.getLogger(__name__)
-CRASH_LIMIT = 5
-CRASH_WINDOW_S = 60.0
-RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 EXIT_GRACE_S = 5.0
 SILENCE_S = 5.0
 """A core without a heartbeat for so long is killed; its heartbeats have a thread of their own."""
@@ -59,52 +47,44 @@ class ServerPhase(Enum):
     STOPPING = "stopping"
 
 
-class ManagedProcess:
-    """One place in the process tree and its running process, if any. `ready` describes that
-    process; `paused` and `asleep` (see Report) are passed on to the process that replaces it."""
+class LoopPart(Protocol):
+    """What has its own business in the supervisor's loop."""
 
-    def __init__(
-        self, name: str, start: Callable[[ManagedProcess], ChildProcess], *, is_core: bool
-    ) -> None:
-        self.name = name
-        self.start = start
-        self.is_core = is_core
-        self.paused = ""
-        self.asleep = False
-        self.child: ChildProcess | None = None
-        self.pidfd = -1
-        self.ready = False
-        self.report: Report | None = None
-        self.error: str | None = None
-        self.deaths: deque[float] = deque(maxlen=CRASH_LIMIT + 1)
-        self.restart_at: float | None = None
-        self.heard_at: float | None = None
-        self.stop: StopDetector | None = None
+    def begin(self, supervisor: Supervisor) -> None:
+        """The loop begins."""
+        ...
 
-    def restart_delay_s(self, now: float) -> float | None:
-        """Records a death; seconds until the restart, None after too many recent deaths."""
-        self.deaths.append(now)
-        recent = sum(1 for at in self.deaths if now - at < CRASH_WINDOW_S)
-        return RESTART_DELAYS_S[recent - 1] if recent <= CRASH_LIMIT else None
+    def turn(self) -> None:
+        """Called after every event, and when it is due."""
+        ...
+
+    def due(self) -> float:
+        """When it is to be called though nothing has happened (time.monotonic)."""
+        ...
+
+    def close(self) -> None:
+        """The loop is over."""
+        ...
 
 
 class Supervisor:
-    """Runs the process tree. `on_ready(processes)` is called once, when all are ready. The first
-    API process serves the admin API on `admin`."""
+    """Runs the process tree. `on_ready(processes)` is called once, when all processes there were at
+    the start are ready. `part` may add and end processes of its own."""
 
     def __init__(
         self,
-        resolved: Resolved,
+        server: ServerSpec,
+        processes: Sequence[ManagedProcess],
         folder: RuntimeFolder,
-        listener: socket.socket,
         on_ready: Callable[[list[ManagedProcess]], None],
         *,
-        admin: socket.socket | None = None,
+        part: LoopPart | None = None,
     ) -> None:
         self.phase = ServerPhase.STARTING
         self.exit_status = 0
         self.restarts = 0
-        self._resolved = resolved
+        self._server = server
+        self._part = part
         self._folder = folder
         self._on_ready = on_ready
         self._selector = selectors.DefaultSelector()
@@ -112,22 +92,39 @@ class Supervisor:
         self._hurried = False
         self._turned_at = time.monotonic()
         self._signals_in, self._signals_out = socket.socketpair()
-        self._processes = [
-            *_core_processes(resolved, folder),
-            *_api_processes(resolved, folder, listener, admin),
-        ]
+        self._processes = list(processes)
 
     def run(self) -> int:
         """Serves until it is stopped or cannot go on; returns the exit status."""
         self._catch_signals()
         try:
+            if self._part is not None:
+                self._part.begin(self)
             for managed in self._processes:
-                self._start(managed)
+                if managed.child is None:
+                    self._start(managed)
             while self.phase is not ServerPhase.STOPPING:
                 self._turn()
         finally:
             self._kill_all()
         return self.exit_status
+
+    def add(self, managed: ManagedProcess) -> None:
+        """Starts one more process, whose owner decides what becomes of it."""
+        assert managed.owner is not None, managed.name
+        self._processes.append(managed)
+        self._start(managed)
+
+    def watch(self, file: socket.socket, events: int, callback: Callable[[], None]) -> None:
+        """Calls back when one of these events happens to a socket."""
+        if file.fileno() in self._selector.get_map():
+            self._selector.modify(file, events, callback)
+        else:
+            self._selector.register(file, events, callback)
+
+    def unwatch(self, file: socket.socket) -> None:
+        """The end of `watch`."""
+        self._selector.unregister(file)
 
     def _catch_signals(self) -> None:
         self._signals_in.setblocking(False)
@@ -146,13 +143,15 @@ class Supervisor:
         # If this process was stopped itself, the silence meanwhile proves nothing.
         was_stopped = now - self._turned_at > SILENCE_S
         self._turned_at = now
-        for managed in self._processes:
+        for managed in list(self._processes):
             if was_stopped and managed.heard_at is not None:
                 managed.heard_at = now
             if managed.restart_at is not None and now >= managed.restart_at:
                 managed.restart_at = None
                 self._start(managed)
             self._check_alive(managed, now)
+        if self._part is not None:
+            self._part.turn()
         if self._stop_at is not None and now >= self._stop_at:
             log.warning("the drain took too long; what still runs is killed")
             self.phase = ServerPhase.STOPPING
@@ -188,6 +187,8 @@ class Supervisor:
         times += [now + CHECK_S for managed in self._processes if managed.heard_at is not None]
         if self._stop_at is not None:
             times.append(self._stop_at)
+        if self._part is not None and self._part.due() < math.inf:
+            times.append(self._part.due())
         return max(0.0, min(times) - now) if times else None
 
     def _start(self, managed: ManagedProcess) -> None:
@@ -217,10 +218,13 @@ class Supervisor:
             managed.error = message.error
             managed.ready = message.ready
             managed.report = message
+            if managed.owner is not None and message.ready:
+                managed.owner.on_ready(managed)
         if not reports:  # end of file: the pidfd tells the rest
             with contextlib.suppress(KeyError):
                 self._selector.unregister(managed.child.status)
-        if self.phase is ServerPhase.STARTING and all(managed.ready for managed in self._processes):
+        own = [managed for managed in self._processes if managed.owner is None]
+        if self.phase is ServerPhase.STARTING and all(managed.ready for managed in own):
             self.phase = ServerPhase.SERVING
             self._on_ready(self._processes)
 
@@ -233,6 +237,11 @@ class Supervisor:
         status = child.process.wait()
         for gauge in self._folder.path.glob(f"metrics/gauge_live*_{child.process.pid}.db"):
             gauge.unlink()  # what a dead process had in flight counts no more
+        if managed.owner is not None:
+            managed.owner.on_death(managed, status)
+            if managed.restart_at is None or self.phase is ServerPhase.DRAINING:
+                self._processes.remove(managed)
+            return
         if self.phase is ServerPhase.DRAINING:
             if not any(s.child for s in self._processes if not s.is_core):
                 self.phase = ServerPhase.STOPPING
@@ -280,7 +289,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         self.phase = ServerPhase.DRAINING
-        server = self._resolved.server
+        server = self._server
         timeout_s = server.pre_drain_s + server.shutdown_timeout_s
         log.info("draining: running requests may finish within %g s", timeout_s)
         self._stop_at = time.monotonic() + timeout_s + EXIT_GRACE_S
@@ -309,71 +318,8 @@ class Supervisor:
             child.process.wait()
             child.status.close()
         signal.set_wakeup_fd(-1)
+        if self._part is not None:
+            self._part.close()
         self._selector.close()
         self._signals_in.close()
         self._signals_out.close()
-
-
-def _core_processes(resolved: Resolved, folder: RuntimeFolder) -> list[ManagedProcess]:
-    spec = folder.write_spec("core", resolved.engine)
-    return [
-        ManagedProcess(
-            f"engine core {index}",
-            _core_starter(spec, folder.socket_path(index), core_environment(resolved, index)),
-            is_core=True,
-        )
-        for index in range(resolved.replicas)
-    ]
-
-
-def _core_starter(
-    spec: str, socket_path: str, environment: dict[str, str]
-) -> Callable[[ManagedProcess], ChildProcess]:
-    def start(managed: ManagedProcess) -> ChildProcess:
-        words = ["--spec", spec, "--socket", socket_path, "--log-level", logs.level()]
-        words += ["--paused", managed.paused, *(["--asleep"] if managed.asleep else [])]
-        return spawn("core", CORE_MODULE, *words, die_with_thread=True, environment=environment)
-
-    return start
-
-
-def _api_processes(
-    resolved: Resolved,
-    folder: RuntimeFolder,
-    listener: socket.socket,
-    admin: socket.socket | None,
-) -> list[ManagedProcess]:
-    paths = [folder.socket_path(index) for index in range(resolved.replicas)]
-    spec = ApiSpec(
-        text=resolved.text,
-        server=resolved.server,
-        socket_paths=paths,
-        heartbeat_timeout_s=SILENCE_S,
-        engine=resolved.engine,
-        decisions=resolved.decisions,
-    )
-    path = folder.write_spec("api", spec)
-    count = resolved.server.api_servers
-    environment = {}
-    if count > 1:
-        environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder.make("metrics"))
-
-    def start(index: int, _: ManagedProcess) -> ChildProcess:
-        fds = [listener.fileno()]
-        arguments = ["--spec", path, "--listen-fd", str(fds[0]), "--log-level", logs.level()]
-        if admin is not None and index == 0:
-            fds.append(admin.fileno())
-            arguments += ["--admin-fd", str(fds[1])]
-        return spawn(
-            "api",
-            api_process.MODULE,
-            *arguments,
-            pass_fds=tuple(fds),
-            die_with_thread=True,
-            environment=environment,
-        )
-
-    return [
-        ManagedProcess(f"API process {index}", partial(start, index), is_core=False)
-        for index in range(count)
-    ]

@@ -91,3 +91,15 @@ def test_one_that_nobody_takes_ends_with_its_parents_end_of_the_pipe() -> None:
     started.process.stdin.close()
     assert started.process.wait(60) == 0
     assert not found.is_running() or found.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_waiting_process_imports_what_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "first_part.py").write_text("import os\nos.environ['SHARE'] = 'imported'\n")
+    prestart.prestart(MODULE)
+    for name in ("first_part", "json"):
+        prestart.import_ahead(MODULE, name)
+    text = told(spawn("one", MODULE, "--spec", "a b\n", die_with_thread=True))
+    assert text.startswith("['imported', '--spec', 'a b\\n', '--parent', ")
+    prestart.import_ahead(MODULE, "json")  # nobody waits

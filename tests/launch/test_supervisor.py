@@ -12,11 +12,11 @@ import pytest
 
 from headrace.base.config.tree import Options
 from headrace.base.process_stop import CHECK_S
+from headrace.launch.children import ManagedProcess
 from headrace.launch.resolve import resolve
 from headrace.launch.supervisor import (
     API_SILENCE_S,
     SILENCE_S,
-    ManagedProcess,
     ServerPhase,
     Supervisor,
 )
@@ -36,25 +36,19 @@ def dead_before_it_is_watched(_: ManagedProcess) -> ChildProcess:
 def test_a_child_that_dies_before_it_is_watched_is_one_death() -> None:
     """Its end and the end of its reports arrive in the same turn, in this order."""
     folder = RuntimeFolder()
-    with socket.socket() as listener:
-        resolved = resolve(msgspec.convert({}, Options), MODEL, CPU)
-        supervisor = Supervisor(resolved, folder, listener, lambda processes: None)
-        managed = ManagedProcess("core", dead_before_it_is_watched, is_core=True)
-        supervisor._processes = [managed]
-        supervisor.phase = ServerPhase.SERVING
-        supervisor._start(managed)
-        for deaths in (1, 2):
-            supervisor._turn()
-            assert (managed.child is None, supervisor.restarts) == (deaths == 2, deaths)
+    managed = ManagedProcess("core", dead_before_it_is_watched, is_core=True)
+    supervisor = supervised(managed, folder)
+    for deaths in (1, 2):
+        supervisor._turn()
+        assert (managed.child is None, supervisor.restarts) == (deaths == 2, deaths)
     supervisor._kill_all()
     folder.close()
     assert supervisor.exit_status == 0
 
 
-def supervised(child: ManagedProcess, folder: RuntimeFolder, listener: socket.socket) -> Supervisor:
-    resolved = resolve(msgspec.convert({}, Options), MODEL, CPU)
-    supervisor = Supervisor(resolved, folder, listener, lambda processes: None)
-    supervisor._processes = [child]
+def supervised(child: ManagedProcess, folder: RuntimeFolder) -> Supervisor:
+    server = resolve(msgspec.convert({}, Options), MODEL, CPU).server
+    supervisor = Supervisor(server, [child], folder, lambda processes: None)
     supervisor.phase = ServerPhase.SERVING
     supervisor._start(child)
     return supervisor
@@ -72,18 +66,17 @@ def sleeping(_: ManagedProcess) -> ChildProcess:
 def test_a_stopped_child_is_killed_at_the_second_look(is_core: bool) -> None:
     folder = RuntimeFolder()
     child = ManagedProcess("child", sleeping, is_core=is_core)
-    with socket.socket() as listener:
-        supervisor = supervised(child, folder, listener)
-        assert child.child is not None
-        process = child.child.process
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        child.heard_at = 100.0
-        supervisor._check_alive(child, 100.1)
-        assert process.poll() is None, "a first look proves nothing"
-        supervisor._check_alive(child, 100.1 + CHECK_S)
-        assert process.wait(60) == -signal.SIGKILL
-        supervisor._kill_all()
+    supervisor = supervised(child, folder)
+    assert child.child is not None
+    process = child.child.process
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    child.heard_at = 100.0
+    supervisor._check_alive(child, 100.1)
+    assert process.poll() is None, "a first look proves nothing"
+    supervisor._check_alive(child, 100.1 + CHECK_S)
+    assert process.wait(60) == -signal.SIGKILL
+    supervisor._kill_all()
     folder.close()
     assert 2 * CHECK_S <= 1.0, "it is noticed within a second"
 
@@ -94,16 +87,15 @@ def test_a_child_without_heartbeats_is_killed_once_it_has_sent_one(
 ) -> None:
     folder = RuntimeFolder()
     child = ManagedProcess("child", sleeping, is_core=is_core)
-    with socket.socket() as listener:
-        supervisor = supervised(child, folder, listener)
-        assert child.child is not None
-        process = child.child.process
-        supervisor._check_alive(child, 1e9)
-        assert process.poll() is None, "it is still starting"
-        child.heard_at = 100.0
-        supervisor._check_alive(child, 100.0 + limit_s - 0.1)
-        assert process.poll() is None
-        supervisor._check_alive(child, 100.0 + limit_s)
-        assert process.wait(60) == -signal.SIGKILL
-        supervisor._kill_all()
+    supervisor = supervised(child, folder)
+    assert child.child is not None
+    process = child.child.process
+    supervisor._check_alive(child, 1e9)
+    assert process.poll() is None, "it is still starting"
+    child.heard_at = 100.0
+    supervisor._check_alive(child, 100.0 + limit_s - 0.1)
+    assert process.poll() is None
+    supervisor._check_alive(child, 100.0 + limit_s)
+    assert process.wait(60) == -signal.SIGKILL
+    supervisor._kill_all()
     folder.close()

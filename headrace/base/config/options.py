@@ -293,16 +293,24 @@ def _join_json_groups(argv: Sequence[str], groups: Sequence[str]) -> list[str]:
 def _read_yaml(path: Path) -> dict[str, dict[str, object]]:
     """The tree's values from a YAML file with nested or flat keys. Options of groups that a command
     does not use are allowed, so that one file serves `headrace serve` and `headrace plan`."""
-    try:
-        if path.stat().st_size > _MAX_YAML_BYTES:
-            raise ConfigError(
-                f"--config: {path} is larger than {_MAX_YAML_BYTES} bytes", field="--config"
-            )
-        document = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: cannot read {path}: {error}", field="--config") from error
+    document = load_yaml(path, flag="--config") or {}
     if not isinstance(document, dict):
         raise ConfigError(f"--config: {path} must hold a mapping of options", field="--config")
+    return nested_values(document, source=str(path))
+
+
+def load_yaml(path: Path, *, flag: str) -> object:
+    """The document of a YAML file that `flag` names; ConfigError if it cannot be read."""
+    try:
+        if path.stat().st_size > _MAX_YAML_BYTES:
+            raise ConfigError(f"{flag}: {path} is larger than {_MAX_YAML_BYTES} bytes", field=flag)
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{flag}: cannot read {path}: {error}", field=flag) from error
+
+
+def nested_values(document: dict[Any, Any], *, source: str) -> dict[str, dict[str, object]]:
+    """The tree's values from a mapping with nested or flat keys; `source` is named in errors."""
     by_name = {f.name: f for f in fields()}
     values: dict[str, dict[str, object]] = {}
     for key, value in document.items():
@@ -319,7 +327,7 @@ def _read_yaml(path: Path) -> dict[str, dict[str, object]]:
         else:
             near = difflib.get_close_matches(name, by_name, n=1)
             raise ConfigError(
-                f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+                f"{source}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
             )
     return values
 

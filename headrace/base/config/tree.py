@@ -25,6 +25,7 @@ from headrace.base.config.bounds import (
     Seconds,
     Seed,
 )
+from headrace.base.config.many_options import ManyOptions
 from headrace.base.config.server_options import ServerOptions
 
 
@@ -348,3 +349,4 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceOptions = DeviceOptions()
     adapters: AdapterOptions = AdapterOptions()
     server: ServerOptions = ServerOptions()
+    many: ManyOptions = ManyOptions()

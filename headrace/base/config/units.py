@@ -1,7 +1,8 @@
 """Sizes as people write them: "4GiB", "512MB", "32K", "25.6k".
 
 Bytes: KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB and the bare letters k, m, g, t powers
-of 1000. Counts (tokens, requests): k and m are powers of 1000, K and M of 1024.
+of 1000. Counts (tokens, requests): k and m are powers of 1000, K and M of 1024. Durations: "5m",
+"1h30m", or a number of seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import re
 from headrace.base.errors import ConfigError
 
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:h|ms|m|s))+")
+_PART = re.compile(r"(\d+(?:\.\d+)?)(h|ms|m|s)")
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _BYTES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _BYTES |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
@@ -38,6 +42,18 @@ def parse_count(text: str, *, field: str) -> int:
     if value != int(value):
         raise ConfigError(f"{field}: {text!r} is not a whole number", field=field)
     return int(value)
+
+
+def parse_duration(text: str, *, field: str) -> float:
+    """Seconds from a text such as "1h30m" or "90"; it may be negative, as "-1" and "-5m" are."""
+    sign, word = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    if re.fullmatch(r"\d+(\.\d+)?", word):
+        return sign * float(word)
+    if _DURATION.fullmatch(word) is None:
+        raise ConfigError(
+            f"{field}: {text!r:.100} is not a duration (examples: 5m, 1h30m, 90, -1)", field=field
+        )
+    return sign * sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(word))
 
 
 def show_bytes(count: float) -> str:

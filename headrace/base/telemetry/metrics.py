@@ -77,6 +77,7 @@ ROUTES = (
     *("/start_profile", "/stop_profile", "/abort_requests", "/inference/v1/abort_requests"),
     *("/collective_rpc", "/get_world_size", "/is_scaling_elastic_ep", "/kv_event_sources"),
     *("/release_kv_cache", "/release_kv_cache_memory", "/scale_elastic_ep"),
+    *("/models/load", "/models/unload", "/v1/admin/load_model", "/v1/admin/unload_model"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine"),
     *("/start_weight_update", "/update_weights", "/finish_weight_update"),
     *("/update_weight_version", "/weight_info", "/weight_checker"),
@@ -347,8 +348,8 @@ class Metrics:
 
 
 def _engine_text(engines: list[Mapping[str, object]]) -> bytes:
-    """Figures of the cores as gauges `headrace_engine_NAME{engine="i"}`; only numbers with
-    identifier names count."""
+    """Figures of the cores as gauges `headrace_engine_NAME{engine="i"}`, in a server of several
+    models `{engine="MODEL"}`; only numbers with identifier names count."""
     names = sorted(
         {name for engine in engines for name, value in engine.items() if _is_figure(name, value)}
     )
@@ -358,7 +359,8 @@ def _engine_text(engines: list[Mapping[str, object]]) -> bytes:
         for index, engine in enumerate(engines):
             value = engine.get(name)
             if isinstance(value, int | float):
-                lines.append(f'headrace_engine_{name}{{engine="{index}"}} {float(value)}')
+                label = engine.get("model", index)
+                lines.append(f'headrace_engine_{name}{{engine="{label}"}} {float(value)}')
     return ("\n".join(lines) + "\n").encode() if lines else b""
 
 

@@ -68,6 +68,10 @@ class AsyncLLM:
         """Connects to every core and waits for its Hello."""
         for core in self._cores:
             core.connection.start()
+        await self.wait_ready()
+
+    async def wait_ready(self) -> None:
+        """Waits for the Hello of every core; Unavailable if one does not come in time."""
         try:
             async with asyncio.timeout(self.limits.hello_timeout_s):
                 for core in self._cores:

@@ -96,7 +96,7 @@ class Shell:
         context = scope[SCOPE_KEY] = RequestContext(services=self.services, request_id=request_id())
         # With an app in the scope starlette raises 404 and 405 instead of answering them.
         scope["app"] = self
-        wire = _Wire(scope, receive, send, context)
+        wire = _Wire(scope, receive, send, self.services, context)
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")
         context.sent_id = client_label(wire.headers.get(b"x-request-id"))
@@ -184,8 +184,16 @@ class _Wire:
     status = 500
     _started = False
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        services: Services,
+        context: RequestContext,
+    ) -> None:
         self.scope = scope
+        self.services = services
         self.context = context
         self._receive = receive
         self._send = send
@@ -215,7 +223,7 @@ class _Wire:
                 extra.append((b"server-timing", timing.encode()))
             if (form := self.headers.get(FORMAT_HEADER)) is not None:
                 extra += await load_header(self.context.services, form)
-            if self.context.services.draining:
+            if self.services.draining:
                 extra.append((b"connection", b"close"))
             message = {**message, "headers": [*message.get("headers", []), *extra]}
         await self._send(message)
@@ -230,7 +238,7 @@ class _Wire:
         if self._body_pending:
             if b"expect" not in self.headers:
                 await self._discard()
-            if self._body_pending and not self.context.services.draining:
+            if self._body_pending and not self.services.draining:
                 headers.append((b"connection", b"close"))
         body = shape_of(self.scope).body(failure, self.context.request_id)
         headers.append((b"content-length", str(len(body)).encode()))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import logging
 import socket
 import sys
@@ -23,43 +22,24 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace.base import env, heap
+from headrace.base import heap
 from headrace.base.affinity import set_affinity
-from headrace.base.config.resolved import Decision, ServerSpec, TextSpec
+from headrace.base.config.resolved import Decision
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.telemetry import log as logs
-from headrace.base.telemetry.metrics import Metrics
-from headrace.front.client.engine import AsyncLLM
-from headrace.front.client.events import EngineClient
-from headrace.front.client.limits import Limits
-from headrace.front.client.transcription import Transcriber
 from headrace.front.server.app import make_admin_app, make_app
 from headrace.front.server.batches.runner import BatchRunner
-from headrace.front.server.conversation.context import Services, stream_interval_of
-from headrace.front.server.conversation.tracing import Tracer
-from headrace.front.server.http.auth import KeyShares, tenant_of
-from headrace.front.server.http.body_budget import BodyBudget
+from headrace.front.server.conversation.context import Services
 from headrace.front.server.http.event_loop import watch_event_loop
-from headrace.front.server.http.keys import ApiKeys
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.server.http.stand_in import StandIn
 from headrace.front.server.native.health import stand_in_probes
-from headrace.front.server.state.batches import BatchStore
-from headrace.front.server.state.database import open_database
-from headrace.front.server.state.files import FileStore, private_folder
-from headrace.front.server.state.responses import ResponseStore
+from headrace.front.server.services import Engine, make_services, open_stores
 from headrace.front.server.state.sealing import Sealer, secret_in
-from headrace.front.server.table import line_routes
-from headrace.front.text.chat import ChatTemplate
-from headrace.front.text.parsing.parser import AnswerFormat
-from headrace.front.text.templates import TemplateLimits, TemplatePool
-from headrace.front.text.tokenizer import Tokenizer
-from headrace.front.text.tokenizer_files import check_vocabulary, load_tokenizer
 from headrace.launch.api_process import ApiSpec, send_heartbeats
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
 
 if TYPE_CHECKING:
-    from headrace.front.media.preparation import MediaPreparer
     from headrace.front.server.grpc.service import GrpcServer
 
 log = logging.getLogger(__name__)
@@ -119,117 +99,22 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-MOST_LOGPROBS = 1 << 20
-"""Above every vocabulary."""
-
-
-def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
-    """The services of this process; the engine is not connected yet."""
-    text = spec.text
-    tokenizer = load_tokenizer(text.tokenizer_path, chat_template=text.chat_template)
-    check_vocabulary(tokenizer, text.logits_width)
-    most = MOST_LOGPROBS if spec.server.max_logprobs < 0 else spec.server.max_logprobs
-    limits = Limits(
-        max_n=spec.server.max_n,
-        max_logprobs=most,
-        max_prompt_logprobs=most,
-        heartbeat_timeout_s=spec.heartbeat_timeout_s,
-    )
-    engine = AsyncLLM(text, spec.socket_paths, limits=limits, tokenizer=tokenizer)
-    return services_over(engine, tokenizer, text, spec.server), engine
-
-
-def services_over(
-    engine: EngineClient, tokenizer: Tokenizer, text: TextSpec, server: ServerSpec
-) -> Services:
-    """The services over any engine."""
-    template_limits = TemplateLimits()
-    template = ChatTemplate(
-        tokenizer.facts.chat_template,
-        tokenizer,
-        limits=template_limits,
-        pool=TemplatePool(template_limits),
-        max_tokens=text.max_model_len,
-        any_role=server.compat == "vllm",
-    )
-    return Services(
-        engine=engine,
-        tokenizer=tokenizer,
-        template=template,
-        guest_templates=TemplatePool(template_limits),
-        text=text,
-        server=server,
-        metrics=Metrics(),
-        keys=ApiKeys(server),
-        shares=KeyShares.of(server),
-        bodies=BodyBudget(server.body_budget_bytes),
-        tracer=None
-        if server.otlp_endpoint is None
-        else Tracer(server.otlp_endpoint, model=text.model_names[0]),
-        interval=stream_interval_of(server.stream_interval, server.stream_interval_ms),
-        answers=AnswerFormat.named(
-            tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
-        ).bound(tokenizer),
-        media=_media(text, tokenizer),
-        speech=Transcriber.of(text, tokenizer),
-        store=make_store(server),
-        line_routes=line_routes(),
-    )
-
-
-def _media(text: TextSpec, tokenizer: Tokenizer) -> MediaPreparer | None:
-    """Prepares images and video, if the model takes any: the libraries are imported only then."""
-    if text.media is None:
-        return None
-    from headrace.front.media.preparation import MediaPreparer
-
-    return MediaPreparer(text.media, tokenizer)
-
-
-def open_stores(
-    text: TextSpec, spec: ServerSpec, keys: ApiKeys
-) -> tuple[FileStore, BatchStore] | None:
-    """Where files and batches are kept: by default a folder for each model, so that none runs
-    another's batches."""
-    if spec.file_store == "none":
-        return None
-    folder, named = Path(spec.file_store).expanduser(), "--file-store"
-    if spec.file_store == "auto":
-        name = text.model_names[0]
-        folder = env.cache_dir() / "files" / hashlib.sha256(name.encode()).hexdigest()[:16]
-        named = "--file-store auto (a folder in HEADRACE_CACHE_DIR; none: no files are kept)"
-    files = FileStore(
-        private_folder(folder, named=named) / "files",
-        max_bytes=spec.file_store_bytes,
-        owners=[tenant_of(digest) for digest in keys.digests] or ("",),
-    )
-    return files, BatchStore(folder / "batches")
-
-
-def make_store(spec: ServerSpec) -> ResponseStore | None:
-    """The store of responses, not opened yet."""
-    if spec.response_store == "off":
-        return None
-    return ResponseStore(
-        open_database(spec.response_store, folder=env.cache_dir()),
-        max_bytes=spec.response_store_bytes,
-        ttl_s=spec.response_ttl_s,
-    )
-
-
 async def serve(
     spec: ApiSpec,
     listener: socket.socket,
     status: socket.socket,
+    *,
     admin: socket.socket | None = None,
+    pool: socket.socket | None = None,
 ) -> None:
     """Serves until the drain is over or the parent is gone."""
-    services, engine = make_services(spec)
-    services.stores = open_stores(spec.text, spec.server, services.keys)
+    services, engine = make_services(spec, pool)
+    names = [place.name for place in spec.models] or [spec.text.model_names[0]]
+    services.stores = open_stores("\0".join(sorted(names)), spec.server, services.keys)
     services.config = msgspec.to_builtins(
         {
             "engine": spec.engine,
-            "replicas": len(spec.socket_paths),
+            "replicas": 1 if spec.models else len(spec.socket_paths),
             "decisions": [_decision_fields(one) for one in spec.decisions],
         }
     )
@@ -264,16 +149,23 @@ async def serve(
         for task in working:
             task.cancel()
         await asyncio.gather(*working, *services.background, return_exceptions=True)
-        with contextlib.suppress(HeadraceError):
-            await engine.close()
-        services.template.close()
-        services.guest_templates.close()
-        if services.media is not None:
-            services.media.close()
-        if services.store is not None:
-            await services.store.close()
-        if services.tracer is not None:
-            await asyncio.to_thread(services.tracer.close)
+        await _close(services, engine)
+
+
+async def _close(services: Services, engine: Engine) -> None:
+    """Ends what the services have started."""
+    with contextlib.suppress(HeadraceError):
+        await engine.close()
+    services.template.close()
+    services.guest_templates.close()
+    if services.models is not None:
+        await services.models.close()
+    if services.media is not None:
+        services.media.close()
+    if services.store is not None:
+        await services.store.close()
+    if services.tracer is not None:
+        await asyncio.to_thread(services.tracer.close)
 
 
 async def _start_grpc(services: Services) -> GrpcServer | None:
@@ -324,7 +216,7 @@ def http_server(services: Services, app: ASGIApp) -> Server:
 
 
 async def _connect(
-    services: Services, engine: AsyncLLM, status: socket.socket, server: Server, shared: Path
+    services: Services, engine: Engine, status: socket.socket, server: Server, shared: Path
 ) -> None:
     """Until this is through, readiness is false and generations are answered with 503; then the
     parent is told."""
@@ -369,6 +261,7 @@ def main() -> int:
     parser.add_argument("--spec", required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--admin-fd", type=int)
+    parser.add_argument("--pool-fd", type=int)
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--parent", type=int)
     parser.add_argument("--log-level")
@@ -377,6 +270,7 @@ def main() -> int:
     status = socket.socket(fileno=args.status_fd)
     listener = socket.socket(fileno=args.listen_fd)
     admin = None if args.admin_fd is None else socket.socket(fileno=args.admin_fd)
+    pool = None if args.pool_fd is None else socket.socket(fileno=args.pool_fd)
     spec = msgspec.json.decode(Path(args.spec).read_bytes(), type=ApiSpec)
     logs.configure("api", args.log_level or spec.server.log_level)
     if spec.engine is not None:
@@ -389,7 +283,7 @@ def main() -> int:
     heap.keep_compact()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(spec, listener, status, admin))
+            runner.run(serve(spec, listener, status, admin=admin, pool=pool))
     except StartError as error:
         report(status, Report(error=error.message))
         return 2

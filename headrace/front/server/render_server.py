@@ -16,7 +16,8 @@ from headrace.base.errors import NotServed
 from headrace.front.client.events import Events, Generation
 from headrace.front.server.app import make_app
 from headrace.front.server.conversation.context import Services
-from headrace.front.server.process import http_server, services_over
+from headrace.front.server.process import http_server
+from headrace.front.server.services import services_over
 from headrace.front.text.tokenizer_files import load_tokenizer
 
 _WHY = "this server renders and tokenizes; it runs no model"

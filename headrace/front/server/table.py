@@ -256,14 +256,18 @@ def _posts(
     queued: bool = False,
 ) -> ApiRoute:
     """A route with a JSON body: read under its limits first, then handled until done or the client
-    leaves. `queued`: it needs a place in the engine's queue, and is refused by its headers while
-    that is full."""
+    leaves. `queued`: it needs the engine and a place in its queue, and is refused by its headers
+    while that is full."""
+
+    async def chosen(context: RequestContext, document: Any) -> Any:
+        await context.choose_model(document, runs=queued)
+        return await handler(context, document)
 
     async def endpoint(request: Request) -> Response:
         if queued:
             context = context_of(request)
             context.services.engine.check_queue(context.deadline_s(None))
-        return await _handled(request, handler, await _document(request))
+        return await _handled(request, chosen, await _document(request))
 
     doc = handler.__doc__ or ""
     return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)

@@ -19,6 +19,7 @@ from headrace.front.server.administration import adapters
 from headrace.front.server.administration.operations import OPERATIONS, Json, Operation
 from headrace.front.server.administration.parameters import (
     AbortParameters,
+    ModelParameters,
     NoParameters,
     PauseParameters,
     ResetParameters,
@@ -127,6 +128,12 @@ NAMED = (
         ),
         reads=CollectiveParameters,
         has_body=True,
+    ),
+    NamedRoute(
+        path="/models/load", operation=_AT["load_model"], reads=ModelParameters, has_body=True
+    ),
+    NamedRoute(
+        path="/models/unload", operation=_AT["unload_model"], reads=ModelParameters, has_body=True
     ),
     NamedRoute(
         path="/v1/load_lora_adapter",

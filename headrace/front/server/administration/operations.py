@@ -21,12 +21,13 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.base.errors import Forbidden, HeadraceError, InvalidRequest
+from headrace.base.errors import Conflict, Forbidden, HeadraceError, InvalidRequest
 from headrace.front.server.administration.parameters import (
     PARTS,
     AbortParameters,
     LogLevelParameters,
     Mode,
+    ModelParameters,
     NoParameters,
     PauseParameters,
     ProfileParameters,
@@ -37,6 +38,7 @@ from headrace.front.server.administration.parameters import (
     WakeParameters,
 )
 from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.model_choice import ModelChoice
 from headrace.front.server.http.auth import ADMIN_TENANT, is_ours, own_id, request_id
 
 log = logging.getLogger(__name__)
@@ -62,13 +64,37 @@ async def health(context: RequestContext, asked: NoParameters) -> Json:
 
 
 async def models(context: RequestContext, asked: NoParameters) -> Json:
-    """The names that are served, and what is behind them."""
+    """The names that are served, and what is behind them; of several models, what becomes of
+    each."""
     services = context.services
+    if services.models is not None:
+        states = await services.models.states()
+        return {"models": [{"id": s.name, **msgspec.to_builtins(s)} for _, s in states]}
     engine = services.config.get("engine")
     model = engine["model"] if isinstance(engine, dict) else {}
     wanted = ("path", "family", "format", "dtype", "quantization", "max_model_len")
     facts = {name: model.get(name) for name in wanted}
     return {"models": [{"id": name, **facts} for name in services.text.model_names]}
+
+
+async def load_model(context: RequestContext, asked: ModelParameters) -> Json:
+    """Loads one of several models, or wakes it; answers once it is loaded."""
+    await _several(context).change(asked.model, load=True)
+    return {"success": True, "model": asked.model}
+
+
+async def unload_model(context: RequestContext, asked: ModelParameters) -> Json:
+    """Unloads one of several models; answers once its requests have ended and its memory is free.
+    Requests that come meanwhile wait until it is loaded again."""
+    await _several(context).change(asked.model, load=False)
+    return {"success": True, "model": asked.model}
+
+
+def _several(context: RequestContext) -> ModelChoice:
+    models = context.services.models
+    if models is None:
+        raise Conflict("this server has one model, which is loaded; --models-dir serves several")
+    return models
 
 
 async def config(context: RequestContext, asked: NoParameters) -> Json:
@@ -335,6 +361,8 @@ OPERATIONS = (
     Operation(name="drain", run=pause, parameters=PauseParameters, changes=True),
     Operation(name="resume", run=resume, changes=True),
     Operation(name="reload_model", run=reload_model, parameters=ReloadParameters, changes=True),
+    Operation(name="load_model", run=load_model, parameters=ModelParameters, changes=True),
+    Operation(name="unload_model", run=unload_model, parameters=ModelParameters, changes=True),
     Operation(name="sleep", run=sleep, parameters=SleepParameters, changes=True),
     Operation(name="wake", run=wake, parameters=WakeParameters, changes=True),
     Operation(

@@ -32,6 +32,12 @@ class RequestsParameters(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
+class ModelParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of several models."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=200, description="name of the model")]
+
+
 class PauseParameters(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of running requests, and of the cache."""
 

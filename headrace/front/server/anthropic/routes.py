@@ -127,7 +127,7 @@ def _card(services: Services, name: str) -> dict[str, object]:
 async def get_models(context: RequestContext, request: Request) -> Response:
     """The names that are served, in pages: `limit`, and `after_id` or `before_id`."""
     services = context.services
-    page, has_more = _page(request, [*services.text.model_names, *services.engine.adapters])
+    page, has_more = _page(request, services.all_names)
     return json_response(
         {
             "data": [_card(services, name) for name in page],
@@ -158,8 +158,12 @@ def _page(request: Request, names: list[str]) -> tuple[list[str], bool]:
 
 async def get_model(context: RequestContext, request: Request) -> Response:
     """One of them."""
-    services = context.services
-    return json_response(_card(services, services.model_name(request.path_params["id"])))
+    services, name = context.services, request.path_params["id"]
+    if services.models is not None:
+        services.models.check(name)
+    else:
+        services.model_name(name)
+    return json_response(_card(services, name))
 
 
 async def get_hello(context: RequestContext, request: Request) -> Response:

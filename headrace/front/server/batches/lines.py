@@ -141,10 +141,11 @@ async def answer(services: Services, tenant: str, line: Line) -> Answered:
 async def _handled(context: RequestContext, line: Line) -> Response:
     """One attempt; its trace and its log line end with it, as those of an context over HTTP."""
     body = dict(line.body)
-    if context.services.has_priorities:
-        body = {"priority": BATCH_PRIORITY, **body}
     status = CLIENT_GONE
     try:
+        await context.choose_model(body, runs=True)
+        if context.services.has_priorities:
+            body = {"priority": BATCH_PRIORITY, **body}
         for field in ("stream", "background"):
             if body.get(field):
                 raise InvalidRequest(f"{field}: not in a batch", field=field)

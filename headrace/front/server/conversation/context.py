@@ -39,6 +39,7 @@ from headrace.base.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Ended, EngineClient
+from headrace.front.server.conversation.model_choice import HeldModel, ModelChoice
 from headrace.front.server.http.auth import KeyShares
 from headrace.front.server.http.body_budget import BodyBudget, BodyRoom
 from headrace.front.server.http.event_loop import LoopSigns
@@ -121,7 +122,8 @@ class Services:
     are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
     of the model's reasoning and tool calls. `interval`: what a chunk holds unless a request says
     so. `media`: for models that take more than text; `speech`: for those that hear. `sealer` is the
-    same in every API process of a server."""
+    same in every API process of a server. `models`: where there are several; these are then the
+    services of the default one, with an engine that stands for all."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -143,6 +145,7 @@ class Services:
     stores: tuple[FileStore, BatchStore] | None = None
     line_routes: Mapping[str, LineRoute] = field(default_factory=dict)
     store: ResponseStore | None = None
+    models: ModelChoice | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)
     probe: asyncio.Future[bool] | None = None
     warm: bool = False
@@ -175,6 +178,13 @@ class Services:
     def model_name(self, asked: str | None) -> str:
         """See `ServedModel.name_of`."""
         return self.served.name_of(asked)
+
+    @property
+    def all_names(self) -> list[str]:
+        """Every name that requests may give."""
+        if self.models is not None:
+            return self.models.names
+        return [*self.text.model_names, *self.engine.adapters]
 
     def base_name(self, asked: str | None) -> str:
         """The same of routes that adapters do nothing for."""
@@ -280,8 +290,8 @@ class RequestContext:
     told. `client_label`: what the body calls the request, sent back as a header; `sent_id`: what
     its X-Request-Id does. `body_bytes`: its size; `body_room`: what its body holds of the
     budget of all bodies. `retrying_engine`: the engine of a request of
-    many generations. `queued` is set once the engine lets a generation of it
-    wait: from then on it is not refused."""
+    many generations. `model_use`: the model that it holds, of several. `queued` is set once the
+    engine lets a generation of it wait: from then on it is not refused."""
 
     services: Services
     request_id: str
@@ -297,7 +307,14 @@ class RequestContext:
     timeline: Timeline | None = None
     trace: RequestTrace | None = None
     retrying_engine: RetryingEngine | None = None
+    model_use: HeldModel | None = None
     queued: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def choose_model(self, document: object, *, runs: bool) -> None:
+        """In a server of several models: from now on the services are those of the model that this
+        body names. `runs`: it is loaded, and stays so until the request is over."""
+        if self.services.models is not None:
+            await self.services.models.choose(self, document, runs=runs)
 
     def timing_comment(self) -> bytes:
         """Where the time went, as a comment in an event stream: parsers pass over it."""

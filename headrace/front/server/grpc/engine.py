@@ -341,8 +341,8 @@ async def kv_events(context: RequestContext, fields: Fields) -> AsyncGenerator[F
 SERVICE = RpcService(
     full_name="vllm.grpc.engine.VllmEngine",
     methods={
-        "Generate": Rpc(route="/inference/v1/generate", stream=generate),
-        "Embed": Rpc(route="/v1/embeddings", unary=embed),
+        "Generate": Rpc(route="/inference/v1/generate", stream=generate, runs=True),
+        "Embed": Rpc(route="/v1/embeddings", unary=embed, runs=True),
         "HealthCheck": Rpc(route="/health", unary=health),
         "FlushCache": Rpc(route="/reset_prefix_cache", unary=flush),
         "StartProfile": Rpc(route="/start_profile", unary=start_profile),

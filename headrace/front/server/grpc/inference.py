@@ -207,7 +207,7 @@ def scored(scores: list[ScoredToken] | list[ScoredToken | None]) -> Fields:
 SERVICE = RpcService(
     full_name="vllm.Inference",
     methods={
-        "Generate": Rpc(route="/inference/v1/generate", unary=generate),
-        "GenerateStream": Rpc(route="/inference/v1/generate", stream=generate_stream),
+        "Generate": Rpc(route="/inference/v1/generate", unary=generate, runs=True),
+        "GenerateStream": Rpc(route="/inference/v1/generate", stream=generate_stream, runs=True),
     },
 )

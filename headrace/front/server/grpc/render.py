@@ -79,12 +79,13 @@ SERVICE = RpcService(
             route="/v1/chat/completions/render",
             unary=chat,
             json=("messages", "tools", "chat_template_kwargs", "sampling"),
+            runs=False,
         ),
         "RenderCompletion": Rpc(
-            route="/v1/completions/render", unary=completion, json=("sampling",)
+            route="/v1/completions/render", unary=completion, json=("sampling",), runs=False
         ),
-        "Tokenize": Rpc(route="/tokenize", unary=tokenize),
-        "Detokenize": Rpc(route="/detokenize", unary=detokenize),
+        "Tokenize": Rpc(route="/tokenize", unary=tokenize, runs=False),
+        "Detokenize": Rpc(route="/detokenize", unary=detokenize, runs=False),
         "HealthCheck": Rpc(route="/version", unary=health),
     },
 )

@@ -37,12 +37,14 @@ POOL = _pool()
 @dataclass(frozen=True, kw_only=True)
 class Rpc:
     """One of `unary` and `stream` answers. `route`: the path that decides, as over HTTP, which key
-    is needed. `json`: fields of the request whose text is a JSON document."""
+    is needed. `json`: fields of the request whose text is a JSON document. `runs`: it needs the
+    engine of a model (false: what the model is; None: neither)."""
 
     route: str
     unary: Unary | None = None
     stream: Stream | None = None
     json: Collection[str] = ()
+    runs: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

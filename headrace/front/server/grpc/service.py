@@ -22,7 +22,7 @@ from headrace.base.errors import ConfigError, Unavailable
 from headrace.front.server.administration.api import api_authenticator
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.grpc import admin, control, engine, inference, render
-from headrace.front.server.grpc.rpc import POOL, Rpc, RpcService, fields_of
+from headrace.front.server.grpc.rpc import POOL, Fields, Rpc, RpcService, fields_of
 from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator, request_id
 from headrace.front.server.http.body_budget import WAIT_S
 from headrace.front.server.http.error_names import ERROR_NAMES
@@ -155,17 +155,25 @@ class _Calls:
         """One answer."""
         assert self._rpc.unary is not None
         async with self._request_context(call, message) as context:
-            fields = fields_of(message, json=self._rpc.json)
+            fields = await self._fields(context, message)
             return self._answer(**await self._rpc.unary(context, fields))
 
     async def stream(self, message: Any, call: Any) -> AsyncGenerator[Any, None]:
         """Answers as they come; a client that leaves ends what runs for it."""
         assert self._rpc.stream is not None
         async with self._request_context(call, message) as context:
-            fields = fields_of(message, json=self._rpc.json)
+            fields = await self._fields(context, message)
             async with contextlib.aclosing(self._rpc.stream(context, fields)) as answers:
                 async for one in answers:
                     yield self._answer(**one)
+
+    async def _fields(self, context: RequestContext, message: Any) -> Fields:
+        """What was sent, once the model it names can serve it."""
+        fields = fields_of(message, json=self._rpc.json)
+        if self._rpc.runs is not None:
+            asked = {"model": fields.get("lora_name") or fields.get("model")}
+            await context.choose_model(asked, runs=self._rpc.runs)
+        return fields
 
     @contextlib.asynccontextmanager
     async def _request_context(self, call: Any, message: Any) -> AsyncIterator[RequestContext]:

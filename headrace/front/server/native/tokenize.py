@@ -79,10 +79,11 @@ async def _strings(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 async def get_tokenizer_info(context: RequestContext, request: Request) -> Response:
     """GET /tokenizer_info: what a client needs to know to tokenize by itself, and how answers are
-    parsed."""
-    services = context.services
-    if not services.server.tokenizer_info:
+    parsed. `?model=` names one of several."""
+    if not context.services.server.tokenizer_info:
         raise NotFound("/tokenizer_info is off on this server; --tokenizer-info turns it on")
+    await context.choose_model(dict(request.query_params), runs=False)
+    services = context.services
     tokenizer, text = services.tokenizer, services.text
     special = {i: tokenizer.token_text(i) for i in sorted(tokenizer.special_ids)}
     return json_response(

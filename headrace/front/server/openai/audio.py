@@ -23,7 +23,7 @@ from headrace.front.client.transcription import (
     Transcriber,
 )
 from headrace.front.media.log_mel import RATE
-from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.conversation.pipeline import streamed
 from headrace.front.server.conversation.speech import asking, duration
 from headrace.front.server.http.auth import completion_id
@@ -67,18 +67,28 @@ async def post_translation(context: RequestContext, request: Request) -> Respons
 
 async def _post(context: RequestContext, request: Request, *, translates: bool) -> Response:
     services = context.services
-    speech = services.speech
-    if speech is None:
-        raise InvalidRequest("the model does not hear: this route needs a speech model")
+    if services.models is None:
+        _check_hears(services)
     form = await read_form(request, services.server, context.make_room)
     asked = asked_of(form, translates=translates)
     names = form.fields.get("model", [])
-    services.model_name(names[-1] if names else None)
+    model = names[-1] if names else None
+    choice = context.choose_model({"model": model}, runs=True)
+    await until_gone(request.receive, choice, abandon=services.abandon)
+    services = context.services
+    speech = _check_hears(services)
+    services.model_name(model)
     speech.check(asked.speech)
     response: Response = await until_gone(
         request.receive, _answer(context, speech, asked), abandon=services.abandon
     )
     return response
+
+
+def _check_hears(services: Services) -> Transcriber:
+    if services.speech is None:
+        raise InvalidRequest("the model does not hear: this route needs a speech model")
+    return services.speech
 
 
 def asked_of(form: Form, *, translates: bool) -> AskedTranscript:

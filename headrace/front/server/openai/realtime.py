@@ -22,9 +22,11 @@ from msgspec import UnsetType
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.base.errors import (
+    EngineError,
     HeadraceError,
     InvalidRequest,
     ModelNotFound,
+    OverloadError,
     RateLimited,
     Unsupported,
 )
@@ -360,15 +362,19 @@ class RealtimeSession:
 
 
 async def serve(context: RequestContext, socket: WebSocket) -> None:
-    """A connection at /v1/realtime."""
-    speech = context.services.speech
+    """A connection at /v1/realtime. In a server of several models its address names one, which it
+    holds."""
     error: HeadraceError = Unsupported("the model does not hear: this route needs a speech model")
-    if speech is not None:
-        try:
+    try:
+        named = {"model": socket.query_params.get("model")}
+        await context.choose_model(named, runs=True)
+        if (speech := context.services.speech) is not None:
             await RealtimeSession(context, socket, speech).serve()
             return
-        except ModelNotFound as wrong:  # the model in the address
-            error = wrong
+    except (ModelNotFound, OverloadError, EngineError) as wrong:  # the model in the address
+        error = wrong
+    finally:
+        context.held.close()
     failure = failure_of(error, request_id=context.request_id)
     with suppress(WebSocketDisconnect):
         await send_event(socket, {"type": "error", "error": error_fields(failure)})

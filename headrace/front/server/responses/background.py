@@ -41,6 +41,8 @@ async def start(prepared: Prepared) -> None:
         tenant=first.tenant,
         timeout_s=first.timeout_s,
     )
+    if first.model_use is not None:
+        first.model_use.again(prepared.context)
     await store(prepared, running=True)
     prepared.context.trace, first.trace = first.trace, None  # it ends with the response
     task = asyncio.ensure_future(_make(prepared))

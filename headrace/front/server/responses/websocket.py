@@ -181,6 +181,7 @@ class WebSocketSession:
         async with lane:
             prepared: Prepared | None = None
             try:
+                await context.choose_model(document, runs=True)
                 prepared = await self._prepared(context, document)
                 async with aclosing(run(prepared)) as events:
                     async for event in events:

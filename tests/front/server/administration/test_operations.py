@@ -23,7 +23,7 @@ from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.http.auth import ADMIN_TENANT
 from headrace.front.server.native import health
 from headrace.front.server.openai import models
-from headrace.front.server.process import services_over
+from headrace.front.server.services import services_over
 from headrace.launch.resolve import server_spec
 from tests.front.client.test_engine import generation, run_one
 

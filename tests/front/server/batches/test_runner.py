@@ -13,7 +13,7 @@ from starlette.responses import Response
 from headrace.base.config.server_options import ServerOptions
 from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.conversation.context import LineRoute, RequestContext, Services
-from headrace.front.server.process import services_over
+from headrace.front.server.services import services_over
 from headrace.front.server.state.batches import BatchStore, StoredBatch, new_batch_id
 from headrace.front.server.state.files import FileInfo, FileStore
 from headrace.launch.resolve import server_spec

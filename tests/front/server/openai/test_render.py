@@ -12,7 +12,7 @@ import pytest
 from headrace.base.config.server_options import ServerOptions
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.openai import render
-from headrace.front.server.process import services_over
+from headrace.front.server.services import services_over
 from headrace.front.text.threads import WorkStopped
 from headrace.launch.resolve import server_spec
 
