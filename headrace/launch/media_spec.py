@@ -16,11 +16,14 @@ def media_spec(options: Options, known: MediaSpec | None) -> MediaSpec | None:
     """The spec with the operator's limits; ConfigError for a folder that is none."""
     if known is None or options.model.language_model_only:
         return None
-    if not available("PIL"):
-        raise MissingDependency(
-            "this model takes images, which needs the library 'pillow': pip install "
-            "'headrace[media]', or serve it with --language-model-only"
-        )
+    needed = {"pillow": "PIL"} if known.image_token is not None else {}
+    needed |= {"av": "av"} if known.audio_token is not None else {}
+    for library, module in needed.items():
+        if not available(module):
+            raise MissingDependency(
+                f"this model takes images or sound, which needs the library {library!r}: pip "
+                "install 'headrace[media]', or serve it with --language-model-only"
+            )
     root = options.server.allowed_local_media_path
     if root is not None:
         folder = Path(root).expanduser().resolve()

@@ -176,6 +176,9 @@ WITH_MEDIA: Mapping[str, str] = {
     "SmolVLMForConditionalGeneration": "idefics3",
     "Gemma3ForConditionalGeneration": "gemma3_vision",
     "PaliGemmaForConditionalGeneration": "paligemma",
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
+    "VoxtralForConditionalGeneration": "voxtral",
+    "Qwen3ASRForConditionalGeneration": "qwen3_asr",
 }
 """Architectures of several parts that take images or more beside text: the family reads the whole
 config."""

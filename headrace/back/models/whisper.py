@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.back.layers.audio_source import AudioSource
+import torch
+
+from headrace.back.layers.audio.tower import LinePair
 from headrace.back.layers.positions import LearnedPositions
 from headrace.back.layers.scope import Scope
 from headrace.back.models.bart import BartForm, bart_spec
@@ -15,6 +17,20 @@ from headrace.base.config.hf import ConfigReader
 
 UNBIASED = "k_proj"
 IGNORED = (r"proj_out\.weight",)
+
+
+class WhisperSource:
+    """spectrograms [B, bands, frames] of one size -> x_SE, two frames for each of `positions`."""
+
+    def __init__(self, scope: Scope, *, bands: int, positions: int, width: int) -> None:
+        self._dtype = scope.dtype
+        self._reader = LinePair(table=positions).build(scope, bands, width)
+
+    def read(self, spectrograms: torch.Tensor) -> torch.Tensor:
+        """See EncoderSource."""
+        frames_BNM = spectrograms.to(self._dtype).transpose(1, 2)
+        lengths = [frames_BNM.shape[1]] * frames_BNM.shape[0]
+        return self._reader.read(frames_BNM, lengths).flatten(0, 1)
 
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
@@ -30,7 +46,7 @@ def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
     spec = replace(
         bart_spec(scope, config, form, positions=table),
         shared="decoder.embed_tokens",
-        source=lambda at, width: AudioSource(at, bands=bands, positions=positions, width=width),
+        source=lambda at, width: WhisperSource(at, bands=bands, positions=positions, width=width),
         ignored=IGNORED,
     )
     return EncoderDecoder(scope, spec)

@@ -16,6 +16,7 @@ from headrace.base.wire.media import (
     MediaForm,
     MediaPayload,
     MediaSpan,
+    SoundSteps,
 )
 from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart, StepPlan
@@ -42,11 +43,21 @@ def grid_of(form: MediaForm, tokens: int) -> tuple[int, int, int]:
     """The largest square of windows with so many tokens, or the one size there is."""
     if form.sides:
         return (1, *form.sides[0])
+    if form.sound is not None:
+        return (1, 1, _frames(form, form.sound, tokens))
     most = min(tokens, min(form.max_rows, MOST_PATCHES) // form.merge**2)
     side = max(1, math.isqrt(most))
     while side > 1 and form.num_tokens((1, side * form.merge, side * form.merge)) > tokens:
         side -= 1
     return (1, side * form.merge, side * form.merge)
+
+
+def _frames(form: MediaForm, sound: SoundSteps, tokens: int) -> int:
+    """The most frames with so many tokens; the fewest with one, if that is more."""
+    frames = min(form.max_rows, MOST_PATCHES)
+    while sound.tokens(frames) > tokens and sound.tokens(frames // 2) > 0:
+        frames //= 2
+    return frames
 
 
 def _seeing(form: MediaForm, tokens: int, num_groups: int, block_tokens: int) -> StepPlan:

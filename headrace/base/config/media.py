@@ -5,6 +5,22 @@ from __future__ import annotations
 import msgspec
 
 
+class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
+    sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
+    The rest as in `base/wire/media.py: SoundSteps`."""
+
+    bands: int
+    window: int = 0
+    least: int = 0
+    most: int = 0
+    strides: tuple[tuple[int, int, int], ...] = ()
+    pool: int = 1
+    chunk: int = 0
+    per_chunk: int = 0
+    margin: int = 0
+
+
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its processor. `image_pixels` and `video_pixels`: the least and the
     most of a resized image, and of a video: of one frame, or with `pixels_of_all_frames` of all.
@@ -14,7 +30,9 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     (crop, pad, stretch), `tiles`: the least and the most squares of an image. `longest`: the
     longest side of a resized image. `resample`: Pillow's number of a filter (1 Lanczos, 2
     bilinear, 3 bicubic).
-    `pad_color`: what fills a padded square. `around`: text before and behind an image."""
+    `pad_color`: what fills a padded square. `around`: text before and behind an image.
+
+    Of models that hear: `sound`."""
 
     patch: int = 14
     merge: int = 2
@@ -33,16 +51,17 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     resample: int = 3
     pad_color: tuple[int, int, int] = (0, 0, 0)
     around: tuple[str, str] = ("", "")
+    sound: SoundSettings | None = None
 
 
 class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to take images and video. `processor` names a row of
-    front/media/processing.py; `image_token` and `video_token` are the placeholders' ids (None: the
-    model takes none of that kind). `image_mark`: of what stands for an image in a prompt that is
-    not expanded, where that is another token. `joins_newlines`: the tokenizer has tokens of several
-    newlines, which those around an image become one of with their neighbours. `most`: of each kind
-    in one prompt. `domains`: where media may be fetched from; `local_root`: the folder whose files
-    may be named, or None."""
+    """What the front needs to take images, video and audio. `processor` names a row of
+    front/media/processing.py; `image_token`, `video_token` and `audio_token` are the placeholders'
+    ids (None: the model takes none of that kind). `image_mark`: of what stands for an image in a
+    prompt that is not expanded, where that is another token. `joins_newlines`: the tokenizer has
+    tokens of several newlines, which those around an image become one of with their neighbours.
+    `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
+    the folder whose files may be named, or None."""
 
     processor: str
     settings: ProcessorSettings
@@ -50,6 +69,16 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     video_token: int | None
     image_mark: int | None = None
     joins_newlines: bool = False
+    audio_token: int | None = None
     most: dict[str, int] = {}
     domains: tuple[str, ...] = ()
     local_root: str | None = None
+
+    @property
+    def tokens(self) -> dict[str, int | None]:
+        """The placeholder of each kind."""
+        return {
+            "image": self.image_token,
+            "video": self.video_token,
+            "audio": self.audio_token,
+        }

@@ -34,6 +34,7 @@ class MediaCounts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     image: Annotated[int, Meta(ge=0, le=4096)] | None = None
     video: Annotated[int, Meta(ge=0, le=4096)] | None = None
+    audio: Annotated[int, Meta(ge=0, le=4096)] | None = None
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +66,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     limit_mm_per_prompt: Annotated[
         MediaCounts | None,
         Meta(
-            description="""Most images and videos in one prompt, as JSON: {"image": 8, "video": 1}; 0 refuses a """
-            "kind. Without it 32 images and 4 videos."
+            description="""Most media of each kind in one prompt, as JSON: {"image": 8, "audio": 1}; 0 refuses a """
+            "kind. Without it 32 images, 4 videos and 16 sounds."
         ),
     ] = None
     language_model_only: Annotated[

@@ -26,6 +26,48 @@ MAX_TIME_POSITIONS = 32_768
 """Positions of the decoder that the time of one video may take."""
 
 
+Strides = tuple[tuple[int, int, int], ...]
+"""Convolutions along time: frames seen, step, frames that are filled up on each side."""
+
+
+def length_after(length: int, strides: Strides) -> int:
+    """What is left of a length behind convolutions."""
+    for seen, step, filled in strides:
+        length = (length + 2 * filled - seen) // step + 1
+    return max(0, length)
+
+
+class SoundSteps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the frames of a sound become tokens.
+
+    strides    of the convolutions before the tower's layers
+    pool       positions behind them that become one token
+    chunk      frames that are read apart from others; 0: all are read together
+    per_chunk  tokens of a chunk, however few frames it has; 0: as many as its positions give
+    margin     frames behind the last one, which are seen and have no token
+    """
+
+    strides: Strides = ()
+    pool: int = 1
+    chunk: int = 0
+    per_chunk: int = 0
+    margin: int = 0
+
+    def positions(self, frames: int) -> int:
+        """Of a chunk, behind the convolutions."""
+        if self.per_chunk:
+            frames = self.chunk
+        return length_after(frames - self.margin, self.strides)
+
+    def tokens(self, frames: int) -> int:
+        """Of a sound."""
+        whole, rest = divmod(frames, self.chunk or frames or 1)
+        if self.per_chunk:
+            return (whole + (rest > 0)) * self.per_chunk
+        positions = whole * self.positions(self.chunk or frames)
+        return (positions + (self.positions(rest) if rest else 0)) // self.pool
+
+
 class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One kind of input as a model takes it.
 
@@ -39,6 +81,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     breaks       tokens of text behind each row of an input's tokens but the last (Pixtral's
                  [IMG_BREAK]): they count among `MediaSpan.num_tokens`
     max_t        t of an input at most (1: each pair of frames of a video is an input of its own)
+    sound        audio: how its frames become tokens; frames are rows, the grid (1, 1, frames)
     positions_per_s  how far apart steps of a video are in the decoder's positions for each second
                  between them (`MediaSpan.step_s`); 0: time does not count
     mutual       which tokens see those behind them too, so that a step computes them together:
@@ -56,10 +99,12 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_t: int = MAX_ROWS
     positions_per_s: float = 0.0
     mutual: str = ""
+    sound: SoundSteps | None = None
 
     def num_rows(self, grid: tuple[int, int, int]) -> int:
         """Rows of hidden size that an input of this grid becomes."""
-        return grid[0] * grid[1] * grid[2] // self.merge**2
+        num_rows = grid[0] * grid[1] * grid[2]
+        return num_rows // self.merge**2 if self.sound is None else self.sound.tokens(num_rows)
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Tokens it takes in a prompt."""

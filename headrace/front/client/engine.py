@@ -218,7 +218,8 @@ class AsyncLLM:
             events = await stream.next_events()
             self._launch(stream, generation, bounds, range(at_once, generation.params.n))
             num_media = sum(one.num_tokens for one in generation.media) if generation.media else 0
-            yield Started(num_prompt, stream.num_cached, num_media)
+            num_audio = sum(m.num_tokens for m in generation.media if m.kind == "audio")
+            yield Started(num_prompt, stream.num_cached, num_media, num_audio)
             while events:
                 for event in events:
                     yield event

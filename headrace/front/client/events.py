@@ -83,11 +83,12 @@ class ScoredToken(msgspec.Struct, frozen=True):
 
 class Started(msgspec.Struct, frozen=True):
     """The request was accepted; so many tokens of its prompt are known to have been found in the
-    cache, and so many stand for media."""
+    cache, and so many stand for media, so many of these for sound."""
 
     num_prompt: int
     num_cached: int = 0
     num_media: int = 0
+    num_audio: int = 0
 
 
 class PromptScored(msgspec.Struct, frozen=True):

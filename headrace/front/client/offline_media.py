@@ -25,7 +25,8 @@ Encoded = tuple[list[int], tuple[MediaInput, ...]]
 
 class PromptWithMedia(TypedDict, total=False):
     """A prompt with placeholders: `prompt` or `prompt_token_ids`, and in `multi_modal_data` an
-    `image` or `video` or a list of them (bytes, Pillow images, uint8 arrays, addresses)."""
+    `image`, `video` or `audio` or a list of them (bytes, Pillow images, uint8 arrays,
+    addresses)."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -104,8 +105,10 @@ def _parts(data: dict[str, Any]) -> list[MediaPart]:
     parts = []
     for kind, value in data.items():
         field = f"multi_modal_data.{kind}"
-        if kind not in ("image", "video"):
-            raise InvalidRequest(f"{field}: not accepted; allowed: image, video", field=field)
+        if kind not in ("image", "video", "audio"):
+            raise InvalidRequest(
+                f"{field}: not accepted; allowed: image, video, audio", field=field
+            )
         for one in _each(kind, value):
             where = {"address": one} if isinstance(one, str) else {"content": one}
             parts.append(MediaPart(kind=kind, field=field, **where))
@@ -116,7 +119,7 @@ def _each(kind: str, value: Any) -> list[Any]:
     """One medium or several; pictures in a row are the frames of one video."""
     if not isinstance(value, list | tuple):
         return [value]
-    if kind == "image":
+    if kind in ("image", "audio"):
         return list(value)
     whole = all(
         isinstance(one, str | bytes | list | tuple)

@@ -28,6 +28,7 @@ from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size
 from headrace.front.media.log_mel import HOP, RATE, LogMel
 from headrace.front.media.quiet import first_cut, windows
+from headrace.front.media.sound import samples_of
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment, SpeechTokens, segments_of
 
@@ -110,7 +111,7 @@ class Transcriber:
             (medium,) = await asyncio.to_thread(self._processes.run, job, [data])
         except InvalidRequest as error:
             raise InvalidRequest(f"file: {error.message}", field="file") from None
-        return medium.inputs[0].rows.reshape(-1).view("<i2")
+        return samples_of(medium)
 
     async def windows(self, samples: npt.NDArray[np.int16]) -> AsyncGenerator[Window, None]:
         """The file's windows, each made when it is asked for."""

@@ -25,8 +25,8 @@ class DecodingLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One medium: `kind` image, video, frames, pages or audio (which no family processes); `sizes`
-    in bytes of the files behind it. `rate`: of the frames."""
+    """One medium: `kind` image, video, frames, pages or audio (without a family: its samples);
+    `sizes` in bytes of the files behind it. `rate`: of the frames."""
 
     kind: str
     family: str
@@ -43,6 +43,7 @@ class InputShape(msgspec.Struct, frozen=True, kw_only=True):
     grid: tuple[int, int, int]
     row_bytes: int
     step_s: float
+    num_tokens: int = 0
 
 
 class MediumReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -145,6 +145,7 @@ def _media(replies: Sequence[MediumReply], rows: np.ndarray) -> list[ProcessedMe
                     grid=shape.grid,
                     rows=rows[begin:end].reshape(-1, shape.row_bytes),
                     step_s=shape.step_s,
+                    num_tokens=shape.num_tokens,
                 )
             )
             begin = end

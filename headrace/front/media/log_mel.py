@@ -25,17 +25,18 @@ Floats = npt.NDArray[np.float32]
 
 
 class LogMel:
-    """int16 samples [N] -> float32 [M, F], of which silence fills what N does not."""
+    """int16 samples [N] -> float32 [M, F], of which silence fills what N does not. Without `frames`
+    there are as many as N has whole ones."""
 
-    def __init__(self, bands: int, frames: int) -> None:
-        self.num_samples = frames * HOP
+    def __init__(self, bands: int, frames: int | None = None) -> None:
+        self._num_samples = None if frames is None else frames * HOP
         self._filters_BM = _filters(bands)
         self._window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
 
     def features(self, samples: npt.NDArray[np.int16]) -> Floats:
         """See the class; samples behind the last frame are cut off."""
-        wave = np.zeros(self.num_samples)
-        heard = samples[: self.num_samples]
+        wave = np.zeros(len(samples) if self._num_samples is None else self._num_samples)
+        heard = samples[: len(wave)]
         wave[: len(heard)] = heard / 32768.0
         padded = np.pad(wave, WINDOW // 2, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:-1]

@@ -6,6 +6,9 @@ from.
     image         a text, {"url"}, or a source      templates' own form, Ollama, Cohere
     video_url     {"url"} or a text
     video         as image
+    audio_url     {"url"} or a text               vLLM's clients
+    input_audio   {"data", "format"}, base64      OpenAI chat and Responses
+    audio         as image
     file, input_file   a PDF, inline, by URL or by id; other files are text (front/text/files.py)
 
 Parts of offline use may hold bytes or a Pillow image in place of an address.
@@ -34,14 +37,17 @@ _KEYS = {
     "video_url": ("video", ("video_url",)),
     "input_video": ("video", ("video_url", "file_id")),
     "video": ("video", ("video", "url", "video_url", "file_id", "path")),
+    "audio_url": ("audio", ("audio_url",)),
+    "input_audio": ("audio", ("input_audio", "audio_url", "file_id")),
+    "audio": ("audio", ("audio", "url", "audio_url", "file_id", "path")),
 }
 MAX_UUID_CHARS = 128
 
 
 class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One medium of a message. `kind`: image, video or pages (a document). One of `address` (http,
-    https, data or file), `file_id` and `content` (bytes, or a Pillow image) says where it is; with
-    a `uuid` that is known none is needed. `low`: little detail is enough."""
+    """One medium of a message. `kind`: image, video, audio or pages (a document). One of `address`
+    (http, https, data or file), `file_id` and `content` (bytes, or a Pillow image) says where it
+    is; with a `uuid` that is known none is needed. `low`: little detail is enough."""
 
     kind: str
     field: str
@@ -79,6 +85,10 @@ def part_of(part: Any, field: str) -> MediaPart | None:
         return MediaPart(kind=medium, field=field, uuid=uuid)
     value, place = part[key], f"{field}.{key}"
     detail = part.get("detail")
+    if key == "input_audio":
+        return MediaPart(
+            kind=medium, field=f"{place}.data", content=_inline(value, place), uuid=uuid
+        )
     if isinstance(value, dict):
         detail = value.get("detail", detail)
         value, place = value.get("url"), f"{place}.url"
@@ -101,6 +111,16 @@ def _sourced(
     if value is None or isinstance(value, int | float | bool | list | dict):
         raise _bad(place, f"{type(value).__name__} is no address")
     return MediaPart(kind=medium, field=place, content=value, uuid=uuid, low=low)
+
+
+def _inline(value: Any, place: str) -> bytes:
+    """The bytes of a sound within a message; what format they have, they say themselves."""
+    data = value.get("data") if isinstance(value, dict) else None
+    if not isinstance(data, str) or not data:
+        raise _bad(f"{place}.data", "base64 is needed")
+    if data[:5].lower() == "data:":
+        return from_data_url(data, f"{place}.data").files[0]
+    return _from_base64(data, f"{place}.data")
 
 
 def _document(part: dict[str, Any], field: str) -> MediaPart | None:

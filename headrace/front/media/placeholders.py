@@ -21,8 +21,8 @@ MOST_NEWLINES = 8
 
 
 class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
-    """A medium, processed: `kind` (image, video) is whose placeholder stands for it, `inputs` have
-    no offset yet, `layout` as in ProcessedMedia."""
+    """A medium, processed: `kind` (image, video, audio) is whose placeholder stands for it;
+    `inputs` have no offset yet, `layout` as in ProcessedMedia."""
 
     kind: str
     inputs: tuple[MediaInput, ...]
@@ -37,6 +37,8 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
 
     def rows_of(self, one: MediaInput) -> int:
         """Placeholders of an input."""
+        if one.kind == "audio":
+            return one.num_tokens
         t, h, w = one.grid
         return t * h * w // self.merge**2
 
@@ -60,7 +62,7 @@ def expanded(
 ) -> tuple[list[int], tuple[MediaInput, ...]]:
     """The prompt with every placeholder, and the inputs at their offsets; InvalidRequest where the
     numbers do not fit."""
-    tokens = {"image": spec.image_token, "video": spec.video_token}
+    tokens = spec.tokens
     waiting = {kind: [each for each in media if each.kind == kind] for kind in tokens}
     ids = _with_placeholders(ids, spec, len(waiting["image"]))
     present = {

@@ -41,7 +41,7 @@ ReadFile = Callable[[str, str], Awaitable[bytes]]
 """The bytes of a stored file, by its id and the field that names it."""
 CACHE_BYTES = 256 << 20
 LOW_PIXELS = 512 * 512
-DEFAULT_MOST = {"image": 32, "video": 4}
+DEFAULT_MOST = {"image": 32, "video": 4, "audio": 16}
 _ARGUMENTS = ("min_pixels", "max_pixels", "fps", "max_frames")
 
 
@@ -128,16 +128,16 @@ class MediaPreparer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _check_numbers(self, parts: Sequence[MediaPart]) -> None:
-        tokens = {"image": self.spec.image_token, "video": self.spec.video_token}
+        tokens = self.spec.tokens
         most = DEFAULT_MOST | self.spec.most
         count = dict.fromkeys(tokens, 0)
         for part in parts:
-            kind = "video" if part.kind == "video" else "image"
+            kind = _kind_of(part)
             count[kind] += 1
             if tokens[kind] is None:
                 raise _bad(part.field, f"this model takes no {kind}")
             if count[kind] > most[kind]:
-                total = sum((each.kind == "video") == (kind == "video") for each in parts)
+                total = sum(_kind_of(each) == kind for each in parts)
                 raise _bad(
                     part.field,
                     f"{total} of kind {kind} given; at most {most[kind]} are allowed "
@@ -212,7 +212,7 @@ class MediaPreparer:
             media = await asyncio.to_thread(self._processes.run, job, source.files)
         except RequestError as error:
             raise type(error)(f"{part.field}: {error.message}", field=part.field) from None
-        mark = "video" if part.kind == "video" else "image"
+        mark = _kind_of(part)
         prepared: list[PreparedMedium] = []
         for medium in media:
             start = sum(len(each.inputs) for each in prepared)
@@ -232,6 +232,11 @@ class MediaPreparer:
             self._uuids.move_to_end(name)
             if len(self._uuids) > 65_536:
                 self._uuids.popitem(last=False)
+
+
+def _kind_of(part: MediaPart) -> str:
+    """Whose placeholder stands for a part: pages are images."""
+    return part.kind if part.kind in ("video", "audio") else "image"
 
 
 class _TokenBudget:
@@ -347,7 +352,8 @@ def _prepared(
                 kind=each.kind,
                 key=own,
                 offset=0,
-                num_tokens=t * h * w // merge**2 + (t * h // merge - 1) * bool(medium.row_break),
+                num_tokens=each.num_tokens
+                or t * h * w // merge**2 + (t * h // merge - 1) * bool(medium.row_break),
                 grid=each.grid,
                 step_s=each.step_s,
                 rows=each.rows.tobytes(),

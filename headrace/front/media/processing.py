@@ -29,12 +29,13 @@ class Sampling(msgspec.Struct, frozen=True):
 
 class TowerInput(msgspec.Struct, frozen=True, kw_only=True):
     """One input of the tower. `grid` (t, h, w) in patches; `rows` uint8 [t * h * w, row bytes];
-    `step_s`: seconds between the grid's frames."""
+    `step_s`: seconds between the grid's frames. `num_tokens`: of a sound, whose rows are frames."""
 
     kind: str
     grid: tuple[int, int, int]
     rows: np.ndarray
     step_s: float = 0.0
+    num_tokens: int = 0
 
 
 class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,6 +44,11 @@ def sound(data: bytes, limits: DecodingLimits) -> ProcessedMedia:
     return ProcessedMedia(inputs=(one,), layout=(0,))
 
 
+def samples_of(medium: ProcessedMedia) -> np.ndarray:
+    """The int16 samples of a sound."""
+    return medium.inputs[0].rows.reshape(-1).view("<i2")
+
+
 def _container(data: bytes) -> str:
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         return "wav"

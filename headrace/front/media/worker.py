@@ -21,7 +21,8 @@ from headrace.front.media import decoders
 from headrace.front.media.job import LENGTHS, InputShape, JobReply, MediaJob, MediumReply
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.processors.families import PROCESSORS
-from headrace.front.media.sound import sound
+from headrace.front.media.processors.spectrogram import spectrogram
+from headrace.front.media.sound import samples_of, sound
 
 
 def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[ProcessedMedia]]:
@@ -40,6 +41,7 @@ def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[Processed
                     grid=each.grid,
                     row_bytes=each.rows.shape[1],
                     step_s=each.step_s,
+                    num_tokens=each.num_tokens,
                 )
                 for each in medium.inputs
             ),
@@ -61,7 +63,10 @@ def _files(job: MediaJob, payload: memoryview) -> list[bytes]:
 
 def _processed(job: MediaJob, files: list[bytes]) -> list[ProcessedMedia]:
     if job.kind == "audio":
-        return [sound(files[0], job.limits)]
+        samples = sound(files[0], job.limits)
+        if not job.family:
+            return [samples]
+        return [spectrogram(samples_of(samples), job.settings)]
     processor = PROCESSORS.load(job.family)(job.settings)
     if job.kind == "image":
         return [decoders.image(files[0], processor, job.limits)]

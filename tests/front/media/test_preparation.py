@@ -178,7 +178,7 @@ WRONG = {
     "local": ({"type": "image_url", "image_url": "file:///etc/passwd"}, "is not set"),
     "file": ({"type": "input_image", "file_id": "file-1"}, "keeps no files"),
     "embeds": ({"type": "image_embeds", "image_embeds": "A"}, "is not accepted by this model"),
-    "audio": ({"type": "input_audio", "input_audio": {}}, "is not accepted by this model"),
+    "audio": ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, "this model takes no audio"),
     "uuid": ({"type": "image_url", "uuid": ""}, "a text of 1 to 128 characters"),
     "frames": ({"type": "image_url", "image_url": "data:video/jpeg;base64,AAAA,AAAA"}, "is a video, not an image"),
 }  # fmt: skip

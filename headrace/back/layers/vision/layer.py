@@ -31,7 +31,7 @@ from headrace.back.parallel.shard import Part
 @dataclass(frozen=True, kw_only=True)
 class VisionLayerNames:
     """Where a layer's tensors lie. `merged`: the one that holds query, key and value; else `qkv`
-    are three. `mlp`: up and down, or gate, up and down."""
+    are three. `mlp`: up and down, or gate, up and down, in `mlp_module` ("": beside the norms)."""
 
     before_attention: str = "norm1"
     before_mlp: str = "norm2"
@@ -88,7 +88,7 @@ class VisionLayer:
         )
         self._attention = VisionAttention(scope / names.attention, spec)
         self._before_mlp = spec.norm.build(scope / names.before_mlp, spec.width, eps=spec.eps)
-        self._mlp = _mlp(scope / names.mlp_module, spec)
+        self._mlp = _mlp(scope / names.mlp_module if names.mlp_module else scope, spec)
         self._factors = [
             scope.param(name, (spec.width,), init="ones") for name in spec.scaled or ()
         ]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.hf import ConfigReader, read_json
-from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.base.config.media import MediaSpec, ProcessorSettings, SoundSettings
 from headrace.base.registry import Registry
 from headrace.front.media.processing import Processor
 
@@ -32,6 +32,8 @@ _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     """What a checkpoint's model takes beside text; None: text alone."""
     kind = config.get("model_type")
+    if kind in _HEARING:
+        return _HEARING[kind](folder, ConfigReader(config, f"{folder}/config.json"))
     named = ("image_token_id", "image_token_index")
     if "vision_config" not in config or not any(config.get(key) is not None for key in named):
         return None
@@ -222,6 +224,66 @@ def _glm(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     return _image_only("glm_v", settings, config)
 
 
+def _audio_only(config: ConfigReader, sound: SoundSettings) -> MediaSpec:
+    token = config.int("audio_token_id", aliases=("audio_token_index",), ge=0)
+    return MediaSpec(
+        processor="sound",
+        settings=ProcessorSettings(sound=sound),
+        image_token=None,
+        video_token=None,
+        audio_token=token,
+    )
+
+
+def _audio(config: ConfigReader) -> ConfigReader:
+    audio = config.section("audio_config")
+    if audio is None:
+        raise config.wrong("audio_config", "the audio tower's section")
+    return audio
+
+
+def _qwen2_audio(folder: Path, config: ConfigReader) -> MediaSpec:
+    audio = _audio(config)
+    sound = SoundSettings(
+        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
+        most=2 * audio.int("max_source_positions", 1500, ge=1, le=1 << 16),
+        strides=_LINES,
+        pool=2,
+        margin=2,
+    )
+    return _audio_only(config, sound)
+
+
+def _voxtral(folder: Path, config: ConfigReader) -> MediaSpec:
+    audio = _audio(config)
+    positions = audio.int("max_source_positions", 1500, ge=1, le=1 << 16)
+    width, inner = audio.int("hidden_size", ge=1), audio.int("intermediate_size", ge=1)
+    sound = SoundSettings(
+        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
+        window=2 * positions,
+        strides=_LINES,
+        chunk=2 * positions,
+        per_chunk=positions * width // inner,
+    )
+    return _audio_only(config, sound)
+
+
+def _qwen3_asr(folder: Path, config: ConfigReader) -> MediaSpec:
+    audio = _audio(config)
+    least = _read(folder, "preprocessor_config.json").int("min_length", 8000, ge=0, le=1 << 24)
+    sound = SoundSettings(
+        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
+        least=-(-least // 160),
+        strides=_PLANES,
+        chunk=2 * audio.int("n_window", 50, ge=1, le=1 << 16),
+    )
+    return _audio_only(config, sound)
+
+
+_LINES = ((3, 1, 1), (3, 2, 1))
+_PLANES = ((3, 2, 1),) * 3
+_HEARING = {"qwen2_audio": _qwen2_audio, "voxtral": _voxtral, "qwen3_asr": _qwen3_asr}
+"""Those that hear and do not see."""
 _STILL = {
     "glm4v": _glm,
     "glm4v_moe": _glm,

@@ -47,7 +47,7 @@ class Tally:
     num_hit = 0
     num_drafted = 0
     num_accepted = 0
-    num_media = 0
+    num_media = num_audio = 0
     first_ended: Ended | None = None
 
     def __init__(self, num_choices: int) -> None:
@@ -71,7 +71,7 @@ class Tally:
                     self.first_ended = event
             case Started():
                 self.num_prompt, self.num_hit = event.num_prompt, event.num_cached
-                self.num_media = event.num_media
+                self.num_media, self.num_audio = event.num_media, event.num_audio
 
     @property
     def num_cached(self) -> int:
@@ -162,8 +162,11 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
         details["accepted_prediction_tokens"] = accepted
         details["rejected_prediction_tokens"] = rejected
     prompt_details = {"cached_tokens": sum(fold.num_cached for fold in folds)}
-    if media := sum(fold.num_media for fold in folds):
-        prompt_details["image_tokens"] = media
+    audio = sum(fold.num_audio for fold in folds)
+    if seen := sum(fold.num_media for fold in folds) - audio:
+        prompt_details["image_tokens"] = seen
+    if audio:
+        prompt_details["audio_tokens"] = audio
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -1,0 +1,50 @@
+"""Voxtral: a Llama-like decoder behind Whisper's encoder, which reads half a minute at a time, and
+of which four positions side by side become one token (Liu et al. 2025)."""
+
+from __future__ import annotations
+
+from headrace.back.layers.audio.tower import AudioTowerSpec, LinePair
+from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.merger import TwoLayers
+from headrace.back.models.blocks import Decoder
+from headrace.back.models.hearing import (
+    LINE_STRIDES,
+    hearing_decoder,
+    num_layers,
+    parts_that_hear,
+    whisper_layer,
+    without_key_bias,
+)
+from headrace.back.models.vision import ACTIVATIONS
+from headrace.base.config.hf import ConfigReader
+from headrace.base.wire.media import SoundSteps
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """VoxtralForConditionalGeneration."""
+    text, audio = parts_that_hear(config)
+    layer, positions = whisper_layer(audio), audio.int("max_source_positions", 1500, ge=1)
+    if layer.inner % layer.width or positions * layer.width % layer.inner:
+        raise audio.wrong("intermediate_size", f"so many positions of {layer.width} side by side")
+    activation = config.choice("projector_hidden_act", ACTIVATIONS, "gelu")
+    spec = AudioTowerSpec(
+        bands=audio.int("num_mel_bins", 128, ge=1),
+        steps=SoundSteps(
+            strides=LINE_STRIDES,
+            chunk=2 * positions,
+            per_chunk=positions * layer.width // layer.inner,
+        ),
+        reader=LinePair(table=positions),
+        layer=layer,
+        layers=num_layers(audio),
+        projector=TwoLayers(
+            width=layer.inner,
+            outputs=text.int("hidden_size", ge=1),
+            bias=False,
+            activation=ACTIVATIONS[activation],
+        ),
+        norm="layer_norm",
+        window=positions,
+    )
+    tower = without_key_bias(scope / "audio_tower")
+    return hearing_decoder(scope, text, scope / "language_model", tower, spec)

@@ -1,0 +1,62 @@
+"""Sound for towers that read mel frames: Whisper's spectrogram over as much of it as the family's
+reference does."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.config.media import ProcessorSettings, SoundSettings
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.media import SoundSteps
+from headrace.front.media.log_mel import HOP, RATE, LogMel
+from headrace.front.media.processing import ProcessedMedia, TowerInput
+
+Samples = npt.NDArray[np.int16]
+
+
+def spectrogram(samples: Samples, settings: ProcessorSettings) -> ProcessedMedia:
+    """Rows of float32, one for each frame; InvalidRequest for a sound that the model cannot
+    take."""
+    sound = settings.sound
+    assert sound is not None, "the model does not hear"
+    count = steps_of(sound).tokens
+    frames = _frames(samples, sound)
+    if count(len(frames)) < 1:
+        raise InvalidRequest(f"sound of {len(samples) / RATE:.3f} s is too short")
+    rows = frames.view(np.uint8).reshape(len(frames), -1)
+    one = TowerInput(kind="audio", grid=(1, 1, len(rows)), rows=rows, num_tokens=count(len(frames)))
+    return ProcessedMedia(inputs=(one,), layout=(0,))
+
+
+def steps_of(sound: SoundSettings) -> SoundSteps:
+    """How its frames become tokens."""
+    names = SoundSteps.__struct_fields__
+    return SoundSteps(**{name: getattr(sound, name) for name in names})
+
+
+def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
+    """float32 [N, bands]."""
+    if sound.most:
+        return _within_window(samples, sound)
+    if sound.window:
+        size = sound.window * HOP
+        samples = np.pad(samples, (0, -len(samples) % size if len(samples) else size))
+    samples = np.pad(samples, (0, max(0, sound.least * HOP - len(samples))))
+    return np.ascontiguousarray(LogMel(sound.bands).features(samples).T)
+
+
+def _within_window(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
+    """The frames that have samples, and `margin` of the silence behind them; behind the end of the
+    window there is not even that."""
+    count = -(-len(samples) // HOP)
+    if count > sound.most:
+        raise InvalidRequest(
+            f"sound of {len(samples) / RATE:.1f} s given; this model hears "
+            f"{sound.most * HOP / RATE:g} s at most"
+        )
+    # A frame sees half a window of samples around its place: two frames more than are kept.
+    whole = min(count + sound.margin + 2, sound.most)
+    frames = LogMel(sound.bands, whole).features(samples).T[: count + sound.margin]
+    missing = count + sound.margin - len(frames)
+    return np.ascontiguousarray(np.pad(frames, ((0, missing), (0, 0))))

@@ -1,0 +1,166 @@
+"""Sounds through the whole engine, in every dialect: the tokens that transformers gives for the same prompt."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+import transformers
+
+from headrace import LLM, SamplingParams
+from headrace.base.config.media import MediaSpec
+from headrace.front.media.processors.families import read_media
+from headrace.front.media.processors.spectrogram import spectrogram
+from tests.api.clients import openai_client
+from tests.api.serving import Served, _started
+from tests.api.speech import tone, wav
+from tests.front.media.folders import write_tokenizer
+from tests.models import test_hearing
+from tests.models.media import Prompt, answer_of, save_media_oracle
+
+MARK, END = "<|audio_pad|>", "<|im_end|>"
+PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hearing:
+    """A model in a folder, and the reference's model of it."""
+
+    folder: Path
+    case: test_hearing.Case
+    oracle: Any
+    ids: dict[str, int]
+    spec: MediaSpec
+
+    def tokens(self, text: str, samples: list[np.ndarray], count: int = 8) -> list[int]:
+        """What the reference answers to a prompt with one placeholder for each sound."""
+        media = [spectrogram(one, self.spec.settings).inputs[0] for one in samples]
+        for one in media:
+            text = text.replace(MARK, "<|X|>" * one.num_tokens, 1)
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(self.folder / "tokenizer.json")
+        )
+        ids = tokenizer.encode(text.replace("<|X|>", MARK))
+        frames = [torch.from_numpy(one.rows.view(np.float32).copy()) for one in media]
+        inputs = {"input_ids": torch.tensor([ids]), **self.case.inputs(frames)}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        return answer_of(self.oracle, Prompt(ids=ids), inputs, count).tokens
+
+    def text_of(self, tokens: list[int]) -> str:
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(self.folder / "tokenizer.json")
+        )
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def hearing(name: str, folder: Path) -> Hearing:
+    ids = write_tokenizer(folder, more=(MARK,))
+    template = json.loads((folder / "tokenizer_config.json").read_text())
+    written = "{% elif part.type == 'audio' %}" + MARK + "{% else %}"
+    template["chat_template"] = template["chat_template"].replace(
+        "{% else %}{{ part", written + "{{ part"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(template))
+    case, config = test_hearing.CASES[name], test_hearing.CASES[name].config()
+    config.audio_token_id, config.eos_token_id = ids[MARK], ids[END]
+    text = config.text_config
+    text.vocab_size, text.eos_token_id, text.bos_token_id = ids[""], ids[END], None
+    oracle = save_media_oracle(
+        getattr(transformers, f"{case.model}ForConditionalGeneration"), config, folder
+    )
+    spec = read_media(folder, json.loads((folder / "config.json").read_text()))
+    assert spec is not None and spec.audio_token == ids[MARK]
+    return Hearing(folder=folder, case=case, oracle=oracle, ids=ids, spec=spec)
+
+
+def prompt(*parts: str) -> str:
+    return f"<|im_start|>user\n{''.join(parts)}{END}\n<|im_start|>assistant\n"
+
+
+def url(samples: np.ndarray) -> str:
+    return "data:audio/wav;base64," + base64.b64encode(wav(samples)).decode()
+
+
+SOUNDS = [tone(0.4, 300.0), tone(0.7, 800.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2-audio", "voxtral"])
+def test_chats_hear(name: str, tmp_path: Path) -> None:
+    model = hearing(name, tmp_path)
+    parts = [{"type": "audio", "audio": wav(one)} for one in SOUNDS]
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": "the fox?"}]}
+    with LLM(str(tmp_path), dtype="float32", device="cpu", kv_blocks=256) as llm:
+        (chat,) = llm.chat([message], PARAMS, progress=False)
+        given = {"prompt": MARK + "quick", "multi_modal_data": {"audio": wav(SOUNDS[1])}}
+        (plain,) = llm.generate([given], PARAMS, progress=False)
+    assert chat.outputs[0].token_ids == model.tokens(prompt(MARK, MARK, "the fox?"), SOUNDS)
+    assert plain.outputs[0].token_ids == model.tokens(MARK + "quick", SOUNDS[1:])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Hearing:
+    return hearing("qwen3-asr", tmp_path_factory.mktemp("hearing"))
+
+
+@pytest.fixture(scope="module")
+def served(model: Hearing) -> Iterator[Served]:
+    options = ("--dtype", "float32", "--device", "cpu", "--kv-blocks", "256", "--max-running", "4")
+    found = _started(str(model.folder), *options, "--served-model-name", "ear", "--threads", "1")
+    try:
+        found.wait_ready()
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai_client(served.url) as found:
+        yield found
+
+
+def test_sounds_in_every_dialect(model: Hearing, client: openai.OpenAI) -> None:
+    data = base64.b64encode(wav(SOUNDS[0])).decode()
+    inline: Any = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    linked: Any = {"type": "audio_url", "audio_url": {"url": url(SOUNDS[1])}}
+    words: Any = {"type": "text", "text": "the fox?"}
+    more: Any = {"model": "ear", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    wanted = model.text_of(model.tokens(prompt(MARK, MARK, "the fox?"), SOUNDS))
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": [inline, linked, words]}], max_tokens=8, **more
+    )
+    assert chat.choices[0].message.content == wanted
+    assert chat.usage is not None and chat.usage.prompt_tokens_details is not None
+    sounds = [spectrogram(one, model.spec.settings).inputs[0].num_tokens for one in SOUNDS]
+    assert chat.usage.prompt_tokens_details.audio_tokens == sum(sounds)
+    said: Any = [{"role": "user", "content": [inline, linked, {**words, "type": "input_text"}]}]
+    response = client.responses.create(input=said, max_output_tokens=16, **more)
+    assert response.output_text.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "input_audio", "input_audio": {"data": "%%", "format": "wav"}}, "is not base64"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, "the sound is none of"),
+        ({"type": "audio_url", "audio_url": {"url": "http://localhost/a.wav"}}, "fetching is off"),
+        ({"type": "image_url", "image_url": {"url": "data:,x"}}, "this model takes no image"),
+    ],
+)
+def test_what_cannot_be_heard_is_refused(
+    client: openai.OpenAI, part: dict[str, Any], said: str
+) -> None:
+    content: Any = [part]
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(
+            model="ear", messages=[{"role": "user", "content": content}], max_tokens=2
+        )

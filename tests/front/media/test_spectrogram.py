@@ -1,0 +1,91 @@
+"""Frames and token counts of sounds equal those of transformers' processors, from 0.1 to 35 s (MOD-03)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
+from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASREncoder
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.media.log_mel import RATE
+from headrace.front.media.processors.families import read_media
+from headrace.front.media.processors.spectrogram import spectrogram
+from tests.front.media.test_log_mel import sound
+
+BANDS = 128
+SECONDS = (0.1, 1.0, 7.777, 29.99, 30.0)
+BOUND = 1e-4
+"""Theirs is made by torch in float32; ours, in float64, is within 2e-5 of it."""
+
+
+def spec_of(folder: Path, kind: str, **audio: Any) -> Any:
+    config = {
+        "model_type": kind,
+        "audio_token_id": 7,
+        "audio_config": {"num_mel_bins": BANDS, **audio},
+    }
+    spec = read_media(folder, config)
+    assert spec is not None and spec.audio_token == 7 and spec.image_token is None
+    return spec.settings
+
+
+def frames_of(medium: Any) -> tuple[np.ndarray, int]:
+    (one,) = medium.inputs
+    return one.rows.view(np.float32), one.num_tokens
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_qwen2_audio(tmp_path: Path, seconds: float) -> None:
+    samples = sound(seconds)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=BANDS)
+    theirs = extractor(
+        samples / 32768.0, sampling_rate=RATE, padding="max_length", return_attention_mask=True
+    )
+    length = int(theirs["attention_mask"].sum())
+    ours, num_tokens = frames_of(spectrogram(samples, spec_of(tmp_path, "qwen2_audio")))
+    assert num_tokens == ((length - 1) // 2 + 1 - 2) // 2 + 1
+    seen = min(length + 2, 3000)
+    assert ours.shape == (length + 2, BANDS)
+    assert np.abs(ours[:seen] - theirs["input_features"][0].T[:seen]).max() < BOUND
+    assert not ours[seen:].any()
+
+
+def test_what_a_window_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"sound of 30\.1 s given; this model hears 30 s"):
+        spectrogram(sound(30.1), spec_of(tmp_path, "qwen2_audio"))
+    with pytest.raises(InvalidRequest, match=r"sound of 0\.006 s is too short"):
+        spectrogram(sound(0.006), spec_of(tmp_path, "qwen2_audio"))
+
+
+@pytest.mark.parametrize("seconds", [0.1, 30.0, 35.0])
+def test_voxtral(tmp_path: Path, seconds: float) -> None:
+    samples = sound(seconds)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=BANDS)
+    how: dict[str, Any] = {"padding": True, "truncation": False, "pad_to_multiple_of": 480_000}
+    theirs = extractor(samples / 32768.0, sampling_rate=RATE, **how)["input_features"][0]
+    settings = spec_of(tmp_path, "voxtral", hidden_size=1280, intermediate_size=5120)
+    ours, num_tokens = frames_of(spectrogram(samples, settings))
+    assert ours.shape == theirs.T.shape and num_tokens == 375 * -(-len(samples) // 480_000)
+    assert np.abs(ours - theirs.T).max() < BOUND
+
+
+@pytest.mark.parametrize("seconds", [*SECONDS, 35.0])
+def test_qwen3_asr(tmp_path: Path, seconds: float) -> None:
+    samples = sound(seconds)
+    extractor = Qwen3ASRFeatureExtractor(feature_size=BANDS)
+    how: dict[str, Any] = {"padding": True, "return_tensors": "np", "return_attention_mask": True}
+    theirs = extractor([samples / 32768.0], sampling_rate=RATE, **how)
+    length = int(theirs["attention_mask"].sum())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_length": 8000}))
+    ours, num_tokens = frames_of(spectrogram(samples, spec_of(tmp_path, "qwen3_asr")))
+    assert ours.shape == (length, BANDS)
+    assert np.abs(ours - theirs["input_features"][0].T[:length]).max() < BOUND
+    parts = torch.tensor([100] * (length // 100) + [length % 100])
+    assert num_tokens == int(Qwen3ASREncoder._post_cnn_length(parts).sum())
