@@ -131,13 +131,20 @@ def test_what_is_loaded_takes_what_its_bits_say(tmp_path: Path) -> None:
                 assert after.packed_bytes <= bits / 8 * math.prod(before.shape)
 
 
-def test_a_mixture_keeps_its_experts_plain_on_a_gpu_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_mixture_says_what_its_experts_are_on_a_gpu(odd: bool) -> None:
     config = tiny_config("qwen3-moe").to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    config |= {"moe_intermediate_size": 60 if odd else 64, "hidden_size": 64, "head_dim": 16}
     named = architecture_of(config)
     spec = ModelSpec(
         path="", name="m", format="dummy", family=named.family, dtype="bfloat16", max_model_len=32,
         logits_width=config["vocab_size"], eos_ids=(), config=config, head=named.head,
         bare=named.bare, quantization="fp8",
     )  # fmt: skip
-    decided = kernels_on_absent_device(spec, FAKES["h200"], block_tokens=16)
-    assert any(one.field == "model.experts" and one.chosen == "not quantized" for one in decided)
+    decided = {
+        one.field: one for one in kernels_on_absent_device(spec, FAKES["h200"], block_tokens=16)
+    }
+    if odd:
+        assert decided["model.experts"].chosen == "not quantized"
+    else:
+        assert decided["kernel.experts_fp8"].chosen == "triton"

@@ -28,6 +28,14 @@ from headrace.back.quant.experts import (
     stored_schemes,
 )
 from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, served, stored_scheme
+from headrace.back.quant.gpu_experts import (
+    OnlineGpuExperts,
+    Sizes,
+    StoredGpuExperts,
+    kept_of,
+    stored_on_gpu,
+)
+from headrace.back.quant.gpu_experts import served as served_experts
 from headrace.back.quant.gpu_int4 import OnlineInt4Weight, StoredInt4Weight, stored_int4
 from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
@@ -235,13 +243,13 @@ class Scope:
         floats: Floats,
         *,
         sizes: tuple[int, int, int],
-    ) -> OnlineExperts | StoredExperts | None:
+    ) -> LoadedWeight | None:
         """The weights of experts, of which there are `sizes`: experts, width, this rank's inner
         size. Quantized once all `params` are full, if the scope says so, else as the checkpoint
         holds them; None: they stay floats."""
         experts, width, inner = sizes
         if self.kind == "cuda":
-            return None
+            return self._experts_on_gpu(params, matrices, floats, Sizes(experts, width, inner))
         if self.scheme is not None:
             return OnlineExperts(params, floats, self.scheme, experts=experts)
         if not self.stored or matrices is None:
@@ -253,6 +261,25 @@ class Scope:
         return StoredExperts(
             matrices, schemes, experts=experts, width=width, inner=inner, meta=meta
         )
+
+    def _experts_on_gpu(
+        self,
+        params: Sequence[Param],
+        matrices: Sequence[MatricesOf] | None,
+        floats: Floats,
+        sizes: Sizes,
+    ) -> LoadedWeight | None:
+        if self.scheme is not None:
+            kept = kept_of(self.scheme.name)
+            if kept is None or not served_experts(sizes):
+                return None
+            return OnlineGpuExperts(params, floats, kept, sizes)
+        if not self.stored or matrices is None:
+            return None
+        scheme = stored_on_gpu(matrices, self.stored, sizes)
+        if scheme is None:
+            return None
+        return StoredGpuExperts(matrices, scheme, sizes, device=self.device)
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

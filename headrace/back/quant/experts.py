@@ -59,7 +59,7 @@ class MatricesOf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cut:
+class Cut:
     """What of a copy's rectangle is one matrix: rows and columns of it, which become outputs from
     `first` on."""
 
@@ -185,7 +185,7 @@ class StoredExperts:
         """Packs the blocks of one copy; the first source row with a scale of NaN or Inf."""
         assert self._panels is not None
         wanted = np.ascontiguousarray(rows.order[copy.source[0]])
-        for cut in _cuts(matrices, copy):
+        for cut in cuts(matrices, copy):
             panels = self._panels[cut.name]
             matrix = panels.matrix(cut.expert)
             assert isinstance(matrix, BlockWeight)
@@ -204,20 +204,10 @@ class StoredExperts:
         """Packs the numbers of one copy; the first of its rows with a scale of NaN or Inf."""
         assert self._panels is not None
         scales = groups.scales_RG.float()
-        for cut in _cuts(matrices, copy):
+        for cut in cuts(matrices, copy):
             scheme = SCHEMES[self._schemes[cut.name]]
             panels = self._panels[cut.name]
-            begin = (0 if matrices.in_turn else copy.source[1].start or 0) + cut.columns.start
-            inputs = groups.values_RC.shape[1] if matrices.in_turn else copy.shape[1]
-            source = Dim(1, per=scheme.group or 0).cut(
-                (slice(0, 1), slice(begin, begin + panels.inputs)), (1, inputs)
-            )
-            part = Groups(
-                values_RC=groups.values_RC[cut.rows, cut.columns],
-                scales_RG=scales[cut.rows],
-                zeros_RG=None if groups.zeros_RG is None else groups.zeros_RG[cut.rows],
-                group_C=groups.group_C,
-            )
+            part, source = part_of(copy, groups, cut, inputs=panels.inputs, group=scheme.group or 0)
             mine = part.scales_RG if scales.shape[1] == 1 else part.scales_RG[:, source]
             values, mine, minima = normal(part, mine, source, scheme, numbers, copy.name)
             _write(panels.matrix(cut.expert), cut.first, values.contiguous(), mine, minima)
@@ -249,7 +239,24 @@ def _groups_writer(experts: StoredExperts, matrices: MatricesOf) -> Callable[...
     return lambda copy, groups, numbers: experts.write_groups(matrices, copy, groups, numbers)
 
 
-def _cuts(matrices: MatricesOf, copy: Copy) -> Iterator[_Cut]:
+def part_of(
+    copy: Copy, groups: Groups, cut: Cut, *, inputs: int, group: int
+) -> tuple[Groups, slice]:
+    """What of a copy's numbers is one matrix, of so many inputs, and which of its groups."""
+    begin = (copy.source[1].start or 0) + cut.columns.start
+    rectangle = slice(0, 1), slice(begin, begin + inputs)
+    source = Dim(1, per=group).cut(rectangle, (1, copy.shape[1]))
+    scales = groups.scales_RG.float()
+    part = Groups(
+        values_RC=groups.values_RC[cut.rows, cut.columns],
+        scales_RG=scales if len(scales) == 1 else scales[cut.rows],
+        zeros_RG=None if groups.zeros_RG is None else groups.zeros_RG[cut.rows],
+        group_C=groups.group_C,
+    )
+    return part, source
+
+
+def cuts(matrices: MatricesOf, copy: Copy) -> Iterator[Cut]:
     names, size, every = matrices.names, matrices.size, slice(None)
     if matrices.in_turn:
         expert = copy.target[0]
@@ -258,7 +265,7 @@ def _cuts(matrices: MatricesOf, copy: Copy) -> Iterator[_Cut]:
             turn, inputs = slice(i, None, len(names)), copy.target[1]
             assert isinstance(inputs, slice)
             columns = slice(0, inputs.stop - inputs.start)
-            yield _Cut(name=name, expert=expert.start, first=0, rows=turn, columns=columns)
+            yield Cut(name=name, expert=expert.start, first=0, rows=turn, columns=columns)
         return
     rows, columns = copy.target
     assert isinstance(rows, slice) and isinstance(columns, slice)
@@ -266,7 +273,7 @@ def _cuts(matrices: MatricesOf, copy: Copy) -> Iterator[_Cut]:
     for k in range(span.start // size, -(-span.stop // size)):
         start, stop = max(span.start, k * size), min(span.stop, (k + 1) * size)
         part = slice(start - span.start, stop - span.start)
-        yield _Cut(
+        yield Cut(
             name=names[k % len(names)],
             expert=k // len(names),
             first=rows.start if matrices.dim else start - k * size,

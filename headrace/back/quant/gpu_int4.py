@@ -99,6 +99,17 @@ BLOCK_TYPES = {
 """Types of GGUF that are kept, by name. Source: ggml-quants.c of llama.cpp, b4000."""
 
 
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the magnitudes of e2m1 numbers."""
+
+
+def e2m1_bits(doubled_OI: torch.Tensor) -> torch.Tensor:
+    """uint8: the bits of e2m1 numbers that are given as twice themselves (scheme.py)."""
+    sizes = torch.tensor(_DOUBLED, device=doubled_OI.device)
+    bits = torch.bucketize(doubled_OI.abs().long(), sizes)
+    return (bits | (doubled_OI < 0).long() << 3).to(torch.uint8)
+
+
 def stored_int4(param: Param, kept: KeptSchemes) -> str | None:
     """The scheme or type in which all of a matrix is stored, if it can stay so: None where a split
     over ranks would cut a group."""

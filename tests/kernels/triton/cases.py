@@ -13,6 +13,7 @@ from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.expanded_attention import op as expanded_attention
 from headrace.back.kernels.experts import op as experts
+from headrace.back.kernels.experts_int4.layout import Int4Form
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.gated_norm import op as gated_norm
 from headrace.back.kernels.greedy import op as greedy
@@ -193,6 +194,48 @@ def _experts_hopper() -> object:
         sample = triton_hopper.sample_of(EXPERTS, plan.m + 2)
         triton_hopper.bind(sample.problem, *sample.weights, always=plan)(*sample.arguments)
     return None
+
+
+def _experts_int4(form: object, **more: object) -> Callable[[], object]:
+    """The tiles of any GPU; with `hopper` each plan of the kernels of Hopper."""
+
+    def call() -> object:
+        from headrace.back.kernels.experts_int4 import op, triton_experts_int4
+
+        facts = dict(more)
+        plans = triton_experts_int4.PLANS if facts.pop("hopper", False) else (None,)
+        mixture = experts.ExpertsProblem(
+            device="cpu", dtype=BF16, experts=32, slots=4, width=448, inner=320, **facts
+        )
+        problem = op.ExpertsInt4Problem(mixture=mixture, form=form)
+        for plan in plans:
+            sample = op.sample_of(problem, ((plan.m if plan else 3) + 2,))
+            triton_experts_int4.bind(sample.problem, *sample.weights, always=plan)(
+                *sample.arguments
+            )
+        return None
+
+    return call
+
+
+def _experts_fp8(group: int | None, **more: object) -> Callable[[], object]:
+    """Each plan; `hopper`: those of Hopper."""
+
+    def call() -> object:
+        from headrace.back.kernels.experts_fp8 import op, triton_experts_fp8
+
+        facts = dict(more)
+        plans = triton_experts_fp8.all_plans(streamed=bool(facts.pop("hopper", False)))
+        mixture = experts.ExpertsProblem(
+            device="cpu", dtype=BF16, experts=32, slots=4, width=512, inner=384, **facts
+        )
+        problem = op.ExpertsFp8Problem(mixture=mixture, group=group)
+        for plan in plans:
+            sample = op.sample_of(problem, (plan.m + 2,))
+            triton_experts_fp8.bind(sample.problem, *sample.weights, always=plan)(*sample.arguments)
+        return None
+
+    return call
 
 
 def _latent_hopper() -> object:
@@ -388,6 +431,7 @@ ROUTE = route.RouteProblem(
     device="cpu", experts=256, top_k=8, score="sigmoid", renormalize=True, groups=8,
     kept_groups=4, group_score="top2", bias=True, shared=1,
 )  # fmt: skip
+GPT_OSS: dict[str, object] = {"activation": "swiglu_oai", "clamp": 7.0, "bias": True}
 EXPERTS = experts.ExpertsProblem(
     device="cpu", dtype=BF16, experts=128, slots=8, width=2048, inner=768
 )
@@ -448,6 +492,15 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("route", _call(route.OP, "route.triton_route:KERNEL", ROUTE)),
     ("experts", _call(experts.OP, "experts.triton_experts:KERNEL", EXPERTS)),
     ("experts Hopper", _experts_hopper),
+    ("experts fp8", _experts_fp8(None, **GPT_OSS)),
+    ("experts fp8 in blocks", _experts_fp8(128)),
+    ("experts fp8 Hopper", _experts_fp8(None, hopper=True, **GPT_OSS)),
+    ("experts fp8 Hopper in blocks", _experts_fp8(128, hopper=True)),
+    ("experts int4", _experts_int4(Int4Form(128))),
+    ("experts mxfp4", _experts_int4(Int4Form(32, floats=True), **GPT_OSS)),
+    ("experts int4 Hopper", _experts_int4(Int4Form(32, minima=True), hopper=True)),
+    ("experts int4 Hopper of all", _experts_int4(Int4Form(None), hopper=True)),
+    ("experts mxfp4 Hopper", _experts_int4(Int4Form(32, floats=True), hopper=True, **GPT_OSS)),
     ("head_linear", _call(head_linear.OP, "head_linear.triton_head_linear:KERNEL", ABSORB)),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
     ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),
@@ -644,12 +697,15 @@ ONLY = {
         *("int4 stream one", "int4 stream one of 32", "int4 stream 8", "int4 stream 64 of 64"),
         *("int4 stream rows", "int4 stream rows of all"),
         *("stream act", "stream add", "wide 128 act", "wide 256 act"),
+        *("experts fp8 Hopper", "experts fp8 Hopper in blocks"),
+        *("experts int4 Hopper", "experts int4 Hopper of all", "experts mxfp4 Hopper"),
         *("experts Hopper", "expanded_attention Hopper", "latent_attention Hopper"),
     )
 }
 """The targets of kernels that are for some alone."""
 NEVER = {
     "fp8 quantized": {"cuda:80"},
+    "experts fp8": {"cuda:80", "hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"},
     "linear fp8": {"hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"},
 }
 """Targets that lack what kernels with these words in their title need, as their `supports` says."""

@@ -30,6 +30,7 @@ FILES = (
     "recurrent",
     "latent",
     "mixture",
+    "experts_quantized",
     "lora_linear",
     "spans",
 )

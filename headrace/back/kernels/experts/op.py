@@ -59,6 +59,30 @@ def bind_reference(
     down_bias_XE: torch.Tensor | None = None,
 ) -> Experts:
     """The reference: an expert at a time."""
+    dtype = problem.dtype
+
+    def up(expert: int, x_PE: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_PE.float(), up_XIE[expert].float())
+
+    def down(expert: int, inner_PI: torch.Tensor) -> torch.Tensor:
+        return F.linear(inner_PI.to(dtype).float(), down_XEI[expert].float())
+
+    return each_expert(problem, up, down, (up_bias_XI, down_bias_XE))
+
+
+ExpertProduct = Callable[[int, torch.Tensor], torch.Tensor]
+"""Of an expert's number and its rows."""
+
+
+def each_expert(
+    problem: ExpertsProblem,
+    up: ExpertProduct,
+    down: ExpertProduct,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> Experts:
+    """Experts by their products: up of x [P, E], down of activated inner values, float32 [P, I];
+    both give float32."""
+    up_bias_XI, down_bias_XE = biases
 
     def experts(
         x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -66,17 +90,10 @@ def bind_reference(
         y_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
         for expert in expert_TK.unique().tolist():
             at_P, slot_P = (expert_TK == expert).nonzero(as_tuple=True)
-            up_P = F.linear(
-                x_TE[at_P].float(),
-                up_XIE[expert].float(),
-                None if up_bias_XI is None else up_bias_XI[expert].float(),
-            )
-            inner_PI = activated(problem, up_P).to(x_TE.dtype).float()
-            down_PE = F.linear(
-                inner_PI,
-                down_XEI[expert].float(),
-                None if down_bias_XE is None else down_bias_XE[expert].float(),
-            )
+            up_PI = up(expert, x_TE[at_P])
+            up_PI = up_PI if up_bias_XI is None else up_PI + up_bias_XI[expert].float()
+            down_PE = down(expert, activated(problem, up_PI))
+            down_PE = down_PE if down_bias_XE is None else down_PE + down_bias_XE[expert].float()
             y_TE.index_add_(0, at_P, down_PE * weight_TK[at_P, slot_P][:, None])
         return y_TE.to(x_TE.dtype)
 
@@ -129,6 +146,38 @@ def _sample(problem: ExpertsProblem) -> Sample:
         arguments=(x, expert, weight),
         further=(few,),
     )
+
+
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def of_three(problem: ExpertsProblem) -> ExpertsProblem:
+    """The problem's own sizes with three experts, of which `arguments_of` leaves one out."""
+    return replace(problem, experts=3, slots=min(2, problem.slots))
+
+
+def biases_of(problem: ExpertsProblem, generator: torch.Generator) -> Biases:
+    """Random ones, if there are any."""
+    if not problem.bias:
+        return None, None
+    new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
+    up, down = (
+        random_tensor(problem.experts, size, **new) for size in (2 * problem.inner, problem.width)
+    )
+    return up, down
+
+
+def arguments_of(
+    problem: ExpertsProblem, tokens: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, experts and weights of so many tokens, of three experts of which nobody chose the second;
+    the generator is the device's."""
+    device = problem.device
+    order = torch.rand(tokens, 2, generator=generator, device=device).argsort(1) * 2
+    expert_TK = order[:, : problem.slots].int().contiguous()
+    weight_TK = torch.rand(expert_TK.shape, generator=generator, device=device)
+    new = {"dtype": problem.dtype, "device": device, "generator": generator}
+    return random_tensor(tokens, problem.width, **new), expert_TK, weight_TK
 
 
 OP: Op[ExpertsProblem] = Op(

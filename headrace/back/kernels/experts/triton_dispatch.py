@@ -20,8 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.linear_fp8.layout import FLOAT8
 from headrace.back.kernels.triton.grid import enter, enter_late
-from headrace.back.kernels.triton.wrap import launch, power_of_two
+from headrace.back.kernels.triton.wrap import interpreted, launch, power_of_two
 
 ONE_BLOCKS = (64, 512, 2048, 4096)
 """Pairs that every program counts for itself, by the size its kernel is compiled for."""
@@ -94,18 +95,33 @@ def bases_kernel(
         b_base += tl.load(counts + i * NX + o_x)
 
 
+@triton.jit
+def quantized(b_x, GROUP: tl.constexpr):
+    """Numbers of [R, C] for e4m3, and the scale of each GROUP of them (linear_fp8/layout.py)."""
+    R: tl.constexpr = b_x.shape[0]
+    C: tl.constexpr = b_x.shape[1]
+    b_wide = tl.reshape(b_x.to(tl.float32), [R, C // GROUP, GROUP])
+    b_top = tl.max(tl.abs(b_wide), axis=2)
+    b_inverse = tl.where(b_top > 1e-30, tl.div_rn(448.0, tl.maximum(b_top, 1e-30)), 0.0)
+    b_values = tl.minimum(tl.maximum(b_wide * b_inverse[:, :, None], -448.0), 448.0)
+    b_values = tl.where(b_wide == b_wide, b_values, b_wide)  # a NaN stays one
+    return tl.reshape(b_values, [R, C]), tl.div_rn(b_top, 448.0)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def dispatch_kernel(
-    expert, x, bases, places, rows, tiles, num_tokens,
+    expert, x, bases, places, rows, row_scales, tiles, num_tokens,
     NX: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
-    COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: R tokens each. places [T SLOTS]: the row of each pair; rows [., E]: x in that order;
+    """Grid: R tokens each. places [T SLOTS]: the row of each pair; rows [., E]: x in that order, if
+    GROUP e4m3 numbers of it, with a scale for GROUP columns in row_scales [., ceil(E / GROUP)];
     tiles int32: how many there are, then of each its expert, and how many of its rows are pairs.
     If COUNTED, these are made already, and `bases` of blocks of PAIRS; else P, a power of two, is
     at least all pairs. NX: experts, K: SLOTS, as powers of two."""
     enter_late(DEPENDENT)
+    GROUPS: tl.constexpr = (E + GROUP - 1) // GROUP if GROUP else 0
     num_pairs = num_tokens * SLOTS
     i_program = tl.program_id(0)
     o_x = tl.arange(0, NX)
@@ -143,9 +159,16 @@ def dispatch_kernel(
         o_e = column + tl.arange(0, C)
         m_e = (o_r < num_tokens)[:, None] & (o_e < E)[None, :]
         b_x = tl.load(x + o_r.to(tl.int64)[:, None] * E + o_e[None, :], mask=m_e, other=0.0)
+        if GROUP:
+            b_x, b_scale = quantized(b_x, GROUP)
+            o_g = column // GROUP + tl.arange(0, C // GROUP)
+            m_g = (o_r < num_tokens)[:, None] & (o_g < GROUPS)[None, :]
         for k in tl.static_range(SLOTS):
             b_row = tl.sum(tl.where(o_k[None, :] == k, b_place, 0), axis=1).to(tl.int64)
-            tl.store(rows + b_row[:, None] * E + o_e[None, :], b_x, mask=m_e)
+            p_row = rows + b_row[:, None] * E + o_e[None, :]
+            tl.store(p_row, b_x.to(rows.dtype.element_ty), mask=m_e)
+            if GROUP:
+                tl.store(row_scales + b_row[:, None] * GROUPS + o_g[None, :], b_scale, mask=m_g)
 
 
 @triton.jit
@@ -168,15 +191,19 @@ def combine_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """places int32 [P], rows [rows, E], tiles as in `dispatch_kernel`."""
+    """places int32 [P], rows [rows, E], scales of quantized ones, tiles as in `dispatch_kernel`."""
 
     places_P: torch.Tensor
     rows_NE: torch.Tensor
     tiles: torch.Tensor
+    scales_NG: torch.Tensor | None = None
 
 
-def dispatched(x_TE: torch.Tensor, expert_TK: torch.Tensor, *, experts: int, m: int) -> Dispatched:
-    """Launches the dispatch to tiles of `m` rows."""
+def dispatched(
+    x_TE: torch.Tensor, expert_TK: torch.Tensor, *, experts: int, m: int, group: int = 0
+) -> Dispatched:
+    """Launches the dispatch to tiles of `m` rows; with a `group` of columns, rows are e4m3 numbers
+    with a scale for so many."""
     (num_tokens, slots), width = expert_TK.shape, x_TE.shape[1]
     pairs, padded, common = num_tokens * slots, power_of_two(experts), launch(x_TE.device)
     most_tiles = pairs // m + min(experts, pairs)
@@ -187,7 +214,13 @@ def dispatched(x_TE: torch.Tensor, expert_TK: torch.Tensor, *, experts: int, m: 
     table = blocks * padded if is_counted else 0
     sizes = [-(-size // 4) * 4 for size in (pairs, 1 + 2 * most_tiles, table, table)]
     places_P, tiles, counts, bases = expert_TK.new_empty(sum(sizes)).split_with_sizes(sizes)
-    rows_NE = x_TE.new_empty((most_tiles * m, width))
+    # The interpreter does not round to the nearest e4m3 number: there torch does.
+    dtype = torch.float32 if interpreted() else FLOAT8
+    rows_NE = x_TE.new_empty((most_tiles * m, width), dtype=dtype if group else x_TE.dtype)
+    scales_NG = None
+    if group:
+        groups = triton.cdiv(width, group)
+        scales_NG = x_TE.new_empty((most_tiles * m, groups), dtype=torch.float32)
     p = power_of_two(block) if is_counted else next(size for size in ONE_BLOCKS if size >= pairs)
     if is_counted:
         count_kernel[(blocks,)](
@@ -198,12 +231,13 @@ def dispatched(x_TE: torch.Tensor, expert_TK: torch.Tensor, *, experts: int, m: 
         )
     r = TOKENS if is_counted else 1
     dispatch_kernel[(triton.cdiv(num_tokens, r),)](
-        expert_TK, x_TE, bases, places_P, rows_NE, tiles, num_tokens, NX=padded,
+        expert_TK, x_TE, bases, places_P, rows_NE, scales_NG, tiles, num_tokens, NX=padded,
         SLOTS=slots, K=power_of_two(slots), E=width, M=m, R=r, PAIRS=block, P=p,
-        STEP=128 if is_counted else min(1024, p), C=COLUMNS if is_counted else power_of_two(width),
-        COUNTED=is_counted, num_warps=4, **common,
+        STEP=128 if is_counted else min(1024, p), C=COLUMNS if is_counted else power_of_two(width, least=group),
+        GROUP=group, COUNTED=is_counted, num_warps=4, **common,
     )  # fmt: skip
-    return Dispatched(places_P=places_P[:pairs], rows_NE=rows_NE, tiles=tiles)
+    rows_NE = rows_NE.to(FLOAT8) if group else rows_NE
+    return Dispatched(places_P=places_P[:pairs], rows_NE=rows_NE, tiles=tiles, scales_NG=scales_NG)
 
 
 def combined(

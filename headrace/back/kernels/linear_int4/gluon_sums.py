@@ -11,8 +11,7 @@ from headrace.back.kernels.triton.gluon import thread_barrier
 @gluon.jit
 def combined(
     b_y, b_u, partial, counters, i_program, i_tile, begin, o_tile, m_tile,
-    STEPS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
-    TILE: gl.constexpr,
+    STEPS: gl.constexpr, UNITS, PROGRAMS, PAIR: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """A tile's sums, and whether they are whole: where runs share it, for the last that comes.
     `partial` float32 [PROGRAMS, 2, PAIR, TILE]. No run ends within a tile of one block: there the

@@ -38,6 +38,25 @@ def assembly(half, minima):
 
 
 @gluon.constexpr_function
+def assembly_floats():
+    """The same of e2m1 numbers: a sign goes to bit 15 of its half, the other bits to where exponent
+    and mantissa of bfloat16 meet. That is 2 ** -126 of the number, which the scales make up for
+    (LIFT of layout.py): 38 instructions for 16 weights."""
+    lines = ["{ .reg .b32 w;"]
+    for word in range(2):
+        source = f"${8 + word}"
+        for pair in range(4):  # e1 + 2 e2
+            out, up = f"${word * 4 + pair}", 6 - 4 * pair
+            if pair < 3:
+                lines.append(f"shl.b32 w, {source}, {12 - 4 * pair};")
+            lines.append(f"and.b32 {out}, {'w' if pair < 3 else source}, 0x80008000;")
+            lines.append(f"{'shl' if up > 0 else 'shr'}.b32 w, {source}, {abs(up)};")
+            lines.append(f"lop3.b32 {out}, w, 0x01c001c0, {out}, 0xea;")
+            lines.append(f"mul.rn.bf16x2 {out}, {out}, ${10 + pair % 2};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
 def constraints(minima):
     """Of the same."""
     return ",".join(["=&r"] * 8 + ["r"] * (6 if minima else 4))
@@ -100,9 +119,12 @@ def _spread(b_one, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def unpacked(b_words, b_numbers, MINIMA: gl.constexpr, GROUPS: gl.constexpr, ACC: gl.constexpr):
+def unpacked(
+    b_words, b_numbers, MINIMA: gl.constexpr, GROUPS: gl.constexpr, ACC: gl.constexpr,
+    FLOATS: gl.constexpr = False,
+):  # fmt: skip
     """A tile's block of weights [64, 128] in registers, of words [32, 32] and the scales and minima
-    [S, 32] of its GROUPS."""
+    [S, 32] of its GROUPS; of e2m1 numbers (FLOATS) 1 / 65536 of it."""
     dtype: gl.constexpr = b_numbers.dtype
     HALF: gl.constexpr = dtype == gl.float16
     if MINIMA:
@@ -115,7 +137,13 @@ def unpacked(b_words, b_numbers, MINIMA: gl.constexpr, GROUPS: gl.constexpr, ACC
     b_s0, b_s1 = _halves(b_scales)
     b_s0 = _spread(b_s0, GROUPS)
     b_s1 = _spread(b_s1, GROUPS)
-    if MINIMA:
+    if FLOATS:
+        p = gl.inline_asm_elementwise(
+            assembly_floats(), constraints(False), [b_words, b_s0, b_s1],
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    elif MINIMA:
         p = gl.inline_asm_elementwise(
             assembly(HALF, True), constraints(True), [b_words, b_s0, b_s1, b_m0, b_m1],
             dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),

@@ -1,5 +1,5 @@
-"""Weights of 4-bit integers as GPUs read them: every thread finds the values of its part of a
-matrix instruction beside each other.
+"""Weights of 4-bit numbers as GPUs read them: every thread finds the values of its part of a matrix
+instruction beside each other.
 
 O outputs, I inputs, T tokens, G groups of neighbouring inputs.
 """
@@ -17,6 +17,13 @@ BLOCK = 128
 """Inputs of a block. Inputs are padded to a multiple, with scale 0."""
 OFFSET = 8
 """What a symmetric value is stored above itself."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of e2m1 bits."""
+LIFT = 2.0**110
+"""What bfloat16 scales of e2m1 numbers are stored times: their bits, moved to where a bfloat16 number
+has its own, are 2 ** 126 too small, and one product brings them near enough (gluon_unpack.py)."""
+LARGEST_LIFTED = 2.0**17
+"""The largest such scale."""
 GROUPS = (32, 64, 128)
 """Inputs that may share a scale, where not all do."""
 
@@ -24,7 +31,8 @@ GROUPS = (32, 64, 128)
 @dataclass(frozen=True, eq=False)
 class Int4Weight:
     """A weight [O, I]: (q - 8) * scale, or with minima q * scale - minimum, of integers q in 0 ..
-    15. `group` inputs of an output share a scale (and minimum), None: all of them.
+    15; if `floats`, e2m1 numbers of bits q times scale. `group` inputs of an output share a scale
+    (and minimum), None: all of them.
 
     words_NBW    int32 [O / 64, I / 128, 1024], rounded up: a tile's block is two halves of 64
                  inputs, and each 128 threads' four words, one for each sixteen inputs. Thread t of
@@ -33,7 +41,8 @@ class Int4Weight:
                  and e0 (input + 1) it is nibble e1 + 2 e2 + 4 e0 (PTX ISA, 9.7.15.5.1: matrix
                  fragments of wgmma.m64nNk16)
     scales_NBSR  model dtype [O / 64, I / 128 or 1, S, 32]: of each block's groups the scales of
-                 outputs without bit 8, then of those with it, then minima in the same way
+                 outputs without bit 8, then of those with it, then minima in the same way; of
+                 e2m1 numbers times `lift_of` the dtype
     """
 
     words_NBW: torch.Tensor
@@ -42,11 +51,17 @@ class Int4Weight:
     inputs: int
     group: int | None
     minima: bool
+    floats: bool = False
 
     @property
     def num_bytes(self) -> int:
         """In memory."""
         return self.words_NBW.nbytes + self.scales_NBSR.nbytes
+
+
+def lift_of(dtype: torch.dtype) -> float:
+    """See LIFT."""
+    return LIFT if dtype is torch.bfloat16 else 1.0
 
 
 def block_groups(group: int | None) -> int:
@@ -71,6 +86,7 @@ def empty(
     minima: bool,
     dtype: torch.dtype,
     device: torch.device | str,
+    floats: bool = False,
 ) -> Int4Weight:
     """A weight to be filled by `write`."""
     assert group is None or group in GROUPS, group
@@ -85,6 +101,7 @@ def empty(
         inputs,
         group,
         minima,
+        floats,
     )
 
 
@@ -95,8 +112,8 @@ def write(
     scales_OG: torch.Tensor,
     minima_OG: torch.Tensor | None,
 ) -> None:
-    """Fills the tiles from number `first` on: integers 0 .. 15, scales and minima of any type. Only
-    the last outputs of a weight are no multiple of 64."""
+    """Fills the tiles from number `first` on: integers 0 .. 15 (or e2m1 bits), scales and minima of
+    any type. Only the last outputs of a weight are no multiple of 64."""
     tiles = -(-len(values_OI) // ROWS)
     blocks = weight.words_NBW.shape[1]
     rows = tiles * ROWS - len(values_OI)
@@ -114,7 +131,10 @@ def write(
 def _arranged(weight: Int4Weight, parts: list[torch.Tensor], tiles: int) -> torch.Tensor:
     blocks, per_block = weight.scales_NBSR.shape[1], block_groups(weight.group)
     rows, groups = parts[0].shape
-    stacked = torch.stack([part.to(weight.scales_NBSR.dtype) for part in parts])
+    dtype = weight.scales_NBSR.dtype
+    if weight.floats:
+        parts = [part.float() * lift_of(dtype) for part in parts]
+    stacked = torch.stack([part.to(dtype) for part in parts])
     padded = F.pad(stacked, (0, blocks * per_block - groups, 0, tiles * ROWS - rows))
     # part, tile, warp, e1, output, block, group
     whole = padded.view(len(parts), tiles, 4, 2, 8, blocks, per_block)
@@ -132,7 +152,10 @@ def dequantize(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     arranged = weight.scales_NBSR.view(tiles, -1, parts, 2, per_block, 4, 8)
     by_row = arranged.permute(2, 0, 5, 3, 6, 1, 4).reshape(parts, tiles * ROWS, -1).float()
     spread = by_row.repeat_interleave(values.shape[1] // by_row.shape[2], 2)
-    if weight.minima:
+    if weight.floats:
+        plain = torch.tensor(E2M1, device=values.device)[values.int()]
+        plain = plain * (spread[0] / lift_of(weight.scales_NBSR.dtype))
+    elif weight.minima:
         plain = values.float() * spread[0] - spread[1]
     else:
         plain = (values.float() - OFFSET) * spread[0]

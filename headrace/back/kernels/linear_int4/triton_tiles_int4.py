@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.gated_act.triton_gated_act import activate
-from headrace.back.kernels.linear_int4.layout import BLOCK, Int4Weight, block_groups
+from headrace.back.kernels.linear_int4.layout import BLOCK, LIFT, Int4Weight, block_groups
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import launch, power_of_two
@@ -20,6 +20,7 @@ from headrace.back.kernels.triton.wrap import launch, power_of_two
 LEAST_TOKENS = 16
 MOST_TOKENS = 64
 """Of a program."""
+LOWER = tl.constexpr(1 / LIFT)
 
 
 @triton.jit
@@ -35,7 +36,20 @@ def _spread(p_scales, K: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def block_of(p_words, p_scales, GROUPS: tl.constexpr, MINIMA: tl.constexpr):
+def e2m1(b_bits):
+    """The numbers of e2m1 bits (int32): sign, two bits of exponent, one of mantissa."""
+    b_exponent = (b_bits >> 1) & 3
+    b_mantissa = (b_bits & 1).to(tl.float32) * 0.5
+    b_power = tl.where(b_exponent > 1, b_exponent, 1) - 1
+    b_whole = tl.where(b_exponent > 0, 1.0, 0.0) + b_mantissa
+    b_size = b_whole * (1 << b_power).to(tl.float32)
+    return tl.where(b_bits > 7, -b_size, b_size)
+
+
+@triton.jit
+def block_of(
+    p_words, p_scales, GROUPS: tl.constexpr, MINIMA: tl.constexpr, FLOATS: tl.constexpr = False
+):
     """The weights of a block [64, 128], float32."""
     b_words = tl.reshape(tl.load(p_words + tl.arange(0, 1024)), [2, 4, 8, 4, 4, 1, 1, 1])
     o_0 = tl.arange(0, 2)[None, None, None, None, None, :, None, None] * 16
@@ -44,8 +58,13 @@ def block_of(p_words, p_scales, GROUPS: tl.constexpr, MINIMA: tl.constexpr):
     b_values = (b_words >> (o_0 + o_2 + o_1)) & 15
     # half block, warp, output, lane, sixteen inputs, e0, e2, e1
     b_values = tl.permute(b_values, (1, 7, 2, 0, 4, 6, 3, 5))
-    b_values = tl.reshape(b_values, [64, 128]).to(tl.float32)
+    b_values = tl.reshape(b_values, [64, 128])
     b_scales = _spread(p_scales, 128, GROUPS)
+    if FLOATS:
+        if p_scales.dtype.element_ty == tl.bfloat16:
+            b_scales = b_scales * LOWER
+        return e2m1(b_values) * b_scales
+    b_values = b_values.to(tl.float32)
     if MINIMA:
         return b_values * b_scales - _spread(p_scales + GROUPS * 64, 128, GROUPS)
     else:

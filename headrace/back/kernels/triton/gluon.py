@@ -10,7 +10,7 @@ try:
 except ImportError:  # Triton 3.7 calls it so
     from triton.experimental.gluon.language import barrier as thread_barrier
 
-__all__ = ["enter", "thread_barrier"]
+__all__ = ["enter", "enter_late", "thread_barrier"]
 
 
 @gluon.jit
@@ -24,4 +24,17 @@ def enter(DEPENDENT: gl.constexpr):
         )  # fmt: skip
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@gluon.jit
+def enter_late(DEPENDENT: gl.constexpr):
+    """The same, but lets the next kernel start only after the wait (grid.py)."""
+    if DEPENDENT:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
+            is_pure=False, pack=1,
         )  # fmt: skip

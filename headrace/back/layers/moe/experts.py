@@ -13,6 +13,12 @@ import torch
 
 from headrace.back.kernels.experts.op import OP as EXPERTS
 from headrace.back.kernels.experts.op import Experts, ExpertsProblem
+from headrace.back.kernels.experts_fp8.layout import Fp8Experts
+from headrace.back.kernels.experts_fp8.op import OP as EXPERTS_FP8
+from headrace.back.kernels.experts_fp8.op import ExpertsFp8Problem
+from headrace.back.kernels.experts_int4.layout import Int4Experts
+from headrace.back.kernels.experts_int4.op import OP as EXPERTS_INT4
+from headrace.back.kernels.experts_int4.op import ExpertsInt4Problem
 from headrace.back.kernels.experts_quant.layout import PackedExperts, mixed_rows
 from headrace.back.kernels.experts_quant.op import OP as EXPERTS_QUANT
 from headrace.back.kernels.experts_quant.op import ExpertsQuantProblem
@@ -21,15 +27,20 @@ from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard, local_size
 from headrace.back.quant.experts import MatricesOf
+from headrace.back.quant.gpu_experts import GpuExperts
+from headrace.base.config.resolved import Decision
 
 NO_BIASES: Biases = (None, None)
+_DEQUANTIZED = Decision(
+    "model.experts", "quantized", "dequantized", "no kernel multiplies by them as they are"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakenExperts:
     """Loaded experts: `packed`, or else `floats`."""
 
-    packed: PackedExperts | None
+    packed: PackedExperts | GpuExperts | None
     floats: ExpertWeights | None
     biases: Biases = NO_BIASES
 
@@ -54,6 +65,11 @@ class ExpertSet:
         self._biases = NO_BIASES
         matrices = loaded.matrices if scale is None else None
         self._packed = scope.packed_experts(params, matrices, self._matrices, sizes=sizes)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights are not floats."""
+        return self._packed is not None
 
     def take(self) -> TakenExperts:
         """What was loaded, which the set gives up."""
@@ -122,15 +138,23 @@ def bind_experts(
     if shared is None:
         return _bind(scope, problem, (routed,))
     assert routed.biases == shared.biases == NO_BIASES, "shared experts have no biases"
-    kinds = tuple(one.packed.kind for one in (routed, shared) if one.packed is not None)
-    if not kinds or (len(kinds) == 2 and mixed_rows(kinds) is None):
+    packed = (routed.packed, shared.packed)
+    if all(isinstance(one, PackedExperts) for one in packed):
+        kinds = tuple(one.kind for one in packed if isinstance(one, PackedExperts))
+        together = mixed_rows(kinds) is None
+    else:
+        together = packed == (None, None)
+    if together:
         return _bind(scope, problem, (routed, shared))
     return _bind_apart(scope, problem, routed, shared)
 
 
 def _bind(scope: Scope, problem: ExpertsProblem, sets: tuple[TakenExperts, ...]) -> Experts:
     problem = replace(problem, experts=sum(len(one) for one in sets))
-    parts = tuple(one.packed for one in sets if one.packed is not None)
+    first = sets[0].packed
+    if isinstance(first, Fp8Experts | Int4Experts):
+        return _bind_on_gpu(scope, problem, first, sets[0].biases)
+    parts = tuple(one.packed for one in sets if isinstance(one.packed, PackedExperts))
     if parts:
         quantized = ExpertsQuantProblem(mixture=problem, kinds=tuple(part.kind for part in parts))
         return scope.bind(EXPERTS_QUANT, quantized, parts, *sets[0].biases)
@@ -141,6 +165,22 @@ def _bind(scope: Scope, problem: ExpertsProblem, sets: tuple[TakenExperts, ...])
         else (torch.cat([w.up_XIE for w in weights]), torch.cat([w.down_XEI for w in weights]))
     )
     return scope.bind(EXPERTS, problem, up_XIE, down_XEI, *sets[0].biases)
+
+
+def _bind_on_gpu(
+    scope: Scope, problem: ExpertsProblem, experts: GpuExperts, biases: Biases
+) -> Experts:
+    """By the kernels that read quantized weights; where none serves, the weights become floats."""
+    if isinstance(experts, Fp8Experts):
+        fp8 = ExpertsFp8Problem(mixture=problem, group=experts.group)
+        bound = scope.bind_fused(EXPERTS_FP8, fp8, experts, *biases)
+    else:
+        int4 = ExpertsInt4Problem(mixture=problem, form=experts.form)
+        bound = scope.bind_fused(EXPERTS_INT4, int4, experts, *biases)
+    if bound is not None:
+        return bound
+    scope.ledger.note(_DEQUANTIZED)
+    return scope.bind(EXPERTS, problem, *experts.floats(problem.dtype), *biases)
 
 
 def _bind_apart(

@@ -28,7 +28,7 @@ from headrace.back.parallel.shard import local_size
 from headrace.base.config.resolved import Decision
 
 SEPARATE = SeparateExperts()
-_PLAIN = Decision("model.experts", "auto", "not quantized", "no kernel multiplies by them so")
+_PLAIN = Decision("model.experts", "auto", "not quantized", "no kernel takes their sizes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class Mixture:
             sizes_of = (self._num_shared, width, inner)
             self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
         self._logits = self._route = self._experts = not_loaded
-        if scope.scheme is not None and scope.kind == "cuda":
+        if scope.scheme is not None and not self._routed.is_quantized:
             scope.ledger.note(_PLAIN)
         scope.on_finish(self._finish)
 

@@ -1,0 +1,256 @@
+"""Experts with weights of e4m3 and of 4-bit numbers against their definitions: on a GPU, or in the interpreter
+(test_interpreter.py). KRN-16, KRN-17, QNT-01."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from headrace.back.kernels.experts.op import ExpertsProblem
+from headrace.back.kernels.experts.triton_dispatch import dispatched
+from headrace.back.kernels.experts_fp8 import op as fp8
+from headrace.back.kernels.experts_fp8 import triton_experts_fp8
+from headrace.back.kernels.experts_int4 import op as int4
+from headrace.back.kernels.experts_int4 import triton_experts_int4
+from headrace.back.kernels.experts_int4.layout import Int4Form
+from headrace.back.kernels.linear_fp8.layout import quantize_rows
+from headrace.back.kernels.linear_int4.gluon_unpack import assembly_floats
+from headrace.back.kernels.linear_int4.layout import E2M1
+from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.triton.test_linear_int4 import DEVICE, DTYPE, NO_HOPPER, error, pytestmark
+
+__all__ = ["pytestmark"]
+GPT_OSS: dict[str, Any] = {"activation": "swiglu_oai", "clamp": 7.0, "bias": True}
+FORMS = [Int4Form(32, floats=True), Int4Form(128), Int4Form(32, minima=True), Int4Form(None)]
+BOUND = {"int4": 3e-3 if interpreted() else 1e-2, "fp8": 2e-2}
+
+
+def mixture(width: int, inner: int, **more: Any) -> ExpertsProblem:
+    new: dict[str, Any] = {"experts": 12, "slots": 3, "device": DEVICE, "dtype": DTYPE}
+    return ExpertsProblem(width=width, inner=inner, **{**new, **more})
+
+
+def routed(problem: ExpertsProblem, tokens: int, how: str) -> tuple[torch.Tensor, ...]:
+    """x, experts and weights; how "one": every token goes to expert 5, none to those from 7 on."""
+    generator = torch.Generator().manual_seed(tokens)
+    order = torch.rand(tokens, problem.experts, generator=generator)
+    if how == "one":
+        order[:, 5] = 2.0
+        order[:, 7:] -= 1.0
+    expert = order.argsort(1, descending=True)[:, : problem.slots].int().contiguous()
+    x = torch.randn(tokens, problem.width, generator=generator).to(DEVICE, problem.dtype)
+    weight = torch.rand(tokens, problem.slots, generator=generator)
+    return x, expert.to(DEVICE), weight.to(DEVICE)
+
+
+def close(module: Any, problem: Any, sample: Any, run: Any, kind: str) -> None:
+    expected = module.bind_reference(sample.problem, *sample.weights)
+    for arguments in (sample.arguments, *sample.further):
+        assert error(run(*arguments), expected(*arguments)) <= BOUND[kind], len(arguments[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "width, inner, more", [(208, 144, GPT_OSS), (256, 64, {}), (64, 272, {"activation": "gelu"})]
+)
+def test_tiles_of_4_bit_numbers(form: Int4Form, width, inner, more):
+    problem = int4.ExpertsInt4Problem(mixture=mixture(width, inner, **more), form=form)
+    assert triton_experts_int4.KERNEL.supports(problem) is None
+    sample = int4.sample_of(problem, (3, 70))
+    triton_experts_int4._skipped[sample.problem] = "tiles are asked for"
+    try:
+        run = triton_experts_int4.bind(sample.problem, *sample.weights)
+        close(int4, problem, sample, run, "int4")
+    finally:
+        del triton_experts_int4._skipped[sample.problem]
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("width, inner, more", [(208, 144, GPT_OSS), (128, 256, {})])
+def test_regimes_of_e4m3_numbers(group, width, inner, more):
+    problem = fp8.ExpertsFp8Problem(mixture=mixture(width, inner, **more), group=group)
+    assert triton_experts_fp8.KERNEL.supports(problem) is None
+    for plan in triton_experts_fp8.all_plans(streamed=False)[:: 2 if interpreted() else 1]:
+        sample = fp8.sample_of(problem, (plan.m + 2,))
+        run = triton_experts_fp8.bind(sample.problem, *sample.weights, always=plan)
+        close(fp8, problem, sample, run, "fp8")
+
+
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_rows_are_sorted_as_e4m3_numbers(tokens, monkeypatch):
+    """Of few pairs, and of those that are counted first."""
+    problem = mixture(304, 64)
+    x, expert, _ = routed(problem, tokens, "uniform")
+    monkeypatch.setattr("headrace.back.kernels.experts.triton_dispatch.ONE_BLOCKS", (64, 1024))
+    found = dispatched(x, expert, experts=problem.experts, m=16, group=128)
+    places = found.places_P.long()
+    values, scales = quantize_rows(x, 128)
+    each = torch.arange(tokens, device=DEVICE).repeat_interleave(problem.slots)
+    assert torch.equal(found.scales_NG[places], scales[each])
+    rows, expected = found.rows_NE[places].float(), values[each].float()
+    assert (rows - expected).abs().max() <= expected.abs().max() / 16  # ties of another division
+
+
+@pytest.mark.skipif(NO_HOPPER, reason="kernels of Hopper")
+@pytest.mark.parametrize("how", ["uniform", "one"])
+@pytest.mark.parametrize(
+    "width, inner, more",
+    [(512, 256, {}), (1040, 336, GPT_OSS), (2048, 768, {}), (2880, 2880, GPT_OSS)],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_streams_of_4_bit_numbers(form: Int4Form, width, inner, more, how):
+    """Each plan of Hopper's kernels: experts with none, with all; twice the same bits."""
+    whole = mixture(width, inner, **more)
+    problem = int4.ExpertsInt4Problem(mixture=whole, form=form)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    biases = int4.biases_of(whole, generator)
+    weights = int4.random_experts(problem, generator), *biases
+    expected = int4.bind_reference(problem, *weights)
+    for plan in triton_experts_int4.PLANS:
+        run = triton_experts_int4.bind(problem, *weights, always=plan)
+        for tokens in (1, 37, 150):
+            inputs = routed(whole, tokens, how)
+            found = run(*inputs)
+            assert error(found, expected(*inputs)) <= BOUND["int4"], (plan, tokens)
+            assert torch.equal(found, run(*inputs)), (plan, tokens)
+
+
+@pytest.mark.skipif(NO_HOPPER, reason="kernels of Hopper")
+@pytest.mark.parametrize("how", ["uniform", "one"])
+@pytest.mark.parametrize(
+    "width, inner, more", [(512, 256, {}), (1040, 336, GPT_OSS), (2048, 768, {})]
+)
+@pytest.mark.parametrize("group", [None, 128])
+def test_streams_of_e4m3_numbers(group, width, inner, more, how):
+    whole = mixture(width, inner, **more)
+    problem = fp8.ExpertsFp8Problem(mixture=whole, group=group)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    weights = fp8.random_experts(problem, generator), *fp8.biases_of(whole, generator)
+    expected = fp8.bind_reference(problem, *weights)
+    for plan in triton_experts_fp8.all_plans(streamed=True)[1:]:
+        run = triton_experts_fp8.bind(problem, *weights, always=plan)
+        for tokens in (3, 37, 150):
+            inputs = routed(whole, tokens, how)
+            found = run(*inputs)
+            assert error(found, expected(*inputs)) <= BOUND["fp8"], (plan, tokens)
+            assert torch.equal(found, run(*inputs)), (plan, tokens)
+
+
+@pytest.mark.skipif(interpreted(), reason="graphs take a GPU")
+@pytest.mark.parametrize("tokens", [1, 20, 130, 900])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "mxfp4"])
+def test_a_graph_of_dependent_launches_gives_the_same(kind, tokens):
+    """KRN-22: kernels that start before those whose results they read have ended; other routing in
+    each replay."""
+    whole = mixture(512, 768)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    if kind == "fp8":
+        problem = fp8.ExpertsFp8Problem(mixture=whole, group=128)
+        run = triton_experts_fp8.bind(problem, fp8.random_experts(problem, generator))
+    else:
+        form = Int4Form(32, floats=True) if kind == "mxfp4" else Int4Form(128)
+        problem = int4.ExpertsInt4Problem(mixture=whole, form=form)
+        run = triton_experts_int4.bind(problem, int4.random_experts(problem, generator))
+    x, expert, weight = routed(whole, tokens, "uniform")
+
+    def steps() -> torch.Tensor:
+        y = x
+        for _ in range(6):
+            y = (y + run(y, expert, weight)) * 0.5
+        return y
+
+    steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = steps()
+    for how in ("uniform", "one"):
+        expert.copy_(routed(whole, tokens, how)[1])
+        graph.replay()
+        found = recorded.clone()
+        torch.cuda.synchronize()
+        assert torch.equal(found, steps())
+
+
+@pytest.mark.skipif(interpreted(), reason="sizes of real models take a GPU")
+@pytest.mark.parametrize(
+    "name", ["30B-A3B fp8", "30B-A3B fp8 in blocks", "gpt-oss", "30B-A3B int4"]
+)
+def test_sizes_of_real_models(name):
+    """All plans, as the self-check at start runs them."""
+    whole = mixture(2048, 768, experts=128, slots=8)
+    module, kernel = (
+        (fp8, triton_experts_fp8.KERNEL) if "fp8" in name else (int4, triton_experts_int4.KERNEL)
+    )
+    problem: Any
+    if name == "gpt-oss":
+        whole = mixture(2880, 2880, experts=32, slots=4, **GPT_OSS)
+        problem = int4.ExpertsInt4Problem(mixture=whole, form=Int4Form(32, floats=True))
+    elif "int4" in name:
+        problem = int4.ExpertsInt4Problem(mixture=whole, form=Int4Form(128))
+    else:
+        problem = fp8.ExpertsFp8Problem(mixture=whole, group=128 if "blocks" in name else None)
+    assert kernel.supports(problem) is None
+    assert module.OP.failures(kernel, problem) == []
+
+
+def test_what_no_kernel_serves_is_told():
+    def told(**more: Any) -> str | None:
+        problem = int4.ExpertsInt4Problem(mixture=mixture(256, 128), form=Int4Form(128))
+        return triton_experts_int4.KERNEL.supports(replace(problem, **more))
+
+    assert (told(mixture=mixture(200, 128)) or "").startswith("200 inputs")
+    assert (told(form=Int4Form(256)) or "").startswith("scales of")
+    assert (told(mixture=mixture(256, 128, activation="tanh")) or "").startswith("does not know")
+    fp8_problem = fp8.ExpertsFp8Problem(mixture=mixture(256, 128), group=64)
+    assert (triton_experts_fp8.KERNEL.supports(fp8_problem) or "").startswith("scales of 128")
+
+
+def test_the_assembly_of_e2m1_numbers_gives_them_times_their_scales():
+    """Every number at every place of a word, by what each instruction is said to do."""
+    registers = {"$8": 0x76543210, "$9": 0xFEDCBA98, "$10": _pair(1.0), "$11": _pair(0.5)}
+    for line in assembly_floats().splitlines():
+        if line.startswith(("{", "}")):
+            continue
+        name, rest = line.rstrip(";").split(" ", 1)
+        target, *words = rest.split(", ")
+        values = [registers[w] if w in registers else int(w, 0) for w in words]
+        registers[target] = _run(name, values)
+    for word in range(2):
+        for pair in range(4):
+            bits = [registers[f"${word * 4 + pair}"] >> 16 * half & 0xFFFF for half in (0, 1)]
+            found = [_bfloat(one) * 2.0**126 for one in bits]
+            numbers = [E2M1[word * 8 + pair + 4 * half] for half in (0, 1)]
+            assert found == [number * (0.5 if pair % 2 else 1.0) for number in numbers], (
+                word,
+                pair,
+            )
+
+
+def _pair(value: float) -> int:
+    bits = int(torch.tensor(value).bfloat16().view(torch.int16)) & 0xFFFF
+    return bits << 16 | bits
+
+
+def _bfloat(bits: int) -> float:
+    return float(torch.tensor([bits << 16], dtype=torch.int64).int().view(torch.float32))
+
+
+def _run(name: str, values: list[int]) -> int:
+    if name == "shl.b32":
+        return values[0] << values[1] & 0xFFFFFFFF
+    if name == "shr.b32":
+        return values[0] >> values[1]
+    if name == "and.b32":
+        return values[0] & values[1]
+    if name == "lop3.b32":
+        assert values[3] == 0xEA
+        return values[0] & values[1] | values[2]
+    assert name == "mul.rn.bf16x2", name
+    halves = [_bfloat(values[0] >> s & 0xFFFF) * _bfloat(values[1] >> s & 0xFFFF) for s in (0, 16)]
+    low, high = (_pair(half) & 0xFFFF for half in halves)
+    return high << 16 | low
