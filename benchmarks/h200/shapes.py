@@ -121,11 +121,51 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "vocab_size": 102400,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "eos_token_id": 200002,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "vocab_size": 201088,
+    },
 }
 SHAPES["qwen3-8b-fp8"] = SHAPES["qwen3-8b-int4"] = SHAPES["qwen3-8b"]
-QUANTIZATION = {"qwen3-8b-fp8": "fp8", "qwen3-8b-int4": "int4-g128"}
+SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"]
+QUANTIZATION = {
+    "qwen3-8b-fp8": "fp8",
+    "qwen3-8b-int4": "int4-g128",
+    "qwen3-30b-a3b-fp8": "fp8",
+    "gpt-oss-20b": "mxfp4",
+}
 """Shape -> `--quantization`: linear layers in fewer bits, the head in bfloat16."""
-WEIGHT_BITS = {"fp8": 8, "int4-g128": 4 + 16 / 128}
+EXPERTS_ALONE = ("gpt-oss-20b",)
+"""Shapes of which only the experts are quantized."""
+WEIGHT_BITS = {"fp8": 8, "int4-g128": 4 + 16 / 128, "mxfp4": 4.25}
 RATES = {"fp8": 2}
 """What the tensor cores multiply in a second, in that of bfloat16."""
 # (batch, prompt): ms a decode step may take
@@ -143,6 +183,8 @@ STEP_BARS = {
     "qwen3-8b-int4": {(1, 128): 1.7, (32, 128): 2.7},
     "qwen3-0.6b": {(1, 128): 0.75, (32, 128): 1.0, (256, 128): 3.4},
     "qwen3-30b-a3b": {(1, 128): 2.2, (32, 128): 14.0, (256, 128): 18.5},
+    "qwen3-30b-a3b-fp8": {(1, 128): 1.3, (32, 128): 7.4, (256, 128): 10.2},
+    "gpt-oss-20b": {(1, 128): 1.3, (32, 128): 5.4},
     "deepseek-v2-lite": {(1, 128): 1.7, (32, 128): 8.1, (256, 128): 9.2},
 }
 PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
@@ -152,6 +194,8 @@ PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
     "qwen3-8b-int4": {(1, 8192): 36_800, (16, 1024): 42_100},
     "qwen3-0.6b": {},
     "qwen3-30b-a3b": {(1, 8192): 70_000, (16, 1024): 88_000},
+    "qwen3-30b-a3b-fp8": {},
+    "gpt-oss-20b": {},
     "deepseek-v2-lite": {(1, 8192): 100_000, (16, 1024): 115_000},
 }
 OFFLINE_BARS = {
@@ -160,6 +204,8 @@ OFFLINE_BARS = {
     "qwen3-8b-int4": 7_600,
     "qwen3-0.6b": 31_000,
     "qwen3-30b-a3b": 8_500,
+    "qwen3-30b-a3b-fp8": 11_400,
+    "gpt-oss-20b": 10_000,
     "deepseek-v2-lite": 15_000,
 }
 
@@ -216,7 +262,7 @@ def layer_weights(shape: str) -> list[LayerWeights]:
     experts, _ = routing(shape)
     if not experts:
         return [dense] * c["num_hidden_layers"]
-    expert = 3 * width * c["moe_intermediate_size"]
+    expert = 3 * width * c.get("moe_intermediate_size", c["intermediate_size"])
     shared = c.get("n_shared_experts", 0) * expert
     sparse = LayerWeights(kv=kv, rest=rest + shared + width * experts, expert=expert)
     first = c.get("first_k_dense_replace", 0)
@@ -226,7 +272,8 @@ def layer_weights(shape: str) -> list[LayerWeights]:
 def routing(shape: str) -> tuple[int, int]:
     """Experts that tokens are routed to, and how many a token takes; zeros: there are none."""
     c = SHAPES[shape]
-    experts = c.get("num_experts") or c.get("n_routed_experts") or 0
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = next((c[name] for name in names if c.get(name)), 0)
     return int(experts), int(c.get("num_experts_per_tok", 0))
 
 
@@ -242,9 +289,13 @@ def step_floor_ms(shape: str, *, batch: int, context: float, distinct: float = 0
     """Weights and KV of the batch read once, in bfloat16 but for quantized weights; `distinct`: experts of a layer that
     the batch is routed to, on average."""
     c, layers = SHAPES[shape], layer_weights(shape)
-    weights = sum(layer.kv + layer.rest + distinct * layer.expert for layer in layers)
+    dense = float(sum(layer.kv + layer.rest for layer in layers))
+    routed = distinct * sum(layer.expert for layer in layers)
     if shape in QUANTIZATION:
-        weights *= WEIGHT_BITS[QUANTIZATION[shape]] / 16
+        share = WEIGHT_BITS[QUANTIZATION[shape]] / 16
+        routed *= share
+        dense *= share if shape not in EXPERTS_ALONE else 1
+    weights = dense + routed
     weights += c["vocab_size"] * c["hidden_size"]  # not the embedding table, unless it is the head
     kv = len(layers) * cache_width(shape)
     return 2e3 * (weights + batch * context * kv) / BYTES_PER_S

@@ -156,8 +156,8 @@ def _quantization(
     scheme = options.model.quantization
     if scheme == "none":
         return None
-    served = "fp8 and the kinds of int4" if device_spec.device == "cuda" else "none"
-    on_cuda = device_spec.device == "cuda" and scheme.startswith(("fp8", "int4"))
+    served = "fp8, mxfp4 and the kinds of int4" if device_spec.device == "cuda" else "none"
+    on_cuda = device_spec.device == "cuda" and scheme.startswith(("fp8", "int4", "mxfp4"))
     if device_spec.device != "cpu" and not on_cuda:
         raise ConfigError(
             f"--quantization {scheme} runs on the CPU only, not on {device_spec.device}; there are "

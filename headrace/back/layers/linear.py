@@ -384,17 +384,14 @@ def gemm_of(
         )
     if isinstance(weight, BlockWeight):
         new |= {"inputs": weight.inputs, "kinds": weight.kinds}
-        new |= {
-            "activation": activation,
-            "quantized_rows": quantized_rows,
-            "plain_from": plain_from,
-        }
-        return OP_BLOCKS, LinearBlocksProblem(**new)
+        new |= {"activation": activation, "quantized_rows": quantized_rows}
+        return OP_BLOCKS, LinearBlocksProblem(**new, plain_from=plain_from)
     if isinstance(weight, Fp8Weight):
         new |= {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
         return OP_FP8, LinearFp8Problem(**new, activation=activation)
     if isinstance(weight, Int4Weight):
-        new |= {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
-        return OP_INT4, LinearInt4Problem(**new, minima=weight.minima, activation=activation)
+        sizes = {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
+        numbers = {"minima": weight.minima, "floats": weight.floats}
+        return OP_INT4, LinearInt4Problem(**new, **sizes, **numbers, activation=activation)
     outputs, inputs = weight.shape
     return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

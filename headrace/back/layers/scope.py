@@ -29,8 +29,8 @@ from headrace.back.quant.experts import (
 )
 from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, served, stored_scheme
 from headrace.back.quant.gpu_experts import (
+    MixtureSizes,
     OnlineGpuExperts,
-    Sizes,
     StoredGpuExperts,
     kept_of,
     stored_on_gpu,
@@ -249,7 +249,9 @@ class Scope:
         holds them; None: they stay floats."""
         experts, width, inner = sizes
         if self.kind == "cuda":
-            return self._experts_on_gpu(params, matrices, floats, Sizes(experts, width, inner))
+            return self._experts_on_gpu(
+                params, matrices, floats, MixtureSizes(experts, width, inner)
+            )
         if self.scheme is not None:
             return OnlineExperts(params, floats, self.scheme, experts=experts)
         if not self.stored or matrices is None:
@@ -267,7 +269,7 @@ class Scope:
         params: Sequence[Param],
         matrices: Sequence[MatricesOf] | None,
         floats: Floats,
-        sizes: Sizes,
+        sizes: MixtureSizes,
     ) -> LoadedWeight | None:
         if self.scheme is not None:
             kept = kept_of(self.scheme.name)
@@ -314,7 +316,9 @@ class Scope:
 def _online_on_gpu(weight: Param, scheme: Scheme) -> LoadedWeight:
     if not served(weight):
         return weight
-    return OnlineFp8Weight(weight) if scheme.floating else OnlineInt4Weight(weight, scheme)
+    if scheme.floating and scheme.group is None:
+        return OnlineFp8Weight(weight)
+    return OnlineInt4Weight(weight, scheme)
 
 
 def _or_zeros(piece: WeightPiece, beside: tuple[WeightPiece, ...], unbiased: str) -> WeightPiece:

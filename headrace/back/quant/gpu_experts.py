@@ -18,29 +18,25 @@ import torch
 from headrace.back.kernels.experts_fp8 import layout as fp8
 from headrace.back.kernels.experts_int4 import layout as int4
 from headrace.back.kernels.experts_int4.layout import Int4Form
-from headrace.back.kernels.linear_int4.layout import LARGEST_LIFTED, OFFSET
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies, local_shape
 from headrace.back.quant.experts import Floats, MatricesOf, cuts, part_of
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.gpu import GPU_SCHEMES
-from headrace.back.quant.gpu_int4 import BLOCK_TYPES, INT4_SCHEMES, e2m1_bits
-from headrace.back.quant.kept import check_order, normal_values
+from headrace.back.quant.gpu_int4 import BLOCK_TYPES, INT4_SCHEMES, made_of, unpacked_of
 from headrace.back.quant.scheme import SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization import Numbers
-from headrace.base.errors import CheckpointError
 
 UNIT = 16
 """Inputs of a matrix are a multiple of it, for the kernels."""
-MXFP4 = "mxfp4"
 GpuExperts = fp8.Fp8Experts | int4.Int4Experts
 Numbers3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Values [O, I], scales and minima [O, G]."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MixtureSizes:
     """Of a layer's experts on this rank."""
 
     experts: int
@@ -55,7 +51,7 @@ class Sizes:
 class Kept(Protocol):
     """What keeps a scheme's numbers."""
 
-    def empty(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
+    def empty(self, sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
         """Experts to be filled."""
         ...
 
@@ -78,7 +74,7 @@ class KeptFp8:
 
     group: int | None
 
-    def empty(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
+    def empty(self, sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
         """See Kept."""
         return fp8.empty_experts(self.group, sizes.experts, sizes.width, sizes.inner, device=device)
 
@@ -112,12 +108,10 @@ class KeptInt4:
     @property
     def form(self) -> Int4Form:
         """What the numbers are."""
-        if self.scheme == MXFP4:
-            return Int4Form(32, floats=True)
         scheme = INT4_SCHEMES[self.scheme]
-        return Int4Form(scheme.group, scheme.asymmetric)
+        return Int4Form(scheme.group, scheme.asymmetric, scheme.floating)
 
-    def empty(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
+    def empty(self, sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
         """See Kept."""
         return int4.empty_experts(
             self.form, sizes.experts, sizes.width, sizes.inner, dtype=dtype, device=device
@@ -137,11 +131,7 @@ class KeptInt4:
 
     def quantize(self, weight_OI: torch.Tensor) -> Numbers3:
         """See Kept."""
-        if self.scheme == MXFP4:
-            values, halves, _ = SCHEMES[MXFP4].quantize(weight_OI)
-            return e2m1_bits(values), 2 * halves, None
-        values, scales, minima = INT4_SCHEMES[self.scheme].quantize(weight_OI)
-        return values if minima is not None else values + OFFSET, scales, minima
+        return made_of(weight_OI, INT4_SCHEMES[self.scheme])
 
 
 def kept_of(scheme: str) -> Kept | None:
@@ -150,15 +140,13 @@ def kept_of(scheme: str) -> Kept | None:
         return KeptFp8(GPU_SCHEMES[scheme])
     if scheme in BLOCK_TYPES:
         scheme = BLOCK_TYPES[scheme].scheme
-    return KeptInt4(scheme) if scheme in INT4_SCHEMES or scheme == MXFP4 else None
+    return KeptInt4(scheme) if scheme in INT4_SCHEMES else None
 
 
 def group_of(scheme: str) -> int:
     """Inputs that a cut must not part; 0: any cut will do."""
     if scheme in BLOCK_TYPES:
         return BLOCK_TYPES[scheme].block
-    if scheme == MXFP4:
-        return 32
     group = GPU_SCHEMES[scheme] if scheme in GPU_SCHEMES else INT4_SCHEMES[scheme].group
     return group or 0
 
@@ -167,7 +155,9 @@ class OnlineGpuExperts:
     """Experts that are quantized once all of `params` are full. `take` gives them to their
     layer."""
 
-    def __init__(self, params: Sequence[Param], floats: Floats, kept: Kept, sizes: Sizes) -> None:
+    def __init__(
+        self, params: Sequence[Param], floats: Floats, kept: Kept, sizes: MixtureSizes
+    ) -> None:
         self._floats, self._kept, self._sizes, self._left = floats, kept, sizes, len(params)
         self._experts: GpuExperts | None = None
         self._lock = Lock()
@@ -205,7 +195,7 @@ class OnlineGpuExperts:
                 self._kept.write(self._experts, name, expert, self._kept.quantize(weight_OI))
 
 
-def _share(param: Param, kept: Kept, sizes: Sizes) -> int:
+def _share(param: Param, kept: Kept, sizes: MixtureSizes) -> int:
     """What a parameter's matrices take once quantized, about; 0: it is no matrix (biases)."""
     shape = local_shape(param)
     if len(shape) == 3:
@@ -226,7 +216,7 @@ class StoredGpuExperts:
         self,
         matrices: Sequence[MatricesOf],
         scheme: str,
-        sizes: Sizes,
+        sizes: MixtureSizes,
         *,
         device: torch.device,
     ) -> None:
@@ -275,15 +265,9 @@ class StoredGpuExperts:
     def _numbers(self, part: Groups, source: slice, numbers: Numbers, copy: Copy) -> Numbers3:
         rows, scales = len(part.values_RC), part.scales_RG.float()
         scales = scales if scales.shape[1] == 1 else scales[:, source]
-        if self._scheme == MXFP4:
-            check_scales(scales, copy.name)
-            return part.values_RC, scales, None
         if self._scheme in GPU_SCHEMES:
             return part.values_RC, scales.expand(rows, scales.shape[1]), None
-        scheme = INT4_SCHEMES[self._scheme]
-        values, minima = normal_values(part, scales, source, scheme, numbers, copy.name)
-        check_order(part, copy, scheme)
-        return values if minima is not None else values + OFFSET, scales, minima
+        return unpacked_of(part, scales, source, INT4_SCHEMES[self._scheme], numbers, copy)
 
     def write_blocks(self, matrices: MatricesOf, copy: Copy, rows: StoredRows) -> int | None:
         """The same of blocks: their bytes are taken apart on the device."""
@@ -306,17 +290,6 @@ class StoredGpuExperts:
         return None
 
 
-def check_scales(scales: torch.Tensor, name: str) -> None:
-    """That bfloat16 holds what kernels make of scales of e2m1 numbers."""
-    finite = scales[scales.isfinite()]
-    if finite.numel() and float(finite.max()) > LARGEST_LIFTED:
-        raise CheckpointError(
-            f"{name}: a scale is {float(finite.max()):g}, above {LARGEST_LIFTED:g}, the largest "
-            "that the kernels of GPUs take",
-            field="quantization_config",
-        )
-
-
 def _blocks_writer(
     experts: StoredGpuExperts, matrices: MatricesOf
 ) -> Callable[[Copy, StoredRows], int | None]:
@@ -327,7 +300,9 @@ def _groups_writer(experts: StoredGpuExperts, matrices: MatricesOf) -> Callable[
     return lambda copy, groups, numbers: experts.write_groups(matrices, copy, groups, numbers)
 
 
-def stored_on_gpu(matrices: Sequence[MatricesOf], stored: Stored, sizes: Sizes) -> str | None:
+def stored_on_gpu(
+    matrices: Sequence[MatricesOf], stored: Stored, sizes: MixtureSizes
+) -> str | None:
     """The scheme or type that all of these matrices are stored in, if a GPU keeps it, cut as they
     are on this rank; None if not."""
     pieces = [piece for one in matrices for piece in one.param.pieces]
@@ -345,7 +320,7 @@ def stored_on_gpu(matrices: Sequence[MatricesOf], stored: Stored, sizes: Sizes) 
     )
 
 
-def served(sizes: Sizes) -> bool:
+def served(sizes: MixtureSizes) -> bool:
     """Whether the kernels take matrices of these sizes."""
     return sizes.width % UNIT == 0 and sizes.inner % UNIT == 0
 

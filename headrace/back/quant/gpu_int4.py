@@ -1,4 +1,4 @@
-"""Weights of 4-bit integers as GPUs keep them (kernels/linear_int4): of checkpoints that store such
+"""Weights of 4-bit numbers as GPUs keep them (kernels/linear_int4): of checkpoints that store such
 numbers, in safetensors or GGUF, or made of floats while loading.
 
 A weight waits unpacked on its device, a byte a value, until its last piece is there. O outputs, I
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.linear_int4.layout import (
+    LARGEST_LIFTED,
     OFFSET,
     ROWS,
     Int4Weight,
@@ -28,9 +29,10 @@ from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.kept import WHOLE_INT4, KeptSchemes, check_order, normal_values
 from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
+from headrace.base.errors import CheckpointError
 
 INT4_SCHEMES: dict[str, Scheme] = {
-    scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4 and not scheme.floating
+    scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4
 } | {name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()}
 """What is kept as it is, by name."""
 UNIT = 16
@@ -38,7 +40,7 @@ UNIT = 16
 ONLINE_ELEMENTS = 1 << 25
 """Values quantized at a time."""
 Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Of some rows: integers 0 .. 15, scales and minima [R, G]."""
+"""Of some rows: integers 0 .. 15 or e2m1 bits, scales and minima [R, G]."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +174,8 @@ class StoredInt4Weight:
         source, target = _group_columns(copy, self._scheme.group, self._inputs)
         scales = groups.scales_RG.float()
         scales = scales if scales.shape[1] == 1 else scales[:, source]
-        values, minima = normal_values(groups, scales, source, self._scheme, numbers, copy.name)
-        check_order(groups, copy, self._scheme)
-        if minima is None:
-            values = values + OFFSET
-        return self._keep(copy.target[0], copy.target[1], target, (values, scales, minima))
+        unpacked = unpacked_of(groups, scales, source, self._scheme, numbers, copy)
+        return self._keep(copy.target[0], copy.target[1], target, unpacked)
 
     def _write_blocks(self, copy: Copy, rows: StoredRows) -> int | None:
         """The same of blocks: their bytes are taken apart on the device."""
@@ -219,7 +218,7 @@ class StoredInt4Weight:
     def _pack(self) -> None:
         waiting, self._waiting = self._waiting, None
         assert waiting is not None, self._param.name
-        self._weight = _packed(*waiting, self._scheme.group, self._dtype)
+        self._weight = _packed(waiting, self._scheme, self._dtype)
 
 
 class OnlineInt4Weight:
@@ -250,27 +249,57 @@ def quantize_int4(weight_OI: torch.Tensor, scheme: Scheme) -> Int4Weight:
     outputs, inputs = weight_OI.shape
     weight = empty(
         outputs, inputs, scheme.group, minima=scheme.asymmetric, dtype=weight_OI.dtype,
-        device=weight_OI.device,
+        device=weight_OI.device, floats=scheme.floating,
     )  # fmt: skip
     step = _step(inputs)
     for first in range(0, outputs, step):
-        values, scales, minima = scheme.quantize(weight_OI[first : first + step])
-        values = values if scheme.asymmetric else values + OFFSET
-        write(weight, first // ROWS, values, scales, minima)
+        write(weight, first // ROWS, *made_of(weight_OI[first : first + step], scheme))
     return weight
 
 
-def _packed(
-    values_OI: torch.Tensor,
-    scales_OG: torch.Tensor,
-    minima_OG: torch.Tensor | None,
-    group: int | None,
-    dtype: torch.dtype,
-) -> Int4Weight:
+def made_of(weight_OI: torch.Tensor, scheme: Scheme) -> Unpacked:
+    """What `write` takes, of floats."""
+    values, scales, minima = scheme.quantize(weight_OI)
+    if scheme.floating:
+        return e2m1_bits(values), 2 * scales, None
+    return values if scheme.asymmetric else values + OFFSET, scales, minima
+
+
+def unpacked_of(
+    groups: Groups,
+    scales_RG: torch.Tensor,
+    source: slice,
+    scheme: Scheme,
+    numbers: Numbers,
+    copy: Copy,
+) -> Unpacked:
+    """What `write` takes, of a checkpoint's numbers, of which `source` are the groups."""
+    if scheme.floating:
+        check_scales(scales_RG, copy.name)
+        return groups.values_RC, scales_RG, None
+    values, minima = normal_values(groups, scales_RG, source, scheme, numbers, copy.name)
+    check_order(groups, copy, scheme)
+    return values if minima is not None else values + OFFSET, scales_RG, minima
+
+
+def check_scales(scales: torch.Tensor, name: str) -> None:
+    """That bfloat16 holds what kernels make of scales of e2m1 numbers."""
+    finite = scales[scales.isfinite()]
+    if finite.numel() and float(finite.max()) > LARGEST_LIFTED:
+        raise CheckpointError(
+            f"{name}: a scale is {float(finite.max()):g}, above {LARGEST_LIFTED:g}, the largest "
+            "that the kernels of GPUs take",
+            field="quantization_config",
+        )
+
+
+def _packed(unpacked: Unpacked, scheme: Scheme, dtype: torch.dtype) -> Int4Weight:
+    values_OI, scales_OG, minima_OG = unpacked
     outputs, inputs = values_OI.shape
     weight = empty(
-        outputs, inputs, group, minima=minima_OG is not None, dtype=dtype, device=values_OI.device
-    )
+        outputs, inputs, scheme.group, minima=scheme.asymmetric, dtype=dtype,
+        device=values_OI.device, floats=scheme.floating,
+    )  # fmt: skip
     if values_OI.device.type == "meta":
         return weight
     step = _step(inputs)

@@ -82,7 +82,7 @@ def halved(codes_OI: torch.Tensor, scales_OG: torch.Tensor) -> Quantized:
     """Twice the numbers of e2m1 bits, and half their scales, so that all are whole: where a scale
     has no half the numbers are 0."""
     small = scales_OG < 2.0**-126
-    doubled = torch.tensor(_DOUBLED, dtype=torch.int8)[codes_OI.int()]
+    doubled = torch.tensor(_DOUBLED, dtype=torch.int8, device=codes_OI.device)[codes_OI.int()]
     padded = F.pad(doubled, (0, -doubled.shape[1] % 32)).unflatten(1, (-1, 32))
     values = padded.masked_fill(small[..., None], 0).flatten(1)[:, : doubled.shape[1]]
     return values, (scales_OG / 2).masked_fill(small, 2.0**-127), None
@@ -99,7 +99,7 @@ def _microscaled(weight_OI: torch.Tensor) -> Quantized:
     powers = torch.ldexp(torch.ones_like(largest), (exponent - 3).clamp(-127, 127))
     scales = powers.masked_fill(largest == 0, 1.0)
     sizes = (groups / scales[..., None]).abs()
-    steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+    steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=sizes.device)
     numbers = torch.bucketize(sizes, steps)  # a tie goes down
     odd = torch.isin(sizes, steps[1::2])  # to an odd number: up instead
     numbers = (numbers + odd) | (groups < 0).to(torch.int64) << 3

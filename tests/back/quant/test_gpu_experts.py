@@ -26,13 +26,13 @@ from headrace.back.platforms.detect import FAKES
 from headrace.back.quant.experts import MatricesOf
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.gpu_experts import (
+    MixtureSizes,
     OnlineGpuExperts,
-    Sizes,
     StoredGpuExperts,
-    check_scales,
     kept_of,
     stored_on_gpu,
 )
+from headrace.back.quant.gpu_int4 import check_scales
 from headrace.back.quant.scheme import SCHEMES
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
@@ -127,7 +127,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         *,
         sizes: tuple[int, int, int],
     ) -> Any:
-        return scope._experts_on_gpu(params, matrices, floats, Sizes(*sizes))
+        return scope._experts_on_gpu(params, matrices, floats, MixtureSizes(*sizes))
 
     monkeypatch.setattr(Scope, "packed_experts", packed_experts)
     monkeypatch.setattr(Scope, "bind_fused", Scope.bind)
@@ -195,8 +195,8 @@ def test_gpt_oss_multiplies_by_its_mxfp4_numbers(
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4-asym", "int4-g128", "mxfp4"])
 def test_floats_become_numbers_of_a_scheme(scheme: str) -> None:
-    """Sizes that are no whole tiles; what a parameter is said to take is what it takes."""
-    kept, sizes = kept_of(scheme), Sizes(3, 192, 80)
+    """MixtureSizes that are no whole tiles; what a parameter is said to take is what it takes."""
+    kept, sizes = kept_of(scheme), MixtureSizes(3, 192, 80)
     assert kept is not None
     generator = torch.Generator().manual_seed(3)
     up = torch.randn(3, 160, 192, generator=generator)
@@ -229,7 +229,7 @@ def part_param(name: str, outputs: int, inputs: int) -> Param:
 
 
 def test_what_no_kernel_keeps_stays_floats() -> None:
-    sizes = Sizes(1, 128, 64)
+    sizes = MixtureSizes(1, 128, 64)
     gate_up = MatricesOf(param=part_param("up", 128, 128), names=("gate", "up"), size=64)
     down = MatricesOf(param=part_param("down", 128, 64), names=("down",), size=128)
     both = [gate_up, down]
@@ -237,7 +237,7 @@ def test_what_no_kernel_keeps_stays_floats() -> None:
     assert stored_on_gpu(both, {"up": "int4", "down": "int4-asym"}, sizes) is None
     assert stored_on_gpu(both, {"up": "int8", "down": "int8"}, sizes) is None
     assert stored_on_gpu(both, {"up": "int4"}, sizes) is None
-    assert stored_on_gpu(both, {"up": "fp8", "down": "fp8"}, Sizes(1, 128, 60)) is None
+    assert stored_on_gpu(both, {"up": "fp8", "down": "fp8"}, MixtureSizes(1, 128, 60)) is None
 
 
 def test_a_scale_too_large_for_the_kernels_is_told() -> None:
@@ -248,7 +248,9 @@ def test_a_scale_too_large_for_the_kernels_is_told() -> None:
 
 def test_a_damaged_scale_is_told_by_its_row() -> None:
     gate_up = MatricesOf(param=part_param("up", 128, 128), names=("gate", "up"), size=64)
-    experts = StoredGpuExperts([gate_up], "mxfp4", Sizes(1, 128, 64), device=torch.device("cpu"))
+    experts = StoredGpuExperts(
+        [gate_up], "mxfp4", MixtureSizes(1, 128, 64), device=torch.device("cpu")
+    )
     scales = torch.ones(128, 4)
     scales[77, 2] = torch.nan
     groups = Groups(values_RC=torch.zeros(128, 128, dtype=torch.uint8), scales_RG=scales)

@@ -169,6 +169,7 @@ def test_rows(group, minima, per_sm, depth, pair, outputs, inputs, bias, activat
         {"eps": 1e-6, "activation": "silu", "group": 32, "minima": True},
         {"add": True, "bias": True},
         {"group": 64, "wide": True},
+        {"group": 32, "floats": True, "eps": 1e-6, "activation": "silu"},
     ],
     ids=lambda more: " ".join(more),
 )
@@ -198,7 +199,9 @@ def test_what_no_kernel_serves_is_told():
 
 
 @pytest.mark.skipif(interpreted(), reason="widths of real models take a GPU")
-@pytest.mark.parametrize("group, minima", [(128, False), (32, True)])
+@pytest.mark.parametrize(
+    "group, minima, floats", [(128, False, False), (32, True, False), (32, False, True)]
+)
 @pytest.mark.parametrize(
     "outputs, inputs, more",
     [
@@ -208,9 +211,9 @@ def test_what_no_kernel_serves_is_told():
         (4096, 12288, {"add": True}),
     ],
 )
-def test_widths_of_8b(outputs, inputs, more, group, minima):
+def test_widths_of_8b(outputs, inputs, more, group, minima, floats):
     """All plans of Qwen3-8B's layers, as the self-check at start runs them."""
-    problem = problem_of(outputs, inputs, group=group, minima=minima, **more)
+    problem = problem_of(outputs, inputs, group=group, minima=minima, floats=floats, **more)
     assert triton_linear_int4.KERNEL.supports(problem) is None
     assert op.OP.failures(triton_linear_int4.KERNEL, problem) == []
 

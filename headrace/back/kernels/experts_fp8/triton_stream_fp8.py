@@ -1,15 +1,15 @@
 """A grouped GEMM of e4m3 by e4m3 on Hopper whose experts have few rows each: bound by reading each
-weight once. As experts/triton_grouped_stream.py, with numbers of a byte, so that a step has twice as
-many of the weight's rows: persistent programs keep STAGES steps of the TMA unit on their way, across
-the ends of tiles.
+weight once. As experts/triton_grouped_stream.py, with numbers of a byte, so that a step has twice
+as many of the weight's rows: persistent programs keep STAGES steps of the TMA unit on their way,
+across the ends of tiles.
 
 Sums of 128 inputs are added in float32 with the scales of both. The first GEMM leaves inner values
 as e4m3 numbers: an item's 128 results of a row are a group. The second asks for weights before the
 first has ended: the list it reads was written before that one began, which lets it start only after
 its own wait.
 
-N sorted rows, I inputs, O results of an expert; ROWS weight rows of a box, of which an item has two:
-gates and ups, or twice as many results.
+N sorted rows, I inputs, O results of an expert; ROWS weight rows of a box, of which an item has
+two: gates and ups, or twice as many results.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The weights of a mixture's experts as 4-bit numbers on GPUs: for each expert the tiles of a linear
-layer's weight (linear_int4/layout.py), one matrix behind the other.
+"""The weights of a mixture's experts as 4-bit numbers on GPUs: for each expert the tiles of a
+linear layer's weight (linear_int4/layout.py), one matrix behind the other.
 
 X experts, E width, I inner size; O outputs and I inputs of a matrix.
 """

@@ -1,5 +1,5 @@
-"""A grouped GEMM with weights of 4-bit numbers on Hopper: persistent programs, to which the TMA unit
-streams the weights of the chosen experts, as in linear_int4/triton_stream_int4.py.
+"""A grouped GEMM with weights of 4-bit numbers on Hopper: persistent programs, to which the TMA
+unit streams the weights of the chosen experts, as in linear_int4/triton_stream_int4.py.
 
 An item is a tile of M sorted rows, all of one expert, and one tile of its weight (a PAIR takes two,
 or gates and ups). If SPLIT, all items' blocks, one after the other, are cut into as many equal runs
@@ -45,6 +45,19 @@ def _tile_of(
         return expert * (2 * TILES) + part * TILES + item % COLUMNS
     else:
         return expert * TILES + item % COLUMNS * PAIR + part
+
+
+@gluon.jit
+def _run_of(i_program, programs, items, STEPS: gl.constexpr, SPLIT: gl.constexpr):
+    """The units of a program: its first, and the one behind its last."""
+    if SPLIT:
+        units = items * STEPS
+        return i_program * units // programs, (i_program + 1) * units // programs
+    else:
+        return (
+            i_program * items // programs * STEPS,
+            (i_program + 1) * items // programs * STEPS,
+        )
 
 
 @gluon.jit
@@ -143,12 +156,7 @@ def grouped_stream_int4_kernel(
     begin = 0
     end = 0
     if i_program < programs:
-        if SPLIT:
-            begin = i_program * units // programs
-            end = (i_program + 1) * units // programs
-        else:
-            begin = i_program * items // programs * STEPS
-            end = (i_program + 1) * items // programs * STEPS
+        begin, end = _run_of(i_program, programs, items, STEPS, SPLIT)
     for stage in gl.static_range(STAGES):
         if begin + stage < end:
             _ask_words(

@@ -20,8 +20,9 @@ OFFSET = 8
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of e2m1 bits."""
 LIFT = 2.0**110
-"""What bfloat16 scales of e2m1 numbers are stored times: their bits, moved to where a bfloat16 number
-has its own, are 2 ** 126 too small, and one product brings them near enough (gluon_unpack.py)."""
+"""What bfloat16 scales of e2m1 numbers are stored times: their bits, moved to where a bfloat16
+number has its own, are 2 ** 126 too small, and one product brings them near enough
+(gluon_unpack.py)."""
 LARGEST_LIFTED = 2.0**17
 """The largest such scale."""
 GROUPS = (32, 64, 128)

@@ -1,4 +1,4 @@
-"""A linear layer with a weight of 4-bit integers, with what a decoder layer puts around it: y =
+"""A linear layer with a weight of 4-bit numbers, with what a decoder layer puts around it: y =
 act(norm(x) W^T + b), or added into the residual. For GPUs; CPUs read such weights in panels
 (linear_blocks).
 
@@ -39,8 +39,8 @@ Int4Linear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 @dataclass(frozen=True, kw_only=True)
 class LinearInt4Problem:
     """`dtype` is that of x, bias, scales and result. `group`: inputs that share a scale, None: all.
-    `minima`: each scale has one. `wide`: y is float32; with nothing around it only. `eps` of the
-    norm before, `activation` after; None: none."""
+    `minima`: each scale has one. `floats`: numbers are e2m1, not integers. `wide`: y is float32;
+    with nothing around it only. `eps` of the norm before, `activation` after; None: none."""
 
     device: str
     dtype: torch.dtype
@@ -48,6 +48,7 @@ class LinearInt4Problem:
     outputs: int
     group: int | None = 128
     minima: bool = False
+    floats: bool = False
     bias: bool = False
     wide: bool = False
     eps: float | None = None
@@ -119,8 +120,9 @@ def random_weight(problem: LinearInt4Problem, generator: torch.Generator) -> Int
     new = {"dtype": torch.float32, "device": problem.device, "generator": generator}
     groups = 1 if group is None else -(-inputs // group)
     weight = empty(
-        outputs, inputs, group, minima=problem.minima, dtype=problem.dtype, device=problem.device
-    )
+        outputs, inputs, group, minima=problem.minima, dtype=problem.dtype, device=problem.device,
+        floats=problem.floats,
+    )  # fmt: skip
     step = ROWS * max(1, (1 << 24) // (ROWS * inputs))
     for first in range(0, outputs, step):
         rows = min(step, outputs - first)
@@ -129,6 +131,8 @@ def random_weight(problem: LinearInt4Problem, generator: torch.Generator) -> Int
         minima = None
         if problem.minima:
             minima = scales * (random_tensor(rows, groups, **new) + 7.5)
+        if problem.floats:
+            scales = torch.exp2(scales.log2().round())
         write(weight, first // ROWS, values, scales, minima)
     return weight
 

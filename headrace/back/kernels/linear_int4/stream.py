@@ -74,6 +74,8 @@ def unfit_sizes(gemm: Int4Gemm) -> str | None:
     """The same whatever the device."""
     if gemm.weight.scales_NBSR.dtype not in (torch.bfloat16, torch.float16):
         return f"knows bfloat16 and float16, not {gemm.weight.scales_NBSR.dtype}"
+    if gemm.weight.floats and gemm.weight.scales_NBSR.dtype is not torch.bfloat16:
+        return "multiplies e2m1 numbers in bfloat16"
     if gemm.activation not in (None, "silu"):
         return f"gates by silu, not {gemm.activation}"
     if gemm.activation and gemm.results % ROWS:
@@ -156,8 +158,9 @@ def _bind_streams(gemm: Int4Gemm, plan: StreamPlan) -> Launch:
     constants = {
         "OUTPUTS": gemm.results, "STEPS": steps, "UNITS": units, "PROGRAMS": programs,
         "STAGES": plan.stages, "PAIR": pair, "GROUPS": block_groups(weight.group),
-        "WHOLE": weight.group is None, "MINIMA": weight.minima, "BIAS": gemm.bias_O is not None,
-        "GATED": gemm.activation is not None, "ADD": gemm.add, "num_warps": 4,
+        "WHOLE": weight.group is None, "MINIMA": weight.minima, "FLOATS": weight.floats,
+        "BIAS": gemm.bias_O is not None, "GATED": gemm.activation is not None, "ADD": gemm.add,
+        "num_warps": 4,
     }  # fmt: skip
     m = max(LEAST_TOKENS, plan.tokens)
     sums = programs * 2 * pair * ROWS

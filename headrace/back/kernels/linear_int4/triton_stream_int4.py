@@ -98,6 +98,7 @@ def one_kernel(
     GROUPS: gl.constexpr,
     WHOLE: gl.constexpr,
     MINIMA: gl.constexpr,
+    FLOATS: gl.constexpr,
     NORM: gl.constexpr,
     BIAS: gl.constexpr,
     GATED: gl.constexpr,
@@ -180,9 +181,11 @@ def one_kernel(
                 b_next_up = _numbers(scales, following, 1, STEPS, PAIR, UP, WHOLE, S)
             b_column = blocks.index(unit % STEPS).load(gl.SliceLayout(1, SECOND)).expand_dims(1)
             b_x, _ = gl.broadcast(b_column, gl.zeros([BLOCK, 8], dtype, SECOND))
-            b_acc = mma_v2(unpacked(b_words, b_numbers, MINIMA, GROUPS, ACC), b_x, b_acc)
+            b_acc = mma_v2(unpacked(b_words, b_numbers, MINIMA, GROUPS, ACC, FLOATS), b_x, b_acc)
             if PAIR == 2:
-                b_up = mma_v2(unpacked(b_words_up, b_numbers_up, MINIMA, GROUPS, ACC), b_x, b_up)
+                b_up = mma_v2(
+                    unpacked(b_words_up, b_numbers_up, MINIMA, GROUPS, ACC, FLOATS), b_x, b_up
+                )
         # all columns are the same
         b_y = gl.sum(b_acc, axis=1) * 0.125
         b_u = gl.sum(b_up, axis=1) * 0.125
@@ -191,6 +194,9 @@ def one_kernel(
             STEPS, UNITS, PROGRAMS, PAIR, ROWS,
         )  # fmt: skip
         if done:
+            if FLOATS:
+                b_y *= 65536.0
+                b_u *= 65536.0
             if NORM:
                 b_y *= factor
                 b_u *= factor
@@ -262,6 +268,7 @@ def few_kernel(
     GROUPS: gl.constexpr,
     WHOLE: gl.constexpr,
     MINIMA: gl.constexpr,
+    FLOATS: gl.constexpr,
     BIAS: gl.constexpr,
     GATED: gl.constexpr,
     ADD: gl.constexpr,
@@ -324,11 +331,11 @@ def few_kernel(
             mbarrier.wait(ready.index(slot), count // STAGES & 1)
             b_x = tokens.index(slot).permute((1, 0))
             b_words = own.index(slot * PAIR).load(word_layout())
-            b_weight = unpacked(b_words, b_numbers, MINIMA, GROUPS, ACC)
+            b_weight = unpacked(b_words, b_numbers, MINIMA, GROUPS, ACC, FLOATS)
             b_acc = warpgroup_mma(b_weight, b_x, b_acc, is_async=True)
             if PAIR == 2:
                 b_words_up = own.index(slot * PAIR + 1).load(word_layout())
-                b_weight_up = unpacked(b_words_up, b_numbers_up, MINIMA, GROUPS, ACC)
+                b_weight_up = unpacked(b_words_up, b_numbers_up, MINIMA, GROUPS, ACC, FLOATS)
                 b_up = warpgroup_mma(b_weight_up, b_x, b_up, is_async=True)
                 b_acc, b_up, b_weight, b_weight_up = warpgroup_mma_wait(
                     0, deps=[b_acc, b_up, b_weight, b_weight_up]
@@ -354,6 +361,9 @@ def few_kernel(
             i_tile, begin, o_tile, m_tile, STEPS, UNITS, PROGRAMS, PAIR, TILE,
         )  # fmt: skip
         if done:
+            if FLOATS:
+                b_y = b_y * 65536.0
+                b_u = b_u * 65536.0
             if GATED:
                 if BIAS:
                     b_y += gl.load(bias + o_out).to(gl.float32)[:, None]

@@ -87,6 +87,7 @@ def tiles_kernel(
     GROUPS: tl.constexpr,
     WHOLE: tl.constexpr,
     MINIMA: tl.constexpr,
+    FLOATS: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -117,10 +118,10 @@ def tiles_kernel(
     for i in range(0, STEPS):
         m_k = i * 128 + o_k < INPUTS
         b_x = tl.load(p_x + i * 128, mask=m_m[:, None] & m_k[None, :], other=0.0)
-        b_weight = block_of(p_words + i * 1024, p_scales + i * NEXT, GROUPS, MINIMA)
+        b_weight = block_of(p_words + i * 1024, p_scales + i * NEXT, GROUPS, MINIMA, FLOATS)
         b_acc = tl.dot(b_weight.to(b_x.dtype), tl.trans(b_x), b_acc, input_precision="ieee")
         if GATED:
-            b_weight_up = block_of(p_up + i * 1024, p_up_scales + i * NEXT, GROUPS, MINIMA)
+            b_weight_up = block_of(p_up + i * 1024, p_up_scales + i * NEXT, GROUPS, MINIMA, FLOATS)
             b_up = tl.dot(b_weight_up.to(b_x.dtype), tl.trans(b_x), b_up, input_precision="ieee")
     if BIAS:
         b_acc += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -146,6 +147,7 @@ def dequantize_kernel(
     GROUPS: tl.constexpr,
     WHOLE: tl.constexpr,
     MINIMA: tl.constexpr,
+    FLOATS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """y [OUTPUTS, INPUTS], dense: a block of a tile each program."""
@@ -154,7 +156,7 @@ def dequantize_kernel(
     i_tile = tl.program_id(1).to(tl.int64)
     i_block = i_tile * STEPS + i_k
     p_scales = scales + (i_tile if WHOLE else i_block) * S
-    b_weight = block_of(words + i_block * 1024, p_scales, GROUPS, MINIMA)
+    b_weight = block_of(words + i_block * 1024, p_scales, GROUPS, MINIMA, FLOATS)
     o_n = i_tile * 64 + tl.arange(0, 64)
     o_k = i_k * 128 + tl.arange(0, 128)
     m_y = (o_n < OUTPUTS)[:, None] & (o_k < INPUTS)[None, :]
@@ -169,6 +171,7 @@ def _constants(weight: Int4Weight) -> dict[str, int | bool]:
         "GROUPS": block_groups(weight.group),
         "WHOLE": weight.group is None,
         "MINIMA": weight.minima,
+        "FLOATS": weight.floats,
     }
 
 

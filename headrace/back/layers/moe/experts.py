@@ -141,10 +141,10 @@ def bind_experts(
     packed = (routed.packed, shared.packed)
     if all(isinstance(one, PackedExperts) for one in packed):
         kinds = tuple(one.kind for one in packed if isinstance(one, PackedExperts))
-        together = mixed_rows(kinds) is None
+        is_one_call = mixed_rows(kinds) is None
     else:
-        together = packed == (None, None)
-    if together:
+        is_one_call = packed == (None, None)
+    if is_one_call:
         return _bind(scope, problem, (routed, shared))
     return _bind_apart(scope, problem, routed, shared)
 
