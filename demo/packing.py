@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
 from random import Random
@@ -74,8 +74,16 @@ def pack(found: Sequence[Document], row_tokens: int) -> Rows:
     return Rows(*(np.stack(parts) for parts in zip(*stacked, strict=True)))
 
 
-def stream(tokenizer: Tokenizer, seed: str, row_tokens: int) -> Iterator[Rows]:
-    """Endless single rows of training conversations."""
+def stream(
+    tokenizer: Tokenizer,
+    seed: str,
+    row_tokens: int,
+    *,
+    longest: int | None = None,
+    form: Callable[[Document], Document] = lambda document: document,
+) -> Iterator[Rows]:
+    """Endless single rows of training conversations, of at most `longest` tokens each, in this form."""
+    most = min(row_tokens, longest or row_tokens)
     rng = Random(seed)
     waiting: list[Document] = []
     while True:
@@ -84,7 +92,7 @@ def stream(tokenizer: Tokenizer, seed: str, row_tokens: int) -> Iterator[Rows]:
         while True:
             if len(waiting) < _WAITING:
                 fresh = [training_conversation(rng) for _ in range(_BATCH)]
-                waiting += [d for d in documents(tokenizer, fresh) if len(d[0]) <= row_tokens]
+                waiting += [form(d) for d in documents(tokenizer, fresh) if len(d[0]) <= most]
             fitting = next((i for i, d in enumerate(waiting) if len(d[0]) <= room), None)
             if fitting is None:
                 break

@@ -1,9 +1,10 @@
-"""The held-out items of the demo model's tasks, as `headrace eval` asks them: their form and the
-frozen file that the package ships.
+"""The held-out items of the demo models' tasks, as `headrace eval` asks them: their form and the
+frozen files that the package ships.
 
-The generators live outside the package (demo/tasks); `python -m demo.freeze_held_out` writes the
-file. A held-out problem never occurs in the training data, so a score measures the model and not
-its memory. The items are fixed: the same file gives the same questions on every machine.
+The generators live outside the package (demo/); `python -m demo.freeze_held_out`,
+`demo.sees.freeze` and `demo.hears.freeze` write the files. A held-out problem never occurs in the
+training data, so a score measures the model and not its memory. The items are fixed: the same file
+gives the same questions on every machine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import msgspec
 from headrace.base.errors import ConfigError
 
 HELD_OUT = Path(__file__).parent / "held_out.jsonl.gz"
+SEEN = HELD_OUT.with_name("held_out_vision.jsonl.gz")
+HEARD = HELD_OUT.with_name("held_out_speech.jsonl.gz")
 MAX_BYTES = 64 << 20
 """Of a file of items, unpacked."""
 
@@ -30,13 +33,15 @@ class AnswerCheck(Enum):
     TOOL_CALL = "tool_call"
     STORY = "story"
     ONE_OF = "one_of"
+    WORDS = "words"
 
 
 class EvalItem(msgspec.Struct, frozen=True, kw_only=True):
     """One question: everything needed to ask it and to judge the answer.
 
     `max_tokens` is enough for the right answer and its reasoning. `reference` is the right answer
-    as the training data would have it. `vocabulary`: the words a story may use.
+    as the training data would have it. `vocabulary`: the words a story may use. `audio`: a file of
+    speech in this `language`, to be written down; there are no messages then.
     """
 
     task: str
@@ -45,14 +50,26 @@ class EvalItem(msgspec.Struct, frozen=True, kw_only=True):
     expected: Any
     max_tokens: int
     tools: list[dict[str, Any]] | None = None
-    thinking: bool = False
+    thinking: bool | None = False
     reference: str = ""
     vocabulary: frozenset[str] = frozenset()
+    audio: bytes = b""
+    language: str = ""
+
+    @property
+    def question(self) -> str:
+        """What is asked last, without what is shown."""
+        if not self.messages:
+            return f"speech ({self.language})"
+        content = self.messages[-1]["content"]
+        if isinstance(content, str):
+            return content
+        return " ".join(part["text"] for part in content if "text" in part)
 
     @property
     def template_kwargs(self) -> dict[str, object]:
-        """Arguments of the chat template."""
-        return {"enable_thinking": self.thinking}
+        """Arguments of the chat template; none where the model's knows of no thinking."""
+        return {} if self.thinking is None else {"enable_thinking": self.thinking}
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):

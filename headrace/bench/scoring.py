@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from headrace.bench.held_out import AnswerCheck, EvalItem
 
@@ -24,9 +24,42 @@ class FunctionCall(TypedDict):
     arguments: dict[str, object]
 
 
+class Grade(NamedTuple):
+    """What is right in an answer, of how much: of one, or of the words said."""
+
+    right: int
+    count: int
+
+
+def grade(item: EvalItem, text: str) -> Grade:
+    """How right the generated text is: wholly or not, and of speech by words."""
+    if item.check is not AnswerCheck.WORDS:
+        return Grade(int(score(item, text)), 1)
+    said = words_of(item.expected)
+    return Grade(max(0, len(said) - word_errors(said, words_of(text))), len(said))
+
+
+def words_of(text: str) -> list[str]:
+    """Its words in small letters, without the signs between them."""
+    return re.findall(r"\w+(?:[:'’]\w+)*", text.lower())
+
+
+def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
+    """The fewest words that must be put in, left out or changed (Levenshtein 1966)."""
+    row = list(range(len(heard) + 1))
+    for i, word in enumerate(said, start=1):
+        before, row[0] = row[0], i
+        for j, other in enumerate(heard, start=1):
+            change = before + (word != other)
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, change)
+    return row[-1]
+
+
 def score(item: EvalItem, text: str) -> bool:
     """Whether the generated text is a right answer to the item."""
     visible = visible_text(text)
+    if item.check is AnswerCheck.WORDS:
+        return words_of(visible) == words_of(item.expected)
     if item.check is AnswerCheck.EXACT:
         return visible == item.expected
     if item.check is AnswerCheck.ONE_OF:

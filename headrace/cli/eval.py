@@ -1,4 +1,4 @@
-"""`headrace eval [MODEL]`: scores a model on the demo model's held-out tasks. Exit status 1 below
+"""`headrace eval [MODEL]`: scores a model on the demo models' held-out tasks. Exit status 1 below
 --bar."""
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from rich.table import Table
 from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
-from headrace.bench.eval import TaskScore, score_task
+from headrace.bench.eval import Questioner, TaskScore, score_task
 from headrace.bench.held_out import HELD_OUT, EvalItem, read_items
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.session import open_session
+from headrace.front.client.transcription import Transcriber
+from headrace.front.media.preparation import MediaPreparer
 
 MAX_ITEMS = 1_000_000
 
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Scores every task that was asked for."""
     line = CommandLine(
         "headrace eval",
-        "Held-out tasks, greedy, exact match.",
+        "Held-out tasks, greedy, exact match (of speech: words).",
         groups=("model", "kv", "scheduler", "device", "adapters"),
     )
     add_model_argument(line)
@@ -63,10 +65,19 @@ def _chosen(by_task: dict[str, list[EvalItem]], names: str, count: int) -> list[
 
 async def _score(options: Options, items: list[list[EvalItem]], streams: int) -> list[TaskScore]:
     async with open_session(options) as session:
-        return [
-            await score_task(session.engine, session.template, of_task, streams=streams)
-            for of_task in items
-        ]
+        text, tokenizer = session.resolved.text, session.engine.tokenizer
+        media = MediaPreparer(text.media, tokenizer) if text.media else None
+        questioner = Questioner(
+            session.engine,
+            session.template,
+            media=media,
+            speech=Transcriber.of(text, tokenizer),
+        )
+        try:
+            return [await score_task(questioner, of_task, streams=streams) for of_task in items]
+        finally:
+            if media is not None:
+                media.close()
 
 
 def _show(scores: list[TaskScore], *, as_json: bool) -> None:

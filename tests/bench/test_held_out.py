@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.bench.held_out import HELD_OUT, AnswerCheck, read_items, write_items
+from headrace.bench.held_out import HEARD, HELD_OUT, SEEN, AnswerCheck, read_items, write_items
 
 
 def test_the_shipped_file_is_small_and_has_every_task() -> None:
@@ -16,6 +16,16 @@ def test_the_shipped_file_is_small_and_has_every_task() -> None:
     items = read_items()
     assert len(items) == 21 and all(len(of_task) >= 5 for of_task in items.values())
     assert len(items["arithmetic"]) == 100
+
+
+def test_the_shipped_items_that_are_seen_and_heard_are_small_and_have_every_task() -> None:
+    assert SEEN.stat().st_size < 700_000 and HEARD.stat().st_size < 700_000
+    seen, heard = read_items(SEEN), read_items(HEARD)
+    assert {len(items) for items in seen.values()} == {30} and len(seen) == 10
+    assert {len(items) for items in heard.values()} == {25} and len(heard) == 4
+    assert all(item.audio and item.language for items in heard.values() for item in items)
+    assert "image_url" in seen["count"][0].messages[0]["content"][0]
+    assert seen["count"][0].question.endswith(("?", "."))
 
 
 def test_a_story_may_use_the_vocabulary_of_the_file() -> None:

@@ -7,8 +7,15 @@ import json
 import msgspec
 import pytest
 
-from headrace.bench.held_out import AnswerCheck, EvalItem, read_items
-from headrace.bench.scoring import score, score_tool_calls, visible_text
+from headrace.bench.held_out import HEARD, AnswerCheck, EvalItem, read_items
+from headrace.bench.scoring import (
+    grade,
+    score,
+    score_tool_calls,
+    visible_text,
+    word_errors,
+    words_of,
+)
 
 ITEMS = read_items()
 
@@ -76,3 +83,20 @@ def test_a_wrong_answer_scores_false(task: str) -> None:
         text = right_answer(item)
         for wrong in ("", "I do not know.", text + " and more", text[: len(text) // 2]):
             assert not score(item, wrong) or wrong == text, (item, wrong)
+
+
+def test_of_speech_words_are_counted_without_signs_and_case() -> None:
+    assert words_of(" Um 7:45, ÖFFNE die Tür!") == ["um", "7:45", "öffne", "die", "tür"]
+    assert word_errors([], ["a", "b"]) == 2 and word_errors(["a", "b"], []) == 2
+    assert word_errors(["the", "cat", "sat", "here"], ["a", "cat", "sat"]) == 2
+    assert word_errors(["a", "b", "c", "d"], ["b", "c", "d", "a"]) == 2
+    item = read_items(HEARD)["en"][0]
+    item = msgspec.structs.replace(item, expected="Open the window.")
+    assert grade(item, " open the") == (2, 3)
+    assert grade(item, " open the window") == (3, 3) and score(item, "Open, the window")
+    assert grade(item, " a b c d e f g") == (0, 3)
+
+
+def test_what_is_not_speech_is_right_or_wrong() -> None:
+    item = ITEMS["copy"][0]
+    assert grade(item, right_answer(item)) == (1, 1) and grade(item, "no") == (0, 1)

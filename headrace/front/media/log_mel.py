@@ -30,7 +30,7 @@ class LogMel:
 
     def __init__(self, bands: int, frames: int | None = None) -> None:
         self._num_samples = None if frames is None else frames * HOP
-        self._filters_BM = _filters(bands)
+        self.filters_BM = _filters(bands)
         self._window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
 
     def features(self, samples: npt.NDArray[np.int16]) -> Floats:
@@ -41,7 +41,7 @@ class LogMel:
         padded = np.pad(wave, WINDOW // 2, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:-1]
         power_FB = np.abs(np.fft.rfft(frames * self._window)) ** 2
-        log = np.log10(np.maximum(power_FB @ self._filters_BM, LEAST_POWER)).T
+        log = np.log10(np.maximum(power_FB @ self.filters_BM, LEAST_POWER)).T
         log = np.maximum(log, log.max() - RANGE)
         return np.ascontiguousarray((log + 4.0) / 4.0, dtype=np.float32)
 
