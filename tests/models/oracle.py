@@ -87,6 +87,8 @@ def randomize(model: Any, *, seed: int = 11) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.mul_(0.7)
+            if name.endswith("rotary_emb.alpha"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5)
             if name.endswith("tid2eid"):
                 buffer.copy_(torch.randint(6, buffer.shape, generator=generator))
 

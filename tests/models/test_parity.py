@@ -883,9 +883,13 @@ def test_logits_equal_transformers_in_float32(case: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("case", CASES)
 def test_last_tokens_alone_have_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
     """The hidden states of other tokens end with the last layer's KV, which later steps read."""
-    oracle = save_oracle(tiny_config(case), tmp_path)
+    compare_last_tokens(tmp_path, save_oracle(tiny_config(case), tmp_path))
+
+
+def compare_last_tokens(folder: Path, oracle: Any) -> None:
+    """Of each chunk the last token's logits alone, by the model in the folder."""
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
-    ours = load_ours(model_spec(tmp_path))
+    ours = load_ours(model_spec(folder))
     run = PagedRun(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     theirs = oracle_logits(oracle, rows)
     for chunks in schedule([len(row) for row in rows]):

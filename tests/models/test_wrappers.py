@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from headrace.base.errors import HeadraceError
 from tests.models.oracle import (
     BLOCK_TOKENS,
     load_ours,
@@ -30,6 +31,7 @@ from tests.models.test_parity import (
     SIZES,
     UNIFIED,
     compare,
+    compare_last_tokens,
     rope,
     tiny_config,
 )
@@ -89,6 +91,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
     ),
+    "MistralLarge4": (
+        "",
+        "MistralLarge4Text",
+        {
+            **{"num_key_value_heads": 6, "kv_lora_rank": 24, "v_head_dim": 12, "pad_token_id": 1},
+            **{"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "n_routed_experts": 8},
+            **{"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "num_hidden_layers": 6},
+            **{"moe_intermediate_size": 24, "index_n_heads": 16, "index_head_dim": 12},
+            **{"index_topk": 12, "rms_norm_eps": 0.01, "routed_scaling_factor": 1.3},
+            "no_rope_layers": [1, 0, 1, 0, 1, 1],
+            "kv_source_layers": [0, 1, 2, 1, 2, 2],
+            "indexer_types": ["full", "full", "shared", "full", "shared", "shared"],
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     "Gemma3": (
         "Siglip",
         "Gemma3Text",
@@ -97,8 +114,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> None:
+def whole_oracle(name: str, folder: Path) -> Any:
+    """A tiny random model with all its parts, saved in the folder."""
     vision, text, changes = CASES[name]
     config = getattr(transformers, f"{name}Config")(
         vision_config=getattr(transformers, f"{vision}VisionConfig")(**VISION)
@@ -110,12 +127,45 @@ def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> No
     config._attn_implementation = "eager"
     oracle = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     randomize(oracle)
-    oracle.save_pretrained(tmp_path)
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    oracle = whole_oracle(name, tmp_path)
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
     ours = load_ours(model_spec(tmp_path))
     assert [one.chosen for one in ours.decisions if one.field == "model.parts"] == ["text"]
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["MistralLarge4", "Glm5Next"])
+def test_last_tokens_alone_have_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    """Layers behind the last that writes a cache read a choice that was made for fewer tokens."""
+    oracle = whole_oracle(name, tmp_path)
+    compare_last_tokens(tmp_path, oracle)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"kv_source_layers": [0, 1, 2, 1, 0, 4]}, "kv_source_layers .* for layer 5"),
+        ({"kv_source_layers": [0, 1, 2, 2, 2, 2]}, "kv_source_layers .* that rotates as it does"),
+        ({"kv_source_layers": [0, 1]}, "kv_source_layers"),
+        ({"no_rope_layers": [1, 2, 1, 1, 1, 1]}, "no_rope_layers .* 6 of 0, 1"),
+    ],
+)
+def test_what_mistral_large_4_cannot_be_is_said(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    whole_oracle("MistralLarge4", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HeadraceError, match=message):
+        load_ours(model_spec(tmp_path))
 
 
 def test_step_3_5_reads_the_keys_of_its_published_config(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from headrace.back.kernels.index_select.op import IndexSelectProblem
 from headrace.back.kernels.index_write.op import OP as INDEX_WRITE
 from headrace.back.kernels.index_write.op import IndexWriteProblem
 from headrace.back.layers.linear import ColumnLinear
-from headrace.back.layers.rope import Rope, RopeSpec
+from headrace.back.layers.norm import LayerNorm
+from headrace.back.layers.rope import HeadLogScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part
 
@@ -47,7 +48,7 @@ class PositionChoice(Protocol[Handed]):
         self, x_TE: torch.Tensor, q_TX: torch.Tensor, batch: Batch, at_N: torch.Tensor | None
     ) -> Handed:
         """The first half, of the tokens `at_N`, None: of all. `q_TX`: the normed down-projection
-        of the attention's queries."""
+        of the attention's queries; empty where there is none."""
         ...
 
     def choose(self, handed: Handed, batch: Batch, /) -> torch.Tensor:
@@ -85,7 +86,9 @@ class Selection:
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
     """`dim`: dimensions of a head, of which those from `offset` on are rotated; `eps`: of the norm
-    of its keys; `top_k`: positions chosen;
+    of its keys; `top_k`: positions chosen; `own_queries`: they are made of the normed hidden
+    states, and grow with the logarithm of their position (Mistral Large 4), not of the attention's
+    down-projection;
     `selection`: where they are left for other layers; `shared`: there is no indexer here, what lies
     in the selection is read."""
 
@@ -97,6 +100,7 @@ class IndexerSpec:
     eps: float = KEY_NORM_EPS
     selection: Selection | None = None
     shared: bool = False
+    own_queries: bool = False
     lists: int = 1
 
     def build(self, scope: Scope, cache: int, *, width: int, q_rank: int) -> PositionChoice[Any]:
@@ -122,7 +126,12 @@ class Indexer:
     ) -> None:
         self._scope, self._cache, self._spec = scope, cache, spec
         heads = Part("wq_b", spec.heads * spec.dim, 1)
-        self._query = ColumnLinear(scope, q_rank, (heads,))
+        self._query_norm: LayerNorm | None = None
+        self._query_scale: HeadLogScale | None = None
+        if spec.own_queries:
+            self._query_norm = LayerNorm(scope / "q_input_norm", width, eps=KEY_NORM_EPS)
+            self._query_scale = HeadLogScale(scope / "softmax_scaling", spec.heads)
+        self._query = ColumnLinear(scope, width if spec.own_queries else q_rank, (heads,))
         self._key = ColumnLinear(scope, width, (Part("wk", spec.dim, 1),))
         self._weight = ColumnLinear(scope, width, (Part("weights_proj", spec.heads, 1),))
         self._norm_weight = scope.param("k_norm.weight", (spec.dim,), init="ones")
@@ -141,7 +150,11 @@ class Indexer:
     ) -> IndexQueries:
         """See PositionChoice."""
         plan = batch.plans[batch.group_of_layer[self._cache]]
+        if self._query_norm is not None:
+            q_TX = self._query_norm.norm(x_TE)
         q_TJI = self._query.project(q_TX).unflatten(1, (self._spec.heads, self._spec.dim))
+        if self._query_scale is not None:
+            q_TJI = q_TJI * self._query_scale.factors(batch.positions_T)
         weight_TJ = self._weight.project(x_TE)
         self._write(
             q_TJI,
@@ -196,5 +209,6 @@ class SharedChoice:
         return chosen_TK if at_N is None else chosen_TK.index_select(0, at_N)
 
     def choose(self, chosen_TK: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See PositionChoice."""
+        """See PositionChoice. Layers behind this one read it for the same tokens."""
+        self._selection.chosen_TK = chosen_TK
         return chosen_TK

@@ -37,7 +37,7 @@ from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, l
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.output_gate import OutputGate
-from headrace.back.layers.rope import NoRope, QueryScale, Rope, RopeSpec
+from headrace.back.layers.rope import HeadLogScale, NoRope, QueryScale, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
@@ -67,6 +67,8 @@ class LatentAttentionSpec:
     window     tokens a query sees; then `indexer` chooses them. None: all before it
     key_norm   the norm of the rotated key, before its rotation; None: there is none
     latent_scale  what normed latents are multiplied with
+    log_scale  queries grow with the logarithm of their position, as each head has learned
+    source     the cache of a layer before that is read instead of one of its own; None: its own
     """
 
     width: int
@@ -88,6 +90,8 @@ class LatentAttentionSpec:
     sinks: bool = False
     window: int | None = None
     key_norm: str | None = None
+    log_scale: bool = False
+    source: int | None = None
     names: LatentNames = LatentNames()
 
     def build(
@@ -129,12 +133,12 @@ class LatentAttention:
                 field="kv_dtype",
             )
         rotary = spec.rope.rotary_dim
-        self._layer, self._spec, self._scope = layer, spec, scope
+        owns = spec.source is None
+        self._layer, self._spec, self._scope = layer if owns else spec.source, spec, scope
         self._indexer: PositionChoice[Any] | None = None
         if spec.indexer is not None:
-            assert spec.q_rank is not None, "an indexer reads the queries' down-projection"
-            sizes = {"width": spec.width, "q_rank": spec.q_rank}
-            self._indexer = spec.indexer.build(scope / "indexer", layer + 1, **sizes)
+            sizes = {"width": spec.width, "q_rank": spec.q_rank or 0}
+            self._indexer = spec.indexer.build(scope / "indexer", layer + owns, **sizes)
             norm = None  # it reads what the norms give, too
         q_size = spec.heads * (spec.nope + rotary)
         queries = Part("q_proj", q_size, spec.heads)
@@ -143,15 +147,15 @@ class LatentAttention:
         first = queries if spec.q_rank is None else Part("q_a_proj", spec.q_rank, 1)
         # One GEMM for both down-projections: a small batch reads x once.
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, spec.values),)
-        self._down = ColumnLinear(
-            scope, spec.width, (first, latent, *gates), bias=spec.down_bias, norm=norm
-        )
+        parts = (first, latent, *gates) if owns else (first, *gates)
+        self._down = ColumnLinear(scope, spec.width, parts, bias=spec.down_bias, norm=norm)
         self._q_norm: RMSNorm | None = None
         self._q_up: ColumnLinear | None = None
         if spec.q_rank is not None:
             self._q_norm = RMSNorm(scope / "q_a_layernorm", spec.q_rank, eps=spec.eps)
             self._q_up = self._up_projection(scope, spec.q_rank, q_size)
-        self._kv_norm = RMSNorm(scope / "kv_a_layernorm", spec.rank, eps=spec.eps)
+        self._kv_norm = RMSNorm(scope / "kv_a_layernorm", spec.rank, eps=spec.eps) if owns else None
+        self._log_scale = self._head_scale() if spec.log_scale else None
         self._key_norm = spec.key_norm and RMSNorm(scope / spec.key_norm, rotary, eps=spec.eps)
         heads = Part("kv_b_proj", spec.heads * (spec.nope + spec.values), spec.heads)
         self._kv_up = scope.param(
@@ -171,6 +175,10 @@ class LatentAttention:
         self._attend_expanded: Callable[..., torch.Tensor] | None = None
         self._key_HCN = self._value_HCV = torch.empty(0)
         scope.on_finish(self._finish)
+
+    def _head_scale(self) -> HeadLogScale:
+        name, heads = "softmax_scaling", self._spec.heads
+        return HeadLogScale(self._scope / name, heads, Part(name, heads, heads))
 
     def _sinks_param(self) -> Param:
         heads = Part("sinks", self._spec.heads, self._spec.heads)
@@ -194,7 +202,8 @@ class LatentAttention:
         width = self._spec.rank + self._spec.rope.rotary_dim
         kind, span = ("window", self._spec.window) if self._spec.window else ("latent", None)
         latents = LatentForm(cache=self._layer, width=width, kind=kind, span=span)
-        return (latents,) if self._indexer is None else (latents, *self._indexer.kv_forms)
+        own = (latents,) if self._spec.source is None else ()
+        return own if self._indexer is None else (*own, *self._indexer.kv_forms)
 
     @property
     def norms(self) -> bool:
@@ -208,11 +217,9 @@ class LatentAttention:
         spec, kv = self._spec, batch.kv[self._layer]
         plan = batch.plans[batch.group_of_layer[self._layer]]
         down_TX = self._down.project(x_TE)
-        q_TX, latent_TW, *gates = down_TX.split_with_sizes(self._down.sizes, dim=1)
-        gate_TX = gates[0] if gates else None
-        if self._key_norm:
-            latent_TC, key_TR = latent_TW.split_with_sizes((spec.rank, spec.rope.rotary_dim), dim=1)
-            latent_TW = torch.cat((latent_TC, self._key_norm.norm(key_TR)), dim=1)
+        q_TX, *rest = down_TX.split_with_sizes(self._down.sizes, dim=1)
+        latent_TW = rest.pop(0) if spec.source is None else None
+        gate_TX = rest[0] if rest else None
         index: Any = None
         if self._q_up is not None:
             plain_TX, q_TX = q_TX, self._normed(q_TX, self._q_up)
@@ -223,11 +230,10 @@ class LatentAttention:
             q_TX = self._q_up.project(q_TX)
             if spec.joint_gate:
                 q_TX, gate_TX = q_TX.split_with_sizes(self._q_up.sizes, dim=1)
+        elif self._indexer is not None:
+            index = self._indexer.queries(x_TE, x_TE[:, :0], batch, at_N)
         q_THD = q_TX.unflatten(1, (self._heads, -1))
-        q_THW = down_TX.new_empty((down_TX.shape[0], self._heads, latent_TW.shape[1]))
-        self._write(
-            q_THD, latent_TW, batch.positions_T, self._rope.table_PR, kv, plan.slot_T, q_THW
-        )
+        q_THW = self._rotated(q_THD, latent_TW, batch, plan, kv)
         if at_N is not None:
             q_THD, q_THW = q_THD.index_select(0, at_N), q_THW.index_select(0, at_N)
             gate_TX = chosen(gate_TX, at_N)
@@ -236,11 +242,43 @@ class LatentAttention:
         if first:
             self._absorb(q_THD[:first, :, : spec.nope], q_THW[:first, :, : spec.rank])
         own_THN = q_THD[..., : spec.nope]
-        if self._query_scale_P is not None:
+        if self._query_scale_P is not None or self._log_scale is not None:
             positions_T = batch.positions_T if at_N is None else batch.positions_T[at_N]
-            scale_T11 = self._query_scale_P[positions_T, None, None]
-            q_THW, own_THN = q_THW * scale_T11, own_THN * scale_T11
+            scale_TH1 = self._scale_of(positions_T)
+            q_THW, own_THN = q_THW * scale_TH1, own_THN * scale_TH1
         return LatentQueries(q_THW, own_THN, gate_TX, index)
+
+    def _rotated(
+        self,
+        q_THD: torch.Tensor,
+        latent_TW: torch.Tensor | None,
+        batch: Batch,
+        plan: AttentionPlan,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """q_THW, of which only the rotated part is there yet. Latents, where the layer has its own,
+        are in the cache."""
+        spec, table_PR = self._spec, self._rope.table_PR
+        rotary = spec.rope.rotary_dim
+        q_THW = q_THD.new_empty((*q_THD.shape[:2], spec.rank + rotary))
+        if latent_TW is None:
+            if rotary:
+                q_THW[..., spec.rank :] = q_THD[..., spec.nope :]
+                turned_THR = q_THW[..., spec.rank :]
+                self._rope.rotate(turned_THR, turned_THR[:, :0], batch.positions_T, table_PR)
+            return q_THW
+        if self._key_norm:
+            latent_TC, key_TR = latent_TW.split_with_sizes((spec.rank, rotary), dim=1)
+            latent_TW = torch.cat((latent_TC, self._key_norm.norm(key_TR)), dim=1)
+        self._write(q_THD, latent_TW, batch.positions_T, table_PR, kv, plan.slot_T, q_THW)
+        return q_THW
+
+    def _scale_of(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Of the queries at these positions, [T, H or 1, 1]."""
+        if self._log_scale is not None:
+            return self._log_scale.factors(positions_T)
+        assert self._query_scale_P is not None
+        return self._query_scale_P[positions_T, None, None]
 
     def attend_into(
         self, queries: LatentQueries, residual_TE: torch.Tensor, batch: Batch
@@ -318,11 +356,11 @@ class LatentAttention:
         self._absorb = scope.bind(HEAD_LINEAR, absorb, key_HCN)
         self._expand = scope.bind(HEAD_LINEAR, expand, value_HVC)
         cache = {"rank": spec.rank, "rotary": rope.rotary_dim, "block_tokens": scope.block_tokens}
-        self._write = scope.bind(
-            LATENT_WRITE,
-            LatentWriteProblem(**facts, **cache, nope=spec.nope, eps=spec.eps, layout=rope.layout),
-            self._kv_norm.weight_E * spec.latent_scale,
-        )
+        if self._kv_norm is not None:
+            write = {"nope": spec.nope, "eps": spec.eps, "layout": rope.layout}
+            problem = LatentWriteProblem(**facts, **cache, **write)
+            weight_C = self._kv_norm.weight_E * spec.latent_scale
+            self._write = scope.bind(LATENT_WRITE, problem, weight_C)
         if spec.query_scale is not None:
             self._query_scale_P = spec.query_scale.table_in(scope)
         if spec.indexer is not None:

@@ -19,11 +19,25 @@ import torch
 
 from headrace.back.kernels.rope.op import OP, RopeProblem
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.shard import Part, Shard
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 OLD_NAMES = {"su": "longrope", "ntk": "dynamic", "deepseek_yarn": "yarn", "mrope": "default"}
+
+
+class LearnedStretch:
+    """The checkpoint's own factors of a rotation's frequencies, as logarithms ("LeRoPE", Mistral
+    Large 4; transformers 5.23, modeling_mistral_large4)."""
+
+    def __init__(self, scope: Scope, name: str, pairs: int) -> None:
+        self._param = scope.param(name, (pairs,), init="zeros", dtype=torch.float32)
+        self.factors = torch.empty(0)
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        self.factors = self._param.take().exp().cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +46,8 @@ class RopeSpec:
     `attention_factor`.
 
     R = 2 * len(frequencies) dimensions of each head are rotated, from the first on. `decision` says
-    what was fixed by the longest sequence the engine allows; empty if nothing was.
+    what was fixed by the longest sequence the engine allows; empty if nothing was. `stretch`:
+    learned factors of the frequencies.
     """
 
     kind: str
@@ -41,6 +56,7 @@ class RopeSpec:
     attention_factor: float = 1.0
     layout: str = "half"
     decision: str = ""
+    stretch: LearnedStretch | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -80,6 +96,8 @@ class Rope:
 class NoRope:
     """In its place where no dimension turns: a table without columns."""
 
+    rotate = not_loaded
+
     def __init__(self, scope: Scope) -> None:
         shape = (scope.max_positions, 0)
         self.table_PR = torch.empty(shape, dtype=torch.float32, device=scope.device)
@@ -109,9 +127,32 @@ class QueryScale:
         return tables[self]
 
 
+class HeadLogScale:
+    """Each head's queries at position p are multiplied by its own scale * log(p + 1) + bias, both
+    learned (Mistral Large 4). `part`: the heads, of which a rank holds its share; None: all on
+    every rank."""
+
+    def __init__(self, scope: Scope, heads: int, part: Part | None = None) -> None:
+        shard = None if part is None else Shard(axis="tp", dim=0, parts=(part,))
+        self._scale = scope.param("scale", (heads,), shard=shard, init="zeros")
+        self._bias = scope.param("bias", (heads,), shard=shard, init="ones")
+        self._scale_H = self._bias_H = torch.empty(0)
+        scope.on_finish(self._finish)
+
+    def factors(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """factor_TH1 in the model's dtype."""
+        log_T = (positions_T + 1).float().log().to(self._scale_H.dtype)
+        return torch.addcmul(self._bias_H, log_T[:, None], self._scale_H)[..., None]
+
+    def _finish(self) -> None:
+        self._scale_H, self._bias_H = self._scale.take(), self._bias.take()
+
+
 def rope_table(spec: RopeSpec, max_positions: int) -> torch.Tensor:
     """table_PR float32: cosines, then sines, of every position."""
     frequencies = torch.tensor(spec.frequencies, dtype=torch.float32)
+    if spec.stretch is not None:
+        frequencies = frequencies * spec.stretch.factors
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * spec.attention_factor
 

@@ -207,6 +207,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "mistral": "mistral",
     "ministral3": "ministral3",
     "mistral4": "mistral4",
+    "mistral_large4_text": "mistral_large4",
     "kimi_k2": "deepseek",
     "step3p5": "step3p5",
     "deepseek_v3": "deepseek",
@@ -233,6 +234,7 @@ WRAPPERS: Mapping[str, str] = {
 lies in the checkpoint."""
 BASES_WITHIN: Mapping[str, str] = {
     "Step3p7ForConditionalGeneration": "model",
+    "MistralLarge4ForConditionalGeneration": "model",
     "Gemma3nForConditionalGeneration": "model.language_model",
     "Glm5NextForConditionalGeneration": "model.language_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
@@ -248,7 +250,7 @@ RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
-CHOICES_SHARED = {"glm_moe_dsa": 1, "glm5_next": 1, "hy_v4": 4}
+CHOICES_SHARED = {"glm_moe_dsa": 1, "glm5_next": 1, "hy_v4": 4, "mistral_large4": 1}
 """Families whose layers may read what the indexer of one before them chose, and every how manieth
 has one of its own unless the config says."""
 CHOOSING = "minimax_m3_sparse"
@@ -364,10 +366,13 @@ def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) ->
     those that read the caches of others."""
     kinds = config.get("layers_block_type") or config.get("layer_types")
     attending, shared = config.get("attn_layer_indices"), config.get("num_kv_shared_layers")
+    sources = config.get("kv_source_layers")
     if family in RECURRENT:
         return frozenset(range(layers))
     if family in SHARING and isinstance(shared, int):
         return frozenset(range(layers - shared, layers))
+    if isinstance(sources, list) and len(sources) == layers:
+        return frozenset(i for i, source in enumerate(sources) if source != i)
     if isinstance(kinds, list):
         return frozenset(i for i, kind in enumerate(kinds) if kind in RECURRENT_KINDS)
     if isinstance(config.get("attn_type_list"), list):

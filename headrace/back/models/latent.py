@@ -56,11 +56,15 @@ def read_latent_attention(
 
 
 def read_indexer(
-    config: ConfigReader, attention: LatentAttentionSpec, *, layout: str
+    config: ConfigReader,
+    attention: LatentAttentionSpec,
+    *,
+    layout: str,
+    own_queries: bool = False,
 ) -> IndexerSpec:
     """The indexer beside this attention, by DeepSeek-V3.2's keys. `layout`: of its own rotation,
-    whose angles are the attention's."""
-    if attention.q_rank is None:
+    whose angles are the attention's; `own_queries`: see IndexerSpec."""
+    if attention.q_rank is None and not own_queries:
         raise config.wrong("q_lora_rank", "a number: the indexer reads that projection")
     rotary = attention.rope.rotary_dim
     return IndexerSpec(
@@ -68,6 +72,7 @@ def read_indexer(
         dim=config.int("index_head_dim", ge=rotary),
         top_k=config.int("index_topk", ge=1),
         rope=replace(attention.rope, layout=layout),
+        own_queries=own_queries,
     )
 
 
