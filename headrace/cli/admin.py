@@ -34,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
     }
     ids = {name: quote(str(value), safe="") for name, value in fields.items()}
     path = f"{PREFIX}/{(operation.path or operation.name).format(**ids)}"
-    status, answer = ask(_address(arguments.address), operation.method, path, fields)
+    key = env.get("HEADRACE_ADMIN_KEY")
+    status, answer = ask(_address(arguments.address), operation.method, path, fields, key=key)
     print(json.dumps(answer, indent=2, ensure_ascii=False))
     return 0 if status < 400 else 1
 
@@ -96,7 +97,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def ask(
-    address: str, method: str, path: str, body: dict[str, object]
+    address: str, method: str, path: str, body: dict[str, object], *, key: str | None
 ) -> tuple[int, dict[str, object]]:
     """The status and the answer; HeadraceError if nobody answers there."""
     if address.startswith("unix:"):
@@ -109,7 +110,7 @@ def ask(
             )
         connection = http.client.HTTPConnection(host or "127.0.0.1", int(port), timeout=TIMEOUT_S)
     headers = {"content-type": "application/json"}
-    if key := env.get("HEADRACE_ADMIN_KEY"):
+    if key:
         headers["authorization"] = f"Bearer {key}"
     try:
         data = json.dumps(body) if method == "POST" else None
@@ -117,7 +118,7 @@ def ask(
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     except (OSError, ValueError) as error:
-        raise HeadraceError(f"no answer from the admin API at {address}: {error}") from None
+        raise HeadraceError(f"no answer from {address}: {error}") from None
     finally:
         connection.close()
 

@@ -62,9 +62,9 @@ class Chat:
             self._console.print(HELP, markup=False)
         return True
 
-    async def say(self, text: str) -> None:
+    async def say(self, text: str) -> bool:
         """Sends a message and prints the answer as it comes; an interrupted answer is kept as far
-        as it came."""
+        as it came. Whether there is one: the model may refuse the request."""
         self._messages.append({"role": "user", "content": text})
         begin, count, output = time.perf_counter(), 0, ChatOutput()
         try:
@@ -85,13 +85,14 @@ class Chat:
         except RequestError as error:
             self._console.print(f"[red]{error.message}[/]")
             self._messages.pop()
-            return
+            return False
         finally:
             self._console.print()
         self._messages.append(output.message())
         if self._stats:
             seconds = time.perf_counter() - begin
             self._console.print(f"[dim]{count} tokens, {count / seconds:.1f} tokens/s[/]")
+        return True
 
     def _show(self, output: ChatOutput, parts: list[Part]) -> None:
         """Prints more of the answer; what the model only thinks is dim."""
@@ -107,20 +108,22 @@ class Chat:
 
 def main(argv: Sequence[str]) -> int:
     """Chats until the end of input."""
-    line = CommandLine(
-        "headrace chat",
-        "Chat in the terminal.",
-        groups=("model", "kv", "scheduler", "device", "adapters"),
-    )
+    own, options = chat_line("headrace chat", "Chat in the terminal.").parse(argv)
+    asyncio.run(chat(with_model(options, own.path), own))
+    return 0
+
+
+def chat_line(prog: str, description: str) -> CommandLine:
+    """The command line of a chat."""
+    groups = ("model", "kv", "scheduler", "device", "adapters")
+    line = CommandLine(prog, description, groups=groups)
     add_model_argument(line)
     line.parser.add_argument("--system", help="system prompt")
     line.parser.add_argument(
         "--think", action="store_true", help="reasoning on, where the model has it"
     )
     add_sampling_flags(line, max_tokens=1024)
-    own, options = line.parse(argv)
-    asyncio.run(_chat(with_model(options, own.path), own))
-    return 0
+    return line
 
 
 async def _read_line(console: Console) -> str | None:
@@ -131,19 +134,27 @@ async def _read_line(console: Console) -> str | None:
         return None
 
 
-async def _chat(options: Options, own: Any) -> None:
+async def answer_once(options: Options, own: Any, prompt: str) -> int:
+    """Prints the answer to one prompt; the exit status."""
+    async with open_session(options) as session:
+        answered = await Chat(session, own, Console()).say(prompt)
+    return 0 if answered else 1
+
+
+async def chat(options: Options, own: Any) -> None:
+    """Reads lines and answers them, until the end of input."""
     console = Console()
     async with open_session(options) as session:
-        chat = Chat(session, own, console)
+        conversation = Chat(session, own, console)
         console.print(
             f"[dim]{session.resolved.engine.model.name}; /help for commands, Ctrl-D to leave[/]"
         )
         while (line := await _read_line(console)) is not None:
             if line.startswith("/"):
-                if not chat.command(line):
+                if not conversation.command(line):
                     return
             elif line.strip():
-                answer = asyncio.ensure_future(chat.say(line))
+                answer = asyncio.ensure_future(conversation.say(line))
                 try:
                     await answer
                 except asyncio.CancelledError:

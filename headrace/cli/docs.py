@@ -49,6 +49,10 @@ folder, a GGUF file or a hub id; without one the bundled demo model is used.
     headrace chat MODEL
     headrace generate --prompt "Once upon a time" --max-tokens 20
     headrace plan MODEL --device h200
+    headrace run org/name "Why is the sky blue?"
+
+`pull`, `list`, `rm`, `run`, `ps` and `stop` are Ollama's words. `pull` and `run` fetch a model, as they
+say; `serve` asks first at a terminal, and else needs `--allow-download`. A request never does.
 
 The exit status is 0 after success, 1 if a request or the work failed, and 2 if an option, the
 checkpoint or the machine does not allow a start; the message says which.

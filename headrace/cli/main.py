@@ -18,6 +18,12 @@ from headrace.launch.prestart import CORE_MODULE, discard_prestarted, prestart
 
 SUMMARIES = {
     "serve": "serve a model over HTTP (OpenAI-compatible)",
+    "pull": "fetch a model of a hub into the local cache",
+    "list": "the models in the local cache",
+    "rm": "remove models from the local cache",
+    "run": "answer a prompt or chat; a model that is not there is fetched",
+    "ps": "the models of a running server: which are loaded, and until when",
+    "stop": "have a running server unload a model",
     "render": "tokenize and render prompts over HTTP and gRPC, without a model's weights",
     "chat": "chat with a model in the terminal",
     "generate": "continue prompts from the command line or a file",

@@ -20,6 +20,7 @@ from headrace.base.config.units import show_bytes
 from headrace.base.errors import StartError
 from headrace.base.process_age import process_age_s
 from headrace.base.telemetry import log as logs
+from headrace.cli.downloading import with_permission
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.other_servers import translated, without_gpu
 from headrace.launch.api_process import ApiSpec
@@ -51,6 +52,7 @@ def run(options: Options, notes: Sequence[Decision] = ()) -> int:
     logs.configure("headrace", options.server.log_level)
     try:
         env.cache_dir()  # whose faults are said before anything is loaded
+        options = with_permission(options)
         if serves_many(options):
             return _serve_many(read_catalog(options), notes)
         resolved = resolve_options(options)

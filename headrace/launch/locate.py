@@ -1,10 +1,8 @@
 """Finds the model the user named: the bundled one, a folder, a GGUF file, or a hub id in the local
 cache.
 
-Nothing is fetched unless `allow_download` is on. A download is pinned: the revision is resolved to
-a commit first, and every file is of that commit; only weights (safetensors), JSON and tokenizer
-files are fetched, never code or pickles. huggingface_hub does the transfer (locks, resumption);
-without a download it is not even imported.
+Nothing is fetched unless `allow_download` is on (hub.py); without a download huggingface_hub is not
+even imported.
 """
 
 from __future__ import annotations
@@ -14,40 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from headrace.base import env
 from headrace.base.config.resolved import Decision
 from headrace.base.config.tree import ModelOptions
 from headrace.base.config.weight_files import find_weight_files, folder_format, natural_key
-from headrace.base.errors import CheckpointError, ConfigError, HeadraceError
-from headrace.base.optional import require
-from headrace.launch.pooling_modules import MODULE_FILES, check_modules, module_folders
+from headrace.base.errors import CheckpointError, ConfigError, StartError
+from headrace.launch.hub import (
+    REVISION,
+    cached_snapshot,
+    choose_variant,
+    fetch,
+    gguf_variants,
+    hub_cache,
+    is_hub_id,
+    plan_download,
+    split_name,
+)
+from headrace.launch.pooling_modules import check_modules
 
 BUNDLED_NAME: Final = "headrace-demo"
-DOWNLOADED_PATTERNS: Final = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "*.tiktoken",
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    "artifact.metadata",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-)
-HUB_ID: Final = re.compile(
-    r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII
-)
-REVISION: Final = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w./-]{0,127}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +53,7 @@ def locate(options: ModelOptions) -> LocatedModel:
     path = Path(model).expanduser()
     if path.exists():
         return _at(path, path.resolve().stem if path.is_file() else path.resolve().name, options)
-    if HUB_ID.fullmatch(model) is None or model.endswith(".gguf"):
+    if not is_hub_id(model):
         raise ConfigError(f"--model {model}: there is no such folder or file", field="model")
     return _from_hub(options)
 
@@ -131,38 +113,43 @@ def _folder(path: Path, name: str, options: ModelOptions) -> LocatedModel:
     return LocatedModel(path=path, name=name, format=chosen)
 
 
-def hub_cache() -> Path:
-    """Where huggingface_hub keeps downloaded repositories."""
-    return Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
-
-
 def _from_hub(options: ModelOptions) -> LocatedModel:
-    repository, revision = options.model, options.revision
+    model, revision = options.model, options.revision
     if REVISION.fullmatch(revision) is None:
         raise ConfigError(
             f"--revision {revision!r} is not a branch, tag or commit", field="revision"
         )
-    snapshot = _cached(repository, revision)
+    snapshot = cached_snapshot(split_name(model)[0], revision)
     if snapshot is not None:
         try:
-            located = _at(snapshot, repository, options)
-            check_modules(snapshot)
-            return _at_commit(located, snapshot, "found in the local cache")
-        except CheckpointError as error:
+            return _at_commit(_in_snapshot(snapshot, options), snapshot, "found in the local cache")
+        except StartError as error:
             if not options.allow_download:
                 raise CheckpointError(
-                    f"{error.message}. The cached copy of {repository} is incomplete; "
-                    "--allow-download completes it"
+                    f"{error.message}. The cached copy of {model} is incomplete; "
+                    "--allow-download completes it, and so does `headrace pull`"
                 ) from error
     if not options.allow_download:
         raise ConfigError(
-            f"--model {repository}: no such folder, and revision {revision!r} is not in the cache {hub_cache()}; "
-            "--allow-download fetches it",
+            f"--model {model}: no such folder, and revision {revision!r} is not in the cache {hub_cache()}; "
+            "--allow-download fetches it, and so does `headrace pull`",
             field="model",
         )
-    fetched = _download(repository, revision)
-    check_modules(fetched)
-    return _at_commit(_at(fetched, repository, options), fetched, "downloaded")
+    fetched = fetch(plan_download(model, revision))
+    return _at_commit(_in_snapshot(fetched, options), fetched, "downloaded")
+
+
+def _in_snapshot(snapshot: Path, options: ModelOptions) -> LocatedModel:
+    """The model in a repository of the cache: its folder, or one of its GGUF files."""
+    names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")]
+    is_plain = any(snapshot.glob("model*.safetensors"))
+    if split_name(options.model)[1] or (names and not is_plain):
+        variants = gguf_variants(names)
+        files = choose_variant(variants, split_name(options.model)[1], model=options.model)
+        return _gguf(snapshot / files[0], options.model, options)
+    located = _at(snapshot, options.model, options)
+    check_modules(snapshot)
+    return located
 
 
 def _at_commit(located: LocatedModel, snapshot: Path, why: str) -> LocatedModel:
@@ -174,48 +161,3 @@ def _at_commit(located: LocatedModel, snapshot: Path, why: str) -> LocatedModel:
         commit=snapshot.name,
         decisions=(*located.decisions, decision),
     )
-
-
-def _cached(repository: str, revision: str) -> Path | None:
-    """The snapshot of a revision in the cache (layout: huggingface_hub, "Manage the cache"), None
-    if absent."""
-    folder = hub_cache() / ("models--" + repository.replace("/", "--"))
-    reference = folder / "refs" / revision
-    commit = revision
-    if reference.is_file():
-        commit = reference.read_text("ascii", errors="replace").strip()
-    if re.fullmatch(r"[0-9a-f]{40}", commit) is None:
-        return None
-    snapshot = folder / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
-
-
-def _download(repository: str, revision: str) -> Path:
-    """Fetches the files of one commit; what is there already is kept, what was cut off goes on."""
-    hub = require("huggingface_hub", extra="hf", purpose=f"downloading {repository}")
-
-    def fetch(commit: str, patterns: list[str], ignored: list[str]) -> Path:
-        folder = hub.snapshot_download(
-            repository,
-            revision=commit,
-            cache_dir=str(hub_cache()),
-            allow_patterns=patterns,
-            ignore_patterns=ignored,
-        )
-        return Path(folder)
-
-    try:
-        commit = hub.HfApi().model_info(repository, revision=revision).sha
-        snapshot = fetch(commit, list(DOWNLOADED_PATTERNS), ["*/*"])
-        folders = module_folders(snapshot)
-        if folders:
-            names = [f"{folder}/{name}" for folder in folders for name in MODULE_FILES]
-            fetch(commit, names, [])
-        return snapshot
-    except HeadraceError:
-        raise
-    except Exception as error:  # the library raises its own, httpx's and OSError alike
-        raise ConfigError(
-            f"--model {repository}: downloading revision {revision!r} failed: {error}",
-            field="model",
-        ) from error

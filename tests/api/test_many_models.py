@@ -258,8 +258,6 @@ def test_five_models_in_memory_for_two_answer_as_each_alone(tmp_path: Path) -> N
         assert memory_of(served.api_processes[0]) - first < 64 << 20, "five tokenizers are small"
         cards = served.get("/v1/models").json()["data"]
         assert not any(card["in_use"] or card["num_waiting"] for card in cards)
-        for name in oracle.names:
-            assert served.post("/models/unload", {"model": name}).status_code in (401, 403)
         assert served.stop() == 0
 
 

@@ -100,6 +100,13 @@ class ModelPoolClient(asyncio.Protocol):
         if self._running[model] == 0:
             self._release(model)
 
+    def keep(self, model: int, keep_alive_s: float) -> None:
+        """Says how long a model shall stay, without a request to it."""
+        if self._running[model]:
+            self._keep_alive_s[model] = keep_alive_s
+        else:
+            self._send(ReleaseModel(model=model, count=0, keep_alive_s=keep_alive_s))
+
     async def change(self, model: int, *, load: bool) -> None:
         """Loads a model, or unloads it once it is idle; returns when that is done."""
         number = self._number()

@@ -210,6 +210,8 @@ class ModelUse:
         context.held.callback(partial(self._end_use, model))
         await models.prepare(model, context.services)
         if not self._runs:
+            if self._keep_alive_s is not None:
+                models.pool.keep(model.index, self._keep_alive_s)
             return
         ids = (context.request_id, context.external_id)
         deadline_s = context.deadline_s(None)
