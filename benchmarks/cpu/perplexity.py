@@ -31,6 +31,8 @@ KINDS: dict[str, dict[str, str]] = {
     **{f"{name} weights": {"quantization": name} for name in SCHEMES},
     "int8 KV": {"kv_dtype": "int8"},
     "fp8 KV": {"kv_dtype": "fp8"},
+    "fp8_e5m2 KV": {"kv_dtype": "fp8_e5m2"},
+    "int4 KV": {"kv_dtype": "int4"},
     "int8 weights, int8 KV": {"quantization": "int8", "kv_dtype": "int8"},
     "int4 weights, fp8 KV": {"quantization": "int4", "kv_dtype": "fp8"},
 }

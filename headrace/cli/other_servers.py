@@ -93,8 +93,27 @@ _NO_MEDIA = "no media are accepted"
 _NO_TLS = "serve TLS from a proxy in front of the server"
 _PER_REQUEST = "send it with each request, or put it into the model's generation_config.json"
 _ALWAYS = "always so"
-_KV_DTYPES = {"auto": (), "fp8": ("--kv-dtype", "fp8"), "fp8_e4m3": ("--kv-dtype", "fp8")}
-_CACHE_TYPES = {"f16": (), "bf16": (), "q8_0": ("--kv-dtype", "int8")}
+_KV_DTYPES = {
+    "auto": (),
+    "fp8": ("--kv-dtype", "fp8"),
+    "fp8_e4m3": ("--kv-dtype", "fp8"),
+    "fp8_per_token_head": ("--kv-dtype", "fp8"),
+    "fp8_e5m2": ("--kv-dtype", "fp8_e5m2"),
+    "int8_per_token_head": ("--kv-dtype", "int8"),
+    "int4_per_token_head": ("--kv-dtype", "int4"),
+}
+_KV_HINT = (
+    f"allowed: {', '.join(_KV_DTYPES)}; nvfp4 and turboquant types are not built: int4_per_token_head "
+    "takes as much memory; float16 and bfloat16: --dtype"
+)
+_CACHE_TYPES = {
+    "f16": (),
+    "bf16": (),
+    "q8_0": ("--kv-dtype", "int8"),
+    "q4_0": ("--kv-dtype", "int4"),
+    "q4_1": ("--kv-dtype", "int4"),
+}
+_CACHE_HINT = f"allowed: {', '.join(_CACHE_TYPES)}"
 
 VLLM: Mapping[str, OtherFlag] = {
     "--tensor-parallel-size": _as("--tensor-parallel"),
@@ -114,7 +133,8 @@ VLLM: Mapping[str, OtherFlag] = {
     "--enable-chunked-prefill": _left_out(_ALWAYS),
     "--no-enable-chunked-prefill": _refused("prompts are always computed in chunks", 0),
     "--block-size": _as("--block-tokens"),
-    "--kv-cache-dtype": _by_value(_KV_DTYPES, "allowed: auto, fp8; or --kv-dtype int8"),
+    "--kv-cache-dtype": _by_value(_KV_DTYPES, _KV_HINT),
+    "--kv-cache-dtype-skip-layers": _as("--kv-dtype-skip-layers"),
     "--kv-cache-memory-bytes": _as("--kv-memory"),
     "--num-gpu-blocks-override": _as("--kv-blocks"),
     "--swap-space": _left_out("preempted requests are computed again, not swapped", ONE),
@@ -227,10 +247,10 @@ LLAMA: Mapping[str, OtherFlag] = {
     ),
     "-fa": _left_out("kernels are chosen and checked at start", OPTIONAL),
     "--flash-attn": _left_out("kernels are chosen and checked at start", OPTIONAL),
-    "-ctk": _by_value(_CACHE_TYPES, "allowed: f16, bf16, q8_0"),
-    "--cache-type-k": _by_value(_CACHE_TYPES, "allowed: f16, bf16, q8_0"),
-    "-ctv": _by_value(_CACHE_TYPES, "allowed: f16, bf16, q8_0"),
-    "--cache-type-v": _by_value(_CACHE_TYPES, "allowed: f16, bf16, q8_0"),
+    "-ctk": _by_value(_CACHE_TYPES, _CACHE_HINT),
+    "--cache-type-k": _by_value(_CACHE_TYPES, _CACHE_HINT),
+    "-ctv": _by_value(_CACHE_TYPES, _CACHE_HINT),
+    "--cache-type-v": _by_value(_CACHE_TYPES, _CACHE_HINT),
     "-cb": _left_out(_ALWAYS),
     "--cont-batching": _left_out(_ALWAYS),
     "--no-cont-batching": _refused("requests are always batched", 0),

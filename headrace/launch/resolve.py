@@ -37,6 +37,7 @@ from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
 from headrace.launch.encoder_decoder import suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
+from headrace.launch.kv_types import kv_dtype_of, kv_plain_layers
 from headrace.launch.lengths import LARGEST, states_length, tokens_of_blocks, with_short_tables
 from headrace.launch.media_spec import media_spec
 from headrace.launch.model_facts import ModelFacts
@@ -93,7 +94,8 @@ def resolve(options: Options, model: ModelFacts, machine: MachineFacts) -> Resol
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
-            kv_dtype=_kv_dtype(options, model, device_spec, choose),
+            kv_dtype=kv_dtype_of(options, model, device_spec, choose),
+            kv_plain_layers=kv_plain_layers(options, model),
             deterministic=_deterministic(options, model),
             head=model.head,
             bare=model.bare,
@@ -180,28 +182,6 @@ def _quantization(
         "--quantization", scheme, f"{bits:g} bits a weight", f"{size:.2f}GiB, packed while loading"
     )
     return scheme
-
-
-def _kv_dtype(
-    options: Options, model: ModelFacts, device_spec: DeviceSpec, choose: Chooser
-) -> str | None:
-    """The type of the KV cache where it is not that of the activations."""
-    kv_dtype = options.kv.kv_dtype
-    if kv_dtype == "auto":
-        return None
-    if device_spec.device not in ("cpu", "cuda"):
-        raise ConfigError(
-            f"--kv-dtype {kv_dtype} runs on CPU and CUDA, not on {device_spec.device}"
-        )
-    if model.family == FALLBACK:
-        raise ConfigError(
-            f"--kv-dtype {kv_dtype} needs a model family of headrace; {model.architecture} runs "
-            "by the transformers fallback"
-        )
-    choose.note(
-        "--kv-dtype", kv_dtype, "one-byte values with a scale per token and head", "as asked"
-    )
-    return kv_dtype
 
 
 def _deterministic(options: Options, model: ModelFacts) -> bool:

@@ -285,6 +285,23 @@ def test_a_coded_kv_cache_is_taken_where_kernels_read_it(coded: str, device: Any
     assert resolved(device).engine.model.kv_dtype is None
 
 
+@pytest.mark.parametrize("kind", ["fp8_e5m2", "int4"])
+def test_kv_types_of_cpus_are_refused_by_name_on_cuda(kind: str) -> None:
+    assert resolved(CPU, kv={"kv_dtype": kind}).engine.model.kv_dtype == kind
+    with pytest.raises(ConfigError, match=f"--kv-dtype {kind} runs on CPUs; on CUDA.*int8 and fp8"):
+        resolved(CUDA, kv={"kv_dtype": kind})
+
+
+def test_layers_that_keep_their_kv_type_are_checked_against_the_model() -> None:
+    kv = {"kv_dtype": "int8", "kv_dtype_skip_layers": ("0", "sliding_window")}
+    assert resolved(CPU, kv=kv).engine.model.kv_plain_layers == (0, "sliding_window")
+    for name in ("-1", "99999", "first"):
+        with pytest.raises(ConfigError, match=f"--kv-dtype-skip-layers {name}: a number from 0"):
+            resolved(CPU, kv={**kv, "kv_dtype_skip_layers": (name,)})
+    with pytest.raises(ConfigError, match="needs a --kv-dtype"):
+        resolved(CPU, kv={"kv_dtype_skip_layers": ("0",)})
+
+
 def test_an_int8_kv_cache_is_refused_by_name_where_no_kernel_could_serve_it() -> None:
     """QNT-18."""
     given = options(kv={"kv_dtype": "int8"})

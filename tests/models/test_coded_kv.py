@@ -9,13 +9,16 @@ from tests.models.paged import PagedRun, random_rows
 from tests.models.test_parity import tiny_config
 
 
-def logits(folder, kv_dtype, steps):
-    model = load_ours(replace(model_spec(folder), kv_dtype=kv_dtype))
+def logits(folder, kv_dtype, steps, plain=()):
+    spec = replace(model_spec(folder), kv_dtype=kv_dtype, kv_plain_layers=plain)
+    model = load_ours(spec)
     run = PagedRun(model, random_rows(97, (30, 12)), block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     return torch.cat([part for chunks in steps for part in run.step(chunks)])
 
 
-@pytest.mark.parametrize(("code", "bound"), [("int8", 0.03), ("fp8", 0.12)])
+@pytest.mark.parametrize(
+    ("code", "bound"), [("int8", 0.03), ("fp8", 0.12), ("fp8_e5m2", 0.3), ("int4", 0.4)]
+)
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "olmo2"])
 def test_logits_are_near_those_over_the_plain_cache(tmp_path, family, code, bound):
     save_oracle(tiny_config(family), tmp_path)
@@ -26,3 +29,15 @@ def test_logits_are_near_those_over_the_plain_cache(tmp_path, family, code, boun
     rows = logits(tmp_path, code, pieces)
     assert torch.isfinite(rows).all()
     torch.testing.assert_close(rows[-1], coded[29], rtol=1e-3, atol=1e-3)
+
+
+def test_skipped_layers_keep_the_type_of_the_activations(tmp_path):
+    """With all layers skipped nothing is lost, with some of them less."""
+    save_oracle(tiny_config("gemma2"), tmp_path)
+    whole = [[(0, 30), (1, 12)]]
+    plain, coded = logits(tmp_path, None, whole), logits(tmp_path, "int4", whole)
+    count = tiny_config("gemma2").num_hidden_layers
+    assert torch.equal(logits(tmp_path, "int4", whole, tuple(range(count))), plain)
+    for skipped in ((0,), ("sliding_window",)):
+        some = logits(tmp_path, "int4", whole, skipped)
+        assert (some - plain).norm() > 0 and not torch.equal(some, coded)

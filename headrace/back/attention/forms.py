@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, values_and_scales
+from headrace.back.kernels.kv_write.quantized import (
+    SCALE_BYTES,
+    value_bytes,
+    values_and_scales,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +53,8 @@ class CacheForm:
 class HeadsForm(CacheForm):
     """Keys and values of heads: blocks [2, kv_heads, block_tokens, width] (0 = keys, 1 = values).
 
-    `quantized`: "int8" or "fp8" values and float32 scales instead of the model's dtype
-    (kernels/kv_write/quantized.py); all caches of a model or none.
+    `quantized`: values of a byte or less and scales instead of the model's dtype
+    (kernels/kv_write/quantized.py).
     """
 
     kv_heads: int
@@ -59,8 +63,11 @@ class HeadsForm(CacheForm):
 
     @property
     def token_width(self) -> int:
-        """Elements of a token's key (or value) of one head, the bytes of its scale included."""
-        return self.head_dim + (SCALE_BYTES if self.quantized else 0)
+        """Elements of a token's key (or value) of one head, the bytes of its scale
+        included."""
+        if self.quantized is None:
+            return self.head_dim
+        return value_bytes(self.head_dim, self.quantized) + SCALE_BYTES
 
     def block_shape(self, block_tokens: int) -> tuple[int, ...]:
         """See CacheForm."""

@@ -175,6 +175,7 @@ class Attention:
         adds: bool = False,
     ) -> None:
         names, scope = spec.names, scope / spec.names.module
+        scope = scope.of_cache(layer, windowed=spec.cache_kind != "full")
         q, k, *_ = parts = spec.parts
         value_dim = spec.value_dim or spec.head_dim
         self._layer, self._spec, self._scope = layer, spec, scope

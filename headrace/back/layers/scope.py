@@ -112,8 +112,10 @@ class Scope:
     `encoder_tokens` (the most that an encoder before the decoder reads) and `verify_queries` (query
     tokens of a row in steps that verify drafts) come from the engine.
     `scheme` says how weights of linear layers are quantized; None: they are not. `kv_quantized`:
-    "int8" or "fp8" values in the KV cache. `deterministic`: only invariant kernels (kernels/op.py)
-    are chosen. `stored` names the checkpoint's tensors that are quantized already and stay so.
+    how values in the KV cache are (kernels/kv_write/quantized.py), but for the caches `kv_plain`,
+    by number, and those of windows and chunks where it holds "sliding_window". `deterministic`:
+    only invariant kernels (kernels/op.py) are chosen. `stored` names the checkpoint's tensors that
+    are quantized already and stay so.
     `planned`: the kind of device that kernels are chosen for but not bound, while all tensors are
     on meta. `unbiased`: the projection that has no bias where those merged with it have one.
     `base_within`: where the model lies among others but for its head, instead of below the prefix
@@ -132,6 +134,7 @@ class Scope:
     verify_queries: int = 1
     scheme: Scheme | None = None
     kv_quantized: str | None = None
+    kv_plain: frozenset[int | str] = frozenset()
     deterministic: bool = False
     stored: Stored = field(default_factory=dict)
     head: Head = Head()
@@ -146,6 +149,11 @@ class Scope:
     def kind(self) -> str:
         """The kind of device that kernels are chosen for."""
         return self.planned or self.device.type
+
+    def of_cache(self, number: int, *, windowed: bool = False) -> Scope:
+        """The scope of a layer with this cache, which may stay as it is."""
+        plain = number in self.kv_plain or (windowed and "sliding_window" in self.kv_plain)
+        return replace(self, kv_quantized=None) if plain else self
 
     def __truediv__(self, name: str) -> Scope:
         return replace(self, path=self.name(name))

@@ -49,6 +49,8 @@ class SharedAttention:
     ) -> None:
         self._spec, self._cache = spec.attention, spec.cache
         names, scope = self._spec.names, scope / self._spec.names.module
+        windowed = self._spec.cache_kind != "full"
+        scope = scope.of_cache(spec.cache, windowed=windowed)
         q, k, *_ = self._spec.parts
         self._scope = scope
         self._heads, self._kv_heads = (local_units(part, scope.mesh.tp) for part in (q, k))

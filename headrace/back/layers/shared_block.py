@@ -26,6 +26,7 @@ from headrace.back.layers.norm import RMS
 from headrace.back.layers.rope import Rope
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part, local_units
+from headrace.base.errors import ConfigError
 
 ATTENTION_ADAPTERS = ("linear_q_adapter_list", "linear_k_adapter_list", "linear_v_adapter_list")
 MLP_ADAPTERS = "gate_up_proj_adapter_list"
@@ -52,6 +53,12 @@ class SharedBlock:
 
     def __init__(self, scope: Scope, spec: SharedBlockSpec) -> None:
         attention, inner = spec.attention, spec.inner
+        if scope.kv_quantized and scope.kv_plain:
+            raise ConfigError(
+                "--kv-dtype-skip-layers: this model's attention is shared between layers, whose "
+                "caches are all alike",
+                field="kv_dtype_skip_layers",
+            )
         self._scope, self._spec = scope, spec
         self._parts = attention.parts
         self._inner_parts = (Part("gate", inner, inner), Part("up", inner, inner))

@@ -83,6 +83,7 @@ def build_model(
         scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
         stored=stored or {},
         kv_quantized=spec.kv_dtype,
+        kv_plain=frozenset(spec.kv_plain_layers),
         deterministic=spec.deterministic,
         adapters=_slots(spec),
         planned=planned,

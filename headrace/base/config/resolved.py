@@ -44,8 +44,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys).
     `family` names a row of `back/models/registry.py`. `dtype`: float32, bfloat16 or float16.
-    `logits_width` bounds every token id. `kv_dtype`: int8 or fp8 values with a scale per token and
-    head in the KV cache; None: `dtype`. `quantization`: weights as int8, fp8 or int4, made while it
+    `logits_width` bounds every token id. `kv_dtype`: quantized values in the KV cache
+    (int8, fp8, fp8_e5m2 or int4), but in the layers `kv_plain_layers` ("sliding_window": those with
+    windows or chunks); None: `dtype`. `quantization`: weights as int8, fp8 or int4, made while it
     loads; None: as they are. `head`: "lm", "sequence" (one class per text) or "token" (one per
     token) with `num_labels`, or "none"; `bare`: tensor names have no prefix of the whole model
     around them (checkpoints of a base model). `deterministic`: only kernels whose results do not
@@ -69,6 +70,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     quantization: str | None = None
     kv_dtype: str | None = None
+    kv_plain_layers: tuple[int | str, ...] = ()
     deterministic: bool = False
     head: str = "lm"
     bare: bool = False

@@ -165,12 +165,20 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
     ] = 16
     kv_dtype: Annotated[
-        Literal["auto", "int8", "fp8"],
+        Literal["auto", "int8", "fp8", "fp8_e5m2", "int4"],
         Meta(
-            description="Type of the KV cache; auto takes that of the activations. int8 and fp8 (e4m3) keep values "
-            "with a scale per token and head: about half the memory."
+            description="Type of the KV cache; auto takes that of the activations. int8, fp8 (e4m3) and fp8_e5m2 keep "
+            "values with a scale per token and head: about half the memory; int4 takes about a quarter, with a scale "
+            "and a smallest value. fp8_e5m2 and int4: CPU only."
         ),
     ] = "auto"
+    kv_dtype_skip_layers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Layers whose KV cache keeps the type of the activations, by number from 0, or sliding_window: "
+            "all with a window or chunks."
+        ),
+    ] = ()
     prefix_caching: Annotated[
         bool,
         Meta(description="Reuse the KV of prompts that begin alike (within one tenant and salt)."),

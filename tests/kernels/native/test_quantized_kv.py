@@ -1,4 +1,4 @@
-"""KV caches of int8 and e4m3 codes against their references, and against the unquantized cache (QNT-18)."""
+"""KV caches of every quantized form against their references, and against the unquantized cache (QNT-18)."""
 
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from headrace.back.kernels.kv_write.quantized import (
     SCALE_BYTES,
     dequantize,
     quantize,
+    value_bytes,
     values_and_scales,
 )
 from headrace.back.kernels.merge_attention.native import bind_with as merge_with
@@ -35,7 +36,12 @@ SHAPES = [
     (8, 2, 128, 64, 50, None),
     (2, 1, 256, 16, None, None),
 ]
-CODES = pytest.mark.parametrize("code", ["int8", "fp8"])
+CODES = pytest.mark.parametrize("code", ["int8", "fp8", "fp8_e5m2", "int4"])
+
+
+def as_read(dtype, code):
+    """The type that the values of the cache have in products."""
+    return dtype if code == "int4" else torch.float32
 
 
 def write_problem(dtype, kv_heads, head_dim, block_tokens, code="int8"):
@@ -45,11 +51,10 @@ def write_problem(dtype, kv_heads, head_dim, block_tokens, code="int8"):
     )  # fmt: skip
 
 
-def empty_cache(blocks, kv_heads, block_tokens, head_dim):
+def empty_cache(blocks, kv_heads, block_tokens, head_dim, code="int8"):
     """Codes of anything, scales of NaN: what nobody has written must not be read."""
-    kv = torch.full(
-        (blocks, 2, kv_heads, block_tokens, head_dim + SCALE_BYTES), 77, dtype=torch.int8
-    )
+    width = value_bytes(head_dim, code) + SCALE_BYTES
+    kv = torch.full((blocks, 2, kv_heads, block_tokens, width), 77, dtype=torch.int8)
     values_and_scales(kv)[1].fill_(float("nan"))
     return kv
 
@@ -67,7 +72,7 @@ def case(
     tokens = sum(queries for queries, _ in rows)
     q = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
     plain = torch.randn(blocks, 2, kv_heads, block_tokens, head_dim, generator=generator)
-    quantized = empty_cache(blocks, kv_heads, block_tokens, head_dim)
+    quantized = empty_cache(blocks, kv_heads, block_tokens, head_dim, code)
     codes, scales = values_and_scales(quantized)
     for row, length in enumerate(plan.host_kv_len):
         for position in range(length):
@@ -88,7 +93,7 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype
     out = attention_native.bind_with(library, problem, sinks)(q, quantized, plan)
     wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32, "quantized": None})
     expected = bind_reference(wide, sinks)(
-        q.float(), dequantize(quantized, torch.float32, code), plan
+        q.float(), dequantize(quantized, as_read(dtype, code), code).float(), plan
     )
     bound = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
@@ -119,11 +124,14 @@ def test_long_chunks_equal_the_reference(library, heads, window, softcap, whole,
     )
     out = attention_native.bind_with(library, problem, whole=whole)(q, quantized, plan)
     wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32, "quantized": None})
-    expected = bind_reference(wide)(q.float(), dequantize(quantized, torch.float32, code), plan)
+    meaning = dequantize(quantized, as_read(problem.dtype, code), code).float()
+    expected = bind_reference(wide)(q.float(), meaning, plan)
     assert (out.float() - expected).abs().max() <= 6e-3 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("code", "bound"), [("int8", 0.02), ("fp8", 0.06)])
+@pytest.mark.parametrize(
+    ("code", "bound"), [("int8", 0.02), ("fp8", 0.06), ("fp8_e5m2", 0.12), ("int4", 0.2)]
+)
 def test_attention_is_near_that_over_the_plain_cache(newest, code, bound):
     problem, q, plain, quantized, plan = case(torch.float32, 8, 2, 64, 16, None, None, ROWS, code)
     out = attention_native.bind_with(newest, problem)(q, quantized, plan)
@@ -143,7 +151,7 @@ def test_write_is_the_reference_bit_for_bit_and_leaves_the_rest(library, dtype, 
     slots = torch.tensor([0, 15, 16, 33, 79])
     caches = []
     for write in (write_native.bind_with(library, problem), bind_write(problem)):
-        kv = empty_cache(5, 3, 16, head_dim)
+        kv = empty_cache(5, 3, 16, head_dim, code)
         write(both[:, :3], both[:, 3:], kv, slots)
         caches.append(kv)
     ours, scales = values_and_scales(caches[0])
@@ -217,6 +225,7 @@ def test_memory_is_about_half(newest):
 
     assert block_bytes(None, 64) / block_bytes("fp8", 64) == pytest.approx(128 / 68)
     assert block_bytes(None, 128) / block_bytes("int8", 128) == pytest.approx(256 / 132)
+    assert block_bytes(None, 128) / block_bytes("int4", 128) == pytest.approx(256 / 68)
 
 
 def test_a_failed_rows_blocks_are_clean_for_their_next_owner():
@@ -247,7 +256,7 @@ def test_a_shared_prefix_of_codes_gives_every_row_the_bits_it_has_alone(
     plan, blocks = sample_plan(rows, block_tokens=16, window=None, device="cpu")
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(len(rows), heads, 32, generator=generator).to(dtype)
-    quantized = empty_cache(blocks, kv_heads, 16, 32)
+    quantized = empty_cache(blocks, kv_heads, 16, 32, code)
     for place, values in zip(
         values_and_scales(quantized),
         quantize(torch.randn(blocks - 1, 2, kv_heads, 16, 32, generator=generator), code),
@@ -260,7 +269,8 @@ def test_a_shared_prefix_of_codes_gives_every_row_the_bits_it_has_alone(
     attention = attention_native.bind_with(library, problem)
     together = attention(q, quantized, plan)
     wide = replace(problem, dtype=torch.float32, quantized=None)
-    expected = bind_reference(wide)(q.float(), dequantize(quantized, torch.float32, code), plan)
+    meaning = dequantize(quantized, as_read(problem.dtype, code), code).float()
+    expected = bind_reference(wide)(q.float(), meaning, plan)
     bound = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
     assert (together.float() - expected).abs().max() <= bound * expected.abs().max()
     library.set_threads(1)

@@ -18,7 +18,7 @@ from headrace.back.kernels.attention.op import (
     check_lse,
 )
 from headrace.back.kernels.kv_write.native import QUANTIZATION_IDS
-from headrace.back.kernels.kv_write.quantized import SCALE_BYTES
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, value_bytes
 from headrace.back.kernels.native.library import (
     DTYPES,
     FLOAT,
@@ -54,9 +54,12 @@ def bind_with(
     heads, head_dim, element = problem.heads, problem.head_dim, DTYPES[problem.dtype]
     window, scale, softcap = problem.reach, problem.scale, problem.softcap or 0.0
 
-    mode = QUANTIZATION_IDS[problem.quantized] + 4 * whole + 8 * (not problem.causal)
+    form = QUANTIZATION_IDS[problem.quantized]
+    mode = form % 4 + 16 * (form // 4) + 4 * whole + 8 * (not problem.causal)
     cache_dtype = torch.int8 if problem.quantized else problem.dtype
-    width = head_dim + SCALE_BYTES if problem.quantized else head_dim
+    width = head_dim
+    if problem.quantized:
+        width = value_bytes(head_dim, problem.quantized) + SCALE_BYTES
 
     def attention(
         q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
@@ -99,8 +102,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    if problem.quantized == "fp8":
-        return "knows no fp8"
+    if problem.quantized == "int4" and problem.head_dim % 2:
+        return f"reads two dimensions of a byte, {problem.head_dim} are odd"
     return unsupported(problem.device, problem.dtype)
 
 

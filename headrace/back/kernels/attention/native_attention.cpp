@@ -9,14 +9,13 @@
 // prompt's rows go by in hundreds (amx_prefill.h).
 //
 // The cache holds the queries' type T, or one-byte values with a float32 scale per token and head (S, its element, is then
-// int8_t or fp8): a block's head is [block_tokens][head_dim] values, then [block_tokens] scales. They are exact in T, so
+// int8_t, fp8 or e5m2): a block's head is [block_tokens][head_dim] values, then [block_tokens] scales. They are exact in T, so
 // keys are dequantized without their scales, four at a time, on the way into the same products; scales go onto scores and
-// weights.
+// weights. 4-bit numbers become T a tile of positions at a time, and the tile is read as a cache of its own.
 
 #include "../native/amx_tasks.h"
 #include "../native/dot_tile.h"
-#include "../native/fp8.h"
-#include "../native/paged_attention.h"
+#include "../native/kv_forms.h"
 
 namespace {
 
@@ -44,6 +43,8 @@ template <class T, int NB>
 HR_INLINE const T* keys_as(const int8_t* k, int64_t head_dim, T* wide) { return dequantized<T, NB>(k, head_dim, wide); }
 template <class T, int NB>
 HR_INLINE const T* keys_as(const fp8* k, int64_t head_dim, T* wide) { return dequantized<T, NB>(k, head_dim, wide); }
+template <class T, int NB>
+HR_INLINE const T* keys_as(const e5m2* k, int64_t head_dim, T* wide) { return dequantized<T, NB>(k, head_dim, wide); }
 
 template <class T, int MB, int NB>
 HR_INLINE void score_tile(const char* panel, const T* k, int64_t head_dim, float* scores) {
@@ -242,6 +243,7 @@ void attend(void* context, int64_t i) {
   alignas(64) char panels[kRows * Most * sizeof(float)];
   alignas(64) float sums[kRows * Most];
   alignas(64) float scores[kRows * kTokens];
+  alignas(64) T tile[kByTile<S> ? 2 * kTokens * Most : 1];
   float max[kRows], total[kRows], factors[kRows];
   fill_queries<T>(p, task, panels);
   for (int64_t m = 0; m < rows; ++m) {
@@ -250,9 +252,13 @@ void attend(void* context, int64_t i) {
   }
   for (int64_t low = task.low; low < task.high; low += kTokens) {
     const int64_t count = smaller<int64_t>(kTokens, task.high - low);
-    score<T, S>(p, task, kv_head, panels, rows, low, count, scores);
+    if constexpr (kByTile<S>) {
+      dequantize_tile(p, task.row, kv_head, low, count, tile);
+      const TileCall<T> one(p, task, count, tile);
+      score<T, T>(one.call, one.task, 0, panels, rows, 0, count, scores);
+    } else score<T, S>(p, task, kv_head, panels, rows, low, count, scores);
     float scales[kTokens];
-    if (kQuantized<S>) {
+    if (kQuantized<S> && !kByTile<S>) {
       kv_scales(p, task.row, kv_head, low, count, 0, scales);
       scale_columns(scores, rows, count, scales);
       kv_scales(p, task.row, kv_head, low, count, 1, scales);
@@ -266,8 +272,13 @@ void attend(void* context, int64_t i) {
       const float slope = p.slopes ? p.slopes[task.head + m % task.heads] : 0.0f;
       factors[m] = soften(p, scores + m * kTokens, from, to, count, slope, low - position, max[m], total[m]);
     }
+    if constexpr (kByTile<S>) {
+      const TileCall<T> one(p, task, count, tile);
+      mix_all<T>(one.call, one.task, 0, rows, 0, count, scores, factors, sums);
+      continue;
+    }
     if (kQuantized<S>) scale_columns(scores, rows, count, scales);
-    mix_all<S>(p, task, kv_head, rows, low, count, scores, factors, sums);
+    if constexpr (!kByTile<S>) mix_all<S>(p, task, kv_head, rows, low, count, scores, factors, sums);
   }
   finish<T>(p, task, max, total, sums);
 }
@@ -464,7 +475,7 @@ HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens)
 template <class T, class S = T, int Most = kMaxHead>
 int32_t run(Attention& p) {
 #if defined(HR_AMX)
-  if constexpr (kIsBf16<T> && Most == kMaxHead) if (fits_tiles<S>(p)) p.prefill_rows = rows_per_task(p);
+  if constexpr (kIsBf16<T> && kInTiles<S> && Most == kMaxHead) if (fits_tiles<S>(p)) p.prefill_rows = rows_per_task(p);
 #endif
   const Counts n = plan(p, nullptr, nullptr, nullptr);
   const int64_t bytes = n.merges * int64_t(sizeof(Merge)) + p.rows * int64_t(sizeof(RowParts)) +
@@ -479,7 +490,7 @@ int32_t run(Attention& p) {
   plan(p, tasks, merges, row_parts);
   HrTask task = attend<T, S, Most>;
 #if defined(HR_AMX)
-  if constexpr (kIsBf16<T> && Most == kMaxHead) if (fits_tiles<S>(p)) task = attend_anyhow<S, attend<T, S, Most>>;
+  if constexpr (kIsBf16<T> && kInTiles<S> && Most == kMaxHead) if (fits_tiles<S>(p)) task = attend_anyhow<S, attend<T, S, Most>>;
 #endif
   hr_parallel(task, &p, n.tasks);
   Merges all{&p, merges};
@@ -513,7 +524,7 @@ int32_t run_quantized(Attention& p, int32_t dtype) {
 // its query; from bias_width - 1 on it is the same.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
 // t * head_dim, strides in elements of the cache. window 0: all positions; -C: chunks of C. softcap 0: none. mode: 0 a cache of the queries' type,
-// 1 int8, 2 e4m3; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
+// 1 int8, 2 e4m3, 3 e5m2, 16 4 bits; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
 // every query of a row sees all of its positions.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
                                        const int32_t* kv_len, const int32_t* block_table, const float* sinks,
@@ -532,9 +543,11 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   p.slopes = slopes;
   p.bias = bias, p.bias_width = bias_width;
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
-  const int32_t form = mode & 3;
+  const int32_t form = (mode & 3) | (mode & 16) >> 2;
   if (form == 1) return run_quantized<int8_t>(p, dtype);
   if (form == 2) return run_quantized<fp8>(p, dtype);
+  if (form == 3) return run_quantized<e5m2>(p, dtype);
+  if (form == 4) return head_dim % 2 ? HR_BAD_SHAPE : run_quantized<nibbles>(p, dtype);
   if (form != 0) return HR_BAD_DTYPE;
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);

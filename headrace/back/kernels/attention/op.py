@@ -113,7 +113,7 @@ def check_bias(problem: AttentionProblem, bias_HW: torch.Tensor | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
-    """`dtype` is that of q, the output and, unless it is `quantized` ("int8" or "fp8" values and
+    """`dtype` is that of q, the output and, unless it is `quantized` (values and
     scales, kernels/kv_write/quantized.py), the cache. `window`, `chunk` and `softcap` are None
     where the layer has none. With `sinks` the kernel is bound with them. `verify_queries`:
     query tokens of a row at most in steps that verify drafts, for which there may be plans of their
@@ -262,7 +262,9 @@ def sample_of(problem: AttentionProblem, plans: list[SamplePlan], num_blocks: in
     q_THD = random_tensor(max(tokens), problem.heads, problem.head_dim, **new)
     shape = (num_blocks, problem.kv_heads, problem.block_tokens, problem.head_dim)
     if problem.quantized:
-        kv = random_quantized_cache(shape, generator=generator, device=problem.device)
+        kv = random_quantized_cache(
+            shape, generator=generator, device=problem.device, form=problem.quantized
+        )
         values_and_scales(kv)[1][0] = float("nan")
     else:
         kv = random_tensor(shape[0], 2, *shape[1:], **new)

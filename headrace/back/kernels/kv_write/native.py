@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.kv_write.op import KVWrite, KVWriteProblem
-from headrace.back.kernels.kv_write.quantized import SCALE_BYTES
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, value_bytes
 from headrace.back.kernels.native.library import (
     DTYPES,
     INT32,
@@ -19,7 +19,7 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 
 MAX_QUANTIZED_HEAD = 256
-QUANTIZATION_IDS = {None: 0, "int8": 1, "fp8": 2}
+QUANTIZATION_IDS = {None: 0, "int8": 1, "fp8": 2, "fp8_e5m2": 3, "int4": 4}
 """How the native library numbers the forms of a cache."""
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 12)
 
@@ -55,6 +55,8 @@ def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
 
 
 def _bind_quantized(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
+    assert problem.quantized is not None
+    width = value_bytes(problem.head_dim, problem.quantized) + SCALE_BYTES
     kernel = library.bind("kv_write_quantized", *_ARGUMENTS, INT32, INT32)
     head_dim, block_tokens, element = problem.head_dim, problem.block_tokens, DTYPES[problem.dtype]
 
@@ -68,7 +70,6 @@ def _bind_quantized(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
         )
         assert k_TKD.stride(2) == v_TKD.stride(2) == 1
         assert slot_T.dtype == torch.int64 and slot_T.is_contiguous()
-        width = head_dim + SCALE_BYTES
         assert kv.shape[3:] == (block_tokens, width) and kv.stride()[3:] == (width, 1), kv.stride()
         kernel(
             k_TKD.data_ptr(), v_TKD.data_ptr(), kv.data_ptr(), slot_T.data_ptr(),
@@ -83,8 +84,8 @@ def _bind_quantized(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
 def _supports(problem: KVWriteProblem) -> str | None:
     if problem.quantized and problem.head_dim > MAX_QUANTIZED_HEAD:
         return f"quantizes heads of at most {MAX_QUANTIZED_HEAD}, not {problem.head_dim}"
-    if problem.quantized == "fp8":
-        return "knows no fp8"
+    if problem.quantized == "int4" and problem.head_dim % 2:
+        return f"puts two dimensions into a byte, {problem.head_dim} are odd"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -1,7 +1,7 @@
 // Copies the step's keys and values to their slots of the paged KV cache: bytes as they are, or quantized with a scale.
 
 #include "../native/int8.h"
-#include "../native/fp8.h"
+#include "../native/kv_forms.h"
 
 // k, v: token t, head h at t * token_stride + h * head_stride bytes, head_bytes long. kv: as in attention, in bytes. A slot
 // outside the cache is refused before anything is written.
@@ -40,10 +40,14 @@ HR_INLINE void quantize_vector(const T* x, int64_t head_dim, int64_t block_token
   alignas(64) int8_t quantized[256 + 64];
   float scale;
   int32_t sums[2];
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(quantized);
   if constexpr (kIsFp8<S>) quantize_fp8(x, head_dim, reinterpret_cast<fp8*>(quantized), &scale);
+  else if constexpr (kByTile<S>) quantize_nibbles(x, head_dim, bytes, &scale);
+  else if constexpr (!kInTiles<S>) quantize_e5m2(x, head_dim, bytes, &scale);
   else quantize(x, head_dim, head_dim, quantized, &scale, sums);
-  __builtin_memcpy(head + offset * head_dim, quantized, size_t(head_dim));
-  __builtin_memcpy(head + block_tokens * head_dim + offset * 4, &scale, 4);
+  const int64_t size = kByTile<S> ? head_dim / 2 : head_dim;
+  __builtin_memcpy(head + offset * size, quantized, size_t(size));
+  __builtin_memcpy(head + block_tokens * size + offset * 4, &scale, 4);
 }
 
 template <class T, class S>
@@ -70,7 +74,8 @@ int32_t write_all(QuantizedWrite& p, int32_t dtype) {
 
 }  // namespace
 
-// The same for a quantized cache (1: int8, 2: e4m3) with a float32 scale per token and head (as attention reads it). Strides of k and v
+// The same for a quantized cache (1: int8, 2: e4m3, 3: e5m2, 4: 4 bits) with a float32 scale per token and head (as attention
+// reads it). Strides of k and v
 // count elements, those of kv bytes.
 HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, int8_t* kv, const int64_t* slots, int64_t tokens,
                                            int64_t heads, int64_t head_dim, int64_t block_tokens, int64_t num_blocks,
@@ -84,6 +89,8 @@ HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, in
           v_head_stride, block_stride, value_offset, head_stride};
   if (form == 1) return write_all<int8_t>(p, dtype);
   if (form == 2) return write_all<fp8>(p, dtype);
+  if (form == 3) return write_all<e5m2>(p, dtype);
+  if (form == 4) return head_dim % 2 ? HR_BAD_SHAPE : write_all<nibbles>(p, dtype);
   return HR_BAD_DTYPE;
 }
 HR_REPLAYABLE(kv_write_quantized)

@@ -4,8 +4,7 @@
 D] (0 = keys, 1 = values), T tokens, K KV heads, D head_dim. slot_T int64, never negative: block *
 block_tokens + offset. k and v may be strided views; their last dimension is contiguous. Slots of
 one step are distinct, except that padding may hit block 0 many times (the null block, whose content
-means nothing). A quantized cache holds one-byte values and scales (`quantized.py`): "int8" or
-"fp8".
+means nothing). A quantized cache holds values of a byte or less and scales (`quantized.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +64,9 @@ def _sample(problem: KVWriteProblem) -> Sample:
     both = random_tensor(3, 2 * heads, head_dim, **new)
     if problem.quantized:
         shape = (3, heads, block_tokens, head_dim)
-        kv = random_quantized_cache(shape, generator=generator, device=problem.device)
+        kv = random_quantized_cache(
+            shape, generator=generator, device=problem.device, form=problem.quantized
+        )
     else:
         kv = random_tensor(3, 2, heads, block_tokens, head_dim, **new)
     slot = torch.tensor(

@@ -1,14 +1,22 @@
-"""A quantized KV cache: one-byte values with a float32 scale per token and head: its layout, and
+"""A quantized KV cache: values of a byte or less with a scale per token and head: its layout, and
 what it means.
 
-Such a cache is int8 [num_blocks, 2, K, block_tokens, D + 4]: the shape counts the bytes of a token,
-but the bytes of a block's head lie as [block_tokens][D] quantized values, then [block_tokens]
-scales, so that vectors of quantized values stay aligned. A value is quantized * scale; quantized =
-round(x * LARGEST / m), ties to even, with m the largest magnitude of the token's head. Quantized
-values are integers up to 127 ("int8"), or e4m3 numbers up to 448 ("fp8": Micikevicius et al. 2022,
-section 3) in the same bytes: three bits of mantissa for every size, where int8's steps are equal.
-The scale lets both use their whole range. A NaN or Inf makes the scale NaN, so that what is lost
-cannot go unseen; no quantized value is e4m3's NaN.
+Such a cache is int8 [num_blocks, 2, K, block_tokens, V + 4]: the shape counts the bytes of a token,
+but the bytes of a block's head lie as [block_tokens][V] quantized values, then [block_tokens]
+scales, so that vectors of quantized values stay aligned. V is D, but D / 2 of "int4".
+
+A value is quantized * scale; quantized = round(x * LARGEST / m), ties to even, with m the largest
+magnitude of the token's head and a float32 scale. Quantized values are integers up to 127 ("int8"),
+e4m3 numbers up to 448 ("fp8": Micikevicius et al. 2022, section 3) or e5m2 numbers up to 57344
+("fp8_e5m2") in the same bytes: three or two bits of mantissa for every size, where int8's steps are
+equal. The scale lets all use their whole range.
+
+"int4" holds numbers 0 .. 15, of dimension i in the lower half of byte i and of D / 2 + i in its
+upper half; a value is number * scale + low, from a token's smallest value to its largest in 15
+steps. Scale and low are float16 numbers, in the four bytes of a scale.
+
+A NaN or Inf (or what float16 does not hold) makes the scale, read as float32, NaN, so that what is
+lost cannot go unseen; no quantized value is NaN.
 """
 
 from __future__ import annotations
@@ -18,11 +26,18 @@ from typing import Any
 import torch
 
 SCALE_BYTES = 4
-LARGEST = {"int8": 127.0, "fp8": 448.0}
+LARGEST = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
+FLOATS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""The type of the values of forms that hold floats."""
+
+
+def value_bytes(head_dim: int, form: str) -> int:
+    """Bytes of a token's values of one head."""
+    return head_dim // 2 if form == "int4" else head_dim
 
 
 def values_and_scales(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the cache: values int8 [N, 2, K, B, D] and scales float32 [N, 2, K, B]."""
+    """Views of the cache: values int8 [N, 2, K, B, V] and scales float32 [N, 2, K, B]."""
     block_tokens, width = kv.shape[3:]
     flat = kv.flatten(3)
     cut = block_tokens * (width - SCALE_BYTES)
@@ -35,44 +50,70 @@ def typed(kv: torch.Tensor, form: str | None) -> tuple[torch.Tensor, torch.Tenso
     (None if the cache is not quantized)."""
     if form is None:
         return kv, None
-    return kv.view(torch.float8_e4m3fn) if form == "fp8" else kv, kv.view(torch.float32)
+    return kv.view(FLOATS.get(form, torch.int8)), kv.view(torch.float32)
 
 
 def dequantize(kv: torch.Tensor, dtype: torch.dtype, form: str) -> torch.Tensor:
     """What the cache means, [N, 2, K, B, D]."""
     quantized, scales = values_and_scales(kv)
-    values = quantized.view(torch.float8_e4m3fn) if form == "fp8" else quantized
+    if form == "int4":
+        scale, low = scales.contiguous()[..., None].view(torch.float16).float().chunk(2, -1)
+        numbers = torch.cat((quantized & 15, (quantized >> 4) & 15), -1)
+        return (numbers.float() * scale + low).to(dtype)
+    values = quantized.view(FLOATS.get(form, torch.int8))
     return (values.float() * scales[..., None]).to(dtype)
 
 
 def quantize(x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantized values int8 of x [..., D] and scales float32 [...]."""
+    """Quantized values int8 [..., V] of x [..., D] and scales float32 [...]."""
     x = x.float()
     lost = ~x.isfinite().all(-1)
     x = x.masked_fill(lost[..., None], 0)
+    if form == "int4":
+        return _four_bits(x, lost)
     top = x.abs().amax(-1)
     # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
     inverse = torch.where(top > 1e-30, top.new_tensor(LARGEST[form]) / top, 0)
     scaled = (x * inverse[..., None]).clamp_(-LARGEST[form], LARGEST[form])
     quantized = (
-        scaled.to(torch.float8_e4m3fn).view(torch.int8)
-        if form == "fp8"
+        scaled.to(FLOATS[form]).view(torch.int8)
+        if form in FLOATS
         else scaled.round().to(torch.int8)
     )
     return quantized, (top / LARGEST[form]).masked_fill(lost, torch.nan)
 
 
+def _four_bits(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = x.amin(-1), x.amax(-1)
+    pair = torch.stack(((high - low) / x.new_tensor(15.0), low), -1).to(torch.float16)
+    lost = lost | ~pair.isfinite().all(-1)
+    scale, base = pair.float().masked_fill(lost[..., None], 0).unbind(-1)
+    inverse = torch.where(scale > 0, x.new_tensor(1.0) / scale, 0)
+    numbers = ((x - base[..., None]) * inverse[..., None]).clamp_(0, 15).round().to(torch.int8)
+    lower, upper = numbers.masked_fill(lost[..., None], 0).chunk(2, -1)
+    slots = pair.contiguous().view(torch.float32)[..., 0]
+    return lower | upper << 4, slots.masked_fill(lost, torch.nan)
+
+
 def random_quantized_cache(
-    shape: tuple[int, int, int, int], *, generator: torch.Generator, device: str
+    shape: tuple[int, int, int, int],
+    *,
+    generator: torch.Generator,
+    device: str,
+    form: str = "int8",
 ) -> torch.Tensor:
     """A cache of blocks, KV heads, block tokens and head_dim `shape`, with values of about one
     (int8) or less, generated on the generator's device."""
     blocks, heads, block_tokens, head_dim = shape
-    kv = torch.zeros(
-        blocks, 2, heads, block_tokens, head_dim + SCALE_BYTES, dtype=torch.int8, device=device
-    )
+    width = value_bytes(head_dim, form) + SCALE_BYTES
+    kv = torch.zeros(blocks, 2, heads, block_tokens, width, dtype=torch.int8, device=device)
     quantized, scales = values_and_scales(kv)
     options: Any = {"generator": generator, "device": generator.device}
+    if form not in ("int8", "fp8"):
+        values = torch.randn(*kv.shape[:4], head_dim, **options)
+        for place, part in zip((quantized, scales), quantize(values, form), strict=True):
+            place.copy_(part)
+        return kv
     values = torch.randint(-126, 127, quantized.shape, dtype=torch.int8, **options)
     quantized.copy_(values.masked_fill_(values == -1, 0))  # -1 and 127 are e4m3's NaN
     scales.copy_((torch.rand(scales.shape, **options) + 0.5) / 64)

@@ -21,16 +21,21 @@ constexpr bool kIsFp8<fp8> = true;
 
 constexpr float kMostFp8 = 448.0f;
 
-// kLanes e4m3 values as floats, exactly: exponent and mantissa where a float has them, 120 exponents too low.
-HR_INLINE F load(const fp8* p) {
+// kLanes bytes as whole numbers.
+HR_INLINE U load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
-  const U code = (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__AVX2__)
-  const U code = (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
   typedef uint8_t B __attribute__((vector_size(kLanes)));
-  const U code = __builtin_convertvector(load_raw<B>(p), U);
+  return __builtin_convertvector(load_raw<B>(p), U);
 #endif
+}
+
+// kLanes e4m3 values as floats, exactly: exponent and mantissa where a float has them, 120 exponents too low.
+HR_INLINE F load(const fp8* p) {
+  const U code = load_bytes(&p->bits);
   const F size = (F)((code & 0x7f) << 20) * 0x1p120f;
   return (F)((U)size | (code & 0x80) << 24);
 }
@@ -133,9 +138,10 @@ HR_INLINE U to_fp8(F v) {
   return ((I)size < 0x3c800000 ? denormal : normal) | (bits >> 24 & 0x80);
 }
 
-// count values in units of their largest, and the scale; a NaN or Inf makes it NaN. Writes whole vectors.
-template <class T>
-HR_INLINE void quantize_fp8(const T* x, int64_t count, fp8* quantized, float* scale) {
+// count values in units of their largest, which becomes `top_code`, and the scale; a NaN or Inf makes it NaN. Writes whole
+// vectors.
+template <class T, class Round>
+HR_INLINE void quantize_bytes(const T* x, int64_t count, uint8_t* quantized, float* scale, float top_code, Round round) {
   F most{};
   I finite = most == 0.0f;
   for (int64_t k = 0; k < count; k += kLanes) {
@@ -147,16 +153,20 @@ HR_INLINE void quantize_fp8(const T* x, int64_t count, fp8* quantized, float* sc
   bool good = true;
   for (int i = 0; i < kLanes; ++i) good = good && finite[i];
   const float top = largest(most);
-  const F inverse = splat(good && top > 1e-30f ? kMostFp8 / top : 0.0f);
-  *scale = good ? top / kMostFp8 : __builtin_nanf("");
+  const F inverse = splat(good && top > 1e-30f ? top_code / top : 0.0f);
+  *scale = good ? top / top_code : __builtin_nanf("");
   for (int64_t k = 0; k < count; k += kLanes) {
     F v = load_part(x + k, smaller<int64_t>(count - k, kLanes)) * inverse;
-    v = good ? vmax(splat(-kMostFp8), vmin(splat(kMostFp8), v)) : F{};
-    const U code = to_fp8(v);
+    v = good ? vmax(splat(-top_code), vmin(splat(top_code), v)) : F{};
+    const U code = round(v);
     typedef uint8_t B __attribute__((vector_size(kLanes)));
     const B bytes = __builtin_convertvector(code, B);
     __builtin_memcpy(quantized + k, &bytes, sizeof bytes);
   }
+}
+template <class T>
+HR_INLINE void quantize_fp8(const T* x, int64_t count, fp8* quantized, float* scale) {
+  quantize_bytes(x, count, &quantized->bits, scale, kMostFp8, to_fp8);
 }
 
 }  // namespace

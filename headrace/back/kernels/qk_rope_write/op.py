@@ -137,7 +137,9 @@ def _sample(problem: QKRopeWriteProblem) -> Sample:
     positions = torch.tensor([10, 0, 4], device=problem.device)
     if problem.quantized:
         shape = (3, kv_heads, block_tokens, head_dim)
-        kv = random_quantized_cache(shape, generator=generator, device=problem.device)
+        kv = random_quantized_cache(
+            shape, generator=generator, device=problem.device, form=problem.quantized
+        )
     else:
         kv = random_tensor(3, 2, kv_heads, block_tokens, head_dim, **new)
     slot = torch.tensor(
@@ -156,7 +158,9 @@ def _outputs(sample: Sample) -> list[torch.Tensor]:
 
 
 def _tolerance(problem: QKRopeWriteProblem) -> float:
-    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16}[problem.quantized]
+    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16, "fp8_e5m2": 1 / 8, "int4": 1 / 7}[
+        problem.quantized
+    ]
     return float_tolerance(problem.dtype) + step
 
 

@@ -1,0 +1,131 @@
+// Forms of KV caches beside int8 and e4m3 (fp8.h): e5m2, read a value at a time as those are, and 4-bit numbers, which are
+// dequantized a tile of tokens at a time.
+#pragma once
+
+#include "fp8.h"
+#include "paged_attention.h"
+
+namespace {
+
+// Sign, five bits of exponent (bias 15), two of mantissa: the upper byte of an fp16 number. Up to 57344.
+struct e5m2 {
+  uint8_t bits;
+};
+constexpr float kMostE5m2 = 57344.0f;
+
+HR_INLINE F load(const e5m2* p) {
+  const U code = load_bytes(&p->bits);
+  const F size = (F)((code & 0x7f) << 21) * 0x1p112f;
+  return (F)((U)size | (code & 0x80) << 24);
+}
+
+// Floats of at most 57344 as e5m2 values: to nearest, ties to even.
+HR_INLINE U to_e5m2(F v) {
+  const U bits = (U)v, size = bits & 0x7fffffff;
+  const U normal = (size + 0xfffff + (size >> 21 & 1) - 0x38000000) >> 21;
+  const U denormal = (U)((F)size + 128.0f) - 0x43000000;  // the sum rounds to units of 2^-16
+  return ((I)size < 0x38800000 ? denormal : normal) | (bits >> 24 & 0x80);
+}
+
+// As quantize_fp8.
+template <class T>
+HR_INLINE void quantize_e5m2(const T* x, int64_t count, uint8_t* quantized, float* scale) {
+  quantize_bytes(x, count, quantized, scale, kMostE5m2, to_e5m2);
+}
+
+// Two numbers 0 .. 15 in a byte, of dimension i (lower half) and head_dim / 2 + i. Where other forms have a token's scale, it
+// has two fp16: scale and smallest value; a lost token has NaN there.
+struct nibbles {
+  uint8_t bits;
+};
+template <class S>
+constexpr bool kByTile = false;
+template <>
+constexpr bool kByTile<nibbles> = true;
+template <class S>
+constexpr bool kInTiles = true;  // whether matrix tiles read it
+template <>
+constexpr bool kInTiles<e5m2> = false;
+template <>
+constexpr bool kInTiles<nibbles> = false;
+
+// head_dim (even, at most 256) values as such numbers, and their scale and smallest value in the four bytes of `slot`.
+template <class T>
+HR_INLINE void quantize_nibbles(const T* x, int64_t head_dim, uint8_t* quantized, float* slot) {
+  alignas(64) float wide[256 + 16];
+  alignas(64) uint8_t numbers[256 + 16];
+  const int64_t whole = ceil_div(head_dim, kLanes) * kLanes;
+  for (int64_t k = 0; k < head_dim; k += kLanes) store(wide + k, load_part(x + k, smaller<int64_t>(head_dim - k, kLanes)));
+  for (int64_t k = head_dim; k < whole; ++k) wide[k] = wide[0];
+  F low = load(wide), high = low;
+  I finite = low == low;
+  for (int64_t k = 0; k < whole; k += kLanes) {
+    const F v = load(wide + k);
+    low = select(v < low, v, low), high = select(v > high, v, high);
+    finite &= (F)((U)v & 0x7fffffffu) < __builtin_inff();
+  }
+  bool good = true;
+  for (int i = 0; i < kLanes; ++i) good = good && finite[i];
+  const float least = -largest(-low), most = largest(high);
+  fp16 pair[2];
+  put(pair, (most - least) / 15.0f), put(pair + 1, least);
+  const float scale = to_float(pair[0]), base = to_float(pair[1]);
+  good = good && scale < __builtin_inff() && base < __builtin_inff() && base > -__builtin_inff();
+  *slot = __builtin_nanf("");
+  if (good) __builtin_memcpy(slot, pair, 4);
+  const F inverse = splat(good && scale > 0 ? 1.0f / scale : 0.0f);
+  typedef uint8_t B __attribute__((vector_size(kLanes)));
+  for (int64_t k = 0; k < whole; k += kLanes) {
+    F v = good ? (load(wide + k) - base) * inverse : F{};
+    v = vmax(F{}, vmin(splat(15.0f), v)) + 12582912.0f;  // 1.5 x 2^23: the sum rounds to whole numbers, ties to even
+    const B bytes = __builtin_convertvector((U)v & 15, B);
+    __builtin_memcpy(numbers + k, &bytes, sizeof bytes);
+  }
+  for (int64_t i = 0; i < head_dim / 2; ++i) quantized[i] = uint8_t(numbers[i] | numbers[head_dim / 2 + i] << 4);
+}
+
+// One token's numbers as values. Reads whole vectors: a block's scales lie behind its last token's.
+template <class T>
+HR_INLINE void dequantize_nibbles(const uint8_t* from, int64_t head_dim, const int8_t* slot, T* to) {
+  fp16 pair[2];
+  __builtin_memcpy(pair, slot, 4);
+  const F scale = splat(to_float(pair[0])), base = splat(to_float(pair[1]));
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const U both = load_bytes(from + i);
+    const F lower = __builtin_convertvector((I)(both & 15), F) * scale + base;
+    const F upper = __builtin_convertvector((I)(both >> 4), F) * scale + base;
+    if (half - i >= kLanes) store(to + i, lower), store(to + half + i, upper);
+    else store_part(to + i, lower, half - i), store_part(to + half + i, upper, half - i);
+  }
+}
+
+// Keys and values of the KV positions [low, low + count) as a cache of one block of kTokens tokens: [2][kTokens][head_dim].
+template <class T>
+HR_INLINE void dequantize_tile(const Attention& p, int64_t row, int64_t kv_head, int64_t low, int64_t count, T* tile) {
+  const int64_t bytes = p.head_dim / 2;
+  for (int64_t half = 0; half < 2; ++half)
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t block = p.block_table[row * p.table_stride + (low + j) / p.block_tokens];
+      const int64_t offset = (low + j) % p.block_tokens;
+      const int8_t* head =
+          static_cast<const int8_t*>(p.kv) + block * p.block_stride + half * p.value_offset + kv_head * p.head_stride;
+      dequantize_nibbles(reinterpret_cast<const uint8_t*>(head) + offset * bytes, p.head_dim,
+                         head + p.block_tokens * bytes + offset * 4, tile + (half * kTokens + j) * p.head_dim);
+    }
+}
+
+// The attention call and task over such a tile alone.
+template <class T>
+struct TileCall {
+  Attention call;
+  Task task;
+  int32_t block = 0;
+  TileCall(const Attention& p, const Task& of, int64_t count, const T* tile) : call(p), task(of) {
+    call.kv = tile, call.block_table = &block, call.table_stride = 0, call.block_tokens = kTokens;
+    call.block_stride = 0, call.head_stride = 0, call.value_offset = kTokens * p.head_dim;
+    task.high = int32_t(count);
+  }
+};
+
+}  // namespace
