@@ -158,14 +158,6 @@ def _quantization(
     scheme = options.model.quantization
     if scheme == "none":
         return None
-    served = "fp8, mxfp4 and the kinds of int4" if device_spec.device == "cuda" else "none"
-    on_cuda = device_spec.device == "cuda" and scheme.startswith(("fp8", "int4", "mxfp4"))
-    if device_spec.device != "cpu" and not on_cuda:
-        raise ConfigError(
-            f"--quantization {scheme} runs on the CPU only, not on {device_spec.device}; there are "
-            f"{served} there",
-            field="quantization",
-        )
     if device_spec.device == "cuda" and options.model.deterministic:
         raise ConfigError(
             f"--quantization {scheme} does not go with --deterministic on CUDA",

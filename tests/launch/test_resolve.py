@@ -265,13 +265,11 @@ def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> Non
     given = options(model={"quantization": "int8"})
     with pytest.raises(ConfigError, match="--quantization int8 needs a model family"):
         resolve(given, msgspec.structs.replace(MODEL, family="transformers"), CPU)
-    with pytest.raises(ConfigError, match="--quantization int8 runs on the CPU only"):
-        resolved(CUDA, model={"quantization": "int8"})
 
 
 def test_cuda_makes_quantized_weights_while_loading() -> None:
-    """And 4-bit integers."""
-    for scheme in ("fp8", "int4", "int4-asym-g128"):
+    """By every scheme."""
+    for scheme in ("fp8", "int8", "int8-g32", "mxfp4", "int4", "int4-asym-g128"):
         assert resolved(CUDA, model={"quantization": scheme}).engine.model.quantization == scheme
         refused = f"--quantization {scheme} does not go with --deterministic"
         with pytest.raises(ConfigError, match=refused):

@@ -24,6 +24,9 @@ from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
 from headrace.back.kernels.linear_int4.layout import Int4Weight
 from headrace.back.kernels.linear_int4.op import OP as OP_INT4
 from headrace.back.kernels.linear_int4.op import LinearInt4Problem
+from headrace.back.kernels.linear_int8.layout import Int8Weight
+from headrace.back.kernels.linear_int8.op import OP as OP_INT8
+from headrace.back.kernels.linear_int8.op import LinearInt8Problem
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
@@ -252,7 +255,8 @@ class WholeLinear:
         self.project = bind_adapted(self._scope, weight_OI, bias_O, self._adapted)
 
 
-Weight = torch.Tensor | PackedWeight | BlockWeight | Fp8Weight | Int4Weight
+OnGpu = Fp8Weight | Int4Weight | Int8Weight
+Weight = torch.Tensor | PackedWeight | BlockWeight | OnGpu
 Bound = TypeVar("Bound")
 
 
@@ -269,7 +273,7 @@ def bind_fused(
     if isinstance(weight_OI, PackedWeight | BlockWeight):
         return None
     norm_weight = norm.weight_E if norm else None
-    if isinstance(weight_OI, Fp8Weight | Int4Weight):
+    if isinstance(weight_OI, OnGpu):
         op, quantized = gemm_of(weight_OI, **_facts(scope, bias_O), activation=activation)
         whole = replace(quantized, eps=norm.eps if norm else None, add=add)
         return scope.bind_fused(op, whole, weight_OI, bias_O, norm_weight)
@@ -298,7 +302,7 @@ def bind_gemm(
     """The GEMM, with an activation only if a kernel does both. Of a quantized weight it reads the
     quantized values that the norm before leaves (`RMSNorm.quantize_output`), if there are kernels
     for both."""
-    if isinstance(weight_OI, torch.Tensor | Fp8Weight | Int4Weight):
+    if isinstance(weight_OI, torch.Tensor | OnGpu):
         if activation is None:
             return bind_linear(scope, weight_OI, bias_O)
         return bind_fused(scope, weight_OI, bias_O, activation=activation)
@@ -377,21 +381,20 @@ def gemm_of(
 ) -> tuple[Op[Any], Any]:
     """The op that multiplies by this kind of weight, and the problem."""
     new: dict[str, Any] = {"device": device, "dtype": dtype, "wide": wide, "bias": bias}
+    if isinstance(weight, PackedWeight | BlockWeight):
+        new |= {"quantized_rows": quantized_rows, "inputs": weight.inputs, "activation": activation}
     if isinstance(weight, PackedWeight):
-        new |= {"inputs": weight.inputs, "outputs": weight.outputs, "form": weight.form}
-        return OP_QUANT, LinearQuantProblem(
-            **new, activation=activation, quantized_rows=quantized_rows
-        )
+        return OP_QUANT, LinearQuantProblem(**new, outputs=weight.outputs, form=weight.form)
     if isinstance(weight, BlockWeight):
-        new |= {"inputs": weight.inputs, "kinds": weight.kinds}
-        new |= {"activation": activation, "quantized_rows": quantized_rows}
-        return OP_BLOCKS, LinearBlocksProblem(**new, plain_from=plain_from)
-    if isinstance(weight, Fp8Weight):
+        return OP_BLOCKS, LinearBlocksProblem(**new, kinds=weight.kinds, plain_from=plain_from)
+    if isinstance(weight, OnGpu):
         new |= {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
-        return OP_FP8, LinearFp8Problem(**new, activation=activation)
+        new["activation"] = activation
+    if isinstance(weight, Fp8Weight):
+        return OP_FP8, LinearFp8Problem(**new)
+    if isinstance(weight, Int8Weight):
+        return OP_INT8, LinearInt8Problem(**new)
     if isinstance(weight, Int4Weight):
-        sizes = {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
-        numbers = {"minima": weight.minima, "floats": weight.floats}
-        return OP_INT4, LinearInt4Problem(**new, **sizes, **numbers, activation=activation)
+        return OP_INT4, LinearInt4Problem(**new, minima=weight.minima, floats=weight.floats)
     outputs, inputs = weight.shape
     return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

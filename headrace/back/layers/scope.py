@@ -37,6 +37,8 @@ from headrace.back.quant.gpu_experts import (
 )
 from headrace.back.quant.gpu_experts import served as served_experts
 from headrace.back.quant.gpu_int4 import OnlineInt4Weight, StoredInt4Weight, stored_int4
+from headrace.back.quant.gpu_int8 import OnlineInt8Weight, StoredInt8Weight, stored_int8
+from headrace.back.quant.gpu_int8 import served as served_int8
 from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.scheme import Scheme
@@ -235,8 +237,10 @@ class Scope:
             return weight
         if stored := stored_scheme(weight, self.stored):
             return StoredFp8Weight(weight, stored)
-        kept = stored_int4(weight, self.stored)
-        return weight if kept is None else StoredInt4Weight(weight, kept)
+        if kept := stored_int4(weight, self.stored):
+            return StoredInt4Weight(weight, kept)
+        kept = stored_int8(weight, self.stored)
+        return weight if kept is None else StoredInt8Weight(weight, kept)
 
     def adapted(self, weight: Param) -> AdaptedLinear | None:
         """The slots of the linear layer of `weight` [outputs, inputs], if there are any."""
@@ -324,9 +328,11 @@ class Scope:
 def _online_on_gpu(weight: Param, scheme: Scheme) -> LoadedWeight:
     if not served(weight):
         return weight
-    if scheme.floating and scheme.group is None:
+    if scheme.bits == 4:
+        return OnlineInt4Weight(weight, scheme)
+    if scheme.floating:
         return OnlineFp8Weight(weight)
-    return OnlineInt4Weight(weight, scheme)
+    return OnlineInt8Weight(weight, scheme) if served_int8(weight, scheme.group) else weight
 
 
 def _or_zeros(piece: WeightPiece, beside: tuple[WeightPiece, ...], unbiased: str) -> WeightPiece:

@@ -126,7 +126,7 @@ def stored_int4(param: Param, kept: KeptSchemes) -> str | None:
     assert param.tensor is not None, param
     try:
         for copy in copies(param):
-            _group_columns(copy, per, param.tensor.shape[1])
+            group_columns(copy, per, param.tensor.shape[1])
     except CutGroup:
         return None
     return name
@@ -171,7 +171,7 @@ class StoredInt4Weight:
 
     def _write(self, copy: Copy, groups: Groups, numbers: Numbers) -> int | None:
         """Keeps one copy; the first of its rows with a scale of NaN or Inf, or None."""
-        source, target = _group_columns(copy, self._scheme.group, self._inputs)
+        source, target = group_columns(copy, self._scheme.group, self._inputs)
         scales = groups.scales_RG.float()
         scales = scales if scales.shape[1] == 1 else scales[:, source]
         unpacked = unpacked_of(groups, scales, source, self._scheme, numbers, copy)
@@ -181,8 +181,8 @@ class StoredInt4Weight:
         """The same of blocks: their bytes are taken apart on the device."""
         assert self._type is not None
         kind = self._type
-        blocks, _ = _group_columns(copy, kind.block, self._inputs)
-        _, target = _group_columns(copy, self._scheme.group, self._inputs)
+        blocks, _ = group_columns(copy, kind.block, self._inputs)
+        _, target = group_columns(copy, self._scheme.group, self._inputs)
         cut = slice(blocks.start * kind.size, blocks.stop * kind.size)
         wanted = np.ascontiguousarray(rows.data[rows.order[copy.source[0]]][:, cut])
         data = torch.from_numpy(wanted).to(self._device).unflatten(1, (-1, kind.size))
@@ -321,7 +321,7 @@ def _bytes_of(param: Param, scheme: Scheme) -> int:
     return packed_bytes(outputs, inputs, scheme.group, minima=scheme.asymmetric, dtype=param.dtype)
 
 
-def _group_columns(copy: Copy, per: int | None, inputs: int) -> tuple[slice, slice]:
+def group_columns(copy: Copy, per: int | None, inputs: int) -> tuple[slice, slice]:
     """The groups of a copy, in the checkpoint and in a weight of so many inputs; CutGroup if it
     cuts one."""
     dim = Dim(1, per=per or 0)

@@ -28,6 +28,7 @@ from headrace.back.kernels.linear.triton_small import Gemm, launcher
 from headrace.back.kernels.linear_fp8 import op as linear_fp8
 from headrace.back.kernels.linear_int4 import op as linear_int4
 from headrace.back.kernels.linear_int4 import stream as linear_int4_stream
+from headrace.back.kernels.linear_int8 import op as linear_int8
 from headrace.back.kernels.logit_masks import op as logit_masks
 from headrace.back.kernels.lora_linear import op as lora_linear
 from headrace.back.kernels.merge_attention import op as merge_attention
@@ -341,6 +342,21 @@ def _int4(tokens: int, group: int | None = 128, **more: object) -> Callable[[], 
     return call
 
 
+def _int8(tokens: int, group: int | None, **more: object) -> Callable[[], object]:
+    """A layer with a weight of 8-bit integers."""
+
+    def call() -> object:
+        from headrace.back.kernels.linear_int8 import triton_linear_int8
+
+        problem = linear_int8.LinearInt8Problem(
+            device="cpu", dtype=BF16, inputs=1024, outputs=512, group=group, **more
+        )
+        sample = linear_int8.sample_of(problem, (tokens,))
+        return triton_linear_int8.bind(problem, *sample.weights)(*sample.arguments)
+
+    return call
+
+
 def _int4_stream(
     tokens: int, group: int | None = 128, depth: int = 0, **more: object
 ) -> Callable[[], object]:
@@ -640,6 +656,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("int4 one of 32", _int4(1, 32, minima=True, activation="silu", eps=1e-6)),
     ("int4 64", _int4(64, add=True)),
     ("int4 300", _int4(300, None, bias=True)),
+    ("int8 one of 16", _int8(1, 16, activation="silu", eps=1e-6)),
+    ("int8 16 of 32", _int8(16, 32, add=True)),
+    ("int8 64", _int8(64, None, bias=True)),
     ("int4 stream one", _int4_stream(1, eps=1e-6, activation="silu")),
     ("int4 stream one of 32", _int4_stream(1, 32, minima=True, add=True, bias=True)),
     ("int4 stream one of e2m1", _int4_stream(1, 32, floats=True, eps=1e-6, activation="silu")),

@@ -27,6 +27,7 @@ FILES = (
     "fixed",
     "linear_fp8",
     "linear_int4",
+    "linear_int8",
     "recurrent",
     "latent",
     "mixture",

@@ -55,6 +55,11 @@ class Int4Weight:
     floats: bool = False
 
     @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.words_NBW.device
+
+    @property
     def num_bytes(self) -> int:
         """In memory."""
         return self.words_NBW.nbytes + self.scales_NBSR.nbytes

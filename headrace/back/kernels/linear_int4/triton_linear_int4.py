@@ -6,18 +6,14 @@ the activation inside (linear/triton_wide.py), with the weight dequantized befor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 
-from headrace.back.kernels.gated_act import triton_gated_act
 from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
+from headrace.back.kernels.linear.dequantized import bind_dequantized
 from headrace.back.kernels.linear.table import padded
-from headrace.back.kernels.linear.triton_small import Gemm, small
 from headrace.back.kernels.linear_int4 import stream, triton_tiles_int4
 from headrace.back.kernels.linear_int4.layout import GROUPS, ROWS, Int4Weight
 from headrace.back.kernels.linear_int4.op import (
@@ -80,31 +76,6 @@ def plan_of(tokens: int, *, gated: bool) -> StreamPlan:
     return MANY
 
 
-@dataclass(eq=False)
-class Dequantized:
-    """Where the weights of a device are dequantized, one after the other, for the library."""
-
-    values: torch.Tensor
-
-    def part(self, weight: Int4Weight) -> torch.Tensor:
-        """Room for one [O, I]."""
-        return self.values[: weight.outputs * weight.inputs].view(weight.outputs, weight.inputs)
-
-
-_rooms: WeakValueDictionary[tuple[torch.device, torch.dtype], Dequantized] = WeakValueDictionary()
-
-
-def room_for(weight: Int4Weight, dtype: torch.dtype) -> Dequantized:
-    """The device's, grown to hold this weight; nothing is multiplied before all are bound."""
-    device, count = weight.words_NBW.device, weight.outputs * weight.inputs
-    room = _rooms.get((device, dtype))
-    if room is None:
-        room = _rooms[device, dtype] = Dequantized(torch.empty(count, dtype=dtype, device=device))
-    elif len(room.values) < count:
-        room.values = torch.empty(count, dtype=dtype, device=device)
-    return room
-
-
 def bind(
     problem: LinearInt4Problem,
     weight: Int4Weight,
@@ -122,7 +93,11 @@ def bind(
         )  # fmt: skip
         norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
     streamed = _streams(problem, several)
-    many = _many(problem, weight, bias_O)
+    act = None if problem.activation is None else activation_problem(problem)
+    many = bind_dequantized(
+        weight, triton_tiles_int4.dequantize_into, bias_O, dtype=problem.dtype, activation=act,
+        add=problem.add, wide=problem.wide,
+    )  # fmt: skip
     fused = norm is None or streamed
 
     @cache
@@ -158,45 +133,6 @@ def _streams(problem: LinearInt4Problem, gemm: Int4Gemm) -> bool:
         return False
     plan = plan_of(1, gated=bool(gemm.activation))
     return stream.shared_bytes(gemm, plan) <= shared_bytes()
-
-
-def _many(
-    problem: LinearInt4Problem, weight: Int4Weight, bias_O: torch.Tensor | None
-) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """The GEMM with the dequantized weight, and what comes after it."""
-    room = room_for(weight, problem.dtype)
-    activate = None
-    if problem.activation is not None:
-        activate = triton_gated_act.bind(activation_problem(problem))
-
-    @cache
-    def launch_for() -> Callable[[int], stream.Launch | None]:
-        gemm = Gemm(
-            weight_OI=room.part(weight),
-            bias_O=bias_O,
-            activation=problem.activation or "",
-            add=problem.add,
-        )
-        return small(gemm)
-
-    def many(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> torch.Tensor:
-        weight_OI = room.part(weight)
-        triton_tiles_int4.dequantize_into(weight, weight_OI)
-        run = launch_for()(len(x_TI)) if activate is not None else None
-        if run is not None:
-            y_TY = x_TI.new_empty(len(x_TI), problem.results)
-            run(x_TI, y_TY)
-            return y_TY
-        if residual_TY is not None and bias_O is None:
-            return residual_TY.addmm_(x_TI, weight_OI.t())
-        y_TY = F.linear(x_TI, weight_OI, bias_O)
-        if problem.wide:
-            return y_TY.float()
-        if activate is not None:
-            y_TY = activate(y_TY)
-        return y_TY if residual_TY is None else residual_TY.add_(y_TY)
-
-    return many
 
 
 _skipped: dict[LinearInt4Problem, str] = {}

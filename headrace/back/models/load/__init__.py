@@ -184,7 +184,7 @@ def _stored_on_gpu(spec: ModelSpec, stored: Stored) -> tuple[Stored, str]:
     if reason := int4_refusal(dtype):
         kept = {name: scheme for name, scheme in kept.items() if scheme in GPU_SCHEMES}
         reasons.append(f"the kernel that reads 4-bit weights {reason}")
-    why = "; ".join(reasons) or "e4m3 and 4-bit weights are read as the file holds them"
+    why = "; ".join(reasons) or "e4m3, 8-bit and 4-bit weights are read as the file holds them"
     return kept, why
 
 

@@ -1,0 +1,76 @@
+"""Weights of 8-bit integers as GPUs read them: plain rows, with scales beside them.
+
+O outputs, I inputs, G groups of neighbouring inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GROUPS = (16, 32, 64, 128)
+"""Inputs that may share a scale, where not all do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Weight:
+    """values_OI (int8) times scales_OG (float32, contiguous). `group` inputs of an output share a
+    scale, None: all of them, and G is 1; I is a multiple of it."""
+
+    values_OI: torch.Tensor
+    scales_OG: torch.Tensor
+    group: int | None
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return self.values_OI.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """I."""
+        return self.values_OI.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values_OI.device
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory."""
+        return self.values_OI.nbytes + self.scales_OG.nbytes
+
+
+def packed_bytes(outputs: int, inputs: int, group: int | None) -> int:
+    """What a weight takes."""
+    return outputs * (inputs + 4 * (1 if group is None else inputs // group))
+
+
+def empty(
+    outputs: int, inputs: int, group: int | None, *, device: torch.device | str
+) -> Int8Weight:
+    """A weight to be filled."""
+    assert group is None or inputs % group == 0, (inputs, group)
+    groups = 1 if group is None else inputs // group
+    return Int8Weight(
+        torch.empty(outputs, inputs, dtype=torch.int8, device=device),
+        torch.empty(outputs, groups, dtype=torch.float32, device=device),
+        group,
+    )
+
+
+def dequantize(weight: Int8Weight) -> torch.Tensor:
+    """float32 [O, I]."""
+    scales = weight.scales_OG
+    if weight.group is not None:
+        scales = scales.repeat_interleave(weight.group, 1)
+    return weight.values_OI.float() * scales
+
+
+def dequantize_into(weight: Int8Weight, y_OI: torch.Tensor) -> None:
+    """Writes the whole weight, which is dense, in one pass over it."""
+    outputs, inputs = weight.outputs, weight.inputs
+    shape = outputs, -1, weight.group or inputs
+    torch.mul(weight.values_OI.view(shape), weight.scales_OG[..., None], out=y_OI.view(shape))
