@@ -14,7 +14,15 @@ import torch
 from msgspec.structs import replace
 
 from headrace.back.executor.inline import InlineExecutor
-from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
+from headrace.back.models.load import load_model
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.config.resolved import (
+    DeviceSpec,
+    EngineSpec,
+    KVSpec,
+    ModelSpec,
+    SchedulerSpec,
+)
 from tests.back.quant.test_gpu_experts import CHECKPOINTS, moe_folder
 from tests.back.test_cuda import forced
 from tests.models.oracle import model_spec
@@ -60,3 +68,31 @@ def test_scores_stay_near_those_of_the_same_weights(format: str, tmp_path: Path)
             assert distance < MOST
     executor.close()
     exact.close()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4-g128", "int8", "mxfp4"])
+def test_quantizing_while_loading_peaks_near_the_final_size(scheme: str) -> None:
+    """Of a mixture with dummy weights: what is left, and a layer or two of floats. QNT-09."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1024,
+        "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 512,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "mlp_only_layers": [],
+        "decoder_sparse_step": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "hidden_act": "silu", "attention_bias": False,
+    }  # fmt: skip
+    spec = ModelSpec(
+        path="", name="m", format="dummy", family="qwen3_moe", dtype="bfloat16", max_model_len=128,
+        logits_width=1024, eos_ids=(), config=config, quantization=scheme,
+    )  # fmt: skip
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model, report = load_model(spec, mesh=Mesh(), device=torch.device("cuda"), block_tokens=16)
+    layer = 2 * 3 * 16 * 1024 * 512
+    peak = torch.cuda.max_memory_allocated() - before
+    print(scheme, peak, report.weight_bytes)
+    # int8 experts stay floats; quantizing makes float32 copies of some rows
+    assert peak < report.weight_bytes + 3 * layer + (64 << 20), (peak, report.weight_bytes)
+    del model

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 
 import numpy as np
 import torch
@@ -70,7 +71,8 @@ class Param:
     spans     this rank's ranges along shard.dim, in local order; empty without a shard
     init      what `--load-format dummy` puts there: "normal" (times init_scale), "ones" or "zeros"
     optional  the checkpoint may lack all its pieces; then `init` is applied
-    tensor    where the loader writes; None once it has been packed (so that it is held once)
+    tensor    where the loader writes; None once it has been packed (so that it is held once), and
+              before the first write if it is `deferred`
     bundle    the tensors that stand for it, None: it is plain; `shape`, `pieces` and `shard` are
               those of the weight all the same, and `members` holds this rank's part of each tensor
     on_blocks takes stored blocks instead of floats: (copy, rows) -> the first row of the tensor
@@ -98,11 +100,28 @@ class Param:
     packed_bytes: int = 0
     bundle: Bundle | None = None
     members: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    _deferred: torch.device | None = field(default=None, repr=False)
+    _lock: Lock = field(default_factory=Lock, repr=False)
+
+    def defer(self) -> None:
+        """Gives up the tensor until somebody writes it: of weights that are packed as soon as they
+        are full, few are there at once."""
+        assert self.tensor is not None, self.name
+        self.tensor, self._deferred = None, self.tensor.device
+
+    def present(self) -> torch.Tensor:
+        """The tensor, made now if it was deferred."""
+        with self._lock:
+            if self.tensor is None and self._deferred is not None:
+                shape, device = local_shape(self), self._deferred
+                self.tensor = torch.empty(shape, dtype=self.dtype, device=device)
+                self._deferred = None
+        assert self.tensor is not None, f"{self.name} was taken before"
+        return self.tensor
 
     def target(self, copy: Copy) -> torch.Tensor:
         """Where a copy goes: a view of the tensor, or of a member."""
-        tensor = self.members[copy.member] if copy.member else self.tensor
-        assert tensor is not None, f"{self.name} was taken before"
+        tensor = self.members[copy.member] if copy.member else self.present()
         view = tensor[copy.target]
         return view.t() if copy.transposed else view
 
@@ -120,8 +139,7 @@ class Param:
     def take(self) -> torch.Tensor:
         """The loaded tensor, which the parameter gives up: the layer that packs it is then its only
         owner."""
-        assert self.tensor is not None, f"{self.name} was taken before"
-        tensor, self.tensor = self.tensor, None
+        tensor, self.tensor = self.present(), None
         return tensor
 
 

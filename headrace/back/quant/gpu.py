@@ -92,6 +92,7 @@ class OnlineFp8Weight:
         outputs, inputs = param.tensor.shape
         param.packed_bytes = outputs * (inputs + 4)
         param.on_filled = self._quantize
+        param.defer()
 
     def take(self) -> Fp8Weight:
         """The weight; a loader that does not announce full parameters has it quantized now."""

@@ -164,6 +164,8 @@ class OnlineGpuExperts:
         for param in params:
             param.on_filled = self._filled
             param.packed_bytes = _share(param, kept, sizes)
+            if param.packed_bytes:
+                param.defer()
 
     def take(self) -> GpuExperts:
         """The experts; a loader that does not announce full parameters has them quantized now."""

@@ -231,6 +231,7 @@ class OnlineInt4Weight:
         self._weight: Int4Weight | None = None
         param.packed_bytes = _bytes_of(param, scheme)
         param.on_filled = self._quantize
+        param.defer()
 
     def take(self) -> Int4Weight:
         """The weight; a loader that does not announce full parameters has it quantized now."""

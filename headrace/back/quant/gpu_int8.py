@@ -185,6 +185,7 @@ class OnlineInt8Weight:
         self._weight: Int8Weight | None = None
         param.packed_bytes = packed_bytes(*param.tensor.shape, scheme.group)
         param.on_filled = self._quantize
+        param.defer()
 
     def take(self) -> Int8Weight:
         """The weight; a loader that does not announce full parameters has it quantized now."""

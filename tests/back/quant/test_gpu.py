@@ -133,11 +133,10 @@ def test_a_damaged_scale_is_told_by_its_row(tmp_path: Path) -> None:
 
 def test_a_full_parameter_becomes_e4m3_with_a_scale_for_each_output() -> None:
     param = param_of(slice(0, INPUTS))
-    assert param.tensor is not None
     plain = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(3))
     plain[5] = 0
-    param.tensor.copy_(plain)
     weight = OnlineFp8Weight(param)
+    param.present().copy_(plain)
     param.filled()
     assert param.tensor is None
     taken = weight.take()
@@ -213,3 +212,17 @@ def test_a_plan_counts_the_bytes_that_a_gpu_keeps(tmp_path: Path) -> None:
     assert 0.45 * layers < saved < 0.5 * layers
     chosen = {d.field: d.chosen for d in kernels_on_absent_device(spec, device, block_tokens=16)}
     assert chosen["kernel.linear_fp8"] == "triton"
+
+
+def test_a_weight_that_is_quantized_when_full_takes_no_memory_before() -> None:
+    param = param_of(slice(0, INPUTS))
+    OnlineFp8Weight(param)
+    assert param.tensor is None
+    (copy,) = copies(param)
+    target = param.target(copy)
+    assert param.tensor is not None and target.shape == (OUTPUTS, INPUTS)
+    target.fill_(1)
+    param.filled()
+    assert param.tensor is None
+    with pytest.raises(AssertionError, match="taken before"):
+        param.present()

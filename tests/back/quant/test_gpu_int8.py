@@ -96,11 +96,10 @@ def test_a_cut_group_an_odd_size_and_a_changed_weight_become_floats() -> None:
 @pytest.mark.parametrize("name", INT8_SCHEMES)
 def test_a_full_parameter_becomes_integers_by_its_scheme(name: str) -> None:
     param, scheme = param_of(slice(0, 256)), INT8_SCHEMES[name]
-    assert param.tensor is not None
     plain = torch.randn(OUTPUTS, 256, generator=torch.Generator().manual_seed(3))
     plain[5] = 0
-    param.tensor.copy_(plain)
     weight = OnlineInt8Weight(param, scheme)
+    param.present().copy_(plain)
     param.filled()
     kept = weight.take()
     values, scales, _ = scheme.quantize(plain)

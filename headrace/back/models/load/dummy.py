@@ -32,11 +32,10 @@ class DummyWeights:
 
     def fill(self, param: Param) -> None:
         """Writes this rank's part of `param` as its `init` says."""
-        assert param.tensor is not None, param.name
         if param.init == "ones":
-            param.tensor.fill_(1)
+            param.present().fill_(1)
         elif param.init == "zeros":
-            param.tensor.zero_()
+            param.present().zero_()
         else:
             assert param.init == "normal", param
             for copy in copies(param):

@@ -157,8 +157,7 @@ def absent(param: Param, source: Source) -> bool:
 
 def _initialise(param: Param) -> None:
     assert param.init in ("ones", "zeros"), f"{param.name}: an optional parameter needs a constant"
-    assert param.tensor is not None, param.name
-    param.tensor.fill_(1 if param.init == "ones" else 0)
+    param.present().fill_(1 if param.init == "ones" else 0)
 
 
 def _wanted(param: Param) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
