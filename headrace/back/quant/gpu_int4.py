@@ -26,14 +26,16 @@ from headrace.back.kernels.linear_int4.layout import (
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.kept import WHOLE_INT4, KeptSchemes, check_order, normal_values
+from headrace.back.quant.kept import NVFP4, WHOLE_INT4, KeptSchemes, check_order, normal_values
 from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 
 INT4_SCHEMES: dict[str, Scheme] = {
-    scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4
-} | {name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()}
+    **{scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4},
+    **{name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()},
+    NVFP4: Scheme(NVFP4, 4, 16, floating=True),
+}
 """What is kept as it is, by name."""
 UNIT = 16
 """Inputs of a weight are a multiple of it, for the kernels."""

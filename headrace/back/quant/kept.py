@@ -37,6 +37,9 @@ BLOCKS = "fp8-g128"
 (gpu.py)."""
 WHOLE_INT4 = {False: "int4-whole", True: "int4-asym-whole"}
 """4-bit integers with a scale (True: and a minimum) for each output: GPUs only (gpu_int4.py)."""
+NVFP4 = "nvfp4"
+"""e2m1 numbers with a scale for 16 inputs, itself an e4m3 number times one for all: GPUs only
+(gpu_int4.py)."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
     "torchao-int4", "hqq",
@@ -51,6 +54,8 @@ def kept_scheme(tensor: QuantizedTensor) -> str | None:
         return BLOCKS
     if numbers.arrangement in ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks"):
         return "mxfp4"
+    if numbers.arrangement in ("nvfp4", "nvfp4-packed"):
+        return NVFP4
     if numbers.arrangement not in _KEPT or len(tensor.shape) != 2 or numbers.ordered:
         return None
     if numbers.arrangement in _WITHOUT_ZEROS and "zeros" in tensor.members:

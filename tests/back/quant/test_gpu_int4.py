@@ -42,7 +42,7 @@ from headrace.launch.plan import (
     kernels_on_absent_device,
     stored_on_absent_device,
 )
-from tests.back.quant.formats.test_formats import open_weight
+from tests.back.quant.formats.test_formats import golden, open_weight
 from tests.back.quant.test_gpu import INPUTS, OUTPUTS, param_of
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
 from tests.models.paged import teacher_forced
@@ -236,7 +236,34 @@ def test_a_damaged_scale_is_told_by_its_row(tmp_path: Path) -> None:
         assert param.on_groups(copy, *source.groups("m.weight", copy.source)) == 77
 
 
-@pytest.mark.parametrize("name", [name for name in INT4_SCHEMES if "whole" not in name])
+@pytest.mark.parametrize("case", ["nvfp4", "mxfp4"])
+def test_e2m1_numbers_are_kept_with_scales_that_bfloat16_holds(case: str, tmp_path: Path) -> None:
+    """As a public package wrote them."""
+    config, stored, expected = golden(case)
+    outputs, inputs = expected.shape
+    whole = (WeightPiece(name="module.weight", shape=(outputs, inputs)),)
+    param = Param(
+        name="m", shape=(outputs, inputs), dtype=torch.bfloat16, pieces=whole,
+        tensor=torch.empty(outputs, inputs, dtype=torch.bfloat16),
+    )  # fmt: skip
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        scheme = source.entries["module.weight"].scheme
+        assert scheme == case == stored_int4(param, {"module.weight": scheme})
+
+        def fill(param: Param) -> None:
+            (copy,) = copies(param)
+            assert param.on_groups is not None
+            assert param.on_groups(copy, *source.groups("module.weight", copy.source)) is None
+
+        weight = taken(param, scheme, fill)
+    found = dequantize(weight, torch.float32)
+    torch.testing.assert_close(found, expected.float(), rtol=2**-8, atol=0)
+
+
+ONLINE = [name for name in INT4_SCHEMES if "whole" not in name and name != "nvfp4"]
+
+
+@pytest.mark.parametrize("name", ONLINE)
 def test_a_full_parameter_becomes_integers_by_its_scheme(name: str) -> None:
     param, scheme = param_of(slice(0, INPUTS)), INT4_SCHEMES[name]
     plain = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(3))

@@ -26,7 +26,13 @@ from tests.kernels.triton.test_linear_int4 import DEVICE, DTYPE, NO_HOPPER, erro
 
 __all__ = ["pytestmark"]
 GPT_OSS: dict[str, Any] = {"activation": "swiglu_oai", "clamp": 7.0, "bias": True}
-FORMS = [Int4Form(32, floats=True), Int4Form(128), Int4Form(32, minima=True), Int4Form(None)]
+FORMS = [
+    Int4Form(32, floats=True),
+    Int4Form(16, floats=True),
+    Int4Form(128),
+    Int4Form(32, minima=True),
+    Int4Form(None),
+]
 BOUND = {"int4": 3e-3 if interpreted() else 1e-2, "fp8": 2e-2}
 
 

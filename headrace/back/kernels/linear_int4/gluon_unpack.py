@@ -110,10 +110,15 @@ def _spread(b_one, GROUPS: gl.constexpr):
     """The scales [groups * 32] of half the outputs, for every word."""
     HALVES: gl.constexpr = 2 if GROUPS > 1 else 1
     QUARTERS: gl.constexpr = 2 if GROUPS > 2 else 1
-    b_one = b_one.reshape([HALVES, QUARTERS, 32]).permute((0, 2, 1))
     SPLIT: gl.constexpr = split_layout()
-    OWN: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, SPLIT))
-    b_one = gl.convert_layout(b_one, OWN, assert_trivial=True).expand_dims(2).expand_dims(4)
+    if GROUPS == 8:
+        b_one = b_one.reshape([2, 2, 2, 32]).permute((0, 3, 1, 2))
+        EACH: gl.constexpr = gl.SliceLayout(2, SPLIT)
+        b_one = gl.convert_layout(b_one, EACH, assert_trivial=True).expand_dims(2)
+    else:
+        b_one = b_one.reshape([HALVES, QUARTERS, 32]).permute((0, 2, 1))
+        OWN: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, SPLIT))
+        b_one = gl.convert_layout(b_one, OWN, assert_trivial=True).expand_dims(2).expand_dims(4)
     b_all, _ = gl.broadcast(b_one, gl.zeros([2, 32, 4, 2, 2], b_one.dtype, SPLIT))
     return gl.convert_layout(b_all.reshape([32, 32]), word_layout(), assert_trivial=True)
 

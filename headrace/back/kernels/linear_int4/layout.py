@@ -25,7 +25,7 @@ number has its own, are 2 ** 126 too small, and one product brings them near eno
 (gluon_unpack.py)."""
 LARGEST_LIFTED = 2.0**17
 """The largest such scale."""
-GROUPS = (32, 64, 128)
+GROUPS = (16, 32, 64, 128)
 """Inputs that may share a scale, where not all do."""
 
 

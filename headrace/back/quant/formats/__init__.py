@@ -52,6 +52,8 @@ READERS: Mapping[str, Reader] = {
 """Arrangement -> reader."""
 KEPT_READERS: Mapping[str, Reader] = {
     **READERS,
+    "nvfp4": floats4.modelopt_bits,
+    "nvfp4-packed": floats4.compressed_bits,
     "mxfp4-packed": floats4.bits,
     "mxfp4-quark": floats4.bits,
     "mxfp4-blocks": floats4.gpt_oss_bits,

@@ -52,10 +52,32 @@ def gpt_oss(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) ->
 
 def bits(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
     """`powers`, with the bits of e2m1 for values, and the scales of all groups."""
+    scales = powers_of_two(read("scales", rows, slice(None)))
+    return _grouped(tensor, _bits(read, rows, columns), scales, columns)
+
+
+def modelopt_bits(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """`modelopt`, with the bits of e2m1 for values, and the scales of all groups."""
+    return _nvfp4_bits(tensor, read, rows, columns, read("outer").float())
+
+
+def compressed_bits(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """`compressed` likewise."""
+    return _nvfp4_bits(tensor, read, rows, columns, 1 / read("outer").float())
+
+
+def _nvfp4_bits(
+    tensor: QuantizedTensor, read: Read, rows: slice, columns: slice, outer: torch.Tensor
+) -> Groups:
+    scales = read("scales", rows, slice(None)).float() * outer.reshape(1, 1)
+    return _grouped(tensor, _bits(read, rows, columns), scales, columns)
+
+
+def _bits(read: Read, rows: slice, columns: slice) -> torch.Tensor:
+    """uint8, a byte a number."""
     halves = slice(columns.start // 2, -(-columns.stop // 2))
     values = _both(read("values", rows, halves))[:, columns.start % 2 :]
-    scales = powers_of_two(read("scales", rows, slice(None)))
-    return _grouped(tensor, values[:, : columns.stop - columns.start], scales, columns)
+    return values[:, : columns.stop - columns.start]
 
 
 def gpt_oss_bits(tensor: QuantizedTensor, read: Read, inputs: slice, outputs: slice) -> Groups:
