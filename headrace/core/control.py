@@ -34,6 +34,7 @@ from headrace.core.reports import Document, EngineView
 from headrace.core.request import Request
 from headrace.core.request_index import RequestIndex
 from headrace.core.service_state import PauseMode, ServiceState
+from headrace.core.weights import check_state, order_of
 
 
 class ControlledEngine(EngineView, ExecutorHost, Protocol):
@@ -119,6 +120,8 @@ class Control:
             "unload_adapter": _unload_adapter,
             "adapters": _list_adapters,
             "profile": _profile,
+            "weights": _weigh,
+            "weights_version": _name_weights,
             "reload": lifecycle.reload,
             "sleep": lifecycle.sleep,
             "wake": lifecycle.wake,
@@ -146,6 +149,8 @@ class Control:
         """Answers the pauses and drains that have become complete."""
         if engine.adapters is not None:
             engine.adapters.advance()
+        if engine.weights.poll_at is not None:
+            engine.weights.advance()
         if self._waiting_pause and pause_is_complete(engine):
             if self._clear_cache:
                 _reset_prefix_cache(engine)
@@ -188,6 +193,8 @@ class Control:
     def _resume(self, engine: ControlledEngine, call: Call) -> Document:
         if engine.service.asleep:
             raise Conflict("the engine is asleep: wake it first")
+        if reason := engine.weights.blocks_resume:
+            raise Conflict(reason)
         engine.service.pause = self._undo = None
         self._fail_waiting(engine, "resumed before the pause was complete")
         return _pause_state(engine.service)
@@ -327,6 +334,33 @@ def _load_adapter(engine: ControlledEngine, call: Call) -> None:
 def _unload_adapter(engine: ControlledEngine, call: Call) -> Document:
     _adapters(engine).unload(str(call.arguments.get("name", "")))
     return {"unloaded": True}
+
+
+def _weigh(engine: ControlledEngine, call: Call) -> None:
+    """Has the workers carry out an order about the weights; `version`: of those it ends with."""
+    order = order_of(str(call.arguments.get("order", "")))
+    paused = engine.is_still or engine.is_frozen
+    check_state(order, can_run=engine.service.has_executor, is_paused=paused)
+    number, version = call.number, str(call.arguments.get("version") or "")
+
+    def on_done(result: dict[str, object] | HeadraceError) -> None:
+        if isinstance(result, HeadraceError):
+            reply = Reply(number=number, error=to_wire(result))
+        else:
+            reply = _reply(number, result)
+            if result["num_bytes"]:  # what is cached is of other weights
+                _reset_prefix_cache(engine)
+                engine.hooks.renew_content()
+        engine.output_buffer.add_reply(reply)
+
+    engine.weights.start(order, version, on_done)
+
+
+def _name_weights(engine: ControlledEngine, call: Call) -> Document:
+    """The version of the weights, or, with a `version`, another name for it."""
+    if version := str(call.arguments.get("version") or ""):
+        engine.weights.versions.begin(version)
+    return {"version": engine.weights.versions.now, "mixed": engine.weights.mixed}
 
 
 def _reset(engine: ControlledEngine, call: Call) -> Document:

@@ -56,6 +56,7 @@ from headrace.core.scheduler.plan_builder import InFlightStep
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.scheduler.speculation import speculation_of
 from headrace.core.service_state import Counters, PauseMode, ServiceState
+from headrace.core.weights import Weights, no_weights
 
 HOOK_POLL_S = 0.002
 LEAST_SLOW_STEP_S = 10.0
@@ -92,6 +93,7 @@ class EngineCore:
         stats: StatsSink | None = None,
         source: ExecutorSource | None = None,
         adapters: Adapters | None = None,
+        weights: Weights | None = None,
         service: ServiceState | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,6 +101,7 @@ class EngineCore:
         self.clock = clock
         self.hooks = AdmissionHooks(hooks)
         self.adapters = adapters
+        self.weights = weights or Weights(no_weights)
         self.requests = RequestIndex()
         self.counters = Counters(clock())
         self.output_buffer = OutputBuffer()
@@ -162,6 +165,8 @@ class EngineCore:
         """Goes on with another executor while nothing runs. Waiting requests keep their order; one
         that the new executor could never run ends with the reason."""
         waiting = list(self.scheduler.queue)
+        if executor is not self.executor:
+            self.weights.loaded()
         self._model = self._model_on(executor)
         self.graphs = executor.facts.graphs
         self.hooks.renew()
@@ -291,7 +296,7 @@ class EngineCore:
     @property
     def idle_s(self) -> float | None:
         """How long nothing happens by itself while `has_work` is false; None: for ever."""
-        timers = [self._deadlines.first, self.service.drain_due]
+        timers = [self._deadlines.first, self.service.drain_due, self.weights.poll_at]
         if self._stalled_at is not None and self.hooks and self.scheduler.queue:
             timers.append(self._stalled_at + HOOK_POLL_S)  # a hook may have opened meanwhile
         if self.adapters is not None:
@@ -463,9 +468,9 @@ class EngineCore:
             num_cached=request.num_cached,
             num_output=num_known - request.num_prompt,
         )
-        self.output_buffer.add_finished(
-            finished_of(request, reason, stop_id=stop_id, error=error, now=now)
-        )
+        versions = self.weights.versions.since(request.scheduled_at or now)
+        ended = finished_of(request, reason, versions, stop_id=stop_id, error=error, now=now)
+        self.output_buffer.add_finished(ended)
         if self._stats is not None:
             self._stats.finished(
                 reason=reason,

@@ -58,7 +58,8 @@ class EncoderCacheHook(AdmissionHook):
     request may have more).
 
     Invariants: the tokens of all entries are at most `capacity`; an entry without users is in
-    `_unused`, least recently used first.
+    `_unused`, least recently used first. `_void`: what was made with other weights, and goes
+    before anything comes.
     """
 
     name = MEDIA_HOOK
@@ -70,6 +71,7 @@ class EncoderCacheHook(AdmissionHook):
         self._entries: dict[bytes, _Entry] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
         self._tokens = 0
+        self._void: list[bytes] = []
         self._chosen = _Chosen()
         self.num_added = 0
         self.num_reused = 0
@@ -140,7 +142,7 @@ class EncoderCacheHook(AdmissionHook):
         return added
 
     def _make_room(self) -> list[bytes]:
-        evicted = []
+        evicted, self._void = self._void, []
         while self._tokens > self._capacity:
             key, tokens = self._unused.popitem(last=False)
             del self._entries[key]
@@ -161,10 +163,19 @@ class EncoderCacheHook(AdmissionHook):
         """See AdmissionHook: other workers hold nothing; what waits will tell them."""
         self._entries.clear()
         self._unused.clear()
+        self._void.clear()
         self._tokens = 0
         self._chosen = _Chosen()
         for request in self._requests.values():
             request.started = False
+
+    def renew_content(self) -> None:
+        """See AdmissionHook: what nobody uses now is not used again."""
+        for key, tokens in self._unused.items():
+            del self._entries[key]
+            self._tokens -= tokens
+        self._void += self._unused
+        self._unused.clear()
 
     @property
     def num_held(self) -> int:

@@ -348,9 +348,15 @@ def _nothing() -> TokenBatch:
 
 
 def finished_of(
-    request: Request, reason: str, *, stop_id: int | None, error: WireError | None, now: float
+    request: Request,
+    reason: str,
+    versions: str,
+    *,
+    stop_id: int | None,
+    error: WireError | None,
+    now: float,
 ) -> Finished:
-    """What is told of a request that has just ended."""
+    """What is told of a request that has just ended; `versions`: of the weights it ran with."""
     began = request.arrived_at
     return Finished(
         id=request.id,
@@ -366,4 +372,5 @@ def finished_of(
         total_s=now - began,
         num_drafted=request.num_drafted,
         num_accepted=request.num_accepted,
+        weights_version=versions,
     )

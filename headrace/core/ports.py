@@ -28,6 +28,7 @@ from headrace.base.wire.step import (
     StepResult,
     WorkerFacts,
 )
+from headrace.base.wire.weights import WeightOrder, WeightReply
 
 
 class Pending(Protocol):
@@ -120,6 +121,27 @@ class AdapterWorkers(Protocol):
         ...
 
 
+class PendingWeights(Protocol):
+    """An order about weights on its way."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        ...
+
+    def result(self) -> WeightReply:
+        """What became of the order; EngineDead if the workers are gone."""
+        ...
+
+
+class WeightWorkers(Protocol):
+    """An executor whose weights can be replaced while it is loaded."""
+
+    def weigh(self, order: WeightOrder) -> PendingWeights:
+        """Carries out an order behind the steps submitted before, or, if it is one of
+        BESIDE_STEPS, beside them; returns at once."""
+        ...
+
+
 class ExecutorSource(Protocol):
     """Makes executors for other weights of the same model."""
 
@@ -175,6 +197,10 @@ class AdmissionHook(Protocol):
 
     def renew(self) -> None:
         """Other workers have taken over, which know nothing of earlier payloads; nothing runs."""
+
+    def renew_content(self) -> None:
+        """The workers' weights are others: what they made of a request's content before is void."""
+        return
 
     @property
     def num_held(self) -> int:

@@ -19,6 +19,7 @@ from headrace.core.request import NOT_LOOKED_AT, Request, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.service_state import STEP_TOKENS, Counters, ServiceState
+from headrace.core.weights import Weights
 
 Document = dict[str, object]
 
@@ -29,6 +30,7 @@ class EngineView(Protocol):
     graphs: RecordedGraphs
     spec: SchedulerSpec
     adapters: Adapters | None
+    weights: Weights
 
     @property
     def executor(self) -> Executor:
@@ -121,6 +123,7 @@ def hello_of(engine: EngineView) -> Hello:
         held=service.held,
         adapters=() if engine.adapters is None else engine.adapters.names,
         log_level=service.log_level,
+        weights_version=engine.weights.versions.now,
         start_s=facts.start_s,
         decisions=facts.decisions,
         media=facts.media,
@@ -214,6 +217,8 @@ def status(engine: EngineView) -> Document:
         "draining": service.draining,
         "asleep": service.asleep,
         "sleep_level": service.sleep_level,
+        "weights_version": engine.weights.versions.now,
+        "weights_mixed": engine.weights.mixed,
         "tokens_per_s": engine.counters.rate,
         **metrics(engine),
     }

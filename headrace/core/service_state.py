@@ -8,10 +8,12 @@ the throughput of the last second or two.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+MAX_VERSIONS = 64
 KEPT, DROPPED = 1, 2
 """Levels of sleep: the weights wait in host memory, or there is no executor at all."""
 
@@ -22,6 +24,27 @@ class PauseMode(Enum):
     ABORT = "abort"
     WAIT = "wait"
     KEEP = "keep"
+
+
+class WeightVersions:
+    """The versions of a core's weights, with when each began; the last MAX_VERSIONS are remembered.
+    `now`: that of the present ones, "" where nobody has named one."""
+
+    def __init__(self, first: str, clock: Callable[[], float]) -> None:
+        self.now = first
+        self._clock = clock
+        self._begun: deque[tuple[float, str]] = deque([(clock(), first)], MAX_VERSIONS)
+
+    def begin(self, version: str) -> None:
+        """The weights are of this version from now on."""
+        self.now = version
+        self._begun.append((self._clock(), version))
+
+    def since(self, then: float) -> str:
+        """Those that there were since then, in order, with commas between them."""
+        later = [version for at, version in self._begun if at > then]
+        before = [version for at, version in self._begun if at <= then]
+        return ",".join([*before[-1:], *later])
 
 
 @dataclass(eq=False)

@@ -52,7 +52,7 @@ from headrace.launch.frontend_connections import FrontendConnections, FrontendGo
 from headrace.launch.topology import Report, report, tie_to_parent
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
 from headrace.launch.watchdog import Watchdog
-from headrace.launch.weights_source import WeightsSource
+from headrace.launch.weights_source import WeightsSource, weights_of
 
 log = logging.getLogger(__name__)
 FLUSH_S = 1.0
@@ -113,7 +113,8 @@ class CoreLoop:
             self._fail(error)
         self._watchdog.since = None
         before = self._announced
-        if (core.failing, core.service.held) != (before.failing, before.held) or (
+        announced = before.failing, before.held, before.weights_version
+        if (core.failing, core.service.held, core.weights.versions.now) != announced or (
             core.adapters is not None and core.adapters.names != before.adapters
         ):
             self._announce(core.hello())
@@ -318,6 +319,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         hooks=hooks,
         source=source,
         adapters=adapters,
+        weights=weights_of(spec, lambda: core.executor),
         service=service,
     )
     if adapters is not None:

@@ -4,7 +4,9 @@ replaces it must know."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -13,7 +15,8 @@ from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import ModelOptions
 from headrace.base.errors import ConfigError
 from headrace.base.wire.step import WorkerFacts
-from headrace.core.ports import Executor
+from headrace.core.ports import Executor, WeightWorkers
+from headrace.core.weights import Weights, no_weights
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import read_model_facts
 
@@ -97,6 +100,13 @@ class WeightsSource:
             current, path=facts.path, format=facts.format, config=facts.config
         )
         return msgspec.structs.replace(self._spec, model=swapped)
+
+
+def weights_of(spec: EngineSpec, executor: Callable[[], Executor]) -> Weights:
+    """The weights of an engine; `executor`: the one that is installed."""
+    if spec.device.executor == "null":
+        return Weights(no_weights)
+    return Weights(lambda order: cast(WeightWorkers, executor()).weigh(order))
 
 
 _SAME = (

@@ -25,6 +25,7 @@ from headrace.base.wire.step import (
     StepResult,
     WorkerFacts,
 )
+from headrace.base.wire.weights import WeightOrder, WeightReply
 
 
 class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
@@ -107,9 +108,17 @@ ToWorker = (
     | RecordGraph
     | SetLogLevel
     | AdapterOrder
+    | WeightOrder
 )
 ToCore = (
-    WorkerReady | StepResult | WorkerFailed | ProfileReply | ParkReply | GraphReply | AdapterReply
+    WorkerReady
+    | StepResult
+    | WorkerFailed
+    | ProfileReply
+    | ParkReply
+    | GraphReply
+    | AdapterReply
+    | WeightReply
 )
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)

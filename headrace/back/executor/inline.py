@@ -38,6 +38,7 @@ from headrace.base.wire.step import (
     StepResult,
     WorkerFacts,
 )
+from headrace.base.wire.weights import BESIDE_STEPS, WeightOrder, WeightReply
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,19 @@ class InlineExecutor:
         """See AdapterWorkers."""
         self.check()
         return self._adapting.submit(self._resident.adapt, order)
+
+    def weigh(self, order: WeightOrder) -> Future[WeightReply]:
+        """See WeightWorkers."""
+        self.check()
+        if order.action not in BESIDE_STEPS:
+            return self._thread.submit(self._resident.weigh, order)
+        reply: Future[WeightReply] = Future()
+
+        def meet() -> None:
+            reply.set_result(self._resident.weigh(order))
+
+        threading.Thread(target=meet, name="headrace-weights", daemon=True).start()
+        return reply
 
     def log_level(self, level: str) -> None:
         """See Executor: this process's level is the worker's."""

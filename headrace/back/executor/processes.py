@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -54,6 +54,7 @@ from headrace.base.wire.step import (
     StepResult,
     WorkerFacts,
 )
+from headrace.base.wire.weights import WeightOrder, WeightReply
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ PARK_TIMEOUT_S = 600.0
 RECORD_TIMEOUT_S = 60.0
 REPLY_POLL_S = 0.2
 R = TypeVar("R", ProfileReply, ParkReply, GraphReply)
+A = TypeVar("A", AdapterReply, WeightReply)
 
 
 class ProcessPending:
@@ -95,15 +97,15 @@ class ProcessPending:
         return self._result
 
 
-class PendingOrder:
+class PendingOrder(Generic[A]):
     """An order that all workers have been sent; each answers it. `failure`: why none will any
     more."""
 
     def __init__(self, count: int, failure: Callable[[], HeadraceError | None]) -> None:
         self._left, self._failure = count, failure
-        self._replies: list[AdapterReply] = []
+        self._replies: list[A] = []
 
-    def add(self, reply: AdapterReply) -> None:
+    def add(self, reply: A) -> None:
         """A worker's answer."""
         self._replies.append(reply)
 
@@ -111,7 +113,7 @@ class PendingOrder:
         """See PendingAdapter."""
         return len(self._replies) == self._left or self._failure() is not None
 
-    def result(self) -> AdapterReply:
+    def result(self) -> A:
         """The first that failed, else the first."""
         failure = self._failure()
         if failure is not None:
@@ -164,9 +166,9 @@ class ProcessExecutor:
         self._profiled: SimpleQueue[ProfileReply] = SimpleQueue()
         self._parked: SimpleQueue[ParkReply] = SimpleQueue()
         self._recorded: SimpleQueue[GraphReply] = SimpleQueue()
-        self._orders: list[deque[PendingOrder]] = [
-            deque() for _ in range(spec.device.tensor_parallel)
-        ]
+        ranks = range(spec.device.tensor_parallel)
+        self._orders: list[deque[PendingOrder[AdapterReply]]] = [deque() for _ in ranks]
+        self._weight_orders: list[deque[PendingOrder[WeightReply]]] = [deque() for _ in ranks]
         self._ended = threading.Event()
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
@@ -237,12 +239,21 @@ class ProcessExecutor:
         answers = self._all(self._parked, PARK_TIMEOUT_S)
         self._facts = facts_of_all([one.facts for one in answers if one.facts is not None])
 
-    def adapt(self, order: AdapterOrder) -> PendingOrder:
+    def adapt(self, order: AdapterOrder) -> PendingOrder[AdapterReply]:
         """See AdapterWorkers."""
+        return self._ordered(order, self._orders)
+
+    def weigh(self, order: WeightOrder) -> PendingOrder[WeightReply]:
+        """See WeightWorkers."""
+        return self._ordered(order, self._weight_orders)
+
+    def _ordered(
+        self, order: AdapterOrder | WeightOrder, queues: list[deque[PendingOrder[A]]]
+    ) -> PendingOrder[A]:
         self.check()
-        pending = PendingOrder(len(self._workers), lambda: self._failure)
+        pending: PendingOrder[A] = PendingOrder(len(self._workers), lambda: self._failure)
         with self._lock:
-            for orders in self._orders:
+            for orders in queues:
                 orders.append(pending)
             frame = TO_WORKER.frame(order)
         self._send(frame)
@@ -313,6 +324,10 @@ class ProcessExecutor:
             if isinstance(message, AdapterReply):
                 with self._lock:
                     self._orders[worker.rank].popleft().add(message)
+                continue
+            if isinstance(message, WeightReply):
+                with self._lock:
+                    self._weight_orders[worker.rank].popleft().add(message)
                 continue
             assert isinstance(message, StepResult), message
             self._finish(message)

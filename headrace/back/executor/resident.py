@@ -18,6 +18,7 @@ from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import DeferredChecks, SelfCheckFailed
 from headrace.back.lora.store import AdapterStore
+from headrace.back.models.load import Origin
 from headrace.back.models.protocol import CausalModel
 from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh
@@ -28,12 +29,14 @@ from headrace.back.platforms.placement import interleave
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import StartedRunner, start_runner
 from headrace.back.sampling.sampler import choose_kernels
+from headrace.back.transfer.orders import WeightOrders
 from headrace.base import heap
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision, DeviceSpec, EngineSpec, verify_queries
 from headrace.base.errors import ConfigError, StartError
 from headrace.base.registry import Registry
 from headrace.base.wire.step import AdapterOrder, AdapterReply, WorkerFacts
+from headrace.base.wire.weights import WeightOrder, WeightReply
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,8 @@ DEFAULT_LOADER = "headrace.back.models.load:load_model"
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """A model on this rank's device. `load_s`: the seconds of each part of its load."""
+    """A model on this rank's device. `load_s`: the seconds of each part of its load; `origin`: how
+    it was built, where its weights can be replaced."""
 
     spec: EngineSpec
     model: CausalModel
@@ -51,6 +55,8 @@ class RankModel:
     weight_bytes: int
     decisions: tuple[Decision, ...]
     load_s: dict[str, float]
+    origin: Origin | None = None
+    rank: int = 0
 
     def facts(self, started: StartedRunner) -> WorkerFacts:
         """What a runner over this model states, with what is known of the model."""
@@ -75,6 +81,12 @@ class Resident:
         self._started: StartedRunner | None = _start(loaded, checks)
         self._copy: HostCopy | None = None
         self._adapters: AdapterStore | None = None
+        self._weight_orders = WeightOrders(loaded.origin, loaded.device, loaded.rank)
+
+    def weigh(self, order: WeightOrder) -> WeightReply:
+        """Carries out an order about the weights; `join` and `leave` may be called by another
+        thread."""
+        return self._weight_orders.carry_out(order)
 
     def adapt(self, order: AdapterOrder) -> AdapterReply:
         """Carries out an order; called by a thread of its own, which no step waits for."""
@@ -119,6 +131,7 @@ class Resident:
     def close(self) -> None:
         """Gives up the model too, for good. Whoever holds this object holds no memory with it."""
         self._loaded = self._copy = self._started = self._adapters = None
+        self._weight_orders = WeightOrders(None, self._device, 0)
         gc.collect()
         self._let_go()
 
@@ -168,6 +181,8 @@ def build_resident(
                 weight_bytes=report.weight_bytes,
                 decisions=(*report.decisions, *summing),
                 load_s={"device": ready_s, "load": load_s},
+                origin=report.origin,
+                rank=mesh.tp.rank,
             )
             return Resident(loaded, checks=checks)
 

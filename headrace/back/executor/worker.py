@@ -41,10 +41,11 @@ from headrace.back.runner.results import LaunchedStep
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.step import AdapterOrder, DeferredInputs, StepPlan
+from headrace.base.wire.weights import BESIDE_STEPS, WeightOrder
 
 log = logging.getLogger(__name__)
 
-Order: TypeAlias = StepPlan | ProfileSteps | ParkWeights | RecordGraph
+Order: TypeAlias = StepPlan | ProfileSteps | ParkWeights | RecordGraph | WeightOrder
 """What is done in the order in which it comes."""
 
 
@@ -84,7 +85,7 @@ def serve(channel: Channel) -> None:
 
     channel.send(TO_CORE.frame(WorkerReady(resident.facts)))
     for work in (
-        (_read_plans, channel, plans, deferred_inputs, adapter_orders),
+        (_read_plans, channel, resident, plans, deferred_inputs, adapter_orders),
         (_adapt, channel, resident, adapter_orders),
         (_send_results, channel, launched_steps, begin.rank),
     ):
@@ -97,6 +98,9 @@ def serve(channel: Channel) -> None:
             continue
         if isinstance(plan, ParkWeights):
             channel.send(TO_CORE.frame(_parked(resident, plan)))
+            continue
+        if isinstance(plan, WeightOrder):
+            _weigh(channel, resident, plan)
             continue
         if isinstance(plan, RecordGraph):
             channel.send(TO_CORE.frame(_recorded(resident)))
@@ -135,6 +139,10 @@ def _recorded(resident: Resident) -> GraphReply:
         return GraphReply(error=to_wire(error))
 
 
+def _weigh(channel: Channel, resident: Resident, order: WeightOrder) -> None:
+    channel.send(TO_CORE.frame(resident.weigh(order)))
+
+
 def _adapt(channel: Channel, resident: Resident, orders: SimpleQueue[AdapterOrder]) -> None:
     """Reads and places adapters beside the steps."""
     while True:
@@ -162,6 +170,7 @@ def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
 
 def _read_plans(
     channel: Channel,
+    resident: Resident,
     plans: SimpleQueue[Order],
     deferred_inputs: SimpleQueue[DeferredInputs],
     adapter_orders: SimpleQueue[AdapterOrder],
@@ -174,6 +183,9 @@ def _read_plans(
             deferred_inputs.put(message)
         elif isinstance(message, AdapterOrder):
             adapter_orders.put(message)
+        elif isinstance(message, WeightOrder) and message.action in BESIDE_STEPS:
+            meeting = (channel, resident, message)
+            threading.Thread(target=_weigh, args=meeting, daemon=True).start()
         elif isinstance(message, SetLogLevel):
             logs.set_level(message.level)
         else:

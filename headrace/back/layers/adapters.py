@@ -73,6 +73,21 @@ class AdapterSlots:
         return AdaptedLinear(self, modules, mesh=mesh, shard=shard, problem=problem, device=device)
 
 
+class LentSlots(AdapterSlots):
+    """The slots of one model for a second one of the same making: its layers get those of the
+    first, in their order."""
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        super().__init__(count=slots.count, max_rank=slots.max_rank)
+        self._lent = iter(slots.linears)
+
+    def over(self, weight: Param, mesh: Mesh, device: torch.device, kind: str) -> AdaptedLinear:
+        """See AdapterSlots."""
+        linear = next(self._lent)
+        self.linears.append(linear)
+        return linear
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdaptedModule:
     """A linear layer of the checkpoint, all of which or a part of which an `AdaptedLinear` is.

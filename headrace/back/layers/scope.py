@@ -59,13 +59,14 @@ class LoadedWeight(Protocol):
 @dataclass(eq=False)
 class Ledger:
     """What the layers of one model leave behind while they are built. `tables` shares what many
-    layers read."""
+    layers read; `finished`: the work that was put off and has been done, in its order."""
 
     params: list[Param] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
     choices: list[KernelChoice[Any]] = field(default_factory=list)
     notes: list[Decision] = field(default_factory=list)
     tables: dict[Any, torch.Tensor] = field(default_factory=dict)
+    finished: list[Callable[[], None]] = field(default_factory=list)
 
     def note(self, decision: Decision) -> None:
         """Keeps `decision` once, however many layers come to it."""
@@ -75,8 +76,8 @@ class Ledger:
     def finish(self) -> None:
         """Runs the work put off until the weights are loaded, layer by layer, each freeing what it
         packs."""
-        finishers, self.finishers = self.finishers, []
-        for finish in finishers:
+        self.finished, self.finishers = self.finishers, []
+        for finish in self.finished:
             finish()
         self.tables.clear()
 
@@ -124,7 +125,7 @@ class Scope:
     of its family. `adapters`: the slots of its linear layers' low-rank adapters, None: they take
     none. `mutual`: whether tokens of a step's spans see each other: "window": as far back as a
     layer's window lets them, "all": whatever the window, "local": in layers with a window alone;
-    "": they do not."""
+    "": they do not. `hollow`: parameters get no memory; whoever fills one gives it some."""
 
     ledger: Ledger
     mesh: Mesh
@@ -145,6 +146,7 @@ class Scope:
     adapters: AdapterSlots | None = None
     unbiased: str = ""
     mutual: str = ""
+    hollow: bool = False
     path: str = ""
 
     @property
@@ -207,6 +209,10 @@ class Scope:
         return param
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if self.hollow:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            tensor.untyped_storage().resize_(0)
+            return tensor
         if self.device.type == "cpu" and shape:
             return huge_pages.kept(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -62,16 +62,20 @@ def build_model(
     verify_queries: int = 1,
     stored: Stored | None = None,
     planned: str = "",
+    ledger: Ledger | None = None,
+    hollow: bool = False,
+    slots: AdapterSlots | None = None,
 ) -> LoadableModel:
     """An empty model on `device`: its weights are to be loaded (`model.weights`), then
     `finish_load` makes it ready.
 
     `block_tokens` is the KV block size, which attention kernels are chosen for, as for
     `verify_queries`; `stored` the tensors that stay in the quantized blocks of their checkpoint.
-    `verify_queries`, `planned`: see Scope.
+    `verify_queries`, `planned`, `hollow`: see Scope. `ledger`: what the layers leave behind, if the
+    caller reads it. `slots`: those of adapters that are there already.
     """
     scope = Scope(
-        ledger=Ledger(),
+        ledger=ledger or Ledger(),
         mesh=mesh,
         device=device,
         dtype=DTYPES[spec.dtype],
@@ -85,8 +89,9 @@ def build_model(
         kv_quantized=spec.kv_dtype,
         kv_plain=frozenset(spec.kv_plain_layers),
         deterministic=spec.deterministic,
-        adapters=_slots(spec),
+        adapters=slots or _slots(spec),
         planned=planned,
+        hollow=hollow,
     )
     model = _build(spec, scope)
     if spec.adapters is not None and model.adapters is None:

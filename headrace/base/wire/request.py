@@ -273,9 +273,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     expected although steps run, or "".
     `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
     `adapters`: the names of those that requests may name.
-    `log_level`: what an administrator wants every process to log, or "". `start_s` breaks the
-    start-up time down by phase. `media`: the kinds of input beside text (none: empty), of which a
-    request may have `media_tokens` tokens together.
+    `weights_version`: that of the weights now. `log_level`: what an administrator wants every
+    process to log, or "". `start_s` breaks the start-up time down by phase. `media`: the kinds of
+    input beside text (none: empty), of which a request may have `media_tokens` tokens together.
     """
 
     logits_width: int
@@ -290,6 +290,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     failing: str = ""
     held: str = ""
     log_level: str = ""
+    weights_version: str = ""
     adapters: tuple[str, ...] = ()
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []
@@ -341,6 +342,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `stop_id` is the stop token that ended it (it is the last token sent). Times are seconds since
     arrival in the core; `hook_wait_s` is how long a hook held it back (a grammar that was being
     compiled). `num_drafted`, `num_accepted`: drafts of a request that came with a prediction.
+    `weights_version`: of the weights it ran with; of several, in order, with commas between them.
     """
 
     id: int
@@ -356,6 +358,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     total_s: float = 0.0
     num_drafted: int = 0
     num_accepted: int = 0
+    weights_version: str = ""
 
 
 class TokenBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="tokens"):

@@ -222,6 +222,9 @@ class GrammarHook:
     def renew(self) -> None:
         """See AdmissionHook: the workers keep nothing of grammars."""
 
+    def renew_content(self) -> None:
+        """See AdmissionHook: they hold nothing else either."""
+
     @property
     def follows_drafts(self) -> bool:
         """See AdmissionHook."""

@@ -118,6 +118,11 @@ class AdmissionHooks:
         for hook in self._hooks:
             hook.renew()
 
+    def renew_content(self) -> None:
+        """Tells every hook that the workers' weights are others."""
+        for hook in self._hooks:
+            hook.renew_content()
+
     @property
     def num_held(self) -> int:
         """Requests that hooks keep something for; 0 at rest."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -36,6 +37,7 @@ from headrace.front.client.inputs import InputChecker
 from headrace.front.client.limits import Limits, RequestBounds
 from headrace.front.client.outputs import ChoiceState
 from headrace.front.client.stream import CoreHandle, GenerationStream
+from headrace.front.client.weights import push_weights
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.tokenizer_files import load_tokenizer
 
@@ -137,6 +139,17 @@ class AsyncLLM:
         """See `events.EngineClient.adapters`: those that every core has."""
         each = [hello.adapters for hello in self._hellos]
         return [name for name in each[0] if all(name in one for one in each)] if each else []
+
+    @property
+    def weights_version(self) -> str:
+        """See `events.EngineClient.weights_version`."""
+        return ",".join(dict.fromkeys(hello.weights_version for hello in self._hellos))
+
+    async def update_weights(
+        self, source: str | Mapping[str, Any], *, version: str = "", mode: str = "wait"
+    ) -> str:
+        """New weights in place of the present ones, as `LLM.update_weights`; their version."""
+        return await push_weights(self, source, version=version, mode=mode)
 
     @property
     def context_tokens(self) -> int:
@@ -281,6 +294,8 @@ class AsyncLLM:
                 stop=request.stop,
                 pieces=generation.pieces,
             )
+            if (hello := stream.core.connection.hello) is not None:
+                answer.weights_version = hello.weights_version
             stream.core.connection.send(request)
             stream.add(request_id, answer)
 

@@ -131,7 +131,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     Times are seconds since the engine took the request: first scheduled, first token, preempted,
     ended; None where a stop string ended the choice before the engine knew. `hook_wait_s`: how long
     its grammar held it back. `num_drafted`, `num_accepted`: drafts of a choice whose answer was
-    predicted."""
+    predicted. `weights_version`: of the weights it ran with, "" where nobody has named one."""
 
     index: int
     reason: str
@@ -147,6 +147,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     hook_wait_s: float = 0.0
     num_drafted: int = 0
     num_accepted: int = 0
+    weights_version: str = ""
 
 
 Event = Started | PromptScored | PooledPart | AttentionWeights | Delta | Ended
@@ -186,6 +187,11 @@ class EngineClient(Protocol):
     @property
     def adapters(self) -> Sequence[str]:
         """The names of the adapters that requests may name."""
+        ...
+
+    @property
+    def weights_version(self) -> str:
+        """That of the weights now; of cores that differ, each, with commas between them."""
         ...
 
     @property

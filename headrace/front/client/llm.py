@@ -65,13 +65,15 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class Output(msgspec.Struct, kw_only=True):
-    """A prompt and its answers. `prompt` is None if it was given as ids."""
+    """A prompt and its answers. `prompt` is None if it was given as ids. `weights_version`: of the
+    weights that the last answer ran with; of several, with commas between them."""
 
     prompt: str | None
     prompt_ids: list[int]
     prompt_logprobs: list[ScoredToken | None] | None = None
     outputs: list[Completion] = []
     num_cached: int = 0
+    weights_version: str = ""
 
     @property
     def text(self) -> str:
@@ -222,6 +224,21 @@ class LLM:
         ]
         return self._wait(run_all(self.engine, generations, pool_one, show=progress))
 
+    def update_weights(
+        self, source: str | Mapping[str, Any], *, version: str = "", mode: str = "wait"
+    ) -> str:
+        """Puts new weights in place of the present ones, between steps; returns their version
+        (without one given: 1, 2, ...), which outputs name from then on.
+
+        `source`: a folder of safetensors, or tensors (torch, NumPy) by their checkpoint names; all
+        of a model's or some. `mode`: what becomes of what runs: abort, wait or keep."""
+        return self._wait(self.engine.update_weights(source, version=version, mode=mode))
+
+    @property
+    def weights_version(self) -> str:
+        """That of the weights now; "" before the first update."""
+        return self.engine.weights_version
+
     def close(self) -> None:
         """Ends the engine and frees what it holds; idempotent."""
         if self._thread.is_alive():
@@ -318,6 +335,7 @@ def fold(output: Output, event: Event) -> None:
         answer.finish_reason, answer.stop = event.reason, event.stop
         answer.cumulative_logprob = event.cumulative_logprob
         output.num_cached = max(output.num_cached, event.num_cached)
+        output.weights_version = event.weights_version
 
 
 def _answer(output: Output, index: int) -> Completion:

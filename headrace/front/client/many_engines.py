@@ -12,7 +12,9 @@ from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Events, Generation
 from headrace.front.client.model_pool import ModelPoolClient
 
-ONE_MODEL = frozenset({"reload", "sleep", "wake", "load_adapter", "unload_adapter"})
+ONE_MODEL = frozenset(
+    {"reload", "sleep", "wake", "load_adapter", "unload_adapter", "weights", "weights_version"}
+)
 """Operations that make no sense for all models at once."""
 
 
@@ -87,6 +89,11 @@ class ManyEngines:
     def adapters(self) -> Sequence[str]:
         """See EngineClient."""
         return [name for engine in self._connected for name in engine.adapters]
+
+    @property
+    def weights_version(self) -> str:
+        """See EngineClient: which model answers, a header cannot know; `usage` tells."""
+        return ""
 
     @property
     def context_tokens(self) -> int:

@@ -45,6 +45,7 @@ _COPIED = (
     "num_accepted",
     "preempted_s",
     "hook_wait_s",
+    "weights_version",
 )
 _SCORE_BYTES = 300
 _TOKEN_BYTES = 40
@@ -55,7 +56,8 @@ class ChoiceState:
     """One answer (choice) while it is made.
 
     `done`: nothing more will be taken in. `queued` belongs to the stream that reads the answer.
-    `num_cached`: what the core told of the prompt with the first token."""
+    `num_cached`: what the core told of the prompt with the first token. `weights_version`: of the
+    weights when it was asked for."""
 
     index: int
     tokenizer: InitVar[Tokenizer]
@@ -66,6 +68,7 @@ class ChoiceState:
     done: bool = field(init=False, default=False)
     error: HeadraceError | None = field(init=False, default=None)
     num_cached: int = field(init=False, default=0)
+    weights_version: str = field(init=False, default="")
     _tokenizer: Tokenizer = field(init=False)
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopStrings | None = field(init=False, default=None)
@@ -203,6 +206,7 @@ class ChoiceState:
     def _end(self, reason: str, stop: str | int | None, finished: Finished | None) -> None:
         self.done = True
         ending: dict[str, Any] = {"num_output": self._num_output, "num_cached": self.num_cached}
+        ending["weights_version"] = self.weights_version
         if finished is not None:
             ending |= {name: getattr(finished, name) for name in _COPIED}
         if self._scores is not None:

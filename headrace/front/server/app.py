@@ -221,6 +221,8 @@ class _Wire:
             if self.context.tells_timing and self.context.timeline is not None:
                 timing = self.context.timeline.server_timing()
                 extra.append((b"server-timing", timing.encode()))
+            if version := self.context.services.engine.weights_version:
+                extra.append((b"x-weights-version", version.encode("latin-1", "replace")))
             if (form := self.headers.get(FORMAT_HEADER)) is not None:
                 extra += await load_header(self.context.services, form)
             if self.services.draining:

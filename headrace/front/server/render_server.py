@@ -33,6 +33,7 @@ class NoEngine:
     degraded = False
     held = ""
     connected = (0, 0)
+    weights_version = ""
     adapters: Sequence[str] = ()
     context_tokens = 2**31
 

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.layers.moe.weights import ExpertSizes, ExpertWeights, LoadedExperts
+from headrace.back.layers.moe.weights import (
+    Biases,
+    ExpertSizes,
+    ExpertWeights,
+    LoadedExperts,
+)
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.shard import Shard, local_size
 
@@ -28,6 +33,10 @@ class FlatExperts:
 
 class _Stacked:
     matrices = None
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        return None, None
 
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: FlatExperts) -> None:
         self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)

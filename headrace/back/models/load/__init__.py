@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,8 +22,10 @@ import torch
 from headrace.back.kernels.linear_fp8.op import fp8_refusal
 from headrace.back.kernels.linear_int4.op import int4_refusal
 from headrace.back.kernels.native.library import unsupported
+from headrace.back.layers.adapters import AdapterSlots, LentSlots
+from headrace.back.layers.scope import Ledger
 from headrace.back.models.load.dummy import DummyWeights
-from headrace.back.models.load.fill import check, fill
+from headrace.back.models.load.fill import absent, check, fill
 from headrace.back.models.load.gguf import GGUFSource
 from headrace.back.models.load.manifest import verify_manifest
 from headrace.back.models.load.quantized import QuantizedSource
@@ -51,14 +54,30 @@ class LoadOptions:
     scan_finite: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How a model was built, for new weights to be brought into it (back/transfer).
+
+    `rebuild` builds another one of the same making, without memory for its parameters, which leaves
+    its layers in a ledger and shares the slots of adapters. `absent`: names of the optional
+    parameters that the checkpoint lacked.
+    """
+
+    spec: ModelSpec
+    ledger: Ledger
+    rebuild: Callable[[Ledger], LoadableModel]
+    absent: frozenset[str] = frozenset()
+
+
 @dataclass(kw_only=True)
 class LoadReport:
     """Where the time of a load went (seconds by phase), how many bytes this rank holds, and what
-    was decided."""
+    was decided. `origin`: None where weights cannot be replaced."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     weight_bytes: int = 0
     decisions: tuple[Decision, ...] = ()
+    origin: Origin | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -82,7 +101,13 @@ def load_model(
     report = LoadReport()
 
     def build(
-        where: torch.device, stored: Stored | None = None, *, bare: bool = spec.bare
+        where: torch.device,
+        stored: Stored | None = None,
+        *,
+        bare: bool = spec.bare,
+        ledger: Ledger | None = None,
+        slots: AdapterSlots | None = None,
+        hollow: bool = False,
     ) -> LoadableModel:
         named = msgspec.structs.replace(spec, bare=bare)
         return build_model(
@@ -92,11 +117,14 @@ def load_model(
             block_tokens=block_tokens,
             verify_queries=verify_queries,
             stored=stored,
+            ledger=ledger,
+            slots=slots,
+            hollow=hollow,
         )
 
     if spec.format == "dummy":
         with report.phase("build"):
-            model = build(device)
+            model = _built(spec, partial(build, device), report)
         with report.phase("weights"):
             _fill_dummy(model, spec.seed)
     else:
@@ -135,11 +163,30 @@ def _load(
             bare = spec.bare or lacks_prefix(plan, source)
             check(build(meta, stored, bare=True).weights if bare else plan, source)
         with report.phase("build"):
-            model = build(device, stored, bare=bare)
+            lacking = frozenset(param.name for param in plan.params if absent(param, source))
+            model = _built(spec, partial(build, device, stored, bare=bare), report, lacking)
         if why:
             report.decisions += (_kept(model, source, why, spec.quantization or spec.dtype),)
         with report.phase("weights"):
             fill(model.weights, source, scan_finite=options.scan_finite)
+    return model
+
+
+def _built(
+    spec: ModelSpec,
+    build: Callable[..., LoadableModel],
+    report: LoadReport,
+    lacking: frozenset[str] = frozenset(),
+) -> LoadableModel:
+    """The model to be filled; the report tells how another one is made."""
+    ledger = Ledger()
+    model = build(ledger=ledger)
+
+    def rebuild(another: Ledger) -> LoadableModel:
+        slots = None if model.adapters is None else LentSlots(model.adapters)
+        return build(ledger=another, slots=slots, hollow=True)
+
+    report.origin = Origin(spec=spec, ledger=ledger, rebuild=rebuild, absent=lacking)
     return model
 
 

@@ -35,13 +35,13 @@ are."""
 SHOWN = 6
 
 
-def check(plan: WeightPlan, source: Source) -> None:
+def check(plan: WeightPlan, source: Source, *, whole: bool = True) -> None:
     """CheckpointError with every fault of the checkpoint, unless it holds exactly what the plan
-    wants."""
+    wants; if not the `whole` of it is asked for, it may hold a part of that."""
     problems: list[str] = []
     missing = [
         f"{name} {list(shape)}"
-        for param in plan.params
+        for param in (plan.params if whole else ())
         if not absent(param, source)
         for name, shape, _ in _wanted(param)
         if name not in source.entries
@@ -62,7 +62,7 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
     work: list[tuple[Param, Copy]] = []
     for param in plan.params:
         if absent(param, source):
-            _initialise(param)
+            initialise(param)
             param.filled()
         else:
             work += [(param, copy) for copy in copies(param)]
@@ -71,12 +71,7 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
 
     def one(pair: tuple[Param, Copy]) -> int:
         param, copy = pair
-        write = _write_floats
-        if param.on_blocks is not None:
-            write = _write_blocks
-        elif param.on_groups is not None:
-            write = _write_groups
-        num_bytes = write(param, copy, source, scan_finite)
+        num_bytes = write(param, copy, source, scan_finite=scan_finite)
         with lock:
             left[id(param)] -= 1
             last = left[id(param)] == 0
@@ -88,6 +83,16 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
     threads = COPY_THREADS if on_host else DEVICE_COPY_THREADS
     with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
         return sum(pool.map(one, work))
+
+
+def write(param: Param, copy: Copy, source: Source, *, scan_finite: bool = True) -> int:
+    """Writes one rectangle, in whichever form the parameter takes it; returns its bytes."""
+    how = _write_floats
+    if param.on_blocks is not None:
+        how = _write_blocks
+    elif param.on_groups is not None:
+        how = _write_groups
+    return how(param, copy, source, scan_finite)
 
 
 def _write_floats(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
@@ -155,7 +160,8 @@ def absent(param: Param, source: Source) -> bool:
     return param.optional and not any(name in source.entries for name, _, _ in _wanted(param))
 
 
-def _initialise(param: Param) -> None:
+def initialise(param: Param) -> None:
+    """Gives an optional parameter that the checkpoint lacks its constant."""
     assert param.init in ("ones", "zeros"), f"{param.name}: an optional parameter needs a constant"
     param.present().fill_(1 if param.init == "ones" else 0)
 

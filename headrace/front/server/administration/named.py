@@ -1,8 +1,7 @@
 """Administration on the API's own port, behind the admin key, under the names that scripts for vLLM
 use: each leads to an operation, with that name's defaults and answer.
 
-What is not built here (transfer of weights, elastic scaling) is refused by name: REFUSED is that
-table."""
+What is not built here (elastic scaling) is refused by name: REFUSED is that table."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from msgspec import Meta
 
 from headrace import __version__
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.administration import adapters
+from headrace.front.server.administration import adapters, weights
 from headrace.front.server.administration.operations import OPERATIONS, Json, Operation
 from headrace.front.server.administration.parameters import (
     AbortParameters,
@@ -100,6 +99,33 @@ def _info(document: Json) -> Json:
     return {"version": __version__, "config": document}
 
 
+WEIGHTS = (
+    ("/init_weight_transfer_engine", weights.init, weights.InitParameters, True),
+    ("/start_weight_update", weights.start, weights.StartParameters, True),
+    ("/update_weights", weights.update, weights.UpdateInfoParameters, True),
+    ("/finish_weight_update", weights.finish, weights.FinishParameters, True),
+    ("/update_weights_from_disk", weights.from_disk, weights.FromDiskParameters, True),
+    ("/update_weights_from_tensor", weights.from_tensor, weights.FromTensorParameters, True),
+    ("/init_weights_update_group", weights.join, weights.JoinParameters, True),
+    ("/destroy_weights_update_group", weights.leave, weights.LeaveParameters, True),
+    ("/update_weights_from_distributed", weights.from_group, weights.FromGroupParameters, True),
+    ("/update_weight_version", weights.name_version, weights.VersionParameters, True),
+    ("/get_weights_by_name", weights.by_name, weights.ByNameParameters, True),
+    ("/weights_checker", weights.check, weights.CheckerParameters, True),
+    ("/weight_checker", weights.check, weights.CheckerParameters, True),
+    ("/weight_info", weights.weights, NoParameters, False),
+    ("/get_weight_version", weights.version, NoParameters, False),
+)
+"""Names of routes, what they do, their fields, and whether they change anything or take a body."""
+
+
+def _weights(
+    path: str, run: Callable[..., Any], parameters: type[msgspec.Struct], *, changes: bool
+) -> NamedRoute:
+    operation = Operation(name=path.lstrip("/"), run=run, parameters=parameters, changes=changes)
+    return NamedRoute(path=path, operation=operation, reads=parameters, has_body=changes)
+
+
 _AT = {operation.name: operation for operation in OPERATIONS}
 _RESET_MEDIA = Operation(name="reset_media", run=reset_media, changes=True)
 _ABORTS: Mapping[str, Any] = {"mode": "abort"}
@@ -161,6 +187,10 @@ NAMED = (
         path="/v1/lora_adapters",
         operation=Operation(name="lora_adapters", run=adapters.listed),
     ),
+    *(
+        _weights(path, run, parameters, changes=changes)
+        for path, run, parameters, changes in WEIGHTS
+    ),
     NamedRoute(path="/get_world_size", operation=_AT["world_size"]),
     NamedRoute(
         path="/is_scaling_elastic_ep",
@@ -173,9 +203,8 @@ NAMED = (
     ),
 )
 
-NO_TRANSFER = (
-    "weight transfer is not part of this server; POST /v1/admin/reload_model swaps in weights "
-    "from a folder"
+_NO_ZMQ = (
+    "no pickles are read, over ZMQ or otherwise; POST /update_weights takes handles of GPU memory"
 )
 _NO_KV_RELEASE = (
     "the KV cache cannot be given back alone; POST /sleep?level=1&mode=keep gives back weights "
@@ -186,14 +215,7 @@ _NO_FAULTS = "fault tolerance by hand is not part of this server; cores that die
 REFUSED: Mapping[str, str] = {
     "/release_kv_cache": _NO_KV_RELEASE,
     "/release_kv_cache_memory": _NO_KV_RELEASE,
-    **dict.fromkeys(
-        (
-            *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
-            *("/finish_weight_update", "/update_weight_version", "/weight_info"),
-            "/weight_checker",
-        ),
-        NO_TRANSFER,
-    ),
+    "/update_weights_from_ipc": _NO_ZMQ,
     "/scale_elastic_ep": _NO_SCALING,
     "/fault_tolerance/apply": _NO_FAULTS,
     "/fault_tolerance/status": _NO_FAULTS,

@@ -37,6 +37,11 @@ from headrace.front.server.administration.parameters import (
     SleepParameters,
     WakeParameters,
 )
+from headrace.front.server.administration.weights import (
+    UpdateParameters,
+    update_weights,
+    weights,
+)
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.model_choice import ModelChoice
 from headrace.front.server.http.auth import ADMIN_TENANT, is_ours, own_id, request_id
@@ -368,6 +373,8 @@ OPERATIONS = (
     Operation(
         name="reset_prefix_cache", run=reset_prefix_cache, parameters=ResetParameters, changes=True
     ),
+    Operation(name="weights", run=weights),
+    Operation(name="update_weights", run=update_weights, parameters=UpdateParameters, changes=True),
     Operation(name="abort", run=abort, parameters=AbortParameters, changes=True),
     Operation(name="profile", run=profile, parameters=ProfileParameters, changes=True),
     Operation(name="log_level", run=log_level, parameters=LogLevelParameters, changes=True),

@@ -48,6 +48,7 @@ class Tally:
     num_drafted = 0
     num_accepted = 0
     num_media = num_audio = 0
+    weights_version = ""
     first_ended: Ended | None = None
 
     def __init__(self, num_choices: int) -> None:
@@ -67,6 +68,7 @@ class Tally:
                 self.num_hit = max(self.num_hit, event.num_cached)
                 self.num_drafted += event.num_drafted
                 self.num_accepted += event.num_accepted
+                self.weights_version = event.weights_version
                 if event.index == 0:
                     self.first_ended = event
             case Started():
@@ -151,7 +153,7 @@ class Fold(Tally):
 
 def usage(folds: Sequence[Tally]) -> dict[str, object]:
     """Usage over the prompts of a request: prompt + completion == total, cached <= prompt; of media
-    where there are any."""
+    where there are any, and the weights' version where they have one."""
     prompt = sum(fold.num_prompt for fold in folds)
     completion = sum(sum(fold.output) for fold in folds)
     reasoning = sum(sum(fold.reasoning) for fold in folds)
@@ -167,12 +169,14 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
         prompt_details["image_tokens"] = seen
     if audio:
         prompt_details["audio_tokens"] = audio
+    version = folds[-1].weights_version if folds else ""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": prompt_details,
         "completion_tokens_details": details,
+        **({"weights_version": version} if version else {}),
     }
 
 

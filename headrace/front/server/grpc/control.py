@@ -11,7 +11,6 @@ from headrace import __version__
 from headrace.base.errors import InvalidRequest, Unsupported
 from headrace.front.server.administration import adapters
 from headrace.front.server.administration.api import answer
-from headrace.front.server.administration.named import NO_TRANSFER
 from headrace.front.server.administration.operations import OPERATIONS, num_workers
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.request import parse
@@ -156,7 +155,10 @@ async def list_loras(context: RequestContext, fields: Fields) -> Fields:
     return {"adapters": [{"lora_name": name} for name in names]}
 
 
-_NO_TRANSFER = _refusing(NO_TRANSFER)
+_NO_TRANSFER = _refusing(
+    "weights are replaced over HTTP (POST /update_weights and its like), or by "
+    "headrace.admin.v1.Admin/UpdateWeights"
+)
 SERVICE = RpcService(
     full_name="vllm.Control",
     methods={

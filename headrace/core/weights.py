@@ -1,0 +1,154 @@
+"""The weights of a running core: their version, and the orders that replace them.
+
+A version is a name. At start it is that of the checkpoint; an update gives another one when it is
+complete, and forgets what was cached of prefixes and media under the one before. Between the first
+push of an update and its end the weights are a mixture: nothing runs then, so that no answer comes
+of it, and a resume is refused.
+
+Orders need a complete pause, of any mode, and are answered when the workers have carried them out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.base.errors import Conflict, HeadraceError, InvalidRequest, from_wire
+from headrace.base.wire.weights import BESIDE_STEPS, WeightOrder, WeightReply
+from headrace.core.ports import PendingWeights
+from headrace.core.service_state import WeightVersions
+
+POLL_S = 0.002
+Order = Callable[[WeightOrder], PendingWeights]
+Done = Callable[[dict[str, object] | HeadraceError], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Running:
+    """An order on its way, the version that its success makes, and who is told."""
+
+    order: WeightOrder
+    pending: PendingWeights
+    version: str
+    on_done: Done
+
+
+class Weights:
+    """See the top of the file. `poll_at`: when `advance` is to be called although nothing else
+    happens."""
+
+    def __init__(
+        self,
+        order: Order,
+        *,
+        version: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._order = order
+        self._clock = clock
+        self._first = version
+        self.versions = WeightVersions(version, clock)
+        self._running: _Running | None = None
+        self._count = 0
+        self._is_open = False
+        self.mixed = False
+        self.poll_at: float | None = None
+
+    @property
+    def blocks_resume(self) -> str:
+        """Why nothing may run, or ""."""
+        if self._running is not None and self._running.order.action not in BESIDE_STEPS:
+            return "weights are being replaced"
+        if self.mixed:
+            return (
+                "the weights are a mixture of two versions: finish the update, or reload the model"
+            )
+        return ""
+
+    def start(self, order: WeightOrder, version: str, on_done: Done) -> None:
+        """Has an order carried out; `on_done` is called with what came of it. Conflict while
+        another one is on its way."""
+        if self._running is not None:
+            raise Conflict("another order about the weights is on its way")
+        if order.action == "finish" and not (self.mixed or self._is_open):
+            raise Conflict("no update has been begun")
+        if order.action in ("begin", "finish", "drop"):
+            self._is_open = order.action == "begin"
+        if order.action == "begin" or (order.action == "finish" and not self.mixed):
+            on_done(self._state(WeightReply()))
+            return
+        if order.action == "push" and self._is_open:
+            order = msgspec.structs.replace(order, last=False)
+        pending = self._order(order)
+        self._running = _Running(order, pending, version, on_done)
+        self.poll_at = self._clock()
+
+    def loaded(self) -> None:
+        """Other workers have loaded the model's own weights."""
+        self.mixed = self._is_open = False
+        if self.versions.now != self._first:
+            self.versions.begin(self._first)
+
+    def advance(self) -> None:
+        """Tells the call whose order has been carried out."""
+        running = self._running
+        if running is None:
+            self.poll_at = None
+            return
+        if not running.pending.done():
+            self.poll_at = self._clock() + POLL_S
+            return
+        self._running = self.poll_at = None
+        try:
+            reply = running.pending.result()
+        except HeadraceError as error:
+            running.on_done(error)
+            return
+        running.on_done(self._settled(running, reply))
+
+    def _settled(self, running: _Running, reply: WeightReply) -> dict[str, object] | HeadraceError:
+        order = running.order
+        ends = order.action == "finish" or order.last
+        if reply.changed:
+            self.mixed = True
+        if reply.error is not None:
+            return from_wire(reply.error)
+        if ends and order.action in ("push", "finish"):
+            self.mixed = False
+            self._count += 1
+            self.versions.begin(running.version or str(self._count))
+        return self._state(reply)
+
+    def _state(self, reply: WeightReply) -> dict[str, object]:
+        return {
+            "version": self.versions.now,
+            "mixed": self.mixed,
+            "num_bytes": reply.num_bytes,
+            "digest": reply.digest,
+            "values": reply.values,
+        }
+
+
+def no_weights(order: WeightOrder) -> PendingWeights:
+    """Of an engine whose executor has none."""
+    raise InvalidRequest("this engine cannot change its weights")
+
+
+def check_state(order: WeightOrder, *, can_run: bool, is_paused: bool) -> None:
+    """Conflict unless an order may be carried out now: with an executor, and, but for groups, in a
+    complete pause."""
+    if not can_run:
+        raise Conflict("the engine is asleep: wake its weights first")
+    if order.action not in (*BESIDE_STEPS, "read", "digest") and not is_paused:
+        raise Conflict("pause the engine first, in any mode, and let that complete")
+
+
+def order_of(text: str) -> WeightOrder:
+    """The order in a call's argument, which is JSON."""
+    try:
+        return msgspec.json.decode(text, type=WeightOrder)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"order: {error}", field="order") from None
