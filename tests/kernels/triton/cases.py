@@ -232,7 +232,7 @@ def _experts_fp8(group: int | None, **more: object) -> Callable[[], object]:
         )
         problem = op.ExpertsFp8Problem(mixture=mixture, group=group)
         for plan in plans:
-            sample = op.sample_of(problem, (plan.m + 2,))
+            sample = op.sample_of(problem, (plan.m + 1,))
             triton_experts_fp8.bind(sample.problem, *sample.weights, always=plan)(*sample.arguments)
         return None
 

@@ -34,7 +34,7 @@ from headrace.back.kernels.op import (
     sample_generator,
 )
 
-QUANTIZED_FROM = 3
+QUANTIZED_FROM = 2
 """Tokens of a step."""
 FLIPPED = 8e-3
 """A value that another order of sums rounds to the next e4m3 number moves a result by up to this
@@ -125,7 +125,7 @@ def _sample(problem: ExpertsFp8Problem) -> Sample:
     """Few tokens, and more, with less width."""
     whole = problem.mixture
     mixture = replace(whole, width=_small(whole.width), inner=_small(whole.inner))
-    return sample_of(replace(problem, mixture=mixture), (2, 40))
+    return sample_of(replace(problem, mixture=mixture), (1, 40))
 
 
 def _small(size: int) -> int:

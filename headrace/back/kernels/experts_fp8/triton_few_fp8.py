@@ -1,5 +1,6 @@
-"""The experts of one token, or of two, with weights of e4m3 numbers as they are: as
-experts/triton_few.py, with numbers that become floats in registers.
+"""The experts of one token with weights of e4m3 numbers as they are: as experts/triton_few.py, with
+numbers that become floats in registers. The second kernel asks for its weights before the first has
+ended.
 
 K slots of a token, E width, I inner size, N outputs of a program, C inputs of a step: whole groups
 of 128, which share a scale where not all inputs do.
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.experts.triton_experts import gated
-from headrace.back.kernels.triton.grid import enter_late
+from headrace.back.kernels.triton.grid import enter_late, prefetch
 
 
 @triton.jit
@@ -75,14 +76,20 @@ def few_up_fp8_kernel(
 @triton.jit
 def few_down_fp8_kernel(
     inner, down, scales, bias, expert, weight, y, SLOTS: tl.constexpr, E: tl.constexpr,
-    I: tl.constexpr, N: tl.constexpr, C: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    I: tl.constexpr, N: tl.constexpr, C: tl.constexpr, LINES: tl.constexpr, GROUPED: tl.constexpr,
+    BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of outputs, tokens."""
-    enter_late(DEPENDENT)
+    """Grid: tiles of outputs, tokens. LINES: at least those of 128 inputs."""
     G: tl.constexpr = (I + 127) // 128 if GROUPED else 1
     i_t = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0) * N + tl.arange(0, N)
+    if DEPENDENT:  # which experts those are was written before the first kernel began
+        o_line = tl.minimum(tl.arange(0, LINES) * 128, I - 1)
+        for k in tl.static_range(SLOTS):
+            i_x = tl.load(expert + i_t * SLOTS + k).to(tl.int64)
+            o_row = i_x * E + tl.minimum(o_n, E - 1)
+            prefetch(down + o_row[:, None] * I + o_line[None, :])
+    enter_late(DEPENDENT)
     o_3 = o_n[:, None, None]
     m_n = o_3 < E
     b_y = tl.zeros([N], tl.float32)

@@ -57,8 +57,8 @@ class GroupedPlan:
 
 
 PLANS = (
-    GroupedPlan(m=8, mean=4, stages=(3, 3), per_sm=(4, 2)),
-    GroupedPlan(m=16, mean=10, stages=(3, 4), per_sm=(4, 3), pair=False),
+    GroupedPlan(m=8, mean=4, stages=(3, 4), per_sm=(4, 4), pair=False),
+    GroupedPlan(m=16, mean=10, stages=(3, 4), per_sm=(4, 4), pair=False),
     GroupedPlan(m=32, mean=20, stages=(3, 3), per_sm=(3, 2), pair=False),
     GroupedPlan(m=64, mean=None, stages=(3, 4), per_sm=(2, 2), pair=False),
 )
