@@ -12,12 +12,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc
 import openai
 import psutil
 import pytest
+from websockets.sync.client import connect
 
 from headrace.base.config.options import CommandLine
 from headrace.base.errors import ConfigError
+from headrace.front.server.grpc.inference import SERVICE as INFERENCE
+from headrace.front.server.grpc.render import SERVICE as RENDER
+from headrace.front.server.grpc.rpc import RpcService
 from headrace.launch.many.catalog import CPU_PROCESS_BYTES, read_catalog
 from tests.api.clients import openai_client
 from tests.api.model_folder import write_model_folder
@@ -179,6 +184,73 @@ def test_what_cannot_be_served_is_refused_at_start(folder: Path, tmp_path: Path)
         with pytest.raises(ConfigError) as error:
             read_catalog(options)
         assert message in error.value.message, error.value.message
+
+
+@pytest.mark.slow
+def test_every_other_way_in_picks_its_model_too(folder: Path, tmp_path: Path) -> None:
+    """gRPC, WebSockets, responses in the background and batches, through two API processes."""
+    options = (*NULL, "--models-dir", str(folder), "--models-max", "1", "--api-servers", "2")
+    store = ("--file-store", str(tmp_path / "files"), "--response-store", f"sqlite:{tmp_path}/r.db")
+    with serving(None, *options, *store, "--grpc-port", "0") as served:
+        eventually(lambda: any("serves gRPC" in line for line in served.lines), within_s=5)
+        address = next(line.split()[-1] for line in served.lines if "serves gRPC" in line)
+        with grpc.insecure_channel(address) as channel:
+            tokens = called(channel, RENDER, "Tokenize", model="blue", prompt="hi")
+            assert tokens.max_model_len == 1024 and states(served)["blue"] == "unloaded"
+            reply = called(channel, INFERENCE, "Generate", model="blue", text="hi")
+            assert reply and states(served)["blue"] == "loaded"
+            with pytest.raises(grpc.RpcError) as error:
+                called(channel, INFERENCE, "Generate", model="green", text="hi")
+            assert error.value.code() is grpc.StatusCode.NOT_FOUND
+        with connect(served.url.replace("http", "ws") + "/v1/responses") as socket:
+            ask = {"type": "response.create", "model": "red", "input": "hi", "max_output_tokens": 2}
+            socket.send(json.dumps(ask))
+            while (event := json.loads(socket.recv(timeout=30)))["type"] != "response.incomplete":
+                assert event["type"] != "error", event
+            assert event["response"]["model"] == "red" and states(served)["red"] == "loaded"
+        body = {"model": "blue", "input": "hi", "max_output_tokens": 4, "background": True}
+        ident = served.post("/v1/responses", body).json()["id"]
+        eventually(lambda: is_over(served, f"/v1/responses/{ident}"), within_s=30)
+        assert served.get(f"/v1/responses/{ident}").json()["model"] == "blue"
+        with openai_client(served.url) as client:
+            lines = [
+                {"custom_id": name, "method": "POST", "url": "/v1/completions",
+                 "body": {"model": name, "prompt": "hi", "max_tokens": 2}}
+                for name in ("red", "blue", "green")
+            ]  # fmt: skip
+            written = "\n".join(json.dumps(line) for line in lines).encode()
+            file = client.files.create(file=("lines.jsonl", written), purpose="batch")
+            batch = client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            eventually(lambda: is_over(served, f"/v1/batches/{batch.id}"), within_s=60)
+            done = client.batches.retrieve(batch.id)
+            assert done.request_counts is not None and done.output_file_id and done.error_file_id
+            assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
+            answers = client.files.content(done.output_file_id).text.splitlines()
+            models = {json.loads(one)["response"]["body"]["model"] for one in answers}
+            assert models == {"red", "blue"}
+            assert "available: blue" in client.files.content(done.error_file_id).text
+        eventually(lambda: not any(c["in_use"] for c in cards(served)), within_s=10)
+        assert served.stop() == 0
+
+
+def cards(served: Served) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = served.get("/v1/models").json()["data"]
+    return listed
+
+
+def is_over(served: Served, path: str) -> bool:
+    return served.get(path).json()["status"] in ("completed", "incomplete", "failed")
+
+
+def called(channel: grpc.Channel, service: RpcService, method: str, **fields: Any) -> Any:
+    stub = channel.unary_unary(
+        f"/{service.full_name}/{method}",
+        request_serializer=service.request(method).SerializeToString,
+        response_deserializer=service.response(method).FromString,
+    )
+    return stub(service.request(method)(**fields), timeout=60)
 
 
 class Oracle:

@@ -32,6 +32,7 @@ from headrace.base.wire.models import (
 from headrace.launch.many.pooled import (
     AT_REST,
     LEAVING,
+    MAX_WAITING,
     RETRY_S,
     SWAP_AFTER_S,
     PoolActions,
@@ -63,8 +64,14 @@ class ModelPool:
         self._clock = clock
 
     def want(self, client: int, message: WantModel) -> None:
-        """A request waits for its model."""
-        self.models[message.model].waiting.append(
+        """A request waits for its model, if there are not too many that do."""
+        model = self.models[message.model]
+        if len(model.waiting) >= MAX_WAITING:
+            why = f"model: {MAX_WAITING} requests wait for {model.name!r} already: "
+            error = Unavailable(why + self.reason_of(model), retry_after_s=RETRY_S)
+            self._actions.reply(client, message.number, error=error)
+            return
+        model.waiting.append(
             WaitingRequest(
                 client, message.number, self._clock(), ids=message.ids, tenant=message.tenant
             )

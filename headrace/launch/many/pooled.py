@@ -13,6 +13,8 @@ from headrace.base.wire.models import ModelStatus
 SWAP_AFTER_S = 2.0
 RETRY_S = 10.0
 """A model that could not be loaded is tried again for a request that comes so much later."""
+MAX_WAITING = 512
+"""Requests that may wait for one model; more are refused at once."""
 AT_REST = frozenset({ModelStatus.UNLOADED, ModelStatus.FAILED, ModelStatus.ASLEEP})
 """States in which a model takes nothing of the budget."""
 LEAVING = frozenset({ModelStatus.SLEEPING, ModelStatus.UNLOADING})

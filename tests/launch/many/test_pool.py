@@ -21,7 +21,14 @@ from headrace.base.wire.models import (
     WantModel,
 )
 from headrace.launch.many.pool import ModelPool
-from headrace.launch.many.pooled import AT_REST, RETRY_S, SWAP_AFTER_S, PooledModel, load_error
+from headrace.launch.many.pooled import (
+    AT_REST,
+    MAX_WAITING,
+    RETRY_S,
+    SWAP_AFTER_S,
+    PooledModel,
+    load_error,
+)
 
 WAIT_S = 60.0
 
@@ -291,6 +298,18 @@ def test_requests_of_a_process_that_dies_hold_nothing() -> None:
     bench.pool.turn()
     bench.settle()
     assert bench.replies[8, waits] is None and list(bench.models[1].leases) == [8]
+
+
+def test_no_more_than_so_many_wait_for_one_model() -> None:
+    bench = Bench([60, 60])
+    bench.want(0)
+    bench.settle()
+    numbers = [bench.want(1) for _ in range(MAX_WAITING)]
+    error = bench.replies[1, bench.want(1)]
+    assert isinstance(error, Unavailable) and "512 requests wait for 'm1' already" in error.message
+    assert not any((1, number) in bench.replies for number in numbers)
+    bench.pool.leave(1, numbers[0])
+    assert (1, bench.want(1)) not in bench.replies
 
 
 def test_a_core_that_died_is_waited_for() -> None:
