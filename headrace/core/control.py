@@ -107,6 +107,7 @@ class Control:
         self._operations: dict[str, Operation] = {
             "status": lambda engine, call: reports.status(engine),
             "explain": _explain,
+            "slots": _slots,
             "metrics": lambda engine, call: reports.metrics(engine),
             "is_paused": lambda engine, call: _pause_state(engine.service),
             "pause": self._pause,
@@ -251,6 +252,11 @@ def _pause_state(service: ServiceState) -> Document:
 def _has_begun(engine: ControlledEngine) -> bool:
     """Whether a request waits that has run before."""
     return any(request.scheduled_at is not None for request in engine.scheduler.queue)
+
+
+def _slots(engine: ControlledEngine, call: Call) -> object:
+    tenant = call.arguments.get("tenant")
+    return {"slots": reports.slots(engine, tenant=None if tenant is None else str(tenant))}
 
 
 def _explain(engine: ControlledEngine, call: Call) -> Document:

@@ -104,6 +104,25 @@ def explain(engine: EngineView, request: Request) -> Document:
     }
 
 
+def slots(engine: EngineView, *, tenant: str | None) -> list[Document]:
+    """Every row, as llama.cpp's server lists its slots. Which request has a row, only its own
+    tenant is told (None: anybody)."""
+    length = engine.executor.facts.max_model_len
+    rows: list[Document] = [
+        {"id": row, "n_ctx": length, "is_processing": False} for row in range(engine.rows.num_rows)
+    ]
+    for request in engine.scheduler.running():
+        is_own = tenant in (None, request.wire.tenant)
+        rows[request.row] |= {
+            "is_processing": True,
+            "id_task": request.wire.label if is_own else None,
+            "n_prompt": request.num_prompt,
+            "n_cached": request.num_cached,
+            "n_decoded": engine.rows.count_known(request) - request.num_prompt,
+        }
+    return rows
+
+
 def hello_of(engine: EngineView) -> Hello:
     """What fronts must know to check requests."""
     facts, spec, service = engine.executor.facts, engine.spec, engine.service

@@ -145,6 +145,9 @@ def test_a_request_that_waits_for_memory_is_explained_and_served(server: Served)
     first.start()
     eventually(lambda: states(server)[SLOW] == "loaded", within_s=30)
     eventually(lambda: server.get("/v1/requests/first").status_code == 200, within_s=10)
+    (slot,) = [one for one in server.get("/slots").json() if one["is_processing"]]
+    assert slot["model"] == SLOW and slot["id_task"].startswith("cmpl-") and slot["n_ctx"] == 2048
+    assert server.post("/slots/0?action=save", {}).status_code == 400
     second = threading.Thread(target=ask, args=("second", {"model": "red", "prompt": "hi"}))
     second.start()
     eventually(lambda: server.get("/v1/requests/second").status_code == 200, within_s=10)

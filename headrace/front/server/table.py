@@ -184,6 +184,8 @@ def _other_routes() -> list[ApiRoute]:
         _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
         _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
         _route("/v1/requests", requests.get_ledger),
+        _route("/slots", requests.get_slots),
+        _route("/slots/{id}", requests.refuse_slot, "POST"),
         _route("/v1/requests/{id}", requests.get_request),
         *(
             _route(path, health.probing(state), "GET", *(["POST"] if path == "/ping" else []))

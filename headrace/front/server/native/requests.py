@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.base.errors import Unsupported
 from headrace.front.server.administration import operations
 from headrace.front.server.administration.parameters import (
     Ids,
@@ -17,6 +18,7 @@ from headrace.front.server.administration.parameters import (
 )
 from headrace.front.server.conversation.context import RequestContext, json_response
 from headrace.front.server.conversation.request import parse
+from headrace.front.server.http.auth import ADMIN_TENANT
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +32,27 @@ async def get_request(context: RequestContext, request: Request) -> Response:
     x-request-id of its answer, or by the id that its client sent (its own requests only)."""
     asked = RequestsParameters(id=request.path_params["id"])
     return json_response(await operations.requests(context, asked))
+
+
+async def get_slots(context: RequestContext, request: Request) -> Response:
+    """The rows of every engine core as llama.cpp's server lists its slots: which of them run, and
+    how far they are."""
+    tenant = None if context.tenant == ADMIN_TENANT else context.tenant
+    replies: list[Any] = await context.services.engine.call("slots", tenant=tenant)
+    rows = [
+        {**row, "model": reply.get("model", context.services.text.model_names[0])}
+        for reply in replies
+        for row in reply["slots"]
+    ]
+    return json_response([{**row, "id": number} for number, row in enumerate(rows)])
+
+
+async def refuse_slot(context: RequestContext, request: Request) -> Response:
+    """Refused: rows hold nothing between requests, so that there is none to save or restore."""
+    raise Unsupported(
+        "slots are neither saved nor restored: a conversation's KV blocks stay in the prefix cache, "
+        "where every request that begins alike finds them"
+    )
 
 
 async def get_ledger(context: RequestContext, request: Request) -> Response:
