@@ -1,9 +1,11 @@
 """What lossy weights, files and KV caches cost the bundled model in perplexity, over held-out conversations.
 
-    python -m benchmarks.cpu.perplexity --each 12 --write
+    python -m benchmarks.cpu.perplexity --each 12 --write [--only "int4 KV,int4-g128 by GPTQ"]
 
 Scored are the tokens the model was trained to write, each after the true text before it (prompt log-probabilities, so
-the KV cache is read as in serving). The difference to bf16 is paired by token; beside it stands its standard error.
+the KV cache is read as in serving). "by GPTQ" are checkpoints that `headrace quantize` writes, calibrated with 16,384
+tokens of training conversations. The difference to bf16 is paired by token; beside it stands its standard error.
+--only measures some kinds and keeps the other figures.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ import json
 import math
 import tempfile
 from pathlib import Path
+from random import Random
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.cpu.quality import FILES, write
 from demo.packing import Document, documents
-from demo.tasks.draw import TASKS, held_out_conversations
+from demo.tasks.draw import TASKS, held_out_conversations, training_conversation
 from headrace import LLM, SamplingParams
 from headrace.back.quant.scheme import SCHEMES
+from headrace.base.config.tree import ModelOptions, Options
 from headrace.bench.report import markdown_table
+from headrace.launch.facts import resolve_options
 from headrace.launch.locate import bundled_model
+from headrace.launch.quantize import quantize_checkpoint
 
 OUT = Path(__file__).resolve().parent / "perplexity.json"
 KINDS: dict[str, dict[str, str]] = {
@@ -36,6 +42,28 @@ KINDS: dict[str, dict[str, str]] = {
     "int8 weights, int8 KV": {"quantization": "int8", "kv_dtype": "int8"},
     "int4 weights, fp8 KV": {"quantization": "int4", "kv_dtype": "fp8"},
 }
+
+
+GPTQ = {f"{name} by GPTQ": name for name in ("int4", "int4-g128", "int4-asym-g128", "int8", "fp8")}
+
+
+def calibration(tokenizer: Tokenizer) -> list[list[int]]:
+    """16,384 tokens of training conversations, in texts of 512."""
+    rng, ids = Random("calibration"), []
+    while len(ids) < 16384:
+        ((document, _),) = documents(tokenizer, [training_conversation(rng)])
+        ids += document.tolist()
+    return [ids[start : start + 512] for start in range(0, 16384, 512)]
+
+
+def by_gptq(folder: Path, name: str, tokenizer: Tokenizer) -> Path:
+    """The bundled model, written by GPTQ."""
+    resolved = resolve_options(
+        Options(model=ModelOptions(model=str(bundled_model()), dtype="bfloat16"))
+    )
+    out = folder / name.replace(" ", "-")
+    quantize_checkpoint(resolved.engine.model, out, GPTQ[name], texts=calibration(tokenizer))
+    return out
 
 
 def losses(found: list[Document], model: Path, options: dict[str, str]) -> np.ndarray:
@@ -57,14 +85,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--each", type=int, default=12, help="conversations per task")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="", help="kinds, separated by commas")
     given = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(Path(bundled_model()) / "tokenizer.json"))
     chats = [c for task in TASKS for c in held_out_conversations(task, given.each, seed=1)]
     found = [document for document in documents(tokenizer, chats) if len(document[0]) <= 4096]
     plain, results, rows = np.zeros(0), {}, []
+    names = [name for name in given.only.split(",") if name]
+    if names:
+        kept = json.loads(OUT.read_text())
+        assert kept["each"] == given.each, (kept["each"], given.each)
+        results = kept["kinds"]
     with tempfile.TemporaryDirectory() as folder:
-        for name in (*KINDS, *FILES):
-            model = write(Path(folder), name) if name in FILES else bundled_model()
+        for name in ("bf16", *names) if names else (*KINDS, *FILES, *GPTQ):
+            model = bundled_model()
+            if name in FILES:
+                model = write(Path(folder), name)
+            elif name in GPTQ:
+                model = by_gptq(Path(folder), name, tokenizer)
             values = losses(found, model, KINDS.get(name, {}))
             plain = values if name == "bf16" else plain
             change = values - plain

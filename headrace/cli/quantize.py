@@ -4,6 +4,7 @@ other engines load too."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,14 @@ def main(argv: Sequence[str]) -> int:
         help="int4, int4-g64, int4-g128, int4-asym..., int8 and fp8 (with 8-bit activations), "
         "int8-g128... [int4-g128]",
     )
+    line.parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="UTF-8 text that linear layers are rounded by (GPTQ) instead of to the nearest",
+    )
+    line.add_number(
+        "--calibration-tokens", "tokens of it at most", default=16384, least=512, greatest=1 << 24
+    )
     own, options = line.parse(argv)
     if own.path is None or own.out is None:
         raise ConfigError("headrace quantize MODEL OUT: name both folders", field="OUT")
@@ -45,13 +54,34 @@ def main(argv: Sequence[str]) -> int:
             device=msgspec.structs.replace(options.device, device="cpu"),
         )
     )
-    return _write(resolved.engine.model, Path(own.out), own.scheme)
+    calibration = Calibration(
+        path=own.calibration,
+        tokenizer=resolved.text.tokenizer_path,
+        tokens=own.calibration_tokens,
+    )
+    return _write(resolved.engine.model, Path(own.out), own.scheme, calibration)
 
 
-def _write(spec: ModelSpec, out: Path, scheme: str) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A text, or none (`path` None); how many tokens of it are run at most."""
+
+    path: str | None
+    tokenizer: str | None
+    tokens: int
+
+
+def _write(spec: ModelSpec, out: Path, scheme: str, calibration: Calibration) -> int:
     """Imports torch here, after the options were checked."""
+    from headrace.launch.calibrate import calibration_texts
     from headrace.launch.quantize import quantize_checkpoint, stored_bytes
 
+    texts: Sequence[Sequence[int]] = ()
+    if calibration.path is not None:
+        if calibration.tokenizer is None:
+            raise ConfigError("--calibration: the model has no tokenizer", field="--calibration")
+        path = Path(calibration.path)
+        texts = calibration_texts(path, calibration.tokenizer, tokens=calibration.tokens)
     console = Console()
     columns = (
         TextColumn("{task.description}"),
@@ -62,13 +92,18 @@ def _write(spec: ModelSpec, out: Path, scheme: str) -> int:
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("quantizing", total=stored_bytes(spec))
         report = quantize_checkpoint(
-            spec, out, scheme, lambda name, size: bar.update(task, advance=size)
+            spec, out, scheme, lambda name, size: bar.update(task, advance=size), texts=texts
         )
     loss, module = report.worst
     console.print(
         f"{out}: {show_bytes(report.after)} of {show_bytes(report.before)}, {report.quantized} "
         f"matrices in {scheme}, relative error {report.loss:.2%} (at most {loss:.2%}, {module})"
     )
+    if report.by_text:
+        console.print(
+            f"{report.by_text} matrices by GPTQ: outputs over the calibration text off by "
+            f"{report.output_loss:.2%}"
+        )
     if report.left:
         more = f" and {len(report.left) - 3} more" if len(report.left) > 3 else ""
         console.print(f"left plain: {', '.join(report.left[:3])}{more}")

@@ -1,5 +1,5 @@
 """Writes a checkpoint with quantized weights: the linear layers and experts of a plain one, a
-tensor at a time, rounded to nearest; all else is copied as it is.
+tensor at a time, rounded to nearest or, linear layers, by GPTQ; all else is copied as it is.
 
 What is a linear layer the model itself says, built without memory: the weights that
 `--quantization` would pack. Embedding and output head stay as they are.
@@ -21,11 +21,13 @@ from safetensors.torch import save_file
 
 from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSource
 from headrace.back.models.load.source import name_of
-from headrace.back.quant.compressed import WRITTEN, config, takes, written
+from headrace.back.quant.compressed import WRITTEN, Grid, config, grid_of, stored, takes
+from headrace.back.quant.gptq import calibrated, output_errors
 from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import CheckpointError, ConfigError
+from headrace.launch.calibrate import Texts, hessians
 from headrace.launch.plan import build_without_memory
 
 SHARD_BYTES = 4 << 30
@@ -37,7 +39,9 @@ Progress = Callable[[str, int], None]
 @dataclass(kw_only=True)
 class Written:
     """Sizes in bytes, and how far the written weights are from the plain ones: `error` and `size`
-    are sums of squares. `left`: matrices that stay plain although their kind is quantized."""
+    are sums of squares, as are `output_error` and `output_size` of the outputs of the `by_text`
+    matrices that a calibration text has rounded. `left`: matrices that stay plain although their
+    kind is quantized."""
 
     before: int = 0
     after: int = 0
@@ -45,6 +49,9 @@ class Written:
     error: float = 0.0
     size: float = 0.0
     worst: tuple[float, str] = (0.0, "")
+    by_text: int = 0
+    output_error: float = 0.0
+    output_size: float = 0.0
     left: list[str] = field(default_factory=list)
 
     @property
@@ -52,15 +59,28 @@ class Written:
         """Relative error of all quantized weights together, in the Euclidean norm."""
         return math.sqrt(self.error / self.size) if self.size else 0.0
 
+    @property
+    def output_loss(self) -> float:
+        """The same of the outputs over the calibration text."""
+        return math.sqrt(self.output_error / self.output_size) if self.output_size else 0.0
+
 
 def quantize_checkpoint(
-    spec: ModelSpec, out: Path, scheme_name: str, progress: Progress = lambda name, size: None
+    spec: ModelSpec,
+    out: Path,
+    scheme_name: str,
+    progress: Progress = lambda name, size: None,
+    *,
+    texts: Texts = (),
 ) -> Written:
-    """Writes `out`, a folder that must be new or empty. ConfigError for a scheme without a layout,
-    for a checkpoint that is no plain safetensors, and for a folder that is not empty."""
+    """Writes `out`, a folder that must be new or empty; with calibration texts by GPTQ. ConfigError
+    for a scheme without a layout, for a checkpoint that is no plain safetensors, and for a folder
+    that is not empty."""
     scheme = _checked(spec, out, scheme_name)
     linear = linear_weights(spec)
-    report, names = Written(), _Shards(out)
+    report = Written()
+    ready = _calibrated(spec, linear, scheme, texts, report, progress) if texts else {}
+    by_text, names = frozenset(ready), _Shards(out)
     ignored: set[str] = set()
     out.mkdir(parents=True, exist_ok=True)
     with closing(SafetensorsSource(Path(spec.path))) as source:
@@ -68,7 +88,9 @@ def quantize_checkpoint(
             module = name.removesuffix(".weight")
             report.before += tensor.nbytes
             tensors = {name: tensor}
-            if name in linear:
+            if name in ready:
+                tensors = ready.pop(name)
+            elif name in linear:
                 if tensor.dim() == 2 and takes(tuple(tensor.shape), scheme):
                     tensors = _quantized(module, tensor, scheme, report)
                 else:
@@ -79,7 +101,8 @@ def quantize_checkpoint(
             for one, values in tensors.items():
                 report.after += values.nbytes
                 names.add(one, values)
-            progress(name, tensor.nbytes)
+            if name not in by_text:
+                progress(name, tensor.nbytes)
     names.close()
     _write_rest(Path(spec.path), out, config(scheme, ignored | {"lm_head"}))
     return report
@@ -101,8 +124,14 @@ def linear_weights(spec: ModelSpec) -> frozenset[str]:
         for piece in param.pieces
         if not piece.transposed and "embed" not in param.name and "lm_head" not in piece.name
     }
+    names = _own_names(spec, plan.renamed)
+    return frozenset(name for own, name in names.items() if own in packed)
+
+
+def _own_names(spec: ModelSpec, renamed: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """The model's name of a tensor -> the checkpoint's."""
     with closing(SafetensorsSource(Path(spec.path))) as source:
-        return frozenset(name for name in source.entries if name_of(name, plan.renamed) in packed)
+        return {name_of(name, renamed): name for name in source.entries}
 
 
 def _checked(spec: ModelSpec, out: Path, scheme_name: str) -> Scheme:
@@ -121,27 +150,75 @@ def _checked(spec: ModelSpec, out: Path, scheme_name: str) -> Scheme:
 
 
 def _tensors(source: SafetensorsSource) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, entry in sorted(source.entries.items(), key=lambda item: item[1].order):
-        tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        whole = tuple(slice(0, size) for size in entry.shape)
-        source.copy(name, entry.shape, whole, tensor)
-        yield name, tensor
+    for name, _ in sorted(source.entries.items(), key=lambda item: item[1].order):
+        yield name, _tensor(source, name)
+
+
+def _tensor(source: SafetensorsSource, name: str) -> torch.Tensor:
+    entry = source.entries[name]
+    tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+    source.copy(name, entry.shape, tuple(slice(0, size) for size in entry.shape), tensor)
+    return tensor
+
+
+def _calibrated(
+    spec: ModelSpec,
+    linear: frozenset[str],
+    scheme: Scheme,
+    texts: Texts,
+    report: Written,
+    progress: Progress,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Linear weight -> the tensors that stand for it, rounded by what the texts show."""
+    ready: dict[str, dict[str, torch.Tensor]] = {}
+    renamed = build_without_memory(spec, block_tokens=16).weights.renamed
+    names = {own: name for own, name in _own_names(spec, renamed).items() if name in linear}
+    with closing(SafetensorsSource(Path(spec.path))) as source:
+        for shared, hessian_II in hessians(spec, texts):
+            for name in (names[one] for one in shared if one in names):
+                weight_OI = _tensor(source, name)
+                if not takes(tuple(weight_OI.shape), scheme):
+                    continue
+                module = name.removesuffix(".weight")
+                grid = _grid(module, weight_OI, scheme)
+                numbers_OI, grid = calibrated(weight_OI, grid, hessian_II)
+                exact_OI = grid.meaning(numbers_OI)
+                tensors = stored(numbers_OI, grid, scheme)
+                ready[name] = {f"{module}.{leaf}": values for leaf, values in tensors.items()}
+                _note(report, module, exact_OI, weight_OI)
+                errors = output_errors(exact_OI - weight_OI, weight_OI.float(), hessian_II)
+                report.by_text += 1
+                report.output_error += errors[0]
+                report.output_size += errors[1]
+                progress(name, weight_OI.nbytes)
+    return ready
 
 
 def _quantized(
     module: str, weight_OI: torch.Tensor, scheme: Scheme, report: Written
 ) -> dict[str, torch.Tensor]:
+    grid = _grid(module, weight_OI, scheme)
+    numbers_OI = grid.nearest(weight_OI.float())
+    _note(report, module, grid.meaning(numbers_OI), weight_OI)
+    tensors = stored(numbers_OI, grid, scheme)
+    return {f"{module}.{name}": values for name, values in tensors.items()}
+
+
+def _grid(module: str, weight_OI: torch.Tensor, scheme: Scheme) -> Grid:
     try:
-        tensors, exact_OI = written(weight_OI, scheme)
+        return grid_of(weight_OI, scheme)
     except ValueError as error:
         raise CheckpointError(f"tensor {module}.weight {error}") from error
+
+
+def _note(report: Written, module: str, exact_OI: torch.Tensor, weight_OI: torch.Tensor) -> None:
+    """How far a weight is from the plain one."""
     error_of = float((exact_OI - weight_OI.float()).square().sum())
     size = float(weight_OI.float().square().sum())
     report.quantized += 1
     report.error, report.size = report.error + error_of, report.size + size
     loss = math.sqrt(error_of / size) if size else 0.0
     report.worst = max(report.worst, (loss, module))
-    return {f"{module}.{name}": values for name, values in tensors.items()}
 
 
 class _Shards:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import headrace.back.models.load as loading
+import headrace.launch.calibrate as calibrating
 import headrace.launch.quantize as writing
 from headrace.back.models.load import load_model, open_source
 from headrace.back.parallel.mesh import Mesh
@@ -20,8 +21,9 @@ from headrace.back.quant.compressed import WRITTEN
 from headrace.back.quant.scheme import SCHEMES
 from headrace.base.errors import ConfigError
 from headrace.cli.quantize import main
+from headrace.launch.locate import bundled_model
 from headrace.launch.quantize import linear_weights, quantize_checkpoint
-from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
+from tests.models.oracle import BLOCK_TOKENS, model_spec, save_oracle
 from tests.models.paged import teacher_forced
 from tests.models.test_parity import tiny_config
 
@@ -131,14 +133,92 @@ def test_the_command_says_size_and_loss(tmp_path: Path, capsys: pytest.CaptureFi
     assert "21 matrices in int8, relative error 0." in " ".join(capsys.readouterr().out.split())
 
 
-def test_transformers_reads_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_text", [False, True])
+@pytest.mark.parametrize("scheme", ["int4-g64", "int4-asym-g64", "int8-g128", "int8", "fp8"])
+def test_transformers_reads_the_same_weights(scheme: str, by_text: bool, tmp_path: Path) -> None:
+    """By compressed-tensors itself, where it is installed."""
     pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     source = plain(tmp_path / "plain")
-    quantize_checkpoint(model_spec(source), tmp_path / "out", "int4-g64")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ours, _ = load(tmp_path / "out")
-    mine = teacher_forced(ours, ROWS, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
-    for row, other in zip(mine, oracle_logits(theirs, ROWS), strict=True):
-        assert torch.nn.functional.cosine_similarity(row, other).mean() > 0.95
+    quantize_checkpoint(
+        model_spec(source), tmp_path / "out", scheme, texts=texts() if by_text else ()
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out",
+        quantization_config=CompressedTensorsConfig(run_compressed=False),
+        dtype=torch.float32,
+    ).state_dict()
+    names = linear_weights(model_spec(source))
+    with closing(open_source(model_spec(tmp_path / "out"))) as files:
+        for name in names:
+            shape = files.entries[name].shape
+            read = torch.empty(shape)
+            files.copy(name, shape, tuple(slice(0, size) for size in shape), read)
+            torch.testing.assert_close(theirs[name].float(), read, rtol=1e-2, atol=1e-6)
+
+
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, 97, (64,), generator=generator).tolist() for _ in range(4)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3-moe"])
+def test_a_calibration_text_makes_outputs_better(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers taken in parts, too: no more than one matrix of sums at a time."""
+    source = plain(tmp_path / "plain", name)
+    spec = model_spec(source)
+    nearest = quantize_checkpoint(spec, tmp_path / "nearest", "int4-g64")
+    ours = quantize_checkpoint(spec, tmp_path / "gptq", "int4-g64", texts=texts())
+    assert ours.quantized == nearest.quantized and ours.after == nearest.after
+    experts = sum(".experts." in one for one in linear_weights(spec))
+    assert ours.by_text == ours.quantized - experts and 0 < ours.output_loss < 0.2
+    monkeypatch.setattr(calibrating, "BUDGET_BYTES", 1)
+    parts = quantize_checkpoint(spec, tmp_path / "parts", "int4-g64", texts=texts())
+    assert parts.output_error == pytest.approx(ours.output_error)
+
+    def change(folder: str) -> float:
+        kept, _ = load(tmp_path / folder)
+        whole, _ = load(source)
+        mine, theirs = (
+            torch.cat(teacher_forced(one, texts(), block_tokens=BLOCK_TOKENS, dtype=torch.float32))
+            for one in (kept, whole)
+        )
+        return float((mine - theirs).norm() / theirs.norm())
+
+    assert change("gptq") < change("nearest")
+
+
+def test_the_sums_are_those_of_what_goes_into_the_layers(tmp_path: Path) -> None:
+    source = plain(tmp_path / "plain")
+    sums = dict(calibrating.hessians(model_spec(source), texts()))
+    import transformers
+
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    seen: dict[str, torch.Tensor] = {}
+
+    def hook(name: str, x: torch.Tensor) -> None:
+        rows = x.flatten(0, 1)
+        seen[name] = seen.get(name, 0) + rows.t() @ rows
+
+    for name, module in oracle.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, x, name=name: hook(name, x[0]))
+    with torch.no_grad():
+        for text in texts():
+            oracle(torch.tensor([text]))
+    names = {one.removesuffix(".weight"): total for ones, total in sums.items() for one in ones}
+    assert set(names) == set(seen) - {"lm_head"}
+    for name, total in names.items():
+        torch.testing.assert_close(total, seen[name], rtol=1e-3, atol=1e-3 * float(total.max()))
+
+
+def test_a_calibration_text_that_says_too_little_is_refused(tmp_path: Path) -> None:
+    folder = bundled_model()
+    (tmp_path / "short.txt").write_text("A few words.")
+    for name, message in (("short.txt", "at least 512"), ("none.txt", "cannot be read")):
+        with pytest.raises(ConfigError, match=message) as seen:
+            main([str(folder), str(tmp_path / "out"), "--calibration", str(tmp_path / name)])
+        assert seen.value.field == "--calibration"

@@ -94,7 +94,7 @@ def build_model(
         hollow=hollow,
     )
     model = _build(spec, scope)
-    if spec.adapters is not None and model.adapters is None:
+    if scope.adapters is not None and model.adapters is None:
         raise ConfigError(
             f"--enable-lora: adapters are not applied in models of family {spec.family}",
             field="enable_lora",

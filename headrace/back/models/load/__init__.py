@@ -94,10 +94,11 @@ def load_model(
     device: torch.device,
     block_tokens: int,
     verify_queries: int = 1,
+    adapters: AdapterSlots | None = None,
     options: LoadOptions = LoadOptions(),
 ) -> tuple[LoadableModel, LoadReport]:
-    """This rank's model, ready to run, and how the load went. A flaw of the checkpoint is a
-    CheckpointError."""
+    """This rank's model, ready to run, and how the load went. `adapters`: slots instead of the
+    specification's. A flaw of the checkpoint is a CheckpointError."""
     report = LoadReport()
 
     def build(
@@ -118,7 +119,7 @@ def load_model(
             verify_queries=verify_queries,
             stored=stored,
             ledger=ledger,
-            slots=slots,
+            slots=slots or adapters,
             hollow=hollow,
         )
 

@@ -1,0 +1,49 @@
+"""Linear layers that are looked at: in the place of adapter slots, something that sees what goes
+into each linear layer and what comes out of it. No layer is fused with what is around it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from headrace.back.kernels.linear.op import Linear
+from headrace.back.layers.adapters import AdapterSlots
+from headrace.back.parallel.mesh import Mesh
+from headrace.back.parallel.param import Param
+
+See = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None]
+"""Told the checkpoint's names of the weights whose outputs lie side by side, x_TI and y_TO."""
+
+
+class ObservedLinears(AdapterSlots):
+    """All linear layers of a model that takes adapters."""
+
+    def __init__(self, see: See) -> None:
+        super().__init__(count=0, max_rank=0)
+        self._see = see
+
+    def over(  # type: ignore[override]  # asked for `add_to` alone
+        self, weight: Param, mesh: Mesh, device: torch.device, kind: str
+    ) -> ObservedLinear:
+        """See AdapterSlots."""
+        names = tuple(dict.fromkeys(piece.name for piece in weight.pieces))
+        return ObservedLinear(names, self._see)
+
+
+class ObservedLinear:
+    """One of them."""
+
+    def __init__(self, names: tuple[str, ...], see: See) -> None:
+        self._names, self._see = names, see
+
+    def add_to(self, gemm: Linear, bind: Callable[..., object]) -> Linear:
+        """See AdaptedLinear."""
+
+        def project(x_TI: torch.Tensor) -> torch.Tensor:
+            y_TO = gemm(x_TI)
+            self._see(self._names, x_TI, y_TO)
+            return y_TO
+
+        return project
