@@ -32,6 +32,7 @@ SUMMARIES = {
     "bench": "measure: serve, sweep, latency, throughput, startup",
     "plan": "whether a model fits a device, and how fast it would run",
     "quantize": "write a checkpoint with quantized weights, which other engines load too",
+    "shard": "write what each rank of a tensor-parallel group holds, for fast starts",
     "build-kernels": "compile a model's GPU kernels ahead, and measure its GEMMs",
     "doctor": "check this machine and say what to mend",
     "admin": "ask or change a running server: pause, reload, sleep, queue, config",

@@ -11,10 +11,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from headrace.base.config.resolved import Decision
 from headrace.base.config.tree import ModelOptions
-from headrace.base.config.weight_files import find_weight_files, folder_format, natural_key
+from headrace.base.config.weight_files import (
+    find_weight_files,
+    folder_format,
+    is_sharded,
+    natural_key,
+)
 from headrace.base.errors import CheckpointError, ConfigError, StartError
 from headrace.launch.hub import (
     REVISION,
@@ -34,14 +40,15 @@ BUNDLED_NAME: Final = "headrace-demo"
 
 @dataclass(frozen=True, kw_only=True)
 class LocatedModel:
-    """A model on disk. `path`: folder or GGUF file; `format`: safetensors, gguf or dummy; `commit`
-    of a hub id."""
+    """A model on disk. `path`: folder or GGUF file; `format`: safetensors, sharded_state, gguf or
+    dummy; `commit` of a hub id; `remote`: its weights are elsewhere."""
 
     path: Path
     name: str
     format: str
     commit: str | None = None
     decisions: tuple[Decision, ...] = ()
+    remote: bool = False
 
 
 def locate(options: ModelOptions) -> LocatedModel:
@@ -92,7 +99,7 @@ def _at(path: Path, name: str, options: ModelOptions) -> LocatedModel:
 
 
 def _gguf(path: Path, name: str, options: ModelOptions) -> LocatedModel:
-    if options.load_format == "safetensors" or path.suffix != ".gguf":
+    if options.load_format not in ("auto", "gguf", "dummy") or path.suffix != ".gguf":
         raise ConfigError(
             f"--model {path} with --load-format {options.load_format}: a single file must be a .gguf",
             field="model",
@@ -108,9 +115,36 @@ def _folder(path: Path, name: str, options: ModelOptions) -> LocatedModel:
             field="load_format",
         )
     chosen = "dummy" if options.load_format == "dummy" else "safetensors"
-    if chosen == "safetensors":
+    remote = _is_remote(options)
+    if options.load_format == "sharded_state" or (chosen == "safetensors" and is_sharded(path)):
+        chosen = "sharded_state"
+    if chosen == "safetensors" and not remote:
         find_weight_files(path)
-    return LocatedModel(path=path, name=name, format=chosen)
+    return LocatedModel(path=path, name=name, format=chosen, remote=remote)
+
+
+def _is_remote(options: ModelOptions) -> bool:
+    """Whether weights come from --weights-url; ConfigError where the options contradict each
+    other."""
+    url, load_format = options.weights_url, options.load_format
+    if url is None:
+        if load_format == "runai_streamer":
+            raise ConfigError(
+                "--load-format runai_streamer: name the objects with --weights-url",
+                field="load_format",
+            )
+        return False
+    if load_format not in ("auto", "runai_streamer"):
+        raise ConfigError(
+            f"--weights-url does not go with --load-format {load_format}", field="weights_url"
+        )
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(
+            f"--weights-url {url}: must be http(s)://HOST/PATH, without a query",
+            field="weights_url",
+        )
+    return True
 
 
 def _from_hub(options: ModelOptions) -> LocatedModel:

@@ -123,7 +123,8 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     config = read_config(located.path)
     generation_path = located.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
-    stored = None if located.format == "dummy" else _safetensors_stored(located.path, config)
+    unread = located.format in ("dummy", "sharded_state") or located.remote
+    stored = None if unread else _safetensors_stored(located.path, config)
     facts = describe(located, config, generation, stored, family=family)
     return msgspec.structs.replace(facts, media=read_media(located.path, config))
 

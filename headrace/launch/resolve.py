@@ -96,6 +96,8 @@ def resolve(options: Options, model: ModelFacts, machine: MachineFacts) -> Resol
             quantization=quantization,
             kv_dtype=kv_dtype_of(options, model, device_spec, choose),
             kv_plain_layers=kv_plain_layers(options, model),
+            reader="direct" if options.model.load_format == "fastsafetensors" else "buffered",
+            weights_url=options.model.weights_url,
             deterministic=_deterministic(options, model),
             head=model.head,
             bare=model.bare,
@@ -208,6 +210,11 @@ def _manifest(options: Options, model: ModelFacts) -> str | None:
     if manifest is not None and model.format == "dummy":
         raise ConfigError(
             f"--manifest {manifest}: --load-format dummy reads no weights", field="manifest"
+        )
+    if manifest is not None and options.model.weights_url is not None:
+        raise ConfigError(
+            f"--manifest {manifest}: verifies files of a folder, not those of --weights-url",
+            field="manifest",
         )
     return _absolute(manifest)
 

@@ -60,7 +60,7 @@ def _expected_bytes(model: ModelSpec) -> int:
     Else 0."""
     config = model.config
     as_stored = model.dtype in (config.get("dtype"), config.get("torch_dtype"))
-    if model.format != "safetensors" or not as_stored:
+    if model.format != "safetensors" or model.weights_url is not None or not as_stored:
         return 0
     stored = sum(path.stat().st_size for path in find_weight_files(Path(model.path)).files)
     if model.quantization is None:

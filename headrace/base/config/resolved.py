@@ -40,7 +40,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model on disk. `path` is a folder, or a GGUF file; `format`:
-    safetensors, gguf, dummy.
+    safetensors, sharded_state, gguf, dummy.
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys).
     `family` names a row of `back/models/registry.py`. `dtype`: float32, bfloat16 or float16.
@@ -52,6 +52,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     around them (checkpoints of a base model). `deterministic`: only kernels whose results do not
     depend on the batch.
     `adapters`: None: it takes none.
+    `reader`: how files are read, "buffered" or "direct" (past the file cache); `weights_url`: where
+    they are read from, instead of `path`.
     `manifest`: the file of digests that the files must match; None: not verified.
     `encoder_tokens`: the most that the encoder of an encoder-decoder reads, whose decoder has
     `max_model_len`; 0: of others. `spectrogram`: bands and frames of what an encoder of speech
@@ -71,6 +73,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     kv_dtype: str | None = None
     kv_plain_layers: tuple[int | str, ...] = ()
+    reader: str = "buffered"
+    weights_url: str | None = None
     deterministic: bool = False
     head: str = "lm"
     bare: bool = False

@@ -67,12 +67,18 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(
                     f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read"
                 )
-            header = parse_json(file.read(length), f"{path} (header)")
+            raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return parse_safetensors_header(raw, path, size=size)
+
+
+def parse_safetensors_header(raw: bytes, path: Path, *, size: int) -> dict[str, StoredTensor]:
+    """The tensors of a file of `size` bytes by its JSON; as read_safetensors_header."""
+    header, start = parse_json(raw, f"{path} (header)"), 8 + len(raw)
     header.pop("__metadata__", None)
-    tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in header.items()}
-    _check_layout(path, tensors, start=8 + length, size=size)
+    tensors = {name: _tensor(name, entry, path, start) for name, entry in header.items()}
+    _check_layout(path, tensors, start=start, size=size)
     return tensors
 
 

@@ -85,11 +85,28 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "dummy"],
+        Literal[
+            "auto",
+            "safetensors",
+            "fastsafetensors",
+            "runai_streamer",
+            "sharded_state",
+            "gguf",
+            "dummy",
+        ],
         Meta(
-            description="How weights are read; dummy makes seeded random ones from config.json alone."
+            description="How weights are read; fastsafetensors: past the system's file cache; runai_streamer: "
+            "from --weights-url; sharded_state: a file for each rank, as headrace shard writes them; dummy makes "
+            "seeded random ones from config.json alone."
         ),
     ] = "auto"
+    weights_url: Annotated[
+        str | None,
+        Meta(
+            description="Read the safetensors files by ranged requests from below this http(s) URL: a bucket of an "
+            "S3-like store, or any server that answers ranges. The model's folder has the rest."
+        ),
+    ] = None
     quantization: Annotated[
         Literal[
             "none",

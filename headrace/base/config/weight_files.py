@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.errors import CheckpointError
@@ -53,6 +53,11 @@ def folder_format(folder: Path) -> str:
     if (folder / "params.json").is_file() and _named(folder, "consolidated*.safetensors"):
         return "mistral"
     return "none"
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether the folder has files of ranks (`headrace shard`) instead of a checkpoint's."""
+    return any(folder.glob("model-rank-*-part-*.safetensors"))
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
@@ -96,7 +101,12 @@ def confined(folder: Path, name: str) -> Path:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    reader = ConfigReader(read_json(index, limit=MAX_INDEX_BYTES), str(index))
+    return read_weight_map(read_json(index, limit=MAX_INDEX_BYTES), str(index))
+
+
+def read_weight_map(raw: Mapping[str, Any], index: str) -> dict[str, str]:
+    """Which file has which tensor, by an index; CheckpointError where it does not say."""
+    reader = ConfigReader(raw, index)
     section = reader.section("weight_map")
     if section is None or not section.raw:
         raise CheckpointError(f"{index}: weight_map is missing or empty", field="weight_map")

@@ -29,7 +29,9 @@ from headrace.back.models.load.fill import absent, check, fill
 from headrace.back.models.load.gguf import GGUFSource
 from headrace.back.models.load.manifest import verify_manifest
 from headrace.back.models.load.quantized import QuantizedSource
+from headrace.back.models.load.readers import reader_of
 from headrace.back.models.load.safetensors import SafetensorsSource
+from headrace.back.models.load.sharded import check_shards, fill_shards, open_shards
 from headrace.back.models.load.source import Source, renamed, separate_experts
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
@@ -128,6 +130,8 @@ def load_model(
             model = _built(spec, partial(build, device), report)
         with report.phase("weights"):
             _fill_dummy(model, spec.seed)
+    elif spec.format == "sharded_state":
+        model = _load_shards(spec, build, device, mesh, options, report)
     else:
         model = _load(spec, build, device, options, report)
     report.weight_bytes = _weight_bytes(model)
@@ -188,6 +192,27 @@ def _built(
         return build(ledger=another, slots=slots, hollow=True)
 
     report.origin = Origin(spec=spec, ledger=ledger, rebuild=rebuild, absent=lacking)
+    return model
+
+
+def _load_shards(
+    spec: ModelSpec,
+    build: Callable[..., LoadableModel],
+    device: torch.device,
+    mesh: Mesh,
+    options: LoadOptions,
+    report: LoadReport,
+) -> LoadableModel:
+    """This rank's own files."""
+    axis = mesh.tp
+    with report.phase("open"):
+        source = open_shards(Path(spec.path), rank=axis.rank, ranks=axis.size, reader=spec.reader)
+    with closing(source):
+        with report.phase("build"):
+            check_shards(build(torch.device("meta")).weights, source)
+            model = build(device)
+        with report.phase("weights"):
+            fill_shards(model.weights, source, scan_finite=options.scan_finite)
     return model
 
 
@@ -260,7 +285,11 @@ def open_source(spec: ModelSpec) -> Source:
     if spec.format not in SOURCES:
         known = ", ".join(sorted(SOURCES))
         raise CheckpointError(f"load_format {spec.format!r} is not one of {known}, dummy")
-    source = SOURCES[spec.format](Path(spec.path))
+    if spec.format == "safetensors":
+        reader = reader_of(spec.reader, spec.weights_url)
+        source: Source = SafetensorsSource(Path(spec.path), reader)
+    else:
+        source = SOURCES[spec.format](Path(spec.path))
     if not isinstance(source, SafetensorsSource):
         return source
     quantization = stored_quantization(spec.config, f"{spec.path}/config.json")

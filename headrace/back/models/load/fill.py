@@ -101,7 +101,7 @@ def _write_floats(param: Param, copy: Copy, source: Source, scan_finite: bool) -
     if copy.scale != 1.0:
         target.mul_(copy.scale)
     if scan_finite:
-        _scan(copy.name, source, target)
+        scan(copy.name, source, target)
     return target.nbytes
 
 
@@ -210,9 +210,9 @@ def _add(problems: list[str], names: list[str], what: str) -> None:
         problems.append(f"{len(names)} {noun} {what}: {', '.join(names[:SHOWN])}{more}")
 
 
-def _scan(name: str, source: Source, values: torch.Tensor) -> None:
-    """Smallest and largest value carry a NaN or Inf along; 18 GB/s on one core, forty times
-    isfinite."""
+def scan(name: str, source: Source, values: torch.Tensor) -> None:
+    """CheckpointError for NaN or Inf. Smallest and largest value carry them along; 18 GB/s on one
+    core, forty times isfinite."""
     if values.is_floating_point() and values.itemsize > 1 and values.numel():
         low, high = values.aminmax()
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):

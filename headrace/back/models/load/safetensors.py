@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +18,13 @@ from pathlib import Path
 import torch
 
 from headrace.back.models.load.pinned import PinnedReaders
+from headrace.back.models.load.readers import BufferedReader, Reader
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
 from headrace.base.config.quantization import Numbers
-from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
-from headrace.base.config.weight_files import WeightFiles, find_weight_files
+from headrace.base.config.safetensors_header import StoredTensor
+from headrace.base.config.weight_files import WeightFiles
 from headrace.base.errors import CheckpointError
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -46,14 +46,25 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
 }
 
+ROWS_BYTES = 16 << 20
+"""Of what is converted or cut, without a map, at a time."""
+
 
 class SafetensorsSource:
-    """All safetensors files of one model folder."""
+    """All safetensors files of one model folder, or of where its reader finds them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, reader: Reader | None = None, files: WeightFiles | None = None
+    ) -> None:
+        """`files`: other ones than those of the whole model."""
         self.where = str(folder)
-        files = find_weight_files(folder)
-        self._stored = _all_tensors(files)
+        self._reader = reader or BufferedReader()
+        try:
+            files = files or self._reader.files(folder)
+            self._stored = _all_tensors(files, self._reader)
+        except CheckpointError:
+            self._reader.close()
+            raise
         order = {path: number for number, path in enumerate(files.files)}
         self.entries: Mapping[str, CheckpointTensor] = {
             name: CheckpointTensor(
@@ -65,9 +76,8 @@ class SafetensorsSource:
             for name, stored in self._stored.items()
         }
         self._maps: dict[Path, torch.Tensor] = {}
-        self._files = {path: _opened(path) for path in files.files}
         self._mapping = threading.Lock()
-        self._readers = PinnedReaders()
+        self._pinned = PinnedReaders()
 
     def copy(
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
@@ -89,8 +99,8 @@ class SafetensorsSource:
         source: tuple[slice, ...],
         target: torch.Tensor,
     ) -> None:
-        if target.device.type != "cpu":
-            self._readers.copy(
+        if target.device.type != "cpu" and self._reader.maps:
+            self._pinned.copy(
                 stored.path,
                 stored.offset,
                 dtype=TORCH_DTYPES[stored.dtype],
@@ -100,22 +110,51 @@ class SafetensorsSource:
             )
             return
         dtype = TORCH_DTYPES[stored.dtype]
-        if dtype == target.dtype and target.is_contiguous() and _are_rows(shape, source):
+        plain = target.device.type == "cpu" and target.is_contiguous()
+        if plain and dtype == target.dtype and _are_rows(shape, source):
             row = math.prod(shape[1:]) * dtype.itemsize
             rows = source[0] if source else slice(None)
             first, last, _ = rows.indices(shape[0] if shape else 1)
             assert target.nbytes == (last - first) * row, (stored, target.shape, source)
-            _read(self._files[stored.path], stored.offset + first * row, target)
+            view = memoryview(target.reshape(-1).view(torch.uint8).numpy())
+            self._reader.read(stored.path, stored.offset + first * row, view)
+            return
+        if not self._reader.maps:
+            self._copy_rows(stored, shape, source, target)
             return
         data = self._map(stored.path)[stored.offset : stored.offset + stored.num_bytes]
         if stored.offset % dtype.itemsize:
             data = data.clone()
         target.copy_(data.view(dtype).view(shape)[source])
 
+    def _copy_rows(
+        self,
+        stored: StoredTensor,
+        shape: tuple[int, ...],
+        source: tuple[slice, ...],
+        target: torch.Tensor,
+    ) -> None:
+        """The same by whole rows in memory of its own, some at a time."""
+        dtype = TORCH_DTYPES[stored.dtype]
+        shape, source = shape or (1,), source or (slice(0, 1),)
+        rows = range(shape[0])[source[0]]
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        step = max(1, ROWS_BYTES // max(1, row_bytes))
+        into = target if target.dim() else target.view(1)
+        for start in range(0, len(rows), step):
+            count = min(step, len(rows) - start)
+            raw = torch.empty(count * row_bytes, dtype=torch.uint8)
+            at = stored.offset + rows[start] * row_bytes
+            self._reader.read(stored.path, at, memoryview(raw.numpy()))
+            part = raw.view(dtype).view(count, *shape[1:])[(slice(None), *source[1:])]
+            into[start : start + count].copy_(part)
+
     def content(self, name: str) -> bytes:
         """All bytes of a small tensor."""
         stored = self._stored[name]
-        return os.pread(self._files[stored.path], stored.num_bytes, stored.offset)
+        content = bytearray(stored.num_bytes)
+        self._reader.read(stored.path, stored.offset, memoryview(content))
+        return bytes(content)
 
     def blocks(self, name: str) -> StoredRows:
         """There are none in this format."""
@@ -130,9 +169,8 @@ class SafetensorsSource:
     def close(self) -> None:
         """Drops the maps and closes the files."""
         self._maps = {}
-        self._readers.close()
-        while self._files:
-            os.close(self._files.popitem()[1])
+        self._pinned.close()
+        self._reader.close()
 
     def _map(self, path: Path) -> torch.Tensor:
         with self._mapping:
@@ -141,12 +179,12 @@ class SafetensorsSource:
             return self._maps[path]
 
 
-def _all_tensors(files: WeightFiles) -> dict[str, StoredTensor]:
+def _all_tensors(files: WeightFiles, reader: Reader) -> dict[str, StoredTensor]:
     """The tensors of all files; one that is in two files, or not where the index says, is
     refused."""
     stored_tensors: dict[str, StoredTensor] = {}
     for path in files.files:
-        for name, stored in read_safetensors_header(path).items():
+        for name, stored in reader.header(path).items():
             if name in stored_tensors:
                 raise CheckpointError(
                     f"{path}: tensor {name!r} is in {stored_tensors[name].path.name} too"
@@ -169,29 +207,12 @@ def _check_index(weight_map: Mapping[str, str], stored_tensors: Mapping[str, Sto
             raise CheckpointError(f"{stored.path}: tensor {name!r} is not in the index")
 
 
-def _opened(path: Path) -> int:
-    """The file, which the system is told to fetch if it is not in memory."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
-    return file
-
-
 def _are_rows(shape: tuple[int, ...], source: tuple[slice, ...]) -> bool:
     """Whether the rectangle is one piece of the file: whole rows without gaps."""
     cuts = [cut.indices(size) for cut, size in zip(source, shape, strict=False)]
     return all(step == 1 for _, _, step in cuts) and all(
         cut == (0, size, 1) for cut, size in zip(cuts[1:], shape[1:], strict=False)
     )
-
-
-def _read(file: int, offset: int, target: torch.Tensor) -> None:
-    """Fills the target from the file; OSError if the file has become shorter."""
-    view, done = memoryview(target.reshape(-1).view(torch.uint8).numpy()), 0
-    while done < len(view):
-        got = os.preadv(file, [view[done:]], offset + done)
-        if got == 0:
-            raise OSError(f"the file ends {len(view) - done} bytes early")
-        done += got
 
 
 def _mapped(path: Path) -> torch.Tensor:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.back.models import load as loading
 from headrace.back.models.load import LoadOptions, load_model
-from headrace.back.models.load.fill import _scan
+from headrace.back.models.load.fill import scan
 from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.models.registry import build_model
 from headrace.back.parallel.mesh import Mesh
@@ -337,4 +337,4 @@ def test_one_nan_among_thousands_is_found_wherever_it_is(dtype: torch.dtype) -> 
     for place in (0, 1, 31, 4096, 4098):
         values.zero_()[place] = float("nan")
         with pytest.raises(CheckpointError, match="NaN"):
-            _scan("w", cast(Any, source), values)
+            scan("w", cast(Any, source), values)
