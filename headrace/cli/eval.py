@@ -1,13 +1,15 @@
 """`headrace eval [MODEL]`: scores a model on the demo models' held-out tasks. Exit status 1 below
---bar."""
+--bar. `--against OTHER`: beside another model, with what its predictions lose."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +18,7 @@ from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.bench.eval import Questioner, TaskScore, score_task
 from headrace.bench.held_out import HELD_OUT, EvalItem, read_items
+from headrace.bench.losses import AnswerScores, TaskLoss, compare, read_answers
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.session import open_session
 from headrace.front.client.transcription import Transcriber
@@ -44,11 +47,24 @@ def main(argv: Sequence[str]) -> int:
     line.add_number(
         "--bar", "least share each task must reach", default=0, least=0, greatest=1, whole=False
     )
+    line.parser.add_argument(
+        "--against",
+        metavar="MODEL",
+        help="compare with this model as it is stored (without --quantization and --kv-dtype): tasks, "
+        "perplexity and divergence over the right answers",
+    )
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     own, options = line.parse(argv)
     items = _chosen(read_items(Path(own.items)), own.tasks, own.count)
-    scores = asyncio.run(_score(with_model(options, own.path), items, own.streams))
-    _show(scores, as_json=own.json)
+    whole = own.against is not None
+    scores, answers = asyncio.run(
+        _score(with_model(options, own.path), items, own.streams, read=whole)
+    )
+    if not whole:
+        _show(scores, as_json=own.json)
+    else:
+        others = asyncio.run(_score(_stored(options, own.against), items, own.streams, read=True))
+        _show_both(scores, answers, *others, as_json=own.json)
     return 0 if all(s.share >= own.bar for s in scores) else 1
 
 
@@ -63,7 +79,20 @@ def _chosen(by_task: dict[str, list[EvalItem]], names: str, count: int) -> list[
     return [by_task[task][:count] for task in tasks]
 
 
-async def _score(options: Options, items: list[list[EvalItem]], streams: int) -> list[TaskScore]:
+def _stored(options: Options, path: str) -> Options:
+    """The other model as it is stored."""
+    model = msgspec.structs.replace(options.model, quantization="none")
+    kv = msgspec.structs.replace(options.kv, kv_dtype="auto", kv_dtype_skip_layers=())
+    return with_model(msgspec.structs.replace(options, model=model, kv=kv), path)
+
+
+Answers = list[list[AnswerScores]]
+
+
+async def _score(
+    options: Options, items: list[list[EvalItem]], streams: int, *, read: bool
+) -> tuple[list[TaskScore], Answers]:
+    """What each task gave, and how the model `read` the right answers."""
     async with open_session(options) as session:
         text, tokenizer = session.resolved.text, session.engine.tokenizer
         media = MediaPreparer(text.media, tokenizer) if text.media else None
@@ -74,10 +103,66 @@ async def _score(options: Options, items: list[list[EvalItem]], streams: int) ->
             speech=Transcriber.of(text, tokenizer),
         )
         try:
-            return [await score_task(questioner, of_task, streams=streams) for of_task in items]
+            scores = [await score_task(questioner, of_task, streams=streams) for of_task in items]
+            answers = [
+                await read_answers(session.engine, session.template, of_task, streams=streams)
+                for of_task in items
+                if read
+            ]
+            return scores, answers
         finally:
             if media is not None:
                 media.close()
+
+
+def _show_both(
+    scores: list[TaskScore],
+    answers: Answers,
+    other_scores: list[TaskScore],
+    other_answers: Answers,
+    *,
+    as_json: bool,
+) -> None:
+    """Both models, task by task, and all together."""
+    tasks = [score.task for score in scores]
+    losses = [
+        compare(task, mine, theirs)
+        for task, mine, theirs in zip(tasks, answers, other_answers, strict=True)
+    ]
+    whole = compare("all", [*chain(*answers)], [*chain(*other_answers)])
+    shares = list(zip(scores, other_scores, strict=True))
+    if as_json:
+        document = {
+            mine.task: {
+                "share": mine.share,
+                "count": mine.count,
+                "against_share": other.share,
+                "loss": None if loss is None else msgspec.to_builtins(loss),
+            }
+            for (mine, other), loss in zip(shares, losses, strict=True)
+        }
+        print(json.dumps(document | {"all": {"loss": msgspec.to_builtins(whole)}}))
+        return
+    names = ("task", "right", "against", "tokens", "perplexity", "against", "divergence", "same")
+    table = Table(*names)
+    for (mine, other), loss in zip(shares, losses, strict=True):
+        table.add_row(mine.task, f"{mine.share:.1%}", f"{other.share:.1%}", *_words(loss))
+    count = len(shares)
+    means = [sum(pair[i].share for pair in shares) / count for i in range(2)]
+    table.add_row("all", *(f"{mean:.1%}" for mean in means), *_words(whole))
+    Console().print(table)
+
+
+def _words(loss: TaskLoss | None) -> tuple[str, ...]:
+    if loss is None:
+        return ("-",) * 5
+    return (
+        str(loss.tokens),
+        f"{loss.perplexity:.4f}",
+        f"{loss.against:.4f}",
+        f"{loss.divergence:.5f}",
+        f"{loss.agreement:.2%}",
+    )
 
 
 def _show(scores: list[TaskScore], *, as_json: bool) -> None:
