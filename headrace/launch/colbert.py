@@ -36,14 +36,19 @@ def read_colbert(folder: Path, config: ConfigReader) -> Modules | None:
         expands=masks,
         skipped=punctuation,
     )
-    outputs, inputs = _shape(folder)
+    _, (outputs, inputs), _ = matrix_of(folder, PROJECTION)
     dense = DenseSpec(path="", inputs=inputs, outputs=outputs, bias=False, activation="identity")
     return Modules(how="tokens", normalize=True, dense=(dense,), late=late, unattended=not masks)
 
 
-def _shape(folder: Path) -> tuple[int, int]:
-    for file in find_weight_files(folder).files:
-        stored = read_safetensors_header(file).get(PROJECTION)
-        if stored is not None and len(stored.shape) == 2:
-            return stored.shape[0], stored.shape[1]
-    raise CheckpointError(f"{folder}: no matrix {PROJECTION}, which projects every token")
+def matrix_of(folder: Path, *names: str) -> tuple[str, tuple[int, int], bool]:
+    """Name and shape of the first of these matrices that the checkpoint has, and whether there is a
+    bias beside it."""
+    headers = [read_safetensors_header(file) for file in find_weight_files(folder).files]
+    stored = {name: tensor for header in headers for name, tensor in header.items()}
+    for name in names:
+        tensor = stored.get(name)
+        if tensor is not None and len(tensor.shape) == 2:
+            biased = f"{name.removesuffix('.weight')}.bias" in stored
+            return name, (tensor.shape[0], tensor.shape[1]), biased
+    raise CheckpointError(f"{folder}: no matrix {' or '.join(names)}, which projects every token")

@@ -27,7 +27,9 @@ from headrace.back.models.families import (
     kv_heads_of,
     layers_without_cache,
     reserved_positions,
+    text_config,
 )
+from headrace.back.models.vlm_inside import inside_vlm
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
@@ -47,6 +49,7 @@ from headrace.launch.encoder_decoder import (
     is_encoder_decoder,
     spectrogram_of,
 )
+from headrace.launch.late_vision import read_late_vision
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
 from headrace.launch.pooling_modules import read_modules
@@ -126,7 +129,8 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     unread = located.format in ("dummy", "sharded_state") or located.remote
     stored = None if unread else _safetensors_stored(located.path, config)
     facts = describe(located, config, generation, stored, family=family)
-    return msgspec.structs.replace(facts, media=read_media(located.path, config))
+    whole = inside_vlm(config) if facts.family == "late_vision" else config
+    return msgspec.structs.replace(facts, media=read_media(located.path, whole))
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +180,9 @@ def describe(
     width, dtype = reader.int("vocab_size", ge=1), _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
+    whole = ConfigReader(config, where)
     modules = read_modules(located.path) or read_colbert(located.path, reader)
+    modules = modules or read_late_vision(located.path, whole)
     sizes = (layers, hidden, heads, kv_heads, head_dim)
     num_params = stored.num_params if stored else _count_params(reader, *sizes)
     facts = ModelFacts(
@@ -205,7 +211,9 @@ def describe(
         bare=named.bare,
         encodes=encodes,
         num_labels=len(labels),
-        pooling=read_pooling(modules, reader, head=named.head, labels=labels, encodes=encodes),
+        pooling=read_pooling(
+            modules, reader, head=named.head, labels=labels, encodes=encodes, whole=whole
+        ),
         dense=() if modules is None else modules.dense,
         unattended_expansion=modules is not None and modules.unattended,
     )
@@ -250,6 +258,8 @@ def _text_part(reader: ConfigReader, named: Architecture) -> ConfigReader:
     """The section with the decoder's sizes: text_config where a model has several parts."""
     if is_encoder_decoder(named):
         return ConfigReader(decoder_config(reader.raw), reader.where)
+    if named.family == "late_vision":
+        return ConfigReader(text_config(reader.raw), f"{reader.where}: vlm_config")
     section = reader.section("text_config")
     inside = named.media or "hidden_size" not in reader
     return section if section is not None and inside else reader

@@ -31,9 +31,10 @@ def read_pooling(
     head: str,
     labels: tuple[str, ...],
     encodes: bool,
+    whole: ConfigReader,
 ) -> PoolingSpec:
-    """Decoders pool their last token and encoders their mean, unless the checkpoint says otherwise;
-    classifiers by the token they were trained on."""
+    """`config`: of the text part of `whole`. Decoders pool their last token and encoders their mean,
+    unless the checkpoint says otherwise; classifiers by the token they were trained on."""
     activation = _activation(config, head, labels)
     if head == "sequence":
         how = config.choice("classifier_pooling", ("cls", "mean"), "cls") if encodes else "last"
@@ -48,7 +49,7 @@ def read_pooling(
         activation=activation,
         matryoshka=_matryoshka(config),
         projected=bool(stated.dense),
-        judge=None if encodes or head in ("sequence", "token") else _judge(config),
+        judge=None if encodes or head in ("sequence", "token") else _judge(whole),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.back.models.vlm_inside import LATE_VISION, inside_vlm
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.index_choices import shared_layers
 from headrace.base.errors import CheckpointError
@@ -309,6 +310,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
+    if names[0] in LATE_VISION:
+        return Architecture(family="late_vision", head="none", media=True)
     if names[0] in WITH_MEDIA:
         return Architecture(family=WITH_MEDIA[names[0]], media=True)
     text = config.get("text_config")
@@ -326,6 +329,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the text part; whether its embeddings are tied, the whole model may say."""
     named = architecture_of(config)
+    if named.family == "late_vision":
+        return text_config(inside_vlm(config))
     apart = named.media and isinstance(config.get("text_config"), Mapping)
     if not named.within and not named.base_within and not apart:
         return config

@@ -39,6 +39,7 @@ NATIVE = {
     *(*ARCHITECTURES.values(), *TEXT_TYPES.values()),
     *(*BIDIRECTIONAL.values(), *WITH_MEDIA.values()),
     *ENCODER_DECODERS.values(),
+    "late_vision",
 }
 FAMILIES: Registry[BuildFamily] = Registry(
     "model family",

@@ -109,6 +109,8 @@ def _why_exact(resources: StepResources) -> str | None:
         return f"{resources.device.type} has none"
     if resources.device.type == "cpu" and (reason := unsupported("cpu", torch.float32)):
         return reason
+    if not resources.model.generates:
+        return "a model without a language-model head samples nothing"
     if not resources.state.in_graphs:
         return "this kind of model needs the host in every step"
     if resources.model.host_kernels:

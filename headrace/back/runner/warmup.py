@@ -148,6 +148,7 @@ def _see(runner: PlanRunner, spec: EngineSpec, device: torch.device, length: int
         num_groups=runner.num_groups,
         block_tokens=spec.kv.block_tokens,
         small=small,
+        generates=spec.model.head == "lm",
     ):
         runner.execute(plan)
 

@@ -18,7 +18,7 @@ from headrace.base.wire.media import (
     MediaSpan,
     SoundSteps,
 )
-from headrace.base.wire.request import RowSampling
+from headrace.base.wire.request import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan
 
 KEY = bytes(KEY_BYTES)
@@ -28,14 +28,20 @@ SHARED = 1
 
 
 def media_plans(
-    forms: tuple[MediaForm, ...], *, tokens: int, num_groups: int, block_tokens: int, small: bool
+    forms: tuple[MediaForm, ...],
+    *,
+    tokens: int,
+    num_groups: int,
+    block_tokens: int,
+    small: bool,
+    generates: bool = True,
 ) -> Iterator[StepPlan]:
     """For each form a step of one row, of at most `tokens` tokens, with the largest input, and one
     that ends it. `small`: inputs of one size are left out, and others are of so many tokens."""
     for form in forms:
         if form.sides and small:
             continue
-        yield _seeing(form, tokens, num_groups, block_tokens)
+        yield _seeing(form, tokens, num_groups, block_tokens, generates=generates)
         yield _end()
 
 
@@ -60,7 +66,9 @@ def _frames(form: MediaForm, sound: SoundSteps, tokens: int) -> int:
     return frames
 
 
-def _seeing(form: MediaForm, tokens: int, num_groups: int, block_tokens: int) -> StepPlan:
+def _seeing(
+    form: MediaForm, tokens: int, num_groups: int, block_tokens: int, *, generates: bool
+) -> StepPlan:
     grid = grid_of(form, tokens)
     span = MediaSpan(kind=form.kind, key=KEY, offset=0, num_tokens=form.num_tokens(grid), grid=grid)
     rows = bytes(math.prod(grid) * form.row_bytes)
@@ -73,6 +81,7 @@ def _seeing(form: MediaForm, tokens: int, num_groups: int, block_tokens: int) ->
         num_prompt=span.num_tokens,
         num_computed=0,
         sampling=RowSampling(temperature=0.0),
+        pooling=None if generates else RowPooling(),
         media=(span,),
     )
     count = min(tokens, span.num_tokens)

@@ -89,13 +89,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One dense module behind the encoder: its folder below the checkpoint, and its sizes."""
+    """One dense module behind the encoder: its folder below the checkpoint, the name of its tensors
+    there, and its sizes."""
 
     path: str
     inputs: int
     outputs: int
     bias: bool = True
     activation: str = "identity"
+    name: str = "linear"
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +208,10 @@ def verify_queries(spec: EngineSpec) -> int:
 class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How queries and documents become tokens for late interaction (ColBERT): a prefix token behind
     the first one, a greatest length; queries filled up with mask tokens (`expands`), documents
-    without the tokens of `skipped`."""
+    without the tokens of `skipped`.
+
+    Of models that see: `query_form`, what a query becomes, and `image_form`, the text around an
+    image; {} stands for a query, a placeholder for an image."""
 
     query_prefix: str = ""
     document_prefix: str = ""
@@ -214,12 +219,15 @@ class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     document_tokens: int = 300
     expands: bool = False
     skipped: tuple[str, ...] = ()
+    query_form: str = ""
+    image_form: str = ""
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What pooled answers of this model are made of, from sentence-transformers' files and
     config.json.
 
+    `image_form`: the text around an image that is embedded, where no chat template makes it.
     `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the
     classification head, empty without one; `head` says per what they are ("sequence", "token"),
     `activation` what makes them scores: sigmoid, softmax or none. `matryoshka`: lengths an
@@ -237,6 +245,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     late: LateSpec | None = None
     judge: tuple[str, str] | None = None
     projected: bool = False
+    image_form: str = ""
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):

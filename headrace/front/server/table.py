@@ -48,6 +48,7 @@ from headrace.front.server.openai.derender import DerenderRequest
 from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.pooling import generative, scoring
 from headrace.front.server.pooling import routes as pooling
+from headrace.front.server.pooling.cohere import post_cohere_embed
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,
     CohereEmbedRequest,
@@ -126,7 +127,7 @@ def _pooling() -> list[ApiRoute]:
     """What answers in vectors, classes and scores."""
     return [
         _posts("/v1/embeddings", pooling.post_embeddings, EmbeddingRequest, queued=True),
-        _posts("/v2/embed", pooling.post_cohere_embed, CohereEmbedRequest, queued=True),
+        _posts("/v2/embed", post_cohere_embed, CohereEmbedRequest, queued=True),
         _posts("/pooling", pooling.post_pooling, PoolingRequest, queued=True),
         _posts("/classify", pooling.post_classify, ClassifyRequest, queued=True),
         *(

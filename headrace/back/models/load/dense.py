@@ -25,8 +25,8 @@ def load_projection(spec: ModelSpec, device: torch.device) -> Projection | None:
 
 def _module(folder: Path, spec: DenseSpec, device: torch.device) -> DenseModule:
     with closing(SafetensorsSource(folder)) as source:
-        weight_OI = _tensor(source, "linear.weight", (spec.outputs, spec.inputs))
-        bias_O = _tensor(source, "linear.bias", (spec.outputs,)) if spec.bias else None
+        weight_OI = _tensor(source, f"{spec.name}.weight", (spec.outputs, spec.inputs))
+        bias_O = _tensor(source, f"{spec.name}.bias", (spec.outputs,)) if spec.bias else None
     return DenseModule(
         weight_OI=weight_OI.to(device),
         bias_O=None if bias_O is None else bias_O.to(device),

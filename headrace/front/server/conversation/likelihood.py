@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.admission_retry import run_admitted
 from headrace.front.client.events import Delta, Ended, Generation
@@ -33,6 +34,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_ids: list[int]
     token_ids: tuple[int, ...]
+    media: tuple[MediaInput, ...] = ()
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +68,10 @@ async def expected(
     context.hold("tokens", sum(len(each.prompt_ids) + 1 for each in asked))
     services = context.services
 
-    async def named(
-        number: int, ids: list[int], tokens: tuple[int, ...]
-    ) -> tuple[list[float], int]:
+    async def named(number: int, each: Asked, tokens: tuple[int, ...]) -> tuple[list[float], int]:
         generation = Generation(
-            prompt_ids=ids,
+            prompt_ids=each.prompt_ids,
+            media=each.media,
             params=_one_token(tokens),
             label=f"{label}-{number}",
             external_id=context.external_id,
@@ -96,7 +97,7 @@ async def expected(
         num_cached = 0
         for start in range(0, len(each.token_ids), MAX_NAMED):
             tokens = each.token_ids[start : start + MAX_NAMED]
-            logprob, num_cached = await named(number, each.prompt_ids, tokens)
+            logprob, num_cached = await named(number, each, tokens)
             values += logprob
         num_prompt = len(each.prompt_ids)
         return Expected(values=np.array(values), num_prompt=num_prompt, num_cached=num_cached)

@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.base.config.resolved import PoolingSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import RowPooling
 from headrace.front.client.admission_retry import run_admitted
 from headrace.front.client.pooling import (
@@ -33,10 +34,11 @@ MAX_TEXTS = 2048
 
 class PoolInput(msgspec.Struct, frozen=True, kw_only=True):
     """One text to pool, tokenized. `second_at`: where the second text of a pair begins, 0 for a
-    single one."""
+    single one. `media`: what its placeholders stand for."""
 
     ids: list[int]
     second_at: int = 0
+    media: tuple[MediaInput, ...] = ()
 
 
 class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +126,7 @@ async def pooled(
             priority=job.priority,
             cache_salt=job.cache_salt,
             deadline_s=context.deadline_s(job.timeout_s),
+            media=pool_input.media,
         )
         events = services.engine.generate(generation)
         counted = measured(events, context, generation)

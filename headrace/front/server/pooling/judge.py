@@ -9,12 +9,15 @@ chat template."""
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from headrace.base.errors import InvalidRequest, RequestError
+from headrace.base.wire.media import MediaInput
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.likelihood import Asked, Expected, Manner, expected
+from headrace.front.server.conversation.media import media_request
 from headrace.front.server.conversation.pooling import shortened
-from headrace.front.server.pooling.schema import ScoringInput
+from headrace.front.server.pooling.schema import Parts, ScoringInput, Sent
 
 TASK = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -35,15 +38,14 @@ async def judged(
             field="truncate_prompt_tokens",
         )
     words = _word_ids(context)
-    queries = (
-        scoring_input.queries * len(scoring_input.documents)
-        if len(scoring_input.queries) == 1
-        else scoring_input.queries
-    )
     asked = []
-    for query, text in zip(queries, scoring_input.documents, strict=True):
-        ids = await _prompt(context, scoring_input, query, text)
-        asked.append(Asked(prompt_ids=ids, token_ids=words))
+    for query, text in zip(scoring_input.paired_queries, scoring_input.documents, strict=True):
+        if isinstance(query, Parts) or isinstance(text, Parts):
+            ids, media = await _seen_prompt(context, scoring_input, query, text)
+            asked.append(Asked(prompt_ids=ids, token_ids=words, media=media))
+        else:
+            ids = await _prompt(context, scoring_input, query, text)
+            asked.append(Asked(prompt_ids=ids, token_ids=words))
     answers = await expected(context, asked, Manner(timeout_s=scoring_input.timeout_s))
     if scoring_input.activate:
         return [float(one.shares[1]) for one in answers], answers
@@ -62,6 +64,39 @@ def _word_ids(context: RequestContext) -> tuple[int, ...]:
             field="model",
         )
     return word_ids[0][0], word_ids[1][0]
+
+
+async def _seen_prompt(
+    context: RequestContext, scoring_input: ScoringInput, query: Sent, document: Sent
+) -> tuple[list[int], tuple[MediaInput, ...]]:
+    """The question about a pair with images or video in it, as Qwen3-VL-Reranker was trained on it:
+    the parts of each side behind its name."""
+    services, field = context.services, scoring_input.fields[1]
+    assert services.media is not None, "models that see alone have parts"
+    content = [
+        {"type": "text", "text": f"<Instruct>: {scoring_input.instruction or INSTRUCTION}"},
+        {"type": "text", "text": "<Query>:"},
+        *_parts_of(query),
+        {"type": "text", "text": "\n<Document>:"},
+        *_parts_of(document),
+    ]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": TASK},
+        {"role": "user", "content": content},
+    ]
+    try:
+        prepared = await services.media.prepare(messages, media_request(context))
+        ids = await services.template.render_async(prepared.messages)
+        ids, media = services.media.expand(ids, prepared.media, field=field)
+    except RequestError as error:
+        raise type(error)(error.message, field=field) from None
+    return shortened(ids, None, most=services.text.max_model_len - 1, field=field), media
+
+
+def _parts_of(sent: Sent) -> list[Any]:
+    if isinstance(sent, Parts):
+        return list(sent.parts)
+    return [{"type": "text", "text": sent}]
 
 
 async def _prompt(

@@ -34,8 +34,11 @@ async def pooled_in_chunks(
     context: RequestContext, inputs: Sequence[PoolInput], job: PoolJob
 ) -> list[PooledAnswer]:
     """As `pooled`, one row for each input, however long it is."""
-    chunks = [_chunks(context, one.ids) for one in inputs]
-    flat = [PoolInput(ids=ids) for ids in chain.from_iterable(chunks)]
+    chunks = [
+        [one] if one.media else [PoolInput(ids=ids) for ids in _chunks(context, one.ids)]
+        for one in inputs
+    ]
+    flat = list(chain.from_iterable(chunks))
     answers = await pooled(context, flat, job)
     bounds = pairwise([0, *accumulate(map(len, chunks))])
     return [_joined(answers[begin:end]) for begin, end in bounds]

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v2/embed, /pooling and /classify: one pooled answer per text."""
+"""POST /v1/embeddings, /pooling and /classify: one pooled answer per text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
+from headrace.base.wire.media import MediaInput
 from headrace.front.client.pooling import Float32, PooledAnswer, finish_embedding, probabilities
 from headrace.front.server.conversation.context import RequestContext, json_response
-from headrace.front.server.conversation.pipeline import prompt_ids
+from headrace.front.server.conversation.pipeline import prompt_with_media
 from headrace.front.server.conversation.pooling import (
     MAX_TEXTS,
     PoolInput,
@@ -28,8 +29,7 @@ from headrace.front.server.conversation.pooling import (
 )
 from headrace.front.server.conversation.request import ChatRequest, numbered, parse
 from headrace.front.server.conversation.resolved import prompt_source
-from headrace.front.server.http.auth import completion_id
-from headrace.front.server.pooling.content import texts_of
+from headrace.front.server.pooling.content import pool_input_of, sent_of
 from headrace.front.server.pooling.long_texts import (
     longest_of,
     pooled_as_one,
@@ -37,8 +37,9 @@ from headrace.front.server.pooling.long_texts import (
 )
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,
-    CohereEmbedRequest,
     EmbeddingRequest,
+    Inputs,
+    Parts,
     PoolingContent,
     PoolingRequest,
     TextRequest,
@@ -46,7 +47,6 @@ from headrace.front.server.pooling.schema import (
 from headrace.front.server.pooling.vectors import (
     MAX_IN_HEADER,
     binary_response,
-    cohere_forms,
     encoded,
 )
 
@@ -113,53 +113,6 @@ def _normalizes(request: EmbeddingRequest | PoolingRequest) -> bool | None:
             field="use_activation",
         )
     return other if normalize is None else normalize
-
-
-async def post_cohere_embed(context: RequestContext, document: Any) -> Response:
-    """POST /v2/embed."""
-    request = parse(document, CohereEmbedRequest)
-    services = context.services
-    services.base_name(request.model)
-    one_vector(context)
-    field, texts = _cohere_texts(request)
-    context.hold_place()
-    truncate = None if request.truncate == "NONE" else request.max_tokens or -1
-    side = "left" if request.truncate == "START" else "right"
-    longest = longest_of(context)
-    ids = [
-        await tokenized(context, text, field=field, truncate=truncate, side=side, longest=longest)
-        for text in texts
-    ]
-    job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
-    answers = await pooled_in_chunks(context, [PoolInput(ids=one) for one in ids], job)
-    vectors = embeddings(context, answers, request.output_dimension, None)
-    billed = {"input_tokens": sum(answer.num_prompt for answer in answers)}
-    return json_response(
-        {
-            "id": completion_id("embd"),
-            "embeddings": cohere_forms(
-                np.stack(vectors), list(request.embedding_types or ("float",))
-            ),
-            "texts": texts,
-            "meta": {"api_version": {"version": "2"}, "billed_units": billed},
-            "response_type": "embeddings_by_type",
-        }
-    )
-
-
-def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
-    """What is to be embedded, and the name it came under."""
-    names = [n for n in ("texts", "inputs", "images") if getattr(request, n) is not None]
-    if len(names) != 1:
-        raise InvalidRequest(
-            "texts: exactly one of texts, inputs and images is needed", field="texts"
-        )
-    if request.images is not None:
-        raise InvalidRequest(
-            "images: images are not accepted by this model (only text is)", field="images"
-        )
-    texts: list[str | PoolingContent] = [*(request.texts or request.inputs or [])]
-    return names[0], texts_of(texts, names[0])
 
 
 async def post_pooling(context: RequestContext, document: Any) -> Response:
@@ -265,7 +218,14 @@ async def _inputs(
     entries = _listed_inputs(request.input)
     _check_number(request, len(entries), "input")
     pool_inputs = []
-    for one in entries:
+    for place, sent in enumerate(entries):
+        one = sent
+        if isinstance(one, PoolingContent):
+            content = sent_of(one, f"input[{place}]", context)
+            if isinstance(content, Parts):
+                pool_inputs.append(await pool_input_of(context, content))
+                continue
+            one = content
         if isinstance(one, str):
             ids = await tokenized(
                 context,
@@ -304,13 +264,14 @@ async def _conversations(
     pool_inputs = []
     for number, one in enumerate(messages if many else [messages]):
         with numbered(number) if many else nullcontext():
-            pool_inputs.append(PoolInput(ids=await _rendered(context, request, one)))
+            ids, media = await _rendered(context, request, one)
+            pool_inputs.append(PoolInput(ids=ids, media=media))
     return pool_inputs
 
 
 async def _rendered(
     context: RequestContext, request: TextRequest, messages: list[dict[str, Any]]
-) -> list[int]:
+) -> tuple[list[int], tuple[MediaInput, ...]]:
     chat = ChatRequest(
         messages=messages,
         add_generation_prompt=request.add_generation_prompt,
@@ -320,8 +281,14 @@ async def _rendered(
         chat_template_kwargs=request.chat_template_kwargs,
     )
     most, side = context.services.text.max_model_len, request.truncation_side
-    ids = await prompt_ids(context, prompt_source(chat))
-    return shortened(ids, request.truncate_prompt_tokens, most=most, field="messages", side=side)
+    ids, media = await prompt_with_media(context, prompt_source(chat))
+    truncate = request.truncate_prompt_tokens
+    if media and truncate is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: does not go with images and video, which have no parts",
+            field="truncate_prompt_tokens",
+        )
+    return shortened(ids, truncate, most=most, field="messages", side=side), media
 
 
 def _check_number(request: TextRequest, number: int, field: str) -> None:
@@ -339,18 +306,18 @@ def _check_number(request: TextRequest, number: int, field: str) -> None:
         )
 
 
-def _listed_inputs(inputs: str | list[Any]) -> list[str | list[int]]:
-    if isinstance(inputs, str):
+def _listed_inputs(inputs: Inputs) -> list[str | list[int] | PoolingContent]:
+    if isinstance(inputs, str | PoolingContent):
         return [inputs]
     if all(isinstance(one, int) for one in inputs):
         return [msgspec.convert(inputs, list[int])]
-    if not (
-        all(isinstance(one, str) for one in inputs) or all(isinstance(o, list) for o in inputs)
-    ):
+    texts = all(isinstance(one, str | PoolingContent) for one in inputs)
+    if not texts and not all(isinstance(one, list) for one in inputs):
         raise InvalidRequest(
-            "input: one text, one list of ids, or a list of only texts or only lists", field="input"
+            "input: one text, one list of ids, or a list of only texts (or objects) or only lists",
+            field="input",
         )
-    return inputs
+    return [one for one in inputs if not isinstance(one, int)]
 
 
 def _row(

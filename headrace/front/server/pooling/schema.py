@@ -13,12 +13,22 @@ from headrace.front.server.http.limits import Name, TokenId
 from headrace.front.server.pooling.vectors import NumberType
 
 
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a message with media among them, and where they stood in the request."""
+
+    parts: tuple[Any, ...]
+    field: str
+
+
+Sent = str | Parts
+
+
 class ScoringInput(msgspec.Struct, frozen=True, kw_only=True):
     """What /score and /rerank hand to a scorer. `documents` pair with `queries` one to one; one
     query goes with all."""
 
-    queries: list[str]
-    documents: list[str]
+    queries: list[Sent]
+    documents: list[Sent]
     activate: bool
     late: bool
     truncate: int | None
@@ -28,7 +38,7 @@ class ScoringInput(msgspec.Struct, frozen=True, kw_only=True):
     fields: tuple[str, str] = ("query", "documents")
 
     @property
-    def paired_queries(self) -> list[str]:
+    def paired_queries(self) -> list[Sent]:
         """A query for each document."""
         if len(self.queries) == 1:
             return self.queries * len(self.documents)
@@ -36,9 +46,6 @@ class ScoringInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
-
-
-Inputs = str | Annotated[list[str | TokenId | Ids], Meta(min_length=1, max_length=2**22)]
 
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
@@ -67,8 +74,24 @@ class PoolingCommon(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
 
+class PoolingContent(msgspec.Struct, frozen=True, kw_only=True):
+    """A query or document as an object: exactly one of `text`, `content` (a text or the parts of a
+    chat message: text, image_url, video_url ...) and `image` (a URL)."""
+
+    text: str | None = None
+    content: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
+    image: str | None = None
+
+
+Inputs = (
+    str
+    | PoolingContent
+    | Annotated[list[str | TokenId | Ids | PoolingContent], Meta(min_length=1, max_length=2**22)]
+)
+
+
 class TextRequest(PoolingCommon, frozen=True, kw_only=True):
-    """Texts, lists of ids, or conversations (one, or a list of them). `embed_dtype` and
+    """Texts, lists of ids, objects with an image, or conversations (one, or a list of them). `embed_dtype` and
     `endianness` (native: little) are of base64 and bytes. `add_special_tokens`: texts get them by
     default, conversations what the template wrote."""
 
@@ -120,15 +143,6 @@ class ClassifyRequest(TextRequest, frozen=True, kw_only=True):
     """POST /classify."""
 
     use_activation: bool | None = None
-
-
-class PoolingContent(msgspec.Struct, frozen=True, kw_only=True):
-    """A query or document as an object: exactly one of `text`, `content` (a text or the parts of a
-    chat message: text, image_url, video_url ...) and `image` (a URL)."""
-
-    text: str | None = None
-    content: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
-    image: str | None = None
 
 
 class CohereEmbedRequest(PoolingCommon, frozen=True, kw_only=True):

@@ -29,10 +29,22 @@ from headrace.front.server.conversation.pooling import (
 )
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.http.auth import completion_id
-from headrace.front.server.pooling.content import text_of, texts_of
+from headrace.front.server.pooling.content import (
+    document_of,
+    only_texts,
+    pool_input_of,
+    sent_of,
+    sent_side,
+)
 from headrace.front.server.pooling.judge import judged
 from headrace.front.server.pooling.late import Sides
-from headrace.front.server.pooling.schema import RerankRequest, ScoreRequest, ScoringInput
+from headrace.front.server.pooling.schema import (
+    Parts,
+    RerankRequest,
+    ScoreRequest,
+    ScoringInput,
+    Sent,
+)
 from headrace.front.text.threads import TEXT_THREADS
 
 
@@ -40,8 +52,8 @@ async def post_score(context: RequestContext, document: Any) -> Response:
     """POST /score, /v1/score."""
     request = parse(document, ScoreRequest)
     model = context.services.base_name(request.model)
-    first, queries = _side(request, ("text_1", "queries", "data_1"))
-    second, documents = _side(request, ("text_2", "documents", "items", "data_2"))
+    first, queries = _side(context, request, ("text_1", "queries", "data_1"))
+    second, documents = _side(context, request, ("text_2", "documents", "items", "data_2"))
     if len(queries) not in (1, len(documents)):
         raise InvalidRequest(
             f"{first}: {len(queries)} texts against {len(documents)} in {second}; 1:N or N:N "
@@ -67,10 +79,10 @@ async def post_rerank(context: RequestContext, document: Any) -> Response:
     """POST /rerank, /v1/rerank, /v2/rerank: the documents by falling relevance."""
     request = parse(document, RerankRequest)
     model = context.services.base_name(request.model)
-    texts = texts_of(request.documents, "documents")
+    documents = sent_side(request.documents, "documents", context)
     scoring_input = ScoringInput(
-        queries=[text_of(request.query, "query")],
-        documents=texts,
+        queries=[sent_of(request.query, "query", context)],
+        documents=documents,
         activate=request.use_activation is not False,
         late=request.late_interaction,
         truncate=request.truncate_prompt_tokens,
@@ -82,7 +94,7 @@ async def post_rerank(context: RequestContext, document: Any) -> Response:
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: request.top_n or None]
     results = [
         {"index": i, "relevance_score": scores[i]}
-        | ({"document": {"text": texts[i]}} if request.return_documents else {})
+        | ({"document": document_of(documents[i])} if request.return_documents else {})
         for i in order
     ]
     used = usage_of(answers)
@@ -100,14 +112,16 @@ async def post_rerank(context: RequestContext, document: Any) -> Response:
     )
 
 
-def _side(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The texts of one side and the name they came under."""
+def _side(
+    context: RequestContext, request: ScoreRequest, names: tuple[str, ...]
+) -> tuple[str, list[Sent]]:
+    """The contents of one side and the name they came under."""
     sent_names = [name for name in names if getattr(request, name) is not None]
     if len(sent_names) != 1:
         raise InvalidRequest(
             f"{names[0]}: exactly one of {', '.join(names)} is needed", field=names[0]
         )
-    return sent_names[0], texts_of(getattr(request, sent_names[0]), sent_names[0])
+    return sent_names[0], sent_side(getattr(request, sent_names[0]), sent_names[0], context)
 
 
 async def _scored(
@@ -138,13 +152,9 @@ async def _crossed(
 ) -> tuple[list[float], list[PooledAnswer]]:
     services = context.services
     spec, most = services.text.pooling, services.text.max_model_len
-    queries = (
-        scoring_input.queries * len(scoring_input.documents)
-        if len(scoring_input.queries) == 1
-        else scoring_input.queries
-    )
     inputs = []
-    for query, text in zip(queries, scoring_input.documents, strict=True):
+    queries = only_texts(scoring_input.paired_queries)
+    for query, text in zip(queries, only_texts(scoring_input.documents), strict=True):
         for side, field in zip((query, text), scoring_input.fields, strict=True):
             limit = most if scoring_input.truncate is None else None
             services.tokenizer.check_length(side, limit, field=field)
@@ -178,7 +188,12 @@ async def _compared(
         is_document = field == scoring_input.fields[1]
         truncate = sides.truncate(scoring_input.truncate, is_document=is_document)
         for text in texts:
-            ids = await tokenized(context, text, field=field, truncate=truncate)
+            if isinstance(text, Parts):
+                inputs.append(await pool_input_of(context, text))
+                continue
+            form = "" if is_document or spec.late is None else spec.late.query_form
+            text = form.replace("{}", text) if form else text
+            ids = await tokenized(context, text, field=field, truncate=truncate, special=not form)
             if is_document and scoring_input.document_tokens is not None:
                 ids = ids[: scoring_input.document_tokens]
             inputs.append(PoolInput(ids=sides.prepared(ids, is_document=is_document)))

@@ -1,0 +1,51 @@
+"""Models that compare images and texts token by token, around a vision-language model of another
+family: their architectures, and the config of the model inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.base.errors import CheckpointError
+
+LATE_VISION = frozenset(
+    {"ColPaliForRetrieval", "ColQwen2ForRetrieval", "ColQwen2_5", "ColQwen3", "OpsColQwen3Model"}
+)
+INSIDE: Mapping[str, str] = {
+    "paligemma": "PaliGemmaForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+"""The architecture of the model inside, by its family."""
+TYPES: Mapping[str, str] = {
+    "paligemma": "paligemma",
+    "colpali": "paligemma",
+    "qwen2_vl": "qwen2_vl",
+    "qwen2_5_vl": "qwen2_vl",
+    "colqwen2": "qwen2_vl",
+    "colqwen2_5": "qwen2_vl",
+    "qwen3_vl": "qwen3_vl",
+    "colqwen3": "qwen3_vl",
+    "ops_colqwen3": "qwen3_vl",
+}
+"""Its family, by its `model_type`, or by that of a config that is both models'."""
+
+
+def inside_vlm(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the model inside one of LATE_VISION, named as its class."""
+    inside, family = config.get("vlm_config"), vlm_family(config)
+    if not isinstance(inside, Mapping):
+        return {**config, "architectures": [INSIDE[family]], "model_type": family}
+    return {**inside, "architectures": [INSIDE[family]]}
+
+
+def vlm_family(config: Mapping[str, Any]) -> str:
+    """The family of the model inside."""
+    inside = config.get("vlm_config")
+    kind = (inside if isinstance(inside, Mapping) else config).get("model_type")
+    if kind not in TYPES:
+        raise CheckpointError(
+            f"config.json: vlm_config.model_type is {kind!r}; known: {', '.join(TYPES)}",
+            field="vlm_config",
+        )
+    return TYPES[kind]
