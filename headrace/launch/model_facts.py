@@ -19,6 +19,7 @@ from headrace.back.models.families import (
     FALLBACK,
     HEADS,
     RECURRENT,
+    TEXT_SECTIONS,
     TWO_ATTENTIONS,
     WIDTH,
     Architecture,
@@ -29,7 +30,7 @@ from headrace.back.models.families import (
     reserved_positions,
     text_config,
 )
-from headrace.back.models.vlm_inside import inside_vlm
+from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
@@ -52,7 +53,7 @@ from headrace.launch.encoder_decoder import (
 from headrace.launch.late_vision import read_late_vision
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
-from headrace.launch.pooling_modules import read_modules
+from headrace.launch.pooling_modules import Modules, read_modules
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 LONGEST_RECURRENT: Final = 131_072
@@ -129,7 +130,7 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     unread = located.format in ("dummy", "sharded_state") or located.remote
     stored = None if unread else _safetensors_stored(located.path, config)
     facts = describe(located, config, generation, stored, family=family)
-    whole = inside_vlm(config) if facts.family == "late_vision" else config
+    whole = inside_vlm(config) if is_late_vision(config) else config
     return msgspec.structs.replace(facts, media=read_media(located.path, whole))
 
 
@@ -171,18 +172,16 @@ def describe(
         stored_quantization(config, where)
     if chosen == FALLBACK:
         refuse_remote_code(config, where)
-    reader = _text_part(ConfigReader(config, where), named)
-    layers = num_layers(reader)
-    hidden = reader.int("hidden_size", aliases=WIDTH, ge=1)
+    whole = ConfigReader(config, where)
+    reader = _text_part(whole, named)
+    layers, hidden = num_layers(reader), reader.int("hidden_size", aliases=WIDTH, ge=1)
     heads = _heads(reader, chosen)
     kv_heads = kv_heads_of(chosen, reader, heads)
     head_dim = reader.int("head_dim", 0, ge=0) or max(1, hidden // heads)
     width, dtype = reader.int("vocab_size", ge=1), _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
-    whole = ConfigReader(config, where)
-    modules = read_modules(located.path) or read_colbert(located.path, reader)
-    modules = modules or read_late_vision(located.path, whole)
+    modules = _modules(located.path, reader, whole)
     sizes = (layers, hidden, heads, kv_heads, head_dim)
     num_params = stored.num_params if stored else _count_params(reader, *sizes)
     facts = ModelFacts(
@@ -211,13 +210,15 @@ def describe(
         bare=named.bare,
         encodes=encodes,
         num_labels=len(labels),
-        pooling=read_pooling(
-            modules, reader, head=named.head, labels=labels, encodes=encodes, whole=whole
-        ),
+        pooling=read_pooling(modules, reader, named.head, labels, encodes=encodes, whole=whole),
         dense=() if modules is None else modules.dense,
-        unattended_expansion=modules is not None and modules.unattended,
+        unattended_expansion=bool(modules and modules.unattended),
     )
     return with_encoder(facts, reader, generation) if is_encoder_decoder(named) else facts
+
+
+def _modules(path: Path, reader: ConfigReader, whole: ConfigReader) -> Modules | None:
+    return read_modules(path) or read_colbert(path, reader) or read_late_vision(path, whole)
 
 
 def with_encoder(
@@ -258,9 +259,9 @@ def _text_part(reader: ConfigReader, named: Architecture) -> ConfigReader:
     """The section with the decoder's sizes: text_config where a model has several parts."""
     if is_encoder_decoder(named):
         return ConfigReader(decoder_config(reader.raw), reader.where)
-    if named.family == "late_vision":
+    if is_late_vision(reader.raw):
         return ConfigReader(text_config(reader.raw), f"{reader.where}: vlm_config")
-    section = reader.section("text_config")
+    section = next((one for one in map(reader.section, TEXT_SECTIONS) if one is not None), None)
     inside = named.media or "hidden_size" not in reader
     return section if section is not None and inside else reader
 

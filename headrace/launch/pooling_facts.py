@@ -27,14 +27,14 @@ def labels_of(config: ConfigReader) -> tuple[str, ...]:
 def read_pooling(
     modules: Modules | None,
     config: ConfigReader,
-    *,
     head: str,
     labels: tuple[str, ...],
+    *,
     encodes: bool,
     whole: ConfigReader,
 ) -> PoolingSpec:
-    """`config`: of the text part of `whole`. Decoders pool their last token and encoders their mean,
-    unless the checkpoint says otherwise; classifiers by the token they were trained on."""
+    """`config`: of the text part of `whole`. Decoders pool their last token and encoders their
+    mean, unless the checkpoint says otherwise; classifiers by the token they were trained on."""
     activation = _activation(config, head, labels)
     if head == "sequence":
         how = config.choice("classifier_pooling", ("cls", "mean"), "cls") if encodes else "last"

@@ -20,8 +20,8 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from headrace.back.models.vlm_inside import QWEN_IMAGE
 from headrace.front.server.pooling.judge import TASK
-from headrace.launch.late_vision import QWEN_IMAGE
 from tests.api.serving import Served, serving
 from tests.front.media.folders import write_processors, write_tokenizer
 from tests.front.media.pictures import encoded, picture

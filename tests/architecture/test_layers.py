@@ -228,6 +228,7 @@ def families() -> set[str]:
         "moe",
         "hybrid",
         "vision",
+        "vlm_inside",
     }
     return {p.stem for p in (PACKAGE / "back" / "models").glob("*.py")} - shared
 

@@ -13,6 +13,8 @@ from headrace.base.config.index_choices import shared_layers
 from headrace.base.errors import CheckpointError
 
 FALLBACK = "transformers"
+TEXT_SECTIONS = ("text_config", "llm_config")
+"""Where the text part's keys are."""
 WIDTH = ("n_embd", "d_model")
 """What `hidden_size` is called besides."""
 HEADS = ("n_head", "n_heads", "num_heads", "attention_heads")
@@ -173,6 +175,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "LlavaForConditionalGeneration": "llava",
     "Mistral3ForConditionalGeneration": "llava",
     "InternVLForConditionalGeneration": "internvl",
+    "InternVLChatModel": "internvl_chat",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
     "Gemma3ForConditionalGeneration": "gemma3_vision",
@@ -199,6 +202,8 @@ BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 """Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
 TEXT_TYPES: Mapping[str, str] = {
     "llama": "llama",
+    "internlm2": "internlm2",
+    "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
@@ -331,11 +336,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     named = architecture_of(config)
     if named.family == "late_vision":
         return text_config(inside_vlm(config))
-    apart = named.media and isinstance(config.get("text_config"), Mapping)
+    section = next((key for key in TEXT_SECTIONS if isinstance(config.get(key), Mapping)), None)
+    apart = named.media and section is not None
     if not named.within and not named.base_within and not apart:
         return config
     over = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return {**config["text_config"], **over}
+    return {**config[section or "text_config"], **over}
 
 
 def family_of(config: Mapping[str, Any]) -> str:

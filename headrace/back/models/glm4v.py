@@ -93,7 +93,7 @@ def _tower(vision: ConfigReader) -> TowerSpec:
         ),
         positions=side**2,
         taps=bicubic,
-        video=False,
+        max_t=1,
         before="post_conv_layernorm",
         behind="post_layernorm",
         names=("blocks", "merger", "", "embeddings.position_embedding"),

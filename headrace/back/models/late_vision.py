@@ -1,4 +1,4 @@
-"""ColPali, ColQwen 2 and 2.5, ColQwen 3: a vision-language model whose head is a projection of every
+"""ColPali, ColQwen 2 and 2.5, ColQwen 3: a vision-language model whose head is a projection of each
 token, by which images of pages and queries are compared token by token (Faysse et al. 2024). The
 projection is read with the pooling (load/dense.py)."""
 

@@ -13,7 +13,7 @@ from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTowerSpec, ProjectorSpec, TowerNorm
 from headrace.back.models import blocks
 from headrace.back.models.blocks import Decoder
-from headrace.back.models.families import TEXT_TYPES, text_config
+from headrace.back.models.families import TEXT_SECTIONS, TEXT_TYPES, text_config
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError
@@ -40,7 +40,8 @@ def parts_of(config: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
     vision = config.section("vision_config")
     if vision is None:
         raise CheckpointError(f"{config.where}: vision_config is missing", field="vision_config")
-    where = f"{config.where}: text_config" if "text_config" in config else config.where
+    section = next((key for key in TEXT_SECTIONS if key in config), None)
+    where = config.where if section is None else f"{config.where}: {section}"
     return ConfigReader(text_config(config.raw), where), vision
 
 

@@ -31,6 +31,33 @@ TYPES: Mapping[str, str] = {
 """Its family, by its `model_type`, or by that of a config that is both models'."""
 
 
+AUGMENTATION = 10
+"""Tokens behind a query that gather what it may mean besides."""
+QWEN_IMAGE = (
+    "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|>"
+    "<|endoftext|>"
+)
+
+
+def is_late_vision(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of such a model."""
+    names = config.get("architectures") or [""]
+    return names[0] in LATE_VISION
+
+
+def late_forms(
+    config: Mapping[str, Any], *, prompt: str | None, prefix: str | None
+) -> tuple[str, str]:
+    """What a query becomes, whose place {} keeps, and the text around an image; `prompt`, `prefix`:
+    as the checkpoint's processor states them (transformers 5.23, processing_colpali.py,
+    processing_colqwen2.py)."""
+    if vlm_family(config) == "paligemma":
+        query = f"<bos>{prefix or 'Question: '}{{}}{'<pad>' * AUGMENTATION}\n"
+        return query, f"<image><bos>{prompt or 'Describe the image.'}\n"
+    query = f"{prefix or 'Query: '}{{}}{'<|endoftext|>' * AUGMENTATION}\n"
+    return query, prompt or QWEN_IMAGE
+
+
 def inside_vlm(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the model inside one of LATE_VISION, named as its class."""
     inside, family = config.get("vlm_config"), vlm_family(config)

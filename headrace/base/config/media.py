@@ -25,6 +25,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its processor. `image_pixels` and `video_pixels`: the least and the
     most of a resized image, and of a video: of one frame, or with `pixels_of_all_frames` of all.
     `stamped`: frame pairs are inputs of their own, with their times as text between them.
+    `max_duration_s`: from where on a longer video has no more frames.
 
     Of models with inputs of one size: `side` of the square in pixels, `fit` of an image to it
     (crop, pad, stretch), `tiles`: the least and the most squares of an image. `longest`: the
@@ -44,6 +45,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
+    max_duration_s: int = 300
     side: int = 0
     fit: str = "stretch"
     tiles: tuple[int, int] = (1, 1)
@@ -58,8 +60,9 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the front needs to take images, video and audio. `processor` names a row of
     front/media/processing.py; `image_token`, `video_token` and `audio_token` are the placeholders'
     ids (None: the model takes none of that kind). `image_mark`: of what stands for an image in a
-    prompt that is not expanded, where that is another token. `joins_newlines`: the tokenizer has
-    tokens of several newlines, which those around an image become one of with their neighbours.
+    prompt that is not expanded, where that is another token. `video_soft`: what stands for a
+    video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
+    has tokens of several newlines, which those around an image become one of with their neighbours.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
     the folder whose files may be named, or None."""
 
@@ -68,6 +71,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_token: int | None
     video_token: int | None
     image_mark: int | None = None
+    video_soft: int | None = None
     joins_newlines: bool = False
     audio_token: int | None = None
     most: dict[str, int] = {}

@@ -65,6 +65,8 @@ def expanded(
     tokens = spec.tokens
     waiting = {kind: [each for each in media if each.kind == kind] for kind in tokens}
     ids = _with_placeholders(ids, spec, len(waiting["image"]))
+    if spec.video_soft is not None and spec.video_token not in ids:  # all is expanded
+        waiting = {kind: [] for kind in tokens} | {"image": list(media)}
     present = {
         token: _is_expanded(kind, ids.count(token), waiting[kind], field)
         for kind, token in tokens.items()
@@ -87,7 +89,8 @@ def expanded(
             position = _taken(ids, position, medium, whole, inputs, encode, field)
             continue
         edges.append(len(whole))
-        _write(medium, token, encode, whole, inputs)
+        soft = spec.video_soft if kind == "video" else None
+        _write(medium, token if soft is None else soft, encode, whole, inputs)
         edges.append(len(whole))
         position += 1
     if spec.joins_newlines and edges:

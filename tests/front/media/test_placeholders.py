@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,3 +104,16 @@ def test_rows_of_placeholders_are_broken_by_text() -> None:
 
 def test_placeholders_without_media_are_text() -> None:
     assert expand([IMAGE, 1, VIDEO]) == ([IMAGE, 1, VIDEO], [])
+
+
+def test_a_video_s_tokens_may_be_those_of_images() -> None:
+    """MUL-03, MOD-15: with a mark for each, or all expanded, the same prompt."""
+    spec = msgspec.structs.replace(SPEC, video_soft=IMAGE)
+    media = [medium("video", 2, 1), medium("image", 3)]
+    marked = [START, VIDEO, 5, IMAGE]
+    whole, inputs = expanded(marked, media, spec, encode, field="prompt")
+    texts = [encode(f"<{i}>") for i in range(2)]
+    clip = [*texts[0], IMAGE, IMAGE, *encode("."), *texts[1], IMAGE, *encode(".")]
+    assert whole == [START, *clip, 5, IMAGE, IMAGE, IMAGE]
+    assert [one.num_tokens for one in inputs] == [2, 1, 3]
+    assert expanded(whole, media, spec, encode, field="prompt") == (whole, inputs)

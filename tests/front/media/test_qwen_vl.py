@@ -19,6 +19,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import InvalidRequest
 from headrace.front.media.processing import MAX_PATCHES, Sampling
+from headrace.front.media.processors.glm_v import Glm46VisionProcessor, GlmVisionProcessor
 from headrace.front.media.processors.qwen_vl import QwenVisionProcessor
 from tests.front.media.oracles import without_torchvision
 from tests.front.media.pictures import picture
@@ -45,7 +46,7 @@ def _video_module(family: str) -> Any:
 
 @pytest.fixture(scope="module")
 def oracle() -> dict[str, Any]:
-    return {family: _video_module(family) for family in ("qwen2_vl", "qwen3_vl")}
+    return {family: _video_module(family) for family in ("qwen2_vl", "qwen3_vl", "glm4v", "glm46v")}
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
@@ -169,3 +170,35 @@ def test_frames_are_sampled_as_the_reference_does(total: int, rate: float, oracl
     reference = oracle["qwen2_vl"].Qwen2VLVideoProcessor.sample_frames
     expected = reference(SimpleNamespace(**bounds, temporal_patch_size=2), facts)
     assert spaced.frames_of(video) == expected.tolist()
+
+
+@pytest.mark.parametrize("rate", [1.0, 7.5, 24.0, 29.97])
+@pytest.mark.parametrize("total", [1, 2, 3, 24, 101, 1001, 20_000])
+def test_glm_s_frames_are_sampled_as_the_reference_does(
+    total: int, rate: float, oracle: Any
+) -> None:
+    facts = SimpleNamespace(total_num_frames=total, fps=rate, duration=total / rate)
+    own = SimpleNamespace(fps=2, max_duration=300, temporal_patch_size=2)
+    for family, ours in (("glm4v", GlmVisionProcessor), ("glm46v", Glm46VisionProcessor)):
+        name = {"glm4v": "Glm4v", "glm46v": "Glm46V"}[family]
+        reference = getattr(oracle[family], f"{name}VideoProcessor").sample_frames
+        expected = reference(own, facts).tolist()
+        assert ours(ProcessorSettings()).frames_of(Sampling(total, rate)) == expected, family
+
+
+def test_glm_s_videos_have_the_reference_s_sizes_and_times(oracle: Any) -> None:
+    settings = ProcessorSettings(patch=14, video_pixels=(112 * 112, 28 * 28 * 600))
+    resize = oracle["glm4v"].smart_resize
+    for ours, times in (
+        (GlmVisionProcessor(settings), ("0", "1")),
+        (Glm46VisionProcessor(settings), ("0.0 seconds", "1.4 seconds")),
+    ):
+        frames = [picture(100, 61, i) for i in range(3)]
+        medium = ours.video(iter(frames), [0, 5, 10], Sampling(20, 7.0))
+        height, width = resize(3, 61, 100, 2, 28, *settings.video_pixels)
+        assert [one.grid for one in medium.inputs] == [(1, height // 14, width // 14)] * 2
+        start, end = "<|begin_of_image|>", "<|end_of_image|>"
+        assert medium.layout == (start, 0, end + times[0], start, 1, end + times[1])
+        for count, high, wide in ((2, 9, 9), (64, 360, 640), (600, 1080, 1920)):
+            expected = resize(count, high, wide, 2, 28, *settings.video_pixels)
+            assert ours.video_size(count, high, wide) == expected

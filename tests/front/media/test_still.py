@@ -17,7 +17,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.media.processing import Processor
+from headrace.front.media.processing import Processor, Sampling
 from headrace.front.media.processors.families import PROCESSORS, read_media
 from tests.front.media.oracles import without_torchvision
 from tests.front.media.pictures import picture
@@ -139,6 +139,24 @@ def test_tiles_are_the_reference_s(tiles: tuple[int, int], tmp_path: Path) -> No
         assert values.shape == expected.shape, size
         assert np.abs(values - expected).max() <= 1e-6, size
         assert medium.layout == ("<img>", *range(len(expected)), "</img>")
+
+
+def test_a_video_is_a_tile_for_each_of_its_frames(tmp_path: Path) -> None:
+    """MUL-03."""
+    vision = {"image_size": [32, 32], "patch_size": [8, 8]}
+    ours = processor_of(tmp_path, {"model_type": "internvl", "vision_config": vision}, {})
+    frames = [picture(50, 33, i) for i in range(3)]
+    medium = ours.video(iter(frames), [1, 3, 5], Sampling(7, 2.0))
+    assert [one.grid for one in medium.inputs] == [(1, 4, 4)] * 3
+    assert medium.layout == (
+        *("Frame1: <img>", 0, "</img>", "\nFrame2: <img>", 1, "</img>"),
+        *("\nFrame3: <img>", 2, "</img>"),
+    )
+    for one, frame in zip(medium.inputs, frames, strict=True):
+        small = np.asarray(frame.resize((32, 32), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+        assert np.array_equal(pixels(one.rows, one.grid, 8, 2) * 255, small)
+    assert ours.frames_of(Sampling(100, 25.0)) == [int(25 / 16 + i * 25 / 8) for i in range(32)]
+    assert ours.frames_of(Sampling(3, 25.0)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("splits", [True, False])

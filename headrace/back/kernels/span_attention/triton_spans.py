@@ -28,6 +28,10 @@ from headrace.back.kernels.upload import to_device
 
 MAX_HEAD = 256
 KEPT_LISTS = 8
+UNIT = 8
+"""Elements of a 16-bit type in the 16 bytes that one asynchronous load takes. Heads of 72 have
+strides that are multiples of it, and not of the 16 that Triton would find by itself: without the
+hint each element is loaded alone, and nothing overlaps with the products."""
 
 
 @triton.jit
@@ -42,10 +46,11 @@ def span_attention_kernel(
     q, k, v, y, tiles, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
     v_token_stride, v_head_stride, factor, HEADS: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, WINDOW: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, DEPENDENT: tl.constexpr,
+    UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """tiles [P, 3] int32: first query, first token and end of its span. `factor`: scale *
-    log2(e)."""
+    log2(e). Strides are in units of UNIT: where that is 8, 16 bytes of a 16-bit type are loaded at
+    a time, asynchronously."""
     enter(DEPENDENT)
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(tiles + i_tile * 3).to(tl.int64)
@@ -54,9 +59,11 @@ def span_attention_kernel(
     o_m = first + tl.arange(0, M)
     m_m = o_m < end
     o_d, o_e = tl.arange(0, MAIN), WIDTH - REST + tl.arange(0, REST if REST else 1)
-    p_q = q + i_head * q_head_stride
-    p_k = k + i_head // GROUP * k_head_stride
-    p_v = v + i_head // GROUP * v_head_stride
+    p_q = q + i_head * (q_head_stride * UNIT)
+    p_k = k + i_head // GROUP * (k_head_stride * UNIT)
+    p_v = v + i_head // GROUP * (v_head_stride * UNIT)
+    q_token_stride, k_token_stride = q_token_stride * UNIT, k_token_stride * UNIT
+    v_token_stride = v_token_stride * UNIT
     b_q = _load(p_q, o_m, o_d, q_token_stride, m_m, 0, WIDTH)
     b_acc = tl.zeros([M, MAIN], tl.float32)
     if REST:
@@ -116,11 +123,13 @@ def bind(problem: SpanAttentionProblem) -> SpanAttention:
         tiles = _tiles(tuple(starts), num_m, q_THD.device)
         if not tiles.shape[0]:
             return y_THD
+        strides = [one.stride(dim) for one in (q_THD, k_TKD, v_TKD) for dim in (0, 1)]
+        unit = math.gcd(UNIT, *strides)
         span_attention_kernel[(tiles.shape[0], heads)](
-            q_THD, k_TKD, v_TKD, y_THD, tiles, q_THD.stride(0), q_THD.stride(1), k_TKD.stride(0),
-            k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1), problem.scale * math.log2(math.e),
+            q_THD, k_TKD, v_TKD, y_THD, tiles, *(stride // unit for stride in strides),
+            problem.scale * math.log2(math.e),
             HEADS=heads, GROUP=heads // problem.kv_heads, WIDTH=width, MAIN=main, REST=rest,
-            WINDOW=problem.window or 0, M=num_m, N=num_n, num_warps=4 if wide else 8, num_stages=2,
+            WINDOW=problem.window or 0, UNIT=unit, M=num_m, N=num_n, num_warps=4 if wide else 8, num_stages=2,
             **launch(y_THD.device),
         )  # fmt: skip
         return y_THD
@@ -146,8 +155,11 @@ def _tiles(starts: tuple[int, ...], size: int, device: torch.device) -> torch.Te
 def _supports(problem: SpanAttentionProblem) -> str | None:
     if problem.head_dim > MAX_HEAD:
         return f"takes heads of at most {MAX_HEAD}, not {problem.head_dim}"
-    if problem.device == "cuda" and problem.dtype is not torch.float32 and problem.head_dim % 16:
-        return f"gave wrong numbers for heads of {problem.head_dim} on an H200: no multiple of 16"
+    if problem.device == "cuda" and problem.dtype is not torch.float32 and problem.head_dim % UNIT:
+        return (
+            f"loads heads of {problem.head_dim} one number at a time, which gave wrong ones on an "
+            f"H200: no multiple of {UNIT}"
+        )
     return unsupported(problem.device, problem.dtype)
 
 

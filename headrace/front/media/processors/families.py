@@ -18,7 +18,8 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
     "media processor",
     {
         "qwen_vl": "headrace.front.media.processors.qwen_vl:QwenVisionProcessor",
-        "glm_v": "headrace.front.media.processors.qwen_vl:GlmVisionProcessor",
+        "glm_v": "headrace.front.media.processors.glm_v:GlmVisionProcessor",
+        "glm_46v": "headrace.front.media.processors.glm_v:Glm46VisionProcessor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
@@ -34,6 +35,8 @@ def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     kind = config.get("model_type")
     if kind in _HEARING:
         return _HEARING[kind](folder, ConfigReader(config, f"{folder}/config.json"))
+    if kind == "internvl_chat":
+        return _internvl_chat(folder, config)
     named = ("image_token_id", "image_token_index")
     if "vision_config" not in config or not any(config.get(key) is not None for key in named):
         return None
@@ -41,6 +44,10 @@ def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     image, video = _processor_files(folder)
     if kind in _STILL:
         return _STILL[kind](image, reader)
+    if kind in _MOVING:
+        return _MOVING[kind](image, reader, video)
+    if kind == "internvl":
+        return _internvl(image, reader, video, special_token(folder, "<video>"))
     if kind not in (*_SPACED, *_STAMPED):
         return None
     return MediaSpec(
@@ -97,6 +104,17 @@ def _read(folder: Path, name: str) -> ConfigReader:
     return ConfigReader(read_json(path) if path.is_file() else {}, str(path))
 
 
+def special_token(folder: Path, text: str) -> int | None:
+    """The id of a token that the tokenizer's files list as added."""
+    listed = _read(folder, "added_tokens.json").raw.get(text)
+    if isinstance(listed, int):
+        return listed
+    for token in _read(folder, "tokenizer.json").raw.get("added_tokens") or ():
+        if isinstance(token, dict) and token.get("content") == text:
+            return int(token["id"])
+    return None
+
+
 def _image_only(processor: str, settings: ProcessorSettings, config: ConfigReader) -> MediaSpec:
     token = config.int("image_token_id", aliases=("image_token_index",), ge=0)
     return MediaSpec(processor=processor, settings=settings, image_token=token, video_token=None)
@@ -135,7 +153,9 @@ def _pixtral(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     return _image_only("pixtral", settings, config)
 
 
-def _internvl(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+def _internvl(
+    image: ConfigReader, config: ConfigReader, video: ConfigReader, mark: int | None
+) -> MediaSpec:
     vision = _vision(config)
     settings = ProcessorSettings(
         patch=_pixels_of_patch(vision),
@@ -143,8 +163,26 @@ def _internvl(image: ConfigReader, config: ConfigReader) -> MediaSpec:
         side=_pixels_of_side(vision),
         tiles=(image.int("min_patches", 1, ge=1), image.int("max_patches", 12, ge=1, le=256)),
         resample=image.int("resample", 3, ge=0, le=5),
+        max_frames=video.int("num_frames", 32, ge=1, le=100_000),
     )
-    return _image_only("tiled", settings, config)
+    return _with_video(_image_only("tiled", settings, config), mark)
+
+
+def _internvl_chat(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
+    """As its authors publish it: the placeholder is the tokenizer's, the tiling config.json's."""
+    token = special_token(folder, "<IMG_CONTEXT>")
+    if token is None:
+        return None
+    reader = ConfigReader({**config, "image_token_id": token}, f"{folder}/config.json")
+    tiles = {
+        "min_patches": reader.int("min_dynamic_patch", 1, ge=1),
+        "max_patches": reader.int("max_dynamic_patch", 12, ge=1)
+        if reader.bool("dynamic_image_size", True)
+        else 1,
+    }
+    none = ConfigReader({}, reader.where)
+    mark = special_token(folder, "<video>")
+    return _internvl(ConfigReader(tiles, reader.where), reader, none, mark)
 
 
 def _idefics3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
@@ -213,15 +251,28 @@ def _pixels_of_patch(vision: ConfigReader) -> int:
     return vision.int("patch_size", 14, ge=1, le=1024)
 
 
-def _glm(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+def _glm(image: ConfigReader, config: ConfigReader, video: ConfigReader) -> MediaSpec:
     vision = _vision(config)
     settings = ProcessorSettings(
         patch=vision.int("patch_size", 14, ge=1, le=1024),
         merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
         temporal=vision.int("temporal_patch_size", 2, ge=1, le=16),
         image_pixels=_pixels(image, (112 * 112, 28 * 28 * 15000)),
+        video_pixels=_pixels(video, (112 * 112, 28 * 28 * 2 * 30000)),
+        fps=video.float("fps", 2.0, ge=0.01, le=1000.0),
+        max_duration_s=video.int("max_duration", 300, ge=1),
     )
-    return _image_only("glm_v", settings, config)
+    newer = config.str("model_type") == "glm46v"
+    spec = _image_only("glm_46v" if newer else "glm_v", settings, config)
+    mark = config.int("video_token_id", None, ge=0)
+    return _with_video(spec, mark)
+
+
+def _with_video(spec: MediaSpec, mark: int | None) -> MediaSpec:
+    """Videos too, whose tokens are images' once they are expanded."""
+    if mark is None:
+        return spec
+    return msgspec.structs.replace(spec, video_token=mark, video_soft=spec.image_token)
 
 
 def _audio_only(config: ConfigReader, sound: SoundSettings) -> MediaSpec:
@@ -285,15 +336,13 @@ _PLANES = ((3, 2, 1),) * 3
 _HEARING = {"qwen2_audio": _qwen2_audio, "voxtral": _voxtral, "qwen3_asr": _qwen3_asr}
 """Those that hear and do not see."""
 _STILL = {
-    "glm4v": _glm,
-    "glm4v_moe": _glm,
-    "glm46v": _glm,
     "llava": _llava,
     "mistral3": _pixtral,
-    "internvl": _internvl,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "gemma3": _gemma3,
     "paligemma": _paligemma,
 }
 """Those that take images alone."""
+_MOVING = {"glm4v": _glm, "glm4v_moe": _glm, "glm46v": _glm}
+"""Those that take video in its own tokens' place."""

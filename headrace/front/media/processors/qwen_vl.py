@@ -146,19 +146,3 @@ class QwenVisionProcessor:
         settings = self._settings
         depth = 1 if len(channels) == 1 else settings.temporal
         return patches_of(channels, settings.patch, merge=settings.merge, depth=depth)
-
-
-class GlmVisionProcessor(QwenVisionProcessor):
-    """GLM-4.1V and its successors: an image counts as `temporal` frames within its bounds, and what
-    is smaller than a window is made larger first (image_processing_pil_glm4v.py)."""
-
-    def image_size(self, height: int, width: int) -> tuple[int, int]:
-        """See QwenVisionProcessor."""
-        settings = self._settings
-        least, most = settings.image_pixels
-        most = min(most, settings.temporal * MAX_PATCHES * settings.patch**2)
-        scale = max(self._factor / height, self._factor / width)
-        if scale > 1:
-            height, width = int(height * scale), int(width * scale)
-        frames = settings.temporal
-        return self._fitted(frames, height, width, least, most, bounded=frames)

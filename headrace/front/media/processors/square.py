@@ -91,6 +91,26 @@ class TiledProcessor(SquareProcessor):
         inputs = tuple(self.input_of(square) for square in squares)
         return ProcessedMedia(inputs=inputs, layout=("<img>", *range(len(inputs)), "</img>"))
 
+    def frames_of(self, video: Sampling) -> list[int]:
+        """The middle one of each of so many equal parts."""
+        count = min(self._settings.max_frames, video.num_frames)
+        step = video.num_frames / count
+        return [min(int(step / 2 + i * step), video.num_frames - 1) for i in range(count)]
+
+    def video(
+        self, frames: Iterable[Image.Image], indices: Sequence[int], video: Sampling
+    ) -> ProcessedMedia:
+        """One square for each frame, behind its number."""
+        side, resample = self._settings.side, self._settings.resample
+        inputs = tuple(
+            self.input_of(resized(frame, height=side, width=side, resample=resample))
+            for frame in frames
+        )
+        layout = list[str | int]()
+        for number in range(len(inputs)):
+            layout += [f"{chr(10) * bool(number)}Frame{number + 1}: <img>", number, "</img>"]
+        return ProcessedMedia(inputs=inputs, layout=tuple(layout))
+
 
 def tiling(width: int, height: int, bounds: tuple[int, int], side: int) -> tuple[int, int]:
     """Columns and rows: of all tilings within the bounds the one whose ratio is nearest; among

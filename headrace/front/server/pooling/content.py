@@ -99,8 +99,8 @@ def _check_alone(sent: Parts, num_media: int) -> None:
     """Whether it is one image and nothing else, as such models were trained on."""
     if len(sent.parts) != 1 or num_media != 1:
         raise InvalidRequest(
-            f"{sent.field}: {len(sent.parts)} parts with {num_media} images given; this model takes "
-            "one image, or a text",
+            f"{sent.field}: {len(sent.parts)} parts with {num_media} images given; this model "
+            "takes one image, or a text",
             field=sent.field,
         )
 

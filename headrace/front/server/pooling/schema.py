@@ -91,9 +91,9 @@ Inputs = (
 
 
 class TextRequest(PoolingCommon, frozen=True, kw_only=True):
-    """Texts, lists of ids, objects with an image, or conversations (one, or a list of them). `embed_dtype` and
-    `endianness` (native: little) are of base64 and bytes. `add_special_tokens`: texts get them by
-    default, conversations what the template wrote."""
+    """Texts, lists of ids, objects with an image, or conversations (one, or a list of them).
+    `embed_dtype` and `endianness` (native: little) are of base64 and bytes.
+    `add_special_tokens`: texts get them by default, conversations what the template wrote."""
 
     input: Inputs | None = None
     messages: (
