@@ -31,6 +31,7 @@ MARKS = {
     "smolvlm": "<image>",
     "gemma3": "<start_of_image>",
     "paligemma": "<image>",
+    "gemma4-mutual": "<image>",
 }
 GATED = ("llava", "llava-siglip", "pixtral", "mistral3", "internvl", "idefics3", "smolvlm")
 CASES = {**test_towers.CASES, **vision_cases.CASES}
@@ -51,13 +52,22 @@ FILES: dict[str, dict[str, Any]] = {
     "smolvlm": {"size": {"longest_edge": 64}},
     "gemma3": {"size": {"height": 24, "width": 24}},
     "paligemma": {"size": {"height": 16, "width": 16}},
+    "gemma4-mutual": {"max_soft_tokens": 70},
 }
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
 def text_of(case: Any, ids: dict[str, int]) -> dict[str, Any]:
     eos = ids["<|im_end|>"]
-    return {**case.text, "vocab_size": ids[""], "bos_token_id": None, "eos_token_id": eos}
+    sizes = [key for key in case.text if key.startswith("vocab_size")]
+    return {
+        **case.text,
+        **dict.fromkeys(sizes, ids[""]),
+        "vocab_size": ids[""],
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": ids["<|endoftext|>"],
+    }
 
 
 def pixels_of(one: TowerInput, merge: int) -> Pixels:
@@ -90,6 +100,8 @@ def test_images_alone(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     token = ids[SOFT.get(name, MARKS[name])]
     keys = {key: token for key in ("image_token_index", "image_token_id") if key in case.config}
+    if name.startswith("gemma4"):  # whose images would else be one
+        keys |= {"boi_token_id": ids["<start_of_image>"], "eoi_token_id": ids["<end_of_image>"]}
     if name in SOFT:
         keys["boi_token_index"] = ids[MARKS[name]]
     case = dataclasses.replace(case, text=text_of(case, ids), config={**case.config, **keys})

@@ -128,6 +128,14 @@ def save_media_oracle(oracle_class: Any, config: Any, folder: Path, *, seed: int
     config._attn_implementation = "eager"
     oracle = oracle_class(config).eval()
     randomize(oracle, seed=seed)
+    stored = oracle.state_dict()
+    for name, buffer in oracle.named_buffers():
+        if name not in stored or not buffer.is_floating_point():
+            continue
+        if buffer.isinf().all():  # a bound that is not set
+            buffer.copy_(buffer.sign() * 1.5)
+        else:
+            buffer.normal_(1.0, 0.2)
     oracle.save_pretrained(folder)
     return oracle
 

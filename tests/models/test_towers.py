@@ -72,6 +72,8 @@ class Case:
     step_tokens: tuple[int, ...] = (3, 7)
     """Of steps that cut prompts."""
     patch: int = 4
+    placed: bool = False
+    """It takes patches as `flat`, with their places."""
 
 
 def text(kind: str, **changes: Any) -> dict[str, Any]:
@@ -201,6 +203,8 @@ class Seen:
             return more
         mean, std = (torch.tensor(one).view(1, 3, 1, 1) for one in self.case.norm)
         pictures = [(one.pictures().float() / 255 - mean) / std for one in prompt.inputs]
+        if self.case.placed:
+            return {**more, **placed_patches(pictures)}
         if self.case.flat:
             return {**more, **flat_patches(pictures)}
         if self.case.sized:
@@ -230,6 +234,20 @@ def flat_patches(pictures: list[torch.Tensor]) -> dict[str, torch.Tensor]:
             [(torch.arange(longest) < len(one)).int() for one in flat]
         ),
     }
+
+
+def placed_patches(pictures: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Raster order; places of padding are -1."""
+    flat = flat_patches(pictures)
+    places = []
+    for one, (height, width) in zip(
+        flat["pixel_values"], flat["spatial_shapes"].tolist(), strict=True
+    ):
+        place = torch.full((len(one), 2), -1)
+        count = torch.arange(height * width)
+        place[: height * width] = torch.stack((count % width, count // width), dim=1)
+        places.append(place)
+    return {"pixel_values": flat["pixel_values"], "image_position_ids": torch.stack(places)}
 
 
 @contextmanager

@@ -20,7 +20,51 @@ def prompt_as_prefix(ids: torch.Tensor, token: int) -> dict[str, Any]:
     return {"token_type_ids": torch.zeros_like(ids)}
 
 
+GEMMA4_TOWER = {
+    **{"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "patch_size": 4},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+    **{"pooling_kernel_size": 2, "position_embedding_size": 64, "standardize": True},
+}
+GEMMA4_TEXT = text(
+    "gemma4_text",
+    sliding_window=7,
+    layer_types=["sliding_attention", "full_attention"],
+    global_head_dim=12,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=120,
+    pad_token_id=119,
+)
+
+
+def images_as_mm_types(ids: torch.Tensor, token: int) -> dict[str, Any]:
+    return {"mm_token_type_ids": (ids == token).long()}
+
+
 CASES = {
+    "gemma4": Case(
+        name="Gemma4",
+        vision={**GEMMA4_TOWER, "use_clipped_linears": True},
+        text=GEMMA4_TEXT,
+        norm=((0.0,) * 3, (1.0,) * 3),
+        config={"image_token_id": 100, "audio_config": None},
+        merge=2,
+        grids=((1, 4, 6), (1, 6, 2)),
+        placed=True,
+        more=images_as_mm_types,
+        step_tokens=(4, 9),
+    ),
+    "gemma4-mutual": Case(
+        name="Gemma4",
+        vision=GEMMA4_TOWER,
+        text={**GEMMA4_TEXT, "use_bidirectional_attention": "vision"},
+        norm=((0.0,) * 3, (1.0,) * 3),
+        config={"image_token_id": 100, "audio_config": None},
+        merge=2,
+        grids=((1, 4, 6), (1, 6, 2)),
+        placed=True,
+        more=images_as_mm_types,
+        step_tokens=(6, 9),
+    ),
     "gemma3": Case(
         name="Gemma3",
         vision={**SIGLIP, "image_size": 24},

@@ -22,12 +22,14 @@ from headrace.back.layers.scope import Scope, not_loaded
 @dataclass(frozen=True, kw_only=True)
 class LayerInputsSpec:
     """`vocabulary`: rows of the table; `covers`: it has one for each token, else those behind the
-    last read the first; `width`: P; `scale`: what the table is multiplied with."""
+    last read the first; `width`: P; `scale`: what the table is multiplied with; `media_id`: the
+    token whose row of the table is that of images and sounds."""
 
     vocabulary: int
     width: int
     scale: float
     covers: bool = True
+    media_id: int = 0
 
     def build(
         self, scope: Scope, width: int, layers: int, *, norms: NormSpec, eps: float
@@ -57,6 +59,7 @@ class LayerInputs:
         self._norm = norms.build(scope / "per_layer_projection_norm", spec.width, eps=eps)
         self._layers, self._scale, self._rows = layers, width**-0.5, spec.vocabulary
         self._covers = spec.covers
+        self.media_id = spec.media_id
 
     def of(self, token_ids_T: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
         """The inputs [L, T, P] of tokens with the embeddings x_TE."""

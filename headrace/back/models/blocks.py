@@ -195,7 +195,10 @@ class Decoder:
             stream[1].index_copy_(0, encoded.at_M, encoded.rows_ME)
         inputs_LTP = None
         if self._layer_inputs is not None:
-            inputs_LTP = self._layer_inputs.of(batch.token_ids_T, stream[1])
+            token_ids_T = batch.token_ids_T
+            if encoded is not None:
+                token_ids_T = token_ids_T.index_fill(0, encoded.at_M, self._layer_inputs.media_id)
+            inputs_LTP = self._layer_inputs.of(token_ids_T, stream[1])
         if self._streams is not None:
             stream = None, self._streams.begin(stream[1])
         for index, layer in enumerate(self._layers):

@@ -180,12 +180,12 @@ WITH_MEDIA: Mapping[str, str] = {
     "SmolVLMForConditionalGeneration": "idefics3",
     "Gemma3ForConditionalGeneration": "gemma3_vision",
     "PaliGemmaForConditionalGeneration": "paligemma",
+    "Gemma4ForConditionalGeneration": "gemma4_vision",
     "Qwen2AudioForConditionalGeneration": "qwen2_audio",
     "VoxtralForConditionalGeneration": "voxtral",
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
 }
-"""Architectures of several parts that take images or more beside text: the family reads the whole
-config."""
+"""Architectures that take images or more beside text: the family reads the whole config."""
 ENCODER_DECODERS: Mapping[str, str] = {
     "BartForConditionalGeneration": "bart",
     "MBartForConditionalGeneration": "mbart",
@@ -236,15 +236,13 @@ WRAPPERS: Mapping[str, str] = {
     "MiniMaxM3SparseForConditionalGeneration": "language_model",
     "MiniMaxM3VLForConditionalGeneration": "language_model",
 }
-"""Architectures with several parts (vision, audio), of which the text part is served, and where it
-lies in the checkpoint."""
+"""Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {
     "Step3p7ForConditionalGeneration": "model",
     "MistralLarge4ForConditionalGeneration": "model",
     "Gemma3nForConditionalGeneration": "model.language_model",
     "Glm5NextForConditionalGeneration": "model.language_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
-    "Gemma4ForConditionalGeneration": "model.language_model",
     "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
@@ -266,11 +264,9 @@ TWO_ATTENTIONS = frozenset({"longcat_flash"})
 SHARING = frozenset({"gemma3n", "gemma4", "gemma4_unified"})
 """Families whose upper layers may read the caches of lower ones."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
-"""Families whose positions begin one behind the id under this key, and so have fewer than the
-config states."""
+"""Families whose positions begin one behind the id under this key: fewer than are stated."""
 COLBERT = "HF_ColBERT"
-"""BERT below a projection of every token (Khattab and Zaharia 2020), in one file as its authors
-store it."""
+"""BERT below a projection of every token (Khattab and Zaharia 2020), as its authors store it."""
 CAUSAL, MASKED, LM_HEAD = "ForCausalLM", "ForMaskedLM", "LMHeadModel"
 _HEADS = {
     CAUSAL: "lm",

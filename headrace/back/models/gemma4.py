@@ -57,6 +57,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             vocabulary=layer_vocabulary(config, sizes.vocabulary),
             width=width,
             scale=embedding_scale(width, scope.dtype),
+            media_id=config.int("pad_token_id", 0, ge=0, le=sizes.vocabulary - 1),
         )
     )
     return Decoder(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from headrace.base.config.media import MediaSpec, ProcessorSettings
@@ -49,6 +50,23 @@ def test_squares_are_the_reference_s(
         expected = theirs(image, return_tensors="np")["pixel_values"][0]
         assert np.abs(values - expected).max() <= 1 / 255, size
         assert medium.layout == ((around[0], 0, around[1]) if around else (0,))
+
+
+@pytest.mark.parametrize("tokens", [70, 280])
+def test_gemma_4_s_images_keep_their_ratio(tokens: int, tmp_path: Path) -> None:
+    vision = {"patch_size": 4, "pooling_kernel_size": 3}
+    config = {"model_type": "gemma4", "vision_config": vision}
+    ours = processor_of(tmp_path, config, {"max_soft_tokens": tokens})
+    theirs = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=tokens)
+    for seed, size in enumerate((*SIZES[1:], (3000, 10), (7, 900))):
+        image = picture(*size, seed)
+        (one,) = ours.image(image).inputs
+        expected = theirs(image, return_tensors="np")
+        assert expected["num_soft_tokens_per_image"][0] == one.grid[1] * one.grid[2] // 9, size
+        values = pixels(one.rows, one.grid, 4, 3)
+        flat = expected["pixel_values"][0][: one.grid[1] * one.grid[2]]
+        flat = flat.reshape(one.grid[1], one.grid[2], 4, 4, 3).transpose(4, 0, 2, 1, 3)
+        assert np.abs(values - flat.reshape(values.shape)).max() <= 1 / 255, size
 
 
 def test_pan_and_scan_is_refused(tmp_path: Path) -> None:

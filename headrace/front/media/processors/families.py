@@ -20,6 +20,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "qwen_vl": "headrace.front.media.processors.qwen_vl:QwenVisionProcessor",
         "glm_v": "headrace.front.media.processors.glm_v:GlmVisionProcessor",
         "glm_46v": "headrace.front.media.processors.glm_v:Glm46VisionProcessor",
+        "gemma4": "headrace.front.media.processors.gemma4:Gemma4Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
@@ -44,6 +45,8 @@ def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     image, video = _processor_files(folder)
     if kind in _STILL:
         return _STILL[kind](image, reader)
+    if kind == "gemma4":
+        return _gemma4(image, reader, folder)
     if kind in _MOVING:
         return _MOVING[kind](image, reader, video)
     if kind == "internvl":
@@ -102,6 +105,14 @@ def _processor_files(folder: Path) -> tuple[ConfigReader, ConfigReader]:
 def _read(folder: Path, name: str) -> ConfigReader:
     path = folder / name
     return ConfigReader(read_json(path) if path.is_file() else {}, str(path))
+
+
+def special_text(folder: Path, token: int | None) -> str:
+    """The text of an added token, "" if there is none of this id."""
+    for each in _read(folder, "tokenizer.json").raw.get("added_tokens") or ():
+        if isinstance(each, dict) and each.get("id") == token:
+            return str(each.get("content", ""))
+    return ""
 
 
 def special_token(folder: Path, text: str) -> int | None:
@@ -218,6 +229,23 @@ def _gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     mark = config.int("boi_token_index", 255_999, aliases=("boi_token_id",), ge=0)
     spec = _image_only("square", settings, config)
     return msgspec.structs.replace(spec, image_mark=mark, joins_newlines=True)
+
+
+def _gemma4(image: ConfigReader, config: ConfigReader, folder: Path) -> MediaSpec:
+    """The marks around an image are the tokenizer's."""
+    vision = _vision(config)
+    patch, merge = vision.int("patch_size", 16, ge=1), vision.int("pooling_kernel_size", 3, ge=1)
+    tokens = image.int("max_soft_tokens", 280, ge=1, le=16_384)
+    most = tokens * (patch * merge) ** 2
+    marks = {name: config.int(f"{name}_token_id", None, ge=0) for name in ("boi", "eoi")}
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=merge,
+        image_pixels=(min(most, (patch * merge) ** 2), most),
+        resample=image.int("resample", 3, ge=0, le=5),
+        around=(special_text(folder, marks["boi"]), special_text(folder, marks["eoi"])),
+    )
+    return _image_only("gemma4", settings, config)
 
 
 def _paligemma(image: ConfigReader, config: ConfigReader) -> MediaSpec:
