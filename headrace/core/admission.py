@@ -55,7 +55,7 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     num_prompt = len(request.prompt) // TOKEN_BYTES
     length = _length_limit(num_prompt, request.stop.max_tokens, facts, kv)
     if request.sampling.capture_layers:
-        _check_capture(request.sampling.capture_layers, length, facts)
+        _check_capture(request.sampling, length, facts)
     if request.media:
         check_media(request, facts, num_prompt=num_prompt)
     return length
@@ -157,8 +157,8 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
             )
 
 
-def _check_capture(layers: tuple[int, ...], length: int, facts: WorkerFacts) -> None:
-    field = "attn_capture"
+def _check_capture(sampling: RowSampling, length: int, facts: WorkerFacts) -> None:
+    field, layers, heads = "attn_capture", sampling.capture_layers, sampling.capture_heads
     if not facts.capture_layers:
         raise InvalidRequest(
             f"{field}: this engine tells no attention weights: it needs --attention-capture, one device, and a model "
@@ -167,7 +167,16 @@ def _check_capture(layers: tuple[int, ...], length: int, facts: WorkerFacts) -> 
         )
     _between(f"{field}_layers", min(layers), 0, facts.capture_layers - 1)
     _between(f"{field}_layers", max(layers), 0, facts.capture_layers - 1)
-    num_bytes = 4 * len(layers) * facts.capture_heads * length * length
+    if heads:
+        if len(heads) != len(layers):
+            raise InvalidRequest(
+                f"capture_heads has {len(heads)} entries, capture_layers {len(layers)}",
+                field="capture_heads",
+            )
+        _between("capture_heads", min(heads), 0, facts.capture_heads - 1)
+        _between("capture_heads", max(heads), 0, facts.capture_heads - 1)
+    span = max([length, *(group.span or 0 for group in facts.groups)])
+    num_bytes = 4 * len(layers) * (1 if heads else facts.capture_heads) * length * span
     if num_bytes > MAX_CAPTURE_BYTES:
         raise InvalidRequest(
             f"{field}: {len(layers)} layers of {facts.capture_heads} heads over up to {length} tokens are "

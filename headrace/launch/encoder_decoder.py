@@ -69,3 +69,22 @@ def suppressed_ids(
     """Tokens that a speech model may not say."""
     stated = generation.get("suppress_tokens") or config.get("suppress_tokens") or ()
     return tuple(one for one in stated if isinstance(one, int) and 0 <= one < width)
+
+
+def alignment_heads(
+    generation: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[tuple[int, int], ...]:
+    """The heads that follow the sound, as the checkpoint says; else all of the upper half of the
+    decoder."""
+    layers, heads = (
+        int(config.get(f"decoder_{name}") or 1) for name in ("layers", "attention_heads")
+    )
+    pairs = [
+        (one[0], one[1])
+        for one in generation.get("alignment_heads") or ()
+        if isinstance(one, list) and len(one) == 2 and all(isinstance(each, int) for each in one)
+    ]
+    known = [pair for pair in pairs if 0 <= pair[0] < layers and 0 <= pair[1] < heads]
+    return tuple(known) or tuple(
+        (layer, head) for layer in range(layers // 2, layers) for head in range(heads)
+    )

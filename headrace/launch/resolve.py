@@ -35,7 +35,7 @@ from headrace.front.text.parsing.families import (
 )
 from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
-from headrace.launch.encoder_decoder import suppressed_ids
+from headrace.launch.encoder_decoder import alignment_heads, suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
 from headrace.launch.kv_types import kv_dtype_of, kv_plain_layers
 from headrace.launch.lengths import LARGEST, states_length, tokens_of_blocks, with_short_tables
@@ -148,6 +148,9 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         decoder_start=model.decoder_start,
         spectrogram=model.spectrogram,
         suppressed_ids=suppressed_ids(model.generation_defaults, model.config, model.logits_width),
+        alignment_heads=alignment_heads(model.generation_defaults, model.config)
+        if model.spectrogram
+        else (),
         tool_parser=_tool_parser(options.server, model, choose),
         reasoning_parser=_reasoning_parser(options.server, model, choose),
     )

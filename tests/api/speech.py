@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.front.media.log_mel import RATE
 from tests.models.encoder_decoder_rank import saved
@@ -63,6 +63,7 @@ def write_whisper(folder: Path) -> Any:
     (folder / "generation_config.json").write_text(json.dumps(generation))
     tokenizer = Tokenizer(models.WordLevel(ID, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
     return oracle

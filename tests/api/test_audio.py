@@ -13,9 +13,14 @@ import numpy as np
 import openai
 import pytest
 import torch
+from transformers.models.whisper.generation_whisper import (
+    _dynamic_time_warping,
+    _median_filter,
+)
 
 from headrace.front.media.log_mel import RATE, LogMel
 from headrace.front.media.quiet import windows
+from headrace.front.text.alignment import spoken_words
 from headrace.front.text.transcript import SpeechSegment, segments_of, subrip, webvtt
 from tests.api.serving import NO_TLS, Served
 from tests.api.speech import BANDS, FRAMES, ID, SPECIAL, VOCABULARY, WORDS, tone, wav
@@ -138,9 +143,10 @@ def test_the_language_is_found_out(
         ({"response_format": "yaml"}, "response_format: 'yaml' given"),
         ({"temperature": 3.0}, "temperature: '3.0' given"),
         (
-            {"response_format": "verbose_json", "timestamp_granularities": ["word"]},
-            "times of words are not told",
+            {"response_format": "verbose_json", "timestamp_granularities": ["phoneme"]},
+            "timestamp_granularities: 'phoneme' given; allowed: segment, word",
         ),
+        ({"timestamp_granularities": ["word"]}, "needs response_format verbose_json"),
         ({"stream": True, "response_format": "srt"}, "stream: does not go with"),
         ({"extra_body": {"noise": "1"}}, "noise: is not known here"),
     ],
@@ -175,3 +181,76 @@ def test_segments_and_subtitles_are_those_of_the_times() -> None:
     ]
     assert subrip(segments[:1]) == "1\n00:00:10,000 --> 00:00:10,500\n1 2\n"
     assert webvtt(segments[:1]) == "WEBVTT\n\n00:00:10.000 --> 00:00:10.500\n1 2\n"
+
+
+def word_times(oracle: Any, samples: np.ndarray, ids: list[int]) -> list[float]:
+    """When the words of a window begin, and the last ends, by the reference's own filter and path."""
+    begins = [ID[word] for word in ("<|startoftranscript|>", "<|de|>", "<|transcribe|>")]
+    whole = [*begins, ID["<|notimestamps|>"], *ids, ID["<|endoftext|>"]]
+    features = torch.from_numpy(LogMel(BANDS, FRAMES).features(samples))[None]
+    with torch.inference_mode():
+        told = oracle(
+            input_features=features,
+            decoder_input_ids=torch.tensor([whole]),
+            output_attentions=True,
+        ).cross_attentions
+    weights = told[1][0, :, :, : round(len(samples) / 320)]  # the upper half of two layers
+    weights = weights / weights.sum(-1, keepdim=True)
+    spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
+    matrix = _median_filter(((weights - mean) / spread)[None], 7)[0].mean(0)[len(begins) : -1]
+    text, time = _dynamic_time_warping(-matrix.double().numpy())
+    jumps = np.pad(np.diff(text), (1, 0), constant_values=1).astype(bool)
+    return [round(at * 0.02, 3) for at in time[jumps].tolist()]
+
+
+@pytest.mark.parametrize("seconds", [0.98, 0.4])
+def test_words_have_the_times_of_the_reference(
+    whisper: tuple[Path, Any], ear_client: openai.OpenAI, seconds: float
+) -> None:
+    samples = tone(seconds, 500.0)
+    told = ear_client.audio.transcriptions.create(
+        model="ear",
+        file=("a.wav", wav(samples)),
+        language="de",
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    ids = [token for segment in told.segments or [] for token in segment.tokens]
+    assert ids and told.words
+    times = word_times(whisper[1], samples, ids)
+    # What is no word of the text (w0 .. w59) is not shown.
+    shown = [place for place, one in enumerate(ids) if VOCABULARY[one] in WORDS]
+    assert [one.word for one in told.words] == [VOCABULARY[ids[place]] for place in shown]
+    assert [one.start for one in told.words] == [min(times[place], seconds) for place in shown]
+    assert [one.end for one in told.words] == [min(times[place + 1], seconds) for place in shown]
+
+
+def test_words_alone_leave_segments_out(ear_client: openai.OpenAI) -> None:
+    samples = np.concatenate([tone(0.9), tone(0.8, 900.0)])
+    told = ear_client.audio.transcriptions.create(
+        model="ear",
+        file=("a.wav", wav(samples)),
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+    )
+    assert told.segments is None and told.words
+    starts = [one.start for one in told.words]
+    assert starts == sorted(starts) and all(one.start <= one.end <= 1.7 for one in told.words)
+
+
+def test_marks_belong_to_the_words_beside_them() -> None:
+    pieces = [" He", "llo", ",", " (", "big", ")", " world", "!"]
+
+    def decode(ids: list[int]) -> str:
+        return "".join(pieces[one] for one in ids)
+
+    begins = [0, 5, 9, 10, 12, 20, 30, 40, 50]
+    words = spoken_words(range(8), begins, decode, language="en", begin_s=1.0, end_s=1.7)
+    assert [(one.word, one.start, one.end) for one in words] == [
+        (" Hello,", 1.0, 1.2),
+        (" (big)", 1.2, 1.6),
+        (" world!", 1.6, 1.7),
+    ]
+    pieces = ["\u4f60", "\u597d", "\u3002"]
+    words = spoken_words(range(3), [0, 1, 2, 3], decode, language="zh", begin_s=0.0, end_s=9.0)
+    assert [one.word for one in words] == ["\u4f60", "\u597d\u3002"]

@@ -86,6 +86,8 @@ class CrossAttention:
         """y_TE, to be added to the residual; None if that was done."""
         plan = batch.plans[batch.group_of_layer[self._cache]]
         q_THD = self._query.project(x_TE).unflatten(1, (self._heads, -1))
+        if batch.probe is not None:
+            batch.probe.see(self._cache, self._problem, q_THD, batch.kv[self._cache], plan)
         y_THD = self._attend(q_THD, batch.kv[self._cache], plan)
         return self._out.project_into(y_THD.flatten(1), residual_TE)
 
@@ -100,5 +102,5 @@ class CrossAttention:
             "quantized": scope.kv_quantized,
         }
         self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape))
-        problem = AttentionProblem(**shape, heads=self._heads, scale=spec.scale, causal=False)
-        self._attend = scope.bind(ATTENTION, problem)
+        self._problem = AttentionProblem(**shape, heads=self._heads, scale=spec.scale, causal=False)
+        self._attend = scope.bind(ATTENTION, self._problem)

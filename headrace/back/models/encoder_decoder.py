@@ -142,13 +142,13 @@ class EncoderDecoder:
     """An encoder-decoder on this rank: `back/models/protocol.py: LoadableModel`."""
 
     generates = True
-    attention_heads = 0
     media = None
     adapters = None
 
     def __init__(self, scope: Scope, spec: EncoderDecoderSpec) -> None:
         sizes, inside = spec.sizes, scope / spec.prefix if spec.prefix else scope
         self.logits_width = sizes.vocabulary
+        self.attention_heads = 0 if spec.source is None else sizes.heads
         self.encoder_tokens = scope.encoder_tokens if spec.source is None else 0
         self.state = "encoder inputs" if spec.source is None else "spectrograms"
         self._ledger = scope.ledger

@@ -18,10 +18,19 @@ from headrace.back.kernels.upload import to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.wire.request import Captured
+from headrace.base.wire.request import Captured, RowSampling
 
-LayersOfRow: TypeAlias = dict[int, tuple[int, ...]]
+HeadsOfLayers: TypeAlias = dict[int, tuple[int, ...]]
+"""The heads of each layer that are told; none: all."""
+LayersOfRow: TypeAlias = dict[int, HeadsOfLayers]
 """The rows that want to be captured."""
+
+
+def wanted_of(sampling: RowSampling) -> HeadsOfLayers:
+    """What a row asks for."""
+    layers, heads = sampling.capture_layers, sampling.capture_heads
+    pairs = list(zip(layers, heads, strict=True)) if heads else []
+    return {layer: tuple(head for one, head in pairs if one == layer) for layer in layers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +49,11 @@ class CapturedWeights:
 
 @dataclass(eq=False)
 class WeightCapture:
-    """What a step's forward hands its queries to. `wanted`: layer -> indices of rows."""
+    """What a step's forward hands its queries to. `wanted`: layer -> indices of rows, and heads;
+    `first_R`: the position of each row's first query."""
 
-    wanted: dict[int, list[int]]
+    wanted: dict[int, list[tuple[int, tuple[int, ...]]]]
+    first_R: np.ndarray
     weights: list[CapturedWeights] = field(default_factory=list)
 
     def see(
@@ -54,10 +65,12 @@ class WeightCapture:
         plan: AttentionPlan,
     ) -> None:
         """A layer has its queries, rotated, and has written its keys."""
-        for index in self.wanted.get(layer, ()):
+        for index, heads in self.wanted.get(layer, ()):
             weights_QHS = attention_weights(problem, q_THD, kv, plan, index)
-            start = weights_QHS.shape[2] - weights_QHS.shape[0]
+            if heads:
+                weights_QHS = weights_QHS[:, list(heads)]
             values = to_host(weights_QHS.contiguous())
+            start = int(self.first_R[index])
             self.weights.append(
                 CapturedWeights(index=index, layer=layer, start=start, values=values)
             )
@@ -65,8 +78,9 @@ class WeightCapture:
 
 def num_capturable(model: CausalModel, spec: EngineSpec) -> int:
     """Layers whose attention can be told: all, or none."""
-    wanted = spec.model.attention_capture and spec.device.tensor_parallel == 1
-    return len(model.kv_forms) if wanted and model.attention_heads else 0
+    wanted = spec.model.attention_capture or spec.model.spectrogram  # by which words get times
+    alone = spec.device.tensor_parallel == 1
+    return len(model.kv_forms) if wanted and alone and model.attention_heads else 0
 
 
 def forget_rows(layers: LayersOfRow, rows: np.ndarray) -> None:
@@ -77,8 +91,8 @@ def forget_rows(layers: LayersOfRow, rows: np.ndarray) -> None:
 
 def capture_of(layers: LayersOfRow, shape: StepShape) -> WeightCapture | None:
     """The probe of a step; None if no row of it is captured."""
-    wanted: dict[int, list[int]] = {}
+    wanted: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     for index, row in enumerate(shape.rows.tolist()):
-        for layer in layers.get(row, ()):
-            wanted.setdefault(layer, []).append(index)
-    return WeightCapture(wanted) if wanted else None
+        for layer, heads in layers.get(row, {}).items():
+            wanted.setdefault(layer, []).append((index, heads))
+    return WeightCapture(wanted, shape.position_T[shape.query_start[:-1]]) if wanted else None

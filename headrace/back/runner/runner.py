@@ -27,7 +27,13 @@ from headrace.back.layers.pooling import Projection
 from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
-from headrace.back.runner.capture import LayersOfRow, capture_of, forget_rows, num_capturable
+from headrace.back.runner.capture import (
+    LayersOfRow,
+    capture_of,
+    forget_rows,
+    num_capturable,
+    wanted_of,
+)
 from headrace.back.runner.devices import StepsFactory
 from headrace.back.runner.memory import KVCounts, KVLayout, KVMemory
 from headrace.back.runner.pooler import Pooler
@@ -305,7 +311,7 @@ class Runner:
             if start.pooling is not None:
                 self._pooler.start(start)
             if start.sampling.capture_layers:
-                self._captured[start.row] = start.sampling.capture_layers
+                self._captured[start.row] = wanted_of(start.sampling)
 
     def _score_prompts(
         self, shape: StepShape, hidden_TE: torch.Tensor

@@ -256,7 +256,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     `media`: what the model takes beside text; None: nothing.
     `encoder_tokens`, `decoder_start`: of an encoder-decoder the longest prompt, and what its
     decoder begins with, in whose `max_model_len` the answer lies; `spectrogram`: see ModelSpec;
-    `suppressed_ids`: tokens that no transcript has.
+    `suppressed_ids`: tokens that no transcript has; `alignment_heads`: the decoder's (layer,
+    head) that look at the sound of the word they are about to say.
     """
 
     tokenizer_path: str
@@ -275,6 +276,7 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     decoder_start: tuple[int, ...] = ()
     spectrogram: tuple[int, ...] = ()
     suppressed_ids: tuple[int, ...] = ()
+    alignment_heads: tuple[tuple[int, int], ...] = ()
 
 
 class ServerSpec(ServerSettings, frozen=True, kw_only=True):

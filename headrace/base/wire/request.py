@@ -86,7 +86,8 @@ ROW_BOUNDS = {k: v for k, v in BOUNDS.items() if k not in ("logit_bias", "length
 
 
 class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What users write and the sampler takes as it is."""
+    """What users write and the sampler takes as it is. `capture_heads`: of each of
+    `capture_layers`, which may then occur several times, the head that is told; empty: all."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -108,6 +109,7 @@ class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
     capture_layers: tuple[int, ...] = ()
+    capture_heads: tuple[int, ...] = ()
 
 
 class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
@@ -328,7 +330,8 @@ class Pooled(msgspec.Struct, frozen=True):
 
 class Captured(msgspec.Struct, frozen=True):
     """Attention weights of one layer, float32 [Q, H, S]: queries at positions `start` .. of a
-    request, every head, all positions up to the last of these queries."""
+    request, every head or those that were asked for in their order, all positions up to the last
+    of these queries, or of the encoder."""
 
     layer: int
     start: int

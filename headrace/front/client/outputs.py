@@ -141,9 +141,10 @@ class ChoiceState:
         size = num_prompt + max(self._num_output - 1, 0)
         layers: dict[int, np.ndarray] = {}
         for piece in self._captured:
-            _, heads, _ = piece.values.shape
-            whole = layers.setdefault(piece.layer, np.zeros((size, heads, size), np.float32))
-            part = piece.values[: max(size - piece.start, 0), :, :size]
+            _, heads, seen = piece.values.shape
+            width = seen if self.params.capture_heads else size
+            whole = layers.setdefault(piece.layer, np.zeros((size, heads, width), np.float32))
+            part = piece.values[: max(size - piece.start, 0), :, :width]
             whole[piece.start : piece.start + len(part), :, : part.shape[2]] = part
         self._captured = []
         return AttentionWeights(num_prompt, layers)

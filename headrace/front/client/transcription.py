@@ -12,7 +12,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import exp
 
 import msgspec
@@ -21,14 +21,21 @@ import numpy.typing as npt
 
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.config.resolved import TextSpec
-from headrace.base.errors import InvalidRequest
+from headrace.base.errors import EngineError, InvalidRequest
 from headrace.base.wire.request import SamplingParams
-from headrace.front.client.events import Delta, Ended, Events
+from headrace.front.client.events import AttentionWeights, Delta, Ended, Events
 from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size
 from headrace.front.media.log_mel import HOP, RATE, LogMel
 from headrace.front.media.quiet import first_cut, windows
 from headrace.front.media.sound import samples_of
+from headrace.front.text.alignment import (
+    POSITION_S,
+    SpokenWord,
+    alignment,
+    path,
+    spoken_words,
+)
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment, SpeechTokens, segments_of
 
@@ -46,13 +53,15 @@ Ask = Callable[[list[int], SamplingParams, bytes], Events]
 
 class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is wanted of a file: the language spoken (None: to be found out), whether it is
-    translated into English, what the text before it may be, and whether times are wanted."""
+    translated into English, what the text before it may be, and whether times are wanted, of
+    segments and of words."""
 
     language: str | None = None
     translates: bool = False
     prompt: str = ""
     temperature: float = 0.0
     times: bool = False
+    words: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +87,7 @@ class Heard:
     num_output: int
     no_speech: float = 0.0
     language: str = ""
+    words: list[SpokenWord] = field(default_factory=list)
 
 
 class Transcriber:
@@ -91,6 +101,7 @@ class Transcriber:
         self._tokens = SpeechTokens.of(tokenizer)
         self._context = text.max_model_len
         self._bias = dict.fromkeys(text.suppressed_ids, SUPPRESSED)
+        self._alignment_heads = text.alignment_heads
         self._processes = MediaProcesses(DecodingLimits(), size=default_size())
 
     @staticmethod
@@ -155,7 +166,10 @@ class Transcriber:
                 one = await self.hear(window, request, language, ask)
                 if no_speech > NO_SPEECH and one.mean_logprob < LEAST_LOGPROB:
                     one = replace(one, text="", segments=[])
-                yield replace(one, no_speech=no_speech, language=language)
+                one = replace(one, no_speech=no_speech, language=language)
+                if request.words and one.text.strip():
+                    one = replace(one, words=await self.words(one, request, ask))
+                yield one
 
     def check(self, request: SpeechRequest) -> None:
         """InvalidRequest where the model cannot do what is asked."""
@@ -227,6 +241,42 @@ class Transcriber:
                 break
         assert heard is not None
         return heard
+
+    async def words(self, heard: Heard, request: SpeechRequest, ask: Ask) -> list[SpokenWord]:
+        """When each word of a window is said: its text once more, in one step, whose attention is
+        told."""
+        ids = [token for segment in heard.segments for token in segment.tokens]
+        plain = msgspec.structs.replace(request, times=False, prompt="")
+        begins = self.begins_with(plain, heard.language)
+        heads = self._alignment_heads
+        params = SamplingParams(
+            max_tokens=0,
+            temperature=0.0,
+            capture_layers=tuple(2 * layer + 1 for layer, _ in heads),  # behind each self-attention
+            capture_heads=tuple(head for _, head in heads),
+        )
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        prompt = [*begins, *ids, self._tokens.end]
+        async with aclosing(ask(prompt, params, heard.window.spectrogram)) as events:
+            async for event in events:
+                if isinstance(event, AttentionWeights):
+                    found = event.layers
+        if not found:
+            raise EngineError("the engine told no attention weights")
+        window = heard.window
+        positions = max(1, round((window.end - window.start) / POSITION_S))
+        weights = np.concatenate([found[layer] for layer in sorted(found)], axis=1)
+        scores = alignment(weights, num_positions=min(positions, weights.shape[2]))
+        # The last token that the decoder begins with, and each of the text, look at what is next.
+        places = path(scores[len(begins) - 1 : -1])
+        return spoken_words(
+            ids,
+            places,
+            self._decoded,
+            language=heard.language,
+            begin_s=window.start,
+            end_s=window.end,
+        )
 
     async def _heard(
         self, window: Window, begins: list[int], temperature: float, ask: Ask

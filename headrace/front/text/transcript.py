@@ -41,6 +41,7 @@ class SpeechTokens:
     code -> token, empty for models of one language."""
 
     start: int
+    end: int
     transcribe: int | None
     translate: int | None
     no_times: int
@@ -63,10 +64,12 @@ class SpeechTokens:
                 "the tokenizer has no <|startoftranscript|> or no <|notimestamps|>: it is no "
                 "speech model's"
             )
+        end = named("<|endoftext|>")
         known = {code: named(f"<|{code}|>") for code in LANGUAGES}
         nothing = named("<|nospeech|>")
         return SpeechTokens(
             start=start,
+            end=no_times if end is None else end,
             transcribe=named("<|transcribe|>"),
             translate=named("<|translate|>"),
             no_times=no_times,

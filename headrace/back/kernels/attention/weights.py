@@ -29,7 +29,7 @@ def attention_weights(
     q_KGQD = q_THD[begin:end].unflatten(1, (problem.kv_heads, -1)).permute(1, 2, 0, 3).float()
     query_Q1 = torch.arange(kv_len - (end - begin), kv_len, device=kv.device)[:, None]
     key_S = torch.arange(kv_len, device=kv.device)
-    seen_QS = key_S <= query_Q1
+    seen_QS = key_S <= query_Q1 if problem.causal else torch.ones_like(key_S <= query_Q1)
     if problem.window is not None:
         seen_QS &= key_S > query_Q1 - problem.window
     if problem.chunk is not None:

@@ -29,10 +29,12 @@ from headrace.front.server.conversation.speech import asking, duration
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.forms import Form, read_form
 from headrace.front.server.http.sse import Chunks, until_gone
+from headrace.front.text.alignment import SpokenWord
 from headrace.front.text.transcript import JoinedText, SpeechSegment, subrip, webvtt
 
 FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 TIMED = ("srt", "vtt", "verbose_json")
+GRANULARITIES = ("segment", "word")
 FIELDS = {
     "model",
     "language",
@@ -47,12 +49,13 @@ Samples = npt.NDArray[np.int16]
 
 
 class AskedTranscript(msgspec.Struct, frozen=True, kw_only=True):
-    """The form, checked."""
+    """The form, checked. `segments`: whether verbose_json tells them."""
 
     file: bytes
     speech: SpeechRequest
     format: str
     stream: bool
+    segments: bool
 
 
 async def post_transcription(context: RequestContext, request: Request) -> Response:
@@ -105,7 +108,8 @@ def asked_of(form: Form, *, translates: bool) -> AskedTranscript:
             f"response_format: {shape[:30]!r} given; allowed: {', '.join(FORMATS)}",
             field="response_format",
         )
-    _check_granularities(form.fields.get("timestamp_granularities", []), shape)
+    granularities = form.fields.get("timestamp_granularities", [])
+    _check_granularities(granularities, shape)
     stream = single.get("stream", "false").lower()
     if stream not in ("true", "false"):
         raise InvalidRequest(f"stream: {stream[:30]!r} given; true or false", field="stream")
@@ -122,9 +126,11 @@ def asked_of(form: Form, *, translates: bool) -> AskedTranscript:
             prompt=single.get("prompt", ""),
             temperature=_temperature(single.get("temperature", "0")),
             times=shape in TIMED,
+            words="word" in granularities,
         ),
         format=shape,
         stream=stream == "true",
+        segments=not granularities or "segment" in granularities,
     )
 
 
@@ -133,12 +139,10 @@ def _check_granularities(asked: list[str], shape: str) -> None:
     if asked and shape != "verbose_json":
         raise InvalidRequest(f"{field}: needs response_format verbose_json", field=field)
     for one in asked:
-        if one == "word":
+        if one not in GRANULARITIES:
             raise InvalidRequest(
-                f"{field}: times of words are not told; segment is allowed", field=field
+                f"{field}: {one[:30]!r} given; allowed: {', '.join(GRANULARITIES)}", field=field
             )
-        if one != "segment":
-            raise InvalidRequest(f"{field}: {one[:30]!r} given; segment is allowed", field=field)
 
 
 def _temperature(text: str) -> float:
@@ -204,14 +208,21 @@ def _written(asked: AskedTranscript, heard: list[Heard], language: str, seconds:
             "task": "translate" if asked.speech.translates else "transcribe",
             "language": language,
             "duration": round(seconds, 3),
-            "segments": _documents(heard),
         }
+        if asked.segments:
+            document["segments"] = _documents(heard)
+        if asked.speech.words:
+            document["words"] = [_word(one) for each in heard for one in each.words]
     return Response(orjson.dumps(document), media_type="application/json")
 
 
 def _documents(heard: list[Heard]) -> list[dict[str, Any]]:
     parts = [(one, segment) for one in heard for segment in one.segments]
     return [_document(i, one, segment) for i, (one, segment) in enumerate(parts)]
+
+
+def _word(one: SpokenWord) -> dict[str, Any]:
+    return {"word": one.word.strip(), "start": round(one.start, 3), "end": round(one.end, 3)}
 
 
 def _document(number: int, heard: Heard, segment: SpeechSegment) -> dict[str, Any]:
