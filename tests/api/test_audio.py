@@ -20,7 +20,7 @@ from transformers.models.whisper.generation_whisper import (
 
 from headrace.front.media.log_mel import RATE, LogMel
 from headrace.front.media.quiet import windows
-from headrace.front.text.alignment import spoken_words
+from headrace.front.text.alignment import timed_words
 from headrace.front.text.transcript import SpeechSegment, segments_of, subrip, webvtt
 from tests.api.serving import NO_TLS, Served
 from tests.api.speech import BANDS, FRAMES, ID, SPECIAL, VOCABULARY, WORDS, tone, wav
@@ -245,12 +245,12 @@ def test_marks_belong_to_the_words_beside_them() -> None:
         return "".join(pieces[one] for one in ids)
 
     begins = [0, 5, 9, 10, 12, 20, 30, 40, 50]
-    words = spoken_words(range(8), begins, decode, language="en", begin_s=1.0, end_s=1.7)
+    words = timed_words(range(8), begins, decode, language="en", begin_s=1.0, end_s=1.7)
     assert [(one.word, one.start, one.end) for one in words] == [
         (" Hello,", 1.0, 1.2),
         (" (big)", 1.2, 1.6),
         (" world!", 1.6, 1.7),
     ]
     pieces = ["\u4f60", "\u597d", "\u3002"]
-    words = spoken_words(range(3), [0, 1, 2, 3], decode, language="zh", begin_s=0.0, end_s=9.0)
+    words = timed_words(range(3), [0, 1, 2, 3], decode, language="zh", begin_s=0.0, end_s=9.0)
     assert [one.word for one in words] == ["\u4f60", "\u597d\u3002"]

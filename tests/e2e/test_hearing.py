@@ -17,6 +17,7 @@ import transformers
 
 from headrace import LLM, SamplingParams
 from headrace.base.config.media import MediaSpec
+from headrace.front.client.chat_transcription import parsed
 from headrace.front.media.processors.families import read_media
 from headrace.front.media.processors.spectrogram import spectrogram
 from tests.api.clients import openai_client
@@ -164,3 +165,46 @@ def test_what_cannot_be_heard_is_refused(
         client.chat.completions.create(
             model="ear", messages=[{"role": "user", "content": content}], max_tokens=2
         )
+
+
+def test_speech_becomes_text(model: Hearing, client: openai.OpenAI) -> None:
+    """MOD-03: the turn of sound alone, words that may occur before it, a language in the model's mouth."""
+    create = client.audio.transcriptions.create
+    file: Any = ("a.wav", wav(SOUNDS[1]))
+    opening = f"<|im_start|>system\nthe fox{END}\n" + prompt(MARK)
+    tokens = model.tokens(opening, SOUNDS[1:], 40)
+    wanted = model.text_of(
+        tokens[: tokens.index(model.ids[END])] if model.ids[END] in tokens else tokens
+    )
+    told = create(model="ear", file=file, prompt="the fox")
+    assert told.text.startswith(wanted.strip()) and wanted.strip()
+    stream = create(model="ear", file=file, prompt="the fox", stream=True)
+    *deltas, done = list(stream)
+    assert "".join(one.delta for one in deltas) == done.text == told.text
+    spoken = opening + "language German<asr_text>"
+    tokens = model.tokens(spoken, SOUNDS[1:], 40)
+    wanted = model.text_of(
+        tokens[: tokens.index(model.ids[END])] if model.ids[END] in tokens else tokens
+    )
+    verbose = create(
+        model="ear", file=file, prompt="the fox", language="de", response_format="verbose_json"
+    )
+    assert verbose.language == "de" and verbose.text.startswith(wanted.strip())
+    (segment,) = verbose.segments or []
+    assert (segment.start, segment.end) == (0.0, 0.7)
+    for more, said in (
+        ({"language": "xx"}, "language: 'xx' given; known: ar, cs"),
+        (
+            {"response_format": "verbose_json", "timestamp_granularities": ["word"]},
+            "tells no times of words",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said):
+            create(model="ear", file=file, **more)
+
+
+def test_the_language_stands_before_the_text() -> None:
+    assert parsed("language German<asr_text>guten Tag", None) == ("de", "guten Tag")
+    assert parsed("language None<asr_text>", None) == ("", "")
+    assert parsed("only text", None) == ("", "only text")
+    assert parsed("guten Tag", "de") == ("de", "guten Tag")

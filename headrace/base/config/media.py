@@ -64,7 +64,8 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
-    the folder whose files may be named, or None."""
+    the folder whose files may be named, or None. `transcribes`: what it says of a sound alone is
+    what is said there."""
 
     processor: str
     settings: ProcessorSettings
@@ -74,6 +75,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     video_soft: int | None = None
     joins_newlines: bool = False
     audio_token: int | None = None
+    transcribes: bool = False
     most: dict[str, int] = {}
     domains: tuple[str, ...] = ()
     local_root: str | None = None

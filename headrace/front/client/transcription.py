@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from math import exp
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,19 +23,21 @@ import numpy.typing as npt
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import EngineError, InvalidRequest
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import AttentionWeights, Delta, Ended, Events
 from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size
 from headrace.front.media.log_mel import HOP, RATE, LogMel
+from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.quiet import first_cut, windows
 from headrace.front.media.sound import samples_of
 from headrace.front.text.alignment import (
     POSITION_S,
-    SpokenWord,
+    TimedWord,
     alignment,
     path,
-    spoken_words,
+    timed_words,
 )
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment, SpeechTokens, segments_of
@@ -47,8 +50,11 @@ SUPPRESSED = -100.0
 SEED = 0
 """Of what is tried with randomness: the same sound has the same text."""
 
-Ask = Callable[[list[int], SamplingParams, bytes], Events]
-"""Runs the decoder behind these tokens over a spectrogram."""
+Samples = npt.NDArray[np.int16]
+Sound = bytes | tuple[MediaInput, ...]
+"""What the model hears of a window: an encoder's spectrogram, or inputs of a prompt."""
+Ask = Callable[[list[int], SamplingParams, Sound], Events]
+"""Runs the decoder behind these tokens, over a spectrogram or with inputs among them."""
 
 
 class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +72,11 @@ class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A part of a file, in seconds, and its spectrogram."""
+    """A part of a file, in seconds, and what the model hears of it."""
 
     start: float
     end: float
-    spectrogram: bytes
+    sound: bytes | ProcessedMedia
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,29 +93,54 @@ class Heard:
     num_output: int
     no_speech: float = 0.0
     language: str = ""
-    words: list[SpokenWord] = field(default_factory=list)
+    words: list[TimedWord] = field(default_factory=list)
 
 
-class Transcriber:
-    """For one speech model."""
+class SpeechModel(Protocol):
+    """What routes ask of a model that hears."""
 
-    def __init__(self, text: TextSpec, tokenizer: Tokenizer) -> None:
-        bands, frames = text.spectrogram
-        self._mel = LogMel(bands, frames)
-        self._most = frames * HOP
-        self._tokenizer = tokenizer
-        self._tokens = SpeechTokens.of(tokenizer)
-        self._context = text.max_model_len
-        self._bias = dict.fromkeys(text.suppressed_ids, SUPPRESSED)
-        self._alignment_heads = text.alignment_heads
+    async def read(self, data: bytes) -> Samples:
+        """The samples of a file; InvalidRequest names what is wrong with it."""
+        ...
+
+    def windows(self, samples: Samples) -> AsyncGenerator[Window, None]:
+        """The file's windows, each made when it is asked for."""
+        ...
+
+    def windows_as_they_come(self, chunks: AsyncIterator[Samples]) -> AsyncGenerator[Window, None]:
+        """The same windows of samples that arrive in chunks, each as soon as its end is known."""
+        ...
+
+    def check(self, request: SpeechRequest) -> None:
+        """InvalidRequest where the model cannot do what is asked."""
+        ...
+
+    def heard(
+        self,
+        windows: AsyncGenerator[Window, None],
+        request: SpeechRequest,
+        ask: Ask,
+        *,
+        scores_silence: bool = False,
+    ) -> AsyncGenerator[Heard, None]:
+        """What each window says. `scores_silence`: how likely nothing is said is wanted too."""
+        ...
+
+    def deltas(
+        self, windows: AsyncGenerator[Window, None], request: SpeechRequest, ask: Ask
+    ) -> AsyncGenerator[str, None]:
+        """The text of all windows as it is decoded, without a second try."""
+        ...
+
+
+class SoundReader:
+    """Files, and windows of at most `most` samples."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._processes = MediaProcesses(DecodingLimits(), size=default_size())
 
-    @staticmethod
-    def of(text: TextSpec, tokenizer: Tokenizer) -> Transcriber | None:
-        """One, if the model hears."""
-        return Transcriber(text, tokenizer) if text.spectrogram else None
-
-    async def read(self, data: bytes) -> npt.NDArray[np.int16]:
+    async def read(self, data: bytes) -> Samples:
         """The samples of a file; InvalidRequest names what is wrong with it."""
         job = MediaJob(
             kind="audio",
@@ -124,13 +155,13 @@ class Transcriber:
             raise InvalidRequest(f"file: {error.message}", field="file") from None
         return samples_of(medium)
 
-    async def windows(self, samples: npt.NDArray[np.int16]) -> AsyncGenerator[Window, None]:
+    async def windows(self, samples: Samples) -> AsyncGenerator[Window, None]:
         """The file's windows, each made when it is asked for."""
         for begin, end in windows(samples, self._most):
             yield await self._window(samples[begin:end], begin)
 
     async def windows_as_they_come(
-        self, chunks: AsyncIterator[npt.NDArray[np.int16]]
+        self, chunks: AsyncIterator[Samples]
     ) -> AsyncGenerator[Window, None]:
         """The same windows of samples that arrive in chunks, each as soon as its end is known."""
         begin, left = 0, np.zeros(0, np.int16)
@@ -141,10 +172,30 @@ class Transcriber:
                 begin, left = begin + cut, left[cut:]
         yield await self._window(left, begin)
 
-    async def _window(self, samples: npt.NDArray[np.int16], begin: int) -> Window:
-        features = await asyncio.to_thread(self._mel.features, samples)
-        end = begin + len(samples)
-        return Window(start=begin / RATE, end=end / RATE, spectrogram=features.tobytes())
+    async def _window(self, samples: Samples, begin: int) -> Window:
+        sound = await asyncio.to_thread(self._sound, samples)
+        return Window(start=begin / RATE, end=(begin + len(samples)) / RATE, sound=sound)
+
+    def _sound(self, samples: Samples) -> bytes | ProcessedMedia:
+        """What the model hears of a window."""
+        raise NotImplementedError
+
+
+class Transcriber(SoundReader):
+    """For a speech model with an encoder (Whisper)."""
+
+    def __init__(self, text: TextSpec, tokenizer: Tokenizer) -> None:
+        bands, frames = text.spectrogram
+        super().__init__(frames * HOP)
+        self._mel = LogMel(bands, frames)
+        self._tokenizer = tokenizer
+        self._tokens = SpeechTokens.of(tokenizer)
+        self._context = text.max_model_len
+        self._bias = dict.fromkeys(text.suppressed_ids, SUPPRESSED)
+        self._alignment_heads = text.alignment_heads
+
+    def _sound(self, samples: Samples) -> bytes:
+        return self._mel.features(samples).tobytes()
 
     async def heard(
         self,
@@ -191,7 +242,7 @@ class Transcriber:
             logprob_token_ids=() if tokens.nothing is None else (tokens.nothing,),
         )
         language, no_speech = "en", 0.0
-        async with aclosing(ask([tokens.start], params, window.spectrogram)) as events:
+        async with aclosing(ask([tokens.start], params, _spectrogram(window))) as events:
             async for event in events:
                 if isinstance(event, Delta):
                     codes = {token: code for code, token in tokens.languages.items()}
@@ -200,6 +251,22 @@ class Transcriber:
                     for score in event.scores or []:
                         no_speech = sum(exp(one.logprob) for one in score.named)
         return language, no_speech
+
+    async def deltas(
+        self, windows: AsyncGenerator[Window, None], request: SpeechRequest, ask: Ask
+    ) -> AsyncGenerator[str, None]:
+        """See SpeechModel."""
+        language = request.language
+        async with aclosing(windows):
+            async for window in windows:
+                if language is None:
+                    language, _ = await self.look(window, ask)
+                begins = self.begins_with(request, language)
+                params = self.params(begins, request.temperature)
+                async with aclosing(ask(begins, params, _spectrogram(window))) as events:
+                    async for event in events:
+                        if isinstance(event, Delta):
+                            yield event.text
 
     def begins_with(self, request: SpeechRequest, language: str) -> list[int]:
         """What the decoder begins with."""
@@ -242,7 +309,7 @@ class Transcriber:
         assert heard is not None
         return heard
 
-    async def words(self, heard: Heard, request: SpeechRequest, ask: Ask) -> list[SpokenWord]:
+    async def words(self, heard: Heard, request: SpeechRequest, ask: Ask) -> list[TimedWord]:
         """When each word of a window is said: its text once more, in one step, whose attention is
         told."""
         ids = [token for segment in heard.segments for token in segment.tokens]
@@ -255,21 +322,21 @@ class Transcriber:
             capture_layers=tuple(2 * layer + 1 for layer, _ in heads),  # behind each self-attention
             capture_heads=tuple(head for _, head in heads),
         )
-        found: dict[int, npt.NDArray[np.float32]] = {}
+        layers: dict[int, npt.NDArray[np.float32]] = {}
         prompt = [*begins, *ids, self._tokens.end]
-        async with aclosing(ask(prompt, params, heard.window.spectrogram)) as events:
+        async with aclosing(ask(prompt, params, _spectrogram(heard.window))) as events:
             async for event in events:
                 if isinstance(event, AttentionWeights):
-                    found = event.layers
-        if not found:
+                    layers = event.layers
+        if not layers:
             raise EngineError("the engine told no attention weights")
         window = heard.window
         positions = max(1, round((window.end - window.start) / POSITION_S))
-        weights = np.concatenate([found[layer] for layer in sorted(found)], axis=1)
+        weights = np.concatenate([layers[layer] for layer in sorted(layers)], axis=1)
         scores = alignment(weights, num_positions=min(positions, weights.shape[2]))
         # The last token that the decoder begins with, and each of the text, look at what is next.
         places = path(scores[len(begins) - 1 : -1])
-        return spoken_words(
+        return timed_words(
             ids,
             places,
             self._decoded,
@@ -284,7 +351,7 @@ class Transcriber:
         ids: list[int] = []
         total = 0.0
         params = self.params(begins, temperature)
-        async with aclosing(ask(begins, params, window.spectrogram)) as events:
+        async with aclosing(ask(begins, params, _spectrogram(window))) as events:
             async for event in events:
                 if isinstance(event, Delta):
                     ids += event.token_ids
@@ -312,3 +379,8 @@ class Transcriber:
 
     def _decoded(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _spectrogram(window: Window) -> bytes:
+    assert isinstance(window.sound, bytes), "an encoder reads spectrograms"
+    return window.sound

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, TypedDict
 from headrace.base import env
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.telemetry.metrics import Metrics
+from headrace.front.client.chat_transcription import transcriber_of
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import EngineClient
 from headrace.front.client.limits import Limits
 from headrace.front.client.many_engines import ManyEngines
-from headrace.front.client.transcription import Transcriber
+from headrace.front.client.transcription import SpeechModel
 from headrace.front.server.conversation.context import Services, stream_interval_of
 from headrace.front.server.conversation.tracing import Tracer
 from headrace.front.server.http.auth import KeyShares, tenant_of
@@ -115,7 +116,7 @@ class ModelParts(TypedDict):
     text: TextSpec
     answers: AnswerFormat
     media: MediaPreparer | None
-    speech: Transcriber | None
+    speech: SpeechModel | None
 
 
 def parts_of(tokenizer: Tokenizer, text: TextSpec, server: ServerSpec) -> ModelParts:
@@ -138,7 +139,7 @@ def parts_of(tokenizer: Tokenizer, text: TextSpec, server: ServerSpec) -> ModelP
         text=text,
         answers=answers.bound(tokenizer),
         media=_media(text, tokenizer),
-        speech=Transcriber.of(text, tokenizer),
+        speech=transcriber_of(text, tokenizer, template),
     )
 
 

@@ -22,7 +22,7 @@ OPENING = "\"'\u201c\u00bf([{-"
 CLOSING = "\"'.\u3002,\uff0c!\uff01?\uff1f:\uff1a\u201d)]}\u3001"
 
 
-class SpokenWord(msgspec.Struct, frozen=True, kw_only=True):
+class TimedWord(msgspec.Struct, frozen=True, kw_only=True):
     """A word and its times in seconds."""
 
     word: str
@@ -81,7 +81,7 @@ def path(scores_TS: Floats) -> list[int]:
     return begins
 
 
-def spoken_words(
+def timed_words(
     ids: Sequence[int],
     begins: Sequence[int],
     decode: Callable[[list[int]], str],
@@ -89,12 +89,12 @@ def spoken_words(
     language: str,
     begin_s: float,
     end_s: float,
-) -> list[SpokenWord]:
+) -> list[TimedWord]:
     """The words of these tokens; `begins` has a position for each of them and one for the end."""
     words, starts = _split(ids, decode, spaces=language not in SPACELESS)
     at = [min(begin_s + begins[place] * POSITION_S, end_s) for place in (*starts, len(ids))]
     return [
-        SpokenWord(word=word, start=at[i], end=max(at[i], at[i + 1]))
+        TimedWord(word=word, start=at[i], end=max(at[i], at[i + 1]))
         for i, word in enumerate(words)
         if word.strip()
     ]

@@ -356,7 +356,7 @@ def _qwen3_asr(folder: Path, config: ConfigReader) -> MediaSpec:
         strides=_PLANES,
         chunk=2 * audio.int("n_window", 50, ge=1, le=1 << 16),
     )
-    return _audio_only(config, sound)
+    return msgspec.structs.replace(_audio_only(config, sound), transcribes=True)
 
 
 _LINES = ((3, 1, 1), (3, 2, 1))

@@ -55,7 +55,7 @@ from headrace.front.text.templates import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from headrace.front.client.transcription import Transcriber
+    from headrace.front.client.transcription import SpeechModel
     from headrace.front.media.preparation import MediaPreparer
     from headrace.front.server.conversation.tracing import RequestTrace, Tracer
 
@@ -139,7 +139,7 @@ class Services:
     tracer: Tracer | None = None
     interval: StreamInterval | None = None
     media: MediaPreparer | None = None
-    speech: Transcriber | None = None
+    speech: SpeechModel | None = None
     config: dict[str, object] = field(default_factory=dict)
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
     stores: tuple[FileStore, BatchStore] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events
-from headrace.front.client.transcription import Ask
+from headrace.front.client.transcription import Ask, Sound
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.pipeline import generate
 from headrace.front.server.conversation.resolved import RunOptions
@@ -16,11 +16,11 @@ from headrace.front.server.conversation.resolved import RunOptions
 def asking(context: RequestContext, label: str) -> Ask:
     """Runs a speech model's decoder for this request."""
 
-    def ask(ids: list[int], params: SamplingParams, heard: bytes) -> Events:
+    def ask(ids: list[int], params: SamplingParams, sound: Sound) -> Events:
         run = RunOptions()
-        return generate(
-            context, ids, params, run, label=label, prompt_field="prompt", encoder=heard
-        )
+        if isinstance(sound, bytes):
+            return generate(context, ids, params, run, label=label, encoder=sound)
+        return generate(context, ids, params, run, label=label, media=sound)
 
     return ask
 

@@ -15,12 +15,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.client.events import Delta
 from headrace.front.client.transcription import (
     Ask,
     Heard,
+    SpeechModel,
     SpeechRequest,
-    Transcriber,
 )
 from headrace.front.media.log_mel import RATE
 from headrace.front.server.conversation.context import RequestContext, Services
@@ -29,7 +28,7 @@ from headrace.front.server.conversation.speech import asking, duration
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.forms import Form, read_form
 from headrace.front.server.http.sse import Chunks, until_gone
-from headrace.front.text.alignment import SpokenWord
+from headrace.front.text.alignment import TimedWord
 from headrace.front.text.transcript import JoinedText, SpeechSegment, subrip, webvtt
 
 FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
@@ -88,7 +87,7 @@ async def _post(context: RequestContext, request: Request, *, translates: bool) 
     return response
 
 
-def _check_hears(services: Services) -> Transcriber:
+def _check_hears(services: Services) -> SpeechModel:
     if services.speech is None:
         raise InvalidRequest("the model does not hear: this route needs a speech model")
     return services.speech
@@ -157,7 +156,7 @@ def _temperature(text: str) -> float:
     return value
 
 
-async def _answer(context: RequestContext, speech: Transcriber, asked: AskedTranscript) -> Response:
+async def _answer(context: RequestContext, speech: SpeechModel, asked: AskedTranscript) -> Response:
     context.hold_place()
     samples = await speech.read(asked.file)
     context.body_is_read()
@@ -171,20 +170,14 @@ async def _answer(context: RequestContext, speech: Transcriber, asked: AskedTran
 
 
 async def _chunks(
-    speech: Transcriber, asked: AskedTranscript, samples: Samples, ask: Ask
+    speech: SpeechModel, asked: AskedTranscript, samples: Samples, ask: Ask
 ) -> Chunks:
     """The text as it is heard: OpenAI's transcript events."""
-    language, said = asked.speech.language, JoinedText()
-    async with aclosing(speech.windows(samples)) as windows:
-        async for window in windows:
-            if language is None:
-                language, _ = await speech.look(window, ask)
-            begins = speech.begins_with(asked.speech, language)
-            params = speech.params(begins, asked.speech.temperature)
-            async with aclosing(ask(begins, params, window.spectrogram)) as events:
-                async for event in events:
-                    if isinstance(event, Delta) and (text := said.add(event.text)):
-                        yield _event({"type": "transcript.text.delta", "delta": text})
+    said = JoinedText()
+    async with aclosing(speech.deltas(speech.windows(samples), asked.speech, ask)) as parts:
+        async for part in parts:
+            if text := said.add(part):
+                yield _event({"type": "transcript.text.delta", "delta": text})
     usage = duration(len(samples) / RATE)
     yield _event({"type": "transcript.text.done", "text": said.text, "usage": usage})
 
@@ -221,7 +214,7 @@ def _documents(heard: list[Heard]) -> list[dict[str, Any]]:
     return [_document(i, one, segment) for i, (one, segment) in enumerate(parts)]
 
 
-def _word(one: SpokenWord) -> dict[str, Any]:
+def _word(one: TimedWord) -> dict[str, Any]:
     return {"word": one.word.strip(), "start": round(one.start, 3), "end": round(one.end, 3)}
 
 

@@ -30,7 +30,7 @@ from headrace.base.errors import (
     RateLimited,
     Unsupported,
 )
-from headrace.front.client.transcription import Transcriber, Window
+from headrace.front.client.transcription import SpeechModel, Window
 from headrace.front.media.log_mel import RATE
 from headrace.front.media.pcm import PcmStream
 from headrace.front.media.voice import Turn
@@ -80,7 +80,7 @@ TRANSCRIPTION = "conversation.item.input_audio_transcription"
 class RealtimeSession:
     """One connection. `_speaks_vllm`: which of the two dialects its client has shown to speak."""
 
-    def __init__(self, context: RequestContext, socket: WebSocket, speech: Transcriber) -> None:
+    def __init__(self, context: RequestContext, socket: WebSocket, speech: SpeechModel) -> None:
         self._context, self._socket, self._speech = context, socket, speech
         self._ident = "sess_" + secrets.token_hex(16)
         self._speaks_vllm = not socket.query_params

@@ -1,0 +1,198 @@
+"""Speech to text by a chat model that is made for it (Qwen3-ASR): a turn of sound alone, whose
+answer begins with the language, a mark, and then the text.
+
+What the system says before it are words that may occur. A language that is asked for is put into
+the model's mouth, with the mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import zlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from headrace.base.config.media import MediaSpec
+from headrace.base.config.resolved import TextSpec
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.media import MediaInput
+from headrace.base.wire.request import SamplingParams
+from headrace.front.client.events import Delta, Ended
+from headrace.front.client.transcription import (
+    Ask,
+    Heard,
+    Samples,
+    SoundReader,
+    SpeechModel,
+    SpeechRequest,
+    Transcriber,
+    Window,
+)
+from headrace.front.media.log_mel import RATE
+from headrace.front.media.placeholders import PreparedMedium, expanded
+from headrace.front.media.processing import ProcessedMedia
+from headrace.front.media.processors.spectrogram import spectrogram
+from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.media_parts import MediaMark
+from headrace.front.text.tokenizer import Tokenizer
+from headrace.front.text.transcript import SpeechSegment
+
+MARK = "<asr_text>"
+WINDOW_S = 30
+NAMES = {
+    **{"ar": "Arabic", "yue": "Cantonese", "zh": "Chinese", "cs": "Czech", "da": "Danish"},
+    **{"nl": "Dutch", "en": "English", "fil": "Filipino", "fi": "Finnish", "fr": "French"},
+    **{"de": "German", "el": "Greek", "hi": "Hindi", "hu": "Hungarian", "id": "Indonesian"},
+    **{"it": "Italian", "ja": "Japanese", "ko": "Korean", "mk": "Macedonian", "ms": "Malay"},
+    **{"fa": "Persian", "pl": "Polish", "pt": "Portuguese", "ro": "Romanian", "ru": "Russian"},
+    **{"es": "Spanish", "sv": "Swedish", "th": "Thai", "tr": "Turkish", "vi": "Vietnamese"},
+}
+"""What the model calls the languages it knows."""
+_CODES = {name.lower(): code for code, name in NAMES.items()}
+
+
+def transcriber_of(
+    text: TextSpec, tokenizer: Tokenizer, template: ChatTemplate
+) -> SpeechModel | None:
+    """What turns speech into text with this model; None where it does not."""
+    if text.spectrogram:
+        return Transcriber(text, tokenizer)
+    if text.media is not None and text.media.transcribes:
+        return ChatTranscriber(text, text.media, tokenizer, template)
+    return None
+
+
+class ChatTranscriber(SoundReader):
+    """For one such model."""
+
+    def __init__(
+        self, text: TextSpec, media: MediaSpec, tokenizer: Tokenizer, template: ChatTemplate
+    ) -> None:
+        super().__init__(WINDOW_S * RATE)
+        self._media, self._tokenizer, self._template = media, tokenizer, template
+        self._context = text.max_model_len
+
+    def _sound(self, samples: Samples) -> ProcessedMedia:
+        return spectrogram(samples, self._media.settings)
+
+    def check(self, request: SpeechRequest) -> None:
+        """See SpeechModel."""
+        if request.translates:
+            raise InvalidRequest("this model writes what is said, and translates nothing")
+        if request.words:
+            raise InvalidRequest(
+                "timestamp_granularities: this model tells no times of words; segment is allowed",
+                field="timestamp_granularities",
+            )
+        if request.language is not None and request.language.lower() not in NAMES:
+            raise InvalidRequest(
+                f"language: {request.language[:30]!r} given; known: {', '.join(sorted(NAMES))}",
+                field="language",
+            )
+
+    async def heard(
+        self,
+        windows: AsyncGenerator[Window, None],
+        request: SpeechRequest,
+        ask: Ask,
+        *,
+        scores_silence: bool = False,
+    ) -> AsyncGenerator[Heard, None]:
+        """See SpeechModel; how likely silence is this model does not tell."""
+        async with aclosing(windows):
+            async for window in windows:
+                yield await self._heard(window, request, ask)
+
+    async def _heard(self, window: Window, request: SpeechRequest, ask: Ask) -> Heard:
+        ids, media = await self._prompt(window, request)
+        said, tokens, total = "", list[int](), 0.0
+        params = self._params(ids, request)
+        async with aclosing(ask(ids, params, media)) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    said += event.text
+                    tokens += event.token_ids
+                elif isinstance(event, Ended):
+                    total = event.cumulative_logprob or 0.0
+        language, text = parsed(said, request.language)
+        segment = SpeechSegment(start=window.start, end=window.end, text=text, tokens=tokens)
+        data = text.encode()
+        return Heard(
+            window=window,
+            text=text,
+            segments=[segment] if text.strip() else [],
+            temperature=request.temperature,
+            mean_logprob=total / (len(tokens) + 1),
+            compression=len(data) / max(1, len(zlib.compress(data))),
+            num_prompt=len(ids),
+            num_output=len(tokens),
+            language=language,
+        )
+
+    async def deltas(
+        self, windows: AsyncGenerator[Window, None], request: SpeechRequest, ask: Ask
+    ) -> AsyncGenerator[str, None]:
+        """See SpeechModel."""
+        async with aclosing(windows):
+            async for window in windows:
+                ids, media = await self._prompt(window, request)
+                said, shown = "", 0
+                async with aclosing(ask(ids, self._params(ids, request), media)) as events:
+                    async for event in events:
+                        if isinstance(event, Delta):
+                            said += event.text
+                            if request.language is None and MARK not in said:
+                                continue  # what the language is
+                            text = parsed(said, request.language)[1]
+                            yield text[shown:]
+                            shown = len(text)
+                yield parsed(said, request.language)[1][shown:]
+
+    def _params(self, ids: list[int], request: SpeechRequest) -> SamplingParams:
+        return SamplingParams(
+            temperature=request.temperature,
+            max_tokens=max(1, self._context - len(ids)),
+            logprobs=0,
+        )
+
+    async def _prompt(
+        self, window: Window, request: SpeechRequest
+    ) -> tuple[list[int], tuple[MediaInput, ...]]:
+        """The turn's ids, and what its placeholders stand for."""
+        messages: list[dict[str, object]] = [{"role": "user", "content": [MediaMark("audio")]}]
+        if request.prompt.strip():
+            messages.insert(0, {"role": "system", "content": request.prompt.strip()})
+        ids = await self._template.render_async(messages, add_generation_prompt=True)
+        if request.language is not None:
+            ids = [*ids, *self._encode(f"language {NAMES[request.language.lower()]}{MARK}")]
+        medium = await asyncio.to_thread(_prepared, window)
+        return expanded(ids, [medium], self._media, self._encode, field="file")
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def parsed(said: str, asked: str | None) -> tuple[str, str]:
+    """The language's code and the text of an answer: `language NAME<asr_text>TEXT`, or the text
+    alone where the language was put into the model's mouth."""
+    head, mark, text = said.partition(MARK)
+    if asked is not None or not mark:
+        return asked or "", text if mark else said
+    name = head.strip().removeprefix("language ").strip().lower()
+    return _CODES.get(name, name if name != "none" else ""), text
+
+
+def _prepared(window: Window) -> PreparedMedium:
+    assert isinstance(window.sound, ProcessedMedia), "a chat model hears inputs"
+    (one,) = window.sound.inputs
+    rows = one.rows.tobytes()
+    whole = MediaInput(
+        kind="audio",
+        key=hashlib.sha256(b"window" + rows).digest(),
+        offset=0,
+        num_tokens=one.num_tokens,
+        grid=one.grid,
+        rows=rows,
+    )
+    return PreparedMedium(kind="audio", inputs=(whole,), layout=window.sound.layout)
