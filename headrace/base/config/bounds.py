@@ -7,7 +7,10 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 Auto = Literal["auto"]
-Bytes = Annotated[str, Meta(pattern=r"^\d+(\.\d+)?\s*([kKmMgGtT]i?)?[bB]?$")]
+_SIZE = r"\d+(\.\d+)?\s*([kKmMgGtT]i?)?[bB]?"
+Bytes = Annotated[str, Meta(pattern=f"^{_SIZE}$")]
+BytesOrAuto = Annotated[str, Meta(pattern=f"^(auto|{_SIZE})$")]
+"""Not `Auto | Bytes`: of a union with a literal the pattern must hold for the literal too."""
 MAX_COUNT = (1 << 31) - 1
 """Counts go into int32 arrays."""
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.base.config.bounds import Auto, Bytes, Positive, Seconds
+from headrace.base.config.bounds import BytesOrAuto, Positive, Seconds
 from headrace.base.config.units import parse_duration
 
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
@@ -33,7 +33,7 @@ class ManyOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     models_memory: Annotated[
-        Auto | Bytes,
+        BytesOrAuto,
         Meta(
             description="Memory of all models that are loaded, weights and KV caches together (on a GPU: of one "
             "device); auto: 80 % of what is free."
@@ -44,7 +44,7 @@ class ManyOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Most models loaded at a time; none: what the memory holds."),
     ] = None
     models_sleep_memory: Annotated[
-        Auto | Bytes,
+        BytesOrAuto,
         Meta(
             description="Host memory for the weights of models that sleep, from where they wake instead of being "
             "loaded; auto: on a GPU half of what is free, on a CPU 0."

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.base.config.bounds import Auto, Bytes, Natural, Positive, Processes, Seconds
+from headrace.base.config.bounds import Bytes, BytesOrAuto, Natural, Positive, Processes, Seconds
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +231,7 @@ class ServerOptions(ServerSettings, frozen=True, kw_only=True):
         Bytes, Meta(description="Largest request body, also after decompression.")
     ] = "32MiB"
     body_budget_bytes: Annotated[
-        Auto | Bytes,
+        BytesOrAuto,
         Meta(
             description="Memory of all request bodies of an API process that are being read and prepared, half of it "
             "for one key; the first 64 KiB of each are free. A body that finds no room within a second gets 503, "

@@ -17,7 +17,7 @@ from msgspec import Meta
 from headrace.base.config.adapter_options import AdapterOptions
 from headrace.base.config.bounds import (
     Auto,
-    Bytes,
+    BytesOrAuto,
     Length,
     Natural,
     Positive,
@@ -170,7 +170,7 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache."""
 
     kv_memory: Annotated[
-        Bytes | Auto,
+        BytesOrAuto,
         Meta(
             description="Memory for the KV cache, such as 4GiB; auto takes a share of what is free."
         ),

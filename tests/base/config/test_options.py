@@ -71,6 +71,12 @@ def test_the_largest_length_is_minus_one(argv: tuple[str, ...]) -> None:
     assert parse(*argv).model.max_model_len == -1
 
 
+@pytest.mark.parametrize("size", ["auto", "4GiB"])
+def test_a_size_may_be_left_to_be_decided_in_words(size: str) -> None:
+    """Also where the default is "auto" already."""
+    assert parse("--kv-memory", size).kv.kv_memory == size
+
+
 def test_booleans_have_a_negative_flag() -> None:
     assert parse("--no-prefix-caching").kv.prefix_caching is False
     assert parse("--prefix-caching").kv.prefix_caching is True
