@@ -1,4 +1,4 @@
-"""Puts into the package what is not Python: native CPU kernels and the demo model. All else stands in pyproject.toml.
+"""Puts into the package what is not Python: native CPU kernels and the demo models. All else stands in pyproject.toml.
 
 Without a C++ compiler the package installs without kernels: the CPU then uses PyTorch's ops, and the
 decisions printed at start say so. torch is not needed here and must not become a build requirement
@@ -18,7 +18,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = Path("headrace/back/kernels/native")
-DEMO_MODEL = ROOT / "demo" / "model"
+DEMO_MODELS = {"demo_model": ROOT / "demo" / "model", "demo_models": ROOT / "demo" / "models"}
 
 
 def native_builder():
@@ -32,14 +32,15 @@ def native_builder():
 
 
 class BuildWithData(build_py):
-    """Copies the Python files, then the demo model and the compiled kernels beside them."""
+    """Copies the Python files, then the demo models and the compiled kernels beside them."""
 
     def run(self):
         super().run()
         if self.editable_mode:
-            return  # a checkout holds the model, and `make` builds the kernels in place
+            return  # a checkout holds the models, and `make` builds the kernels in place
         package = Path(self.build_lib).resolve() / "headrace"
-        shutil.copytree(DEMO_MODEL, package / "demo_model", dirs_exist_ok=True)
+        for name, folder in DEMO_MODELS.items():
+            shutil.copytree(folder, package / name, dirs_exist_ok=True)
         for older in (package.parent / NATIVE).glob("*.so"):
             older.unlink()
         builder = native_builder()

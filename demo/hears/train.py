@@ -80,7 +80,7 @@ def held_out_rows(tokenizer: Tokenizer, count: int) -> dict[str, np.ndarray]:
                 row = row_of(window, tokenizer, rng, times=False)
                 if row is not None:
                     kept.append(row)
-    return {name: np.stack(some) for name, some in found.items()}
+    return {name: np.stack(some) for name, some in found.items() if some}
 
 
 @torch.no_grad()

@@ -148,13 +148,13 @@ def _put(packed: Packed, medium: Medium) -> None:
 def any_showing(rng: Random, fonts: Fonts) -> Showing:
     """Of any task, as training draws them."""
     kind = rng.random()
-    if kind < 0.5:
+    if kind < 0.4:
         return reading(rng, fonts)
-    if kind < 0.68:
+    if kind < 0.53:
         return counting(rng)
-    if kind < 0.8:
+    if kind < 0.74:
         return placing(rng)
-    return comparing(rng) if kind < 0.9 else in_order(rng)
+    return comparing(rng) if kind < 0.92 else in_order(rng)
 
 
 def worn(rng: Random, medium: Medium) -> Medium:

@@ -184,9 +184,9 @@ def reading(rng: Random, fonts: Fonts, *, held_out: bool = False) -> Showing:
     while True:
         kind = rng.random()
         size = round(SIZES[0] * (SIZES[1] / SIZES[0]) ** rng.random())
-        if kind < 0.25:
+        if kind < 0.18:
             text, task, questions = number(rng), "read_number", (*NUMBER_QUESTIONS, *QUESTIONS[:8])
-        elif kind < 0.5:
+        elif kind < 0.42:
             text, task, questions = word(rng), "read_word", (*WORD_QUESTIONS, *QUESTIONS[:8])
         else:
             lines = rng.choice((1, 1, 1, 2, 3))

@@ -21,6 +21,8 @@ from headrace.base.errors import ConfigError
 HELD_OUT = Path(__file__).parent / "held_out.jsonl.gz"
 SEEN = HELD_OUT.with_name("held_out_vision.jsonl.gz")
 HEARD = HELD_OUT.with_name("held_out_speech.jsonl.gz")
+OF_DEMO = {"text": HELD_OUT, "vision": SEEN, "speech": HEARD, "mixture": HELD_OUT}
+"""The items of each bundled model."""
 MAX_BYTES = 64 << 20
 """Of a file of items, unpacked."""
 

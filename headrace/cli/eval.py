@@ -17,7 +17,7 @@ from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.bench.eval import Questioner, TaskScore, score_task
-from headrace.bench.held_out import HELD_OUT, EvalItem, read_items
+from headrace.bench.held_out import OF_DEMO, EvalItem, read_items
 from headrace.bench.losses import AnswerScores, TaskLoss, compare, read_answers
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.session import open_session
@@ -38,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
     line.parser.add_argument("--tasks", default="", help="comma-separated tasks [all of the file]")
     line.parser.add_argument(
         "--items",
-        default=str(HELD_OUT),
+        default="",
         metavar="FILE",
-        help="items to ask, as demo.freeze_held_out writes them [the package's own]",
+        help="items to ask, as demo.freeze_held_out writes them [the package's own for --demo]",
     )
     line.add_number("--count", "items per task at most", default=100, least=1, greatest=MAX_ITEMS)
     line.add_number("--streams", "items at a time", default=16, least=1, greatest=4096)
@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
     )
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     own, options = line.parse(argv)
-    items = _chosen(read_items(Path(own.items)), own.tasks, own.count)
+    file = Path(own.items) if own.items else OF_DEMO[options.model.demo]
+    items = _chosen(read_items(file), own.tasks, own.count)
     whole = own.against is not None
     scores, answers = asyncio.run(
         _score(with_model(options, own.path), items, own.streams, read=whole)
@@ -81,7 +82,7 @@ def _chosen(by_task: dict[str, list[EvalItem]], names: str, count: int) -> list[
 
 def _stored(options: Options, path: str) -> Options:
     """The other model as it is stored."""
-    model = msgspec.structs.replace(options.model, quantization="none")
+    model = msgspec.structs.replace(options.model, quantization="none", demo="text")
     kv = msgspec.structs.replace(options.kv, kv_dtype="auto", kv_dtype_skip_layers=())
     return with_model(msgspec.structs.replace(options, model=model, kv=kv), path)
 

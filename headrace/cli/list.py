@@ -13,7 +13,7 @@ from rich.table import Table
 
 from headrace.base.config.units import show_bytes
 from headrace.launch.hub import gguf_variants, hub_cache
-from headrace.launch.locate import BUNDLED_NAME, bundled_model
+from headrace.launch.locate import BUNDLED, bundled_model
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bundled() -> Iterator[CachedModel]:
-    files = [bundled_model() / "model.safetensors"]
-    yield _described(BUNDLED_NAME, "safetensors", files)
+    for demo, (name, _, _) in BUNDLED.items():
+        yield _described(name, "safetensors", [bundled_model(demo) / "model.safetensors"])
 
 
 def cached_models() -> Iterator[CachedModel]:

@@ -28,7 +28,7 @@ SUMMARIES = {
     "chat": "chat with a model in the terminal",
     "generate": "continue prompts from the command line or a file",
     "batch": "answer a file of requests; repeated, it goes on where it ended",
-    "eval": "score a model on the demo model's held-out tasks",
+    "eval": "score a model on the demo models' held-out tasks",
     "bench": "measure: serve, sweep, latency, throughput, startup",
     "plan": "whether a model fits a device, and how fast it would run",
     "quantize": "write a checkpoint with quantized weights, which other engines load too",

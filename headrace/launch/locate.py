@@ -35,7 +35,13 @@ from headrace.launch.hub import (
 )
 from headrace.launch.pooling_modules import check_modules
 
-BUNDLED_NAME: Final = "headrace-demo"
+BUNDLED: Final = {
+    "text": ("headrace-demo", "demo_model", "demo/model"),
+    "vision": ("headrace-vision", "demo_models/vision", "demo/models/vision"),
+    "speech": ("headrace-speech", "demo_models/speech", "demo/models/speech"),
+    "mixture": ("headrace-mixture", "demo_models/mixture", "demo/models/mixture"),
+}
+"""Each bundled model's name, and its folder in the installed package and in a checkout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,11 @@ def locate(options: ModelOptions) -> LocatedModel:
     cannot be read."""
     model = options.model
     if not model:
-        return _at(bundled_model(), BUNDLED_NAME, options)
+        return _at(bundled_model(options.demo), BUNDLED[options.demo][0], options)
+    if options.demo != "text":
+        raise ConfigError(
+            f"--demo {options.demo}: goes without --model, and {model!r} is given", field="demo"
+        )
     path = Path(model).expanduser()
     if path.exists():
         return _at(path, path.resolve().stem if path.is_file() else path.resolve().name, options)
@@ -65,15 +75,16 @@ def locate(options: ModelOptions) -> LocatedModel:
     return _from_hub(options)
 
 
-def bundled_model() -> Path:
-    """The demo model's folder: inside the installed package, or in a checkout beside it."""
+def bundled_model(demo: str = "text") -> Path:
+    """A demo model's folder: inside the installed package, or in a checkout beside it."""
     package = Path(__file__).resolve().parent.parent
-    places = (package / "demo_model", package.parent / "demo" / "model")
-    for place in places:
+    _, installed, in_checkout = BUNDLED[demo]
+    for place in (package / installed, package.parent / in_checkout):
         if (place / "config.json").is_file():
             return place
     raise ConfigError(
-        "the bundled demo model is not installed; name a model with --model", field="model"
+        f"the bundled demo model {demo!r} is not installed; name a model with --model",
+        field="model",
     )
 
 

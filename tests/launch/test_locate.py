@@ -13,7 +13,7 @@ import pytest
 from headrace.base.config.tree import ModelOptions
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.hub import hub_cache
-from headrace.launch.locate import LocatedModel, locate
+from headrace.launch.locate import BUNDLED, LocatedModel, locate
 from tests.hub import COMMIT, FILES, hub, hub_environment
 
 __all__ = ["hub"]
@@ -41,6 +41,18 @@ def test_a_folder_is_named_after_itself(tmp_path: Path) -> None:
     found = find(make_model(tmp_path / "tiny"))
     assert (found.name, found.format, found.commit) == ("tiny", "safetensors", None)
     assert find(tmp_path / "tiny", load_format="dummy").format == "dummy"
+
+
+@pytest.mark.parametrize("demo", BUNDLED)
+def test_each_bundled_model_is_found_by_its_name(demo: str) -> None:
+    found = find(demo=demo)
+    assert found.name == BUNDLED[demo][0] and (found.path / "model.safetensors").is_file()
+
+
+def test_a_bundled_model_and_another_are_not_named_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--demo vision: goes without --model") as caught:
+        find(make_model(tmp_path / "tiny"), demo="vision")
+    assert caught.value.field == "demo"
 
 
 def test_dummy_needs_no_weights_and_nothing_else_does_without(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="A folder, a GGUF file or a hub id; empty serves the bundled demo model."),
     ] = ""
+    demo: Annotated[
+        Literal["text", "vision", "speech", "mixture"],
+        Meta(
+            description="Which bundled model is served where no model is named: one that chats, that "
+            "sees, that hears, or that has experts."
+        ),
+    ] = "text"
     revision: Annotated[str, Meta(description="Revision of a hub id; pins every file of it.")] = (
         "main"
     )
