@@ -32,6 +32,7 @@ SUMMARIES = {
     "bench": "measure: serve, sweep, latency, throughput, startup",
     "plan": "whether a model fits a device, and how fast it would run",
     "quantize": "write a checkpoint with quantized weights, which other engines load too",
+    "replay": "run one layer again on what went into it, as other schemes hold it",
     "shard": "write what each rank of a tensor-parallel group holds, for fast starts",
     "build-kernels": "compile a model's GPU kernels ahead, and measure its GEMMs",
     "doctor": "check this machine and say what to mend",

@@ -18,28 +18,33 @@ See = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None]
 
 
 class ObservedLinears(AdapterSlots):
-    """All linear layers of a model that takes adapters."""
+    """All linear layers of a model that takes adapters. `gemms`: their products, by the names of
+    their weights, once the model is loaded."""
 
     def __init__(self, see: See) -> None:
         super().__init__(count=0, max_rank=0)
         self._see = see
+        self.gemms: dict[tuple[str, ...], Linear] = {}
 
     def over(  # type: ignore[override]  # asked for `add_to` alone
         self, weight: Param, mesh: Mesh, device: torch.device, kind: str
     ) -> ObservedLinear:
         """See AdapterSlots."""
         names = tuple(dict.fromkeys(piece.name for piece in weight.pieces))
-        return ObservedLinear(names, self._see)
+        return ObservedLinear(names, self._see, self.gemms)
 
 
 class ObservedLinear:
     """One of them."""
 
-    def __init__(self, names: tuple[str, ...], see: See) -> None:
-        self._names, self._see = names, see
+    def __init__(
+        self, names: tuple[str, ...], see: See, gemms: dict[tuple[str, ...], Linear]
+    ) -> None:
+        self._names, self._see, self._gemms = names, see, gemms
 
     def add_to(self, gemm: Linear, bind: Callable[..., object]) -> Linear:
         """See AdaptedLinear."""
+        self._gemms[self._names] = gemm
 
         def project(x_TI: torch.Tensor) -> torch.Tensor:
             y_TO = gemm(x_TI)

@@ -1,0 +1,63 @@
+"""`headrace replay MODEL --module NAME`: runs one linear layer again on what went into it, as other
+schemes hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from headrace.base.config.options import CommandLine
+from headrace.base.errors import ConfigError
+from headrace.cli.model_argument import with_model
+from headrace.front.text.tokenizer_files import load_tokenizer
+from headrace.launch.facts import resolve_options
+
+AS_STORED = "as it ran"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the errors of the layer's outputs by scheme."""
+    line = CommandLine(
+        "headrace replay",
+        "Captures what goes into a linear layer and comes out, and compares schemes on it. CPU.",
+        groups=("model",),
+        own=("quantization",),
+    )
+    line.parser.add_argument("path", nargs="?", metavar="MODEL", help="folder or hub id")
+    line.parser.add_argument("--module", required=True, help="such as model.layers.0.mlp.down_proj")
+    line.parser.add_argument(
+        "--prompt", default="The mill stands by the water.", help="text that the model reads"
+    )
+    line.parser.add_argument(
+        "--schemes", default="int8,fp8,int4,int4-g128", help="comma-separated, as --quantization"
+    )
+    own, options = line.parse(argv)
+    resolved = resolve_options(
+        msgspec.structs.replace(
+            with_model(options, own.path),
+            device=msgspec.structs.replace(options.device, device="cpu"),
+        )
+    )
+    from headrace.back.quant.scheme import SCHEMES  # torch, after the options were checked
+    from headrace.launch.replay import capture, replay
+
+    schemes = [name for name in own.schemes.split(",") if name]
+    for name in schemes:
+        if name not in SCHEMES:
+            raise ConfigError(
+                f"--schemes: {name!r} is not one of {', '.join(SCHEMES)}", field="--schemes"
+            )
+    spec, tokenizer = resolved.engine.model, resolved.text.tokenizer_path
+    if tokenizer is None:
+        raise ConfigError("headrace replay: the model has no tokenizer", field="MODEL")
+    captured = capture(spec, own.module, load_tokenizer(tokenizer).encode(own.prompt))
+    table = Table("scheme", "largest error", "mean error", "relative")
+    for scheme in (None, *schemes):
+        errors = replay(spec, captured, scheme)
+        figures = (f"{errors.largest:.3g}", f"{errors.mean:.3g}", f"{errors.relative:.3%}")
+        table.add_row(scheme or AS_STORED, *figures)
+    Console().print(table)
+    return 0

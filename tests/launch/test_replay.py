@@ -1,0 +1,55 @@
+"""One layer run again on what went into it. QNT-11."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.base.errors import ConfigError
+from headrace.cli.replay import main
+from headrace.launch.locate import bundled_model
+from headrace.launch.replay import capture, replay
+from tests.models.oracle import model_spec, oracle_logits, save_oracle
+from tests.models.test_parity import tiny_config
+
+MODULE = "model.layers.1.mlp.down_proj"
+IDS = [5, 9, 60, 2, 33, 7, 8]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3"])
+def test_the_same_configuration_is_exact_and_schemes_lose_what_they_lose(
+    name: str, tmp_path: Path
+) -> None:
+    oracle = save_oracle(tiny_config(name), tmp_path)
+    module = MODULE if name == "qwen3" else "model.layers.1.self_attn.o_proj"
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    oracle.get_submodule(module).register_forward_hook(lambda _, x, y: seen.append((x[0][0], y[0])))
+    oracle_logits(oracle, [IDS])
+    spec = model_spec(tmp_path)
+    captured = capture(spec, module, IDS)
+    assert captured.names == (f"{module}.weight",)
+    torch.testing.assert_close(captured.x_TI, seen[0][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(captured.y_TO, seen[0][1], rtol=1e-4, atol=1e-5)
+    assert replay(spec, captured, None).largest == 0.0
+    int8, int4 = replay(spec, captured, "int8"), replay(spec, captured, "int4")
+    assert 0 < int8.mean <= int8.largest and 0 < int8.relative < 0.03
+    assert int8.relative < int4.relative < 0.3
+
+
+def test_a_layer_that_is_not_there_is_refused_with_names(tmp_path: Path) -> None:
+    save_oracle(tiny_config("qwen3"), tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"--module x\.down_proj: not among.*layers\.0\.mlp\.down"
+    ):
+        capture(model_spec(tmp_path), "x.down_proj", IDS)
+
+
+def test_the_command_prints_a_row_for_each_scheme(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(bundled_model())
+    assert main([model, "--module", MODULE, "--schemes", "int8,int4-g64"]) == 0
+    words = capsys.readouterr().out
+    assert "as it ran" in words and "int8" in words and "int4-g64" in words
+    with pytest.raises(ConfigError, match="--schemes: 'int3'"):
+        main([model, "--module", MODULE, "--schemes", "int3"])
