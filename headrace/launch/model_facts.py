@@ -37,7 +37,7 @@ from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
 from headrace.base.config.media import MediaSpec
 from headrace.base.config.quantization_formats import stored_quantization
-from headrace.base.config.quantized_tensors import find_quantized
+from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantized
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
@@ -348,11 +348,22 @@ def _safetensors_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
     hidden = tensors.claimed | tensors.activation_scales
     plain = _stored(tensor for name, tensor in headers.items() if name not in hidden)
     count = sum(math.prod(weight.shape) for weight in tensors.weights.values())
+    dtype_bytes = DTYPE_BYTES[plain.dtype or "bfloat16"]
+    kept = sum(_in_memory(one, headers, dtype_bytes) for one in tensors.weights.values())
     return Stored(
-        num_params=plain.num_params + count,
-        num_bytes=plain.num_bytes + count * DTYPE_BYTES[plain.dtype or "bfloat16"],
-        dtype=plain.dtype,
+        num_params=plain.num_params + count, num_bytes=plain.num_bytes + kept, dtype=plain.dtype
     )
+
+
+def _in_memory(
+    weight: QuantizedTensor, headers: Mapping[str, StoredTensor], dtype_bytes: int
+) -> int:
+    """About what a quantized weight takes once loaded: as stored, or as floats where no device's
+    kernels read it (which ones this device has, the workers see)."""
+    if not weight.stays_quantized:
+        return math.prod(weight.shape) * dtype_bytes
+    # kernels' scales take more than stored ones: of MXFP4 2 bytes for 1
+    return int(sum(headers[name].num_bytes for name in weight.members.values()) * 1.07)
 
 
 def _content(tensor: StoredTensor) -> bytes:

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
-from headrace.launch.model_facts import ModelFacts, Stored, describe, read_model_facts
+from headrace.launch.model_facts import (
+    ModelFacts,
+    Stored,
+    _safetensors_stored,
+    describe,
+    read_model_facts,
+)
 from tests.back.models.load.checkpoints import MODELS, save, tiny_model, write_gguf
 
 CONFIG: dict[str, Any] = {
@@ -196,3 +204,17 @@ def test_no_torch_is_needed() -> None:
         "assert 'huggingface_hub' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_weights_that_stay_quantized_count_as_they_are_stored(tmp_path: Path) -> None:
+    """gpt-oss's experts, and what kernels' scales take more; a format without kernels counts as floats."""
+    shape = 2, 64, 2
+    tensors = {
+        "m.experts.down_proj_blocks": torch.zeros(*shape, 16, dtype=torch.uint8),
+        "m.experts.down_proj_scales": torch.zeros(shape, dtype=torch.uint8),
+        "m.norm.weight": torch.zeros(8, dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = _safetensors_stored(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
+    assert found.num_params == 2 * 64 * 64 + 8
+    assert found.num_bytes == 16 + int(2 * 64 * 2 * 17 * 1.07)

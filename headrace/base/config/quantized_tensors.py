@@ -41,6 +41,20 @@ class QuantizedTensor(msgspec.Struct, frozen=True, kw_only=True):
         """What it is called in messages."""
         return f"{self.numbers.bits}-bit {self.numbers.arrangement}"
 
+    @property
+    def stays_quantized(self) -> bool:
+        """Whether there are kernels that read it as it is stored."""
+        numbers = self.numbers
+        known = numbers.arrangement in _READ_AS_STORED and numbers.bits in (4, 8)
+        return known and not numbers.ordered
+
+
+_READ_AS_STORED = {
+    *("gptq", "awq", "packed", "scaled", "fp8-blocks"),
+    *("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "nvfp4", "nvfp4-packed"),
+}
+"""Arrangements whose 4 and 8 bits some device's kernels read; all else becomes floats."""
+
 
 @dataclass(frozen=True)
 class QuantizedTensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import headrace.back.models.load as loading
 from headrace.back.kernels.experts_fp8 import op as experts_fp8
 from headrace.back.kernels.experts_fp8.layout import Fp8Experts
 from headrace.back.kernels.experts_int4.layout import Int4Experts
-from headrace.back.kernels.linear_int4.layout import E2M1
+from headrace.back.kernels.linear_int4.layout import E2M1, dequantize
 from headrace.back.layers.scope import Scope
 from headrace.back.models.load import load_model
+from headrace.back.models.load.fill import _matrices as each_matrix
 from headrace.back.parallel.mesh import Mesh
-from headrace.back.parallel.param import Copy, Param, WeightPiece
+from headrace.back.parallel.param import Copy, Param, WeightPiece, copies
+from headrace.back.parallel.shard import Part, Shard, Span
 from headrace.back.platforms.detect import FAKES
 from headrace.back.quant.experts import MatricesOf
 from headrace.back.quant.formats.groups import Groups
@@ -42,6 +45,7 @@ from headrace.launch.plan import (
     kernels_on_absent_device,
     stored_on_absent_device,
 )
+from tests.back.quant.formats.test_formats import open_weight
 from tests.back.quant.test_gpu import FORMATS as FP8_FORMATS
 from tests.back.quant.test_gpu_int4 import FORMATS as INT4_FORMATS
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
@@ -284,3 +288,39 @@ def test_a_plan_counts_the_bytes_that_a_gpu_keeps(tmp_path: Path) -> None:
     assert weights[1] - weights[0] == floats - kept
     chosen = {d.field: d.chosen for d in kernels_on_absent_device(spec, device, block_tokens=16)}
     assert chosen["kernel.experts_int4"] == "triton"
+
+
+def test_a_rank_keeps_the_scales_of_its_own_inputs(tmp_path: Path) -> None:
+    """The second half of the inputs of gpt-oss's downs, as two ranks share them."""
+    experts, inputs, outputs = 2, 128, 64
+    generator = torch.Generator().manual_seed(2)
+    shape = experts, outputs, inputs // 32
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
+    bits = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    plain = (torch.tensor(E2M1)[bits.int()] * torch.exp2(scales.float() - 127)[..., None]).flatten(
+        -2
+    )
+    name = "mlp.experts.down_proj"
+    whole, half = (experts, inputs, outputs), inputs // 2
+    param = Param(
+        name=name, shape=whole, dtype=torch.float32,
+        pieces=(WeightPiece(name=name, shape=whole),),
+        shard=Shard(axis="tp", dim=1, parts=(Part("inner values", inputs, 2),)),
+        spans=(Span(start=half, size=half, local=0),),
+        tensor=torch.empty(experts, half, outputs),
+    )  # fmt: skip
+    matrices = MatricesOf(param=param, names=("down",), size=outputs, in_turn=True)
+    stored = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    sizes = MixtureSizes(experts, outputs, half)
+    with closing(open_weight(tmp_path, {"quant_method": "mxfp4"}, stored)) as source:
+        kept = StoredGpuExperts([matrices], "mxfp4", sizes, device=torch.device("cpu"))
+        for copy in copies(param):
+            for one in each_matrix(copy):
+                assert param.on_groups is not None
+                assert param.on_groups(one, *source.groups(name, one.source)) is None
+    taken = kept.take()
+    assert isinstance(taken, Int4Experts)
+    for expert in range(experts):
+        found = dequantize(taken.matrix("down", expert), torch.float32)
+        assert torch.equal(found, plain[expert][:, half:])
