@@ -71,13 +71,21 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     """What a model costs. `read_bytes` are the weights one decode step reads (all but the embedding
     table, unless it is also the head), of them `head_bytes` the head's; `multiplied` is the number
     of weights a token is multiplied with. `kv_layers`: one (bytes per token, window in tokens or
-    None) per layer, recurrent states each with the window STATE."""
+    None) per layer, recurrent states each with the window STATE. `routed`: of mixtures (bytes,
+    experts, those that a token takes), part of `read_bytes`."""
 
     weight_bytes: int
     read_bytes: int
     multiplied: int
     kv_layers: tuple[tuple[int, int | None], ...]
     head_bytes: int = 0
+    routed: tuple[tuple[int, int, int], ...] = ()
+
+    def read_by(self, rows: int) -> float:
+        """Bytes of weights that a decode step of so many rows reads: of experts those that uniform
+        routing sends one of them to."""
+        left = (size * (1 - chosen / experts) ** rows for size, experts, chosen in self.routed)
+        return self.read_bytes - sum(left)
 
     def kv_bytes(self, context: int) -> int:
         """KV bytes of one sequence of `context` tokens."""
@@ -108,11 +116,11 @@ class SampleTiming(msgspec.Struct, frozen=True, kw_only=True):
     def decode_s(self, cost: ModelCost, rows: int) -> float:
         """Seconds of the whole model's step over `rows` rows of `context` tokens: in proportion to
         the bytes read."""
-        whole = cost.read_bytes + rows * cost.kv_bytes(self.context)
+        whole = cost.read_by(rows) + rows * cost.kv_bytes(self.context)
         return (
             self.step_s(rows)
             * whole
-            / (self.cost.read_bytes + rows * self.cost.kv_bytes(self.context))
+            / (self.cost.read_by(rows) + rows * self.cost.kv_bytes(self.context))
         )
 
     def prefill_tok_s(self, cost: ModelCost) -> float:
@@ -176,7 +184,7 @@ def predict_step(
     sample: SampleTiming | None = None,
 ) -> Prediction:
     """One decode step: at the roofline, or as a sample of the model says."""
-    bytes_s = (cost.read_bytes + batch * cost.kv_bytes(context)) / device.bandwidth
+    bytes_s = (cost.read_by(batch) + batch * cost.kv_bytes(context)) / device.bandwidth
     operations_s = 2 * batch * cost.multiplied / device.rate
     step_s = max(bytes_s, operations_s)
     if sample is not None:

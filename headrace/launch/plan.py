@@ -86,11 +86,13 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     table_bytes = sum(sizes[n][1] for n in tables)
     total = sum(num_bytes for _, num_bytes, _ in sizes.values())
     slots = 0 if model.adapters is None else model.adapters.num_bytes
+    routed = {p.name: p.routed for p in model.weights.params if p.routed is not None}
     matrices = sum(
         count
         for name, (count, _, dims) in sizes.items()
-        if dims == 2 and name not in (tables[1:] if tied else tables)
+        if dims == 2 and name not in (tables[1:] if tied else tables) and name not in routed
     )
+    matrices += sum(sizes[name][0] * chosen // of for name, (of, chosen) in routed.items())
     head_bytes = sum(s[1] for n, s in sizes.items() if "lm_head" in n or n == "head")
     looked_up = sum(sizes[n][1] for n in tables[1:])  # of these no step reads more than a few rows
     return ModelCost(
@@ -99,7 +101,18 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
         head_bytes=table_bytes - looked_up if tied else head_bytes,
         multiplied=matrices,
         kv_layers=_kv_layers(model, dtype),
+        routed=_routed({name: sizes[name][1] for name in routed}, routed),
     )
+
+
+def _routed(
+    num_bytes: dict[str, int], routed: dict[str, tuple[int, int]]
+) -> tuple[tuple[int, int, int], ...]:
+    """See ModelCost: those of one kind together."""
+    kinds: dict[tuple[int, int], int] = {}
+    for name, kind in routed.items():
+        kinds[kind] = kinds.get(kind, 0) + num_bytes[name]
+    return tuple((size, *kind) for kind, size in kinds.items())
 
 
 def _kv_layers(model: LoadableModel, dtype: torch.dtype) -> tuple[tuple[int, int | None], ...]:

@@ -124,3 +124,13 @@ def test_the_h200_floor_of_an_8b_decoder_at_batch_one() -> None:
 def test_an_unknown_device_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="h200"):
         known_device("tpu9")
+
+
+def test_a_step_reads_the_experts_that_its_rows_are_sent_to() -> None:
+    """Of 8 experts one row reads 2, two rows 3.5 on average, many all."""
+    cost = ModelCost(
+        weight_bytes=1000, read_bytes=900, multiplied=1, kv_layers=(), routed=((800, 8, 2),)
+    )
+    assert cost.read_by(1) == 100 + 200
+    assert cost.read_by(2) == 100 + 800 * (1 - 0.75**2)
+    assert cost.read_by(1000) == pytest.approx(900)

@@ -80,6 +80,7 @@ class Param:
     on_groups takes the numbers of quantized tensors likewise: (copy, groups, what they are); they
               are read on device `groups_on`
     on_filled   what the layer wants done as soon as the last piece is written; see `filled`
+    routed      of routed experts: how many there are, and how many a token takes
     packed_bytes  what this rank's weight takes once on_filled has packed it; 0: it is kept as it is
     """
 
@@ -97,6 +98,7 @@ class Param:
     on_groups: Callable[..., int | None] | None = field(default=None, repr=False)
     groups_on: torch.device = field(default_factory=partial(torch.device, "cpu"))
     on_filled: Callable[[], None] | None = field(default=None, repr=False)
+    routed: tuple[int, int] | None = None
     packed_bytes: int = 0
     bundle: Bundle | None = None
     members: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)

@@ -284,8 +284,11 @@ def test_a_plan_counts_the_bytes_that_a_gpu_keeps(tmp_path: Path) -> None:
         for model in models
     )
     assert 0.27 * floats < kept < 0.5 * floats  # small matrices, of which a tile is more
-    weights = [cost_of(model, dtype=torch.bfloat16).weight_bytes for model in models]
-    assert weights[1] - weights[0] == floats - kept
+    costs = [cost_of(model, dtype=torch.bfloat16) for model in models]
+    assert costs[1].weight_bytes - costs[0].weight_bytes == floats - kept
+    assert costs[0].multiplied == costs[1].multiplied
+    ((size, experts, chosen),) = costs[0].routed
+    assert size >= kept and experts > chosen > 0 and costs[0].read_by(1) < costs[0].read_bytes
     chosen = {d.field: d.chosen for d in kernels_on_absent_device(spec, device, block_tokens=16)}
     assert chosen["kernel.experts_int4"] == "triton"
 

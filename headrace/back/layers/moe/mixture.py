@@ -142,6 +142,8 @@ class Mixture:
         first = len(ledger.params) - (router.expert_scale is not None)
         loaded = spec.layout.params(scope, sizes)
         params, each = ledger.params[first:], (sizes.experts, width, inner)
+        for param in params:
+            param.routed = sizes.experts, min(router.top_k, sizes.experts)
         self._routed = ExpertSet(scope, loaded, params, sizes=each, scale=self._expert_scale)
         self._shared = None
         if shared is not None:
