@@ -8,6 +8,7 @@ translated or left out is a Decision, printed at start with the others.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -216,6 +217,14 @@ VLLM: Mapping[str, OtherFlag] = {
     "--allowed-origins": _refused("CORS headers are set by a proxy in front of the server"),
     "--middleware": _refused("no code of others runs in the server"),
 }
+_DRAFT_MODEL = OtherFlag(
+    words=lambda values: [
+        "--speculative-config",
+        json.dumps({"method": "draft_model", "model": values[0]}),
+    ],
+    arity=ONE,
+    why="the same drafts",
+)
 LLAMA: Mapping[str, OtherFlag] = {
     "-m": _as("--model"),
     "-hf": OtherFlag(
@@ -281,8 +290,8 @@ LLAMA: Mapping[str, OtherFlag] = {
     "-n": _refused("send max_tokens with each request"),
     "--lora": _refused(_NO_LORA),
     "--mmproj": _refused(_NO_MEDIA),
-    "-md": _refused("a draft model is not part of headrace; see --speculative-config"),
-    "--model-draft": _refused("a draft model is not part of headrace; see --speculative-config"),
+    "-md": _DRAFT_MODEL,
+    "--model-draft": _DRAFT_MODEL,
     "--ssl-key-file": _refused(_NO_TLS),
     "--ssl-cert-file": _refused(_NO_TLS),
 }

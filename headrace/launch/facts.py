@@ -15,6 +15,7 @@ from headrace.base.errors import ConfigError, MissingDependency
 from headrace.base.optional import available
 from headrace.front.text.tokenizer_files import read_facts
 from headrace.launch.chooser import Chooser
+from headrace.launch.drafters import find_draft
 from headrace.launch.locate import LocatedModel, locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts
 from headrace.launch.resolve import resolve, server_spec, text_spec
@@ -32,8 +33,10 @@ def resolve_options(options: Options, planned: MachineFacts | None = None) -> Re
     check_grpc(options.server)
     located, facts = find_model(options)
     options = msgspec.structs.replace(options, server=with_keys(options.server))
-    resolved = resolve(options, facts, planned or device_facts(options.device.device))
-    return msgspec.structs.replace(resolved, decisions=(*located.decisions, *resolved.decisions))
+    draft = find_draft(options, facts)
+    resolved = resolve(options, facts, planned or device_facts(options.device.device), draft)
+    where = (*located.decisions, *(() if draft is None else draft.decisions))
+    return msgspec.structs.replace(resolved, decisions=(*where, *resolved.decisions))
 
 
 def find_model(options: Options) -> tuple[LocatedModel, ModelFacts]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from headrace.back.models.families import FALLBACK
 from headrace.base.config.api_keys import is_key, key_digest, read_keys
 from headrace.base.config.resolved import (
@@ -35,6 +37,7 @@ from headrace.front.text.parsing.families import (
 )
 from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
+from headrace.launch.drafters import DraftCheckpoint
 from headrace.launch.encoder_decoder import alignment_heads, suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
 from headrace.launch.kv_types import kv_dtype_of, kv_plain_layers
@@ -72,8 +75,14 @@ CPU_STEP_TOKENS = 256
 DECODE_SLOWDOWN = 2.0
 
 
-def resolve(options: Options, model: ModelFacts, machine: MachineFacts) -> Resolved:
-    """The resolved tree; ConfigError where options contradict each other, model or machine."""
+def resolve(
+    options: Options,
+    model: ModelFacts,
+    machine: MachineFacts,
+    draft: DraftCheckpoint | None = None,
+) -> Resolved:
+    """The resolved tree; ConfigError where options contradict each other, model or machine.
+    `draft`: the weights that draft, where there are any."""
     choose = Chooser()
     device_spec = resolve_device(options, machine, choose)
     dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
@@ -116,8 +125,9 @@ def resolve(options: Options, model: ModelFacts, machine: MachineFacts) -> Resol
         grammar=GrammarSpec(
             tokenizer_path=text.tokenizer_path, backend=options.scheduler.grammar_backend
         ),
-        speculation=speculation_spec(options, model, device_spec, scheduler),
     )
+    speculation = speculation_spec(options, model, engine, draft, choose)
+    engine = replace(engine, speculation=speculation)
     return Resolved(
         engine=with_short_tables(engine, options, model, choose.note),
         text=text,

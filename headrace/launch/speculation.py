@@ -1,61 +1,141 @@
-"""The options of speculative decoding, decided: methods we do not have and models whose steps
-cannot verify drafts are refused by name."""
+"""The options of speculative decoding, decided: methods we do not have, models whose steps cannot
+verify drafts, and drafters that do not fit the model are refused by name."""
 
 from __future__ import annotations
 
-from headrace.back.models.families import FALLBACK
-from headrace.base.config.resolved import DeviceSpec, SchedulerSpec, SpeculationSpec
-from headrace.base.config.tree import Options
-from headrace.base.errors import ConfigError
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.back.models.families import FALLBACK, RECURRENT
+from headrace.base.config.resolved import EngineSpec, ModelSpec, SpeculationSpec
+from headrace.base.config.tree import Options, SpeculationOptions
+from headrace.launch.chooser import Chooser
+from headrace.launch.drafters import (
+    NETWORK_METHODS,
+    DraftCheckpoint,
+    lacks_model,
+    method_of,
+    refused,
+)
 from headrace.launch.model_facts import ModelFacts
 
-SPECULATIVE_METHODS = ("ngram",)
 CPU_DRAFTING_ROWS, FAST_DRAFTING_ROWS = 8, 64
 """Decoding rows up to which a step reads all weights whatever it verifies: more tokens are nearly
 free. Beyond them each draft takes time that the other rows could have."""
+DRAFTS = {"ngram": 6, "draft_model": 4, "eagle": 4, "eagle3": 4, "mtp": 3}
+"""Drafts of a row, where the options leave it open."""
 
 
 def speculation_spec(
-    options: Options, model: ModelFacts, device_spec: DeviceSpec, scheduler: SchedulerSpec
+    options: Options,
+    model: ModelFacts,
+    engine: EngineSpec,
+    draft: DraftCheckpoint | None,
+    choose: Chooser,
 ) -> SpeculationSpec | None:
     """Speculative decoding; ConfigError for methods we do not have and models that cannot use
     it."""
-    requested, flag = options.scheduler.speculative_config, "--speculative-config"
+    requested = options.scheduler.speculative_config
     if requested is None:
         return None
-    reason = None
-    if requested.method not in SPECULATIVE_METHODS:
-        reason = (
-            f"method {requested.method!r} is not known (known: {', '.join(SPECULATIVE_METHODS)})"
-        )
-    elif model.head != "lm":
-        reason = f"{model.architecture} generates no text"
-    elif model.family == FALLBACK:
-        reason = (
-            f"{model.architecture} runs by the transformers fallback, whose steps verify nothing"
-        )
-    elif model.has_encoder:
-        reason = f"{model.architecture} has an encoder before its decoder; not supported with one"
-    elif options.model.attention_capture:
-        reason = "not with --attention-capture, whose steps run token by token"
+    reason = _unverifiable(options, model)
     if reason is not None:
-        raise ConfigError(f"{flag}: {reason}", field="speculative_config")
+        raise refused(reason)
+    method = draft.method if draft is not None else method_of(requested.method)
+    if method == "auto":
+        method = "ngram"
+        choose.note("--speculative-config", "auto", method, "the checkpoint carries no heads")
+    if draft is None and method in NETWORK_METHODS:
+        raise lacks_model(method)
+    least, longest = _lookup(requested)
+    on_cpu = engine.device.device == "cpu"
+    rows = requested.disable_by_batch_size
+    if rows is None:
+        rows = CPU_DRAFTING_ROWS if on_cpu else FAST_DRAFTING_ROWS
+    return SpeculationSpec(
+        method=method,
+        num_tokens=requested.num_speculative_tokens or DRAFTS[method],
+        max_rows=min(rows, engine.scheduler.max_running),
+        max_match=longest,
+        min_match=least,
+        adaptive=requested.adaptive,
+        model=None if draft is None else _drafter(draft, model, engine),
+    )
+
+
+def _unverifiable(options: Options, model: ModelFacts) -> str | None:
+    """Why steps of the model cannot verify drafts."""
+    if model.head != "lm":
+        return f"{model.architecture} generates no text"
+    if model.family == FALLBACK:
+        return f"{model.architecture} runs by the transformers fallback, whose steps verify nothing"
+    if model.has_encoder:
+        return f"{model.architecture} has an encoder before its decoder; not supported with one"
+    if model.family in RECURRENT:
+        return (
+            f"{model.architecture} has recurrent layers, whose state does not go back to the last "
+            "draft that stands"
+        )
+    if options.model.attention_capture:
+        return "not with --attention-capture, whose steps run token by token"
+    return None
+
+
+def _lookup(requested: SpeculationOptions) -> tuple[int, int]:
+    """Tokens that are looked for, at least and at most."""
     longest, least = requested.prompt_lookup_max, requested.prompt_lookup_min
     if longest is None:
         longest = max(5, least or 0)
     if least is None:
         least = min(2, longest)
     if least > longest:
-        raise ConfigError(
-            f"{flag}: prompt_lookup_min {least} is greater than prompt_lookup_max {longest}",
-            field="speculative_config",
+        raise refused(f"prompt_lookup_min {least} is greater than prompt_lookup_max {longest}")
+    return least, longest
+
+
+def _drafter(draft: DraftCheckpoint, model: ModelFacts, engine: EngineSpec) -> ModelSpec:
+    """The checkpoint as it is loaded: beside the model, in its type and for its context."""
+    if engine.device.tensor_parallel > 1:
+        raise refused(
+            f"method {draft.method!r} runs on one device, not with --tensor-parallel "
+            f"{engine.device.tensor_parallel}; use ngram"
         )
-    rows = CPU_DRAFTING_ROWS if device_spec.device == "cpu" else FAST_DRAFTING_ROWS
-    return SpeculationSpec(
-        method=requested.method,
-        num_tokens=requested.num_speculative_tokens,
-        max_rows=min(rows, scheduler.max_running),
-        max_match=longest,
-        min_match=least,
-        adaptive=requested.adaptive,
+    if draft.model is None:
+        _check_sizes(draft, model)
+    elif draft.model.logits_width != model.logits_width:
+        raise refused(
+            f"the draft model {draft.path} knows {draft.model.logits_width} tokens, the model "
+            f"{model.logits_width}; both must have one vocabulary"
+        )
+    own = draft.model
+    return msgspec.structs.replace(
+        engine.model,
+        path=draft.path,
+        name=f"{engine.model.name}-{draft.method}",
+        format=draft.format,
+        family=model.family if own is None else own.family,
+        config=draft.config if own is None else own.config,
+        quantization=None,
+        manifest=None,
+        adapters=None,
+        bare=False if own is None else own.bare,
     )
+
+
+def _check_sizes(draft: DraftCheckpoint, model: ModelFacts) -> None:
+    """That a head is one of this model, by its config."""
+    config: Mapping[str, Any] = draft.config.get("transformer_layer_config") or draft.config
+    if draft.path == model.path:
+        return
+    for key, ours, what in (
+        ("hidden_size", model.hidden_size, "hidden size"),
+        ("vocab_size", model.logits_width, "vocabulary"),
+    ):
+        theirs = config.get(key)
+        if theirs != ours:
+            raise refused(
+                f"{draft.path}: {key} is {theirs!r}, but the model's {what} is {ours}; a head "
+                "drafts for the model that it was trained with alone"
+            )

@@ -83,6 +83,23 @@ class AttentionProbe(Protocol):
         ...
 
 
+LAST = -1
+"""Behind the last layer and its norm."""
+
+
+class HiddenTaps(Protocol):
+    """Sees hidden states of a step. `layers`: in front of which layers, and LAST."""
+
+    layers: frozenset[int]
+
+    def see(
+        self, layer: int, hidden_TE: torch.Tensor, branch_TE: torch.Tensor | None = None
+    ) -> None:
+        """The residual in front of a layer, with the branch that is still to be added to it, or
+        what goes into the head; neither is to be changed."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncodedTokens:
     """Rows of an encoder that stand for some of a step's tokens.
@@ -138,6 +155,7 @@ class Batch:
     rope_table_TR: cosines and sines of each query token, where its position has several axes; then
     positions_T are places in this table. None: those of a model's own table.
     encoded: what an encoder gives in place of tokens' embeddings (exact steps only).
+    taps: sees hidden states of all tokens. None: nobody does.
     """
 
     token_ids_T: torch.Tensor
@@ -155,3 +173,4 @@ class Batch:
     last_token_batch: Batch | None = None
     rope_table_TR: torch.Tensor | None = None
     encoded: EncodedTokens | None = None
+    taps: HiddenTaps | None = None

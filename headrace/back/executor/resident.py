@@ -18,7 +18,7 @@ from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import DeferredChecks, SelfCheckFailed
 from headrace.back.lora.store import AdapterStore
-from headrace.back.models.load import Origin
+from headrace.back.models.load import LoadReport, Origin
 from headrace.back.models.protocol import CausalModel
 from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh
@@ -29,6 +29,8 @@ from headrace.back.platforms.placement import interleave
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import StartedRunner, start_runner
 from headrace.back.sampling.sampler import choose_kernels
+from headrace.back.speculative.network import DraftNetwork
+from headrace.back.speculative.networks import load_network
 from headrace.back.transfer.orders import WeightOrders
 from headrace.base import heap
 from headrace.base.affinity import set_affinity
@@ -46,11 +48,13 @@ DEFAULT_LOADER = "headrace.back.models.load:load_model"
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """A model on this rank's device. `load_s`: the seconds of each part of its load; `origin`: how
-    it was built, where its weights can be replaced."""
+    """A model on this rank's device, and what drafts for it, where that has weights. `load_s`: the
+    seconds of each part of its load; `origin`: how it was built, where its weights can be
+    replaced."""
 
     spec: EngineSpec
     model: CausalModel
+    network: DraftNetwork | None
     device: torch.device
     weight_bytes: int
     decisions: tuple[Decision, ...]
@@ -116,7 +120,8 @@ class Resident:
         self._started = None
         gc.collect()
         if self._device.type != "cpu":
-            self._copy = HostCopy(self._loaded.model, self._device)
+            held = (self._loaded.model, self._loaded.network)
+            self._copy = HostCopy(held, self._device)
         self._let_go()
 
     def unpark(self) -> None:
@@ -144,7 +149,13 @@ class Resident:
 
 
 def _start(loaded: RankModel, checks: DeferredChecks | None) -> StartedRunner:
-    return start_runner(loaded.spec, loaded.model, device=loaded.device, checks=checks)
+    return start_runner(
+        loaded.spec,
+        loaded.model,
+        device=loaded.device,
+        checks=checks,
+        network=loaded.network,
+    )
 
 
 def build_resident(
@@ -171,15 +182,17 @@ def build_resident(
                 block_tokens=spec.kv.block_tokens,
                 verify_queries=verify_queries(spec),
             )
+            network, drafting = _load_network(spec, model, mesh, device)
             if checks is not None:
                 choose_kernels(device)
             load_s = time.perf_counter() - began - ready_s
             loaded = RankModel(
                 spec=spec,
                 model=model,
+                network=network,
                 device=device,
-                weight_bytes=report.weight_bytes,
-                decisions=(*report.decisions, *summing),
+                weight_bytes=report.weight_bytes + drafting.weight_bytes,
+                decisions=(*report.decisions, *summing, *drafting.decisions),
                 load_s={"device": ready_s, "load": load_s},
                 origin=report.origin,
                 rank=mesh.tp.rank,
@@ -192,6 +205,17 @@ def build_resident(
         return resident
     except torch.OutOfMemoryError as error:
         raise _too_small(error, device) from error
+
+
+def _load_network(
+    spec: EngineSpec, model: CausalModel, mesh: Mesh, device: torch.device
+) -> tuple[DraftNetwork | None, LoadReport]:
+    """What drafts for the model, where that has weights."""
+    speculation = spec.speculation
+    if speculation is None or speculation.model is None:
+        return None, LoadReport()
+    tokens = spec.kv.block_tokens
+    return load_network(speculation, model, mesh=mesh, device=device, block_tokens=tokens)
 
 
 MOST_DEFERRED_BUILDS = 3

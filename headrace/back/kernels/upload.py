@@ -29,3 +29,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
+
+
+def host_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Zeros int32 on the host, which a copy to or from the device does not wait for."""
+    return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -55,6 +55,7 @@ class AttentionSpec:
     keys_are_values  what goes into that norm is what goes into the keys'
     chooser    says which positions are read; None: all are
     position_bias  what is added to scores by distance
+    out_width  of what it gives, where that is not `width`
     """
 
     width: int
@@ -82,6 +83,7 @@ class AttentionSpec:
     keys_are_values: bool = False
     chooser: ChoiceSpec | None = None
     position_bias: RelativeBias | None = None
+    out_width: int | None = None
     names: AttentionNames = SEPARATE
 
     @property
@@ -202,7 +204,7 @@ class Attention:
         self._out = RowLinear(
             scope / names.out,
             Part(names.out, spec.heads * value_dim, spec.heads),
-            spec.width,
+            spec.out_width or spec.width,
             bias=spec.out_bias,
             adds=adds,
             transposed=names.transposed,

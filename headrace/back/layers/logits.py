@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES, LinearTopProblem
 from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
-from headrace.back.layers.embedding import TokenEmbedding, vocabulary_part
+from headrace.back.layers.embedding import vocabulary_part
 from headrace.back.layers.linear import Weight, bind_linear, gemm_of
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_gather
@@ -21,6 +22,13 @@ from headrace.back.parallel.param import WeightPiece
 from headrace.back.parallel.shard import Shard, local_size
 
 TopOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class HeadWeight(Protocol):
+    """What a head shares its weight with; it is there once the head is finished."""
+
+    @property
+    def weight_VE(self) -> Weight | None: ...
 
 
 class LogitsHead:
@@ -45,7 +53,7 @@ class LogitsHead:
         vocabulary: int,
         width: int,
         *,
-        tied: TokenEmbedding | None = None,
+        tied: HeadWeight | None = None,
         bias: bool | Scope = False,
         scale: float = 1.0,
         softcap: float | None = None,

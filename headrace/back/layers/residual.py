@@ -61,6 +61,11 @@ def sum_branches(one_TE: Branch, other_TE: Branch) -> Branch:
     return first_TE + second_TE
 
 
+def total(branch_TE: Branch) -> torch.Tensor | None:
+    """The branch, with the shares of all ranks."""
+    return branch_TE.total() if isinstance(branch_TE, Partial) else branch_TE
+
+
 def add_norm(norm: BlockNorm | None, branch_TE: Branch, residual_TE: torch.Tensor) -> torch.Tensor:
     """Adds a branch to the residual, in place, and norms that, if there is a norm."""
     if branch_TE is None:

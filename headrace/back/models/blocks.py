@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace.back.attention.forms import CacheForm
-from headrace.back.attention.plan import Batch
+from headrace.back.attention.plan import LAST, Batch, HiddenTaps
+from headrace.back.kernels.embedding.op import Embedding
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.layer_tail import LayerInputsSpec
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.norm import RMS, NormSpec
 from headrace.back.layers.positions import PositionsSpec
-from headrace.back.layers.residual import ResidualStreamsSpec, add_norm
+from headrace.back.layers.residual import ResidualStreamsSpec, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.decoder_layer import (
@@ -109,6 +110,7 @@ class Decoder:
 
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
         names, sizes = spec.names, spec.sizes
+        self.spec = spec
         prefix = scope.base_within or names.prefix
         inside = scope if scope.head.bare else scope / prefix
         self.logits_width = sizes.vocabulary
@@ -202,6 +204,8 @@ class Decoder:
         if self._streams is not None:
             stream = None, self._streams.begin(stream[1])
         for index, layer in enumerate(self._layers):
+            if batch.taps is not None and index in batch.taps.layers:
+                batch.taps.see(index, stream[1], total(stream[0]))
             stream = layer.forward(stream, batch, last=layer is self._last_writer)
             if encoded is not None and index < len(encoded.layers):
                 stream = None, add_norm(None, *stream)
@@ -213,7 +217,19 @@ class Decoder:
                 stream = None, layer.tail.forward(add_norm(None, *stream), input_TP)
         if self._streams is not None:
             stream = None, self._streams.end(stream[1])
-        return add_norm(self._norm, *stream)
+        hidden_TE = add_norm(self._norm, *stream)
+        return hidden_TE if batch.taps is None else _tapped(batch.taps, hidden_TE)
+
+    @property
+    def embed(self) -> Embedding:
+        """ids_T -> x_TE, as the layers read them: of drafters that share the table."""
+        return self._embedding.lookup
+
+    @property
+    def taps_until(self) -> int:
+        """Layers in front of which a batch's taps see all tokens; 0: there is no such residual."""
+        plain = self._streams is None and self._layer_inputs is None
+        return self._layers.index(self._last_writer) + 1 if plain else 0
 
     @property
     def _goes_on(self) -> bool:
@@ -239,6 +255,13 @@ class Decoder:
         """Class logits [N, labels], float32."""
         assert self._classifier is not None, "the model has no classification head"
         return self._classifier.logits(hidden_NE)
+
+
+def _tapped(taps: HiddenTaps, hidden_TE: torch.Tensor) -> torch.Tensor:
+    """What goes into the head, which may be seen."""
+    if LAST in taps.layers:
+        taps.see(LAST, hidden_TE)
+    return hidden_TE
 
 
 def at_last_tokens(

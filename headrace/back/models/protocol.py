@@ -67,13 +67,16 @@ class CausalModel(Protocol):
         ...
 
 
-class LoadableModel(CausalModel, Protocol):
-    """A decoder whose weights are still to come. `decisions` are complete after `finish_load`."""
+class Loadable(Protocol):
+    """What has weights that are still to come. `decisions` are complete after `finish_load`."""
 
     weights: WeightPlan
     decisions: tuple[Decision, ...]
 
     def finish_load(self) -> None:
-        """Packs the loaded weights; before it the model cannot run, after it nothing can be
-        loaded."""
+        """Packs the loaded weights; before it nothing can run, after it nothing can be loaded."""
         ...
+
+
+class LoadableModel(CausalModel, Loadable, Protocol):
+    """A model whose weights are still to come."""

@@ -75,7 +75,42 @@ def build_model(
     `verify_queries`, `planned`, `hollow`: see Scope. `ledger`: what the layers leave behind, if the
     caller reads it. `slots`: those of adapters that are there already.
     """
-    scope = Scope(
+    scope = scope_of(
+        spec,
+        mesh=mesh,
+        device=device,
+        block_tokens=block_tokens,
+        verify_queries=verify_queries,
+        stored=stored,
+        planned=planned,
+        ledger=ledger,
+        slots=slots,
+        hollow=hollow,
+    )
+    model = _build(spec, scope)
+    if scope.adapters is not None and model.adapters is None:
+        raise ConfigError(
+            f"--enable-lora: adapters are not applied in models of family {spec.family}",
+            field="enable_lora",
+        )
+    return model
+
+
+def scope_of(
+    spec: ModelSpec,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    block_tokens: int,
+    verify_queries: int = 1,
+    stored: Stored | None = None,
+    planned: str = "",
+    ledger: Ledger | None = None,
+    slots: AdapterSlots | None = None,
+    hollow: bool = False,
+) -> Scope:
+    """Where all layers of a checkpoint are built; see build_model."""
+    return Scope(
         ledger=ledger or Ledger(),
         mesh=mesh,
         device=device,
@@ -94,13 +129,6 @@ def build_model(
         planned=planned,
         hollow=hollow,
     )
-    model = _build(spec, scope)
-    if scope.adapters is not None and model.adapters is None:
-        raise ConfigError(
-            f"--enable-lora: adapters are not applied in models of family {spec.family}",
-            field="enable_lora",
-        )
-    return model
 
 
 def _slots(spec: ModelSpec) -> AdapterSlots | None:

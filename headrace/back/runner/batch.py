@@ -2,8 +2,9 @@
 
 `Rows` is what the runner knows of each request between steps: token ids and block tables on the
 device, because sampled tokens are written there and feed the next step there; lengths come with
-every plan and need no copy of their own. `StepShape` and the step's `Batch` are built anew each
-step from a plan and the rows, without a Python loop over rows. Nothing is both.
+every plan and need no copy of their own. `StepShape` is built anew each step from a plan and the
+rows, without a Python loop over rows, and so is what the device is told of it: a `StepMessage`, or
+the batch of an exact step (exact_steps.py). Nothing is both.
 
 T query tokens, R rows of a step, N rows that are sampled, B blocks of the longest row, U block
 updates. Host cost at 32 decode rows: under 100 us (tests/back/runner/test_batch.py counts the
@@ -19,9 +20,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch
-from headrace.back.kernels.step_inputs.op import StepTables
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem, StepTables
+from headrace.back.kernels.upload import host_buffer, to_device
+from headrace.back.runner.sizes import Bucket
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.base.wire.step import RowFeed, RowStart, StepPlan
@@ -317,84 +318,70 @@ def _verifying(
     )
 
 
-def build_batch(
-    shape: StepShape,
-    rows: Rows,
-    *,
-    kv: tuple[torch.Tensor, ...],
-    group_of_layer: tuple[int, ...],
-    probe: AttentionProbe | None = None,
-) -> Batch:
-    """The batch of one step; the rows have taken the plan over already.
+class StepMessage:
+    """The packed message (its layout: kernels/step_inputs/op.py), `words` on the device and RING
+    slots on the host."""
 
-    Indices are computed on the host, where a small operation costs half a microsecond; the device
-    gathers with them.
-    """
-    row_R = to_device(shape.rows, rows.device)
-    last_N = shape.query_start[1:][shape.sampled].astype(np.int64) - 1
-    return Batch(
-        token_ids_T=rows.tokens.take(shape.row_T, shape.position_T).to(torch.int64),
-        positions_T=to_device(shape.position_T, rows.device),
-        plans=_plans(shape, rows, row_R),
-        group_of_layer=group_of_layer,
-        kv=kv,
-        logits_at_N=to_device(last_N, rows.device),
-        row_R=row_R,
-        query_start=shape.query_start,
-        probe=probe,
-    )
+    def __init__(
+        self, problem: StepInputsProblem, tables: StepTables, updates: int, *, slots: int
+    ) -> None:
+        device = tables.blocks_GMB.device
+        self._problem = problem
+        self._shape = tables.blocks_GMB.shape
+        self.words = torch.zeros(problem.updates_at + 2 * updates, dtype=torch.int32, device=device)
+        self._slots: torch.Tensor | None = None
+        if device.type == "cpu":
+            # The step has run when the next message is written: it is written where the step reads
+            # it. Besides, each small operation of torch gives up the interpreter's lock and may
+            # wait long to get it back.
+            self._host = [self.words.numpy()] * slots
+        else:
+            self._slots = host_buffer((slots, self.words.numel()), device)
+            self._host = list(self._slots.numpy())
+        self.slot, self._count = 0, slots
 
+    def section(self, index: int, count: int) -> torch.Tensor:
+        """The first words of a section on the device."""
+        return self.words[HEADER + index * self._problem.section :][:count]
 
-def _plans(shape: StepShape, rows: Rows, row_R: torch.Tensor) -> tuple[AttentionPlan, ...]:
-    """One attention plan per KV group; what does not depend on the group is shared between them."""
-    query_start_R1 = to_device(shape.query_start, rows.device)
-    kv_len_R = to_device(shape.kv_len, rows.device)
-    num_blocks = -(-shape.max_kv_len // rows.block_tokens)
-    block_T = shape.position_T // rows.block_tokens
-    offset_T = to_device(shape.position_T - block_T * rows.block_tokens, rows.device)
-    plans = []
-    for table, span in zip(rows.tables, rows.spans, strict=True):
-        if span:
-            plans.append(_cross_plan(shape, rows, table, row_R, query_start_R1))
-            continue
-        table.reserve(num_blocks)
-        block_id_T = table.take(shape.row_T, block_T)
-        plans.append(
-            AttentionPlan(
-                query_start_R1=query_start_R1,
-                kv_len_R=kv_len_R,
-                block_table_RB=table.data[:, :num_blocks].index_select(0, row_R),
-                slot_T=torch.add(offset_T, block_id_T, alpha=rows.block_tokens),
-                host_query_start=shape.query_start,
-                host_kv_len=shape.kv_len,
-                num_decodes=shape.num_decodes,
-                max_query_len=shape.max_query_len,
-                max_kv_len=shape.max_kv_len,
-            )
+    def send_padding(self, bucket: Bucket) -> None:
+        """A step without rows."""
+        self.slot = slot = (self.slot + 1) % self._count
+        words = self._host[slot]
+        words[: self._problem.updates_at] = 0
+        words[4] = slot
+        words[HEADER : HEADER + bucket.rows] = self._problem.max_rows
+        self._copy(self._problem.updates_at)
+
+    def send(self, bucket: Bucket, plan: StepPlan, shape: StepShape, rows: Rows) -> int:
+        """Packs the step and starts its copy; returns the slot of this step. Updates beyond what
+        the bucket holds go by `rows` before it."""
+        self.slot = slot = (self.slot + 1) % self._count
+        words, size = self._host[slot], self._problem.section
+        count, num_tokens = shape.rows.size, int(shape.query_start[-1])
+        updates = min(plan.block_id.size, bucket.updates)
+        words[:5] = count, num_tokens, shape.num_decodes, updates, slot
+        columns = (
+            (shape.rows, self._problem.max_rows, bucket.rows),
+            (shape.kv_len, 0, bucket.rows),
+            (shape.query_start, num_tokens, bucket.rows + 1),
+            (plan.sample, 0, bucket.rows),
         )
-    return tuple(plans)
+        for i, (values, padding, width) in enumerate(columns):
+            part = words[HEADER + i * size :][:width]
+            part[: values.size], part[values.size :] = values, padding
+        if plan.block_id.size > updates:
+            rows.update(plan, first=updates)
+        end = self._problem.updates_at + 2 * updates
+        if updates:
+            _, num_rows, width = self._shape
+            at = (plan.block_group[:updates] * num_rows + plan.block_row[:updates]) * width
+            pairs = words[self._problem.updates_at : end]
+            pairs[0::2] = at + plan.block_index[:updates]
+            pairs[1::2] = plan.block_id[:updates]
+        self._copy(end)
+        return slot
 
-
-def _cross_plan(
-    shape: StepShape,
-    rows: Rows,
-    table: GrowingTable,
-    row_R: torch.Tensor,
-    query_start_R1: torch.Tensor,
-) -> AttentionPlan:
-    """Of cross caches: each row has its encoder's outputs, to which the step adds nothing."""
-    kv_len = rows.cross_tokens[shape.rows]
-    longest = max(kv_len.tolist())
-    num_blocks = max(1, -(-longest // rows.block_tokens))
-    table.reserve(num_blocks)
-    return AttentionPlan(
-        query_start_R1=query_start_R1,
-        kv_len_R=to_device(kv_len, rows.device),
-        block_table_RB=table.data[:, :num_blocks].index_select(0, row_R),
-        slot_T=torch.zeros(shape.row_T.size, dtype=torch.int64, device=rows.device),
-        host_query_start=shape.query_start,
-        host_kv_len=kv_len,
-        num_decodes=shape.num_decodes,
-        max_query_len=shape.max_query_len,
-        max_kv_len=num_blocks * rows.block_tokens,
-    )
+    def _copy(self, end: int) -> None:
+        if self._slots is not None:
+            self.words[:end].copy_(self._slots[self.slot, :end], non_blocking=True)

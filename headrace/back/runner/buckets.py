@@ -22,8 +22,8 @@ import torch
 from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
+from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.kernels.step_inputs.op import (
-    HEADER,
     ROWS,
     SLOT,
     GroupBlocks,
@@ -31,8 +31,9 @@ from headrace.back.kernels.step_inputs.op import (
     StepOut,
     StepTables,
 )
-from headrace.back.kernels.step_inputs.op import OP as INPUTS
-from headrace.back.runner.batch import GrowingTable, Rows, StepShape, done_in_step
+from headrace.back.kernels.upload import to_device
+from headrace.back.runner.batch import GrowingTable, Rows, StepMessage, StepShape, done_in_step
+from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.graph_usage import GraphUsage
 from headrace.back.runner.replay import (
     RING,
@@ -40,14 +41,12 @@ from headrace.back.runner.replay import (
     Replay,
     SampleRing,
     StaticTensors,
-    host_buffer,
     step_tables,
 )
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
 from headrace.back.runner.steps import (
     AwaitMasks,
-    ExactSteps,
     StepOutputs,
     StepResources,
     StepTensors,
@@ -65,7 +64,8 @@ MOST_FRAMES = 512
 
 
 class BucketSteps:
-    """`Steps` by buckets. See the top of the file; the state must be `in_graphs`."""
+    """`Steps` by buckets. See the top of the file; the state must be `in_graphs`. `draft_rows`:
+    steps of more rows have no drafts, and no drafter follows them."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class BucketSteps:
         max_tokens: int,
         max_model_len: int,
         drafter: Drafter | None = None,
+        draft_rows: int = 0,
         usage: GraphUsage | None = None,
     ) -> None:
         device, model = resources.device, resources.model
@@ -86,7 +87,7 @@ class BucketSteps:
         shortcuts = {"argmax": model.argmax, "top_candidates": model.top_candidates}
         self._shortcuts = {name: way for name, way in shortcuts.items() if way is not None}
         self._lacks = shortcuts.keys() - self._shortcuts.keys()
-        self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
+        buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         self._problem = problem = StepInputsProblem(
             device=device.type,
             block_tokens=block_tokens,
@@ -97,8 +98,8 @@ class BucketSteps:
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
         self._chosen = decisions((inputs, commit))
-        self.common_rows = self.buckets.common_rows
-        self.distinct_rows = self.buckets.distinct_rows
+        self.buckets = buckets
+        self.common_rows, self.distinct_rows = buckets.common_rows, buckets.distinct_rows
         self._tables = step_tables(
             max_rows=max_rows,
             max_model_len=max_model_len,
@@ -110,12 +111,16 @@ class BucketSteps:
         self.rows = _rows_of(self._tables, resources.spans, block_tokens=block_tokens)
         self._speculation: DraftVerification | None = None
         if drafter is not None:
-            on_host = replay.on_host
-            self._speculation = DraftVerification(drafter, problem, self._tables, on_host=on_host)
+            self._speculation = DraftVerification(
+                drafter, problem, self._tables, self.rows, replay, max_rows=draft_rows
+            )
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
         self.host_drafts = drafter is not None and replay.on_host
-        self._exact = ExactSteps(resources, self.rows)
-        self._message = _Message(problem, self._tables, self.buckets.largest.updates)
+        taps = self._taps = None if drafter is None else drafter.taps
+        self._last_hidden = drafter is not None and drafter.last_hidden
+        self._exact = ExactSteps(resources, self.rows, taps=taps)
+        self._newest: Bucket | None = None
+        self._message = StepMessage(problem, self._tables, buckets.largest.updates, slots=RING)
         self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)
         self._sampled_ring = SampleRing((max_rows * MOST_WORDS,), device)
         self._static = StaticTensors(max_tokens, self._tables)
@@ -166,10 +171,6 @@ class BucketSteps:
         self.rows.begin(plan)
         return plan if self._speculation is None else self._speculation.begin(plan, needs, masks)
 
-    def propose_next(self, plan: StepPlan) -> np.ndarray:
-        """See Steps."""
-        return NO_DRAFTS if self._speculation is None else self._speculation.propose_next(plan)
-
     def commit(
         self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
     ) -> np.ndarray:
@@ -201,6 +202,7 @@ class BucketSteps:
         """See Steps. One that is looked into, or whose sizes the model wants on the host, is run by
         itself, over the same rows and cache."""
         if probe is not None or self._wants_host(shape):
+            self._newest = None
             return self._exact.run(plan, shape, probe=probe, take_masks=take_masks)
         needs, size = shape.needs, {"tokens": int(shape.query_start[-1]), "rows": shape.rows.size}
         bucket = self.buckets.of(**size)
@@ -213,13 +215,14 @@ class BucketSteps:
         in_step = bucket.verifies or done_in_step(needs, decodes=bucket.decode)
         if in_step and needs not in self._lacks:
             bucket = replace(bucket, sampler_input=needs)
-        if shape.every and not bucket.decode and not bucket.verifies:
+        if (shape.every or self._last_hidden) and not bucket.decode and not bucket.verifies:
             bucket = replace(bucket, every=True)
         if shape.slots is not None and (slots := self._resources.slots) is not None:
             slots.send(shape.slots, shape.query_start, tokens=bucket.tokens, rows=bucket.rows)
             bucket = replace(bucket, adapted=True)
         if plan.step >= 0:
             self._usage.counts[bucket] += 1
+        self._newest = bucket
         slot = self._message.send(bucket, plan, shape, self.rows)
         sampling = bucket.sampler_input
         if not isinstance(sampling, InStepSampling):
@@ -249,18 +252,64 @@ class BucketSteps:
         """See Steps."""
         return self._replay.event()
 
-    def _step(self, bucket: Bucket) -> StepTensors:
-        """The whole step on the device, from the message that was copied last to the ring."""
+    def finish(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
+        """See Steps. What is kept of a step is work of its own, replayed as the step is."""
+        speculation = self._speculation
+        return NO_DRAFTS if speculation is None else self._finish(speculation, plan, shape)
+
+    def _finish(
+        self, speculation: DraftVerification, plan: StepPlan, shape: StepShape
+    ) -> np.ndarray:
+        if speculation.follow_rows(shape):
+            self._follow_newest(speculation, shape)
+        return speculation.propose_next(plan) if plan.deferred else NO_DRAFTS
+
+    def _follow_newest(self, speculation: DraftVerification, shape: StepShape) -> None:
+        if self._newest is not None:
+            plain = {"sampler_input": "logits", "commits": True, "adapted": False}
+            self._replay.run(replace(self._newest, **plain, part="follow"), self._follow)
+            return
+        batch = self._exact.batch
+        assert batch is not None and batch.row_R is not None
+        position_T = to_device(shape.position_T, self._resources.device)
+        row_R, start_R1 = batch.row_R.to(torch.int32), batch.plans[0].query_start_R1
+        speculation.follow(batch, row_R, start_R1, position_T)
+
+    def _follow(self, bucket: Bucket) -> StepTensors:
+        """Behind the step of this size that ran last, on the tensors that it was built of."""
+        assert self._speculation is not None
+        frame = self._frame_of(bucket)
+        row_R = self._message.section(0, bucket.rows)
+        start_R1 = self._message.section(2, bucket.rows + 1)
+        positions_T = frame.out.positions_T
+        hidden = self._speculation.follow(frame.batch, row_R, start_R1, positions_T)
+        return StepTensors(hidden_TE=hidden)
+
+    def _frame_of(self, bucket: Bucket) -> _Frame:
+        """Made once for each bucket."""
         if bucket not in self._frames:
             if len(self._frames) >= MOST_FRAMES:
                 self._frames.clear()
             frame, slots = self._frame(bucket), self._resources.slots
             batch = slots.on(frame.batch) if bucket.adapted and slots is not None else frame.batch
             self._frames[bucket] = replace(frame, batch=batch)
-        frame, model, words = self._frames[bucket], self._resources.model, self._message.words
+        return self._frames[bucket]
+
+    def _propose(self, bucket: Bucket, out: StepOut) -> None:
+        """Drafts for the rows of a step, in front of it; behind its updates of block tables, where
+        they are written to."""
+        assert self._speculation is not None
+        if self._speculation.follows:
+            self._inputs(self._message.words, self._tables, out)
+        starts_R1 = self._message.section(2, bucket.rows + 1)
+        row_R = self._message.section(0, bucket.rows)
+        self._speculation.propose(row_R, starts_R1, bucket.queries - 1)
+
+    def _step(self, bucket: Bucket) -> StepTensors:
+        """The whole step on the device, from the message that was copied last to the ring."""
+        frame, model, words = self._frame_of(bucket), self._resources.model, self._message.words
         if bucket.verifies and self._speculation is not None and self._speculation.proposes_in_step:
-            starts_R1 = self._message.section(2, bucket.rows + 1)
-            self._speculation.propose(self._message.section(0, bucket.rows), starts_R1)
+            self._propose(bucket, frame.out)
         self._inputs(words, self._tables, frame.out)
         if frame.ones_R1 is not None:  # padding rows have no query
             torch.minimum(self._static.place[: bucket.rows + 1], words[ROWS], out=frame.ones_R1)
@@ -344,6 +393,7 @@ class BucketSteps:
             kv=self._resources.kv,
             logits_at_N=out.last_R,
             row_R=self._message.section(0, bucket.rows),
+            taps=self._taps,
         )
         if bucket.decode or bucket.every or bucket.verifies:
             return _Frame(out=out, batch=batch)
@@ -397,70 +447,3 @@ class _Frame:
     out: StepOut
     batch: Batch
     ones_R1: torch.Tensor | None = None
-
-
-class _Message:
-    """The packed message (its layout: kernels/step_inputs/op.py), `words` on the device and RING
-    slots on the host."""
-
-    def __init__(self, problem: StepInputsProblem, tables: StepTables, updates: int) -> None:
-        device = tables.blocks_GMB.device
-        self._problem = problem
-        self._shape = tables.blocks_GMB.shape
-        self.words = torch.zeros(problem.updates_at + 2 * updates, dtype=torch.int32, device=device)
-        self._slots: torch.Tensor | None = None
-        if device.type == "cpu":
-            # The step has run when the next message is written: it is written where the step reads
-            # it. Besides, each small operation of torch gives up the interpreter's lock and may
-            # wait long to get it back.
-            self._host = [self.words.numpy()] * RING
-        else:
-            self._slots = host_buffer((RING, self.words.numel()), device)
-            self._host = list(self._slots.numpy())
-        self.slot = 0
-
-    def section(self, index: int, count: int) -> torch.Tensor:
-        """The first words of a section on the device."""
-        return self.words[HEADER + index * self._problem.section :][:count]
-
-    def send_padding(self, bucket: Bucket) -> None:
-        """A step without rows."""
-        self.slot = slot = (self.slot + 1) % RING
-        words = self._host[slot]
-        words[: self._problem.updates_at] = 0
-        words[4] = slot
-        words[HEADER : HEADER + bucket.rows] = self._problem.max_rows
-        self._copy(self._problem.updates_at)
-
-    def send(self, bucket: Bucket, plan: StepPlan, shape: StepShape, rows: Rows) -> int:
-        """Packs the step and starts its copy; returns the slot of this step. Updates beyond what
-        the bucket holds go by `rows` before it."""
-        self.slot = slot = (self.slot + 1) % RING
-        words, size = self._host[slot], self._problem.section
-        count, num_tokens = shape.rows.size, int(shape.query_start[-1])
-        updates = min(plan.block_id.size, bucket.updates)
-        words[:5] = count, num_tokens, shape.num_decodes, updates, slot
-        columns = (
-            (shape.rows, self._problem.max_rows, bucket.rows),
-            (shape.kv_len, 0, bucket.rows),
-            (shape.query_start, num_tokens, bucket.rows + 1),
-            (plan.sample, 0, bucket.rows),
-        )
-        for i, (values, padding, width) in enumerate(columns):
-            part = words[HEADER + i * size :][:width]
-            part[: values.size], part[values.size :] = values, padding
-        if plan.block_id.size > updates:
-            rows.update(plan, first=updates)
-        end = self._problem.updates_at + 2 * updates
-        if updates:
-            _, num_rows, width = self._shape
-            at = (plan.block_group[:updates] * num_rows + plan.block_row[:updates]) * width
-            pairs = words[self._problem.updates_at : end]
-            pairs[0::2] = at + plan.block_index[:updates]
-            pairs[1::2] = plan.block_id[:updates]
-        self._copy(end)
-        return slot
-
-    def _copy(self, end: int) -> None:
-        if self._slots is not None:
-            self.words[:end].copy_(self._slots[self.slot, :end], non_blocking=True)

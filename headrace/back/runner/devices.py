@@ -14,13 +14,16 @@ from headrace.back.runner.batch import Rows
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.cuda_graphs import CudaGraphs
+from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.graph_usage import GraphUsage
 from headrace.back.runner.memory import Profile
 from headrace.back.runner.replay import Replay
 from headrace.back.runner.sizes import Buckets, SizesFactory
-from headrace.back.runner.steps import ExactSteps, StepResources, Steps
+from headrace.back.runner.steps import StepResources, Steps
 from headrace.back.speculative import DRAFTERS
-from headrace.base.config.resolved import EngineSpec, max_forward_tokens
+from headrace.back.speculative.drafter import Drafter
+from headrace.back.speculative.network import NetworkDrafter, NetworkPlace
+from headrace.base.config.resolved import EngineSpec, SpeculationSpec, max_forward_tokens
 
 
 class StepsFactory(Protocol):
@@ -60,9 +63,8 @@ def bucket_steps(
     sizes: SizesFactory = Buckets,
 ) -> BucketSteps:
     """Steps by buckets, replayed as `replay` does."""
-    drafter = None
-    if spec.speculation is not None:
-        drafter = DRAFTERS[spec.speculation.method](spec.speculation, resources.device)
+    speculation = spec.speculation
+    drafter = None if speculation is None else _drafter(speculation, resources, spec)
     return BucketSteps(
         resources,
         replay,
@@ -73,8 +75,25 @@ def bucket_steps(
         max_tokens=max_forward_tokens(spec),
         max_model_len=spec.model.max_model_len,
         drafter=drafter,
+        draft_rows=0 if speculation is None else speculation.max_rows,
         usage=GraphUsage.of(spec, resources.device),
     )
+
+
+def _drafter(speculation: SpeculationSpec, resources: StepResources, spec: EngineSpec) -> Drafter:
+    network = resources.network
+    if network is None:
+        return DRAFTERS[speculation.method](speculation, resources.device)
+    place = NetworkPlace(
+        kv=resources.kv,
+        group_of_cache=resources.group_of_layer,
+        model_caches=resources.model_caches,
+        block_tokens=spec.kv.block_tokens,
+        max_rows=spec.scheduler.max_running,
+        max_tokens=max_forward_tokens(spec),
+        device=resources.device,
+    )
+    return NetworkDrafter(network, place, max_drafts=speculation.num_tokens)
 
 
 def compiles_kernels(device: torch.device) -> bool:

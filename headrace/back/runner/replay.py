@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.step_inputs.op import StepOut, StepTables
+from headrace.back.kernels.upload import host_buffer
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import StepTensors, TakeMasks
@@ -117,11 +118,6 @@ class SampleRing:
         self.samples = cache(
             lambda slot, words, masked: StepSamples.of(arrays[slot], words, masked=masked)
         )
-
-
-def host_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Zeros int32 on the host, which a copy to or from the device does not wait for."""
-    return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 class StaticTensors:

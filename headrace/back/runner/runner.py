@@ -42,11 +42,12 @@ from headrace.back.runner.states import StateFactory
 from headrace.back.runner.steps import StepResources, token_choices
 from headrace.back.sampling.logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
+from headrace.back.speculative.network import DraftNetwork
 from headrace.base.config.resolved import EngineSpec, max_forward_tokens
 from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING
 from headrace.base.wire.media import MediaForm
-from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import RecordedGraphs, StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class RunnerPlan:
     projection: Projection | None
     steps: StepsFactory
     state: StateFactory
+    network: DraftNetwork | None = None
 
 
 class Runner:
@@ -110,6 +112,8 @@ class Runner:
             device=device,
             spans=plan.layout.cross_spans,
             slots=self._slots,
+            network=plan.network,
+            model_caches=len(model.kv_forms),
         )
         self._steps = plan.steps(resources, plan.spec, num_groups=len(plan.layout.groups))
         self._choices = token_choices(self._sampler, self._steps, model.logits)
@@ -281,12 +285,12 @@ class Runner:
             event=self._steps.event(),
             shape=shape,
             sampled=sampled,
-            proposed=self._steps.propose_next(plan) if plan.deferred else NO_DRAFTS,
             prompts=prompts,
             pooled=self._pooler.pool(shape, outputs.out.hidden_TE) if self._pooler.rows else (),
             captured=() if probe is None else probe.weights,
             refused=refused,
             lost=self._lost.append,
+            proposed=self._steps.finish(plan, shape),  # last: it may overwrite what the step left
         )
 
     def _begin(self, plan: StepPlan) -> None:

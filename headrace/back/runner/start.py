@@ -36,6 +36,7 @@ from headrace.back.runner.runner import Runner, RunnerPlan
 from headrace.back.runner.states import StateFactory, state_of
 from headrace.back.runner.verification import check_groups
 from headrace.back.runner.warmup import run_largest, warm_up
+from headrace.back.speculative.network import DraftNetwork
 from headrace.base.config.resolved import EngineSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,11 +58,12 @@ def start_runner(
     steps: StepsFactory = make_steps,
     state: StateFactory | None = None,
     checks: DeferredChecks | None = None,
+    network: DraftNetwork | None = None,
 ) -> StartedRunner:
     """Prepares, constructs and warms up. `checks`: self-checks that wait until their kernels have
     been compiled."""
     seconds = {"compile": 0.0, "profile": 0.0}
-    plan = plan_runner(spec, model, device=device, steps=steps, state=state)
+    plan = plan_runner(spec, model, device=device, steps=steps, state=state, network=network)
     if compiles_kernels(device):
         plan = _try_out(plan, checks, seconds)
     runner = Runner(plan)
@@ -76,11 +78,16 @@ def plan_runner(
     device: torch.device,
     steps: StepsFactory = make_steps,
     state: StateFactory | None = None,
+    network: DraftNetwork | None = None,
 ) -> RunnerPlan:
     """What a runner is made of; its KV cache as large as the specification says, or the smallest
     there is, where the specification lets the device decide."""
+    own = () if network is None else network.kv_forms
+    behind = (replace(form, cache=len(model.kv_forms) + form.cache) for form in own)
     layout = lay_out(
-        model.kv_forms, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
+        (*model.kv_forms, *behind),
+        block_tokens=spec.kv.block_tokens,
+        dtype=_DTYPES[spec.model.dtype],
     )
     if spec.speculation is not None:
         check_groups(layout.groups)
@@ -94,6 +101,7 @@ def plan_runner(
         projection=load_projection(spec.model, device),
         steps=steps,
         state=state or state_of(model),
+        network=network,
     )
 
 

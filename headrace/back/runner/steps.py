@@ -1,9 +1,8 @@
 """How a step's tensors are made and run: the seam behind which devices differ. The runner knows
 only `Steps`.
 
-`ExactSteps` builds a batch of exactly the step's size and runs it at once: every CPU step, and
-steps on other devices whose kernels or model read something on the host. Steps of fixed sizes that
-are replayed: buckets.py, cuda_graphs.py.
+Steps of exactly their own size, run at once: exact_steps.py. Steps of fixed sizes that are
+replayed: buckets.py, cuda_graphs.py, cpu_graphs.py.
 
 What a step leaves says who chooses its tokens: the rows of `token_choices`.
 
@@ -13,8 +12,8 @@ T query tokens, N rows sampled, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,23 +22,21 @@ import torch
 from headrace.back.attention.plan import AttentionProbe
 from headrace.back.kernels.greedy.op import Argmax, Greedy
 from headrace.back.kernels.upload import to_device, to_host
-from headrace.back.lora.rows import RowSlots, slots_of
+from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
-from headrace.back.runner.batch import Rows, StepShape, build_batch
+from headrace.back.runner.batch import Rows, StepShape
 from headrace.back.runner.results import (
-    DeviceEvent,
-    PassedEvent,
     SampledTokens,
     StepEvent,
-    recorded,
 )
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.features import SampledRows
 from headrace.back.sampling.in_step import StepSampler, StepSamples
 from headrace.back.sampling.sampler import Sampled, Sampler
 from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
+from headrace.back.speculative.network import DraftNetwork
 from headrace.base.config.resolved import Decision
-from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan
+from headrace.base.wire.step import RecordedGraphs, StepPlan
 
 AwaitMasks = Callable[[], memoryview]
 """Waits for the grammar masks of a step; its payload. It may be called again."""
@@ -122,7 +119,8 @@ class StepOutputs:
 class StepResources:
     """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV
     group. sample: samples within steps; None: this device's steps only take the argmax. spans: see
-    Rows. slots: of the rows' adapters, where the model takes any."""
+    Rows. slots: of the rows' adapters, where the model takes any. network: what drafts, where that
+    has weights: its caches lie in `kv` behind the model's, from `model_caches` on."""
 
     model: CausalModel
     state: ModelState
@@ -133,6 +131,8 @@ class StepResources:
     slots: RowSlots | None = None
     sample: StepSampler | None = None
     spans: tuple[int, ...] = ()
+    network: DraftNetwork | None = None
+    model_caches: int = 0
 
 
 class Steps(Protocol):
@@ -174,10 +174,6 @@ class Steps(Protocol):
         drafts must be allowed by them."""
         ...
 
-    def propose_next(self, plan: StepPlan) -> np.ndarray:
-        """Behind a step that waited for masks: see StepResult.proposed."""
-        ...
-
     def run(
         self,
         plan: StepPlan,
@@ -200,6 +196,11 @@ class Steps(Protocol):
 
     def event(self) -> StepEvent:
         """The point behind everything that has been launched."""
+        ...
+
+    def finish(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
+        """The rows have the tokens of the step that ran last: what is kept of it for later drafts;
+        behind a step that waited for masks, StepResult.proposed. Its tensors may be overwritten."""
         ...
 
 
@@ -311,89 +312,3 @@ def _committed(steps: Steps, shape: StepShape, sampled: Sampled) -> SampledToken
         chosen_logit=None if chosen_logit_N is None else to_host(chosen_logit_N).numpy(),
         logprobs=sampled.logprobs,
     )
-
-
-class ExactSteps:
-    """See the top of the file."""
-
-    max_drafts = 0
-    host_drafts = False
-    common_rows: tuple[int, ...] = ()
-    distinct_rows: tuple[int, ...] = ()
-
-    def __init__(self, resources: StepResources, rows: Rows, why: str = "") -> None:
-        self.rows = rows
-        self._resources = resources
-        why = why or "the host runs each step itself"
-        self.decisions: tuple[Decision, ...] = (
-            (Decision("graphs", "auto", "off", why),) if resources.device.type != "cpu" else ()
-        )
-
-    @property
-    def graphs(self) -> RecordedGraphs:
-        """See Steps."""
-        return RecordedGraphs()
-
-    def record_next(self) -> None:
-        """See Steps."""
-
-    def scope(self) -> AbstractContextManager[object]:
-        """See Steps."""
-        return nullcontext()
-
-    def compiling(self) -> None:
-        """See Steps."""
-
-    def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
-        """See Steps."""
-        self.rows.begin(plan)
-        return plan
-
-    def propose_next(self, plan: StepPlan) -> np.ndarray:
-        """See Steps."""
-        return NO_DRAFTS
-
-    def commit(
-        self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
-    ) -> np.ndarray:
-        """See Steps."""
-        token_N = token_N.to(torch.int32)
-        self.rows.append(shape.sampled_row, shape.sampled_position, token_N)
-        return to_host(token_N).numpy()
-
-    def run(
-        self,
-        plan: StepPlan,
-        shape: StepShape,
-        *,
-        take_masks: TakeMasks,
-        probe: AttentionProbe | None = None,
-    ) -> StepOutputs:
-        """See Steps."""
-        resources = self._resources
-        if plan.block_id.size:
-            self.rows.update(plan)
-        self.rows.tokens.reserve(shape.max_kv_len + 1)
-        batch = build_batch(
-            shape, self.rows, kv=resources.kv, group_of_layer=resources.group_of_layer, probe=probe
-        )
-        if shape.slots is not None:
-            batch = replace(batch, slot_T=slots_of(shape.slots, shape.query_start, batch))
-        batch = resources.state.prepare(batch, shape)
-        resources.state.before(batch)
-        hidden_TE = resources.model.forward(batch)
-        resources.state.after(batch, hidden_TE)
-        if not shape.sampled.size:
-            return StepOutputs(out=StepTensors(hidden_TE=hidden_TE))
-        every = shape.sampled.size == hidden_TE.shape[0]
-        logits_NV = resources.model.logits(
-            hidden_TE if every else hidden_TE.index_select(0, batch.logits_at_N)
-        )
-        argmax = resources.greedy(logits_NV)
-        return StepOutputs(out=StepTensors(hidden_TE=hidden_TE, logits_RV=logits_NV, argmax=argmax))
-
-    def event(self) -> StepEvent:
-        """See Steps."""
-        if self._resources.device.type == "cpu":
-            return PassedEvent()
-        return DeviceEvent((recorded(),))

@@ -15,11 +15,14 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from headrace.back.attention.plan import Batch
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
 from headrace.back.kernels.step_verify.op import OP as VERIFY
-from headrace.back.runner.batch import done_in_step
-from headrace.back.runner.steps import AwaitMasks
+from headrace.back.runner.batch import Rows, StepShape, done_in_step
+from headrace.back.runner.replay import Replay
+from headrace.back.runner.sizes import Bucket
+from headrace.back.runner.steps import AwaitMasks, StepTensors
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.drafter import Drafter
@@ -47,18 +50,21 @@ def check_groups(groups: Sequence[KVGroup]) -> None:
 
 
 class DraftVerification:
-    """Drafts for the rows of one runner. `count_M` int32 [M+1]: drafts proposed for each row."""
+    """Drafts for the rows of one runner. `count_M` int32 [M+1]: drafts proposed for each row.
+    `follows`: its drafter keeps something of each step of at most `max_rows` rows."""
 
     def __init__(
         self,
         drafter: Drafter,
         problem: StepInputsProblem,
         tables: StepTables,
+        rows: Rows,
+        replay: Replay,
         *,
-        on_host: bool,
+        max_rows: int,
     ) -> None:
-        """`on_host`: a step has run by the time the next one begins, and the host reads what it
-        left."""
+        """If the replay is `on_host`, a step has run by the time the next one begins, and the host
+        reads what it left."""
         assert tables.length_M is not None
         self._drafter = drafter
         self._tables = tables
@@ -69,7 +75,12 @@ class DraftVerification:
         self.max_drafts = drafter.max_drafts
         self.count_M = torch.zeros_like(tables.length_M)
         self._proposed_at = np.full(tables.length_M.numel(), -1, np.int32)
-        self._on_host = on_host
+        self.follows = drafter.follows
+        self._rows = rows
+        self._replay, self._on_host, self._max_rows = replay, replay.on_host, max_rows
+        self._followed = np.zeros(tables.length_M.numel(), np.int64)
+        self._row_R = torch.zeros_like(tables.length_M)
+        self._start_R1 = torch.zeros(tables.length_M.numel() + 1, dtype=torch.int32)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -86,6 +97,8 @@ class DraftVerification:
         step samples itself can be verified; what the host samples needs its exact positions,
         which the noise of a sample depends on."""
         if self._on_host:
+            if self.follows and plan.drafts.size:
+                self._rows.update(plan)  # the drafter's passes come before the step
             self._forget_proposed(plan)
             plan = self._exact(plan)
             return self._take_proposed(plan, masks) if plan.deferred else self._propose(plan)
@@ -97,9 +110,55 @@ class DraftVerification:
             return plan if done_in_step(needs, decodes=decodes) else self._exact(plan)
         return plan
 
-    def propose(self, row_R: torch.Tensor, query_start_R1: torch.Tensor) -> None:
-        """Drafts for the rows of a step, on the device."""
-        self._drafter.propose(row_R, query_start_R1, self._tables, self.count_M)
+    def propose(self, row_R: torch.Tensor, query_start_R1: torch.Tensor, most: int) -> None:
+        """Drafts for the rows of a step, on the device; no row wants more than `most`."""
+        self._drafter.propose(row_R, query_start_R1, self._tables, self.count_M, most)
+
+    def follow_rows(self, shape: StepShape) -> bool:
+        """Whether the drafter is to follow a step; up to where it has followed its rows is kept. A
+        row that begins behind a prefix hit counts as followed up to there."""
+        if not self.follows or shape.rows.size > self._max_rows:
+            return False
+        if self._on_host:
+            first = shape.position_T[shape.query_start[:-1]]
+            whole = first <= self._followed[shape.rows]
+            behind = np.minimum(shape.kv_len, self._length_M.numpy()[shape.rows] - 1)
+            self._followed[shape.rows] = np.where(whole, behind, self._followed[shape.rows])
+        return True
+
+    def follow(
+        self,
+        batch: Batch,
+        row_R: torch.Tensor,
+        query_start_R1: torch.Tensor,
+        positions_T: torch.Tensor,
+    ) -> torch.Tensor:
+        """See Drafter."""
+        return self._drafter.follow(batch, row_R, query_start_R1, positions_T, self._tables)
+
+    def _propose_here(self, rows: np.ndarray, wanted: np.ndarray) -> None:
+        """As many drafts as each of these rows wants, at once; of a drafter that has not followed a
+        row all the way none."""
+        if self.follows:
+            complete = self._followed[rows] >= self._length_M.numpy()[rows] - 1
+            wanted = np.where(complete, wanted, 0)
+        count, most = rows.size, int(wanted.max(initial=0))
+        self._row_R.numpy()[:count] = rows
+        np.cumsum(1 + wanted, out=self._start_R1.numpy()[1 : count + 1])
+        row_R, start_R1 = self._row_R[:count], self._start_R1[: count + 1]
+        if not self.follows:
+            self.propose(row_R, start_R1, most)
+            return
+        self.count_M.numpy()[rows] = wanted
+        if most:
+            size = {"tokens": count, "rows": count, "queries": 1 + most}
+            bucket = Bucket(**size, decode=False, updates=0, part="draft")
+            self._replay.run(bucket, self._passes)
+
+    def _passes(self, bucket: Bucket) -> StepTensors:
+        row_R, start_R1 = self._row_R[: bucket.rows], self._start_R1[: bucket.rows + 1]
+        most = bucket.queries - 1
+        return StepTensors(hidden_TE=self._drafter.passes(row_R, start_R1, self._tables, most))
 
     def verify(
         self,
@@ -120,9 +179,7 @@ class DraftVerification:
         """The plan with as many drafts as there are."""
         if not plan.drafts.size:
             return plan
-        start = np.zeros(plan.rows.size + 1, np.int32)
-        np.cumsum(plan.num_tokens, out=start[1:])
-        self.propose(torch.from_numpy(plan.rows.astype(np.int32)), torch.from_numpy(start))
+        self._propose_here(plan.rows, plan.drafts)
         return _with_drafts(plan, np.minimum(self.count_M.numpy()[plan.rows], plan.drafts))
 
     # Masks must be made for the drafts of a step, by the core: so these are proposed and told
@@ -136,9 +193,10 @@ class DraftVerification:
         rows = plan.rows[plan.sample].astype(np.int32)
         length, width = self._length_M.numpy()[rows], self._tables.tokens_MC.shape[1]
         wanted = np.clip(width - length, 0, self.max_drafts)
-        start = np.zeros(rows.size + 1, np.int32)
-        np.cumsum(1 + wanted, out=start[1:])
-        self.propose(torch.from_numpy(rows), torch.from_numpy(start))
+        if self.follows:
+            reach = [self._drafter.reach(one) for one in length.tolist()]
+            wanted = np.minimum(wanted, np.asarray(reach, np.int32))
+        self._propose_here(rows, wanted)
         self._proposed_at[rows] = length
         proposed = np.full((plan.rows.size, self.max_drafts), -1, np.int32)
         count, tokens_MC = self.count_M.numpy()[rows], self._tables.tokens_MC.numpy()
@@ -152,6 +210,8 @@ class DraftVerification:
         """What was proposed for rows that have other tokens now."""
         for entry in (*plan.starts, *plan.feeds):
             self._proposed_at[entry.row] = -1
+        for start in plan.starts:
+            self._followed[start.row] = start.num_computed
 
     def _take_proposed(self, plan: StepPlan, masks: AwaitMasks) -> StepPlan:
         """The plan with the drafts that were proposed and are allowed."""

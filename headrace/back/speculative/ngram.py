@@ -1,6 +1,6 @@
 """Drafts from a row's own text (Saxena 2023, "Prompt Lookup Decoding"; kernels/ngram_draft). No
-model,
-no state: worth it where answers copy, in edits, extraction and code, and nearly free elsewhere."""
+model, no state: worth it where answers copy, in edits, extraction and code, and nearly free
+elsewhere."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from headrace.back.kernels.ngram_draft.op import OP, NgramDraftProblem
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_inputs.op import StepTables
+from headrace.back.speculative.drafter import TextDrafter
 from headrace.base.config.resolved import Decision, SpeculationSpec
 
 
-class NgramDrafter:
+class NgramDrafter(TextDrafter):
     """A `Drafter` by prompt lookup."""
 
     def __init__(self, spec: SpeculationSpec, device: torch.device) -> None:
@@ -35,6 +36,7 @@ class NgramDrafter:
         query_start_R1: torch.Tensor,
         tables: StepTables,
         count_M: torch.Tensor,
+        most: int,
     ) -> None:
         """See Drafter."""
         self._draft(row_R, query_start_R1, tables, count_M)

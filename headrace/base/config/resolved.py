@@ -169,7 +169,8 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """See SpeculationOptions; all numbers decided. `num_tokens`: drafts of a row in a step at most.
     `max_rows`: steps of more decoding rows draft nothing, as they gain nothing by it. A step
     schedules tokens as without drafts (`SchedulerSpec.max_step_tokens`); `max_forward_tokens` is
-    what a forward pass holds."""
+    what a forward pass holds. `model`: the checkpoint that a drafter's weights lie in, which is the
+    model's own where it carries them; None: it has none."""
 
     method: str
     num_tokens: int
@@ -177,6 +178,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_match: int = 4
     min_match: int = 1
     adaptive: bool = False
+    model: ModelSpec | None = None
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -213,10 +213,21 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Speculative decoding, under the names vLLM's users know. The tokens are those of plain
     decoding; only the number of steps changes."""
 
-    method: str
-    """ngram: drafts are what followed the newest tokens earlier in the same request."""
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=15)]
-    """Drafts of a request in a step at most; fewer where its last ones failed."""
+    method: str = "auto"
+    """ngram: drafts are what followed the newest tokens earlier in the same request. draft_model,
+    eagle, eagle3, mtp: a network drafts them. auto: what the named model is, or the checkpoint
+    carries, else ngram."""
+    model: str | None = None
+    """The draft model or head: a folder, a GGUF file or a hub id. mtp: None is the model itself."""
+    revision: str = "main"
+    """Of a hub id."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=15)] | None = None
+    """Drafts of a request in a step at most; fewer where its last ones failed. None: as many as the
+    method is good for."""
+    disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
+    """Steps of more decoding requests draft nothing. None: 8 on a CPU, 64 elsewhere."""
+    draft_tensor_parallel_size: Annotated[int, Meta(ge=1, le=1)] = 1
+    """A network that drafts lies on one device."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
     """ngram: newest tokens that are looked for at most. None: 5, or prompt_lookup_min if
     greater."""
@@ -321,7 +332,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Speculative decoding, as JSON: "
             """{"method": "ngram", "num_speculative_tokens": 6} drafts what followed the newest tokens earlier """
-            "in the request (prompt_lookup_max, prompt_lookup_min of them). The tokens stay the same."
+            "in the request (prompt_lookup_max, prompt_lookup_min of them); "
+            """{"method": "eagle3", "model": FOLDER} has a head draft, as do eagle and mtp, draft_model a small """
+            "model; auto takes what the checkpoint carries. The tokens stay the same."
         ),
     ] = None
     step_timeout_s: Annotated[

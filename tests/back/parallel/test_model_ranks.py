@@ -21,9 +21,10 @@ from headrace.back.executor.inline import InlineExecutor
 from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.runner.batch import Rows
+from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import start_runner
-from headrace.back.runner.steps import ExactSteps, StepResources
+from headrace.back.runner.steps import StepResources
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.step import StepPlan, StepResult
 from tests.back.parallel.ranks import join, running

@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.back.runner import devices
-from headrace.back.runner.batch import GrowingTable, Rows, build_batch, shape_of
+from headrace.back.runner.batch import GrowingTable, Rows, shape_of
 from headrace.back.runner.buckets import BucketSteps
+from headrace.back.runner.exact_steps import build_batch
 from headrace.back.runner.start import start_runner
 from tests.back.driver import Driver
 from tests.back.tiny_model import TinyModel, tiny_spec

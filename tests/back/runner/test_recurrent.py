@@ -27,10 +27,10 @@ from headrace.back.runner.batch import Rows
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs
 from headrace.back.runner.devices import bucket_steps, make_steps
+from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.results import LaunchedStep, PassedEvent
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import start_runner
-from headrace.back.runner.steps import ExactSteps
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.errors import ConfigError
 from headrace.base.wire.request import EngineRequest

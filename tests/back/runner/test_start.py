@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from headrace.back.runner import start
+from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.memory import GRAPH_BYTES, Profile, least_blocks
 from headrace.back.runner.runner import Runner, RunnerPlan
 from headrace.back.runner.start import plan_runner, start_runner
-from headrace.back.runner.steps import ExactSteps
 from headrace.base.config.resolved import EngineSpec
 from tests.back.driver import Driver, greedy_reference
 from tests.back.tiny_model import TinyModel, tiny_spec

@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
+from headrace.back.runner.batch import GrowingTable, Rows
 from headrace.back.runner.verification import DraftVerification
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
@@ -15,6 +16,7 @@ from headrace.back.speculative.ngram import NgramDrafter
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.wire.grammar import NOTHING, MaskBuffer
 from headrace.base.wire.step import NO_DRAFTS, RowFeed, StepPlan
+from tests.back.runner.test_runner import Calls
 
 NONE = np.zeros(0, np.int32)
 ROWS, BOUNDS, LENGTHS = [2, 0], [30, 41], [25, 39]
@@ -32,7 +34,11 @@ def verification(*, on_host: bool) -> DraftVerification:
     problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=3, speculates=True)
     spec = SpeculationSpec(method="ngram", num_tokens=3, max_rows=4)
     drafter = NgramDrafter(spec, torch.device("cpu"))
-    return DraftVerification(drafter, problem, tables, on_host=on_host)
+    replay = Calls()
+    replay.on_host = on_host
+    tokens = GrowingTable(tables.tokens_MC)
+    rows = Rows(tokens, (GrowingTable(tables.blocks_GMB[0]),), block_tokens=16, step_tables=tables)
+    return DraftVerification(drafter, problem, tables, rows, replay, max_rows=3)
 
 
 def plan_of(*, prompt: bool, drafts: bool) -> StepPlan:

@@ -102,7 +102,10 @@ def test_lists_repeat_and_split_at_commas() -> None:
         (("--kv-memory", "4potatoes"), "'4potatoes' is no size such as 4GiB"),
         (("--port",), "expected one argument"),
         (("--speculative-config", "ngram"), "--speculative-config: not JSON"),
-        (("--speculative-config", '{"method": "ngram", "model": "x"}'), "unknown field `model`"),
+        (
+            ("--speculative-config", '{"method": "ngram", "weights": "x"}'),
+            "unknown field `weights`",
+        ),
         (
             ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 16}'),
             "Expected `int` <= 15",

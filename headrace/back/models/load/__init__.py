@@ -33,7 +33,7 @@ from headrace.back.models.load.readers import reader_of
 from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.models.load.sharded import check_shards, fill_shards, open_shards
 from headrace.back.models.load.source import Source, renamed, separate_experts
-from headrace.back.models.protocol import LoadableModel
+from headrace.back.models.protocol import Loadable, LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.mesh import Mesh
@@ -129,12 +129,12 @@ def load_model(
         with report.phase("build"):
             model = _built(spec, partial(build, device), report)
         with report.phase("weights"):
-            _fill_dummy(model, spec.seed)
+            fill_dummy(model, spec.seed)
     elif spec.format == "sharded_state":
         model = _load_shards(spec, build, device, mesh, options, report)
     else:
         model = _load(spec, build, device, options, report)
-    report.weight_bytes = _weight_bytes(model)
+    report.weight_bytes = weight_bytes_of(model)
     with report.phase("pack"):
         model.finish_load()
     report.decisions += model.decisions
@@ -296,14 +296,16 @@ def open_source(spec: ModelSpec) -> Source:
     return source if quantization is None else QuantizedSource(source, quantization)
 
 
-def _fill_dummy(model: LoadableModel, seed: int) -> None:
+def fill_dummy(model: Loadable, seed: int) -> None:
+    """Made-up weights."""
     weights = DummyWeights(seed)
     for param in model.weights.params:
         weights.fill(param)
         param.filled()
 
 
-def _weight_bytes(model: LoadableModel) -> int:
+def weight_bytes_of(model: Loadable) -> int:
+    """Bytes of all its weights on this rank."""
     return sum(
         param.packed_bytes if param.tensor is None else param.tensor.nbytes
         for param in model.weights.params

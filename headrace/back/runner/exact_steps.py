@@ -1,0 +1,205 @@
+"""Steps of exactly their own size, run at once: every step of devices without graphs, and steps of
+others whose kernels or model read something on the host.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch, HiddenTaps
+from headrace.back.kernels.upload import to_device, to_host
+from headrace.back.lora.rows import slots_of
+from headrace.back.runner.batch import GrowingTable, Rows, StepShape
+from headrace.back.runner.results import DeviceEvent, PassedEvent, StepEvent, recorded
+from headrace.back.runner.steps import (
+    AwaitMasks,
+    StepOutputs,
+    StepResources,
+    StepTensors,
+    TakeMasks,
+)
+from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.base.config.resolved import Decision
+from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan
+
+
+class ExactSteps:
+    """`Steps`; see the top of the file."""
+
+    max_drafts = 0
+    host_drafts = False
+    common_rows: tuple[int, ...] = ()
+    distinct_rows: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        resources: StepResources,
+        rows: Rows,
+        why: str = "",
+        *,
+        taps: HiddenTaps | None = None,
+    ) -> None:
+        self.rows = rows
+        self._taps = taps
+        self.batch: Batch | None = None
+        self._resources = resources
+        why = why or "the host runs each step itself"
+        self.decisions: tuple[Decision, ...] = (
+            (Decision("graphs", "auto", "off", why),) if resources.device.type != "cpu" else ()
+        )
+
+    @property
+    def graphs(self) -> RecordedGraphs:
+        """See Steps."""
+        return RecordedGraphs()
+
+    def record_next(self) -> None:
+        """See Steps."""
+
+    def scope(self) -> AbstractContextManager[object]:
+        """See Steps."""
+        return nullcontext()
+
+    def compiling(self) -> None:
+        """See Steps."""
+
+    def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
+        """See Steps."""
+        self.rows.begin(plan)
+        return plan
+
+    def commit(
+        self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
+    ) -> np.ndarray:
+        """See Steps."""
+        token_N = token_N.to(torch.int32)
+        self.rows.append(shape.sampled_row, shape.sampled_position, token_N)
+        return to_host(token_N).numpy()
+
+    def run(
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        *,
+        take_masks: TakeMasks,
+        probe: AttentionProbe | None = None,
+    ) -> StepOutputs:
+        """See Steps."""
+        resources = self._resources
+        if plan.block_id.size:
+            self.rows.update(plan)
+        self.rows.tokens.reserve(shape.max_kv_len + 1)
+        batch = build_batch(
+            shape, self.rows, kv=resources.kv, group_of_layer=resources.group_of_layer, probe=probe
+        )
+        if shape.slots is not None:
+            batch = replace(batch, slot_T=slots_of(shape.slots, shape.query_start, batch))
+        self.batch = batch = replace(resources.state.prepare(batch, shape), taps=self._taps)
+        resources.state.before(batch)
+        hidden_TE = resources.model.forward(batch)
+        resources.state.after(batch, hidden_TE)
+        if not shape.sampled.size:
+            return StepOutputs(out=StepTensors(hidden_TE=hidden_TE))
+        every = shape.sampled.size == hidden_TE.shape[0]
+        logits_NV = resources.model.logits(
+            hidden_TE if every else hidden_TE.index_select(0, batch.logits_at_N)
+        )
+        argmax = resources.greedy(logits_NV)
+        return StepOutputs(out=StepTensors(hidden_TE=hidden_TE, logits_RV=logits_NV, argmax=argmax))
+
+    def event(self) -> StepEvent:
+        """See Steps."""
+        if self._resources.device.type == "cpu":
+            return PassedEvent()
+        return DeviceEvent((recorded(),))
+
+    def finish(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
+        """See Steps."""
+        return NO_DRAFTS
+
+
+def build_batch(
+    shape: StepShape,
+    rows: Rows,
+    *,
+    kv: tuple[torch.Tensor, ...],
+    group_of_layer: tuple[int, ...],
+    probe: AttentionProbe | None = None,
+) -> Batch:
+    """The batch of one step; the rows have taken the plan over already.
+
+    Indices are computed on the host, where a small operation costs half a microsecond; the device
+    gathers with them.
+    """
+    row_R = to_device(shape.rows, rows.device)
+    last_N = shape.query_start[1:][shape.sampled].astype(np.int64) - 1
+    return Batch(
+        token_ids_T=rows.tokens.take(shape.row_T, shape.position_T).to(torch.int64),
+        positions_T=to_device(shape.position_T, rows.device),
+        plans=_plans(shape, rows, row_R),
+        group_of_layer=group_of_layer,
+        kv=kv,
+        logits_at_N=to_device(last_N, rows.device),
+        row_R=row_R,
+        query_start=shape.query_start,
+        probe=probe,
+    )
+
+
+def _plans(shape: StepShape, rows: Rows, row_R: torch.Tensor) -> tuple[AttentionPlan, ...]:
+    """One attention plan per KV group; what does not depend on the group is shared between them."""
+    query_start_R1 = to_device(shape.query_start, rows.device)
+    kv_len_R = to_device(shape.kv_len, rows.device)
+    num_blocks = -(-shape.max_kv_len // rows.block_tokens)
+    block_T = shape.position_T // rows.block_tokens
+    offset_T = to_device(shape.position_T - block_T * rows.block_tokens, rows.device)
+    plans = []
+    for table, span in zip(rows.tables, rows.spans, strict=True):
+        if span:
+            plans.append(_cross_plan(shape, rows, table, row_R, query_start_R1))
+            continue
+        table.reserve(num_blocks)
+        block_id_T = table.take(shape.row_T, block_T)
+        plans.append(
+            AttentionPlan(
+                query_start_R1=query_start_R1,
+                kv_len_R=kv_len_R,
+                block_table_RB=table.data[:, :num_blocks].index_select(0, row_R),
+                slot_T=torch.add(offset_T, block_id_T, alpha=rows.block_tokens),
+                host_query_start=shape.query_start,
+                host_kv_len=shape.kv_len,
+                num_decodes=shape.num_decodes,
+                max_query_len=shape.max_query_len,
+                max_kv_len=shape.max_kv_len,
+            )
+        )
+    return tuple(plans)
+
+
+def _cross_plan(
+    shape: StepShape,
+    rows: Rows,
+    table: GrowingTable,
+    row_R: torch.Tensor,
+    query_start_R1: torch.Tensor,
+) -> AttentionPlan:
+    """Of cross caches: each row has its encoder's outputs, to which the step adds nothing."""
+    kv_len = rows.cross_tokens[shape.rows]
+    longest = max(kv_len.tolist())
+    num_blocks = max(1, -(-longest // rows.block_tokens))
+    table.reserve(num_blocks)
+    return AttentionPlan(
+        query_start_R1=query_start_R1,
+        kv_len_R=to_device(kv_len, rows.device),
+        block_table_RB=table.data[:, :num_blocks].index_select(0, row_R),
+        slot_T=torch.zeros(shape.row_T.size, dtype=torch.int64, device=rows.device),
+        host_query_start=shape.query_start,
+        host_kv_len=kv_len,
+        num_decodes=shape.num_decodes,
+        max_query_len=shape.max_query_len,
+        max_kv_len=num_blocks * rows.block_tokens,
+    )

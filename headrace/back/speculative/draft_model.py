@@ -1,0 +1,44 @@
+"""A small model of the same vocabulary as a drafter (Leviathan et al. 2023, "Fast Inference from
+Transformers via Speculative Decoding"): a `DraftNetwork` that sees nothing of the model."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.attention.plan import Batch
+from headrace.back.kernels.greedy.op import OP as GREEDY
+from headrace.back.kernels.greedy.op import GreedyProblem
+from headrace.back.models.blocks import Decoder
+
+
+class DraftModel:
+    """See the top of the file. `model` is loaded."""
+
+    shift = 0
+    taps: tuple[int, ...] = ()
+    offset_D = None
+
+    def __init__(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+        self._model = model
+        self.kv_forms = model.kv_forms
+        self.width = model.spec.sizes.width
+        self.dtype = dtype
+        self._greedy = GREEDY.choose(GreedyProblem(device=device.type)).bind()
+
+    def follow(
+        self, token_T: torch.Tensor, seen_TX: torch.Tensor | None, batch: Batch
+    ) -> torch.Tensor:
+        """See DraftNetwork."""
+        return self._model.forward(batch)
+
+    def draft(
+        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch
+    ) -> torch.Tensor:
+        """See DraftNetwork."""
+        return self._model.forward(batch)
+
+    def top(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """See DraftNetwork."""
+        if self._model.argmax is not None:
+            return self._model.argmax(hidden_RE)[0]
+        return self._greedy(self._model.logits(hidden_RE))[0]

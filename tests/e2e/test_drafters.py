@@ -1,0 +1,186 @@
+"""Drafters with weights over the real runner: they change no token of the bundled model (SPC-02, SPC-05, SPC-06).
+
+As a draft model it drafts for itself, so that most drafts stand; the heads are those that come with
+it, which were trained on conversations and here see other texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.back.runner import devices, runner
+from headrace.back.runner.sizes import Buckets
+from headrace.back.sampling import sampler
+from headrace.base.config.tree import SpeculationOptions as Speculation
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
+from headrace.core.grammar.compiler import CompileLimits
+from headrace.core.grammar.hook import GrammarHook
+from headrace.launch.vocabulary import encoder_of, vocabulary_of
+from tests.back.runner.test_runner import Calls
+from tests.e2e.test_grammar_drafts import CONSTRAINTS, LONG
+from tests.e2e.test_grammar_drafts import requests_of as grammar_requests_of
+from tests.e2e.test_speculation import (
+    SAMPLINGS,
+    Engine,
+    assert_equal,
+    options,
+    requests_of,
+    run,
+)
+
+pytestmark = pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+DEMO = Path(__file__).parents[2] / "demo"
+FOLDERS = {
+    "draft_model": DEMO / "model",
+    "eagle3": DEMO / "drafters" / "eagle3",
+    "mtp": DEMO / "drafters" / "mtp",
+}
+KINDS = ["draft_model", "eagle3", "mtp"]
+SLOW = pytest.mark.slow
+slow_heads = ["draft_model", *(pytest.param(kind, marks=SLOW) for kind in ("eagle3", "mtp"))]
+
+
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    """Makes two engines of the same options, without and with a drafter."""
+    made: list[Engine] = []
+
+    def make(kind: str, *, grammar: bool = False, **changes: Any) -> tuple[Engine, Engine]:
+        how = Speculation(
+            method=kind, model=str(FOLDERS[kind]), num_speculative_tokens=4, adaptive=False
+        )
+        for speculation in (None, how):
+            spec = options(speculation, **changes)
+            assert spec.grammar is not None
+            path = spec.grammar.tokenizer_path
+            hook = GrammarHook(
+                partial(vocabulary_of, path, spec.model),
+                encoder=partial(encoder_of, path),
+                limits=CompileLimits(threads=1),
+            )
+            made.append(Engine(spec, [hook] if grammar else []))
+        return made[-2], made[-1]
+
+    yield make
+    for engine in made:
+        engine.executor.close()
+
+
+def accepted(engine: Engine) -> int:
+    return engine.core.scheduler.speculation.stats.num_accepted_tokens
+
+
+def least(kind: str, count: int) -> int:
+    """Drafts that must stand: of those of the model itself so many."""
+    return count if kind == "draft_model" else count // 8
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", pytest.param("mtp", marks=SLOW)])
+def test_every_way_to_sample_gives_the_tokens_of_plain_decoding(pair: Any, kind: str) -> None:
+    """Temperatures, penalties, log-probabilities, biases, bans; greedy and with fixed seeds."""
+    plain, drafted = pair(kind)
+    requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+    assert_equal(run(plain.core, requests), run(drafted.core, requests))
+    stats = drafted.core.scheduler.speculation.stats
+    assert stats.num_draft_tokens > 300 and accepted(drafted) >= least(kind, 300)
+    assert drafted.replay.foreign == ()
+    parts = {bucket.part for bucket in drafted.replay._graphs}
+    assert parts == {"", "draft", "follow"}
+
+
+@pytest.mark.parametrize("kind", slow_heads)
+def test_preemption_and_chunks_change_nothing(pair: Any, kind: str) -> None:
+    plain, drafted = pair(
+        kind, kv_blocks=34, max_step_tokens=16, max_running=8, prefix_caching=False
+    )
+    requests = requests_of(plain.spec, 8, lengths=(90,))
+    assert_equal(run(plain.core, requests, 40), run(drafted.core, requests, 40))
+    assert drafted.core.scheduler.num_preemptions > 0
+    assert accepted(drafted) >= least(kind, 100)
+
+
+@pytest.mark.parametrize("kind", slow_heads)
+def test_a_prefix_hit_has_the_drafters_keys_too(pair: Any, kind: str) -> None:
+    """A conversation that goes on: its drafts stand as often as if all had been computed."""
+    plain, drafted = pair(kind)
+    first = requests_of(plain.spec, 2)[0]
+    stop, sampling = StopRules(max_tokens=60), RowSampling(temperature=0.0)
+    first = EngineRequest(id=1, prompt=first.prompt, stop=stop, sampling=sampling)
+    answers = [run(engine.core, [first])[1] for engine in (plain, drafted)]
+    assert answers[0].tokens == answers[1].tokens
+    prompt = first.prompt + np.asarray(answers[0].tokens[:-1], "<i4").tobytes()
+    second = EngineRequest(id=2, prompt=prompt, stop=StopRules(max_tokens=40), sampling=sampling)
+    before, hits = accepted(drafted), drafted.core.kv.num_hits
+    expected = run(plain.core, [second])[2].tokens
+    assert run(drafted.core, [second])[2].tokens == expected
+    assert drafted.core.kv.num_hits - hits >= 32
+    assert accepted(drafted) - before >= least(kind, 28)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_of_a_grammar_are_those_without_drafts(pair: Any, kind: str) -> None:
+    plain, drafted = pair(kind, grammar=True)
+    requests = grammar_requests_of(plain, 2 * len(CONSTRAINTS))
+    assert_equal(run(plain.core, requests), run(drafted.core, requests))
+    assert accepted(drafted) >= least(kind, 100)
+
+
+@pytest.mark.slow
+def test_a_grammars_drafts_end_with_the_block(pair: Any) -> None:
+    """They are proposed behind a step, when the row has no further block."""
+    changes = {"kv_blocks": 34, "max_step_tokens": 48, "max_running": 8, "prefix_caching": False}
+    plain, drafted = pair("draft_model", grammar=True, **changes)
+    requests = grammar_requests_of(plain, 12, 120, LONG)
+    assert_equal(run(plain.core, requests, 40), run(drafted.core, requests, 40))
+    assert drafted.core.scheduler.num_preemptions > 0 and accepted(drafted) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_that_only_the_device_knows_give_the_same_tokens(
+    pair: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: plans go out with bounds, and all passes of the drafter run inside the step."""
+    monkeypatch.setattr(devices, "CpuGraphs", lambda library: Calls())
+    monkeypatch.setattr(devices, "ExactSizes", Buckets)
+    monkeypatch.setattr(runner, "Sampler", partial(sampler.Sampler, on_device=True))
+    plain, drafted = pair(kind, prefix_caching=False)
+    requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+    assert_equal(run(plain.core, requests, 4), run(drafted.core, requests, 4))
+    assert accepted(drafted) >= least(kind, 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_that_draft_and_verify_give_the_same_tokens(pair: Any, kind: str) -> None:
+    plain, drafted = pair(kind, device="cuda", prefix_caching=False)
+    requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+    for _ in range(3):  # launched, recorded, replayed
+        assert_equal(run(plain.core, requests, 4), run(drafted.core, requests, 4))
+    assert accepted(drafted) >= least(kind, 100)
+
+
+def test_a_drafter_rests_while_too_many_rows_run(pair: Any) -> None:
+    """Rows that it did not follow have no drafts; those that come later do."""
+    plain, drafted = pair("draft_model", max_running=16)
+    crowd = requests_of(plain.spec, 14, lengths=(20,))
+    few = [
+        EngineRequest(id=20 + one.id, prompt=one.prompt, stop=one.stop, sampling=one.sampling)
+        for one in requests_of(plain.spec, 2, lengths=(40,))
+    ]
+    assert_equal(run(plain.core, crowd, 40), run(drafted.core, crowd, 40))
+    before = accepted(drafted)
+    assert_equal(run(plain.core, few), run(drafted.core, few))
+    assert accepted(drafted) - before >= 20
