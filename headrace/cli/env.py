@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from headrace import __version__
-from headrace.base import env
+from headrace.base import env, extensions
 from headrace.base.config.options import CommandLine
 from headrace.bench.report import emit, processor_name
 
@@ -43,6 +43,10 @@ def collect() -> dict[str, dict[str, str]]:
             "processor": processor_name(),
         },
         "packages": {name: _version(name) for name in _PACKAGES},
+        "extensions": {
+            f"{one.group} {one.name}": f"{one.package} {one.version} ({one.target})"
+            for one in extensions.installed()
+        },
         "variables": {v.name: _shown(v.name) for v in env.VARIABLES},
     }
 

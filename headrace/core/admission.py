@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 
+from headrace.base import extensions
 from headrace.base.config.resolved import KVSpec, SchedulerSpec
 from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, RateLimited
 from headrace.base.wire.load import MARGIN, Load
@@ -147,6 +148,7 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
         _check_ids(name, tuple(getattr(sampling, name)), width)
     for bias in sampling.logit_bias.values():
         _within("logit_bias", bias, BOUNDS["logit_bias"])
+    extensions.check_processors(sampling.logits_processors)
     for words in sampling.bad_words:
         _check_ids("bad_words", words, width)
     if sampling.allowed_ids is not None:

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from headrace.back.executor.choose import make_executor
+from headrace.base import extensions
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError, EngineError, StartError
@@ -302,6 +303,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=EngineSpec)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"the engine's specification cannot be read: {error}") from None
+    extensions.allow(spec.extensions)
     source = WeightsSource(spec, Path(spec_path))
     executor = AbsentExecutor(source.resting()) if rest.asleep else make_executor(spec)
     set_affinity(spec.device.other_cpus)  # the loop leaves the kernels' cores alone

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base import env
+from headrace.base import env, extensions
 from headrace.base.config.resolved import Decision, Resolved, ServerSpec, TextSpec
 from headrace.base.config.server_options import ServerOptions
 from headrace.base.config.tree import Options
@@ -31,6 +31,7 @@ def resolve_options(options: Options, planned: MachineFacts | None = None) -> Re
             "--grammar-backend xgrammar needs the library 'xgrammar': pip install 'headrace[xgrammar]'"
         )
     check_grpc(options.server)
+    extensions.allow(options.model.extensions)
     located, facts = find_model(options)
     options = msgspec.structs.replace(options, server=with_keys(options.server))
     draft = find_draft(options, facts)
@@ -49,6 +50,7 @@ def find_model(options: Options) -> tuple[LocatedModel, ModelFacts]:
 def resolve_text(options: Options) -> tuple[TextSpec, ServerSpec, tuple[Decision, ...]]:
     """What a server of texts alone needs: no weights are looked at, no device is asked for."""
     check_grpc(options.server)
+    extensions.allow(options.model.extensions)
     located, facts = find_model(options)
     choose = Chooser()
     text = text_spec(options, facts, choose)

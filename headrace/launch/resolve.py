@@ -125,6 +125,7 @@ def resolve(
         grammar=GrammarSpec(
             tokenizer_path=text.tokenizer_path, backend=options.scheduler.grammar_backend
         ),
+        extensions=options.model.extensions,
     )
     speculation = speculation_spec(options, model, engine, draft, choose)
     engine = replace(engine, speculation=speculation)
@@ -144,6 +145,7 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         choose.note("query expansion", "on", "off", why)
     max_model_len = _max_model_len(options, model, choose)
     return TextSpec(
+        extensions=options.model.extensions,
         tokenizer_path=options.model.tokenizer or model.tokenizer_path,
         chat_template=model.chat_template,
         model_names=options.model.served_model_name or (model.name,),

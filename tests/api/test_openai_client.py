@@ -207,7 +207,6 @@ def _named(name: str) -> dict[str, Any]:
         ({"verbosity": "loud"}, "verbosity", "loud"),
         ({"best_of": 2}, "best_of", "chat"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "reads arguments"),
-        ({"return_weight_versions": True}, "return_weight_versions", "no versions"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not accepted"),
         ({"stream_interval": 0}, "stream_interval", ">= 1"),
         ({"request_id": "a b"}, "request_id", '"a b"'),

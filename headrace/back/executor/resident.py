@@ -32,7 +32,7 @@ from headrace.back.sampling.sampler import choose_kernels
 from headrace.back.speculative.network import DraftNetwork
 from headrace.back.speculative.networks import load_network
 from headrace.back.transfer.orders import WeightOrders
-from headrace.base import heap
+from headrace.base import extensions, heap
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision, DeviceSpec, EngineSpec, verify_queries
 from headrace.base.errors import ConfigError, StartError
@@ -166,6 +166,7 @@ def build_resident(
     `loader` is "module:attribute" of a function with the signature of
     `back.models.load.load_model`.
     """
+    extensions.check(extensions.MODELS, extensions.LOGITS_PROCESSORS)
     load_model: Any = Registry("model loader", {"model": loader}).load("model")
     mesh = mesh or Mesh()
     began = time.perf_counter()

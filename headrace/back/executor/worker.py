@@ -38,6 +38,7 @@ from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.resident import Resident, build_resident, set_threads
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.runner.results import LaunchedStep
+from headrace.base import extensions
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.step import AdapterOrder, DeferredInputs, StepPlan
@@ -67,6 +68,7 @@ def serve(channel: Channel) -> None:
     begin = TO_WORKER.decode(channel.receive() or b"")
     assert isinstance(begin, StartWorker), begin
     try:
+        extensions.allow(begin.spec.extensions)
         set_threads(begin.spec.device)
         resident = build_resident(begin.spec, begin.loader, join_mesh(begin))
     except Exception as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.back.models.vlm_inside import LATE_VISION, inside_vlm
+from headrace.base import extensions
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.index_choices import shared_layers
 from headrace.base.errors import CheckpointError
@@ -305,6 +306,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             f"config.json: architectures is {names!r}; it must be a list of class names",
             field="architectures",
         )
+    if names[0] in extensions.allowed(extensions.MODELS):
+        return Architecture(family=names[0])
     if names[0] in ENCODER_DECODERS:
         return Architecture(family=ENCODER_DECODERS[names[0]])
     if names[0] == COLBERT:

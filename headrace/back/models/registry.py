@@ -7,6 +7,7 @@ fallback, if that library knows it; the choice is a decision, never silent.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -28,9 +29,10 @@ from headrace.back.models.protocol import LoadableModel
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.scheme import SCHEMES
 from headrace.back.quant.stored import Stored
+from headrace.base import extensions
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision, ModelSpec
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.registry import Registry
 
 __all__ = ["ARCHITECTURES", "FALLBACK", "FAMILIES", "build_model", "family_of"]
@@ -138,7 +140,10 @@ def _slots(spec: ModelSpec) -> AdapterSlots | None:
 
 
 def _build(spec: ModelSpec, scope: Scope) -> LoadableModel:
-    family, reader = FAMILIES.load(spec.family), ConfigReader(spec.config, "config.json")
+    reader = ConfigReader(spec.config, "config.json")
+    if spec.family in extensions.allowed(extensions.MODELS):
+        return _build_foreign(spec.family, scope, reader)
+    family = FAMILIES.load(spec.family)
     if spec.family == FALLBACK:
         return family(scope, reader)
     named = architecture_of(spec.config)
@@ -147,3 +152,17 @@ def _build(spec: ModelSpec, scope: Scope) -> LoadableModel:
     scope.ledger.note(_TEXT_ALONE)
     reader = ConfigReader(text_config(spec.config), "config.json: text_config")
     return family(replace(scope / named.within, base_within=named.base_within), reader)
+
+
+def _build_foreign(name: str, scope: Scope, reader: ConfigReader) -> LoadableModel:
+    """A model of an extension; what it raises is said to be its own."""
+    build = cast(BuildFamily, extensions.load(extensions.MODELS, name))
+    try:
+        return build(scope, reader)
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"extension {name} cannot build the model: {type(error).__name__}: {error}",
+            field="extensions",
+        ) from error

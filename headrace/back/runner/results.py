@@ -7,7 +7,7 @@ launches steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Protocol
@@ -76,6 +76,7 @@ class SampledTokens:
     """The host's copies of what was sampled for N rows; `chosen_logit`: see sampler.Sampled.
 
     `index`: where these rows are, if the copies hold more. `masked`: see in_step.StepSamples.
+    `errors`: see Sampled.
     """
 
     tokens: np.ndarray
@@ -84,6 +85,7 @@ class SampledTokens:
     logprobs: SampledLogprobs | None = None
     index: np.ndarray | EllipsisType = ...
     masked: bool = False
+    errors: Mapping[int, HeadraceError] = field(default_factory=dict)
 
     def read(self) -> tuple[np.ndarray, dict[int, HeadraceError]]:
         """The tokens int32 [N], and index into them -> why that row has none."""
@@ -92,7 +94,7 @@ class SampledTokens:
         if self.masked:  # of a row of -inf alone nobody knows whose it is
             chosen_logit = max_logit
             max_logit = np.where(max_logit == -np.inf, np.float32(0.0), max_logit)
-        return self.tokens[self.index], failures(max_logit, chosen_logit)
+        return self.tokens[self.index], failures(max_logit, chosen_logit) | dict(self.errors)
 
 
 @dataclass(frozen=True, kw_only=True)

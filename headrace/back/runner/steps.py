@@ -311,4 +311,5 @@ def _committed(steps: Steps, shape: StepShape, sampled: Sampled) -> SampledToken
         max_logit=to_host(sampled.max_logit_N).numpy(),
         chosen_logit=None if chosen_logit_N is None else to_host(chosen_logit_N).numpy(),
         logprobs=sampled.logprobs,
+        errors=sampled.errors,
     )

@@ -10,7 +10,8 @@ What comes out for the rows of a step, and why a row has no token, is `Sampled`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntFlag, auto
 from typing import Protocol, TypedDict
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.token_scores.op import MOST
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.logprobs import SampledLogprobs
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.request import RowSampling
@@ -41,6 +43,7 @@ class Use(IntFlag):
     XTC = auto()
     LOGPROBS = auto()
     GRAMMAR = auto()
+    PROCESSORS = auto()
 
 
 TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC
@@ -65,6 +68,7 @@ def uses(s: RowSampling, width: int) -> Use:
         Use.MIN_TOKENS: s.min_tokens > 0 and bool(s.suppressed_ids),
         Use.BAD_WORDS: any(s.bad_words),
         Use.LOGPROBS: s.logprobs is not None or bool(s.logprob_ids),
+        Use.PROCESSORS: bool(s.logits_processors),
     }
     if not s.greedy:
         wanted |= {
@@ -179,13 +183,15 @@ class Sampled:
     token_N int64 on the device, always within the vocabulary, also for failed rows. A row failed if
     its value in max_logit_N (the model's greatest logit, on the device) or in chosen_logit_N (the
     chosen one after processing; None: nothing was processed) is not finite. `logprobs`: the
-    log-probabilities asked for, on their way to the host.
+    log-probabilities asked for, on their way to the host. `errors`: index into the rows -> what
+    else was wrong with one.
     """
 
     token_N: torch.Tensor
     max_logit_N: torch.Tensor
     chosen_logit_N: torch.Tensor | None = None
     logprobs: SampledLogprobs | None = None
+    errors: Mapping[int, HeadraceError] = field(default_factory=dict)
 
 
 class SampledRows(TypedDict):
@@ -223,3 +229,10 @@ def zero_failed(logits_NV: torch.Tensor, max_logit_N: torch.Tensor) -> None:
     failed = np.flatnonzero(~np.isfinite(max_logit_N.numpy()))
     if failed.size:
         logits_NV[failed] = 0.0
+
+
+def rows_at(values: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+    """A copy of some rows; of none it costs nothing."""
+    if not index.size:
+        return values[:0]
+    return values.index_select(0, to_device(index, values.device))

@@ -7,6 +7,7 @@
     3  penalties             repetition, presence, ...    penalties.py
     4  logit bias            logit_bias                   logit_masks.py
     5  DRY                   dry_multiplier > 0           dry.py
+       functions             logits_processors            processors.py
     6  masks                 allowed ids, min_tokens,     logit_masks.py
                              bad words, grammar           (comes with the step)
     7  argmax                temperature 0                op greedy
@@ -68,6 +69,7 @@ from headrace.back.sampling.features import (
     Sampled,
     Use,
     alternatives,
+    rows_at,
     zero_failed,
 )
 from headrace.back.sampling.in_step import ALTERNATIVES, DeviceRows, InStepSampler, InStepSampling
@@ -81,6 +83,7 @@ from headrace.back.sampling.logit_masks import (
 )
 from headrace.back.sampling.logprobs import SampledLogprobs, Scores, score
 from headrace.back.sampling.penalties import Penalties
+from headrace.back.sampling.processors import RowProcessors
 from headrace.back.sampling.random_rows import sample_random, truncated
 from headrace.back.sampling.top_candidates import (
     SamplerInput,
@@ -142,10 +145,12 @@ class Sampler:
             token_scores=token_scores.bind(),
         )
         self._grammar = GrammarMask(max_rows=max_rows, width=logits_width, device=device)
+        self._processors = RowProcessors()
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
             (Use.PENALTIES, self._penalties),
             (Use.BIAS, LogitBias(device)),
             (Use.DRY, Dry(device)),
+            (Use.PROCESSORS, self._processors),
             (Use.ALLOWED, AllowedIds(device)),
             (Use.MIN_TOKENS, MinTokens(max_rows=max_rows, device=device)),
             (Use.BAD_WORDS, BadWords(device)),
@@ -252,7 +257,7 @@ class Sampler:
             used == Use.LOGPROBS and not self._processed
         ):  # the argmax stands, and the logits as they are
             every = scored.size == len(rows)
-            scored_MV = logits_NV if every else _rows(logits_NV, scored)
+            scored_MV = logits_NV if every else rows_at(logits_NV, scored)
             logprobs = self._score(scored_MV, token_N, rows, scored)
             return Sampled(token_N=token_N, max_logit_N=max_logit_N, logprobs=logprobs)
         feature_rows = FeatureRows(
@@ -262,7 +267,7 @@ class Sampler:
             tokens=tokens,
         )
         zero_failed(logits_NV, max_logit_N)
-        scored_MV = _rows(logits_NV, scored)
+        scored_MV = rows_at(logits_NV, scored)
         self._process(logits_NV, use_N, feature_rows)
         if self._processed:
             self._replace_processed(scored_MV, logits_NV, scored, feature_rows)
@@ -273,6 +278,7 @@ class Sampler:
             max_logit_N=max_logit_N,
             chosen_logit_N=chosen_logit_N,
             logprobs=self._score(scored_MV, token_N, rows, scored),
+            errors=self._processors.take_errors(rows) if used & Use.PROCESSORS else {},
         )
 
     def sample_candidates(
@@ -313,7 +319,7 @@ class Sampler:
             if index.size == len(use_N):
                 feature.apply(logits_NV, feature_rows)
             elif index.size:
-                part = _rows(logits_NV, index)
+                part = rows_at(logits_NV, index)
                 feature.apply(part, feature_rows.take(index))
                 logits_NV.index_copy_(0, to_device(index, part.device), part)
 
@@ -329,7 +335,7 @@ class Sampler:
         rows = feature_rows.rows[scored].tolist()
         at = np.array([m for m, row in enumerate(rows) if row in self._processed], dtype=np.intp)
         if at.size:
-            sampled_from = _rows(logits_NV, scored[at])
+            sampled_from = rows_at(logits_NV, scored[at])
             values = truncated(sampled_from, self._numbers, feature_rows.take(scored[at]))
             scored_MV.index_copy_(0, to_device(at, scored_MV.device), values)
 
@@ -371,7 +377,7 @@ class Sampler:
             if index.size == len(use_N):
                 feature.sampled(token_N, feature_rows)
             elif index.size:
-                feature.sampled(_rows(token_N, index), feature_rows.take(index))
+                feature.sampled(rows_at(token_N, index), feature_rows.take(index))
 
     def _score(
         self, logits_MV: torch.Tensor, token_N: torch.Tensor, rows: np.ndarray, scored: np.ndarray
@@ -380,7 +386,7 @@ class Sampler:
             return None
         asked = [self._alternatives[int(row)] for row in rows[scored]]
         most = max(self._width if count < 0 else count for count, _ in asked)
-        token_M = token_N if scored.size == len(rows) else _rows(token_N, scored)
+        token_M = token_N if scored.size == len(rows) else rows_at(token_N, scored)
         return SampledLogprobs(
             index=scored,
             kept=[1 + (self._width if count < 0 else count) for count, _ in asked],
@@ -391,10 +397,3 @@ class Sampler:
                 if named
             },
         )
-
-
-def _rows(values: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-    """A copy of some rows; of none it costs nothing."""
-    if not index.size:
-        return values[:0]
-    return values.index_select(0, to_device(index, values.device))

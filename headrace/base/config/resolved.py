@@ -183,7 +183,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one engine core and its workers are built from. Without `grammar` there is no
-    structured output."""
+    structured output. `extensions`: those that may be used (base/extensions.py)."""
 
     model: ModelSpec
     kv: KVSpec
@@ -191,6 +191,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceSpec
     grammar: GrammarSpec | None = None
     speculation: SpeculationSpec | None = None
+    extensions: tuple[str, ...] = ()
 
 
 def max_forward_tokens(spec: EngineSpec) -> int:
@@ -254,7 +255,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a
     GGUF file.
 
-    `tool_parser` and `reasoning_parser` name rows of `front/text/parsing/families.py`, or "none".
+    `tool_parser` and `reasoning_parser` name rows of `front/text/parsing/families.py`, or "none";
+    `extensions` those that may be used (base/extensions.py).
     `media`: what the model takes beside text; None: nothing.
     `encoder_tokens`, `decoder_start`: of an encoder-decoder the longest prompt, and what its
     decoder begins with, in whose `max_model_len` the answer lies; `spectrogram`: see ModelSpec;
@@ -271,6 +273,7 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     tool_parser: str = "none"
     reasoning_parser: str = "none"
+    extensions: tuple[str, ...] = ()
     generates: bool = True
     pooling: PoolingSpec = PoolingSpec()
     media: MediaSpec | None = None

@@ -110,6 +110,7 @@ class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logprobs_mode: str = "raw"
     capture_layers: tuple[int, ...] = ()
     capture_heads: tuple[int, ...] = ()
+    logits_processors: tuple[str, ...] = ()
 
 
 class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
@@ -121,6 +122,7 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=T
     alternatives beside the token itself (0: only the token's own; -1: all). `logprobs_mode` "raw"
     scores by the model's own distribution, "processed" by the one that is drawn from: after
     penalties, bias, masks, temperature and truncation. Prompt tokens are not drawn and always raw.
+    `logits_processors`: names of extensions (base/extensions.py) that rewrite a row's logits.
     """
 
     n: int = 1

@@ -384,7 +384,7 @@ def speculation_of(
         return NoSpeculation()
 
     def may_draft(request: EngineRequest) -> bool:
-        if request.sampling.capture_layers:
+        if request.sampling.capture_layers or request.sampling.logits_processors:
             return False
         if counts_tokens(request) and not facts.host_drafts:
             return False

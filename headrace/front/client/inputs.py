@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.base.extensions import check_processors
 from headrace.base.wire.grammar import GRAMMAR_HOOK, Constraint, StructuredOutputs, pack
 from headrace.base.wire.request import (
     BOUNDS,
@@ -246,7 +247,7 @@ _NOT_WITH_BEAMS = (
     *("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids", "prompt_logprobs"),
     *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "dry_multiplier", "xtc_probability", "logprobs_mode"),
-    *("structured_outputs", "capture_layers", "repetition_detection"),
+    *("structured_outputs", "capture_layers", "repetition_detection", "logits_processors"),
 )
 
 
@@ -309,6 +310,7 @@ _CHECKS = (
         ("logprobs_mode", "logprobs", "prompt_logprobs", "logprob_token_ids"),
     ),
     (_check_repetition, ("repetition_detection",)),
+    (lambda params, *_: check_processors(params.logits_processors), ("logits_processors",)),
 )
 
 

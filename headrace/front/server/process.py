@@ -22,7 +22,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace.base import heap
+from headrace.base import extensions, heap
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import HeadraceError, StartError
@@ -273,6 +273,7 @@ def main() -> int:
     pool = None if args.pool_fd is None else socket.socket(fileno=args.pool_fd)
     spec = msgspec.json.decode(Path(args.spec).read_bytes(), type=ApiSpec)
     logs.configure("api", args.log_level or spec.server.log_level)
+    extensions.allow(spec.text.extensions)
     if spec.engine is not None:
         set_affinity(spec.engine.device.other_cpus)
     import uvloop

@@ -25,7 +25,7 @@ _SENT_AS_IS = (
     *("dry_allowed_length", "dry_range", "xtc_probability", "xtc_threshold", "min_tokens"),
     *("include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "skip_special_tokens"),
     *("logprobs_mode", "dry_sequence_breakers", "stop_token_ids", "bad_words", "allowed_token_ids"),
-    *("logprob_token_ids", "repetition_detection"),
+    *("logprob_token_ids", "repetition_detection", "logits_processors"),
 )
 
 
@@ -166,6 +166,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    logits_processors: Annotated[list[Name], Meta(max_length=8)] | None = None
+    return_weight_versions: bool | None = None
     attn_capture: Literal[0, 1] | None = None
     attn_capture_layers: Layers | None = None
     attn_capture_dtype: Literal["float16", "float32"] | None = None
@@ -265,12 +267,10 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "this server moderates nothing, so it cannot block",
     ),
     "vllm_xargs": (bool, "nothing here reads arguments of its own from a request"),
-    "return_weight_versions": (bool, "weights have no versions here"),
     "kv_transfer_params": (bool, "not accepted by this server"),  # a request chooses no peer
     "ec_transfer_params": (bool, "not accepted by this server"),
     "mm_processor_kwargs": (bool, "a request may not choose how media are processed"),
     "media_io_kwargs": (bool, "a request may not choose how media are read"),
-    "logits_processors": (bool, "a request may not name code"),
     "watermarking": (bool, "not supported by this server"),
     "web_search_options": (lambda value: value is not None, "there is no web search here"),
 }

@@ -29,12 +29,12 @@ EXTENSIONS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("guided_whitespace_pattern", "add_special_tokens", "documents", "truncate_prompt_tokens"),
     *("truncation_side", "thinking_token_budget", "include_reasoning", "stream_interval"),
-    *("request_id", "repetition_detection", "mm_processor_kwargs"),
+    *("request_id", "repetition_detection", "mm_processor_kwargs", "logits_processors"),
+    "return_weight_versions",
 )
 NOT_HERE = (
     *("prompt_embeds", "modalities", "audio", "moderation", "kv_transfer_params", "watermarking"),
-    *("ec_transfer_params", "media_io_kwargs", "logits_processors"),
-    *("vllm_xargs", "return_weight_versions", "web_search_options"),
+    *("ec_transfer_params", "media_io_kwargs", "vllm_xargs", "web_search_options"),
 )
 """What conversations refuse by name, here as there."""
 ONLY_CHAT = (

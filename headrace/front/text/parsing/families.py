@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from headrace.base import extensions
 from headrace.base.errors import ConfigError
 from headrace.front.text.parsing.families_reasoning import REASONING_FAMILIES, ReasoningFamily
 from headrace.front.text.parsing.families_tools import TOOL_FAMILIES
@@ -58,12 +59,26 @@ def choose_reasoning(template: str | None, model_type: str = "") -> Choice:
 def tool_family(name: str, template: str | None = None) -> ToolFamily | None:
     """The row of that name, None for "none"; ConfigError lists the names there are. Releases of one
     family that differ share a name, and the chat template tells which it is."""
+    if name in extensions.allowed(extensions.TOOL_PARSERS):
+        return _foreign(extensions.TOOL_PARSERS, name, ToolFamily)
     return _named(TOOL_FAMILIES, name, "--tool-parser", template or "")
 
 
 def reasoning_family(name: str, template: str | None = None) -> ReasoningFamily | None:
     """As `tool_family`, for reasoning."""
+    if name in extensions.allowed(extensions.REASONING_PARSERS):
+        return _foreign(extensions.REASONING_PARSERS, name, ReasoningFamily)
     return _named(REASONING_FAMILIES, name, "--reasoning-parser", template or "")
+
+
+def _foreign(group: str, name: str, kind: type[F]) -> F:
+    row = extensions.load(group, name)
+    if not isinstance(row, kind):
+        raise ConfigError(
+            f"extension {name}: a {kind.__name__} is wanted, it is a {type(row).__name__}",
+            field="extensions",
+        )
+    return row
 
 
 def _choose(rows: Sequence[F], template: str | None, model_type: str) -> Choice:
