@@ -34,6 +34,7 @@ SUMMARIES = {
     "quantize": "write a checkpoint with quantized weights, which other engines load too",
     "replay": "run one layer again on what went into it, as other schemes hold it",
     "shard": "write what each rank of a tensor-parallel group holds, for fast starts",
+    "merge-adapter": "write a plain checkpoint with a low-rank adapter merged in",
     "build-kernels": "compile a model's GPU kernels ahead, and measure its GEMMs",
     "doctor": "check this machine and say what to mend",
     "admin": "ask or change a running server: pause, reload, sleep, queue, config",

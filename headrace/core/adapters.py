@@ -14,7 +14,6 @@ Nothing here is entered for a request without an adapter while `--enable-lora` i
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -33,10 +32,9 @@ from headrace.base.errors import (
 )
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import AdapterOrder, AdapterReply
-from headrace.core.adapter_folders import check_folder, check_name
+from headrace.core.adapter_folders import FolderResolver, check_folder, check_name
 from headrace.core.ports import AdmissionHook, AdmissionVerdict, PendingAdapter
 
-log = logging.getLogger(__name__)
 NO_ADAPTERS = "this server was started without --enable-lora: it takes no adapters"
 DRAIN_S = 1.0
 POLL_S = 0.002
@@ -113,6 +111,7 @@ class Adapters(AdmissionHook):
         self._order = order
         self._clock = clock
         self._roots = tuple(os.path.realpath(root) for root in spec.roots)
+        self._resolver = FolderResolver(spec.resolvers, clock)
         self._known: dict[str, LoadedAdapter] = {}
         self._slots: list[LoadedAdapter | None] = [None] * spec.slots
         self._uses: dict[int, _Use] = {}
@@ -212,7 +211,7 @@ class Adapters(AdmissionHook):
             loading.adapter.pending = self._read(loading.adapter)
 
     def advance(self) -> None:
-        """Tells the calls whose adapter has been read."""
+        """Tells the calls whose adapter has been read, and knows those that folders have got."""
         for loading in [one for one in self._loading if _is_done(one.adapter)]:
             self._loading.remove(loading)
             adapter = loading.adapter
@@ -224,7 +223,9 @@ class Adapters(AdmissionHook):
                     self._retire(before)
                 self._changed()
             loading.on_done(adapter.error)
-        self.poll_at = self._clock() + POLL_S if self._loading else None
+        for module in self._resolver.fresh(self._known):
+            self.know(*module)
+        self.poll_at = self._clock() + POLL_S if self._loading else self._resolver.due_at
 
     def _new(self, name: str, folder: str) -> LoadedAdapter:
         self._count += 1

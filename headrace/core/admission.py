@@ -148,7 +148,8 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
         _check_ids(name, tuple(getattr(sampling, name)), width)
     for bias in sampling.logit_bias.values():
         _within("logit_bias", bias, BOUNDS["logit_bias"])
-    extensions.check_processors(sampling.logits_processors)
+    if sampling.logits_processors:
+        extensions.check_processors(sampling.logits_processors)
     for words in sampling.bad_words:
         _check_ids("bad_words", words, width)
     if sampling.allowed_ids is not None:

@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -31,7 +32,8 @@ def adapter_spec(
     """Whether and which adapters are taken; ConfigError where the model or the executor takes
     none."""
     asked = options.adapters
-    if not (asked.enable_lora or asked.lora_modules or asked.lora_folders):
+    folders = (*asked.lora_folders, *asked.lora_resolver_folders)
+    if not (asked.enable_lora or asked.lora_modules or folders):
         return None
     reason = None
     if model.head != "lm":
@@ -51,6 +53,9 @@ def adapter_spec(
         kept=max(kept, asked.max_loras),
         roots=tuple(_folder(root, "lora_folders") for root in asked.lora_folders),
         modules=_modules(options),
+        resolvers=tuple(
+            _folder(root, "lora_resolver_folders") for root in asked.lora_resolver_folders
+        ),
     )
 
 
@@ -94,6 +99,7 @@ def load_adapters(
     """Those that the operator named, which end the start if they do not fit, and those that were
     loaded while a core before this one ran; a core that begins asleep reads them later."""
     assert spec.model.adapters is not None
+    resolvers = spec.model.adapters.resolvers
     for name, folder in spec.model.adapters.modules:
         try:
             if asleep:
@@ -106,10 +112,11 @@ def load_adapters(
             ) from None
     for name, folder in spec.model.adapters.loaded:
         try:
-            if asleep:
+            if asleep or os.path.dirname(folder) in map(os.path.realpath, resolvers):
                 adapters.know(name, folder)
                 continue
             adapters.load_now(name, folder, trusted=False)
         except HeadraceError as error:
             log.error("adapter %s of %s is not loaded again: %s", name, folder, error.message)
     adapters.keep = source.keep_adapters
+    adapters.advance()

@@ -80,11 +80,11 @@ def quantize_checkpoint(
     linear = linear_weights(spec)
     report = Written()
     ready = _calibrated(spec, linear, scheme, texts, report, progress) if texts else {}
-    by_text, names = frozenset(ready), _Shards(out)
+    by_text, names = frozenset(ready), Shards(out)
     ignored: set[str] = set()
     out.mkdir(parents=True, exist_ok=True)
     with closing(SafetensorsSource(Path(spec.path))) as source:
-        for name, tensor in _tensors(source):
+        for name, tensor in tensors_of(source):
             module = name.removesuffix(".weight")
             report.before += tensor.nbytes
             tensors = {name: tensor}
@@ -104,7 +104,8 @@ def quantize_checkpoint(
             if name not in by_text:
                 progress(name, tensor.nbytes)
     names.close()
-    _write_rest(Path(spec.path), out, config(scheme, ignored | {"lm_head"}))
+    quantization = config(scheme, ignored | {"lm_head"})
+    copy_rest(Path(spec.path), out, quantization_config=quantization)
     return report
 
 
@@ -144,12 +145,18 @@ def _checked(spec: ModelSpec, out: Path, scheme_name: str) -> Scheme:
         )
     if stored_quantization(spec.config, f"{spec.path}/config.json") is not None:
         raise ConfigError(f"{spec.path}: the checkpoint is quantized already", field="MODEL")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: is there, and not an empty folder", field="OUT")
+    check_out(out)
     return SCHEMES[scheme_name]
 
 
-def _tensors(source: SafetensorsSource) -> Iterator[tuple[str, torch.Tensor]]:
+def check_out(out: Path) -> None:
+    """ConfigError unless the folder is new or empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: is there, and not an empty folder", field="OUT")
+
+
+def tensors_of(source: SafetensorsSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors, in the order of the files."""
     for name, _ in sorted(source.entries.items(), key=lambda item: item[1].order):
         yield name, _tensor(source, name)
 
@@ -221,7 +228,7 @@ def _note(report: Written, module: str, exact_OI: torch.Tensor, weight_OI: torch
     report.worst = max(report.worst, (loss, module))
 
 
-class _Shards:
+class Shards:
     """Files of at most SHARD_BYTES and their index; one file has no index."""
 
     def __init__(self, folder: Path) -> None:
@@ -230,11 +237,13 @@ class _Shards:
         self._files: list[dict[str, int]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes a tensor, which is written with the others of its file."""
         if self._waiting and self._bytes() + tensor.nbytes > SHARD_BYTES:
             self._flush()
         self._waiting[name] = tensor.contiguous()
 
     def close(self) -> None:
+        """Writes what waits, and the index."""
         self._flush()
         count = len(self._files)
         if count == 1:
@@ -263,12 +272,12 @@ def _part(number: int) -> str:
     return f"part-{number:05}.safetensors"
 
 
-def _write_rest(folder: Path, out: Path, quantization: dict[str, object]) -> None:
-    """Everything but weights: tokenizer, template, generation defaults; and config.json."""
+def copy_rest(folder: Path, out: Path, **changes: object) -> None:
+    """Everything but weights: tokenizer, template, generation defaults; and config.json, with these
+    keys changed."""
     for path in sorted(folder.iterdir()):
         weights = path.suffix in (".safetensors", ".bin", ".pth", ".pt", ".gguf")
         if path.is_file() and not weights and path.name not in ("config.json", INDEX):
             shutil.copyfile(path, out / path.name)
-    document = json.loads((folder / "config.json").read_text())
-    document["quantization_config"] = quantization
+    document = json.loads((folder / "config.json").read_text()) | changes
     (out / "config.json").write_text(json.dumps(document, indent=2) + "\n")

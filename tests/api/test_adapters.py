@@ -14,7 +14,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from tests.api.model_folder import write_model_folder
-from tests.api.serving import Served, serving
+from tests.api.serving import Served, eventually, serving
 from tests.back.lora.adapters import merge, module_sizes, write_adapter
 from tests.back.lora.test_applied import spec_of
 from tests.models.oracle import load_ours, save_oracle
@@ -39,6 +39,9 @@ class Model:
         sizes = module_sizes(load_ours(spec_of(self.folder)))
         self.oracles: dict[str, Any] = {"base": oracle}
         self.adapters = folder / "adapters"
+        self.resolved = folder / "resolved"
+        self.resolved.mkdir()
+        self.sizes = sizes
         for number, name in enumerate(("red", "blue")):
             adapter = write_adapter(self.adapters / name, sizes, seed=number, size=0.8)
             self.oracles[name] = copy.deepcopy(oracle)
@@ -64,7 +67,7 @@ def server(model: Model) -> Iterator[Served]:
         *("--model", str(model.folder), "--served-model-name", "base", "--device", "cpu"),
         *("--lora-modules", f"red={model.adapters / 'red'}"),
         *("--lora-folders", str(model.adapters), "--max-lora-rank", "8", "--kv-blocks", "200"),
-        *("--admin-key", "secret"),
+        *("--admin-key", "secret", "--lora-resolver-folders", str(model.resolved)),
     )
     with serving(None, *options) as served:
         yield served
@@ -183,3 +186,24 @@ def test_the_synchronous_client_takes_an_adapter(model: Model) -> None:
         for name in ("", "red"):
             (output,) = llm.generate([prompt], params, adapter=name, progress=False)
             assert output.outputs[0].token_ids == model.tokens(name or "base", prompt)
+
+
+def test_adapters_that_come_into_a_folder_are_found_by_name(
+    server: Served, model: Model, tmp_path: Path
+) -> None:
+    """And one that leads out of it is not."""
+    (model.resolved / "outside").symlink_to(model.adapters / "red")
+    written = write_adapter(tmp_path / "green", model.sizes, seed=7, size=0.8)
+    model.oracles["green"] = copy.deepcopy(model.oracles["base"])
+    merge(model.oracles["green"], written)
+    assert complete(server, "green", [5, 6, 7]).status_code == 404
+    (tmp_path / "green").rename(model.resolved / "green")
+
+    def names() -> list[str]:
+        return [one["id"] for one in server.get("/v1/models").json()["data"]]
+
+    eventually(lambda: "green" in names(), within_s=20)
+    assert "outside" not in names()
+    answer = complete(server, "green", [5, 6, 7], return_token_ids=True)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == model.tokens("green", [5, 6, 7])

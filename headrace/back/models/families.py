@@ -308,8 +308,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         )
     if names[0] in extensions.allowed(extensions.MODELS):
         return Architecture(family=names[0])
-    if names[0] in ENCODER_DECODERS:
-        return Architecture(family=ENCODER_DECODERS[names[0]])
+    if (family := ENCODER_DECODERS.get(names[0])) is not None:
+        return Architecture(family=family)
     if names[0] == COLBERT:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):

@@ -31,6 +31,13 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
             "(POST /v1/load_lora_adapter). None: only those of --lora-modules."
         ),
     ] = ()
+    lora_resolver_folders: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Folders whose subfolders are adapters, served by their names; one that comes "
+            "later is found within a second. Each is read when a request first names it."
+        ),
+    ] = ()
     max_loras: Annotated[
         int,
         Meta(

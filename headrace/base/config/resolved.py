@@ -28,7 +28,8 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Low-rank adapters of the model: how many lie on the device beside each other, their greatest
     rank, and how many more host memory keeps. `roots`: folders below which adapters may be loaded
     while the engine runs; `modules`: (name, folder) of those that are loaded at start; `loaded`: of
-    those that were loaded since, which a core that is started again loads too."""
+    those that were loaded since, which a core that is started again loads too; `resolvers`: folders
+    in which they are found by name."""
 
     slots: int
     max_rank: int
@@ -36,6 +37,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     roots: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     loaded: tuple[tuple[str, str], ...] = ()
+    resolvers: tuple[str, ...] = ()
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

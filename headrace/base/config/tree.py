@@ -254,10 +254,10 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Positive | Auto, Meta(description="Most requests that run at the same time.")
     ] = "auto"
     policy: Annotated[
-        Literal["fcfs", "priority", "fair"],
+        Literal["fcfs", "priority", "fair", "fair-adapters"],
         Meta(
             description="Order of the queue: as requests are due, by priority and then as they are due, or token-fair "
-            "between tenants. A request is due at its deadline, at most 10 s after its arrival."
+            "between tenants, or between adapters. A request is due at its deadline, at most 10 s after its arrival."
         ),
     ] = "fcfs"
     inter_prefill_budget: Annotated[

@@ -147,11 +147,18 @@ class _Tenant:
 
 
 class FairQueue:
-    """Waiting requests by tenant; see Queue. `debt` [slot] is in tokens per unit of weight.
+    """Waiting requests by tenant; see Queue. `debt` [slot] is in tokens per unit of weight. Where
+    adapters share, `sharer_of` gives a request's instead of its tenant.
     A tenant's weight is that of the server's configuration, else that of its newest request."""
 
-    def __init__(self, num_rows: int, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        weights: Mapping[str, float],
+        sharer_of: Callable[[Request], str] = attrgetter("wire.tenant"),
+    ) -> None:
         self._weights = weights
+        self._sharer_of = sharer_of
         self.num_tokens = 0
         self._count = 0
         self._tenants: dict[str, _Tenant] = {}
@@ -174,24 +181,23 @@ class FairQueue:
 
     def push(self, request: Request) -> None:
         """See Queue."""
-        tenant = self._tenants.get(request.wire.tenant) or self._admit(request.wire.tenant)
+        name = self._sharer_of(request)
+        tenant = self._tenants.get(name) or self._admit(name)
         if not tenant.waiting:
             self._raise_level()
             self._debt[tenant.slot] = max(self._debt[tenant.slot], self._level)
-        self._per_token[tenant.slot] = 1.0 / self._weights.get(
-            request.wire.tenant, request.wire.weight
-        )
+        self._per_token[tenant.slot] = 1.0 / self._weights.get(name, request.wire.weight)
         tenant.waiting.push(request)
         self._count += 1
         self.num_tokens += request.num_tokens
 
     def remove(self, request: Request) -> None:
         """See Queue."""
-        tenant = self._tenants[request.wire.tenant]
-        tenant.waiting.remove(request)
+        name = self._sharer_of(request)
+        self._tenants[name].waiting.remove(request)
         self._count -= 1
         self.num_tokens -= request.num_tokens
-        self._forget_if_idle(request.wire.tenant)
+        self._forget_if_idle(name)
 
     def scan(self) -> Iterator[Request]:
         """See Queue."""
@@ -213,16 +219,16 @@ class FairQueue:
 
     def position(self, request: Request) -> int:
         """See Queue."""
-        return self._tenants[request.wire.tenant].waiting.position(request)
+        return self._tenants[self._sharer_of(request)].waiting.position(request)
 
     def ahead(self, request: Request) -> int:
         """See Queue: between two requests of a tenant each other one has its turn."""
         num_others = sum(
             len(tenant.waiting) > 0
             for name, tenant in self._tenants.items()
-            if name != request.wire.tenant
+            if name != self._sharer_of(request)
         )
-        tenant = self._tenants.get(request.wire.tenant)
+        tenant = self._tenants.get(self._sharer_of(request))
         own = tenant.waiting.position(request) if tenant else 0
         return min(self._count, own + (own + 1) * num_others)
 
@@ -232,8 +238,7 @@ class FairQueue:
 
     def started(self, request: Request) -> None:
         """See Queue. A prompt is paid for once, not again when it is recomputed."""
-        name = request.wire.tenant
-        tenant = self._tenants[name]
+        tenant = self._tenants[self._sharer_of(request)]
         tenant.num_running += 1
         self._slot_of_row[request.row] = tenant.slot
         self._level = max(self._level, float(self._debt[tenant.slot]))
@@ -243,8 +248,9 @@ class FairQueue:
 
     def ended(self, request: Request) -> None:
         """See Queue."""
-        self._tenants[request.wire.tenant].num_running -= 1
-        self._forget_if_idle(request.wire.tenant)
+        name = self._sharer_of(request)
+        self._tenants[name].num_running -= 1
+        self._forget_if_idle(name)
 
     def charge(self, rows: npt.NDArray[np.intp]) -> None:
         """See Queue."""
@@ -293,7 +299,12 @@ def by_priority(request: Request) -> tuple[int, ...]:
     return (request.wire.priority, *by_due_time(request))
 
 
-_KEYS: dict[str, Key] = {"fcfs": by_due_time, "priority": by_priority, "fair": by_due_time}
+_KEYS: dict[str, Key] = {
+    "fcfs": by_due_time,
+    "priority": by_priority,
+    "fair": by_due_time,
+    "fair-adapters": by_due_time,
+}
 
 
 def key_of(policy: str) -> Key:
@@ -303,4 +314,6 @@ def key_of(policy: str) -> Key:
 
 def queue_of(policy: str, *, num_rows: int, weights: Mapping[str, float]) -> Queue:
     """An empty queue for the policy; `weights` by tenant, where tenants share."""
+    if policy == "fair-adapters":
+        return FairQueue(num_rows, {}, attrgetter("adapter.name"))
     return FairQueue(num_rows, weights) if policy == "fair" else OrderedQueue()

@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from headrace.base.wire.request import EngineRequest
+from headrace.core.adapters import BASE, LoadedAdapter
 from headrace.core.core import HOOK_POLL_S
 from headrace.core.ports import AdmissionHook, AdmissionVerdict
-from headrace.core.request import RequestState
+from headrace.core.request import Request, RequestState
+from headrace.core.scheduler.queue import queue_of
 from tests.core.harness import FULL, Clock, Driver, make_request, make_spec, window_groups
 
 
@@ -521,3 +523,29 @@ def test_clock_of_a_core_is_its_own() -> None:
     driver.run()
     finished = driver.finished[1]
     assert (finished.scheduled_s, finished.total_s) == (2.0, 5.0)
+
+
+def test_adapters_share_where_the_policy_says_so() -> None:
+    """One adapter's crowd of one tenant does not hold up another adapter's request, nor the base's."""
+    queue = queue_of("fair-adapters", num_rows=4, weights={})
+    crowd, other = LoadedAdapter(name="crowd"), LoadedAdapter(name="other")
+    adapters = [crowd] * 4 + [other, BASE]
+    for number, adapter in enumerate(adapters):
+        request = Request(
+            make_request(number),
+            arrival=number,
+            now=0.0,
+            groups=1,
+            length_limit=99,
+            adapter=adapter,
+        )
+        request.key = (number,)
+        queue.push(request)
+    started = []
+    for row in range(3):
+        request = next(iter(queue.scan()))
+        request.row = row
+        queue.started(request)
+        queue.remove(request)
+        started.append(request.adapter.name)
+    assert sorted(started) == ["", "crowd", "other"]
