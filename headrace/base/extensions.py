@@ -20,6 +20,10 @@ from importlib import metadata
 from headrace.base.errors import ConfigError, InvalidRequest
 
 API_VERSION = 1
+OPTION = (
+    "Installed extensions that may be used, by their names or their packages' (headrace env lists "
+    "them; docs/EXTENDING.md). None: no code of others is imported."
+)
 MODELS = "headrace.models"
 LOGITS_PROCESSORS = "headrace.logits_processors"
 TOOL_PARSERS = "headrace.tool_parsers"

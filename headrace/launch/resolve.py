@@ -127,8 +127,7 @@ def resolve(
         ),
         extensions=options.model.extensions,
     )
-    speculation = speculation_spec(options, model, engine, draft, choose)
-    engine = replace(engine, speculation=speculation)
+    engine = replace(engine, speculation=speculation_spec(options, model, engine, draft, choose))
     return Resolved(
         engine=with_short_tables(engine, options, model, choose.note),
         text=text,

@@ -302,14 +302,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """By the first architecture a config.json names; what no row covers goes to the fallback."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
-        raise CheckpointError(
-            f"config.json: architectures is {names!r}; it must be a list of class names",
-            field="architectures",
-        )
+        why = f"config.json: architectures is {names!r}; it must be a list of class names"
+        raise CheckpointError(why, field="architectures")
     if names[0] in extensions.allowed(extensions.MODELS):
         return Architecture(family=names[0])
-    if (family := ENCODER_DECODERS.get(names[0])) is not None:
-        return Architecture(family=family)
+    if names[0] in ENCODER_DECODERS:
+        return Architecture(family=ENCODER_DECODERS[names[0]])
     if names[0] == COLBERT:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):

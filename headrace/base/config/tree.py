@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from headrace.base import extensions
 from headrace.base.config.adapter_options import AdapterOptions
 from headrace.base.config.bounds import (
     Auto,
@@ -67,13 +68,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "listed and every listed file must match before weights are loaded (about 1 s per 2 GB)."
         ),
     ] = None
-    extensions: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Installed extensions that may be used, by their names or their packages' "
-            "(headrace env lists them; docs/EXTENDING.md). None: no code of others is imported."
-        ),
-    ] = ()
+    extensions: Annotated[tuple[str, ...], Meta(description=extensions.OPTION)] = ()
     tokenizer: Annotated[
         str | None, Meta(description="A folder with another tokenizer; by default the model's own.")
     ] = None
