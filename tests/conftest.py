@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Every run says where its time went; some run in parts."""
     config.pluginmanager.register(CpuReport(config))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailureNames(config))
     if part := config.getoption("part"):
         config.pluginmanager.register(Part(part))
 
@@ -41,6 +43,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     other, workers then end at about the same time."""
     mark_rest_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+class FailureNames:
+    """Writes what failed at once: a run that is cut off has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\nfails: {report.nodeid}")
 
 
 def pytest_terminal_summary(

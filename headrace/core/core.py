@@ -219,7 +219,8 @@ class EngineCore:
         if wire.id in self.requests:
             raise Conflict(f"request {wire.id} is in flight already", field="id")
         check_open(self)
-        length_limit = check_request(wire, self.executor.facts, self.kv)
+        facts = self.executor.facts
+        length_limit = check_request(wire, facts, self.kv)
         check_policy(self.spec, wire)
         adapter = BASE
         if wire.adapter:
@@ -228,10 +229,10 @@ class EngineCore:
             wire,
             arrival=self._arrivals,
             now=self.clock(),
-            groups=len(self.executor.facts.groups),
+            groups=len(facts.groups),
             length_limit=length_limit,
             adapter=adapter,
-            uncut=self._uncut_spans(wire),
+            uncut=uncut_spans(wire, facts, self.spec.max_step_tokens) if facts.media else (),
         )
         load = load_of(self)
         tokens = self.requests.prompt_tokens_of(wire.tenant)
@@ -246,10 +247,6 @@ class EngineCore:
         if wire.deadline_s is not None:
             self._deadlines.forget_ended(self.requests, num_alive=len(self.requests))
             self._deadlines.add(request.arrived_at + latest_start_s(load, wire), wire.id)
-
-    def _uncut_spans(self, wire: EngineRequest) -> tuple[tuple[int, int], ...]:
-        facts = self.executor.facts
-        return uncut_spans(wire, facts, self.spec.max_step_tokens) if facts.media else ()
 
     def _check_queue(self, request: Request, load: Load) -> None:
         try:
@@ -469,8 +466,9 @@ class EngineCore:
             num_output=num_known - request.num_prompt,
         )
         versions = self.weights.versions.since(request.scheduled_at or now)
-        ended = finished_of(request, reason, versions, stop_id=stop_id, error=error, now=now)
-        self.output_buffer.add_finished(ended)
+        self.output_buffer.add_finished(
+            finished_of(request, reason, versions, stop_id=stop_id, error=error, now=now)
+        )
         if self._stats is not None:
             self._stats.finished(
                 reason=reason,

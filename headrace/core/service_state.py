@@ -42,6 +42,8 @@ class WeightVersions:
 
     def since(self, then: float) -> str:
         """Those that there were since then, in order, with commas between them."""
+        if self._begun[-1][0] <= then:
+            return self.now
         later = [version for at, version in self._begun if at > then]
         before = [version for at, version in self._begun if at <= then]
         return ",".join([*before[-1:], *later])

@@ -230,9 +230,8 @@ class AsyncLLM:
             self._launch(stream, generation, bounds, range(at_once))
             events = await stream.next_events()
             self._launch(stream, generation, bounds, range(at_once, generation.params.n))
-            num_media = sum(one.num_tokens for one in generation.media) if generation.media else 0
-            num_audio = sum(m.num_tokens for m in generation.media if m.kind == "audio")
-            yield Started(num_prompt, stream.num_cached, num_media, num_audio)
+            started = Started(num_prompt, stream.num_cached)
+            yield started.with_media(generation.media) if generation.media else started
             while events:
                 for event in events:
                     yield event

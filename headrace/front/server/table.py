@@ -263,7 +263,8 @@ def _posts(
     while that is full."""
 
     async def chosen(context: RequestContext, document: Any) -> Any:
-        await context.choose_model(document, runs=queued)
+        if context.services.models is not None:
+            await context.choose_model(document, runs=queued)
         return await handler(context, document)
 
     async def endpoint(request: Request) -> Response:
