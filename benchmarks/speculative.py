@@ -48,7 +48,12 @@ class Bench:
         self.core = EngineCore(spec, make_executor(spec))
         self._ids = 0
 
-    def run(self, prompts: list[np.ndarray], allowed: list[tuple[int, ...]]) -> dict[str, Any]:
+    def run(
+        self,
+        prompts: list[np.ndarray],
+        allowed: list[tuple[int, ...]],
+        stop_ids: tuple[int, ...] = (),
+    ) -> dict[str, Any]:
         """Answers all prompts at once; `allowed`: ids that each answer is made of, empty: any."""
         begin, cpu, first, steps = time.perf_counter(), time.process_time(), self._ids, 0
         for prompt, ids in zip(prompts, allowed, strict=True):
@@ -57,7 +62,7 @@ class Bench:
                 EngineRequest(
                     id=self._ids,
                     prompt=prompt.astype("<i4").tobytes(),
-                    stop=StopRules(max_tokens=ANSWER),
+                    stop=StopRules(max_tokens=ANSWER, stop_ids=stop_ids),
                     sampling=sampling,
                 )
             )

@@ -128,9 +128,14 @@ def load(group: str, name: str) -> object:
     return target
 
 
-def check_processors(names: Iterable[str]) -> None:
-    """InvalidRequest unless all of these logits processors of a request are allowed."""
+def check_processors(names: object) -> None:
+    """InvalidRequest unless this is a list of logits processors that are allowed."""
     allowed = _allowed[LOGITS_PROCESSORS]
+    if not isinstance(names, list | tuple):
+        raise InvalidRequest(
+            f"logits_processors: {names!r:.100} given; a list of names is wanted",
+            field="logits_processors",
+        )
     for name in names:
         if name not in allowed:
             known = ", ".join(sorted(allowed)) or "none"

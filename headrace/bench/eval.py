@@ -16,7 +16,7 @@ from headrace.base.wire.request import SamplingParams
 from headrace.bench.held_out import EvalItem
 from headrace.bench.scoring import grade
 from headrace.front.client.events import Delta, EngineClient, Events, Generation
-from headrace.front.client.transcription import SpeechRequest, Transcriber
+from headrace.front.client.transcription import SpeechModel, SpeechRequest
 from headrace.front.media.preparation import MediaPreparer, MediaRequest
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.media_parts import has_media
@@ -47,7 +47,7 @@ class Questioner:
         template: ChatTemplate,
         *,
         media: MediaPreparer | None = None,
-        speech: Transcriber | None = None,
+        speech: SpeechModel | None = None,
     ) -> None:
         self._engine, self._template = engine, template
         self._media, self._speech = media, speech

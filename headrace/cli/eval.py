@@ -21,7 +21,7 @@ from headrace.bench.held_out import OF_DEMO, EvalItem, read_items
 from headrace.bench.losses import AnswerScores, TaskLoss, compare, read_answers
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.session import open_session
-from headrace.front.client.transcription import Transcriber
+from headrace.front.client.chat_transcription import transcriber_of
 from headrace.front.media.preparation import MediaPreparer
 
 MAX_ITEMS = 1_000_000
@@ -101,7 +101,7 @@ async def _score(
             session.engine,
             session.template,
             media=media,
-            speech=Transcriber.of(text, tokenizer),
+            speech=transcriber_of(text, tokenizer, session.template),
         )
         try:
             scores = [await score_task(questioner, of_task, streams=streams) for of_task in items]

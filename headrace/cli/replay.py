@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         own=("quantization",),
     )
     line.parser.add_argument("path", nargs="?", metavar="MODEL", help="folder or hub id")
-    line.parser.add_argument("--module", required=True, help="such as model.layers.0.mlp.down_proj")
+    line.parser.add_argument("--module", help="such as model.layers.0.mlp.down_proj")
     line.parser.add_argument(
         "--prompt", default="The mill stands by the water.", help="text that the model reads"
     )
@@ -35,6 +35,10 @@ def main(argv: Sequence[str]) -> int:
         "--schemes", default="int8,fp8,int4,int4-g128", help="comma-separated, as --quantization"
     )
     own, options = line.parse(argv)
+    if own.module is None:
+        raise ConfigError(
+            "--module: which layer? such as model.layers.0.mlp.down_proj", field="module"
+        )
     resolved = resolve_options(
         msgspec.structs.replace(
             with_model(options, own.path),

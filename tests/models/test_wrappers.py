@@ -41,10 +41,14 @@ VISION = {
     "intermediate_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "image_size": 32,
     "patch_size": 16,
 }
 STEP_VISION = {**VISION, "width": 32, "layers": 1, "heads": 2}
+SEES: dict[str, dict[str, Any]] = {"Gemma3": {"mm_tokens_per_image": 4}, "Gemma4": {}}
+"""Those whose images are served too, and what that asks of their configs."""
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Step3p7": (
         "",
@@ -123,6 +127,7 @@ def whole_oracle(name: str, folder: Path) -> Any:
         else STEP_VISION,
         text_config=getattr(transformers, f"{text}Config")(**(SIZES | changes)),
         tie_word_embeddings=False,
+        **SEES.get(name, {}),
     )
     config._attn_implementation = "eager"
     oracle = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
@@ -136,7 +141,8 @@ def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> No
     oracle = whole_oracle(name, tmp_path)
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
     ours = load_ours(model_spec(tmp_path))
-    assert [one.chosen for one in ours.decisions if one.field == "model.parts"] == ["text"]
+    parts = [one.chosen for one in ours.decisions if one.field == "model.parts"]
+    assert parts == ["text, image" if name in SEES else "text"]
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
 

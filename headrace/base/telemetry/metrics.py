@@ -114,7 +114,7 @@ GRPC_METHODS = (
     *("StartWeightUpdate", "StartDraftWeightUpdate", "UpdateWeights", "FinishWeightUpdate"),
     *("UpdateWeightVersion", "GetWeightVersion", "Health", "Models", "Config", "Queue", "Ledger"),
     *("Requests", "WorldSize", "Pause", "Drain", "Resume", "ReloadModel", "Wake", "LogLevel"),
-    *("ResetPrefixCache", "Profile"),
+    *("ResetPrefixCache", "Profile", "Weights", "LoadModel", "UnloadModel"),
 )
 GRPC_CODES = (
     *("OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "PERMISSION_DENIED"),

@@ -24,7 +24,7 @@ test holds the table to the kernels and to what they support:
 
     file                         hardware  dtypes          caches      rows
     reference.py                 any       fp32 fp16 bf16  q int8 fp8  any, in PyTorch
-    native.py                    CPU       fp32 fp16 bf16  q int8      any; WHOLE: bits of any chunk
+    native.py                    CPU       fp32 fp16 bf16  q int8 fp8  any; WHOLE: bits of any chunk
     triton_attention.py          GPU       fp32 fp16 bf16  q int8 fp8  any, by the files below
     triton_decode.py             GPU       fp32 fp16 bf16  q int8 fp8  up to 16 queries, KV splits
     triton_prefill.py            GPU       fp32 fp16 bf16  q int8 fp8  with more queries
