@@ -47,6 +47,8 @@ class PinnedReaders:
         into = target if target.dim() else target.view(1)
         file = self._file(path)
         with self._stage(step * row_bytes, target.device) as stage:
+            # its memory may have been another tensor's, which queued kernels still use
+            stage.stream.wait_stream(torch.cuda.current_stream(target.device))
             for start in range(0, len(rows), step):
                 count = min(step, len(rows) - start)
                 raw = stage.read(file, offset + rows[start] * row_bytes, count * row_bytes)
