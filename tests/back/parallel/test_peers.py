@@ -70,7 +70,9 @@ def sums_and_norms(axis: Axis, device: torch.device, per_device: int) -> None:
                 dist.all_reduce(library)
                 ours = sums.all_reduce(mine, two_shot=two_shot)
                 assert torch.equal(ours, in_order(every).to(dtype))
-                torch.testing.assert_close(ours, library)
+                # the library rounds the sum of each rank to the dtype, ours once
+                most = ranks * torch.finfo(dtype).eps / 2 * in_order([x.abs() for x in every])
+                assert ((ours.float() - library.float()).abs() <= most).all()
     for rows in (1, 37, MOST_BYTES // 8192):
         norms(sums, axis, device, rows)
     check(sums, axis, device, torch.bfloat16)
