@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from demo.optimizer import Muon, adamw
@@ -111,8 +112,14 @@ class Trainer:
         beside.rename(file)
 
     def load(self, file: Path) -> None:
-        """Starts from saved weights, with fresh optimizers."""
-        self.model.load_state_dict(torch.load(file, map_location=self.device, weights_only=True))
+        """Starts from saved weights or exported ones (`.safetensors`, whose matrices may be the kernels of
+        convolutions), with fresh optimizers."""
+        if file.suffix == ".safetensors":
+            shapes = {name: value.shape for name, value in self.model.state_dict().items()}
+            found = {name: value.view(shapes[name]) for name, value in load_file(file).items()}
+        else:
+            found = torch.load(file, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(found)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=float, default=40.0, help="seconds between evaluations")
     parser.add_argument("--plain", action="store_true", help="compile nothing: slow")
     parser.add_argument("--unchecked", action="store_true", help="do not compare gradients first")
-    parser.add_argument("--weights", type=Path, help="a state.pt to start from")
+    parser.add_argument("--weights", type=Path, help="state.pt or model.safetensors to start from")
 
 
 def run(
