@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from headrace.back.transfer.groups import broadcast, join
 from headrace.base.wire.weights import Group
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
+from tests.back.transfer.trainers import free_port
 from tests.models.oracle import save_oracle
 
 PROMPT = [5, 9, 4, 17, 8]
@@ -195,13 +195,6 @@ def test_an_update_in_buckets_is_a_mixture_until_it_is_finished(
     assert told["weight_version"] == "whole" and not told["mixed"]
     assert administer(server, "/resume", {}).status_code == 200
     assert tokens(server) == versions.tokens(2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_trainer_broadcasts_weights_over_gloo(server: Served, versions: Versions) -> None:

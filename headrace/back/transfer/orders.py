@@ -9,7 +9,7 @@ import torch
 
 from headrace.back.models.load import Origin
 from headrace.back.models.load.source import Source
-from headrace.back.transfer.groups import WeightGroups, broadcast
+from headrace.back.transfer.groups import WeightGroups
 from headrace.back.transfer.handles import opened
 from headrace.back.transfer.live import digest_of, values_of
 from headrace.back.transfer.sources import (
@@ -129,16 +129,16 @@ class WeightOrders:
             return TensorSource(cut_buffer(buffer, names, dtypes, shapes), "lent memory")
         if order.way != "group":
             raise InvalidRequest(f"way: {order.way!r:.40} is unknown", field="way")
-        group = self._groups.named(order.group.name)
-        where = f"group {order.group.name}"
+        name_of_group = order.group.name
+        self._groups.named(name_of_group)
+        where = f"group {name_of_group}"
         if order.packed:
             size = num_bytes_of(dtypes, shapes)
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            broadcast(buffer, group)
+            self._groups.receive(name_of_group, [buffer])
             return TensorSource(cut_buffer(buffer, names, dtypes, shapes), where)
         tensors = {}
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             tensors[name] = torch.empty(shape, dtype=dtype_of(dtype), device=self._device)
-        for tensor in tensors.values():
-            broadcast(tensor, group)
+        self._groups.receive(name_of_group, list(tensors.values()))
         return TensorSource(tensors, where)
