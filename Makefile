@@ -21,7 +21,7 @@ TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest
 BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CROSS  := $(VENV)/.cross
 LOWEST := .venv-lowest
@@ -112,7 +112,7 @@ lowest:
 	@$(LOWEST)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@$(LOWEST)/bin/python .ci/lowest.py dev
 	@$(LOWEST)/bin/python -m headrace.back.kernels.native.build --here || echo "    no native kernels"
-	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -m "not slow" $(BESIDE) $(ARGS)
+	@$(LOWEST)/bin/python -m pytest -m "not slow" $(BESIDE) $(ARGS)
 
 # The tests with another interpreter: python$(PY) on the path, or one of pyenv's or uv's.
 leg:
@@ -123,7 +123,7 @@ leg:
 # compiling kernels on the host's cores, so many tests share the GPU; each takes about 1 GiB of it.
 test-gpu:
 	@python3 -c 'import msgspec, pytest, safetensors, torch, xdist; print("torch", torch.__version__, "CUDA", torch.cuda.is_available())'
-	@OMP_NUM_THREADS=1 python3 -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal \
+	@python3 -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal \
 	  --durations=20 $$(grep -rl "mark.gpu" tests --include="test_*.py") $(ARGS)
 
 # PEERS, PEER_PYTHON and LLAMA_SERVER name the other engines' files, interpreter and server, if there are any.

@@ -3,6 +3,8 @@ their reason, then, last, what failed."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 
 import pytest
@@ -10,6 +12,10 @@ import pytest
 from tests.covering import mark_rest_slow
 from tests.cpu_report import CpuReport
 from tests.parts import Part
+
+# Before anything imports torch. Its threads wait for each other by spinning: where tests run beside each other, an
+# operation of 0.1 ms then takes as long as the system leaves the other thread without a core.
+_THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:
     from hypothesis import HealthCheck, settings
@@ -43,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     other, workers then end at about the same time."""
     mark_rest_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What a test told torch about threads ends with it; the next thousands would spin (see above)."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != (threads := int(_THREADS)):
+        torch.set_num_threads(threads)
 
 
 class FailureNames:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -142,6 +141,7 @@ def test_answers_of_a_grammar_are_those_without_drafts(pair: Any, jump_forward: 
     assert_equal(run(plain.core, requests), answers)
     assert accepted(drafted) > 20
     assert drafted.core.counters.steps < plain.core.counters.steps
+    jsonschema = pytest.importorskip("jsonschema")  # machines with a GPU read this file without it
     for id in (0, 7):
         if answers[id].reason == "stop":
             jsonschema.validate(json.loads(text_of(drafted, answers[id])), PEOPLE)

@@ -7,8 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace.back.executor.host_copy import HostCopy, tensors_of
 
@@ -54,16 +52,6 @@ def test_everything_a_model_can_reach_leaves_and_comes_back(device: str) -> None
         assert torch.equal(was, is_now)
     layer.whole[1, 0] = 7  # views share their memory as before
     assert layer.parts["rows"][0][0, 0] == 7 and layer.parts["rows"][1][0, 1] == 7
-
-
-@given(st.lists(st.integers(1, 700), min_size=1, max_size=6), st.booleans())
-def test_any_sizes_come_back_bit_by_bit(sizes: list[int], shared: bool) -> None:
-    base = torch.arange(sum(sizes), dtype=torch.int16)
-    pieces = list(base.split(sizes)) if shared else [one.clone() for one in base.split(sizes)]
-    copy = HostCopy(pieces, CPU)
-    assert copy.num_bytes == base.nbytes
-    copy.back()
-    assert torch.equal(torch.cat(pieces), base)
 
 
 def test_memory_that_is_somebody_elses_stays() -> None:

@@ -31,7 +31,7 @@ from headrace.launch.plan import (
     kernels_on_absent_device,
     stored_on_absent_device,
 )
-from tests.back.quant.formats.test_formats import open_weight
+from tests.back.quant.formats.stored_weights import open_weight
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
 from tests.models.paged import teacher_forced
 from tests.models.test_parity import tiny_config

@@ -45,7 +45,7 @@ from headrace.launch.plan import (
     kernels_on_absent_device,
     stored_on_absent_device,
 )
-from tests.back.quant.formats.test_formats import open_weight
+from tests.back.quant.formats.stored_weights import open_weight
 from tests.back.quant.test_gpu import FORMATS as FP8_FORMATS
 from tests.back.quant.test_gpu_int4 import FORMATS as INT4_FORMATS
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle

@@ -42,7 +42,7 @@ from headrace.launch.plan import (
     kernels_on_absent_device,
     stored_on_absent_device,
 )
-from tests.back.quant.formats.test_formats import golden, open_weight
+from tests.back.quant.formats.stored_weights import golden, open_weight
 from tests.back.quant.test_gpu import INPUTS, OUTPUTS, param_of
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
 from tests.models.paged import teacher_forced

@@ -20,7 +20,7 @@ from headrace.back.quant.gpu_int8 import (
     StoredInt8Weight,
     stored_int8,
 )
-from tests.back.quant.formats.test_formats import open_weight
+from tests.back.quant.formats.stored_weights import open_weight
 from tests.back.quant.test_gpu import INPUTS, OUTPUTS, param_of
 
 COMPRESSED: dict[str, Any] = {

@@ -33,7 +33,8 @@ from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import read_model_facts
-from tests.back.quant.formats.test_formats import awq_words, bit_stream, open_weight
+from tests.back.quant.formats.stored_weights import open_weight
+from tests.back.quant.formats.test_formats import awq_words, bit_stream
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
 from tests.models.paged import teacher_forced
 from tests.models.test_parity import tiny_config
