@@ -30,7 +30,7 @@ from headrace.back.models.families import (
     reserved_positions,
     text_config,
 )
-from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
+from headrace.back.models.vlm_inside import inside_vlm, is_late_vision, thinker_config
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
@@ -145,14 +145,14 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json; what a ModelOpt checkpoint says of its weights in a file of its own stands under
-    `quantization_config`, as newer ones have it."""
+    `quantization_config`, as newer ones have it. Of checkpoints that speak, the thinker's."""
     config = read_json(folder / "config.json")
     beside = folder / "hf_quant_config.json"
     if "quantization_config" not in config and beside.is_file():
         inside = ConfigReader(read_json(beside), str(beside)).section("quantization")
         if inside is not None:
             config["quantization_config"] = {"quant_method": "modelopt", **inside.raw}
-    return config
+    return thinker_config(config)
 
 
 def describe(

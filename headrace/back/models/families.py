@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.back.models.hearing_families import HEARING, TEXT_OF_HEARING
 from headrace.back.models.vlm_inside import LATE_VISION, inside_vlm
 from headrace.base import extensions
 from headrace.base.config.hf import ConfigReader
@@ -163,6 +164,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
 }
 WITH_MEDIA: Mapping[str, str] = {
+    **HEARING,
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
@@ -182,9 +184,6 @@ WITH_MEDIA: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_vision",
     "PaliGemmaForConditionalGeneration": "paligemma",
     "Gemma4ForConditionalGeneration": "gemma4_vision",
-    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
-    "VoxtralForConditionalGeneration": "voxtral",
-    "Qwen3ASRForConditionalGeneration": "qwen3_asr",
 }
 """Architectures that take images or more beside text: the family reads the whole config."""
 ENCODER_DECODERS: Mapping[str, str] = {
@@ -202,6 +201,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 """Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
 TEXT_TYPES: Mapping[str, str] = {
+    **TEXT_OF_HEARING,
     "llama": "llama",
     "internlm2": "internlm2",
     "phi3": "phi3",

@@ -28,16 +28,25 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Qwen2VLForConditionalGeneration, Qwen2_5_VLForConditionalGeneration."""
     text, vision = parts_of(config)
     windowed = "fullatt_block_indexes" in vision
-    spec = _windowed(vision) if windowed else _plain(vision)
+    spec = windowed_tower(vision) if windowed else _plain(vision)
     if windowed:
         longest = scope.max_positions + MAX_TIME_POSITIONS
         scope = replace(scope, max_positions=longest)
-    rope = _rope(scope, text, vision, timed=windowed)
+    per_s = vision.float("tokens_per_second", 4, ge=0.0) if windowed else None
+    rope = spaced_axes(scope, text, vision, positions_per_s=per_s)
     tower = VisionTower(scope / "visual", spec, rope)
     return with_media(scope, qwen2.build(scope, text), tower)
 
 
-def _rope(scope: Scope, text: ConfigReader, vision: ConfigReader, *, timed: bool) -> AxesRope:
+def spaced_axes(
+    scope: Scope,
+    text: ConfigReader,
+    vision: ConfigReader,
+    *,
+    positions_per_s: float | None,
+    behind_time: bool = False,
+) -> AxesRope:
+    """The decoder's positions; see AxesRope."""
     sizes = read_sizes(text)
     spec = read_rope(text, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     values = text.section("rope_parameters") or text.section("rope_scaling") or text
@@ -49,7 +58,8 @@ def _rope(scope: Scope, text: ConfigReader, vision: ConfigReader, *, timed: bool
         spec,
         axis_of_pair=sections(lengths),
         merge=vision.int("spatial_merge_size", 2, ge=1),
-        positions_per_s=vision.float("tokens_per_second", 4, ge=0.0) if timed else None,
+        positions_per_s=positions_per_s,
+        behind_time=behind_time,
     )
 
 
@@ -91,7 +101,7 @@ def _plain(vision: ConfigReader) -> TowerSpec:
     )
 
 
-def _windowed(vision: ConfigReader) -> TowerSpec:
+def windowed_tower(vision: ConfigReader) -> TowerSpec:
     """Qwen2.5-VL's tower."""
     width, heads = vision.int("hidden_size", 1280, ge=1), vision.int("num_heads", 16, ge=1)
     merge, patches = vision.int("spatial_merge_size", 2, ge=1), _patches(vision)

@@ -55,6 +55,8 @@ def qwen3_axes(
     theta: float,
     share: float = 1.0,
     lengths: tuple[int, int, int] = (24, 20, 20),
+    positions_per_s: float | None = None,
+    behind_time: bool = False,
 ) -> AxesRope:
     """The decoder's positions; `theta`, `share` and `lengths` are the family's defaults."""
     spec = read_rope(
@@ -69,7 +71,14 @@ def qwen3_axes(
     if sum(stated) != len(spec.frequencies):
         raise values.wrong("mrope_section", f"three numbers with sum {len(spec.frequencies)}")
     merge = vision.int("spatial_merge_size", 2, ge=1)
-    return AxesRope(scope, spec, axis_of_pair=interleaved(stated), merge=merge)
+    return AxesRope(
+        scope,
+        spec,
+        axis_of_pair=interleaved(stated),
+        merge=merge,
+        positions_per_s=positions_per_s,
+        behind_time=behind_time,
+    )
 
 
 def qwen3_tower(vision: ConfigReader) -> TowerSpec:

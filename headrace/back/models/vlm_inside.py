@@ -1,5 +1,5 @@
-"""Models that compare images and texts token by token, around a vision-language model of another
-family: their architectures, and the config of the model inside."""
+"""Models around a model of another family, and the config of the model inside: those that compare
+images and texts token by token, and those that speak what a thinker has written."""
 
 from __future__ import annotations
 
@@ -37,6 +37,32 @@ QWEN_IMAGE = (
     "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|>"
     "<|endoftext|>"
 )
+
+
+_QWEN2_5_OMNI = ("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker")
+THINKERS: Mapping[str, tuple[str, str]] = {
+    "Qwen2_5OmniModel": _QWEN2_5_OMNI,
+    "Qwen2_5OmniForConditionalGeneration": _QWEN2_5_OMNI,
+    "Qwen3OmniMoeForConditionalGeneration": (
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "qwen3_omni_moe_thinker",
+    ),
+    "Qwen3ASRForConditionalGeneration": ("Qwen3ASRForConditionalGeneration", "qwen3_asr"),
+}
+"""Architecture and `model_type` of the part that answers in text, which alone is served, of
+checkpoints that have its config as a section."""
+OF_ALL_PARTS = ("quantization_config", "torch_dtype", "dtype", "tie_word_embeddings")
+
+
+def thinker_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the part that answers in text, or the config itself where it has no such
+    section."""
+    inside, names = config.get("thinker_config"), config.get("architectures") or [""]
+    if not isinstance(inside, Mapping) or names[0] not in THINKERS:
+        return dict(config)
+    shared = {key: config[key] for key in OF_ALL_PARTS if key in config}
+    architecture, kind = THINKERS[names[0]]
+    return {**shared, **inside, "architectures": [architecture], "model_type": kind}
 
 
 def is_late_vision(config: Mapping[str, Any]) -> bool:

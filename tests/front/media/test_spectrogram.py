@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,34 @@ def test_qwen2_audio(tmp_path: Path, seconds: float) -> None:
     assert ours.shape == (length + 2, BANDS)
     assert np.abs(ours[:seen] - theirs["input_features"][0].T[:seen]).max() < BOUND
     assert not ours[seen:].any()
+
+
+@pytest.mark.parametrize("seconds", [0.1, 7.777, 35.0])
+def test_the_omni_thinkers(tmp_path: Path, seconds: float) -> None:
+    samples = sound(seconds)
+    more = {"vision_config": {}, "image_token_id": 5}
+    extractor = transformers.WhisperFeatureExtractor(feature_size=BANDS, chunk_length=40)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"chunk_length": 40}))
+    for kind, padding in (("qwen2_5_omni", "max_length"), ("qwen3_omni_moe", "longest")):
+        theirs = extractor(
+            samples / 32768.0,
+            sampling_rate=RATE,
+            padding=padding,
+            truncation=False,
+            return_attention_mask=True,
+        )
+        length = int(theirs["attention_mask"].sum())
+        config = {
+            **{"model_type": f"{kind}_thinker", "audio_token_id": 7, **more},
+            "audio_config": {"num_mel_bins": BANDS},
+        }
+        spec = read_media(tmp_path, config)
+        assert spec is not None and (spec.audio_token, spec.image_token) == (7, 5)
+        ours, num_tokens = frames_of(spectrogram(samples, spec.settings))
+        assert ours.shape == (length, BANDS)
+        assert np.abs(ours - theirs["input_features"][0].T[:length]).max() < BOUND
+        module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
+        assert num_tokens == module._get_feat_extract_output_lengths(torch.tensor(length))
 
 
 def test_what_a_window_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -202,7 +202,8 @@ class OneBiasedProjector:
 class AudioTowerSpec:
     """steps: how frames become tokens; their `chunk`s are read apart from each other. window:
     positions that attend to each other, 0: all of an input. pools: two positions are averaged
-    before the norm. norm: its name. max_frames: of an input."""
+    before the norm. norm: its name. max_frames: of an input. fills: an input shorter than a chunk is
+    filled up to one too."""
 
     bands: int
     steps: SoundSteps
@@ -214,6 +215,7 @@ class AudioTowerSpec:
     window: int = 0
     pools: bool = False
     max_frames: int = 60_000
+    fills: bool = True
 
 
 class AudioTower:
@@ -250,15 +252,10 @@ class AudioTower:
         spec, steps = self._spec, self._spec.steps
         frames_NM = rows_NB.view(torch.float32).to(self.dtype)
         inputs = frames_NM.split([t * h * w for t, h, w in grids])
-        pieces = [piece for one in inputs for piece in one.split(steps.chunk or one.shape[0])]
-        lengths = [piece.shape[0] for piece in pieces]
-        frames_BNM = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
-        if steps.chunk:
-            frames_BNM = F.pad(frames_BNM, (0, 0, 0, steps.chunk - frames_BNM.shape[1]))
-        x_BSE = self._reader.read(frames_BNM, lengths)
-        x_SE = torch.cat(
-            [x_SE[: steps.positions(n)] for x_SE, n in zip(x_BSE, lengths, strict=True)]
-        )
+        if spec.fills or min(one.shape[0] for one in inputs) >= steps.chunk:
+            x_SE = self._read(inputs)
+        else:  # so that none depends on the others
+            x_SE = torch.cat([self._read([one]) for one in inputs])
         sizes = [self._positions(one.shape[0]) for one in inputs]
         spans = TokenSpans(starts=_windows(sizes, spec.window))
         for layer in self._layers:
@@ -267,6 +264,19 @@ class AudioTower:
             pairs = [one[: len(one) // 2 * 2] for one in x_SE.split(sizes)]
             x_SE = torch.cat(pairs).unflatten(0, (-1, 2)).mean(1)
         return self._projector.merge(self._norm.norm(x_SE))
+
+    def _read(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """x_SE of spectrograms, whose pieces are filled up to the same length."""
+        steps = self._spec.steps
+        pieces = [piece for one in inputs for piece in one.split(steps.chunk or one.shape[0])]
+        lengths = [piece.shape[0] for piece in pieces]
+        frames_BNM = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+        if steps.chunk and self._spec.fills:
+            frames_BNM = F.pad(frames_BNM, (0, 0, 0, steps.chunk - frames_BNM.shape[1]))
+        x_BSE = self._reader.read(frames_BNM, lengths)
+        return torch.cat(
+            [x_SE[: steps.positions(n)] for x_SE, n in zip(x_BSE, lengths, strict=True)]
+        )
 
     def _positions(self, frames: int) -> int:
         """Of an input, in all its pieces."""

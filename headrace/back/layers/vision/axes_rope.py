@@ -1,7 +1,7 @@
 """Rotary positions in three axes (time, height, width) for the tokens of images and video within a
 text (Wang et al. 2024, Qwen2-VL, section 2.1; transformers 5.23, `get_rope_index`).
 
-A text token has one position in all axes. An input's tokens have the coordinates of their windows
+A token of text or of sound has one position in all axes. A picture's tokens have the coordinates of their windows
 from the next position on, and the text behind it goes on max(h, w) further: so positions fall
 behind places, and the answer's are moved by a number of the row (`PromptPositions.delta`).
 
@@ -42,7 +42,8 @@ class AxesRope:
     """The table of a decoder's rotary positions, read by axis. `axis_of_pair`: the axis that turns
     each pair of dimensions. `merge`: patches per side of a token's window. `positions_per_s`: how
     far apart steps of a video are in time for each second between them; None: 1 whatever the
-    time."""
+    time. `behind_time`: the text behind a video begins behind its greatest position in any axis,
+    not only in height and width."""
 
     def __init__(
         self,
@@ -52,10 +53,12 @@ class AxesRope:
         axis_of_pair: Sequence[int],
         merge: int,
         positions_per_s: float | None = None,
+        behind_time: bool = False,
     ) -> None:
         assert len(axis_of_pair) == len(spec.frequencies), (axis_of_pair, spec)
         self._merge = merge
         self._positions_per_s = positions_per_s
+        self._behind_time = behind_time
         self._axis = torch.tensor(axis_of_pair, device=scope.device)
         self._table_PR = torch.empty(0)
         self._scope = scope
@@ -73,10 +76,16 @@ class AxesRope:
         parts: list[np.ndarray] = []
         place = position = 0
         for span in spans:
+            if span.kind == "audio":
+                continue
             parts.append(_text(position, span.offset - place))
             position += span.offset - place
-            parts.append(position + self._coordinates(span))
-            position += max(span.grid[1], span.grid[2]) // self._merge
+            at_3P = self._coordinates(span)
+            parts.append(position + at_3P)
+            if self._behind_time:
+                position += int(at_3P.max()) + 1
+            else:
+                position += max(span.grid[1], span.grid[2]) // self._merge
             place = span.end
         parts.append(_text(position, length - place))
         position += length - place

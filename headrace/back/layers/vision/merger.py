@@ -84,7 +84,7 @@ class TwoLayers:
 
     def build(self, scope: Scope) -> TwoLayerProjector:
         """See ProjectorSpec."""
-        return TwoLayerProjector(scope / self.module, self)
+        return TwoLayerProjector(scope / self.module if self.module else scope, self)
 
 
 class TwoLayerProjector:

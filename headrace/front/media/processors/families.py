@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.hf import ConfigReader, read_json
-from headrace.base.config.media import MediaSpec, ProcessorSettings, SoundSettings
+from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.registry import Registry
 from headrace.front.media.processing import Processor
+from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
     "media processor",
@@ -27,15 +28,15 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "idefics3": "headrace.front.media.processors.idefics3:Idefics3Processor",
     },
 )
-_SPACED = ("qwen2_vl", "qwen2_5_vl")
+_SPACED = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     """What a checkpoint's model takes beside text; None: text alone."""
     kind = config.get("model_type")
-    if kind in _HEARING:
-        return _HEARING[kind](folder, ConfigReader(config, f"{folder}/config.json"))
+    if kind in HEARING:
+        return HEARING[kind](folder, ConfigReader(config, f"{folder}/config.json"))
     if kind == "internvl_chat":
         return _internvl_chat(folder, config)
     named = ("image_token_id", "image_token_index")
@@ -53,12 +54,13 @@ def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         return _internvl(image, reader, video, special_token(folder, "<video>"))
     if kind not in (*_SPACED, *_STAMPED):
         return None
-    return MediaSpec(
+    spec = MediaSpec(
         processor="qwen_vl",
         settings=_qwen_settings(image, video, reader, stamped=kind in _STAMPED),
-        image_token=reader.int("image_token_id", ge=0),
-        video_token=reader.int("video_token_id", None, ge=0),
+        image_token=reader.int("image_token_id", aliases=("image_token_index",), ge=0),
+        video_token=reader.int("video_token_id", None, aliases=("video_token_index",), ge=0),
     )
+    return SEEING_TOO[kind](folder, reader, spec) if kind in SEEING_TOO else spec
 
 
 def _qwen_settings(
@@ -303,66 +305,6 @@ def _with_video(spec: MediaSpec, mark: int | None) -> MediaSpec:
     return msgspec.structs.replace(spec, video_token=mark, video_soft=spec.image_token)
 
 
-def _audio_only(config: ConfigReader, sound: SoundSettings) -> MediaSpec:
-    token = config.int("audio_token_id", aliases=("audio_token_index",), ge=0)
-    return MediaSpec(
-        processor="sound",
-        settings=ProcessorSettings(sound=sound),
-        image_token=None,
-        video_token=None,
-        audio_token=token,
-    )
-
-
-def _audio(config: ConfigReader) -> ConfigReader:
-    audio = config.section("audio_config")
-    if audio is None:
-        raise config.wrong("audio_config", "the audio tower's section")
-    return audio
-
-
-def _qwen2_audio(folder: Path, config: ConfigReader) -> MediaSpec:
-    audio = _audio(config)
-    sound = SoundSettings(
-        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
-        most=2 * audio.int("max_source_positions", 1500, ge=1, le=1 << 16),
-        strides=_LINES,
-        pool=2,
-        margin=2,
-    )
-    return _audio_only(config, sound)
-
-
-def _voxtral(folder: Path, config: ConfigReader) -> MediaSpec:
-    audio = _audio(config)
-    positions = audio.int("max_source_positions", 1500, ge=1, le=1 << 16)
-    width, inner = audio.int("hidden_size", ge=1), audio.int("intermediate_size", ge=1)
-    sound = SoundSettings(
-        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
-        window=2 * positions,
-        strides=_LINES,
-        chunk=2 * positions,
-        per_chunk=positions * width // inner,
-    )
-    return _audio_only(config, sound)
-
-
-def _qwen3_asr(folder: Path, config: ConfigReader) -> MediaSpec:
-    audio = _audio(config)
-    least = _read(folder, "preprocessor_config.json").int("min_length", 8000, ge=0, le=1 << 24)
-    sound = SoundSettings(
-        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
-        least=-(-least // 160),
-        strides=_PLANES,
-        chunk=2 * audio.int("n_window", 50, ge=1, le=1 << 16),
-    )
-    return msgspec.structs.replace(_audio_only(config, sound), transcribes=True)
-
-
-_LINES = ((3, 1, 1), (3, 2, 1))
-_PLANES = ((3, 2, 1),) * 3
-_HEARING = {"qwen2_audio": _qwen2_audio, "voxtral": _voxtral, "qwen3_asr": _qwen3_asr}
-"""Those that hear and do not see."""
 _STILL = {
     "llava": _llava,
     "mistral3": _pixtral,
