@@ -24,10 +24,11 @@ from tests.api.clients import openai_client
 from tests.api.serving import Served, _started
 from tests.api.speech import tone, wav
 from tests.front.media.folders import write_tokenizer
-from tests.models import test_hearing
+from tests.models import hearing_cases, test_hearing
 from tests.models.media import Prompt, answer_of, save_media_oracle
 
 MARK, END = "<|audio_pad|>", "<|im_end|>"
+AROUND = ("<|audio>", "<audio|>")
 PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
@@ -44,8 +45,11 @@ class Hearing:
     def tokens(self, text: str, samples: list[np.ndarray], count: int = 8) -> list[int]:
         """What the reference answers to a prompt with one placeholder for each sound."""
         media = [spectrogram(one, self.spec.settings).inputs[0] for one in samples]
+        sound = self.spec.settings.sound
+        assert sound is not None
         for one in media:
-            text = text.replace(MARK, "<|X|>" * one.num_tokens, 1)
+            marked = ("<|X|>" * one.num_tokens).join(sound.around)
+            text = text.replace(MARK, marked, 1)
         tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(self.folder / "tokenizer.json")
         )
@@ -53,6 +57,8 @@ class Hearing:
         frames = [torch.from_numpy(one.rows.view(np.float32).copy()) for one in media]
         inputs = {"input_ids": torch.tensor([ids]), **self.case.inputs(frames)}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if self.case.typed:
+            inputs["mm_token_type_ids"] = 3 * (inputs["input_ids"] == self.ids[MARK]).long()
         return answer_of(self.oracle, Prompt(ids=ids), inputs, count).tokens
 
     def text_of(self, tokens: list[int]) -> str:
@@ -63,17 +69,21 @@ class Hearing:
 
 
 def hearing(name: str, folder: Path) -> Hearing:
-    ids = write_tokenizer(folder, more=(MARK,))
+    ids = write_tokenizer(folder, more=(MARK, *AROUND))
     template = json.loads((folder / "tokenizer_config.json").read_text())
     written = "{% elif part.type == 'audio' %}" + MARK + "{% else %}"
     template["chat_template"] = template["chat_template"].replace(
         "{% else %}{{ part", written + "{{ part"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(template))
-    case, config = test_hearing.CASES[name], test_hearing.CASES[name].config()
+    case = (test_hearing.CASES | hearing_cases.CASES)[name]
+    config = case.config()
     config.audio_token_id, config.eos_token_id = ids[MARK], ids[END]
+    config.boa_token_id, config.eoa_token_index = (ids[one] for one in AROUND)
     text = config.text_config
     text.vocab_size, text.eos_token_id, text.bos_token_id = ids[""], ids[END], None
+    if hasattr(text, "vocab_size_per_layer_input"):
+        text.vocab_size_per_layer_input = ids[""]
     oracle = save_media_oracle(
         getattr(transformers, f"{case.model}ForConditionalGeneration"), config, folder
     )
@@ -94,7 +104,7 @@ SOUNDS = [tone(0.4, 300.0), tone(0.7, 800.0)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-audio", "voxtral"])
+@pytest.mark.parametrize("name", ["qwen2-audio", "voxtral", *hearing_cases.CASES])
 def test_chats_hear(name: str, tmp_path: Path) -> None:
     model = hearing(name, tmp_path)
     parts = [{"type": "audio", "audio": wav(one)} for one in SOUNDS]

@@ -3,6 +3,7 @@ that cut a sound, behind a prefix hit, beside text."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -78,13 +79,15 @@ class Sound:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`inputs`: what the reference's processor gives, of sounds."""
+    """`inputs`: what the reference's processor gives, of sounds. `typed`: it tells the kinds of tokens apart too."""
 
     config: Callable[[], Any]
     model: str
     steps: SoundSteps
     lengths: tuple[int, int]
     inputs: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
+    bands: int = BANDS
+    typed: bool = False
 
 
 def filled(frames: list[torch.Tensor], length: int) -> torch.Tensor:
@@ -181,7 +184,9 @@ class Heard:
     sounds: dict[int, Sound] = field(default_factory=dict)
 
     def sound(self, seed: int, index: int) -> Any:
-        frames = np.random.default_rng(seed).normal(size=(self.case.lengths[index], BANDS))
+        frames = np.random.default_rng(seed).normal(
+            size=(self.case.lengths[index], self.case.bands)
+        )
         frames = frames.astype(np.float32)
         if margin := self.case.steps.margin:
             frames[-margin:] = -0.5
@@ -193,6 +198,8 @@ class Heard:
         if sounds:
             inputs |= self.case.inputs([torch.from_numpy(one.frames) for one in sounds])
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if self.case.typed:
+            inputs["mm_token_type_ids"] = 3 * (inputs["input_ids"] == SOUND).long()
         return answer_of(self.oracle, prompt, inputs, max_tokens)
 
 
@@ -200,12 +207,19 @@ class Heard:
 def heard(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Heard]:
-    case, folder = CASES[request.param], tmp_path_factory.mktemp("model")
+    with opened(CASES[request.param], tmp_path_factory.mktemp("model")) as heard:
+        yield heard
+
+
+@contextlib.contextmanager
+def opened(case: Case, folder: Path) -> Iterator[Heard]:
     oracle_class = getattr(transformers, f"{case.model}ForConditionalGeneration")
     oracle = save_media_oracle(oracle_class, case.config(), folder)
     engine = SeeingEngine(folder)
-    yield Heard(case=case, folder=folder, oracle=oracle, engine=engine)
-    engine.close()
+    try:
+        yield Heard(case=case, folder=folder, oracle=oracle, engine=engine)
+    finally:
+        engine.close()
 
 
 def two_sounds(heard: Heard) -> Prompt:

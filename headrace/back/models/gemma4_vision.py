@@ -1,6 +1,6 @@
-"""Gemma 4 with images of any ratio: its own tower, the mean of each window of patches, a norm and
-one linear layer. In larger sizes the tokens of an image see each other in layers with a window
-(transformers 5.23, modeling_gemma4.py).
+"""Gemma 4 with images of any ratio, and with sound where it has that tower too (gemma4_audio.py):
+its own tower, the mean of each window of patches, a norm and one linear layer. In larger sizes the
+tokens of an image see each other in layers with a window (transformers 5.23, modeling_gemma4.py).
 
 Every rank computes the whole tower. N patches, M tokens, E width of the tower, H heads, D of a
 head, F width of the decoder.
@@ -17,21 +17,22 @@ import torch
 from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
 from headrace.back.kernels.upload import to_device
+from headrace.back.layers.clipped import ClippedLinear
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import RMS, RMS_NO_WEIGHT
 from headrace.back.layers.scope import Scope, not_loaded
-from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.towers import Towers
+from headrace.back.layers.vision.encoder import Grid, MediaEncoder
 from headrace.back.layers.vision.grids import coordinates, frame_lengths, starts_of
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.models import gemma4
 from headrace.back.models.blocks import Decoder
+from headrace.back.models.gemma4_audio import gemma4_audio_tower
 from headrace.back.models.vision import ACTIVATIONS, HALF, parts_of, text_alone, with_media
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
 from headrace.base.wire.media import MediaForm
-
-CLIPS = ("input_min", "input_max", "output_min", "output_max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +65,14 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         return text_alone(inside, text, "the checkpoint has no vision tower")
     text, vision = parts_of(config)
     mutual = text.choice("use_bidirectional_attention", ("all", "vision"), None) == "vision"
-    tower = Gemma4Tower(scope / "model", _spec(text, vision, "input" if mutual else ""))
+    towers: MediaEncoder = Gemma4Tower(
+        scope / "model", _spec(text, vision, "input" if mutual else "")
+    )
+    audio = config.section("audio_config")
+    if audio is not None:
+        towers = Towers(towers, gemma4_audio_tower(scope / "model", audio, text))
     inside = replace(inside, mutual="local" if mutual else "")
-    return with_media(scope, gemma4.build(inside, text), tower)
+    return with_media(scope, gemma4.build(inside, text), towers)
 
 
 def _spec(text: ConfigReader, vision: ConfigReader, mutual: str) -> Gemma4TowerSpec:
@@ -166,26 +172,6 @@ class Gemma4Tower:
         if self._standards:
             mean_ME = (mean_ME - self._standards[0]) * self._standards[1]
         return self._project.project(self._norm.norm(mean_ME.to(self.dtype)))
-
-
-class ClippedLinear:
-    """x_NI -> y_NO, cut to learned bounds before and behind where the tower clips."""
-
-    def __init__(self, scope: Scope, inputs: int, outputs: int, *, clipped: bool) -> None:
-        self._linear = WholeLinear(scope / "linear", inputs, outputs)
-        self._params = [scope.param(name, ()) for name in CLIPS] if clipped else []
-        self._bounds: list[torch.Tensor] = []
-        scope.on_finish(self._finish)
-
-    def project(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        if not self._bounds:
-            return self._linear.project(x_NI)
-        low, high, least, most = self._bounds
-        return self._linear.project(torch.clamp(x_NI, low, high)).clamp_(least, most)
-
-    def _finish(self) -> None:
-        self._bounds = [param.take() for param in self._params]
 
 
 class Gemma4VisionLayer:

@@ -5,10 +5,27 @@ from __future__ import annotations
 import msgspec
 
 
+class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Logarithms of magnitudes in mel bands between `low_hz` and `high_hz`. `frame`: samples that
+    one sees, `transform`: of the transform, `lead`: of silence before the sound. `emphasis`: the
+    share of the sample before, which is taken from each. `least`: of a magnitude, or with
+    `adds_least` what is added to each."""
+
+    frame: int
+    transform: int
+    low_hz: float
+    high_hz: float
+    emphasis: float = 0.0
+    least: float = 1e-3
+    adds_least: bool = False
+    lead: int = 0
+
+
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
-    The rest as in `base/wire/media.py: SoundSteps`."""
+    `magnitudes`: how its frames are made, where that is not Whisper's way. `around`: text before
+    and behind its tokens. The rest as in `base/wire/media.py: SoundSteps`."""
 
     bands: int
     window: int = 0
@@ -19,6 +36,8 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 0
     per_chunk: int = 0
     margin: int = 0
+    magnitudes: MagnitudeSettings | None = None
+    around: tuple[str, str] = ("", "")
 
 
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):

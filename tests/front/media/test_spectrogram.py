@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASREncoder
 
@@ -84,6 +85,27 @@ def test_the_omni_thinkers(tmp_path: Path, seconds: float) -> None:
         assert np.abs(ours - theirs["input_features"][0].T[:length]).max() < BOUND
         module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
         assert num_tokens == module._get_feat_extract_output_lengths(torch.tensor(length))
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 7.777, 30.0])
+def test_gemma4(tmp_path: Path, seconds: float) -> None:
+    samples = sound(seconds)
+    theirs = Gemma4AudioFeatureExtractor()([samples / 32768.0])
+    frames, mask = theirs["input_features"][0], theirs["input_features_mask"][0]
+    config = {
+        **{"model_type": "gemma4", "vision_config": {}, "image_token_id": 5, "audio_token_id": 7},
+        **{"audio_config": {"hidden_size": 1024}, "boa_token_id": 8, "eoa_token_index": 9},
+    }
+    marks = [{"id": 8, "content": "<|audio>"}, {"id": 9, "content": "<audio|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": marks}))
+    spec = read_media(tmp_path, config)
+    assert spec is not None and (spec.audio_token, spec.image_token) == (7, 5)
+    heard = spectrogram(samples, spec.settings)
+    ours, num_tokens = frames_of(heard)
+    assert heard.layout == ("<|audio>", 0, "<audio|>")
+    assert len(ours) == mask.sum()
+    assert np.abs(ours - frames[mask]).max() < BOUND
+    assert num_tokens == len(mask[::2][::2][mask[::2][::2]])
 
 
 def test_what_a_window_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -202,8 +202,8 @@ class OneBiasedProjector:
 class AudioTowerSpec:
     """steps: how frames become tokens; their `chunk`s are read apart from each other. window:
     positions that attend to each other, 0: all of an input. pools: two positions are averaged
-    before the norm. norm: its name. max_frames: of an input. fills: an input shorter than a chunk is
-    filled up to one too."""
+    before the norm. norm: its name. max_frames: of an input. fills: an input shorter than a chunk
+    is filled up to one too."""
 
     bands: int
     steps: SoundSteps

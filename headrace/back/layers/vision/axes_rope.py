@@ -1,9 +1,10 @@
 """Rotary positions in three axes (time, height, width) for the tokens of images and video within a
 text (Wang et al. 2024, Qwen2-VL, section 2.1; transformers 5.23, `get_rope_index`).
 
-A token of text or of sound has one position in all axes. A picture's tokens have the coordinates of their windows
-from the next position on, and the text behind it goes on max(h, w) further: so positions fall
-behind places, and the answer's are moved by a number of the row (`PromptPositions.delta`).
+A token of text or of sound has one position in all axes. A picture's tokens have the coordinates of
+their windows from the next position on, and the text behind it goes on max(h, w) further: so
+positions fall behind places, and the answer's are moved by a number of the row
+(`PromptPositions.delta`).
 
 T query tokens, P places of a prompt, R rotated dimensions.
 """

@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.registry import Registry
 from headrace.front.media.processing import Processor
+from headrace.front.media.processors.files import read_keys, special_text, special_token
 from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
@@ -34,9 +35,18 @@ _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     """What a checkpoint's model takes beside text; None: text alone."""
-    kind = config.get("model_type")
+    kind, reader = config.get("model_type"), ConfigReader(config, f"{folder}/config.json")
     if kind in HEARING:
-        return HEARING[kind](folder, ConfigReader(config, f"{folder}/config.json"))
+        return HEARING[kind](folder, reader)
+    spec = _read_seeing(folder, config)
+    if spec is None or kind not in SEEING_TOO or not config.get("audio_config"):
+        return spec
+    return SEEING_TOO[kind](folder, reader, spec)
+
+
+def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
+    """The same without its sound."""
+    kind = config.get("model_type")
     if kind == "internvl_chat":
         return _internvl_chat(folder, config)
     named = ("image_token_id", "image_token_index")
@@ -54,13 +64,12 @@ def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         return _internvl(image, reader, video, special_token(folder, "<video>"))
     if kind not in (*_SPACED, *_STAMPED):
         return None
-    spec = MediaSpec(
+    return MediaSpec(
         processor="qwen_vl",
         settings=_qwen_settings(image, video, reader, stamped=kind in _STAMPED),
         image_token=reader.int("image_token_id", aliases=("image_token_index",), ge=0),
         video_token=reader.int("video_token_id", None, aliases=("video_token_index",), ge=0),
     )
-    return SEEING_TOO[kind](folder, reader, spec) if kind in SEEING_TOO else spec
 
 
 def _qwen_settings(
@@ -98,34 +107,10 @@ def _pixels(reader: ConfigReader, default: tuple[int, int]) -> tuple[int, int]:
 def _processor_files(folder: Path) -> tuple[ConfigReader, ConfigReader]:
     """What the files say of the image processor, and of that for video: in files of their own, or
     as sections of one."""
-    whole = _read(folder, "processor_config.json")
-    image = whole.section("image_processor") or _read(folder, "preprocessor_config.json")
-    video = whole.section("video_processor") or _read(folder, "video_preprocessor_config.json")
+    whole = read_keys(folder, "processor_config.json")
+    image = whole.section("image_processor") or read_keys(folder, "preprocessor_config.json")
+    video = whole.section("video_processor") or read_keys(folder, "video_preprocessor_config.json")
     return image, video
-
-
-def _read(folder: Path, name: str) -> ConfigReader:
-    path = folder / name
-    return ConfigReader(read_json(path) if path.is_file() else {}, str(path))
-
-
-def special_text(folder: Path, token: int | None) -> str:
-    """The text of an added token, "" if there is none of this id."""
-    for each in _read(folder, "tokenizer.json").raw.get("added_tokens") or ():
-        if isinstance(each, dict) and each.get("id") == token:
-            return str(each.get("content", ""))
-    return ""
-
-
-def special_token(folder: Path, text: str) -> int | None:
-    """The id of a token that the tokenizer's files list as added."""
-    listed = _read(folder, "added_tokens.json").raw.get(text)
-    if isinstance(listed, int):
-        return listed
-    for token in _read(folder, "tokenizer.json").raw.get("added_tokens") or ():
-        if isinstance(token, dict) and token.get("content") == text:
-            return int(token["id"])
-    return None
 
 
 def _image_only(processor: str, settings: ProcessorSettings, config: ConfigReader) -> MediaSpec:

@@ -7,28 +7,20 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.config.hf import ConfigReader, read_json
-from headrace.base.config.media import MediaSpec, ProcessorSettings, SoundSettings
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.media import (
+    MagnitudeSettings,
+    MediaSpec,
+    ProcessorSettings,
+    SoundSettings,
+)
+from headrace.front.media.processors.files import extractor_keys, special_text
 
 LINES = ((3, 1, 1), (3, 2, 1))
 PLANES = ((3, 2, 1),) * 3
-
-
-def _extractor(folder: Path) -> ConfigReader:
-    """The keys of the feature extractor: in a file of its own, or a section of the processor's."""
-    for name, section in (
-        ("processor_config.json", "feature_extractor"),
-        ("preprocessor_config.json", None),
-    ):
-        path = folder / name
-        if not path.is_file():
-            continue
-        reader: ConfigReader | None = ConfigReader(read_json(path), str(path))
-        assert reader is not None
-        reader = reader.section(section) if section else reader
-        if reader is not None:
-            return reader
-    return ConfigReader({}, str(folder))
+HALVES = ((3, 2, 1),) * 2
+LONGEST_OF_GEMMA = 3000
+"""Frames: half a minute."""
 
 
 def _audio_only(config: ConfigReader, sound: SoundSettings) -> MediaSpec:
@@ -77,7 +69,7 @@ def _voxtral(folder: Path, config: ConfigReader) -> MediaSpec:
 
 def _qwen3_asr(folder: Path, config: ConfigReader) -> MediaSpec:
     audio = _audio(config)
-    least = _extractor(folder).int("min_length", 8000, ge=0, le=1 << 24)
+    least = extractor_keys(folder).int("min_length", 8000, ge=0, le=1 << 24)
     sound = SoundSettings(
         bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
         least=-(-least // 160),
@@ -98,7 +90,7 @@ def _qwen2_5_omni(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaS
     audio = _audio(config)
     sound = SoundSettings(
         bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
-        most=100 * _extractor(folder).int("chunk_length", 300, ge=1, le=7200),
+        most=100 * extractor_keys(folder).int("chunk_length", 300, ge=1, le=7200),
         strides=LINES,
         pool=2,
         chunk=2 * audio.int("n_window", 100, ge=1, le=1 << 16),
@@ -116,7 +108,44 @@ def _qwen3_omni(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpe
     return _hearing_too(spec, config, sound)
 
 
+def _gemma4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
+    """The marks around a sound are the tokenizer's."""
+    keys = extractor_keys(folder)
+    begin = config.int("boa_token_id", 256_000, aliases=("boa_token_index",), ge=0)
+    end = config.int("eoa_token_index", 258_883, aliases=("eoa_token_id",), ge=0)
+    sound = SoundSettings(
+        bands=keys.int("feature_size", 128, ge=1, le=1024),
+        most=LONGEST_OF_GEMMA,
+        strides=HALVES,
+        magnitudes=_magnitudes(keys, frame_ms=20.0, band_hz=(0.0, 8000.0), least=1e-3),
+        around=(special_text(folder, begin), special_text(folder, end)),
+    )
+    return _hearing_too(spec, config, sound)
+
+
+def _magnitudes(
+    keys: ConfigReader, *, frame_ms: float, band_hz: tuple[float, float], least: float
+) -> MagnitudeSettings:
+    """Of Gemma 4's extractor."""
+    frame = round(16 * keys.float("frame_length_ms", frame_ms, ge=1.0, le=1000.0))
+    transform = 1 << (frame - 1).bit_length()
+    return MagnitudeSettings(
+        frame=frame,
+        transform=2 * transform if keys.bool("fft_overdrive", False) else transform,
+        low_hz=keys.float("min_frequency", band_hz[0], ge=0.0),
+        high_hz=keys.float("max_frequency", band_hz[1], ge=1.0),
+        emphasis=keys.float("preemphasis", 0.0, ge=0.0, le=1.0),
+        least=keys.float("mel_floor", least, ge=1e-30),
+        adds_least=True,
+        lead=frame // 2,
+    )
+
+
 HEARING = {"qwen2_audio": _qwen2_audio, "voxtral": _voxtral, "qwen3_asr": _qwen3_asr}
 """Those that hear and do not see."""
-SEEING_TOO = {"qwen2_5_omni_thinker": _qwen2_5_omni, "qwen3_omni_moe_thinker": _qwen3_omni}
+SEEING_TOO = {
+    "qwen2_5_omni_thinker": _qwen2_5_omni,
+    "qwen3_omni_moe_thinker": _qwen3_omni,
+    "gemma4": _gemma4,
+}
 """Those that hear and see: what their sound adds to the rest."""

@@ -1,5 +1,5 @@
-"""Sound for towers that read mel frames: Whisper's spectrogram over as much of it as the family's
-reference does."""
+"""Sound for towers that read mel frames: Whisper's spectrogram, or another one, over as much of it
+as the family's reference does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import SoundSteps
 from headrace.front.media.log_mel import HOP, RATE, LogMel
 from headrace.front.media.processing import ProcessedMedia, TowerInput
+from headrace.front.media.usm_mel import log_magnitudes
 
 Samples = npt.NDArray[np.int16]
 
@@ -26,7 +27,9 @@ def spectrogram(samples: Samples, settings: ProcessorSettings) -> ProcessedMedia
         raise InvalidRequest(f"sound of {len(samples) / RATE:.3f} s is too short")
     rows = frames.view(np.uint8).reshape(len(frames), -1)
     one = TowerInput(kind="audio", grid=(1, 1, len(rows)), rows=rows, num_tokens=count(len(frames)))
-    return ProcessedMedia(inputs=(one,), layout=(0,))
+    before, behind = sound.around
+    layout = tuple(part for part in (before, 0, behind) if part != "")
+    return ProcessedMedia(inputs=(one,), layout=layout)
 
 
 def steps_of(sound: SoundSettings) -> SoundSteps:
@@ -37,6 +40,13 @@ def steps_of(sound: SoundSettings) -> SoundSteps:
 
 def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
     """float32 [N, bands]."""
+    if sound.most and len(samples) > sound.most * HOP:
+        raise InvalidRequest(
+            f"sound of {len(samples) / RATE:.1f} s given; this model hears "
+            f"{sound.most * HOP / RATE:g} s at most"
+        )
+    if sound.magnitudes is not None:
+        return log_magnitudes(samples, sound.bands, sound.magnitudes)
     if sound.most:
         return _within_window(samples, sound)
     if sound.window:
@@ -50,11 +60,6 @@ def _within_window(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.flo
     """The frames that have samples, and `margin` of the silence behind them; behind the end of the
     window there is not even that."""
     count = -(-len(samples) // HOP)
-    if count > sound.most:
-        raise InvalidRequest(
-            f"sound of {len(samples) / RATE:.1f} s given; this model hears "
-            f"{sound.most * HOP / RATE:g} s at most"
-        )
     # A frame sees half a window of samples around its place: two frames more than are kept.
     whole = min(count + sound.margin + 2, sound.most)
     frames = LogMel(sound.bands, whole).features(samples).T[: count + sound.margin]

@@ -1,0 +1,38 @@
+"""The files of a checkpoint that say how its media are processed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.base.config.hf import ConfigReader, read_json
+
+
+def read_keys(folder: Path, name: str) -> ConfigReader:
+    """The keys of a JSON file, none where there is no such file."""
+    path = folder / name
+    return ConfigReader(read_json(path) if path.is_file() else {}, str(path))
+
+
+def special_text(folder: Path, token: int | None) -> str:
+    """The text of an added token, "" if there is none of this id."""
+    for each in read_keys(folder, "tokenizer.json").raw.get("added_tokens") or ():
+        if isinstance(each, dict) and each.get("id") == token:
+            return str(each.get("content", ""))
+    return ""
+
+
+def special_token(folder: Path, text: str) -> int | None:
+    """The id of a token that the tokenizer's files list as added."""
+    listed = read_keys(folder, "added_tokens.json").raw.get(text)
+    if isinstance(listed, int):
+        return listed
+    for token in read_keys(folder, "tokenizer.json").raw.get("added_tokens") or ():
+        if isinstance(token, dict) and token.get("content") == text:
+            return int(token["id"])
+    return None
+
+
+def extractor_keys(folder: Path) -> ConfigReader:
+    """The keys of the feature extractor: in a file of its own, or a section of the processor's."""
+    whole = read_keys(folder, "processor_config.json").section("feature_extractor")
+    return whole or read_keys(folder, "preprocessor_config.json")
