@@ -19,8 +19,6 @@ from headrace.back.kernels.experts_int4 import op as int4
 from headrace.back.kernels.experts_int4 import triton_experts_int4
 from headrace.back.kernels.experts_int4.layout import Int4Form
 from headrace.back.kernels.linear_fp8.layout import quantize_rows
-from headrace.back.kernels.linear_int4.gluon_unpack import assembly_floats
-from headrace.back.kernels.linear_int4.layout import E2M1
 from headrace.back.kernels.triton.wrap import interpreted
 from tests.kernels.triton.test_linear_int4 import DEVICE, DTYPE, NO_HOPPER, error, pytestmark
 
@@ -214,49 +212,3 @@ def test_what_no_kernel_serves_is_told():
     assert (told(mixture=mixture(256, 128, activation="tanh")) or "").startswith("does not know")
     fp8_problem = fp8.ExpertsFp8Problem(mixture=mixture(256, 128), group=64)
     assert (triton_experts_fp8.KERNEL.supports(fp8_problem) or "").startswith("scales of 128")
-
-
-def test_the_assembly_of_e2m1_numbers_gives_them_times_their_scales():
-    """Every number at every place of a word, by what each instruction is said to do."""
-    registers = {"$8": 0x76543210, "$9": 0xFEDCBA98, "$10": _pair(1.0), "$11": _pair(0.5)}
-    for line in assembly_floats().splitlines():
-        if line.startswith(("{", "}")):
-            continue
-        name, rest = line.rstrip(";").split(" ", 1)
-        target, *words = rest.split(", ")
-        values = [registers[w] if w in registers else int(w, 0) for w in words]
-        registers[target] = _run(name, values)
-    for word in range(2):
-        for pair in range(4):
-            bits = [registers[f"${word * 4 + pair}"] >> 16 * half & 0xFFFF for half in (0, 1)]
-            found = [_bfloat(one) * 2.0**126 for one in bits]
-            numbers = [E2M1[word * 8 + pair + 4 * half] for half in (0, 1)]
-            assert found == [number * (0.5 if pair % 2 else 1.0) for number in numbers], (
-                word,
-                pair,
-            )
-
-
-def _pair(value: float) -> int:
-    bits = int(torch.tensor(value).bfloat16().view(torch.int16)) & 0xFFFF
-    return bits << 16 | bits
-
-
-def _bfloat(bits: int) -> float:
-    return float(torch.tensor([bits << 16], dtype=torch.int64).int().view(torch.float32))
-
-
-def _run(name: str, values: list[int]) -> int:
-    if name == "shl.b32":
-        return values[0] << values[1] & 0xFFFFFFFF
-    if name == "shr.b32":
-        return values[0] >> values[1]
-    if name == "and.b32":
-        return values[0] & values[1]
-    if name == "lop3.b32":
-        assert values[3] == 0xEA
-        return values[0] & values[1] | values[2]
-    assert name == "mul.rn.bf16x2", name
-    halves = [_bfloat(values[0] >> s & 0xFFFF) * _bfloat(values[1] >> s & 0xFFFF) for s in (0, 16)]
-    low, high = (_pair(half) & 0xFFFF for half in halves)
-    return high << 16 | low

@@ -12,15 +12,34 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def assembly(half, minima):
+def factors(first, word, apart):
+    """What a word's pairs are multiplied by (or have added), of the outputs without bit 8 and with
+    it: instructions that bring them into place, and their registers. $first and the next hold a
+    number for each of the two words, which are the same unless `apart` (groups of sixteen)."""
+    own = [f"${first + e1}" for e1 in range(2)]
+    if not apart:
+        return [], own
+    names = [f"f{first + e1}" for e1 in range(2)]
+    half = "0x3232" if word else "0x1010"
+    pairs = zip(names, own, strict=True)
+    return [f"prmt.b32 {name}, {one}, {one}, {half};" for name, one in pairs], names
+
+
+@gluon.constexpr_function
+def assembly(half, minima, apart):
     """Of two words ($8, $9) the eight pairs, with the scales of the outputs without bit 8 ($10) and
     with it ($11), and minima ($12, $13)."""
     kind = "f16x2" if half else "bf16x2"
     magic = "0x64006400" if half else "0x43004300"
     low = {"f16x2": ("0x64006400", "0x64086408"), "bf16x2": ("0x43004300", "0x43084308")}
     offset = low[kind][0 if minima else 1]
-    lines = ["{ .reg .b32 w, c;", f"mov.b32 c, {offset};"]
+    lines = ["{ .reg .b32 w, c, f10, f11, f12, f13;", f"mov.b32 c, {offset};"]
     for word in range(2):
+        more, scales = factors(10, word, apart)
+        lines += more
+        if minima:
+            more, less = factors(12, word, apart)
+            lines += more
         for pair in range(4):  # e1 + 2 e2
             out = f"${word * 4 + pair}"
             source = f"${8 + word}"
@@ -29,22 +48,23 @@ def assembly(half, minima):
                 source = "w"
             lines.append(f"lop3.b32 {out}, {source}, 0x000f000f, {magic}, 0xea;")
             lines.append(f"sub.rn.{kind} {out}, {out}, c;")
-            scale, minimum = f"${10 + pair % 2}", f"${12 + pair % 2}"
             if minima:
-                lines.append(f"fma.rn.{kind} {out}, {out}, {scale}, {minimum};")
+                lines.append(f"fma.rn.{kind} {out}, {out}, {scales[pair % 2]}, {less[pair % 2]};")
             else:
-                lines.append(f"mul.rn.{kind} {out}, {out}, {scale};")
+                lines.append(f"mul.rn.{kind} {out}, {out}, {scales[pair % 2]};")
     return "\n".join([*lines, "}"])
 
 
 @gluon.constexpr_function
-def assembly_floats():
+def assembly_floats(apart):
     """The same of e2m1 numbers: a sign goes to bit 15 of its half, the other bits to where exponent
     and mantissa of bfloat16 meet. That is 2 ** -126 of the number, which the scales make up for
     (LIFT of layout.py): 38 instructions for 16 weights."""
-    lines = ["{ .reg .b32 w;"]
+    lines = ["{ .reg .b32 w, f10, f11;"]
     for word in range(2):
         source = f"${8 + word}"
+        more, scales = factors(10, word, apart)
+        lines += more
         for pair in range(4):  # e1 + 2 e2
             out, up = f"${word * 4 + pair}", 6 - 4 * pair
             if pair < 3:
@@ -52,7 +72,7 @@ def assembly_floats():
             lines.append(f"and.b32 {out}, {'w' if pair < 3 else source}, 0x80008000;")
             lines.append(f"{'shl' if up > 0 else 'shr'}.b32 w, {source}, {abs(up)};")
             lines.append(f"lop3.b32 {out}, w, 0x01c001c0, {out}, 0xea;")
-            lines.append(f"mul.rn.bf16x2 {out}, {out}, ${10 + pair % 2};")
+            lines.append(f"mul.rn.bf16x2 {out}, {out}, {scales[pair % 2]};")
     return "\n".join([*lines, "}"])
 
 
@@ -132,6 +152,7 @@ def unpacked(
     [S, 32] of its GROUPS; of e2m1 numbers (FLOATS) 1 / 65536 of it."""
     dtype: gl.constexpr = b_numbers.dtype
     HALF: gl.constexpr = dtype == gl.float16
+    APART: gl.constexpr = GROUPS == 8
     if MINIMA:
         b_scales, b_minima = _halves(b_numbers)
         b_m0, b_m1 = _halves(-b_minima)
@@ -144,19 +165,19 @@ def unpacked(
     b_s1 = _spread(b_s1, GROUPS)
     if FLOATS:
         p = gl.inline_asm_elementwise(
-            assembly_floats(), constraints(False), [b_words, b_s0, b_s1],
+            assembly_floats(APART), constraints(False), [b_words, b_s0, b_s1],
             dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
             is_pure=True, pack=2,
         )  # fmt: skip
     elif MINIMA:
         p = gl.inline_asm_elementwise(
-            assembly(HALF, True), constraints(True), [b_words, b_s0, b_s1, b_m0, b_m1],
+            assembly(HALF, True, APART), constraints(True), [b_words, b_s0, b_s1, b_m0, b_m1],
             dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
             is_pure=True, pack=2,
         )  # fmt: skip
     else:
         p = gl.inline_asm_elementwise(
-            assembly(HALF, False), constraints(False), [b_words, b_s0, b_s1],
+            assembly(HALF, False, APART), constraints(False), [b_words, b_s0, b_s1],
             dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
             is_pure=True, pack=2,
         )  # fmt: skip
