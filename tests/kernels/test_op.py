@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from headrace.back.kernels.op import (
     DeferredChecks,
@@ -118,6 +119,45 @@ def test_infinities_must_lie_where_the_reference_has_them(op_of: Any) -> None:
     op = op_of(fast=kernel(infinite))
     assert op.error(kernel(infinite), 2) == 0.0
     assert op.error(kernel(infinite), 3) == float("inf")
+
+
+class Largest(TorchFunctionMode):
+    """Sees the bytes of the largest result that is no view."""
+
+    bytes = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result._is_view():
+            self.bytes = max(self.bytes, result.nbytes)
+        return result
+
+
+def test_comparing_large_arguments_takes_a_bounded_part_of_memory(op_of: Any) -> None:
+    """A cache among the arguments is compared too: as a whole in float64 that took eight times its size. QNT-09."""
+    size = 1 << 21
+    cache = torch.zeros(2, size // 2).bfloat16()
+    cache[0, 0], cache[1, -1] = float("nan"), 3.0
+
+    def written(problem: int) -> Callable[[torch.Tensor], None]:
+        return lambda x: None
+
+    def elsewhere(problem: int) -> Callable[[torch.Tensor], None]:
+        return lambda x: [x.view(-1)[-2:].fill_(3.0), None][1]
+
+    op = Op(
+        name="double",
+        reference=Kernel(name="torch", supports=lambda problem: None, bind=written),
+        kernels=[],
+        sample=lambda problem: Sample(problem=problem, weights=(), arguments=(cache.clone(),)),
+        tolerance=lambda problem: 0.0,
+    )
+    with Largest() as largest:
+        assert op.error(kernel(written), 1) == 0.0
+    assert largest.bytes <= size * 8 // 2, "not as a whole in float64"
+    assert op.error(kernel(elsewhere), 1) == 1.0
 
 
 def test_checks_that_are_put_off_are_made_together(op_of: Any) -> None:
