@@ -71,13 +71,6 @@ BASE = LoadedAdapter()
 """That of a request without one."""
 
 
-def adapter_of(adapters: Adapters | None, request: EngineRequest) -> LoadedAdapter:
-    """The adapter that a request names."""
-    if adapters is None:
-        raise ModelNotFound(f"model: {NO_ADAPTERS}", field="model")
-    return adapters.named(request.adapter)
-
-
 @dataclass(slots=True, eq=False)
 class _Loading:
     """An adapter that is being read for a call, and who is told."""
@@ -108,6 +101,7 @@ class Adapters(AdmissionHook):
         self, spec: AdapterSpec, order: Order, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._spec = spec
+        self.of_kinds = spec.of_kinds
         self._order = order
         self._clock = clock
         self._roots = tuple(os.path.realpath(root) for root in spec.roots)

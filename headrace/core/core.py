@@ -27,7 +27,8 @@ from headrace.base.errors import (
 )
 from headrace.base.wire.load import Load
 from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Reply
-from headrace.core.adapters import BASE, Adapters, adapter_of
+from headrace.core.adapter_choice import adapted
+from headrace.core.adapters import BASE, Adapters
 from headrace.core.admission import (
     check_deadline,
     check_policy,
@@ -223,8 +224,8 @@ class EngineCore:
         length_limit = check_request(wire, facts, self.kv)
         check_policy(self.spec, wire)
         adapter = BASE
-        if wire.adapter:
-            adapter = adapter_of(self.adapters, wire)
+        if wire.adapter or wire.media:
+            wire, adapter = adapted(self.adapters, wire)
         request = Request(
             wire,
             arrival=self._arrivals,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from headrace.back.models.families import FALLBACK
+from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import AdapterSpec, DeviceSpec, EngineSpec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError, HeadraceError, InvalidRequest
@@ -22,6 +23,8 @@ from headrace.launch.weights_source import WeightsSource
 log = logging.getLogger(__name__)
 
 
+OF_SOUND = "of-sound"
+"""The name of the adapter that a checkpoint has for requests with sound (Granite Speech)."""
 KEPT = 32
 """Adapters in host memory, where nothing is said."""
 
@@ -31,9 +34,10 @@ def adapter_spec(
 ) -> AdapterSpec | None:
     """Whether and which adapters are taken; ConfigError where the model or the executor takes
     none."""
-    asked = options.adapters
+    asked, own = options.adapters, _own(model)
     folders = (*asked.lora_folders, *asked.lora_resolver_folders)
-    if not (asked.enable_lora or asked.lora_modules or folders):
+    wanted = bool(asked.enable_lora or asked.lora_modules or folders)
+    if not (wanted or (own and device_spec.executor != "null")):
         return None
     reason = None
     if model.head != "lm":
@@ -47,16 +51,34 @@ def adapter_spec(
     if reason is not None:
         raise ConfigError(f"--enable-lora: {reason}", field="enable_lora")
     kept = KEPT if asked.max_cpu_loras == "auto" else asked.max_cpu_loras
+    modules = _modules(options)
+    if own and any(name == OF_SOUND for name, _ in modules):
+        raise ConfigError(
+            f"--lora-modules: {OF_SOUND} is the adapter of the checkpoint", field="lora_modules"
+        )
+    slots, rank = asked.max_loras, asked.max_lora_rank
+    if not wanted:
+        slots, rank = 1, own
     return AdapterSpec(
-        slots=asked.max_loras,
-        max_rank=asked.max_lora_rank,
-        kept=max(kept, asked.max_loras),
+        slots=slots,
+        max_rank=max(rank, own),
+        kept=max(kept, slots),
         roots=tuple(_folder(root, "lora_folders") for root in asked.lora_folders),
-        modules=_modules(options),
+        modules=((OF_SOUND, model.path), *modules) if own else modules,
         resolvers=tuple(
             _folder(root, "lora_resolver_folders") for root in asked.lora_resolver_folders
         ),
+        of_kinds=(("audio", OF_SOUND),) if own else (),
     )
+
+
+def _own(model: ModelFacts) -> int:
+    """The rank of the adapter that lies beside the checkpoint's weights, to run where the model
+    hears; 0: there is none."""
+    path = Path(model.path) / "adapter_config.json"
+    if not model.config.get("has_lora_adapter") or not path.is_file():
+        return 0
+    return ConfigReader(read_json(path), str(path)).int("r", 8, ge=1, le=1024)
 
 
 def _modules(options: Options) -> tuple[tuple[str, str], ...]:

@@ -23,6 +23,7 @@ from headrace.front.media.processors.spectrogram import spectrogram
 from tests.api.clients import openai_client
 from tests.api.serving import Served, _started
 from tests.api.speech import tone, wav
+from tests.back.lora.adapters import merge, write_adapter
 from tests.front.media.folders import write_tokenizer
 from tests.models import hearing_cases, test_hearing
 from tests.models.media import Prompt, answer_of, save_media_oracle
@@ -55,7 +56,8 @@ class Hearing:
         )
         ids = tokenizer.encode(text.replace("<|X|>", MARK))
         frames = [torch.from_numpy(one.rows.view(np.float32).copy()) for one in media]
-        inputs = {"input_ids": torch.tensor([ids]), **self.case.inputs(frames)}
+        inputs = {"input_ids": torch.tensor([ids])}
+        inputs |= self.case.inputs(frames) if frames else {}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         if self.case.typed:
             inputs["mm_token_type_ids"] = 3 * (inputs["input_ids"] == self.ids[MARK]).long()
@@ -78,7 +80,8 @@ def hearing(name: str, folder: Path) -> Hearing:
     (folder / "tokenizer_config.json").write_text(json.dumps(template))
     case = (test_hearing.CASES | hearing_cases.CASES)[name]
     config = case.config()
-    config.audio_token_id, config.eos_token_id = ids[MARK], ids[END]
+    config.audio_token_id, config.audio_token_index = ids[MARK], ids[MARK]
+    config.eos_token_id = ids[END]
     config.boa_token_id, config.eoa_token_index = (ids[one] for one in AROUND)
     text = config.text_config
     text.vocab_size, text.eos_token_id, text.bos_token_id = ids[""], ids[END], None
@@ -107,14 +110,42 @@ SOUNDS = [tone(0.4, 300.0), tone(0.7, 800.0)]
 @pytest.mark.parametrize("name", ["qwen2-audio", "voxtral", *hearing_cases.CASES])
 def test_chats_hear(name: str, tmp_path: Path) -> None:
     model = hearing(name, tmp_path)
-    parts = [{"type": "audio", "audio": wav(one)} for one in SOUNDS]
+    sounds = SOUNDS if name != "granite-speech" else [SOUNDS[0], tone(0.4, 500.0)]
+    parts = [{"type": "audio", "audio": wav(one)} for one in sounds]
     message = {"role": "user", "content": [*parts, {"type": "text", "text": "the fox?"}]}
     with LLM(str(tmp_path), dtype="float32", device="cpu", kv_blocks=256) as llm:
         (chat,) = llm.chat([message], PARAMS, progress=False)
         given = {"prompt": MARK + "quick", "multi_modal_data": {"audio": wav(SOUNDS[1])}}
         (plain,) = llm.generate([given], PARAMS, progress=False)
-    assert chat.outputs[0].token_ids == model.tokens(prompt(MARK, MARK, "the fox?"), SOUNDS)
+    assert chat.outputs[0].token_ids == model.tokens(prompt(MARK, MARK, "the fox?"), sounds)
     assert plain.outputs[0].token_ids == model.tokens(MARK + "quick", SOUNDS[1:])
+
+
+@pytest.mark.slow
+def test_the_adapter_of_a_checkpoint_runs_where_it_hears(tmp_path: Path) -> None:
+    """MOD-08: the same words with and without a sound; without, the answer is that of the weights alone."""
+    model = hearing("granite-speech", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "has_lora_adapter": True}))
+    linears = {
+        name: (module.out_features, module.in_features)
+        for name, module in model.oracle.model.language_model.named_modules()
+        if name.endswith(("q_proj", "v_proj"))
+    }
+    own = {f"language_model.model.{name}": size for name, size in linears.items()}
+    adapter = write_adapter(tmp_path, own, size=1.5)
+    message = {"role": "user", "content": [{"type": "text", "text": "the fox?"}]}
+    heard = {"role": "user", "content": [{"type": "audio", "audio": wav(SOUNDS[0])}]}
+    heard["content"] += message["content"]
+    with LLM(str(tmp_path), dtype="float32", device="cpu", kv_blocks=256) as llm:
+        with_sound, plain = llm.chat([[heard], [message]], PARAMS, progress=False)
+    plainly = model.tokens(prompt(MARK, "the fox?"), SOUNDS[:1])
+    assert plain.outputs[0].token_ids == model.tokens(prompt("the fox?"), [])
+    adapter.pairs = {f"model.{k.replace('.model', '')}": v for k, v in adapter.pairs.items()}
+    adapter.scales = {f"model.{k.replace('.model', '')}": v for k, v in adapter.scales.items()}
+    merge(model.oracle, adapter)
+    merged = model.tokens(prompt(MARK, "the fox?"), SOUNDS[:1])
+    assert with_sound.outputs[0].token_ids == merged != plainly
 
 
 @pytest.fixture(scope="module")

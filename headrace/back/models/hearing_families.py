@@ -10,11 +10,13 @@ HEARING: Mapping[str, str] = {
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "Qwen2_5OmniThinkerForConditionalGeneration": "qwen2_5_omni",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen3_omni",
+    "GraniteSpeechForConditionalGeneration": "granite_speech",
 }
 """Their families."""
 TEXT_OF_HEARING: Mapping[str, str] = {
     "qwen3_asr_text": "qwen3",
     "qwen2_5_omni_text": "qwen2",
     "qwen3_omni_moe_text": "qwen3_moe",
+    "granite": "granite",
 }
 """Families of their text part, by its `model_type`."""

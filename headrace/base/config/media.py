@@ -24,7 +24,8 @@ class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
-    `magnitudes`: how its frames are made, where that is not Whisper's way. `around`: text before
+    `magnitudes`: how its frames are made, where that is not Whisper's way; `stack`: so many of
+    other frames still stand side by side in a row, where it is neither. `around`: text before
     and behind its tokens. The rest as in `base/wire/media.py: SoundSteps`."""
 
     bands: int
@@ -37,6 +38,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     per_chunk: int = 0
     margin: int = 0
     magnitudes: MagnitudeSettings | None = None
+    stack: int = 0
     around: tuple[str, str] = ("", "")
 
 

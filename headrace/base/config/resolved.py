@@ -29,7 +29,8 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank, and how many more host memory keeps. `roots`: folders below which adapters may be loaded
     while the engine runs; `modules`: (name, folder) of those that are loaded at start; `loaded`: of
     those that were loaded since, which a core that is started again loads too; `resolvers`: folders
-    in which they are found by name."""
+    in which they are found by name. `of_kinds`: (kind of media, adapter) of requests with such
+    media that name none."""
 
     slots: int
     max_rank: int
@@ -38,6 +39,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     modules: tuple[tuple[str, str], ...] = ()
     loaded: tuple[tuple[str, str], ...] = ()
     resolvers: tuple[str, ...] = ()
+    of_kinds: tuple[tuple[str, str], ...] = ()
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

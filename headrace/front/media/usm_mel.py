@@ -25,7 +25,7 @@ def log_magnitudes(
     frames = np.lib.stride_tricks.sliding_window_view(wave, settings.frame + 1)[::HOP]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(settings.frame) / settings.frame)
     spectrum = np.fft.rfft(_emphasized(frames, settings.emphasis) * window, settings.transform)
-    mel_FM = np.abs(spectrum) @ _filters(bands, settings)
+    mel_FM = np.abs(spectrum) @ mel_triangles(bands, settings)
     least = settings.least
     log = np.log(mel_FM + least if settings.adds_least else np.maximum(mel_FM, least))
     return np.ascontiguousarray(log, dtype=np.float32)
@@ -40,7 +40,7 @@ def _emphasized(frames: npt.NDArray[np.float64], share: float) -> npt.NDArray[np
     return own - share * before
 
 
-def _filters(bands: int, settings: MagnitudeSettings) -> npt.NDArray[np.float64]:
+def mel_triangles(bands: int, settings: MagnitudeSettings) -> npt.NDArray[np.float64]:
     """Triangles over bins [B, M] of equal width in mel and height 1."""
     bins_hz = np.arange(settings.transform // 2 + 1) * (RATE / settings.transform)
     low, high = (2595.0 * np.log10(1.0 + hz / 700.0) for hz in (settings.low_hz, settings.high_hz))

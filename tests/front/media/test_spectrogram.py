@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.audio_utils import mel_filter_bank
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.granite_speech.feature_extraction_granite_speech import (
+    GraniteSpeechFeatureExtractor,
+)
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASREncoder
 
@@ -106,6 +110,27 @@ def test_gemma4(tmp_path: Path, seconds: float) -> None:
     assert len(ours) == mask.sum()
     assert np.abs(ours - frames[mask]).max() < BOUND
     assert num_tokens == len(mask[::2][::2][mask[::2][::2]])
+
+
+@pytest.mark.parametrize("seconds", [0.1, 7.777, 35.0])
+def test_granite_speech(tmp_path: Path, seconds: float) -> None:
+    """The extractor of the reference is torchaudio's: its spectrogram by torch, its bands by transformers."""
+    samples = sound(seconds)
+    wave = torch.from_numpy(samples / 32768.0)
+    window = torch.hann_window(400, dtype=torch.float64)
+    power = torch.stft(wave, 512, 160, 400, window, return_complex=True).abs() ** 2
+    bands = mel_filter_bank(257, 80, 0.0, 8000.0, RATE, norm=None, mel_scale="htk")
+    log = (power.T @ torch.from_numpy(bands)).clip(min=1e-10).log10()
+    log = torch.maximum(log, log.max() - 8.0) / 4 + 1
+    frames = log[: len(log) // 2 * 2].reshape(-1, 160)
+    extractor = GraniteSpeechFeatureExtractor.__new__(GraniteSpeechFeatureExtractor)
+    extractor.melspec_kwargs = {"hop_length": 160}
+    extractor.projector_window_size, extractor.projector_downsample_rate = 15, 5
+    spec = read_media(tmp_path, {"model_type": "granite_speech", "audio_token_index": 7})
+    assert spec is not None and spec.audio_token == 7
+    ours, num_tokens = frames_of(spectrogram(samples, spec.settings))
+    assert ours.shape == frames.shape and np.abs(ours - frames.numpy()).max() < BOUND
+    assert [num_tokens] == extractor._get_num_audio_features([len(samples)])
 
 
 def test_what_a_window_cannot_hold_is_refused(tmp_path: Path) -> None:

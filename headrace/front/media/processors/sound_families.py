@@ -16,6 +16,8 @@ from headrace.base.config.media import (
 )
 from headrace.front.media.processors.files import extractor_keys, special_text
 
+STACKED = 2
+"""Frames of Granite Speech's rows."""
 LINES = ((3, 1, 1), (3, 2, 1))
 PLANES = ((3, 2, 1),) * 3
 HALVES = ((3, 2, 1),) * 2
@@ -77,6 +79,19 @@ def _qwen3_asr(folder: Path, config: ConfigReader) -> MediaSpec:
         chunk=2 * audio.int("n_window", 50, ge=1, le=1 << 16),
     )
     return msgspec.structs.replace(_audio_only(config, sound), transcribes=True)
+
+
+def _granite_speech(folder: Path, config: ConfigReader) -> MediaSpec:
+    encoder = config.section("encoder_config")
+    inputs = 160 if encoder is None else encoder.int("input_dim", 160, ge=2, le=4096)
+    window = config.int("window_size", 15, ge=1, le=1 << 16)
+    sound = SoundSettings(
+        bands=inputs // STACKED,
+        stack=STACKED,
+        chunk=window,
+        per_chunk=window // config.int("downsample_rate", 5, ge=1, le=window),
+    )
+    return _audio_only(config, sound)
 
 
 def _hearing_too(spec: MediaSpec, config: ConfigReader, sound: SoundSettings) -> MediaSpec:
@@ -141,7 +156,12 @@ def _magnitudes(
     )
 
 
-HEARING = {"qwen2_audio": _qwen2_audio, "voxtral": _voxtral, "qwen3_asr": _qwen3_asr}
+HEARING = {
+    "qwen2_audio": _qwen2_audio,
+    "voxtral": _voxtral,
+    "qwen3_asr": _qwen3_asr,
+    "granite_speech": _granite_speech,
+}
 """Those that hear and do not see."""
 SEEING_TOO = {
     "qwen2_5_omni_thinker": _qwen2_5_omni,
