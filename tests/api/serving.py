@@ -23,7 +23,7 @@ import psutil
 from tests.stopwatch import Stopwatch
 
 READY = re.compile(r"headrace is ready: (http://\S+)")
-START_S = 90.0
+START_S = 240.0
 PATIENCE_S = 60.0
 """How much longer a machine that is busy with other work may take before a test gives up."""
 # Nothing here speaks TLS. Without this each request of httpx reads all root certificates: 45 ms of CPU time, which

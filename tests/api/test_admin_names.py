@@ -135,9 +135,9 @@ def as_admin(served: Served, path: str, document: object = None) -> httpx.Respon
 @pytest.mark.parametrize("path", ["/sleep?level=1&mode=keep", "/pause?mode=keep"])
 def test_what_is_frozen_goes_on_with_the_same_tokens(slow: Served, path: str) -> None:
     """A request that had begun outlives the loss of its KV blocks; its answer is that of one which kept them."""
-    undisturbed = asked(slow, 60)
+    undisturbed = asked(slow, 150)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        frozen = pool.submit(asked, slow, 60)
+        frozen = pool.submit(asked, slow, 150)
         eventually(lambda: figures(slow)["running"] == 1, within_s=10)
         time.sleep(0.2)
         assert as_admin(slow, path).status_code == 200
@@ -156,7 +156,7 @@ def test_what_is_frozen_goes_on_with_the_same_tokens(slow: Served, path: str) ->
 
 def test_asleep_with_begun_requests_a_pause_that_waits_for_them_is_a_conflict(slow: Served) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        frozen = pool.submit(asked, slow, 40)
+        frozen = pool.submit(asked, slow, 150)
         eventually(lambda: figures(slow)["running"] == 1, within_s=10)
         assert as_admin(slow, "/sleep?mode=keep").status_code == 200
         refused = as_admin(slow, "/pause?mode=wait")
@@ -166,9 +166,9 @@ def test_asleep_with_begun_requests_a_pause_that_waits_for_them_is_a_conflict(sl
 
 
 def test_running_requests_give_their_blocks_up_to_a_reset_and_say_the_same(slow: Served) -> None:
-    undisturbed = asked(slow, 60)
+    undisturbed = asked(slow, 150)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        running = pool.submit(asked, slow, 60)
+        running = pool.submit(asked, slow, 150)
         eventually(lambda: figures(slow)["running"] == 1, within_s=10)
         before = figures(slow)["preemptions"]
         done = as_admin(slow, "/reset_prefix_cache?reset_running_requests=true&reset_external=true")

@@ -435,7 +435,7 @@ def test_the_command_speaks_over_a_unix_socket(tmp_path: Path) -> None:
                 "--address",
                 place,
             ]
-            return subprocess.run(command, capture_output=True, text=True, timeout=60)
+            return subprocess.run(command, capture_output=True, text=True)
 
         assert json.loads(ask("health").stdout)["status"] == "ok"
         assert json.loads(ask("pause", "--mode", "keep").stdout)["mode"] == "keep"

@@ -206,7 +206,6 @@ def test_what_cannot_be_used_ends_the_start_by_name(
         env=os.environ | {"PYTHONPATH": path_with(site)},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert ended.returncode != 0 and what in ended.stderr + ended.stdout

@@ -39,7 +39,7 @@ ANSWERS = 3
 def core_lines(*words: str, **options: bool) -> Lines:
     """Of a plain request, in a process of its own."""
     command = [sys.executable, "-m", "tests.api.lines", json.dumps({"model": options}), *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found: Lines = json.loads(done.stdout)
     return found

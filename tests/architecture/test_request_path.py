@@ -28,7 +28,6 @@ def measured() -> dict[str, dict[str, int]]:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     stages = json.loads(done.stdout)

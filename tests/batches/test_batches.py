@@ -27,10 +27,8 @@ def start(client: openai.OpenAI, path: Path, endpoint: Any = "/v1/chat/completio
     )
 
 
-def finished(client: openai.OpenAI, ident: str, *, within_s: float = 60) -> Any:
-    end = time.monotonic() + within_s
+def finished(client: openai.OpenAI, ident: str) -> Any:
     while (batch := client.batches.retrieve(ident)).status not in OVER:
-        assert time.monotonic() < end, batch
         time.sleep(0.1)
     return batch
 
@@ -155,15 +153,16 @@ def test_a_cancelled_batch_keeps_the_answers_it_has(
 def test_a_batch_survives_a_drain_and_a_kill(
     model: Path, tmp_path: Path, write_lines: Write
 ) -> None:
-    """Exactly one answer for each line, whatever ended the server in between."""
+    """Exactly one answer for each line, whatever ended the server in between. Steps are so slow that it ends before the
+    batch does."""
     options = ("--file-store", str(tmp_path / "store"), "--shutdown-timeout-s", "1")
     path = write_lines([chat_line(i, max_tokens=4) for i in range(400)])
-    with serving(model, *options, step_s=0.02) as served, client_of(served) as client:
+    with serving(model, *options, step_s=0.2) as served, client_of(served) as client:
         ident = start(client, path).id
         while not client.batches.retrieve(ident).request_counts.completed:
             time.sleep(0.05)
         assert served.stop() == 0
-    with serving(model, *options, step_s=0.02) as served, client_of(served) as client:
+    with serving(model, *options, step_s=0.2) as served, client_of(served) as client:
         before = client.batches.retrieve(ident)
         assert before.status == "in_progress"
         time.sleep(1.0)

@@ -25,7 +25,6 @@ def run(script: str, *arguments: str, check: bool = True) -> dict[str, Any]:
         [sys.executable, "-m", f"benchmarks.robustness.{script}", *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -23,7 +23,6 @@ def headrace(*words: str, stdin: str | None = None) -> subprocess.CompletedProce
         [sys.executable, "-m", "headrace", *words],
         capture_output=True,
         text=True,
-        timeout=280,
         input=stdin,
     )
 

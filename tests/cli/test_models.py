@@ -41,7 +41,6 @@ def headrace(
         capture_output=True,
         text=True,
         input=stdin,
-        timeout=120,
     )
 
 

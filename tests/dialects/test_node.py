@@ -38,7 +38,7 @@ def test_the_clients_of_node_are_served(folder: Path, bundled: Served) -> None:
     script = folder / "clients.mjs"
     script.write_text((HERE / "clients.mjs").read_text())
     done = subprocess.run(
-        ["node", script, bundled.url, KEY], cwd=folder, capture_output=True, text=True, timeout=100
+        ["node", script, bundled.url, KEY], cwd=folder, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from typing import Any
 
@@ -226,9 +225,13 @@ def test_one_connection_too_many_is_refused(slow_server: Served) -> None:
             pass
         assert caught.value.response.status_code == 503
         assert "retry-after" in caught.value.response.headers
-    time.sleep(0.1)
-    with opened(slow_server):
-        pass
+
+    def room() -> bool:
+        with suppress(InvalidStatus), opened(slow_server):
+            return True
+        return False
+
+    eventually(room, within_s=2)
 
 
 def test_who_may_not_connect_is_told_by_http(bundled: Served, slow_server: Served) -> None:

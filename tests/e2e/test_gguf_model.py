@@ -50,7 +50,6 @@ def answers(model: str) -> list[str]:
         [*command, "--temperature", "0", "--max-tokens", "24", "--dtype", "float32"],
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert run.returncode == 0, run.stderr
     return [json.loads(line)["text"] for line in run.stdout.splitlines() if line.startswith("{")]

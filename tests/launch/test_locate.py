@@ -169,7 +169,6 @@ def download(hub: Any, *, revision: str = "main") -> dict[str, str]:
         capture_output=True,
         text=True,
         env=hub_environment(hub),
-        timeout=60,
     )
     assert run.returncode == 0, run.stderr
     found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])

@@ -3,8 +3,6 @@ through the whole engine, of requests beside each other and after preemptions.""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import transformers
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
-from headrace.base import env
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
 from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
@@ -29,6 +26,7 @@ from tests.models.encoder_decoder_rank import (
     spectrograms,
 )
 from tests.models.oracle import load_ours
+from tests.rank_processes import run_ranks
 
 NUM_TOKENS = 12
 START = 2
@@ -292,15 +290,7 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in names]
     for name, folder in zip(names, folders, strict=True):
         saved(whisper() if name == "whisper" else CASES[name](), folder)
-    command = [sys.executable, "-m", "tests.models.encoder_decoder_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store"), *map(str, folders)],
-            env=env.child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+    run_ranks("tests.models.encoder_decoder_rank", 2, tmp_path / "store", *folders)
     for folder in folders:
         spec = spec_of(folder)
         speech = spectrograms(*spec.spectrogram) if spec.spectrogram else None

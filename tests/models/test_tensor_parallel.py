@@ -4,19 +4,17 @@ weights stored as [inputs, outputs], query, key and value group by group."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from headrace.base import env
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.tensor_parallel_rank import LENGTHS
 from tests.models.test_parity import CASES, compare, tiny_config
+from tests.rank_processes import run_ranks
 
 NAMES = (
     "llama4", "afmoe", "mimo-v2-flash",
@@ -61,15 +59,7 @@ def test_ranks_give_the_logits_of_one(count: int, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in names]
     for name, folder in zip(names, folders, strict=True):
         save_oracle(configuration(name, count), folder)
-    command = [sys.executable, "-m", "tests.models.tensor_parallel_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(count), str(tmp_path / "store"), *map(str, folders)],
-            env=env.child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
-        )
-        for rank in range(count)
-    ]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0] * count
+    run_ranks("tests.models.tensor_parallel_rank", count, tmp_path / "store", *folders)
     for name, folder in zip(names, folders, strict=True):
         spec = model_spec(folder)
         rows = random_rows(spec.logits_width, LENGTHS)

@@ -342,7 +342,7 @@ def test_the_port_of_another_server_is_refused_at_start(served: Served) -> None:
     port = address_of(served).rpartition(":")[2]
     for command in ("serve", "render"):
         words = [sys.executable, "-m", "headrace", command, "--port", "0", "--grpc-port", port]
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(words, capture_output=True, text=True)
         assert ended.returncode == 2, ended
         assert f"127.0.0.1:{port}" in ended.stderr and "Traceback" not in ended.stderr
 

@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.back.lora.store import AdapterStore
-from headrace.base import env
 from tests.back.lora.adapters import module_sizes, write_adapter
 from tests.back.lora.tensor_parallel_rank import SLOTS
 from tests.back.lora.test_applied import CPU, LENGTHS, spec_of
 from tests.models.oracle import BLOCK_TOKENS, load_ours, save_oracle
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_parity import compare, tiny_config
+from tests.rank_processes import run_ranks
 
 NAMES = ("qwen2", "phi3", "gpt2", "one-kv-head")
 
@@ -42,15 +40,8 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
         rows = random_rows(spec_of(folder).logits_width, LENGTHS)
         how = {"block_tokens": BLOCK_TOKENS, "dtype": torch.float32, "slots": SLOTS}
         alone[name] = teacher_forced(model, rows, **how)
-    command = [sys.executable, "-m", "tests.back.lora.tensor_parallel_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store"), *(str(tmp_path / n) for n in NAMES)],
-            env=env.child_environment(OMP_NUM_THREADS="1"),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [rank.wait(240) for rank in ranks] == [0, 0]
+    folders = [tmp_path / name for name in NAMES]
+    run_ranks("tests.back.lora.tensor_parallel_rank", 2, tmp_path / "store", *folders)
     for name in NAMES:
         for rank in range(2):
             compare(torch.load(tmp_path / name / f"rank{rank}.pt"), alone[name], 2e-5)

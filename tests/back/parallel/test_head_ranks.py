@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.back.parallel.mesh import Mesh
-from headrace.base import env
 from tests.back.parallel.head_rank import CASES, chosen
+from tests.rank_processes import run_ranks
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_choose_the_tokens_of_one(ranks: int, tmp_path: Path) -> None:
     """Ties within a rank and across borders go to the lowest id, a NaN counts as the greatest."""
-    command = [sys.executable, "-m", "tests.back.parallel.head_rank"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(tmp_path)],
-            env=env.child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
-        )
-        for rank in range(ranks)
-    ]
+    run_ranks("tests.back.parallel.head_rank", ranks, tmp_path)
     alone = chosen(Mesh())
-    assert [process.wait(timeout=200) for process in processes] == [0] * ranks
     for rank in range(ranks):
         for case, one, ours in zip(
             CASES, alone, torch.load(tmp_path / f"{ranks}-{rank}.pt"), strict=True
