@@ -100,7 +100,7 @@ slow: $(DEV) native $(CROSS)
 	@$(PYTEST) -m slow --timeout 1200 --hypothesis-profile=other -n $(WORKERS) --dist worksteal \
 	  $(if $(PART),--part=$(PART)) $(ARGS) || [ $$? = 5 ]
 	@case "$(PART)" in ""|1/*) echo "==> pytest, one at a time"; \
-	  $(PYTEST) -m "serial and not slow" $(or $(ARGS),$(SERIAL)) || [ $$? = 5 ];; esac
+	  $(PYTEST) -m serial $(or $(ARGS),$(SERIAL)) || [ $$? = 5 ];; esac
 
 # A floor that no test has stood on is a guess. uv resolves to the lowest; the check says where that is above the floor.
 lowest:

@@ -308,6 +308,7 @@ def test_a_core_that_dies_asleep_comes_back_asleep_and_wakes(level: int) -> None
         assert client.get("/health").json()["is_asleep"] is False and said(served) == before
 
 
+@pytest.mark.slow
 def test_asleep_at_level_1_nothing_is_loaded_on_waking(tmp_path: Path) -> None:
     """The weights wait in host memory: those of the file may change meanwhile. Sleep only deepens."""
     weights = tmp_path / "model"

@@ -103,6 +103,7 @@ def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(model: Path) 
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_before_the_drain_new_requests_are_still_taken(model: Path) -> None:
     """1.3: load balancers notice first."""
     with serving(model, "--pre-drain-s", "3", step_s=0.005) as served:
@@ -113,7 +114,7 @@ def test_before_the_drain_new_requests_are_still_taken(model: Path) -> None:
         assert served.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("timeout_s", ["0", "0.5"])
+@pytest.mark.parametrize("timeout_s", [pytest.param("0", marks=pytest.mark.slow), "0.5"])
 def test_what_does_not_finish_in_time_ends_with_an_error_event(model: Path, timeout_s: str) -> None:
     with serving(model, "--shutdown-timeout-s", timeout_s, step_s=0.05) as served:
         readers = begun(served, 3, max_tokens=1000)
@@ -124,7 +125,13 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(model: Path, time
         assert readers[0].events[-1]["error"]["type"] == "service_unavailable"
 
 
-@pytest.mark.parametrize("options", [(), ("--pre-drain-s", "60")], ids=["drain", "before it"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="drain"),
+        pytest.param(("--pre-drain-s", "60"), id="before it", marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_signal_ends_every_stream_with_an_error_event(
     model: Path, options: tuple[str, ...]
 ) -> None:
@@ -174,6 +181,7 @@ def test_what_a_stopped_core_ran_ends_with_an_error_event_within_a_second(model:
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_an_emptied_runtime_folder_is_filled_again(model: Path) -> None:
     """By those who clean temporary folders: what runs goes on, and what dies later is replaced."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:  # as sockets need
@@ -208,6 +216,7 @@ def check_emptied(model: Path, runtime: Path) -> None:
     assert not list(runtime.iterdir())
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_drains_too(model: Path) -> None:
     with serving(model, "--shutdown-timeout-s", "20", step_s=0.02) as served:
         readers = begun(served, 2)
@@ -306,6 +315,7 @@ def test_a_stopped_core_turns_health_red_and_is_replaced(model: Path) -> None:
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_long_step_keeps_health_green_and_is_not_disturbed(model: Path) -> None:
     with serving(model, step_s=6.0) as served:  # longer than a silence that kills
         (core,) = served.cores

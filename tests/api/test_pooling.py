@@ -142,7 +142,9 @@ def test_embedding_gemma_with_its_two_dense_modules(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted / np.linalg.norm(wanted), atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken"])
+@pytest.mark.parametrize(
+    "mode", ["mean", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("cls", "lasttoken"))]
+)
 def test_a_dense_module_follows_the_pooling(mode: str, tmp_path: Path) -> None:
     """sentence-transformers' order: pooling, dense, norm; the vectors of single tokens stay what they are."""
     oracle, tokenizer = write_bert(tmp_path, "BertModel")
@@ -203,6 +205,7 @@ def write_late(
     return oracle, tokenizer, dense
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["modules", "authors"])
 @pytest.mark.parametrize("attends", [True, False])
 def test_a_colbert_checkpoint_scores_as_it_was_trained(

@@ -169,6 +169,7 @@ def test_the_keyboard_reaches_everything(page: Any) -> None:
     assert nameless == []
 
 
+@pytest.mark.slow
 def test_several_models_can_be_chosen(browser: Any) -> None:
     with serving(None, "--threads", "1", "--served-model-name", "one,two") as served:
         opened = browser.new_page()

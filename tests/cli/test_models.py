@@ -153,6 +153,7 @@ def test_serve_asks_once_at_a_terminal_and_takes_no_for_an_answer(hub: Any, cach
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_serve_fetches_what_somebody_said_yes_to(hub: Any, cache: Path) -> None:
     """This repository's weights are none: they come, and are then refused."""
     said = at_a_terminal(hub, "y\n", "serve", "org/name", "--port", "0")

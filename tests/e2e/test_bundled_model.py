@@ -94,7 +94,7 @@ def called(calls: list[dict[str, Any]]) -> list[FunctionCall]:
     [
         "copy",
         "arithmetic",
-        "tool_call",
+        pytest.param("tool_call", marks=pytest.mark.slow),
         pytest.param("recall", marks=pytest.mark.slow),
         pytest.param("json", marks=pytest.mark.slow),
     ],

@@ -172,6 +172,7 @@ def test_graphs_that_draft_and_verify_give_the_same_tokens(pair: Any, kind: str)
     assert accepted(drafted) >= least(kind, 100)
 
 
+@pytest.mark.slow
 def test_a_drafter_rests_while_too_many_rows_run(pair: Any) -> None:
     """Rows that it did not follow have no drafts; those that come later do."""
     plain, drafted = pair("draft_model", max_running=16)

@@ -133,7 +133,7 @@ def text_of(engine: Engine, answer: Answer) -> str:
     return load_tokenizer(engine.spec.grammar.tokenizer_path).decode(answer.tokens)
 
 
-@pytest.mark.parametrize("jump_forward", [True, False])
+@pytest.mark.parametrize("jump_forward", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_answers_of_a_grammar_are_those_without_drafts(pair: Any, jump_forward: bool) -> None:
     plain, drafted = pair(jump_forward=jump_forward)
     requests = requests_of(plain, 2 * len(CONSTRAINTS))
@@ -157,7 +157,7 @@ def test_forced_texts_and_drafts_bring_each_other_no_other_token(pair: Any) -> N
     assert accepted(drafted) > 10
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_preemption_and_chunks_change_no_token_of_a_grammar(pair: Any, overlap: bool) -> None:
     plain, drafted = pair(
         kv_blocks=34, max_step_tokens=48, max_running=12, prefix_caching=False, overlap=overlap

@@ -170,6 +170,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield found
 
 
+@pytest.mark.slow
 def test_sounds_in_every_dialect(model: Hearing, client: openai.OpenAI) -> None:
     data = base64.b64encode(wav(SOUNDS[0])).decode()
     inline: Any = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
@@ -189,6 +190,7 @@ def test_sounds_in_every_dialect(model: Hearing, client: openai.OpenAI) -> None:
     assert response.output_text.startswith(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "said"),
     [
@@ -208,6 +210,7 @@ def test_what_cannot_be_heard_is_refused(
         )
 
 
+@pytest.mark.slow
 def test_speech_becomes_text(model: Hearing, client: openai.OpenAI) -> None:
     """MOD-03: the turn of sound alone, words that may occur before it, a language in the model's mouth."""
     create = client.audio.transcriptions.create

@@ -164,6 +164,7 @@ def test_a_truncated_file_is_refused_when_it_is_opened(kind: str, store: Store) 
         SafetensorsSource(store.folder, reader(kind, store))
 
 
+@pytest.mark.slow
 def test_a_model_is_the_same_by_every_reader(store: Store, tmp_path: Path) -> None:
     """Shards -1, -2 and -10, in their order; the object store has the weights alone."""
     folder = tmp_path / "model"
