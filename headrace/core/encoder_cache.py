@@ -185,7 +185,7 @@ class EncoderCacheHook(AdmissionHook):
 
 def content_of(one: MediaInput) -> MediaContent:
     """What the workers need of an input."""
-    return MediaContent(key=one.key, kind=one.kind, grid=one.grid, rows=one.rows)
+    return MediaContent(key=one.key, kind=one.kind, grid=one.grid, rows=one.rows, cut=one.cut)
 
 
 def encoder_cache_hooks(capacity: int, step_tokens: int) -> Sequence[AdmissionHook]:

@@ -101,7 +101,12 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
             f"{one.step_s}: {t} steps so far apart take {positions:.0f} positions, at most "
             f"{MAX_TIME_POSITIONS} are allowed",
         )
-    num_tokens = form.num_tokens(one.grid)
+    if one.cut is not None:
+        if form.packing is None:
+            raise _wrong(f"{field}.cut", "set; this model shows all of an input")
+        if problem := form.packing.problem(one.grid, form.merge, one.cut):
+            raise _wrong(f"{field}.cut", problem)
+    num_tokens = form.num_tokens(one.grid, one.cut)
     if one.num_tokens != num_tokens:
         raise _wrong(f"{field}.num_tokens", f"{one.num_tokens}, its grid makes {num_tokens}")
     if len(one.rows) != num_rows * form.row_bytes:

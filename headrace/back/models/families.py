@@ -176,6 +176,8 @@ WITH_MEDIA: Mapping[str, str] = {
     "Glm46VForConditionalGeneration": "glm4v",
     "Lfm2VlForConditionalGeneration": "lfm2_vl",
     "LlavaForConditionalGeneration": "llava",
+    "LlavaNextForConditionalGeneration": "llava",
+    "LlavaOnevisionForConditionalGeneration": "llava",
     "Mistral3ForConditionalGeneration": "llava",
     "InternVLForConditionalGeneration": "internvl",
     "InternVLChatModel": "internvl_chat",

@@ -1,7 +1,11 @@
-"""LLaVA 1.5, Pixtral in its clothes, and Mistral 3: a decoder of another family behind CLIP's,
-SigLIP's or Pixtral's tower and two linear layers (Liu et al. 2023; Agrawal et al. 2024)."""
+"""LLaVA 1.5, NeXT and OneVision, Pixtral in its clothes, and Mistral 3: a decoder of another family
+behind CLIP's, SigLIP's or Pixtral's tower and two linear layers (Liu et al. 2023, 2024; Li et al.
+2024; Agrawal et al. 2024). The later LLaVAs show pictures as tiles put together again, a learned row
+behind each row of patches."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from headrace.back.layers.norm import LAYER, RMS
 from headrace.back.layers.scope import Scope
@@ -25,6 +29,7 @@ from headrace.back.models.vision import (
 )
 from headrace.base.config.hf import ConfigReader
 from headrace.base.errors import CheckpointError
+from headrace.base.wire.media import Packing
 
 TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 PIXTRAL_EPS = 1e-5
@@ -40,7 +45,8 @@ PIXTRAL_NAMES = VisionLayerNames(
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """LlavaForConditionalGeneration, Mistral3ForConditionalGeneration."""
+    """LlavaForConditionalGeneration, LlavaNextForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration, Mistral3ForConditionalGeneration."""
     text, vision = parts_of(config)
     inside = scope / "language_model"
     kind = vision.str("model_type", "")
@@ -145,6 +151,7 @@ def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
         names=SIGLIP_NAMES,
     )
     rows = side**2 + clip
+    packings = _packings(config, side)
     return PlainTowerSpec(
         patches=PatchSpec(
             patch=patch,
@@ -160,4 +167,20 @@ def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
         positions=("embeddings.position_embedding.weight", (rows, width)),
         class_token=("embeddings.class_embedding", (width,)) if clip else None,
         before=TowerNorm(name="pre_layrnorm", norm=LAYER) if clip else None,
+        frames=bool(packings),
+        packings=packings,
+        learned=("image_newline",) if packings else (),
     )
+
+
+def _packings(config: ConfigReader, side: int) -> Mapping[str, Packing]:
+    """By kind, of the families whose inputs are cut."""
+    if "image_grid_pinpoints" not in config:
+        return {}
+    if "vision_aspect_ratio" not in config:
+        return {"image": Packing(newline=True, middle=True)}
+    ratio = config.str("vision_aspect_ratio").removeprefix("anyres_max_")
+    if not ratio.isdecimal() or not int(ratio):
+        raise config.wrong("vision_aspect_ratio", "anyres_max_ with a number")
+    still = Packing(newline=True, tails=True, middle=True, most=int(ratio) * side**2)
+    return {"image": still, "video": Packing(tails=True, halved=True)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.base.wire.media import Packing
+
 
 class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Logarithms of magnitudes in mel bands between `low_hz` and `high_hz`. `frame`: samples that
@@ -54,6 +56,10 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     bilinear, 3 bicubic).
     `pad_color`: what fills a padded square. `around`: text before and behind an image.
 
+    `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares. `packing`:
+    how what is shown of them becomes tokens. `alone`: an image is cut where it is the prompt's only
+    one.
+
     Of models that hear: `sound`."""
 
     patch: int = 14
@@ -74,6 +80,9 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     resample: int = 3
     pad_color: tuple[int, int, int] = (0, 0, 0)
     around: tuple[str, str] = ("", "")
+    sizes: tuple[tuple[int, int], ...] = ()
+    packing: Packing | None = None
+    alone: bool = False
     sound: SoundSettings | None = None
 
 

@@ -15,6 +15,8 @@ An input's tokens lie in the same order: one for each window of each t.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 KINDS = ("image", "video", "audio")
@@ -68,6 +70,76 @@ class SoundSteps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (positions + (self.positions(rest) if rest else 0)) // self.pool
 
 
+class Cut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What of an input's windows becomes tokens, where it is not each one in its order.
+
+    columns      steps of the grid are tiles of one picture, so many side by side; 0: they are not,
+                 and all is shown
+    height       rows of windows of that picture that are shown
+    width        columns of windows that are shown
+    tail         whether one more learned row stands behind all
+    """
+
+    columns: int = 0
+    height: int = 0
+    width: int = 0
+    tail: bool = False
+
+
+class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the windows of inputs with a cut become rows of hidden size.
+
+    newline      a learned row stands behind each row of what is shown
+    tails        a learned row may stand behind all (`Cut.tail`)
+    middle       what is shown is the picture's middle, else its upper left
+    most         windows of what is shown, beyond whose number (by a tenth of the side and more) it
+                 is resized to so many; 0: any
+    halved       each step is resized to half its sides first, rounded up
+    """
+
+    newline: bool = False
+    tails: bool = False
+    middle: bool = False
+    most: int = 0
+    halved: bool = False
+
+    @property
+    def num_learned(self) -> int:
+        """Learned rows behind those of an encoder's windows: the newline, then the tail."""
+        return self.newline + self.tails
+
+    def size(self, cut: Cut) -> tuple[int, int]:
+        """Rows and columns of what is shown, resized where there are too many."""
+        ratio = math.sqrt(cut.height * cut.width / self.most) if self.most else 0.0
+        if ratio <= 1.1:
+            return cut.height, cut.width
+        return int(cut.height // ratio), int(cut.width // ratio)
+
+    def num_rows(self, grid: tuple[int, int, int], merge: int, cut: Cut) -> int:
+        """Of an input with a cut."""
+        t, h, w = grid[0], grid[1] // merge, grid[2] // merge
+        if self.halved:
+            h, w = -(-h // 2), -(-w // 2)
+        count = t * h * w
+        if cut.columns:
+            rows, columns = self.size(cut)
+            count = rows * (columns + self.newline)
+        return count + cut.tail
+
+    def problem(self, grid: tuple[int, int, int], merge: int, cut: Cut) -> str:
+        """What is wrong with a cut, or ""."""
+        if cut.tail and not self.tails:
+            return "tail: this model has none"
+        if not cut.columns:
+            return ""
+        if cut.columns < 0 or grid[0] % cut.columns:
+            return f"columns: {cut.columns}, a divisor of {grid[0]} is needed"
+        height, width = grid[1] // merge * (grid[0] // cut.columns), grid[2] // merge * cut.columns
+        if not (0 < cut.height <= height and 0 < cut.width <= width):
+            return f"{cut.height} x {cut.width} windows, allowed are 1 to {height} x {width}"
+        return ""
+
+
 class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One kind of input as a model takes it.
 
@@ -86,6 +158,8 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                  between them (`MediaSpan.step_s`); 0: time does not count
     mutual       which tokens see those behind them too, so that a step computes them together:
                  "input": those of an input each other; "prompt": those of a prompt; "": none
+    packing      how inputs with a cut become rows; None: none has one
+    mean_t       whether all t of an input become the mean of them
     """
 
     kind: str
@@ -100,15 +174,21 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     positions_per_s: float = 0.0
     mutual: str = ""
     sound: SoundSteps | None = None
+    packing: Packing | None = None
+    mean_t: bool = False
 
-    def num_rows(self, grid: tuple[int, int, int]) -> int:
+    def num_rows(self, grid: tuple[int, int, int], cut: Cut | None = None) -> int:
         """Rows of hidden size that an input of this grid becomes."""
         num_rows = grid[0] * grid[1] * grid[2]
-        return num_rows // self.merge**2 if self.sound is None else self.sound.tokens(num_rows)
+        if self.sound is not None:
+            return self.sound.tokens(num_rows)
+        if cut is not None and self.packing is not None:
+            return self.packing.num_rows(grid, self.merge, cut)
+        return (grid[1] * grid[2] if self.mean_t else num_rows) // self.merge**2
 
-    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+    def num_tokens(self, grid: tuple[int, int, int], cut: Cut | None = None) -> int:
         """Tokens it takes in a prompt."""
-        return self.num_rows(grid) + self.breaks * (grid[0] * grid[1] // self.merge - 1)
+        return self.num_rows(grid, cut) + self.breaks * (grid[0] * grid[1] // self.merge - 1)
 
 
 class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -122,6 +202,7 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                  of the form between its rows
     grid         (t, h, w) in patches; h and w are multiples of the form's merge
     step_s       seconds between two t of a video (models whose positions follow time)
+    cut          what of it becomes tokens; None: all, in their order
     """
 
     kind: str
@@ -130,6 +211,7 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_tokens: int
     grid: tuple[int, int, int]
     step_s: float = 0.0
+    cut: Cut | None = None
 
     @property
     def end(self) -> int:
@@ -151,6 +233,7 @@ class MediaInput(MediaSpan, frozen=True, kw_only=True, omit_defaults=True):
             num_tokens=self.num_tokens,
             grid=self.grid,
             step_s=self.step_s,
+            cut=self.cut,
         )
 
 
@@ -165,6 +248,7 @@ class MediaContent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     kind: str
     grid: tuple[int, int, int]
     rows: bytes
+    cut: Cut | None = None
 
 
 class MediaPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -146,6 +146,7 @@ def _media(replies: Sequence[MediumReply], rows: np.ndarray) -> list[ProcessedMe
                     rows=rows[begin:end].reshape(-1, shape.row_bytes),
                     step_s=shape.step_s,
                     num_tokens=shape.num_tokens,
+                    cut=shape.cut,
                 )
             )
             begin = end

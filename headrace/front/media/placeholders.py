@@ -37,7 +37,7 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
 
     def rows_of(self, one: MediaInput) -> int:
         """Placeholders of an input."""
-        if one.kind == "audio":
+        if not self.row_break:
             return one.num_tokens
         t, h, w = one.grid
         return t * h * w // self.merge**2

@@ -104,6 +104,9 @@ class MediaPreparer:
         """What each part becomes: one medium, or the pages of a document."""
         self._check_numbers(parts)
         settings = adjusted(self.spec.settings, request.arguments)
+        images = [part for part in parts if _kind_of(part) == "image"]
+        if settings.alone and (len(images) > 1 or any(one.kind == "pages" for one in images)):
+            settings = msgspec.structs.replace(settings, tiles=(1, 1))
         budget = _TokenBudget(request.max_tokens)
         tasks = [
             asyncio.ensure_future(self._one(part, settings, request, budget)) for part in parts
@@ -356,6 +359,7 @@ def _prepared(
                 or t * h * w // merge**2 + (t * h // merge - 1) * bool(medium.row_break),
                 grid=each.grid,
                 step_s=each.step_s,
+                cut=each.cut,
                 rows=each.rows.tobytes(),
             )
         )

@@ -42,6 +42,7 @@ def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[Processed
                     row_bytes=each.rows.shape[1],
                     step_s=each.step_s,
                     num_tokens=each.num_tokens,
+                    cut=each.cut,
                 )
                 for each in medium.inputs
             ),

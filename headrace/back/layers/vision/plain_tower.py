@@ -9,10 +9,11 @@ rotated dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from headrace.back.layers.vision.grids import coordinates, frame_lengths, starts
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.parallel.mesh import Mesh
-from headrace.base.wire.media import MediaForm
+from headrace.base.wire.media import MediaForm, Packing
 
 
 class Projector(Protocol):
@@ -63,7 +64,8 @@ class PlainTowerSpec:
     class_token: its name and shape; it sees and is seen, and is left out in the end. before,
     behind: norms around the layers. theta: of the rotation. layers_name: where the layers lie.
     frames: whether an input may have several t, each an image of its own (tiles). mutual: see
-    MediaForm."""
+    MediaForm. packings: of the kinds whose inputs are cut; learned: the names of the row that ends
+    rows and of the one that ends an input, of the checkpoint, in the decoder's width."""
 
     patches: PatchSpec
     layer: VisionLayerSpec
@@ -80,6 +82,8 @@ class PlainTowerSpec:
     breaks: int = 0
     frames: bool = False
     mutual: str = ""
+    packings: Mapping[str, Packing] = field(default_factory=dict)
+    learned: tuple[str, ...] = ()
 
 
 class PlainTower:
@@ -105,7 +109,11 @@ class PlainTower:
             for index in range(spec.layers)
         ]
         self._projector = spec.projector.build(whole)
-        self.forms = (_form(spec),)
+        self._learned = {
+            name: whole.param(name, (spec.projector.outputs,)) for name in dict.fromkeys(spec.learned)
+        }
+        self._rows = dict[str, torch.Tensor]()
+        self.forms = _forms(spec)
         self.width = spec.projector.outputs
         self.dtype = scope.dtype
         self._table_PE = self._class_E = torch.empty(0)
@@ -113,7 +121,11 @@ class PlainTower:
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        width = self._spec.layer.width
+        spec, width = self._spec, self._spec.layer.width
+        learned = {name: param.take() for name, param in self._learned.items()}
+        for kind, packing in spec.packings.items():
+            names = [spec.learned[0]] * packing.newline + [spec.learned[-1]] * packing.tails
+            self._rows[kind] = torch.stack([learned[name] for name in names])
         if self._positions is not None:
             self._table_PE = self._positions.take().view(-1, width)
         if self._class is not None:
@@ -145,7 +157,8 @@ class PlainTower:
             x_NE = x_NE.unflatten(0, (len(lengths), -1))[:, 1:].flatten(0, 1)
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
-        return self._projector.merge(x_NE)
+        y_MF = self._projector.merge(x_NE)
+        return torch.cat((y_MF, self._rows[kind])) if kind in self._rows else y_MF
 
     def _with_class(self, x_NE: torch.Tensor, count: int) -> torch.Tensor:
         """The class token before the patches of each image."""
@@ -178,8 +191,8 @@ def _alternating(head_dim: int, theta: float) -> torch.Tensor:
     return torch.stack((frequencies[0::2], frequencies[1::2]))
 
 
-def _form(spec: PlainTowerSpec) -> MediaForm:
-    return MediaForm(
+def _forms(spec: PlainTowerSpec) -> tuple[MediaForm, ...]:
+    image = MediaForm(
         kind="image",
         row_bytes=spec.patches.row_bytes,
         patch=spec.patches.patch,
@@ -189,3 +202,8 @@ def _form(spec: PlainTowerSpec) -> MediaForm:
         max_t=65_536 if spec.frames else 1,
         mutual=spec.mutual,
     )
+    cut = (
+        msgspec.structs.replace(image, kind=kind, packing=packing)
+        for kind, packing in spec.packings.items()
+    )
+    return (*cut,) if spec.packings else (image,)

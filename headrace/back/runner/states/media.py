@@ -30,6 +30,7 @@ from headrace.back.kernels.position_shift.op import (
 from headrace.back.kernels.upload import to_device
 from headrace.back.layers.vision.axes_rope import PromptPositions
 from headrace.back.layers.vision.encoder import MediaEncoder
+from headrace.back.layers.vision.packing import packed
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.states.state import ModelState
 from headrace.base.wire.media import MEDIA_HOOK, MediaContent, MediaPayload, MediaSpan
@@ -98,8 +99,9 @@ class EncoderCache:
         pixels = np.frombuffer(b"".join(content.rows for content in contents), np.uint8)
         form, grids = self._forms[kind], [content.grid for content in contents]
         rows_NB = to_device(pixels.reshape(-1, form.row_bytes), self._device)
-        y_MW = self._encoder.encode(kind, rows_NB, grids)
-        tokens = [form.num_rows(grid) for grid in grids]
+        cuts = [content.cut for content in contents]
+        y_MW = packed(self._encoder.encode(kind, rows_NB, grids), form, grids, cuts)
+        tokens = [form.num_rows(grid, cut) for grid, cut in zip(grids, cuts, strict=True)]
         assert y_MW.shape[0] == sum(tokens) <= self._free.size, (y_MW.shape, tokens)
         slot_M, self._free = np.split(self._free, [sum(tokens)])
         self._arena_CW.index_copy_(0, to_device(slot_M, self._device), y_MW)

@@ -12,6 +12,7 @@ import msgspec
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.registry import Registry
+from headrace.base.wire.media import Packing
 from headrace.front.media.processing import Processor
 from headrace.front.media.processors.files import read_keys, special_text, special_token
 from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO
@@ -23,6 +24,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "glm_v": "headrace.front.media.processors.glm_v:GlmVisionProcessor",
         "glm_46v": "headrace.front.media.processors.glm_v:Glm46VisionProcessor",
         "gemma4": "headrace.front.media.processors.gemma4:Gemma4Processor",
+        "anyres": "headrace.front.media.processors.anyres:AnyResolutionProcessor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
@@ -136,6 +138,62 @@ def _llava(image: ConfigReader, config: ConfigReader) -> MediaSpec:
         pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
     )
     return _image_only("square", settings, config)
+
+
+def _llava_next(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    vision = _vision(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=1,
+        side=_pixels_of_side(vision, 336),
+        resample=image.int("resample", 3, ge=0, le=5),
+        sizes=_sizes(image, config),
+        packing=Packing(newline=True, middle=True),
+    )
+    return _image_only("anyres", settings, config)
+
+
+def _llava_onevision(
+    image: ConfigReader, config: ConfigReader, video: ConfigReader
+) -> MediaSpec:
+    vision = _vision(config)
+    patch, side = vision.int("patch_size", 14, ge=1, le=1024), _pixels_of_side(vision, 384)
+    ratio = config.str("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")
+    if not ratio.isdecimal() or not int(ratio):
+        raise config.wrong("vision_aspect_ratio", "anyres_max_ with a number")
+    mean = image.list("image_mean", [0.48145466, 0.4578275, 0.40821073], of=float)
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=1,
+        side=side,
+        fit="pad",
+        pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
+        resample=image.int("resample", 3, ge=0, le=5),
+        sizes=_sizes(image, config),
+        packing=Packing(
+            newline=True, tails=True, middle=True, most=int(ratio) * (side // patch) ** 2
+        ),
+        alone=True,
+        tiles=(1, 256),
+        max_frames=video.int("num_frames", 32, ge=1, le=100_000),
+    )
+    spec = _image_only("anyres", settings, config)
+    token = config.int("video_token_id", None, aliases=("video_token_index",), ge=0)
+    return msgspec.structs.replace(spec, video_token=token)
+
+
+def _sizes(image: ConfigReader, config: ConfigReader) -> tuple[tuple[int, int], ...]:
+    """Heights and widths that pictures are fitted into, whole squares all of them."""
+    side = _pixels_of_side(_vision(config), 336)
+    stated = image.raw.get("image_grid_pinpoints") or config.raw.get("image_grid_pinpoints")
+    if not isinstance(stated, list) or not stated:
+        raise config.wrong("image_grid_pinpoints", "a list of heights and widths in pixels")
+    sizes = list[tuple[int, int]]()
+    for one in stated:
+        if not isinstance(one, list) or len(one) != 2 or any(each % side or not each for each in one):
+            raise config.wrong("image_grid_pinpoints", f"pairs of multiples of {side} pixels")
+        sizes.append((one[0], one[1]))
+    return tuple(sizes)
 
 
 def _pixtral(image: ConfigReader, config: ConfigReader) -> MediaSpec:
@@ -292,6 +350,7 @@ def _with_video(spec: MediaSpec, mark: int | None) -> MediaSpec:
 
 _STILL = {
     "llava": _llava,
+    "llava_next": _llava_next,
     "mistral3": _pixtral,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -299,5 +358,10 @@ _STILL = {
     "paligemma": _paligemma,
 }
 """Those that take images alone."""
-_MOVING = {"glm4v": _glm, "glm4v_moe": _glm, "glm46v": _glm}
-"""Those that take video in its own tokens' place."""
+_MOVING = {
+    "glm4v": _glm,
+    "glm4v_moe": _glm,
+    "glm46v": _glm,
+    "llava_onevision": _llava_onevision,
+}
+"""Those that take video too."""

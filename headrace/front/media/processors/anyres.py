@@ -1,0 +1,121 @@
+"""LLaVA-NeXT and LLaVA-OneVision: the whole picture as one square, then its tiles, of which the
+part without padding is shown.
+
+As transformers 5.23 (image_processing_pil_llava_next.py, image_processing_pil_llava_onevision.py,
+processing_llava_next.py, processing_llava_onevision.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from PIL import Image
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.media import Cut
+from headrace.front.media.picture import channels_of, patches_of, resized
+from headrace.front.media.processing import ProcessedMedia, Sampling, TowerInput
+from headrace.front.media.processors.square import SquareProcessor
+
+
+class AnyResolutionProcessor(SquareProcessor):
+    """See `Processor`."""
+
+    def image(self, picture: Image.Image) -> ProcessedMedia:
+        """Two inputs: the whole, and the tiles; or the whole alone."""
+        settings, side = self._settings, self._settings.side
+        if settings.alone and settings.tiles == (1, 1):
+            whole = self._whole(self.fitted(picture), Cut(tail=True), "image")
+            return ProcessedMedia(inputs=(whole,), layout=(0,))
+        square = resized(picture, height=side, width=side, resample=settings.resample)
+        base = self.input_of(square)
+        return ProcessedMedia(inputs=(base, self._tiles(picture)), layout=(0, 1))
+
+    def _tiles(self, picture: Image.Image) -> TowerInput:
+        settings, side = self._settings, self._settings.side
+        height, width = best_size(picture.height, picture.width, settings.sizes)
+        ground = Image.new("RGB", (width, height))
+        high, wide = fitted_size(picture.height, picture.width, height, width)
+        small = resized(picture, height=high, width=wide, resample=settings.resample)
+        ground.paste(small, ((width - wide) // 2, (height - high) // 2))
+        rows, columns = height // side, width // side
+        channels = channels_of(ground).reshape(3, rows, side, columns, side)
+        tiles = channels.transpose(1, 3, 0, 2, 4).reshape(rows * columns, 3, side, side)
+        patches = side // settings.patch
+        shown = unpadded(picture.height, picture.width, patches * rows, patches * columns)
+        return self._input(tiles, Cut(columns=columns, height=shown[0], width=shown[1]), "image")
+
+    def _whole(self, square: Image.Image, cut: Cut, kind: str) -> TowerInput:
+        return self._input(channels_of(square)[None], cut, kind)
+
+    def _input(self, squares: np.ndarray, cut: Cut, kind: str) -> TowerInput:
+        packing = self._settings.packing
+        assert packing is not None
+        grid, rows = patches_of(squares, self._settings.patch)
+        count = packing.num_rows(grid, 1, cut)
+        return TowerInput(kind=kind, grid=grid, rows=rows, cut=cut, num_tokens=count)
+
+    def frames_of(self, video: Sampling) -> list[int]:
+        """So many in equal steps (the reference takes frames that were sampled before)."""
+        most = self._settings.max_frames
+        if not most:
+            return super().frames_of(video)
+        count = min(most, video.num_frames)
+        return np.linspace(0, video.num_frames - 1, count, dtype=int).tolist()
+
+    def video(
+        self, frames: Iterable[Image.Image], indices: Sequence[int], video: Sampling
+    ) -> ProcessedMedia:
+        """One input: a stretched square for each frame, a learned row behind them."""
+        side, resample = self._settings.side, self._settings.resample
+        squares = [
+            channels_of(resized(frame, height=side, width=side, resample=resample))
+            for frame in frames
+        ]
+        grid, rows = patches_of(np.stack(squares), self._settings.patch)
+        half = -(-grid[1] // 2)
+        one = TowerInput(
+            kind="video",
+            grid=grid,
+            rows=rows,
+            cut=Cut(tail=True),
+            num_tokens=len(squares) * half**2 + 1,
+        )
+        return ProcessedMedia(inputs=(one,), layout=(0,))
+
+
+def best_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The size that keeps most of a picture's pixels, among equal ones the one that wastes
+    least."""
+
+    def kept_and_wasted(size: tuple[int, int]) -> tuple[int, int]:
+        scale = min(size[1] / width, size[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - size[0] * size[1]
+
+    best = max(sizes, key=kept_and_wasted)
+    if not kept_and_wasted(best)[0]:
+        raise InvalidRequest(
+            f"a picture of {width} x {height} pixels given; nothing of it is left when it is "
+            f"fitted into {best[1]} x {best[0]}"
+        )
+    return best
+
+
+def fitted_size(height: int, width: int, most_high: int, most_wide: int) -> tuple[int, int]:
+    """Height and width of the picture made as large as fits in."""
+    across, down = most_wide / width, most_high / height
+    if across < down:
+        return min(math.ceil(height * across), most_high), most_wide
+    return most_high, min(math.ceil(width * down), most_wide)
+
+
+def unpadded(height: int, width: int, most_high: int, most_wide: int) -> tuple[int, int]:
+    """Patches down and across that are not wholly padding, of so many."""
+    if width / height > most_wide / most_high:
+        high = int(round(height * (most_wide / width), 7))
+        return most_high - (most_high - high) // 2 * 2, most_wide
+    wide = int(round(width * (most_high / height), 7))
+    return most_high, most_wide - (most_wide - wide) // 2 * 2

@@ -1,0 +1,159 @@
+"""Families of picture_cases.py, from pictures to logits: the placeholders, the text around them and the pixels are those
+of transformers' processors, the answers those of its models; whole, and in chunks that cut images."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from headrace.base.config.media import MediaSpec
+from headrace.base.wire.media import MediaInput
+from headrace.front.media.placeholders import expanded
+from headrace.front.media.preparation import _prepared
+from headrace.front.media.processing import ProcessedMedia, Sampling
+from headrace.front.media.processors.families import PROCESSORS, read_media
+from tests.front.media.pictures import picture
+from tests.models.media import SeeingEngine, answer_of, compare_answers, save_media_oracle
+from tests.models.picture_cases import CASES, IMAGE, VIDEO, PictureCase, Theirs
+
+BEFORE, BETWEEN, BEHIND = (5, 6, 7), (8, 9), (10, 11, 12)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prompt with its inputs at their places."""
+
+    ids: list[int]
+    media: tuple[MediaInput, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    case: PictureCase
+    folder: Path
+    oracle: Any
+    engine: SeeingEngine
+    spec: MediaSpec
+
+    def processed(self, pictures: Sequence[Any]) -> list[ProcessedMedia]:
+        settings = self.spec.settings
+        if settings.alone and len(pictures) > 1:
+            settings = msgspec.structs.replace(settings, tiles=(1, 1))
+        processor = PROCESSORS.load(self.spec.processor)(settings)
+        return [processor.image(one) for one in pictures]
+
+    def ids_of(self, words: str) -> list[int]:
+        """Of the text around images: marks, and other characters one by one."""
+        ids: list[int] = []
+        while words:
+            mark = next((each for each in self.case.marks if words.startswith(each)), words[0])
+            ids.append(self.case.marks.get(mark, 20 + ord(mark[0]) % 70))
+            words = words[len(mark) :]
+        return ids
+
+    def prompt(self, media: Sequence[ProcessedMedia], kind: str = "image") -> Ready:
+        """By our placeholders, from one mark for each medium."""
+        mark = self.spec.image_mark or IMAGE if kind == "image" else VIDEO
+        ids = [*BEFORE, mark]
+        for _ in media[1:]:
+            ids += [*BETWEEN, mark]
+        settings = self.spec.settings
+        prepared = [
+            _prepared(one, kind, _digest_of(one), 0, settings.merge) for one in media
+        ]
+        ids, inputs = expanded([*ids, *BEHIND], prepared, self.spec, self.ids_of, field="prompt")
+        return Ready(ids, inputs)
+
+    def expected_ids(self, theirs: Theirs) -> list[int]:
+        places = {"I": IMAGE, "V": VIDEO if self.spec.video_soft is None else IMAGE}
+        ids = list(BEFORE)
+        for index, words in enumerate(theirs.texts):
+            ids += BETWEEN if index else ()
+            for run in _runs(words):
+                ids += [places[run[0]]] * len(run) if run[0] in places else self.ids_of(run)
+        return [*ids, *BEHIND]
+
+
+def _digest_of(medium: ProcessedMedia) -> bytes:
+    return hashlib.sha256(b"".join(one.rows.tobytes() for one in medium.inputs)).digest()
+
+
+def _runs(words: str) -> Iterator[str]:
+    """Runs of placeholders, and what stands between them."""
+    begin = 0
+    for end in range(1, len(words) + 1):
+        kinds = [one if one in "IV" else "" for one in words[end - 1 : end + 1]]
+        if end == len(words) or kinds[0] != kinds[1]:
+            yield words[begin:end]
+            begin = end
+
+
+@pytest.fixture(scope="module", params=CASES)
+def shown(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shown]:
+    case, folder = CASES[request.param], tmp_path_factory.mktemp("model")
+    config, oracle_class = case.build(folder)
+    oracle = save_media_oracle(oracle_class, config, folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(case.files))
+    added = [{"id": id, "content": mark} for mark, id in case.marks.items()]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    spec = read_media(folder, json.loads((folder / "config.json").read_text()))
+    assert spec is not None
+    engine = SeeingEngine(folder)
+    yield Shown(case=case, folder=folder, oracle=oracle, engine=engine, spec=spec)
+    engine.close()
+
+
+def test_pictures_are_seen_as_by_the_reference(shown: Shown) -> None:
+    pictures = [picture(*size, seed) for seed, size in enumerate(shown.case.sizes)]
+    media = shown.processed(pictures)
+    prompt = shown.prompt(media)
+    theirs = shown.case.process(pictures, media)
+    assert prompt.ids == shown.expected_ids(theirs)
+    given = {"input_ids": torch.tensor([prompt.ids]), **theirs.given}
+    expected = answer_of(shown.oracle, prompt, given, 5)
+    compare_answers(shown.engine.run(prompt)[0], expected)
+    engine = shown.engine.with_steps(shown.folder, max_step_tokens=shown.case.step_tokens[0])
+    compare_answers(engine.run(prompt)[0], expected)
+
+
+def test_clips_are_seen_as_by_the_reference(shown: Shown) -> None:
+    if shown.case.clip is None:
+        pytest.skip("takes no video")
+    frames = [picture(40, 24, seed) for seed in range(3)]
+    processor = PROCESSORS.load(shown.spec.processor)(shown.spec.settings)
+    medium = processor.video(iter(frames), range(3), Sampling(3, 2.0))
+    prompt = shown.prompt([medium], "video")
+    theirs = shown.case.clip(frames, medium)
+    assert prompt.ids == shown.expected_ids(theirs)
+    given = {"input_ids": torch.tensor([prompt.ids]), **theirs.given}
+    expected = answer_of(shown.oracle, prompt, given, 5)
+    engine = shown.engine.with_steps(shown.folder, max_step_tokens=shown.case.step_tokens[0])
+    compare_answers(engine.run(prompt)[0], expected)
+
+
+@pytest.mark.slow
+def test_again_beside_text_and_in_other_chunks(shown: Shown) -> None:
+    pictures = [picture(*size, seed) for seed, size in enumerate(shown.case.sizes)]
+    media = shown.processed(pictures)
+    prompt = shown.prompt(media)
+    given = {"input_ids": torch.tensor([prompt.ids]), **shown.case.process(pictures, media).given}
+    expected = answer_of(shown.oracle, prompt, given, 12)
+    plain = Ready(list(range(3, 30)), ())
+    theirs = answer_of(shown.oracle, plain, {"input_ids": torch.tensor([plain.ids])}, 12)
+    for tokens in (*shown.case.step_tokens[1:], 64):
+        engine = SeeingEngine(shown.folder, max_step_tokens=tokens)
+        answers = engine.run(prompt, plain, max_tokens=12, scored=False)
+        assert [one.tokens for one in answers] == [expected.tokens, theirs.tokens]
+        (again,) = engine.run(prompt, max_tokens=12, scored=False)
+        assert again.tokens == expected.tokens
+        engine.close()
