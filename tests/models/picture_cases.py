@@ -1,4 +1,4 @@
-"""Families whose images become more than one input or other rows than their windows, each from a picture to logits: tiny
+"""Families whose images become more than one input or other rows than their windows, from pictures to logits: tiny
 configurations, and what transformers' own processors make of the same pictures."""
 
 from __future__ import annotations
@@ -13,16 +13,24 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.image_utils import SizeDict
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
 
 from headrace.front.media.processing import ProcessedMedia
-from tests.front.media.oracles import without_torchvision
+from tests.front.media.oracles import preprocessed, without_torchvision
 from tests.models.test_towers import HALF, TOWER, text
 
 with without_torchvision():
+    from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+    from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
+    from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
+    from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
+    from transformers.models.llama4.processing_llama4 import Llama4Processor
     from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
     from transformers.models.llava_onevision.processing_llava_onevision import (
         LlavaOnevisionProcessor,
@@ -43,16 +51,22 @@ class Theirs:
 
 @dataclass(frozen=True, kw_only=True)
 class PictureCase:
-    """`marks`: ids of tokens in an image's text. `process`: transformers' processor; it is told what ours made too."""
+    """`mended`: what is wrong with transformers' model. `renamed`: names that transformers stores wrongly, as published
+    ones are. `marks`: ids of tokens in an image's text. `process`: transformers' processor; it is told what ours made
+    too."""
 
     name: str
     config: dict[str, Any]
+    renamed: tuple[tuple[str, str], ...] = ()
     process: Callable[[Pictures, Sequence[ProcessedMedia]], Theirs]
     files: dict[str, Any] = field(default_factory=dict)
+    video_files: dict[str, Any] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)
     sizes: tuple[tuple[int, int], ...] = ((40, 24), (17, 50))
     step_tokens: tuple[int, ...] = (7, 3)
     model: str = ""
+    num_frames: int = 3
+    mended: Callable[[Any], None] | None = None
     clip: Callable[[Pictures, ProcessedMedia], Theirs] | None = None
 
     def build(self, folder: Path) -> Any:
@@ -80,9 +94,7 @@ def llava_next(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
         image_token="I", image_processor=processor,
     )  # fmt: skip
     bind(self, LlavaNextProcessor, "_get_number_of_features", "_get_unpadded_features")
-    texts = [
-        LlavaNextProcessor.replace_image_token(self, inputs, i) for i in range(len(pictures))
-    ]
+    texts = [LlavaNextProcessor.replace_image_token(self, inputs, i) for i in range(len(pictures))]
     return Theirs(given=dict(inputs), texts=texts)
 
 
@@ -109,14 +121,91 @@ def llava_onevision(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Their
 def onevision_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
     small = [frame.resize((16, 16), Image.Resampling.BICUBIC) for frame in frames]
     values = np.stack([np.asarray(one) for one in small]).transpose(0, 3, 1, 2) / 255.0
-    mean, std = (
-        np.array(one).reshape(1, 3, 1, 1)
-        for one in HALF
-    )
+    mean, std = (np.array(one).reshape(1, 3, 1, 1) for one in HALF)
     values = torch.tensor((values - mean) / std)[None].float()
     self = SimpleNamespace(num_image_tokens=16, video_token="V")
     text = LlavaOnevisionProcessor.replace_video_token(self, {"pixel_values_videos": values}, 0)
     return Theirs(given={"pixel_values_videos": values}, texts=[text])
+
+
+def squares_of(ours: Sequence[ProcessedMedia], merge: int) -> torch.Tensor:
+    """Our squares [N, 3, side, side], of values between 0 and 1."""
+    squares = [
+        as_picture(one.rows, one.grid, merge=merge) for medium in ours for one in medium.inputs
+    ]
+    return torch.tensor(np.stack(squares)).float() / 255
+
+
+def as_picture(rows: np.ndarray, grid: tuple[int, int, int], merge: int, patch: int = 4) -> Any:
+    """uint8 [3, H, W] of an input of one step."""
+    _, h, w = grid
+    windows = rows.reshape(h // merge, w // merge, merge, merge, 3, patch, patch)
+    return windows.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * patch, w * patch)
+
+
+def llama4(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    self = SimpleNamespace(patch_size=4, downsample_ratio=4)
+    bind(self, Llama4Processor, "_prompt_split_image")
+    parts, texts = [], []
+    for picture in pictures:
+        inputs = preprocessed(
+            Llama4ImageProcessor,
+            [picture],
+            size=SizeDict(height=16, width=16),
+            max_patches=6,
+            resize_to_max_canvas=False,
+        )
+        parts.append(inputs["pixel_values"].flatten(0, -4))
+        ratios = {**inputs, "pixel_values": parts[-1:]}
+        texts.append(Llama4Processor.replace_image_token(self, ratios, 0))
+    values = torch.cat(parts)
+    assert torch.equal(values, squares_of(ours, 2))
+    texts = [each.replace("<|patch|>", "I") for each in texts]
+    return Theirs(given={"pixel_values": (values - 0.5) / 0.5}, texts=texts)
+
+
+KIMI = {"patch_size": 4, "merge_size": 2, "max_patches": 40}
+
+
+def kimi(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    size = SizeDict(max_height=12, max_width=12)
+    inputs = preprocessed(Kimi_K25ImageProcessor, pictures, size=size, **KIMI)
+    rows = [one.rows.reshape(one.grid[1] // 2, one.grid[2] // 2, 2, 2, 3, 4, 4)
+            for medium in ours for one in medium.inputs]  # fmt: skip
+    plain = [each.transpose(0, 2, 1, 3, 4, 5, 6).reshape(-1, 3, 4, 4) for each in rows]
+    values = inputs["pixel_values"]
+    assert torch.equal(values, torch.tensor(np.concatenate(plain)).float() / 255)
+    texts = ["I" * (int(grid.prod()) // 4) for grid in inputs["image_grid_thw"]]
+    return Theirs(given={**inputs, "pixel_values": (values - 0.5) / 0.5}, texts=texts)
+
+
+def with_whole_clips(oracle: Any) -> None:
+    """Rows of clips are not split by input, where transformers 5.23 counts those of every frame."""
+
+    def get_video_features(pixels: torch.Tensor, grids: torch.Tensor, **more: Any) -> Any:
+        outputs = oracle.model.vision_tower(pixels, grid_thw=grids)
+        outputs.pooler_output = [oracle.model.mm_projector(outputs.pooler_output).squeeze(1)]
+        return outputs
+
+    oracle.model.get_video_features = get_video_features
+
+
+def kimi_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
+    video = torch.stack([torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in frames])
+    inputs = preprocessed(
+        Kimi_K25VideoProcessor, (), videos=[video], size=SizeDict(max_height=12, max_width=12),
+        temporal_patch_size=2, **KIMI,
+    )  # fmt: skip
+    given = {
+        **inputs,
+        "video_metadata": [SimpleNamespace(fps=2.0, timestamps=[0.0, 0.5, 1.0, 1.5])],
+    }
+    sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    self = SimpleNamespace(video_processor=sizes, video_token="V")
+    texts = [Kimi_K25Processor.replace_video_token(self, given, 0)]
+    inputs.pop("num_chunks_per_video")
+    inputs["pixel_values_videos"] = (inputs["pixel_values_videos"] - 0.5) / 0.5
+    return Theirs(given=dict(inputs), texts=texts)
 
 
 NEXT = {"vision_config": CLIP, "image_token_index": IMAGE, "image_grid_pinpoints": POINTS}
@@ -128,7 +217,57 @@ ONEVISION = {
     "image_grid_pinpoints": POINTS,
     "vision_aspect_ratio": "anyres_max_2",
 }
+LLAMA4_MARKS = {
+    **{"<|image_start|>": 102, "<|image_end|>": 103, "<|image|>": 104},
+    **{"<|tile_x_separator|>": 105, "<|tile_y_separator|>": 106},
+}
+KIMI_TOWER = {
+    **{"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "patch_size": 4},
+    **{"num_attention_heads": 2, "pos_emb_height": 6, "pos_emb_width": 6, "pos_emb_time": 2},
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+}
+MLA = {
+    **{"q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 12, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1},
+    **{"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{"first_k_dense_replace": 1, "head_dim": 8},
+}
 CASES = {
+    "kimi-k25": PictureCase(
+        name="Kimi_K25",
+        config={
+            "vision_config": KIMI_TOWER,
+            "text_config": text("deepseek_v3", **MLA),
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "projection_hidden_size": 32,
+        },
+        process=kimi,
+        clip=kimi_clip,
+        mended=with_whole_clips,
+        num_frames=4,
+        renamed=(
+            (r"^language_model\.model\.blocks\.", "language_model.model.layers."),
+            (r"^model\.mm_projector", "mm_projector"),
+            (r"^vision_tower\.encoder\.patch_embed", "vision_tower.patch_embed"),
+        ),
+        files={"size": {"max_height": 12, "max_width": 12}, "max_patches": 40},
+        video_files={"max_patches": 40},
+    ),
+    "llama4": PictureCase(
+        name="Llama4",
+        config={
+            "vision_config": {
+                **{**TOWER, "projector_input_dim": 28, "projector_output_dim": 28},
+                **{"vision_output_dim": 28, "pixel_shuffle_ratio": 0.5, "intermediate_size": 128},
+            },
+            "text_config": text("llama4_text", num_local_experts=2, intermediate_size_mlp=64),
+            "image_token_index": IMAGE,
+        },
+        process=llama4,
+        files={"max_patches": 6},
+        marks=LLAMA4_MARKS,
+    ),
     "llava-next": PictureCase(
         name="LlavaNext", config={**NEXT, "text_config": text("llama")}, process=llava_next
     ),

@@ -47,7 +47,17 @@ VISION = {
     "patch_size": 16,
 }
 STEP_VISION = {**VISION, "width": 32, "layers": 1, "heads": 2}
-SEES: dict[str, dict[str, Any]] = {"Gemma3": {"mm_tokens_per_image": 4}, "Gemma4": {}}
+OWN_VISION: dict[str, dict[str, Any]] = {
+    "Llama4": {
+        **{"intermediate_size": 128, "projector_input_dim": 28, "projector_output_dim": 28},
+        "vision_output_dim": 28,
+    }
+}
+SEES: dict[str, dict[str, Any]] = {
+    "Gemma3": {"mm_tokens_per_image": 4},
+    "Gemma4": {},
+    "Llama4": {},
+}
 """Those whose images are served too, and what that asks of their configs."""
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Step3p7": (
@@ -122,7 +132,9 @@ def whole_oracle(name: str, folder: Path) -> Any:
     """A tiny random model with all its parts, saved in the folder."""
     vision, text, changes = CASES[name]
     config = getattr(transformers, f"{name}Config")(
-        vision_config=getattr(transformers, f"{vision}VisionConfig")(**VISION)
+        vision_config=getattr(transformers, f"{vision}VisionConfig")(
+            **VISION | OWN_VISION.get(name, {})
+        )
         if vision
         else STEP_VISION,
         text_config=getattr(transformers, f"{text}Config")(**(SIZES | changes)),

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.back.models.hearing_families import HEARING, TEXT_OF_HEARING
+from headrace.back.models.hearing_families import TEXT_OF_HEARING
+from headrace.back.models.media_families import WITH_MEDIA
 from headrace.back.models.vlm_inside import LATE_VISION, inside_vlm
 from headrace.base import extensions
 from headrace.base.config.hf import ConfigReader
@@ -163,31 +164,6 @@ ARCHITECTURES: Mapping[str, str] = {
     "NomicBertForMaskedLM": "nomic_bert",
     "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
 }
-WITH_MEDIA: Mapping[str, str] = {
-    **HEARING,
-    "Qwen2VLForConditionalGeneration": "qwen2_vl",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl",
-    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
-    "Glm4vForConditionalGeneration": "glm4v",
-    "Glm4vMoeForConditionalGeneration": "glm4v",
-    "Glm46VForConditionalGeneration": "glm4v",
-    "Lfm2VlForConditionalGeneration": "lfm2_vl",
-    "LlavaForConditionalGeneration": "llava",
-    "LlavaNextForConditionalGeneration": "llava",
-    "LlavaOnevisionForConditionalGeneration": "llava",
-    "Mistral3ForConditionalGeneration": "llava",
-    "InternVLForConditionalGeneration": "internvl",
-    "InternVLChatModel": "internvl_chat",
-    "Idefics3ForConditionalGeneration": "idefics3",
-    "SmolVLMForConditionalGeneration": "idefics3",
-    "Gemma3ForConditionalGeneration": "gemma3_vision",
-    "PaliGemmaForConditionalGeneration": "paligemma",
-    "Gemma4ForConditionalGeneration": "gemma4_vision",
-}
-"""Architectures that take images or more beside text: the family reads the whole config."""
 ENCODER_DECODERS: Mapping[str, str] = {
     "BartForConditionalGeneration": "bart",
     "MBartForConditionalGeneration": "mbart",
@@ -233,9 +209,6 @@ TEXT_TYPES: Mapping[str, str] = {
 }
 """Families of the text part of models with several, by its `model_type`."""
 WRAPPERS: Mapping[str, str] = {
-    "Llama4ForConditionalGeneration": "language_model",
-    "Kimi_K25ForConditionalGeneration": "language_model",
-    "KimiK25ForConditionalGeneration": "language_model",
     "MiniMaxM3SparseForConditionalGeneration": "language_model",
     "MiniMaxM3VLForConditionalGeneration": "language_model",
 }

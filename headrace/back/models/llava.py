@@ -1,7 +1,7 @@
 """LLaVA 1.5, NeXT and OneVision, Pixtral in its clothes, and Mistral 3: a decoder of another family
 behind CLIP's, SigLIP's or Pixtral's tower and two linear layers (Liu et al. 2023, 2024; Li et al.
-2024; Agrawal et al. 2024). The later LLaVAs show pictures as tiles put together again, a learned row
-behind each row of patches."""
+2024; Agrawal et al. 2024). The later LLaVAs show pictures as tiles put together again, a learned
+row behind each row of patches."""
 
 from __future__ import annotations
 

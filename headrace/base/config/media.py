@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.base.wire.media import Packing
-
 
 class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Logarithms of magnitudes in mel bands between `low_hz` and `high_hz`. `frame`: samples that
@@ -56,9 +54,9 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     bilinear, 3 bicubic).
     `pad_color`: what fills a padded square. `around`: text before and behind an image.
 
-    `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares. `packing`:
-    how what is shown of them becomes tokens. `alone`: an image is cut where it is the prompt's only
-    one.
+    `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares.
+    `most_windows`: of what is shown of them, 0: any. `alone`: an image is cut where it is the
+    prompt's only one.
 
     Of models that hear: `sound`."""
 
@@ -81,7 +79,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pad_color: tuple[int, int, int] = (0, 0, 0)
     around: tuple[str, str] = ("", "")
     sizes: tuple[tuple[int, int], ...] = ()
-    packing: Packing | None = None
+    most_windows: int = 0
     alone: bool = False
     sound: SoundSettings | None = None
 

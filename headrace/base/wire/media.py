@@ -70,7 +70,7 @@ class SoundSteps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (positions + (self.positions(rest) if rest else 0)) // self.pool
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MediaCut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What of an input's windows becomes tokens, where it is not each one in its order.
 
     columns      steps of the grid are tiles of one picture, so many side by side; 0: they are not,
@@ -90,7 +90,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the windows of inputs with a cut become rows of hidden size.
 
     newline      a learned row stands behind each row of what is shown
-    tails        a learned row may stand behind all (`Cut.tail`)
+    tails        a learned row may stand behind all (`MediaCut.tail`)
     middle       what is shown is the picture's middle, else its upper left
     most         windows of what is shown, beyond whose number (by a tenth of the side and more) it
                  is resized to so many; 0: any
@@ -108,14 +108,14 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Learned rows behind those of an encoder's windows: the newline, then the tail."""
         return self.newline + self.tails
 
-    def size(self, cut: Cut) -> tuple[int, int]:
+    def size(self, cut: MediaCut) -> tuple[int, int]:
         """Rows and columns of what is shown, resized where there are too many."""
         ratio = math.sqrt(cut.height * cut.width / self.most) if self.most else 0.0
         if ratio <= 1.1:
             return cut.height, cut.width
         return int(cut.height // ratio), int(cut.width // ratio)
 
-    def num_rows(self, grid: tuple[int, int, int], merge: int, cut: Cut) -> int:
+    def num_rows(self, grid: tuple[int, int, int], merge: int, cut: MediaCut) -> int:
         """Of an input with a cut."""
         t, h, w = grid[0], grid[1] // merge, grid[2] // merge
         if self.halved:
@@ -126,7 +126,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             count = rows * (columns + self.newline)
         return count + cut.tail
 
-    def problem(self, grid: tuple[int, int, int], merge: int, cut: Cut) -> str:
+    def problem(self, grid: tuple[int, int, int], merge: int, cut: MediaCut) -> str:
         """What is wrong with a cut, or ""."""
         if cut.tail and not self.tails:
             return "tail: this model has none"
@@ -177,7 +177,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     packing: Packing | None = None
     mean_t: bool = False
 
-    def num_rows(self, grid: tuple[int, int, int], cut: Cut | None = None) -> int:
+    def num_rows(self, grid: tuple[int, int, int], cut: MediaCut | None = None) -> int:
         """Rows of hidden size that an input of this grid becomes."""
         num_rows = grid[0] * grid[1] * grid[2]
         if self.sound is not None:
@@ -186,7 +186,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return self.packing.num_rows(grid, self.merge, cut)
         return (grid[1] * grid[2] if self.mean_t else num_rows) // self.merge**2
 
-    def num_tokens(self, grid: tuple[int, int, int], cut: Cut | None = None) -> int:
+    def num_tokens(self, grid: tuple[int, int, int], cut: MediaCut | None = None) -> int:
         """Tokens it takes in a prompt."""
         return self.num_rows(grid, cut) + self.breaks * (grid[0] * grid[1] // self.merge - 1)
 
@@ -211,7 +211,7 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_tokens: int
     grid: tuple[int, int, int]
     step_s: float = 0.0
-    cut: Cut | None = None
+    cut: MediaCut | None = None
 
     @property
     def end(self) -> int:
@@ -248,7 +248,7 @@ class MediaContent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     kind: str
     grid: tuple[int, int, int]
     rows: bytes
-    cut: Cut | None = None
+    cut: MediaCut | None = None
 
 
 class MediaPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

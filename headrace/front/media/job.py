@@ -7,7 +7,7 @@ import struct
 import msgspec
 
 from headrace.base.config.media import ProcessorSettings
-from headrace.base.wire.media import Cut
+from headrace.base.wire.media import MediaCut
 
 LENGTHS = struct.Struct("<IQ")
 FRAMES_RATE = 2.0
@@ -45,7 +45,7 @@ class InputShape(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes: int
     step_s: float
     num_tokens: int = 0
-    cut: Cut | None = None
+    cut: MediaCut | None = None
 
 
 class MediumReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
-from headrace.base.wire.media import Cut
+from headrace.base.wire.media import MediaCut
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,15 +31,15 @@ class Sampling(msgspec.Struct, frozen=True):
 
 class TowerInput(msgspec.Struct, frozen=True, kw_only=True):
     """One input of the tower. `grid` (t, h, w) in patches; `rows` uint8 [t * h * w, row bytes];
-    `step_s`: seconds between the grid's frames. `cut`: what of it is shown. `num_tokens`: where they
-    do not follow from the grid alone."""
+    `step_s`: seconds between the grid's frames. `cut`: what of it is shown. `num_tokens`: where
+    they do not follow from the grid alone."""
 
     kind: str
     grid: tuple[int, int, int]
     rows: np.ndarray
     step_s: float = 0.0
     num_tokens: int = 0
-    cut: Cut | None = None
+    cut: MediaCut | None = None
 
 
 class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True):

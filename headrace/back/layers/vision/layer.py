@@ -31,7 +31,8 @@ from headrace.back.parallel.shard import Part
 @dataclass(frozen=True, kw_only=True)
 class VisionLayerNames:
     """Where a layer's tensors lie. `merged`: the one that holds query, key and value; else `qkv`
-    are three. `mlp`: up and down, or gate, up and down, in `mlp_module` ("": beside the norms)."""
+    are three. `mlp`: up and down, or gate, up and down, in `mlp_module`; it and `attention` may be
+    "": beside the norms."""
 
     before_attention: str = "norm1"
     before_mlp: str = "norm2"
@@ -86,7 +87,8 @@ class VisionLayer:
         self._before_attention = spec.norm.build(
             scope / names.before_attention, spec.width, eps=spec.eps
         )
-        self._attention = VisionAttention(scope / names.attention, spec)
+        inside = scope / names.attention if names.attention else scope
+        self._attention = VisionAttention(inside, spec)
         self._before_mlp = spec.norm.build(scope / names.before_mlp, spec.width, eps=spec.eps)
         self._mlp = _mlp(scope / names.mlp_module if names.mlp_module else scope, spec)
         self._factors = [

@@ -1,6 +1,7 @@
 """From an encoder's rows, one for each window, to those that stand for an input: parts of a picture
 that was cut into tiles and put together again, with learned rows between (Liu et al. 2024,
-LLaVA-NeXT; Li et al. 2024, LLaVA-OneVision). What is shown, base/wire/media.py: Cut and Packing say.
+LLaVA-NeXT; Li et al. 2024, LLaVA-OneVision). What is shown, `MediaCut` and `Packing` say
+(base/wire/media.py).
 
 M rows, W their width, T tiles or steps, H, L windows down and across.
 """
@@ -13,11 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.layers.vision.encoder import Grid
-from headrace.base.wire.media import Cut, MediaForm, Packing
+from headrace.base.wire.media import MediaCut, MediaForm, Packing
 
 
 def packed(
-    y_MW: torch.Tensor, form: MediaForm, grids: Sequence[Grid], cuts: Sequence[Cut | None]
+    y_MW: torch.Tensor, form: MediaForm, grids: Sequence[Grid], cuts: Sequence[MediaCut | None]
 ) -> torch.Tensor:
     """The rows of inputs, end to end; `y_MW`: those of all their windows, behind them the learned
     ones, of a form that packs."""
@@ -26,7 +27,7 @@ def packed(
         return y_MW
     windows = [t * h * w // form.merge**2 for t, h, w in grids]
     parts = y_MW.split([*windows, packing.num_learned])
-    learned = [row_1W for row_1W in parts[-1].split(1)]
+    learned = list(parts[-1].split(1))
     newline_1W = learned.pop(0) if packing.newline else None
     rows: list[torch.Tensor] = []
     for part_MW, grid, cut in zip(parts, grids, cuts, strict=False):
@@ -46,7 +47,7 @@ def packed(
     return torch.cat(rows)
 
 
-def _shown(tiles_THLW: torch.Tensor, packing: Packing, cut: Cut) -> torch.Tensor:
+def _shown(tiles_THLW: torch.Tensor, packing: Packing, cut: MediaCut) -> torch.Tensor:
     """[1, H, L, W]: what is shown of the tiles, put together."""
     tiles, h, w, width = tiles_THLW.shape
     down = tiles // cut.columns

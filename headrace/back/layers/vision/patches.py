@@ -21,7 +21,7 @@ HALF = 128
 class PatchSpec:
     """`patch` pixels a side, `frames` in the weight; mean and deviation of red, green and blue.
     `name`: of the convolution. `linear`: the checkpoint holds [E, patch * patch * 3], channels
-    last."""
+    last; `flat`: [E, 3 * patch * patch]."""
 
     patch: int
     mean: tuple[float, float, float]
@@ -30,6 +30,7 @@ class PatchSpec:
     bias: bool = True
     name: str = "patch_embed.proj"
     linear: bool = False
+    flat: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -45,7 +46,7 @@ class PatchEmbedding:
         self._spec = spec
         side = (spec.patch, spec.patch)
         shape = (*((spec.frames,) if spec.frames > 1 else ()), *side)
-        inputs = (spec.patch**2 * 3,) if spec.linear else (3, *shape)
+        inputs = (spec.patch**2 * 3,) if spec.linear or spec.flat else (3, *shape)
         at = scope / spec.name
         self._weight = at.param("weight", (width, *inputs))
         self._bias = at.param("bias", (width,), init="zeros") if spec.bias else None

@@ -25,6 +25,7 @@ from headrace.back.layers.vision.encoder import Grid
 from headrace.back.layers.vision.grids import coordinates, frame_lengths, starts_of
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
+from headrace.back.layers.vision.turns import Turns, alternating
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm, Packing
 
@@ -59,10 +60,11 @@ class TowerNorm:
 @dataclass(frozen=True, kw_only=True)
 class PlainTowerSpec:
     """side: patches a side of the one size there is; 0: any. positions: the table's name, a row
-    for each patch, before them one for the class token if there is one. table_side: patches a side
-    of a table that is resized to each image; 0 where there is neither: layers rotate.
+    for each patch, before them one for the class token if there is one, with `class_last` behind
+    them. table_side: patches a side of a table that is resized to each image.
     class_token: its name and shape; it sees and is seen, and is left out in the end. before,
-    behind: norms around the layers. theta: of the rotation. layers_name: where the layers lie.
+    behind: norms around the layers. theta, turns: of the rotation, where layers rotate.
+    layers_name: where the layers lie.
     frames: whether an input may have several t, each an image of its own (tiles). mutual: see
     MediaForm. packings: of the kinds whose inputs are cut; learned: the names of the row that ends
     rows and of the one that ends an input, of the checkpoint, in the decoder's width."""
@@ -75,9 +77,11 @@ class PlainTowerSpec:
     table_side: int = 0
     positions: tuple[str, tuple[int, ...]] | None = None
     class_token: tuple[str, tuple[int, ...]] | None = None
+    class_last: bool = False
     before: TowerNorm | None = None
     behind: TowerNorm | None = None
     theta: float = 10_000.0
+    turns: Turns = alternating
     layers_name: str = "encoder.layers"
     breaks: int = 0
     frames: bool = False
@@ -110,14 +114,14 @@ class PlainTower:
         ]
         self._projector = spec.projector.build(whole)
         self._learned = {
-            name: whole.param(name, (spec.projector.outputs,)) for name in dict.fromkeys(spec.learned)
+            name: whole.param(name, (spec.projector.outputs,))
+            for name in dict.fromkeys(spec.learned)
         }
         self._rows = dict[str, torch.Tensor]()
         self.forms = _forms(spec)
         self.width = spec.projector.outputs
         self.dtype = scope.dtype
         self._table_PE = self._class_E = torch.empty(0)
-        self._frequencies = _alternating(spec.layer.head_dim, spec.theta).to(scope.device)
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
@@ -129,8 +133,9 @@ class PlainTower:
         if self._positions is not None:
             self._table_PE = self._positions.take().view(-1, width)
         if self._class is not None:
-            self._class_E = self._class.take().view(width) + self._table_PE[0]
-            self._table_PE = self._table_PE[1:]
+            own = -1 if spec.class_last else 0
+            self._class_E = self._class.take().view(width) + self._table_PE[own]
+            self._table_PE = self._table_PE[:-1] if spec.class_last else self._table_PE[1:]
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
@@ -144,11 +149,11 @@ class PlainTower:
             x_NE += self._table_PE.index_select(0, place_N)
         elif spec.table_side:
             x_NE += torch.cat([self._resized(grid) for grid in grids])
-        else:
-            spans = replace(spans, **self._rotation(at_2N))
         if self._class is not None:
             x_NE = self._with_class(x_NE, len(lengths))
             spans = TokenSpans(starts=starts_of([length + 1 for length in lengths]))
+        if spec.layer.rotary:
+            spans = replace(spans, **self._rotation(at_2N, len(lengths)))
         if self._before is not None:
             x_NE = self._before.norm(x_NE)
         for layer in self._layers:
@@ -176,19 +181,16 @@ class PlainTower:
         resized_NE = table[0].flatten(1).T.index_select(0, place_N).to(self.dtype)
         return resized_NE.repeat(t, 1)
 
-    def _rotation(self, at_2N: np.ndarray) -> dict[str, torch.Tensor]:
+    def _rotation(self, at_2N: np.ndarray, count: int) -> dict[str, torch.Tensor]:
         place_2N = to_device(at_2N, self._scope.device)
-        angles_NH = (place_2N[..., None] * self._frequencies[:, None]).permute(1, 0, 2).flatten(1)
+        spec = self._spec
+        angles_NH = spec.turns(place_2N, spec.layer.head_dim, spec.theta)
+        if self._class is not None:  # it does not turn
+            angles_CPH = angles_NH.unflatten(0, (count, -1))
+            angles_NH = F.pad(angles_CPH, (0, 0, 1, 0)).flatten(0, 1)
         table_NR = torch.cat((angles_NH.cos(), angles_NH.sin()), dim=1)
-        count = torch.arange(table_NR.shape[0], device=table_NR.device)
-        return {"table_NR": table_NR, "place_N": count}
-
-
-def _alternating(head_dim: int, theta: float) -> torch.Tensor:
-    """float32 [2, head_dim / 4]: of all frequencies, rows have every other, columns the rest."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponents
-    return torch.stack((frequencies[0::2], frequencies[1::2]))
+        place_N = torch.arange(table_NR.shape[0], device=table_NR.device)
+        return {"table_NR": table_NR, "place_N": place_N}
 
 
 def _forms(spec: PlainTowerSpec) -> tuple[MediaForm, ...]:

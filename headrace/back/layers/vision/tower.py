@@ -29,6 +29,7 @@ from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLay
 from headrace.back.layers.vision.merger import MergerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.layers.vision.reducer import ReducerSpec
+from headrace.back.layers.vision.turns import Turns, rows_then_columns
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm
 
@@ -37,11 +38,13 @@ from headrace.base.wire.media import MediaForm
 class TowerSpec:
     """positions: rows of a learned table of places, a square, resampled for each grid by `taps`
     (grids.py); 0: none. before, behind: norms around the layers, the first of the patches alone.
-    theta: of the rotary table. window: merged windows a side that all layers but `full_layers`
+    theta, turns: of the rotation. window: merged windows a side that all layers but `full_layers`
     attend within; None: all attend within the frame. deepstack: layers whose output, merged by the
     merger of this place in the list, is added behind the first decoder layers. video: whether it
     takes video too, at most `max_t` steps of it an input, `positions_per_s` of which take one of
-    the decoder's positions."""
+    the decoder's positions. clips: the patches of all steps of an input attend to each other, the
+    steps of video are told apart by sines, and become the mean of them in the end; table_name: of
+    the positions below their module."""
 
     patches: PatchSpec
     layer: VisionLayerSpec
@@ -50,12 +53,16 @@ class TowerSpec:
     positions: int = 0
     taps: Callable[[Grid, int, int], tuple[np.ndarray, np.ndarray]] = bilinear
     theta: float = 10_000.0
+    turns: Turns = rows_then_columns
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     deepstack: tuple[int, ...] = ()
     video: bool = True
     max_t: int = 65_536
     positions_per_s: float = 0.0
+    clips: bool = False
+    table_name: str = "weight"
+    square_table: bool = False
     before: str | None = None
     behind: str | None = None
     names: tuple[str, str, str, str] = ("blocks", "merger", "deepstack_merger_list", "pos_embed")
@@ -72,8 +79,10 @@ class VisionTower:
         self._patches = PatchEmbedding(scope, spec.layer.width, spec.patches)
         self._positions = None
         if spec.positions:
-            shape = (spec.positions, spec.layer.width)
-            self._positions = (scope / positions).param("weight", shape)
+            side = int(spec.positions**0.5)
+            table = (side, side) if spec.square_table else (spec.positions,)
+            shape = (*table, spec.layer.width)
+            self._positions = (scope / positions).param(spec.table_name, shape)
         self._layers = [
             VisionLayer(scope / layers / str(index), spec.layer) for index in range(spec.layers)
         ]
@@ -92,14 +101,11 @@ class VisionTower:
         self.dtype = scope.dtype
         self.rope = rope
         self._table_PE = torch.empty(0)
-        half = spec.layer.head_dim // 2
-        exponents = torch.arange(0, half, 2, dtype=torch.float32, device=scope.device) / half
-        self._frequencies = 1.0 / spec.theta**exponents
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
         if self._positions is not None:
-            self._table_PE = self._positions.take()
+            self._table_PE = self._positions.take().view(-1, self._spec.layer.width)
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
@@ -109,8 +115,11 @@ class VisionTower:
             x_NE = self._before.norm(x_NE)
         if spec.positions:
             x_NE += self._resampled(grids)
+        if spec.clips:
+            x_NE += _time_sines(grids, spec.layer.width).to(x_NE)
         at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
-        frames = starts_of(frame_lengths(grids))
+        lengths = [t * h * w for t, h, w in grids] if spec.clips else frame_lengths(grids)
+        frames = starts_of(lengths)
         order_M: torch.Tensor | None = None
         windows = frames
         if spec.window is not None:
@@ -129,6 +138,8 @@ class VisionTower:
                 deep_MF.append(self._deepstack[spec.deepstack.index(index)].merge(x_NE))
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
+        if spec.clips:
+            x_NE = _means_of_steps(x_NE, grids)
         y_MF = self._merger.merge(x_NE)
         if order_M is not None:
             y_MF = torch.empty_like(y_MF).index_copy_(0, order_M, y_MF)
@@ -138,7 +149,8 @@ class VisionTower:
         if not self._spec.layer.rotary:
             return None, None
         place_2N = to_device(at_2N, self._scope.device)
-        angles_NH = (place_2N[..., None] * self._frequencies).permute(1, 0, 2).flatten(1)
+        spec = self._spec
+        angles_NH = spec.turns(place_2N, spec.layer.head_dim, spec.theta)
         table_NR = torch.cat((angles_NH.cos(), angles_NH.sin()), dim=1)
         return table_NR, torch.arange(table_NR.shape[0], device=table_NR.device)
 
@@ -153,6 +165,27 @@ class VisionTower:
 
 def _norm(scope: Scope, spec: VisionLayerSpec) -> BlockNorm:
     return spec.norm.build(scope, spec.width, eps=spec.eps)
+
+
+def _time_sines(grids: Sequence[Grid], width: int) -> torch.Tensor:
+    """float32 [N, E]: the sines, then the cosines of each patch's step; nothing for one step."""
+    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+    frequencies = 1.0 / 10_000.0**exponents
+    parts = []
+    for t, h, w in grids:
+        angles = torch.arange(t, dtype=torch.float32)[:, None] * frequencies
+        sines_TE = torch.cat((angles.sin(), angles.cos()), dim=1) * (t > 1)
+        parts.append(sines_TE.repeat_interleave(h * w, dim=0))
+    return torch.cat(parts)
+
+
+def _means_of_steps(x_NE: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    """Of each place over all steps of its input."""
+    parts = x_NE.split([t * h * w for t, h, w in grids])
+    means = [
+        part.unflatten(0, (grid[0], -1)).mean(0) for part, grid in zip(parts, grids, strict=True)
+    ]
+    return torch.cat(means)
 
 
 def _by_window(x_NE: torch.Tensor, order_M: torch.Tensor, merge: int) -> torch.Tensor:
@@ -172,5 +205,6 @@ def _forms(spec: TowerSpec) -> tuple[MediaForm, ...]:
         merge=merge,
         max_t=spec.max_t,
         positions_per_s=spec.positions_per_s,
+        mean_t=spec.clips,
     )
     return (image, video) if spec.video else (image,)

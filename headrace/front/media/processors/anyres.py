@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from PIL import Image
 
+from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.media import Cut
+from headrace.base.wire.media import MediaCut, Packing
 from headrace.front.media.picture import channels_of, patches_of, resized
 from headrace.front.media.processing import ProcessedMedia, Sampling, TowerInput
 from headrace.front.media.processors.square import SquareProcessor
@@ -23,11 +24,15 @@ from headrace.front.media.processors.square import SquareProcessor
 class AnyResolutionProcessor(SquareProcessor):
     """See `Processor`."""
 
+    def __init__(self, settings: ProcessorSettings) -> None:
+        super().__init__(settings)
+        self._packing = Packing(newline=True, middle=True, most=settings.most_windows)
+
     def image(self, picture: Image.Image) -> ProcessedMedia:
         """Two inputs: the whole, and the tiles; or the whole alone."""
         settings, side = self._settings, self._settings.side
         if settings.alone and settings.tiles == (1, 1):
-            whole = self._whole(self.fitted(picture), Cut(tail=True), "image")
+            whole = self._whole(self.fitted(picture), MediaCut(tail=True), "image")
             return ProcessedMedia(inputs=(whole,), layout=(0,))
         square = resized(picture, height=side, width=side, resample=settings.resample)
         base = self.input_of(square)
@@ -45,16 +50,16 @@ class AnyResolutionProcessor(SquareProcessor):
         tiles = channels.transpose(1, 3, 0, 2, 4).reshape(rows * columns, 3, side, side)
         patches = side // settings.patch
         shown = unpadded(picture.height, picture.width, patches * rows, patches * columns)
-        return self._input(tiles, Cut(columns=columns, height=shown[0], width=shown[1]), "image")
+        return self._input(
+            tiles, MediaCut(columns=columns, height=shown[0], width=shown[1]), "image"
+        )
 
-    def _whole(self, square: Image.Image, cut: Cut, kind: str) -> TowerInput:
+    def _whole(self, square: Image.Image, cut: MediaCut, kind: str) -> TowerInput:
         return self._input(channels_of(square)[None], cut, kind)
 
-    def _input(self, squares: np.ndarray, cut: Cut, kind: str) -> TowerInput:
-        packing = self._settings.packing
-        assert packing is not None
+    def _input(self, squares: np.ndarray, cut: MediaCut, kind: str) -> TowerInput:
         grid, rows = patches_of(squares, self._settings.patch)
-        count = packing.num_rows(grid, 1, cut)
+        count = self._packing.num_rows(grid, 1, cut)
         return TowerInput(kind=kind, grid=grid, rows=rows, cut=cut, num_tokens=count)
 
     def frames_of(self, video: Sampling) -> list[int]:
@@ -63,7 +68,7 @@ class AnyResolutionProcessor(SquareProcessor):
         if not most:
             return super().frames_of(video)
         count = min(most, video.num_frames)
-        return np.linspace(0, video.num_frames - 1, count, dtype=int).tolist()
+        return [int(i) for i in np.linspace(0, video.num_frames - 1, count)]
 
     def video(
         self, frames: Iterable[Image.Image], indices: Sequence[int], video: Sampling
@@ -80,7 +85,7 @@ class AnyResolutionProcessor(SquareProcessor):
             kind="video",
             grid=grid,
             rows=rows,
-            cut=Cut(tail=True),
+            cut=MediaCut(tail=True),
             num_tokens=len(squares) * half**2 + 1,
         )
         return ProcessedMedia(inputs=(one,), layout=(0,))

@@ -12,9 +12,17 @@ import msgspec
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.registry import Registry
-from headrace.base.wire.media import Packing
 from headrace.front.media.processing import Processor
+from headrace.front.media.processors.cut_families import CUT_FAMILIES, CheckpointFiles
 from headrace.front.media.processors.files import read_keys, special_text, special_token
+from headrace.front.media.processors.reading import (
+    image_only,
+    patch_pixels,
+    pixel_bounds,
+    side_pixels,
+    vision_section,
+    with_video,
+)
 from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
@@ -25,6 +33,8 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "glm_46v": "headrace.front.media.processors.glm_v:Glm46VisionProcessor",
         "gemma4": "headrace.front.media.processors.gemma4:Gemma4Processor",
         "anyres": "headrace.front.media.processors.anyres:AnyResolutionProcessor",
+        "kimi": "headrace.front.media.processors.kimi:KimiProcessor",
+        "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
@@ -51,13 +61,16 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     kind = config.get("model_type")
     if kind == "internvl_chat":
         return _internvl_chat(folder, config)
-    named = ("image_token_id", "image_token_index")
+    named = ("image_token_id", "image_token_index", "media_placeholder_token_id")
     if "vision_config" not in config or not any(config.get(key) is not None for key in named):
         return None
     reader = ConfigReader(config, f"{folder}/config.json")
     image, video = _processor_files(folder)
     if kind in _STILL:
         return _STILL[kind](image, reader)
+    if kind in CUT_FAMILIES:
+        files = CheckpointFiles(folder=folder, config=reader, image=image, video=video)
+        return CUT_FAMILIES[str(kind)](files)
     if kind == "gemma4":
         return _gemma4(image, reader, folder)
     if kind in _MOVING:
@@ -88,22 +101,14 @@ def _qwen_settings(
         patch=patch,
         merge=merge,
         temporal=temporal,
-        image_pixels=_pixels(image, (4 * unit, 1280 * unit)),
-        video_pixels=_pixels(video, frames),
+        image_pixels=pixel_bounds(image, (4 * unit, 1280 * unit)),
+        video_pixels=pixel_bounds(video, frames),
         pixels_of_all_frames=stamped,
         stamped=stamped,
         fps=video.float("fps", 2.0, ge=0.01, le=1000.0),
         min_frames=video.int("min_frames", 4, ge=1, le=100_000),
         max_frames=video.int("max_frames", 768, ge=1, le=100_000),
     )
-
-
-def _pixels(reader: ConfigReader, default: tuple[int, int]) -> tuple[int, int]:
-    """`size` as newer files have it, min_pixels and max_pixels as older ones."""
-    size = reader.section("size") or reader
-    least = size.int("shortest_edge", reader.int("min_pixels", default[0], ge=1), ge=1)
-    most = size.int("longest_edge", reader.int("max_pixels", default[1], ge=1), ge=1)
-    return least, max(least, most)
 
 
 def _processor_files(folder: Path) -> tuple[ConfigReader, ConfigReader]:
@@ -115,17 +120,12 @@ def _processor_files(folder: Path) -> tuple[ConfigReader, ConfigReader]:
     return image, video
 
 
-def _image_only(processor: str, settings: ProcessorSettings, config: ConfigReader) -> MediaSpec:
-    token = config.int("image_token_id", aliases=("image_token_index",), ge=0)
-    return MediaSpec(processor=processor, settings=settings, image_token=token, video_token=None)
-
-
 def _llava(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     """One square, or Pixtral's images."""
-    vision = _vision(config)
+    vision = vision_section(config)
     if vision.str("model_type", "") == "pixtral":
         return _pixtral(image, config)
-    side = _pixels_of_side(vision)
+    side = side_pixels(vision)
     pads, crops = image.bool("do_pad", False), image.bool("do_center_crop", True)
     stretches = "size" in image and image.raw["size"].get("height") is not None
     mean = image.list("image_mean", [0.48145466, 0.4578275, 0.40821073], of=float)
@@ -137,91 +137,35 @@ def _llava(image: ConfigReader, config: ConfigReader) -> MediaSpec:
         resample=image.int("resample", 3, ge=0, le=5),
         pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
     )
-    return _image_only("square", settings, config)
-
-
-def _llava_next(image: ConfigReader, config: ConfigReader) -> MediaSpec:
-    vision = _vision(config)
-    settings = ProcessorSettings(
-        patch=vision.int("patch_size", 14, ge=1, le=1024),
-        merge=1,
-        side=_pixels_of_side(vision, 336),
-        resample=image.int("resample", 3, ge=0, le=5),
-        sizes=_sizes(image, config),
-        packing=Packing(newline=True, middle=True),
-    )
-    return _image_only("anyres", settings, config)
-
-
-def _llava_onevision(
-    image: ConfigReader, config: ConfigReader, video: ConfigReader
-) -> MediaSpec:
-    vision = _vision(config)
-    patch, side = vision.int("patch_size", 14, ge=1, le=1024), _pixels_of_side(vision, 384)
-    ratio = config.str("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")
-    if not ratio.isdecimal() or not int(ratio):
-        raise config.wrong("vision_aspect_ratio", "anyres_max_ with a number")
-    mean = image.list("image_mean", [0.48145466, 0.4578275, 0.40821073], of=float)
-    settings = ProcessorSettings(
-        patch=patch,
-        merge=1,
-        side=side,
-        fit="pad",
-        pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
-        resample=image.int("resample", 3, ge=0, le=5),
-        sizes=_sizes(image, config),
-        packing=Packing(
-            newline=True, tails=True, middle=True, most=int(ratio) * (side // patch) ** 2
-        ),
-        alone=True,
-        tiles=(1, 256),
-        max_frames=video.int("num_frames", 32, ge=1, le=100_000),
-    )
-    spec = _image_only("anyres", settings, config)
-    token = config.int("video_token_id", None, aliases=("video_token_index",), ge=0)
-    return msgspec.structs.replace(spec, video_token=token)
-
-
-def _sizes(image: ConfigReader, config: ConfigReader) -> tuple[tuple[int, int], ...]:
-    """Heights and widths that pictures are fitted into, whole squares all of them."""
-    side = _pixels_of_side(_vision(config), 336)
-    stated = image.raw.get("image_grid_pinpoints") or config.raw.get("image_grid_pinpoints")
-    if not isinstance(stated, list) or not stated:
-        raise config.wrong("image_grid_pinpoints", "a list of heights and widths in pixels")
-    sizes = list[tuple[int, int]]()
-    for one in stated:
-        if not isinstance(one, list) or len(one) != 2 or any(each % side or not each for each in one):
-            raise config.wrong("image_grid_pinpoints", f"pairs of multiples of {side} pixels")
-        sizes.append((one[0], one[1]))
-    return tuple(sizes)
+    return image_only("square", settings, config)
 
 
 def _pixtral(image: ConfigReader, config: ConfigReader) -> MediaSpec:
-    vision = _vision(config)
+    vision = vision_section(config)
     size = image.section("size")
     longest = None if size is None else size.int("longest_edge", None, ge=1)
     settings = ProcessorSettings(
         patch=vision.int("patch_size", 16, ge=1, le=1024),
         merge=config.int("spatial_merge_size", 1, ge=1, le=16),
-        longest=longest or _pixels_of_side(vision, 1024),
+        longest=longest or side_pixels(vision, 1024),
         resample=image.int("resample", 3, ge=0, le=5),
     )
-    return _image_only("pixtral", settings, config)
+    return image_only("pixtral", settings, config)
 
 
 def _internvl(
     image: ConfigReader, config: ConfigReader, video: ConfigReader, mark: int | None
 ) -> MediaSpec:
-    vision = _vision(config)
+    vision = vision_section(config)
     settings = ProcessorSettings(
-        patch=_pixels_of_patch(vision),
+        patch=patch_pixels(vision),
         merge=round(1 / config.float("downsample_ratio", 0.5, ge=0.01, le=1.0)),
-        side=_pixels_of_side(vision),
+        side=side_pixels(vision),
         tiles=(image.int("min_patches", 1, ge=1), image.int("max_patches", 12, ge=1, le=256)),
         resample=image.int("resample", 3, ge=0, le=5),
         max_frames=video.int("num_frames", 32, ge=1, le=100_000),
     )
-    return _with_video(_image_only("tiled", settings, config), mark)
+    return with_video(image_only("tiled", settings, config), mark)
 
 
 def _internvl_chat(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
@@ -242,8 +186,8 @@ def _internvl_chat(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
 
 
 def _idefics3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
-    vision = _vision(config)
-    side = _pixels_of_side(vision)
+    vision = vision_section(config)
+    side = side_pixels(vision)
     size = image.section("size")
     longest = 4 * side if size is None else size.int("longest_edge", 4 * side, ge=1)
     settings = ProcessorSettings(
@@ -254,15 +198,15 @@ def _idefics3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
         tiles=(1, 256 if image.bool("do_image_splitting", True) else 1),
         resample=image.int("resample", 1, ge=0, le=5),
     )
-    return _image_only("idefics3", settings, config)
+    return image_only("idefics3", settings, config)
 
 
 def _gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     """Marks in the prompt are those that begin an image."""
     if image.bool("do_pan_and_scan", None):
         raise image.wrong("do_pan_and_scan", "false")
-    vision = _vision(config)
-    patch, side = vision.int("patch_size", 14, ge=1, le=1024), _pixels_of_side(vision)
+    vision = vision_section(config)
+    patch, side = vision.int("patch_size", 14, ge=1, le=1024), side_pixels(vision)
     tokens = config.int("mm_tokens_per_image", 256, ge=1)
     settings = ProcessorSettings(
         patch=patch,
@@ -272,13 +216,13 @@ def _gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
         around=("\n\n<start_of_image>", "<end_of_image>\n\n"),
     )
     mark = config.int("boi_token_index", 255_999, aliases=("boi_token_id",), ge=0)
-    spec = _image_only("square", settings, config)
+    spec = image_only("square", settings, config)
     return msgspec.structs.replace(spec, image_mark=mark, joins_newlines=True)
 
 
 def _gemma4(image: ConfigReader, config: ConfigReader, folder: Path) -> MediaSpec:
     """The marks around an image are the tokenizer's."""
-    vision = _vision(config)
+    vision = vision_section(config)
     patch, merge = vision.int("patch_size", 16, ge=1), vision.int("pooling_kernel_size", 3, ge=1)
     tokens = image.int("max_soft_tokens", 280, ge=1, le=16_384)
     most = tokens * (patch * merge) ** 2
@@ -290,67 +234,40 @@ def _gemma4(image: ConfigReader, config: ConfigReader, folder: Path) -> MediaSpe
         resample=image.int("resample", 3, ge=0, le=5),
         around=(special_text(folder, marks["boi"]), special_text(folder, marks["eoi"])),
     )
-    return _image_only("gemma4", settings, config)
+    return image_only("gemma4", settings, config)
 
 
 def _paligemma(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     """The text's begin token stands behind the image."""
-    vision = _vision(config)
+    vision = vision_section(config)
     settings = ProcessorSettings(
         patch=vision.int("patch_size", 14, ge=1, le=1024),
         merge=1,
-        side=_pixels_of_side(vision),
+        side=side_pixels(vision),
         resample=image.int("resample", 3, ge=0, le=5),
     )
-    return _image_only("square", settings, config)
-
-
-def _vision(config: ConfigReader) -> ConfigReader:
-    vision = config.section("vision_config")
-    assert vision is not None
-    return vision
-
-
-def _pixels_of_side(vision: ConfigReader, default: int = 0) -> int:
-    """`image_size`, which some have as [height, width]."""
-    if isinstance(vision.raw.get("image_size"), list):
-        return int(vision.list("image_size", of=int)[0])
-    return vision.int("image_size", default, ge=1) if default else vision.int("image_size", ge=1)
-
-
-def _pixels_of_patch(vision: ConfigReader) -> int:
-    if isinstance(vision.raw.get("patch_size"), list):
-        return int(vision.list("patch_size", of=int)[0])
-    return vision.int("patch_size", 14, ge=1, le=1024)
+    return image_only("square", settings, config)
 
 
 def _glm(image: ConfigReader, config: ConfigReader, video: ConfigReader) -> MediaSpec:
-    vision = _vision(config)
+    vision = vision_section(config)
     settings = ProcessorSettings(
         patch=vision.int("patch_size", 14, ge=1, le=1024),
         merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
         temporal=vision.int("temporal_patch_size", 2, ge=1, le=16),
-        image_pixels=_pixels(image, (112 * 112, 28 * 28 * 15000)),
-        video_pixels=_pixels(video, (112 * 112, 28 * 28 * 2 * 30000)),
+        image_pixels=pixel_bounds(image, (112 * 112, 28 * 28 * 15000)),
+        video_pixels=pixel_bounds(video, (112 * 112, 28 * 28 * 2 * 30000)),
         fps=video.float("fps", 2.0, ge=0.01, le=1000.0),
         max_duration_s=video.int("max_duration", 300, ge=1),
     )
     newer = config.str("model_type") == "glm46v"
-    spec = _image_only("glm_46v" if newer else "glm_v", settings, config)
+    spec = image_only("glm_46v" if newer else "glm_v", settings, config)
     mark = config.int("video_token_id", None, ge=0)
-    return _with_video(spec, mark)
-
-
-def _with_video(spec: MediaSpec, mark: int | None) -> MediaSpec:
-    """Videos too, whose tokens are images' once they are expanded."""
-    if mark is None:
-        return spec
-    return msgspec.structs.replace(spec, video_token=mark, video_soft=spec.image_token)
+    return with_video(spec, mark)
 
 
 _STILL = {
     "llava": _llava,
-    "llava_next": _llava_next,
     "mistral3": _pixtral,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -362,6 +279,5 @@ _MOVING = {
     "glm4v": _glm,
     "glm4v_moe": _glm,
     "glm46v": _glm,
-    "llava_onevision": _llava_onevision,
 }
 """Those that take video too."""

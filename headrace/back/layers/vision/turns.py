@@ -1,0 +1,43 @@
+"""The angles by which the heads of vision towers turn: functions of a patch's row and column.
+
+N patches, D head_dim, F = D / 4 frequencies of an axis, H = D / 2 angles of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Turns = Callable[[torch.Tensor, int, float], torch.Tensor]
+"""place_2N (rows, columns), D and theta -> angles_NH float32."""
+
+
+def rows_then_columns(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
+    """The row's angles, then the column's (Wang et al. 2024, Qwen2-VL)."""
+    angles_2NF = place_2N[..., None] * _frequencies(place_2N, head_dim // 2, theta)
+    return angles_2NF.permute(1, 0, 2).flatten(1)
+
+
+def columns_then_rows(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
+    """The column's, then the row's, both counted from one (Llama 4)."""
+    return rows_then_columns(place_2N.flip(0) + 1, head_dim, theta)
+
+
+def columns_beside_rows(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
+    """Of each frequency the column's, then the row's (Kimi team 2025, Kimi-VL)."""
+    angles_2NF = place_2N.flip(0)[..., None] * _frequencies(place_2N, head_dim // 2, theta)
+    return angles_2NF.permute(1, 2, 0).flatten(1)
+
+
+def alternating(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
+    """Of frequencies twice as dense rows have every other, columns the rest (Agrawal et al. 2024,
+    Pixtral)."""
+    frequencies_H = _frequencies(place_2N, head_dim, theta)
+    frequencies_2F = torch.stack((frequencies_H[0::2], frequencies_H[1::2]))
+    return (place_2N[..., None] * frequencies_2F[:, None]).permute(1, 0, 2).flatten(1)
+
+
+def _frequencies(place_2N: torch.Tensor, dims: int, theta: float) -> torch.Tensor:
+    exponents = torch.arange(0, dims, 2, dtype=torch.float32, device=place_2N.device) / dims
+    return 1.0 / theta**exponents

@@ -1,0 +1,36 @@
+"""Which family builds an architecture that takes images, video or audio beside text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace.back.models.hearing_families import HEARING
+
+WITH_MEDIA: Mapping[str, str] = {
+    **HEARING,
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm4vMoeForConditionalGeneration": "glm4v",
+    "Glm46VForConditionalGeneration": "glm4v",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl",
+    "LlavaForConditionalGeneration": "llava",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "Llama4ForConditionalGeneration": "llama4_vision",
+    "LlavaNextForConditionalGeneration": "llava",
+    "LlavaOnevisionForConditionalGeneration": "llava",
+    "Mistral3ForConditionalGeneration": "llava",
+    "InternVLForConditionalGeneration": "internvl",
+    "InternVLChatModel": "internvl_chat",
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "SmolVLMForConditionalGeneration": "idefics3",
+    "Gemma3ForConditionalGeneration": "gemma3_vision",
+    "PaliGemmaForConditionalGeneration": "paligemma",
+    "Gemma4ForConditionalGeneration": "gemma4_vision",
+}
+"""Architectures that take images or more beside text: the family reads the whole config."""

@@ -1,0 +1,141 @@
+"""What the files of checkpoints say whose images are cut into tiles, or whose videos into clips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.front.media.processors.files import special_token
+from headrace.front.media.processors.reading import (
+    image_only,
+    patch_pixels,
+    side_pixels,
+    vision_section,
+    with_video,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFiles:
+    """A checkpoint's config, and what its files say of the processors of images and of video."""
+
+    folder: Path
+    config: ConfigReader
+    image: ConfigReader
+    video: ConfigReader
+
+
+def _llava_next(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=1,
+        side=side_pixels(vision, 336),
+        resample=image.int("resample", 3, ge=0, le=5),
+        sizes=_sizes(image, config),
+    )
+    return image_only("anyres", settings, config)
+
+
+def _llava_onevision(files: CheckpointFiles) -> MediaSpec:
+    image, config, video = files.image, files.config, files.video
+    vision = vision_section(config)
+    patch, side = vision.int("patch_size", 14, ge=1, le=1024), side_pixels(vision, 384)
+    ratio = config.str("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")
+    if not ratio.isdecimal() or not int(ratio):
+        raise config.wrong("vision_aspect_ratio", "anyres_max_ with a number")
+    mean = image.list("image_mean", [0.48145466, 0.4578275, 0.40821073], of=float)
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=1,
+        side=side,
+        fit="pad",
+        pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
+        resample=image.int("resample", 3, ge=0, le=5),
+        sizes=_sizes(image, config),
+        most_windows=int(ratio) * (side // patch) ** 2,
+        alone=True,
+        tiles=(1, 256),
+        max_frames=video.int("num_frames", 32, ge=1, le=100_000),
+    )
+    spec = image_only("anyres", settings, config)
+    token = config.int("video_token_id", None, aliases=("video_token_index",), ge=0)
+    return msgspec.structs.replace(spec, video_token=token)
+
+
+def _sizes(image: ConfigReader, config: ConfigReader) -> tuple[tuple[int, int], ...]:
+    """Heights and widths that pictures are fitted into, whole squares all of them."""
+    side = side_pixels(vision_section(config), 336)
+    stated = image.raw.get("image_grid_pinpoints") or config.raw.get("image_grid_pinpoints")
+    if not isinstance(stated, list) or not stated:
+        raise config.wrong("image_grid_pinpoints", "a list of heights and widths in pixels")
+    sizes = list[tuple[int, int]]()
+    for one in stated:
+        if (
+            not isinstance(one, list)
+            or len(one) != 2
+            or any(each % side or not each for each in one)
+        ):
+            raise config.wrong("image_grid_pinpoints", f"pairs of multiples of {side} pixels")
+        sizes.append((one[0], one[1]))
+    return tuple(sizes)
+
+
+def _llama4(files: CheckpointFiles) -> MediaSpec:
+    """Marks in the prompt stand for whole images, which have them too."""
+    image, config = files.image, files.config
+    if image.bool("resize_to_max_canvas", False):
+        raise image.wrong("resize_to_max_canvas", "false")
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=patch_pixels(vision),
+        merge=round(1 / vision.float("pixel_shuffle_ratio", 0.5, ge=0.01, le=1.0)),
+        side=side_pixels(vision, 448),
+        tiles=(1, image.int("max_patches", 16, ge=1, le=256)),
+        resample=image.int("resample", 2, ge=0, le=5),
+    )
+    spec = image_only("llama4", settings, config)
+    return msgspec.structs.replace(spec, image_mark=special_token(files.folder, "<|image|>"))
+
+
+def _kimi(files: CheckpointFiles) -> MediaSpec:
+    """Published files state bounds as `media_proc_cfg`, in patches."""
+    image, config, video = files.image, files.config, files.video
+    mark = special_token(files.folder, "<|kimi_k25_video_placeholder|>")
+    vision = vision_section(config)
+    stated = image.section("media_proc_cfg") or image
+    size = image.section("size")
+    longest = 512 if size is None else size.int("max_height", 512, ge=1)
+    patch = vision.int("patch_size", 14, ge=1, le=1024)
+    most = stated.int("max_patches", 16_384, aliases=("in_patch_limit",), ge=1)
+    clip = video.int("max_patches", 4096, ge=1)
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=int(vision.list("merge_kernel_size", [2, 2], of=int, length=2)[0]),
+        temporal=vision.int("pos_emb_time", 4, aliases=("init_pos_emb_time",), ge=1),
+        image_pixels=(patch**2, most * patch**2),
+        video_pixels=(
+            patch**2,
+            stated.int("in_patch_limit_each_frame", clip, ge=1) * patch**2,
+        ),
+        longest=stated.int("patch_limit_on_one_side", longest, ge=1),
+        resample=image.int("resample", 3, ge=0, le=5),
+        fps=video.float("fps", stated.float("sample_fps", 2.0, ge=0.01, le=1000.0), ge=0.01),
+    )
+    spec = image_only("kimi", settings, config)
+    return with_video(spec, config.int("video_token_id", mark, ge=0))
+
+
+CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
+    "llava_next": _llava_next,
+    "llava_onevision": _llava_onevision,
+    "llama4": _llama4,
+    "kimi_k25": _kimi,
+}
+"""By `model_type`."""

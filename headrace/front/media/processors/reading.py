@@ -1,0 +1,48 @@
+"""What the files of any checkpoint say of its images, and the specs that follow."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.media import MediaSpec, ProcessorSettings
+
+
+def pixel_bounds(reader: ConfigReader, default: tuple[int, int]) -> tuple[int, int]:
+    """`size` as newer files have it, min_pixels and max_pixels as older ones."""
+    size = reader.section("size") or reader
+    least = size.int("shortest_edge", reader.int("min_pixels", default[0], ge=1), ge=1)
+    most = size.int("longest_edge", reader.int("max_pixels", default[1], ge=1), ge=1)
+    return least, max(least, most)
+
+
+def image_only(processor: str, settings: ProcessorSettings, config: ConfigReader) -> MediaSpec:
+    others = ("image_token_index", "media_placeholder_token_id")
+    token = config.int("image_token_id", aliases=others, ge=0)
+    return MediaSpec(processor=processor, settings=settings, image_token=token, video_token=None)
+
+
+def with_video(spec: MediaSpec, mark: int | None) -> MediaSpec:
+    """Videos too, whose tokens are images' once they are expanded."""
+    if mark is None:
+        return spec
+    return msgspec.structs.replace(spec, video_token=mark, video_soft=spec.image_token)
+
+
+def vision_section(config: ConfigReader) -> ConfigReader:
+    vision = config.section("vision_config")
+    assert vision is not None
+    return vision
+
+
+def side_pixels(vision: ConfigReader, default: int = 0) -> int:
+    """`image_size`, which some have as [height, width]."""
+    if isinstance(vision.raw.get("image_size"), list):
+        return int(vision.list("image_size", of=int)[0])
+    return vision.int("image_size", default, ge=1) if default else vision.int("image_size", ge=1)
+
+
+def patch_pixels(vision: ConfigReader) -> int:
+    if isinstance(vision.raw.get("patch_size"), list):
+        return int(vision.list("patch_size", of=int)[0])
+    return vision.int("patch_size", 14, ge=1, le=1024)
