@@ -21,10 +21,11 @@ from headrace.base.errors import ConfigError
 from headrace.launch.locate import LocatedModel, locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts
 
-NETWORK_METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp")
+NETWORK_METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "dflash")
 """Those that have weights."""
 ALIASES: Final = {
     "ngram_gpu": "ngram",
+    "pard": "draft_model",
     "deepseek_mtp": "mtp",
     "glm4_moe_mtp": "mtp",
     "mimo_mtp": "mtp",
@@ -39,13 +40,10 @@ ALIASES: Final = {
 }
 """Other servers' names of methods that are the same here."""
 INSTEAD: Final = {
-    "dflash": "eagle3 or mtp",
     "dspark": "eagle3 or mtp",
     "extract_hidden_states": "the headrace library's hidden states of pooling",
     "lookahead": "ngram",
-    "medusa": "eagle3 or mtp",
     "mlp_speculator": "eagle3 or draft_model",
-    "pard": "draft_model",
     "custom_class": "ngram, or a network of a known kind",
 }
 """Methods of other servers that are not here -> what to take."""
@@ -54,13 +52,15 @@ MTP_MARKS: Final = (".eh_proj.weight", "mtp_layers.0.input_proj.weight", "mtp.fc
 
 
 class DraftCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights that draft. `model`: facts of a draft model; None: it is a head."""
+    """Weights that draft. `model`: facts of a draft model; None: it is a head. `parallel`: it
+    drafts all tokens in one pass."""
 
     method: str
     path: str
     format: str
     config: dict[str, Any]
     model: ModelFacts | None = None
+    parallel: bool = False
     decisions: tuple[Decision, ...] = ()
 
 
@@ -80,11 +80,14 @@ def find_draft(options: Options, model: ModelFacts) -> DraftCheckpoint | None:
     located = locate(_model_options(options.model, requested))
     config = _config(located)
     kind = _kind(config) if method == "auto" else method
+    if requested.parallel_drafting and kind != "draft_model":
+        raise refused(f"parallel_drafting is for draft models, not for method {kind!r}")
     draft = DraftCheckpoint(
         method=kind,
         path=str(located.path),
         format=located.format,
         config=config,
+        parallel=requested.parallel_drafting or requested.method == "pard",
         model=read_model_facts(located) if kind == "draft_model" else None,
         decisions=located.decisions,
     )
@@ -150,7 +153,10 @@ def _kind(config: Mapping[str, Any]) -> str:
         return "eagle3"
     if "eagle" in named:
         return "eagle"
-    return "mtp" if "mtp" in named else "draft_model"
+    for kind in ("mtp", "dflash", "medusa"):
+        if kind in f"{named} {config.get('model_type', '')}".lower():
+            return kind
+    return "draft_model"
 
 
 def _carries_mtp(folder: Path) -> bool:

@@ -24,7 +24,15 @@ from headrace.launch.model_facts import ModelFacts
 CPU_DRAFTING_ROWS, FAST_DRAFTING_ROWS = 8, 64
 """Decoding rows up to which a step reads all weights whatever it verifies: more tokens are nearly
 free. Beyond them each draft takes time that the other rows could have."""
-DRAFTS = {"ngram": 6, "draft_model": 4, "eagle": 4, "eagle3": 4, "mtp": 3}
+DRAFTS = {
+    "ngram": 6,
+    "draft_model": 4,
+    "eagle": 4,
+    "eagle3": 4,
+    "mtp": 3,
+    "medusa": 3,
+    "dflash": 15,
+}
 """Drafts of a row, where the options leave it open."""
 
 
@@ -56,11 +64,12 @@ def speculation_spec(
         rows = CPU_DRAFTING_ROWS if on_cpu else FAST_DRAFTING_ROWS
     return SpeculationSpec(
         method=method,
-        num_tokens=requested.num_speculative_tokens or DRAFTS[method],
+        num_tokens=requested.num_speculative_tokens or _drafts(method, draft),
         max_rows=min(rows, engine.scheduler.max_running),
         max_match=longest,
         min_match=least,
         adaptive=requested.adaptive,
+        parallel=draft is not None and draft.parallel,
         model=None if draft is None else _drafter(draft, model, engine),
     )
 
@@ -81,6 +90,13 @@ def _unverifiable(options: Options, model: ModelFacts) -> str | None:
     if options.model.attention_capture:
         return "not with --attention-capture, whose steps run token by token"
     return None
+
+
+def _drafts(method: str, draft: DraftCheckpoint | None) -> int:
+    """As many as the method is good for, and its checkpoint."""
+    config = {} if draft is None else draft.config
+    most = {"dflash": int(config.get("block_size") or 16) - 1, "medusa": config.get("num_heads")}
+    return min(DRAFTS[method], int(most.get(method) or DRAFTS[method]))
 
 
 def _lookup(requested: SpeculationOptions) -> tuple[int, int]:

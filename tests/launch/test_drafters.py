@@ -102,7 +102,7 @@ def test_what_cannot_draft_is_refused_with_the_numbers(tmp_path: Path) -> None:
         ({"method": "ngram", "model": "x"}, 'has no weights, but "model" is x'),
         ({"method": "mtp"}, "carries no head for multi-token prediction; use ngram"),
         ({"method": "draft_model"}, """method 'draft_model' needs "model\""""),
-        ({"method": "dflash"}, "method 'dflash' is not part of headrace; use eagle3 or mtp"),
+        ({"method": "dspark"}, "method 'dspark' is not part of headrace; use eagle3 or mtp"),
         ({"model": str(tmp_path / "none")}, "there is no such folder or file"),
     ]
     for fields, said in refused:

@@ -1,5 +1,6 @@
 """A small model of the same vocabulary as a drafter (Leviathan et al. 2023, "Fast Inference from
-Transformers via Speculative Decoding"): a `DraftNetwork` that sees nothing of the model."""
+Transformers via Speculative Decoding"): a `DraftNetwork` that sees nothing of the model. One that
+was trained for it drafts all tokens in one pass, behind masks (An et al. 2025, "PARD")."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from headrace.back.attention.plan import Batch
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.models.blocks import Decoder
+from headrace.back.speculative.network import BlockDrafts
 
 
 class DraftModel:
@@ -18,8 +20,15 @@ class DraftModel:
     taps: tuple[int, ...] = ()
     offset_D = None
 
-    def __init__(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        device: torch.device,
+        dtype: torch.dtype,
+        block: BlockDrafts | None = None,
+    ) -> None:
         self._model = model
+        self.block = block
         self.kv_forms = model.kv_forms
         self.width = model.spec.sizes.width
         self.dtype = dtype
@@ -37,7 +46,7 @@ class DraftModel:
         """See DraftNetwork."""
         return self._model.forward(batch)
 
-    def top(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+    def top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
         """See DraftNetwork."""
         if self._model.argmax is not None:
             return self._model.argmax(hidden_RE)[0]

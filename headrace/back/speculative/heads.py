@@ -61,6 +61,7 @@ class DraftHead:
     """A `DraftNetwork` (network.py) by a head over `target`, which is loaded."""
 
     shift = 1
+    block = None
 
     def __init__(self, scope: Scope, spec: HeadSpec, target: Decoder) -> None:
         self._scope, self._spec, self._target = scope, spec, target
@@ -130,7 +131,7 @@ class DraftHead:
         add_norm(self._adder, branch_TE, residual_TE)  # adds in place, in one kernel everywhere
         return residual_TE
 
-    def top(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+    def top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
         """See DraftNetwork."""
         normed_RE = hidden_RE if self._norm is None else self._norm.norm(hidden_RE)
         return self._top(normed_RE)[0]

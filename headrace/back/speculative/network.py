@@ -9,6 +9,11 @@ head (`shift` 1), the model's hidden state at p. So a step is followed once its 
               pass i + 1 reads. A head's first draft comes from what it kept of the step before
     follow    all tokens of the step at once, behind it: the caches, and what heads keep by row
 
+A network that drafts a whole block reads in one pass the newest token and a mask for each place
+behind it (`BlockDrafts`): each place is a row of its own in that pass, so that the attention of
+decodes serves it, and what a place sees is its row's length. Heads without caches draft all at
+once from what was kept, and read nothing.
+
 Keys that a rejected draft leaves behind are written again by the step that reaches their position,
 as the model's are. A position that was not followed (too many rows ran) has whatever lay there:
 such rows propose nothing where the host can tell, and bad drafts elsewhere. Both cost time alone.
@@ -26,6 +31,7 @@ import torch
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import LAST, AttentionPlan, Batch
 from headrace.back.kernels.draft_rows.op import (
+    BLOCK_OP,
     FOLLOW_OP,
     INPUTS_OP,
     KEEP_OP,
@@ -41,6 +47,21 @@ from headrace.back.kernels.step_inputs.op import StepTables
 from headrace.base.config.resolved import Decision
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockDrafts:
+    """How a network drafts in one pass. `mask`: the token at places that are to be drafted.
+    `whole`: each place is drafted where it stands, and sees all of its row's; else it says the
+    token behind it, and sees those up to itself."""
+
+    mask: int
+    whole: bool
+
+    @property
+    def more(self) -> int:
+        """Places of a row beyond its drafts."""
+        return 1 if self.whole else 0
+
+
 class DraftNetwork(Protocol):
     """A network that drafts, loaded on this rank.
 
@@ -49,6 +70,7 @@ class DraftNetwork(Protocol):
                nowhere
     width      E; what it sees at each place is as wide
     kv_forms   its caches, numbered from 0
+    block      drafts come of one pass over a block; None: pass by pass
     offset_D   int64 [D]: what is added to a token of its own vocabulary to have the model's; None:
                they are the same
     """
@@ -58,6 +80,7 @@ class DraftNetwork(Protocol):
     width: int
     dtype: torch.dtype
     kv_forms: tuple[CacheForm, ...]
+    block: BlockDrafts | None
     offset_D: torch.Tensor | None
 
     def follow(
@@ -70,11 +93,13 @@ class DraftNetwork(Protocol):
     def draft(
         self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch
     ) -> torch.Tensor:
-        """A pass over one token of each row, behind one that gave `hidden_RE`; its own [R, E]."""
+        """A pass over one token of each row, behind one that gave `hidden_RE`; its own [R, E]. Over
+        a block: over all its places, [Q * R, E]."""
         ...
 
-    def top(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """The best token of each row, int64 [R], of its own vocabulary."""
+    def top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
+        """The best token of each row, int64 [R], of its own vocabulary, for the draft of this
+        number (from 0 on); of a block, of all drafts at once."""
         ...
 
 
@@ -131,7 +156,8 @@ class NetworkDrafter:
         problem = DraftRowsProblem(
             device=place.device.type, block_tokens=place.block_tokens, shift=network.shift
         )
-        choices = [op.choose(problem) for op in (FOLLOW_OP, KEEP_OP, TAKE_OP, PUT_OP, INPUTS_OP)]
+        ops = FOLLOW_OP, KEEP_OP, TAKE_OP, PUT_OP, INPUTS_OP if network.block is None else BLOCK_OP
+        choices = [op.choose(problem) for op in ops]
         self._take_tokens, self._keep, self._take, self._put, self._inputs = (
             choice.bind() for choice in choices
         )
@@ -140,7 +166,7 @@ class NetworkDrafter:
         rows = place.max_rows + 1
         self._state_ME = torch.zeros(rows, network.width, **new)
         self._token_T = torch.zeros(place.max_tokens, dtype=torch.int64, device=place.device)
-        self._out: dict[int, tuple[DraftInputs, Batch]] = {}
+        self._out: dict[tuple[int, int], tuple[DraftInputs, Batch]] = {}
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -149,7 +175,11 @@ class NetworkDrafter:
 
     def reach(self, length: int) -> int:
         """Up to the end of the block that its last pass wrote to."""
-        return self._network.shift + -(length - 1) % self._place.block_tokens
+        network = self._network
+        if not network.kv_forms:
+            return self.max_drafts
+        room = network.shift + -(length - 1) % self._place.block_tokens
+        return room if network.block is None else max(0, room - network.block.more)
 
     def follow(
         self,
@@ -203,6 +233,8 @@ class NetworkDrafter:
         self, row_R: torch.Tensor, query_start_R1: torch.Tensor, tables: StepTables, most: int
     ) -> torch.Tensor:
         """See Drafter."""
+        if self._network.block is not None:
+            return self._block_pass(self._network.block, row_R, query_start_R1, tables, most)
         network, rows = self._network, row_R.shape[0]
         hidden_RE: torch.Tensor | None = None
         if network.shift:
@@ -210,19 +242,40 @@ class NetworkDrafter:
             self._take(row_R, self._state_ME, hidden_RE)
         out, batch = self._pass_inputs(rows, tables)
         for i in range(most):
-            if i or hidden_RE is None:
+            if (i or hidden_RE is None) and network.kv_forms:
                 self._inputs(row_R, query_start_R1, tables, out, i)
                 hidden_RE = network.draft(out.token_R, hidden_RE, batch)
-            token_R = network.top(hidden_RE)
+            assert hidden_RE is not None
+            token_R = network.top(hidden_RE, i)
             self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)
         assert hidden_RE is not None
         return hidden_RE
 
-    def _pass_inputs(self, rows: int, tables: StepTables) -> tuple[DraftInputs, Batch]:
-        """Where passes of so many rows read: made once for each number."""
-        if rows not in self._out:
-            self._out[rows] = self._make_inputs(rows, tables)
-        return self._out[rows]
+    def _block_pass(
+        self,
+        block: BlockDrafts,
+        row_R: torch.Tensor,
+        query_start_R1: torch.Tensor,
+        tables: StepTables,
+        most: int,
+    ) -> torch.Tensor:
+        network, rows = self._network, row_R.shape[0]
+        out, batch = self._pass_inputs(rows, tables, most + block.more)
+        self._inputs(row_R, query_start_R1, tables, out, block.mask, block.more)
+        hidden_QE = network.draft(out.token_R, None, batch)
+        token_Q = network.top(hidden_QE[rows * block.more :], 0)
+        for i in range(most):
+            token_R = token_Q[i * rows : (i + 1) * rows]
+            self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)
+        return hidden_QE
+
+    def _pass_inputs(
+        self, rows: int, tables: StepTables, places: int = 1
+    ) -> tuple[DraftInputs, Batch]:
+        """Where passes over so many rows and places of each read: made once for each number."""
+        if (rows, places) not in self._out:
+            self._out[rows, places] = self._make_inputs(rows * places, tables)
+        return self._out[rows, places]
 
     def _make_inputs(self, rows: int, tables: StepTables) -> tuple[DraftInputs, Batch]:
         place = self._place

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,33 +23,30 @@ from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, plain_attention, read_sizes
 from headrace.back.models.decoder_layer import DecoderSizes, LayerSpec
-from headrace.back.models.load import LoadReport, load_model, open_source
-from headrace.back.models.load.part import load_part
-from headrace.back.models.registry import DTYPES, build_model, scope_of
-from headrace.back.models.weights import WeightPlan
+from headrace.back.models.load import LoadReport, load_model
+from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.parallel.mesh import Mesh
-from headrace.back.quant.stored import Stored
+from headrace.back.speculative.dflash import load_dflash
 from headrace.back.speculative.draft_model import DraftModel
+from headrace.back.speculative.drafter_place import (
+    BuildNetwork,
+    DrafterPlace,
+    check_width,
+    checked_taps,
+    load_part_of,
+    names_of,
+    reader_of,
+    refused,
+)
 from headrace.back.speculative.heads import DraftHead, HeadSpec, PairLayerSpec
-from headrace.back.speculative.network import DraftNetwork
+from headrace.back.speculative.medusa import load_medusa
+from headrace.back.speculative.network import BlockDrafts, DraftNetwork
 from headrace.base.config.hf import ConfigReader
-from headrace.base.config.resolved import Decision, ModelSpec, SpeculationSpec
-from headrace.base.errors import ConfigError
+from headrace.base.config.resolved import SpeculationSpec
 
 ANYTHING_ELSE = r"(?!{prefix}\.).*"
-FIELD = "speculative_config"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterPlace:
-    """What all methods build with: the drafter's checkpoint, the loaded model, the device."""
-
-    spec: ModelSpec
-    target: Decoder
-    mesh: Mesh
-    device: torch.device
-    block_tokens: int
-    verify_queries: int
+MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
+"""Of the config of a draft model that drafts all tokens at once: what stands for open places."""
 
 
 def load_network(
@@ -63,7 +59,7 @@ def load_network(
 ) -> tuple[DraftNetwork, LoadReport]:
     """The network of a method that has one, over a loaded model."""
     if not isinstance(target, Decoder) or not target.taps_until:
-        raise _refused(f"method {speculation.method!r} needs a plain decoder as its model")
+        raise refused(f"method {speculation.method!r} needs a plain decoder as its model")
     assert speculation.model is not None
     place = DrafterPlace(
         spec=speculation.model,
@@ -72,6 +68,8 @@ def load_network(
         device=device,
         block_tokens=block_tokens,
         verify_queries=1 + speculation.num_tokens,
+        num_drafts=speculation.num_tokens,
+        parallel=speculation.parallel,
     )
     return NETWORKS[speculation.method](place)
 
@@ -86,14 +84,31 @@ def _draft_model(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
     )
     ours, theirs = model.logits_width, place.target.logits_width
     if ours != theirs:
-        raise _refused(f"the draft model knows {ours} tokens, the model {theirs}")
+        raise refused(f"the draft model knows {ours} tokens, the model {theirs}")
     if not isinstance(model, Decoder) or model.state != "plain" or model.host_kernels:
-        raise _refused(f"a draft model of family {place.spec.family} cannot run inside a step")
-    return DraftModel(model, place.device, DTYPES[place.spec.dtype]), report
+        raise refused(f"a draft model of family {place.spec.family} cannot run inside a step")
+    block = _parallel(place) if place.parallel else None
+    return DraftModel(model, place.device, DTYPES[place.spec.dtype], block), report
+
+
+def _parallel(place: DrafterPlace) -> BlockDrafts:
+    """Drafts of one pass, by the config's mask."""
+    config = place.spec.config
+    mask = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+    if not isinstance(mask, int) or not 0 <= mask < place.target.logits_width:
+        raise refused(
+            f"parallel_drafting: {place.spec.path} names no token for open places "
+            f"({', '.join(MASK_KEYS)}: {mask!r})"
+        )
+    return BlockDrafts(mask=mask, whole=False)
+
+
+def _head(place: DrafterPlace, spec_of: Callable[[Scope], HeadSpec]) -> BuildNetwork:
+    return lambda scope: DraftHead(scope, spec_of(scope), place.target)
 
 
 def _eagle3(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
-    reader, names = _reader(place.spec), _names(place.spec)
+    reader, names = reader_of(place.spec), names_of(place.spec)
     sizes = _head_sizes(reader, place.target)
     vocabulary = reader.raw.get("draft_vocab_size") or place.spec.config.get("draft_vocab_size")
     known = int(vocabulary or place.target.logits_width)
@@ -101,7 +116,7 @@ def _eagle3(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
     if names is not None and "lm_head.weight" not in names:
         own_head = ("", known) if known != place.target.logits_width else None
     if own_head == ("", known) and not _shares_rows(place.target.spec):
-        raise _refused(
+        raise refused(
             f"{place.spec.path} holds no lm_head.weight for its {known} tokens, and the model's "
             "head is not its embedding"
         )
@@ -125,11 +140,12 @@ def _eagle3(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
         )
 
     ignored = ("t2d", r"embed_tokens\.weight", *(() if known != _width(place) else ("d2t",)))
-    return _load_head(place, spec_of, ignored, renamed=((r"^layers\.0\.", "midlayer."),))
+    renamed = ((r"^layers\.0\.", "midlayer."),)
+    return load_part_of(place, _head(place, spec_of), ignored, renamed=renamed)
 
 
 def _eagle(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
-    reader, names = _reader(place.spec), _names(place.spec)
+    reader, names = reader_of(place.spec), names_of(place.spec)
     sizes = _head_sizes(reader, place.target)
 
     def spec_of(scope: Scope) -> HeadSpec:
@@ -147,7 +163,7 @@ def _eagle(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
             fc_bias=reader.bool("bias", True) if names is None else "fc.bias" in names,
         )
 
-    return _load_head(place, spec_of, (r"(embed_tokens|lm_head)\.weight",))
+    return load_part_of(place, _head(place, spec_of), (r"(embed_tokens|lm_head)\.weight",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,14 +201,14 @@ MTP_NAMES = (
 
 
 def _mtp(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
-    names, layers = _names(place.spec), place.target.spec.sizes.layers
+    names, layers = names_of(place.spec), place.target.spec.sizes.layers
     mtp = _mtp_names(names, layers)
     if mtp is None:
-        raise _refused(f"{place.spec.path} holds no head for multi-token prediction")
+        raise refused(f"{place.spec.path} holds no head for multi-token prediction")
     within = place.spec.config.get("num_hidden_layers")
     decoder = _decoder_spec(place) if within != layers else place.target.spec
     sizes, prefix = decoder.sizes, mtp.prefix.format(layers=layers)
-    _check_width(sizes.width, sizes.vocabulary, place.target)
+    check_width(sizes.width, sizes.vocabulary, place.target)
 
     def spec_of(scope: Scope) -> HeadSpec:
         return HeadSpec(
@@ -213,7 +229,7 @@ def _mtp(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
         *decoder.ignored,
     )
     ignored = tuple(one for one in ignored if not re.fullmatch(one, f"{prefix}.x"))
-    return _load_head(place, spec_of, ignored, prefix=prefix)
+    return load_part_of(place, _head(place, spec_of), ignored, prefix=prefix)
 
 
 def _mtp_names(names: Collection[str] | None, layers: int) -> MtpNames | None:
@@ -243,83 +259,18 @@ NETWORKS: dict[str, Callable[[DrafterPlace], tuple[DraftNetwork, LoadReport]]] =
     "eagle3": _eagle3,
     "eagle": _eagle,
     "mtp": _mtp,
+    "medusa": load_medusa,
+    "dflash": load_dflash,
 }
 """`SpeculationSpec.method` -> what loads its network."""
-
-
-class LoadableHead(DraftHead):
-    """A head with what the loader asks for."""
-
-    def __init__(self, scope: Scope, spec: HeadSpec, target: Decoder, plan: WeightPlan) -> None:
-        super().__init__(scope, spec, target)
-        self._ledger = scope.ledger
-        self.weights = replace(plan, params=tuple(scope.ledger.params))
-        self.decisions: tuple[Decision, ...] = ()
-
-    def finish_load(self) -> None:
-        """See Loadable."""
-        self._ledger.finish()
-        self.decisions = self._ledger.decisions()
-        if self._ledger.host_kernels():
-            raise _refused(f"{self._ledger.host_kernels()[0]} needs the host in every step")
-
-
-def _load_head(
-    place: DrafterPlace,
-    spec_of: Callable[[Scope], HeadSpec],
-    ignored: tuple[str, ...],
-    *,
-    renamed: tuple[tuple[str, str], ...] = (),
-    prefix: str = "",
-) -> tuple[DraftNetwork, LoadReport]:
-    plan = WeightPlan(params=(), ignored=ignored, renamed=renamed)
-
-    def make(where: torch.device, stored: Stored | None = None) -> LoadableHead:
-        scope = scope_of(
-            place.spec,
-            mesh=place.mesh,
-            device=where,
-            block_tokens=place.block_tokens,
-            verify_queries=place.verify_queries,
-            stored=stored,
-        )
-        inside = scope / prefix if prefix else scope
-        return LoadableHead(inside, spec_of(scope), place.target, plan)
-
-    return load_part(place.spec, make, device=place.device)
-
-
-def _reader(spec: ModelSpec) -> ConfigReader:
-    """The config of the head's layer."""
-    where = f"{spec.path}/config.json"
-    inner = spec.config.get("transformer_layer_config")
-    return ConfigReader(spec.config if inner is None else inner, where)
-
-
-def _names(spec: ModelSpec) -> Collection[str] | None:
-    """The tensors of a checkpoint; None: it is made up."""
-    if spec.format == "dummy":
-        return None
-    with closing(open_source(spec)) as source:
-        return set(source.entries)
 
 
 def _head_sizes(reader: ConfigReader, target: Decoder) -> DecoderSizes:
     sizes = read_sizes(reader)
     if sizes.layers != 1:
-        raise _refused(f"a head of {sizes.layers} layers; heads have 1")
-    _check_width(sizes.width, sizes.vocabulary, target)
+        raise refused(f"a head of {sizes.layers} layers; heads have 1")
+    check_width(sizes.width, sizes.vocabulary, target)
     return sizes
-
-
-def _check_width(width: int, vocabulary: int, target: Decoder) -> None:
-    theirs = target.spec.sizes.width
-    if width != theirs:
-        raise _refused(f"the head's hidden size is {width}, the model's {theirs}")
-    if vocabulary != target.logits_width:
-        raise _refused(
-            f"the head is of a model of {vocabulary} tokens, this one knows {target.logits_width}"
-        )
 
 
 def _taps(place: DrafterPlace) -> tuple[int, ...]:
@@ -328,13 +279,7 @@ def _taps(place: DrafterPlace) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
     stated = config.get(key) or (config.get("eagle_config") or {}).get(key)
     taps = tuple(int(i) for i in stated) if stated else (2, layers // 2, layers - 3)
-    last = min(place.target.taps_until, layers)
-    if len(set(taps)) != len(taps) or not all(0 <= layer < last for layer in taps):
-        raise _refused(
-            f"the head reads hidden states in front of layers {', '.join(map(str, taps))}, "
-            f"the model has layers 0 to {last - 1}"
-        )
-    return taps
+    return checked_taps(place, taps)
 
 
 def _shares_rows(spec: DecoderSpec) -> bool:
@@ -343,7 +288,3 @@ def _shares_rows(spec: DecoderSpec) -> bool:
 
 def _width(place: DrafterPlace) -> int:
     return place.target.logits_width
-
-
-def _refused(reason: str) -> ConfigError:
-    return ConfigError(f"--speculative-config: {reason}", field=FIELD)

@@ -55,7 +55,7 @@ class JoinedGroup:
             log.warning("weight group %s: %s", self.group.name, error)
             why = "its trainer is gone" if self._is_alone() else _first_line(error)
             raise Conflict(
-                f"group_name: {self.group.name!r:.100}: {why}; the group has been left, join another"
+                f"group_name: {self.group.name!r:.100}: {why}; the group has been left"
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> dist.Work:

@@ -182,6 +182,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_match: int = 4
     min_match: int = 1
     adaptive: bool = False
+    parallel: bool = False
     model: ModelSpec | None = None
 
 

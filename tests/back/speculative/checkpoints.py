@@ -26,11 +26,13 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 KNOWN = 500
+MASK = 4000
 
 
 def save_head(folder: Path, kind: str, **changes: Any) -> dict[str, torch.Tensor]:
-    """Writes the head of a kind: "eagle3", "eagle3-shared" (no output head of its own), "eagle" or
-    "mtp"; its tensors in float32. `changes`: to its config."""
+    """Writes the head of a kind: "eagle3", "eagle3-shared" (no output head of its own), "eagle",
+    "mtp", "medusa" (with output heads), "medusa-shared" (by its authors' names) or "dflash"; its
+    tensors in float32. `changes`: to its config."""
     torch.manual_seed(len(kind))
     tensors = MAKE[kind]()
     tensors = {name: weight.contiguous() for name, weight in tensors.items()}
@@ -97,11 +99,45 @@ def _mtp() -> dict[str, torch.Tensor]:
     }
 
 
+def _medusa() -> dict[str, torch.Tensor]:
+    tensors = {}
+    for head in range(4):
+        tensors[f"blocks.{head}.layers.0.weight"] = _matrix(WIDTH, WIDTH)
+        tensors[f"lm_heads.{head}.weight"] = _matrix(TOKENS, WIDTH)
+    return tensors
+
+
+def _medusa_shared() -> dict[str, torch.Tensor]:
+    tensors = {}
+    for head in range(3):
+        tensors[f"{head}.0.linear.weight"] = _matrix(WIDTH, WIDTH)
+        tensors[f"{head}.0.linear.bias"] = 0.3 * torch.randn(WIDTH)
+    return tensors
+
+
+def _dflash() -> dict[str, torch.Tensor]:
+    tensors = {
+        "fc.weight": _matrix(WIDTH, 2 * WIDTH),
+        "hidden_norm.weight": _norm(),
+        "norm.weight": _norm(),
+    }
+    for layer in ("layers.0", "layers.1"):
+        tensors |= _layer(layer, WIDTH) | {
+            f"{layer}.input_layernorm.weight": _norm(),
+            f"{layer}.self_attn.q_norm.weight": 1 + 0.3 * torch.randn(DIM),
+            f"{layer}.self_attn.k_norm.weight": 1 + 0.3 * torch.randn(DIM),
+        }
+    return tensors
+
+
 MAKE = {
     "eagle3": _eagle3,
     "eagle3-shared": lambda: _eagle3(own_head=False),
     "eagle": _eagle,
     "mtp": _mtp,
+    "medusa": _medusa,
+    "medusa-shared": _medusa_shared,
+    "dflash": _dflash,
 }
 OWN_KEYS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": KNOWN},
@@ -111,4 +147,13 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     },
     "eagle": {"architectures": ["LlamaForCausalLMEagle"]},
     "mtp": {"architectures": ["Qwen3MTP"], "model_type": "qwen3"},
+    "medusa": {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 4},
+    "medusa-shared": {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3},
+    "dflash": {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "block_size": 6,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 4]},
+    },
 }

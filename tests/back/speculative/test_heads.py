@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.runner.verification import DraftVerification
+from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import (
     DeviceOptions,
     ModelOptions,
@@ -160,20 +161,22 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> Proposed:
     return seen
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3-shared", "eagle", "mtp"])
-def test_a_head_drafts_what_its_formula_says(
-    kind: str, model: Any, tmp_path: Path, proposed: Proposed
-) -> None:
-    """Over a prompt in three chunks and five steps, each of which throws drafts away."""
-    tensors = save_head(tmp_path, kind)
-    how = SpeculationOptions(model=str(tmp_path), num_speculative_tokens=DRAFTS, adaptive=False)
+def speculating(drafter: str, **how: Any) -> EngineSpec:
+    """The bundled model in float32 with a drafter."""
+    settings = {"model": drafter, "num_speculative_tokens": DRAFTS, "adaptive": False, **how}
+    scheduler = SchedulerOptions(
+        speculative_config=SpeculationOptions(**settings), max_step_tokens=16, max_running=2
+    )
     tree = Options(
         device=DeviceOptions(device="cpu"),
         model=ModelOptions(max_model_len=256, dtype="float32"),
-        scheduler=SchedulerOptions(speculative_config=how, max_step_tokens=16, max_running=2),
+        scheduler=scheduler,
     )
-    spec = resolve_options(tree).engine
-    assert spec.speculation is not None and spec.speculation.method == kind.split("-")[0]
+    return resolve_options(tree).engine
+
+
+def run_greedily(spec: EngineSpec) -> None:
+    """A prompt in three chunks, and seven tokens."""
     executor = InlineExecutor(spec)
     core = EngineCore(spec, executor)
     prompt = np.asarray(PROMPT, "<i4").tobytes()
@@ -181,8 +184,19 @@ def test_a_head_drafts_what_its_formula_says(
     core.add(EngineRequest(id=0, prompt=prompt, stop=stop, sampling=sampling))
     while core.has_work:
         core.step(wait=True)
-    proposed = [one for one in proposed if one[1]]
     executor.close()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-shared", "eagle", "mtp"])
+def test_a_head_drafts_what_its_formula_says(
+    kind: str, model: Any, tmp_path: Path, proposed: Proposed
+) -> None:
+    """Over a prompt in three chunks and five steps, each of which throws drafts away."""
+    tensors = save_head(tmp_path, kind)
+    spec = speculating(str(tmp_path))
+    assert spec.speculation is not None and spec.speculation.method == kind.split("-")[0]
+    run_greedily(spec)
+    proposed = [one for one in proposed if one[1]]
     assert len(proposed) >= 4 and max(len(drafts) for _, drafts, _ in proposed) > 1
     for text, drafts, state_E in proposed:
         expected, kept_E = drafts_of(kind, tensors, model, text, len(drafts))

@@ -1,4 +1,4 @@
-"""The five ops by native kernels, which recorded steps of a CPU are made of."""
+"""The ops by native kernels, which recorded steps of a CPU are made of."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from headrace.back.kernels.draft_rows.op import (
     DraftPut,
     DraftRowsProblem,
     DraftTake,
+    WriteDraftBlock,
     WriteDraftInputs,
     lengths_of,
 )
@@ -134,6 +135,34 @@ def bind_inputs(library: NativeLibrary, problem: DraftRowsProblem) -> WriteDraft
     return draft_inputs
 
 
+def bind_block(library: NativeLibrary, problem: DraftRowsProblem) -> WriteDraftBlock:
+    """See op.py."""
+    kernel = library.bind("draft_block", *(POINTER,) * 10, *(INT64,) * 9)
+
+    def draft_block(
+        row_R: torch.Tensor,
+        query_start_R1: torch.Tensor,
+        tables: StepTables,
+        out: DraftInputs,
+        mask: int,
+        more: int,
+    ) -> None:
+        _check_rows(row_R, query_start_R1)
+        blocks_GMB, num_rows = tables.blocks_GMB, row_R.shape[0]
+        written = (out.token_R, out.position_R, out.slots_GR, out.kv_len_R, out.tables_GRB)
+        assert all(tensor.is_contiguous() for tensor in written)
+        places, rest = divmod(out.token_R.shape[0], num_rows)
+        assert rest == 0 and out.tables_GRB.shape[1] == places * num_rows, out.tables_GRB.shape
+        kernel(
+            row_R.data_ptr(), query_start_R1.data_ptr(), lengths_of(tables).data_ptr(),
+            tables.tokens_MC.data_ptr(), blocks_GMB.data_ptr(),
+            *(tensor.data_ptr() for tensor in written), num_rows, places, *tables.tokens_MC.shape,
+            blocks_GMB.shape[0], blocks_GMB.shape[2], problem.block_tokens, mask, more,
+        )  # fmt: skip
+
+    return draft_block
+
+
 def _check_rows(row_R: torch.Tensor, query_start_R1: torch.Tensor) -> None:
     assert row_R.dtype == query_start_R1.dtype == torch.int32, (row_R.dtype, query_start_R1.dtype)
     assert query_start_R1.shape[0] == row_R.shape[0] + 1, query_start_R1.shape
@@ -160,3 +189,4 @@ DRAFT_KEEP = _kernel(bind_keep)
 DRAFT_TAKE = _kernel(bind_take)
 DRAFT_PUT = _kernel(bind_put)
 DRAFT_INPUTS = _kernel(bind_inputs)
+DRAFT_BLOCK = _kernel(bind_block)

@@ -93,3 +93,30 @@ HR_PUBLIC int32_t HR_EXPORT(draft_inputs)(const int32_t* row, const int32_t* sta
   return HR_OK;
 }
 HR_REPLAYABLE(draft_inputs)
+
+HR_PUBLIC int32_t HR_EXPORT(draft_block)(const int32_t* row, const int32_t* start, const int32_t* length, const int32_t* tokens,
+                                         const int32_t* blocks, int64_t* token, int64_t* position, int64_t* slots, int32_t* kv_len,
+                                         int32_t* tables, int64_t num_rows, int64_t places, int64_t rows, int64_t columns,
+                                         int64_t groups, int64_t width, int64_t block_tokens, int64_t mask, int64_t more) {
+  const int64_t all = num_rows * places;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    if (row[r] < 0 || row[r] >= rows) return HR_BAD_INDEX;
+    const int64_t wanted = int64_t(start[r + 1]) - start[r] - 1, newest = int64_t(length[row[r]]) - 1;
+    const int64_t most = smaller(columns, width * block_tokens);
+    const int64_t end = wanted > 0 && newest >= 0 ? smaller(newest + wanted + more, most) : 0;
+    for (int64_t i = 0; i < places; ++i) {
+      const int64_t at = i * num_rows + r, place = newest + i;
+      const bool live = newest >= 0 && place < end;
+      token[at] = !live ? 0 : i ? mask : tokens[row[r] * columns + newest];
+      position[at] = live ? place : 0;
+      kv_len[at] = !live ? 1 : int32_t(more ? end : place + 1);
+      for (int64_t g = 0; g < groups; ++g) {
+        const int32_t* own = blocks + (g * rows + row[r]) * width;
+        slots[g * all + at] = live ? int64_t(own[place / block_tokens]) * block_tokens + place % block_tokens : 0;
+        __builtin_memcpy(tables + (g * all + at) * width, own, size_t(width) * sizeof(int32_t));
+      }
+    }
+  }
+  return HR_OK;
+}
+HR_REPLAYABLE(draft_block)

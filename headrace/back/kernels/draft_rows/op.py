@@ -1,7 +1,7 @@
 """What a drafter with weights reads of rows, and leaves in them, inside the step: tokens, slots,
 its own states and its drafts (back/speculative/network.py says what they are for).
 
-Five ops of one problem. R rows of a step (row_R int32 [R]; padding: row M, which nobody owns),
+Six ops of one problem. R rows of a step (row_R int32 [R]; padding: row M, which nobody owns),
 query_start_R1 int32 [R+1], T query tokens at positions_T int64 [T], E hidden size. Tables are those
 of op step_inputs and have lengths. A row wants query_start[r + 1] - query_start[r] - 1 drafts.
 
@@ -17,6 +17,11 @@ draft_put(row_R, query_start_R1, token_R, offset_D, tables, draft) -> None: toke
 draft_inputs(row_R, query_start_R1, tables, out, pass_index) -> None: what pass `pass_index` of the
     drafter reads: the token behind `pass_index` drafts, at a position `shift` before its own; of a
     row that wants no more drafts token 0 in slot 0, where nobody's keys lie.
+draft_block(row_R, query_start_R1, tables, out, mask, more) -> None: what a drafter reads that
+    drafts all at once: Q places of each row, place after place (out has Q * R), each a row of its
+    own. The first is the newest token, the others the token `mask`, at the positions behind. A row
+    that wants w > 0 drafts has w + `more` places; of the further ones, and of rows that want none,
+    token 0 in slot 0. With `more` 0 a place sees those up to its own, else all of its row's.
 """
 
 from __future__ import annotations
@@ -64,6 +69,7 @@ DraftPut = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, StepTables, int], None
 ]
 WriteDraftInputs = Callable[[torch.Tensor, torch.Tensor, StepTables, DraftInputs, int], None]
+WriteDraftBlock = Callable[[torch.Tensor, torch.Tensor, StepTables, DraftInputs, int, int], None]
 
 
 def lengths_of(tables: StepTables) -> torch.Tensor:
@@ -181,6 +187,43 @@ def bind_inputs(problem: DraftRowsProblem) -> WriteDraftInputs:
     return draft_inputs
 
 
+def bind_block(problem: DraftRowsProblem) -> WriteDraftBlock:
+    """The reference."""
+    size = problem.block_tokens
+
+    def draft_block(
+        row_R: torch.Tensor,
+        query_start_R1: torch.Tensor,
+        tables: StepTables,
+        out: DraftInputs,
+        mask: int,
+        more: int,
+    ) -> None:
+        tokens_MC, blocks_GMB = tables.tokens_MC, tables.blocks_GMB
+        count, places = row_R.shape[0], out.token_R.shape[0] // row_R.shape[0]
+        newest_R = lengths_of(tables)[row_R.long()].long() - 1
+        most = min(tokens_MC.shape[1], blocks_GMB.shape[2] * size)
+        wanted_R = query_start_R1.diff().long() - 1
+        end_R = torch.where(wanted_R > 0, newest_R + wanted_R + more, 0).clamp_(max=most)
+        place_Q = torch.arange(places, device=row_R.device).repeat_interleave(count)
+        row_Q, position_Q = row_R.long().repeat(places), newest_R.repeat(places) + place_Q
+        live_Q = (position_Q < end_R.repeat(places)) & (position_Q >= place_Q)
+        token_Q = tokens_MC[row_Q, newest_R.clamp(min=0).repeat(places)]
+        token_Q = torch.where(place_Q > 0, mask, token_Q)
+        position_Q = torch.where(live_Q, position_Q, 0)
+        seen_Q = end_R.repeat(places) if more else position_Q + 1
+        out.token_R.copy_(torch.where(live_Q, token_Q, 0))
+        out.position_R.copy_(position_Q)
+        out.kv_len_R.copy_(torch.where(live_Q, seen_Q, 1))
+        out.tables_GRB.copy_(blocks_GMB[:, row_Q])
+        block_Q = torch.div(position_Q, size, rounding_mode="floor")
+        for blocks_MB, slot_Q in zip(blocks_GMB, out.slots_GR, strict=True):
+            slot_at_Q = blocks_MB[row_Q, block_Q] * size + position_Q - block_Q * size
+            slot_Q.copy_(torch.where(live_Q, slot_at_Q, 0))
+
+    return draft_block
+
+
 def _tables(device: str) -> StepTables:
     generator = sample_generator()
     tokens_MC = torch.randint(1, 60, (7, 40), generator=generator, dtype=torch.int32)
@@ -251,20 +294,35 @@ def _put(sample: Sample) -> list[torch.Tensor]:
     return [sample.arguments[4].tokens_MC[:6]]
 
 
+def _empty_inputs(device: str, rows: int) -> DraftInputs:
+    new = {"dtype": torch.int64, "device": device}
+    return DraftInputs(
+        token_R=torch.full((rows,), -1, **new),
+        position_R=torch.full((rows,), -1, **new),
+        slots_GR=torch.full((2, rows), -1, **new),
+        kv_len_R=torch.full((rows,), -1, dtype=torch.int32, device=device),
+        tables_GRB=torch.full((2, rows, 3), -1, dtype=torch.int32, device=device),
+    )
+
+
 def _inputs_sample(problem: DraftRowsProblem) -> Sample:
     device = problem.device
     row_R, start_R1, _ = _rows(device)
-    calls = []
-    for pass_index in range(3):
-        new = {"dtype": torch.int64, "device": device}
-        out = DraftInputs(
-            token_R=torch.full((5,), -1, **new),
-            position_R=torch.full((5,), -1, **new),
-            slots_GR=torch.full((2, 5), -1, **new),
-            kv_len_R=torch.full((5,), -1, dtype=torch.int32, device=device),
-            tables_GRB=torch.full((2, 5, 3), -1, dtype=torch.int32, device=device),
-        )
-        calls.append((row_R, start_R1, _tables(device), out, pass_index))
+    calls = [
+        (row_R, start_R1, _tables(device), _empty_inputs(device, 5), pass_index)
+        for pass_index in range(3)
+    ]
+    return Sample(problem=problem, weights=(), arguments=calls[0], further=tuple(calls[1:]))
+
+
+def _block_sample(problem: DraftRowsProblem) -> Sample:
+    """Places that see those before them, and such that see all."""
+    device = problem.device
+    row_R, start_R1, _ = _rows(device)
+    calls = [
+        (row_R, start_R1, _tables(device), _empty_inputs(device, 5 * places), 61, more)
+        for places, more in ((3, 0), (4, 1))
+    ]
     return Sample(problem=problem, weights=(), arguments=calls[0], further=tuple(calls[1:]))
 
 
@@ -298,4 +356,5 @@ KEEP_OP = _op("draft_keep", bind_keep, _keep_sample, _kept)
 TAKE_OP = _op("draft_take", bind_take, _take_sample)
 PUT_OP = _op("draft_put", bind_put, _put_sample, _put)
 INPUTS_OP = _op("draft_inputs", bind_inputs, _inputs_sample, _inputs)
-OPS = (FOLLOW_OP, KEEP_OP, TAKE_OP, PUT_OP, INPUTS_OP)
+BLOCK_OP = _op("draft_block", bind_block, _block_sample, _inputs)
+OPS = (FOLLOW_OP, KEEP_OP, TAKE_OP, PUT_OP, INPUTS_OP, BLOCK_OP)
