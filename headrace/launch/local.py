@@ -4,6 +4,7 @@ to."""
 from __future__ import annotations
 
 import selectors
+import socket
 import subprocess
 import weakref
 from types import TracebackType
@@ -52,6 +53,9 @@ class LocalEngine:
         """Returns when every core has loaded; StartError with the core's message if one cannot."""
         for child in self._children:
             self.reports.append(_wait_report(child))
+            # Nobody reads what comes later, heartbeats above all: unread they would fill the socket
+            # and stop the core some minutes on. Now they are errors that the core passes over.
+            child.status.shutdown(socket.SHUT_RD)
 
 
 def start_local(options: Options) -> LocalEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ from headrace.base.errors import EngineDead, StartError
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Generation
-from headrace.launch.local import start_local
+from headrace.launch.facts import resolve_options
+from headrace.launch.local import LocalEngine, start_local
+from headrace.launch.topology import ChildProcess, Report, RuntimeFolder, report
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import still_alive
 from tests.stopwatch import Stopwatch
@@ -51,6 +54,22 @@ def test_prompts_make_no_room_for_decodes_where_nobody_watches_tokens(model: Pat
     given = msgspec.convert({**values(model), "scheduler": {"max_decode_slowdown": 3.0}}, Options)
     with start_local(given) as local:
         assert local.resolved.engine.scheduler.max_decode_slowdown == 3.0
+
+
+def test_a_core_whose_reports_nobody_reads_is_not_held_up(model: Path) -> None:
+    """It sends heartbeats each second, and word of each pause, for as long as it runs; the end of its parent it still
+    sees."""
+    ours, theirs = socket.socketpair()
+    with theirs, subprocess.Popen(["true"]) as process:
+        ours.setblocking(False)
+        report(theirs, Report(ready=True))
+        child = ChildProcess(name="core", process=process, status=ours)
+        engine = LocalEngine(resolve_options(options(model)), RuntimeFolder(), [child])
+        engine.wait_ready()
+        for _ in range(2000):
+            report(theirs, Report(heartbeat=True))
+        engine.close()
+        assert theirs.recv(1) == b""
 
 
 def test_a_stated_length_beyond_the_stated_memory_does_not_start(model: Path) -> None:
