@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 
 import torch
+
+from headrace.back.platforms import huge_pages
 
 log = logging.getLogger(__name__)
 ALIGNMENT = 512
@@ -56,7 +59,10 @@ class HostCopy:
         self._device = device
         self._storages = [(storage, storage.nbytes()) for storage in storage_of.values()]
         self.num_bytes = sum(num_bytes for _, num_bytes in self._storages)
-        self._copy = torch.empty(sum(_room(size) for _, size in self._storages), dtype=torch.uint8)
+        self._copy = torch.empty(self._room, dtype=torch.uint8)
+        huge_pages.advise(self._copy.data_ptr(), self._room)
+        if device.type == "cuda":  # to be pinned, every page has to be there
+            huge_pages.populate(self._copy.data_ptr(), self._room)
         self._unpin = _pinned(self, self._copy) if device.type == "cuda" else _nothing
         for bytes_of, part in self._pairs():
             part.copy_(bytes_of, non_blocking=True)
@@ -66,14 +72,20 @@ class HostCopy:
 
     def back(self) -> None:
         """Everything on the device again; the copy is given up."""
+        torch.empty(self._room, dtype=torch.uint8, device=self._device)  # one block for all
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
         for bytes_of, part in self._pairs():
             bytes_of.copy_(part, non_blocking=True)
         self._wait()
-        self._unpin()
+        # to unpin takes longer than the copies took, and nobody waits for it
+        threading.Thread(target=_give_up, args=(self._copy, self._unpin), name="unpin").start()
         self._storages.clear()
         self._copy = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def _room(self) -> int:
+        return sum(_room(size) for _, size in self._storages)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each storage as bytes, and its place in the copy."""
@@ -91,6 +103,11 @@ class HostCopy:
 
 def _room(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _give_up(memory: torch.Tensor, unpin: Callable[[], object]) -> None:
+    """`memory` goes with the thread's arguments, behind this."""
+    unpin()
 
 
 def _nothing() -> None:

@@ -133,7 +133,7 @@ class Shadow:
         known = {_storage(tensor) for one in unit.needs for tensor in one.tensors}
         unit.finish()
         unit.is_finished = True
-        unit.tensors = [one for one in _tensors_of(unit) if _storage(one) not in known]
+        unit.tensors = [one for one in _tensors_of(unit.owner) if _storage(one) not in known]
 
     def _places(self, unit: Unit) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """By storage of the new tensors: (live, new)."""
@@ -151,10 +151,14 @@ class Shadow:
     def _pairs(self, unit: Unit) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(live, new) of the unit's own tensors; EngineError if they do not fit each other."""
         places = self._places(unit)
+        lacking = {_storage(tensor) for tensor in unit.tensors} - places.keys()
+        if lacking:  # no weight if both hold it: room that all layers of a device share
+            lacking -= {_storage(tensor) for tensor in _tensors_of(unit.live)}
+            if lacking:
+                raise EngineError(f"{_named(unit)}: the running model lacks a tensor of its own")
+            unit.tensors = [one for one in unit.tensors if _storage(one) in places]
         pairs = []
         for tensor in unit.tensors:
-            if _storage(tensor) not in places:
-                raise EngineError(f"{_named(unit)}: the running model lacks a tensor of its own")
             one, other = places[_storage(tensor)]
             sizes = one.untyped_storage().nbytes(), other.untyped_storage().nbytes()
             fits = one.shape == other.shape and one.dtype == other.dtype and sizes[0] >= sizes[1]
@@ -240,10 +244,10 @@ def _copy(unit: Unit, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
     return num_bytes
 
 
-def _tensors_of(unit: Unit) -> Iterable[torch.Tensor]:
-    """What the unit holds, one tensor for each storage."""
+def _tensors_of(owner: object) -> Iterable[torch.Tensor]:
+    """What the owner of a unit holds, one tensor for each storage."""
     tensors: dict[int, torch.Tensor] = {}
-    for item in reached(unit.owner, set()):
+    for item in reached(owner, set()):
         if isinstance(item, torch.Tensor) and item.untyped_storage().nbytes():
             tensors.setdefault(_storage(item), item)
     return tensors.values()

@@ -7,6 +7,7 @@ everything or nothing; one of several leaves a mixture until `finish`, which its
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +55,7 @@ class WeightUpdate:
         twice, or holds NaN or Inf; then nothing has changed. `last`: see `finish`."""
         source = self._named(source)
         self._check(source)
-        for name in source.entries:
-            self._scan(name, source)
+        self._scan(source)
         self._pushed |= source.entries.keys()
         threads = COPY_THREADS if self._device.type == "cpu" else DEVICE_COPY_THREADS
         with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
@@ -106,10 +106,29 @@ class WeightUpdate:
                         field="weights",
                     )
 
-    def _scan(self, name: str, source: Source) -> None:
+    def _scan(self, source: Source) -> None:
         """Refuses NaN and Inf; packed numbers tell of a damaged scale when they are written."""
+        names = [name for name in source.entries if name in self._names]
+        extremes = [
+            (name, values.aminmax())
+            for name in names
+            for values in self._parts_of(name, source)
+            if values.numel()
+        ]
+        if not extremes:
+            return
+        ends = torch.stack([end for _, both in extremes for end in both]).isfinite().view(-1, 2)
+        for bad in (~ends.all(dim=1)).nonzero().flatten().tolist()[:1]:  # waits for the device once
+            name = extremes[bad][0]
+            where = source.entries[name].where
+            raise InvalidRequest(
+                f"weights: tensor {name!r} in {where} holds NaN or Inf", field="weights"
+            )
+
+    def _parts_of(self, name: str, source: Source) -> Iterator[torch.Tensor]:
+        """A tensor in float32, some rows at a time."""
         entry = source.entries[name]
-        if entry.quantized or not entry.shape or name not in self._names():
+        if entry.quantized or not entry.shape:
             return
         rows = max(1, _SCAN_ELEMENTS // max(1, math.prod(entry.shape[1:])))
         for first in range(0, entry.shape[0], rows):
@@ -118,12 +137,9 @@ class WeightUpdate:
             values = torch.empty(shape, dtype=torch.float32, device=self._device)
             whole = (slice(None),) * (len(shape) - 1)
             source.copy(name, entry.shape, (cut, *whole), values)
-            low, high = values.aminmax() if values.numel() else (values.sum(), values.sum())
-            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-                raise InvalidRequest(
-                    f"weights: tensor {name!r} in {entry.where} holds NaN or Inf", field="weights"
-                )
+            yield values
 
+    @functools.cached_property
     def _names(self) -> set[str]:
         return {name for names in self._pieces.values() for name in names}
 
