@@ -113,6 +113,7 @@ def _predict(
     from headrace.back.models.families import FALLBACK
     from headrace.back.models.registry import DTYPES
     from headrace.bench.sample import run_sample
+    from headrace.launch.offload_plan import offers, offloaded
     from headrace.launch.plan import (
         build_without_memory,
         cost_of,
@@ -132,7 +133,8 @@ def _predict(
         planned="cuda" if absent is not None and absent.kind == "cuda" else "",
         stored={} if absent is None else stored_on_absent_device(spec, absent),
     )
-    cost = cost_of(model, dtype=DTYPES[spec.dtype])
+    whole = cost_of(model, dtype=DTYPES[spec.dtype])
+    cost, choices = offloaded(model, spec, whole)
     if device is not None:
         target = device
         kernels = kernels_on_absent_device(
@@ -150,9 +152,16 @@ def _predict(
         memory = kv.num_blocks * kv.block_tokens * per_token
     estimate = estimate_performance(
         cost, target, kv_memory_bytes=memory, max_model_len=spec.max_model_len, context=context,
-        sample=sample, devices=ranks,
+        sample=sample, devices=ranks, step_tokens=engine.scheduler.max_step_tokens,
     )  # fmt: skip
-    return _with_stated_length(estimate, kv, cost), kernels
+    if device is not None and not estimate.fits and spec.offload is None:
+        ways = offers(
+            model, spec, whole, target,
+            memory_bytes=engine.device.memory_bytes or target.memory_bytes,
+            step_tokens=engine.scheduler.max_step_tokens,
+        )  # fmt: skip
+        estimate = msgspec.structs.replace(estimate, offers=tuple(ways))
+    return _with_stated_length(estimate, kv, cost), (*choices, *kernels)
 
 
 def _with_stated_length(
@@ -188,6 +197,12 @@ def _show(resolved: Resolved, estimate: PerformanceEstimate, decisions: Sequence
     console.print(f"{spec.name} ({spec.family}, {spec.dtype}) on {where}: {verdict}")
     if estimate.shortfall:
         console.print(estimate.shortfall, markup=False)
+    for offer in estimate.offers:
+        console.print(
+            f"with {offer.option}: {offer.layers} layers, {show_bytes(offer.host_bytes)} in host memory, "
+            f"{offer.decode_tok_s:,.1f} tokens/s of one stream, prefill {offer.prefill_tok_s:,.0f} tokens/s",
+            markup=False,
+        )
     console.print(
         f"{'on each: ' if several else ''}weights {show_bytes(estimate.weight_bytes)}, "
         f"KV cache {show_bytes(estimate.kv_memory_bytes)} = {estimate.kv_tokens:,} tokens"

@@ -24,7 +24,7 @@ GIB = 1 << 30
 class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
     """A device as the roofline sees it. Bandwidth in bytes/s and rate in operations/s, as reached
     by large streams and matrix products; `source` says where the two come from, `probe_s` how long
-    they were measured."""
+    they were measured. `link`: bytes/s from host memory, 0: unknown."""
 
     name: str
     memory_bytes: int
@@ -32,8 +32,10 @@ class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
     source: str
     probe_s: float = 0.0
+    link: float = 0.0
 
 
+LINK_REACHED = 0.85  # share of a link's data sheet that large copies from pinned memory reach
 REACHED = 0.9  # share of a data sheet that large streams and matrix products reach
 MEASURED = {"h200": (4.346e12, 795e12)}
 """Bandwidth and bf16 rate where we have measured them."""
@@ -46,7 +48,12 @@ def _model_of(name: str, facts: DeviceFacts) -> DeviceModel:
     if name in MEASURED:
         (bandwidth, rate), source = MEASURED[name], "measured, bf16"
     return DeviceModel(
-        name=name, memory_bytes=facts.memory_bytes, bandwidth=bandwidth, rate=rate, source=source
+        name=name,
+        memory_bytes=facts.memory_bytes,
+        bandwidth=bandwidth,
+        rate=rate,
+        source=source,
+        link=LINK_REACHED * (facts.link_gb_s or 0.0) * 1e9,
     )
 
 
@@ -72,7 +79,9 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     table, unless it is also the head), of them `head_bytes` the head's; `multiplied` is the number
     of weights a token is multiplied with. `kv_layers`: one (bytes per token, window in tokens or
     None) per layer, recurrent states each with the window STATE. `routed`: of mixtures (bytes,
-    experts, those that a token takes), part of `read_bytes`."""
+    experts, those that a token takes), part of `read_bytes`. `host_bytes`: of the weights that lie
+    in host memory, `host_routed` (experts, those that a token takes) if they are routed experts;
+    `weight_bytes` then counts what the device holds."""
 
     weight_bytes: int
     read_bytes: int
@@ -80,6 +89,18 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     kv_layers: tuple[tuple[int, int | None], ...]
     head_bytes: int = 0
     routed: tuple[tuple[int, int, int], ...] = ()
+    host_bytes: int = 0
+    host_routed: tuple[int, int] | None = None
+
+    def linked_by(self, tokens: int) -> float:
+        """Bytes that a step of so many tokens has from host memory: all that lie there, or of few
+        tokens the experts that uniform routing sends one of them to."""
+        if self.host_routed is None:
+            return self.host_bytes
+        experts, chosen = self.host_routed
+        if 2 * tokens * chosen > experts:
+            return self.host_bytes
+        return self.host_bytes * (1 - (1 - chosen / experts) ** tokens)
 
     def read_by(self, rows: int) -> float:
         """Bytes of weights that a decode step of so many rows reads: of experts those that uniform
@@ -153,10 +174,22 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     bound: str
 
 
+class OffloadOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model larger than the device would run: `option` as typed, what lies in host memory,
+    and one stream's tokens per second."""
+
+    option: str
+    layers: int
+    host_bytes: int
+    decode_tok_s: float
+    prefill_tok_s: float
+
+
 class PerformanceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model fits, what is left for KV, and how fast it would run at so many 10^9 bytes
     and operations per second, which are from `source`; with `sample_layers` from their steps.
     `probe_s`: seconds of all measuring. Bytes and tokens of KV are those of each of `devices`;
+    `offers`: how a model that does not fit would run;
     `lack`: why it does not fit, where there is more to say."""
 
     device: str
@@ -173,6 +206,7 @@ class PerformanceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     probe_s: float = 0.0
     sample_layers: int = 0
     shortfall: str = ""
+    offers: tuple[OffloadOffer, ...] = ()
 
 
 def predict_step(
@@ -186,7 +220,8 @@ def predict_step(
     """One decode step: at the roofline, or as a sample of the model says."""
     bytes_s = (cost.read_by(batch) + batch * cost.kv_bytes(context)) / device.bandwidth
     operations_s = 2 * batch * cost.multiplied / device.rate
-    step_s = max(bytes_s, operations_s)
+    link_s = cost.linked_by(batch) / device.link if device.link else 0.0
+    step_s = max(bytes_s, operations_s, link_s)
     if sample is not None:
         more_kv = cost.kv_bytes(context) - cost.kv_bytes(sample.context)
         step_s = sample.decode_s(cost, batch) + batch * more_kv / device.bandwidth
@@ -196,8 +231,19 @@ def predict_step(
         context=context,
         decode_step_ms=step_s * 1e3,
         decode_tok_s=batch / step_s,
-        bound="memory" if bytes_s >= operations_s else "arithmetic",
+        bound="link to host memory"
+        if link_s > max(bytes_s, operations_s)
+        else "memory"
+        if bytes_s >= operations_s
+        else "arithmetic",
     )
+
+
+def _prefill_tok_s(cost: ModelCost, device: DeviceModel, step_tokens: int) -> float:
+    rate = device.rate / (2 * cost.multiplied)
+    if not cost.host_bytes or not device.link:
+        return rate
+    return min(rate, step_tokens * device.link / cost.host_bytes)
 
 
 def estimate_performance(
@@ -210,10 +256,11 @@ def estimate_performance(
     context: int = 1024,
     sample: SampleTiming | None = None,
     devices: int = 1,
+    step_tokens: int = PROMPT_TOKENS,
 ) -> PerformanceEstimate:
     """The whole estimate; `kv_memory_bytes` None takes 90 % of what the weights leave; rooflines if
     there is no sample. `cost`, memory and device describe one of `devices` that share each layer;
-    their all-reduces are not counted."""
+    their all-reduces are not counted. `step_tokens`: of a step of prompts."""
     left = device.memory_bytes - cost.weight_bytes
     kv_memory = int(max(0, left) * 0.9) if kv_memory_bytes is None else kv_memory_bytes
     context = min(context, max_model_len)
@@ -230,7 +277,7 @@ def estimate_performance(
         weight_bytes=cost.weight_bytes,
         kv_memory_bytes=kv_memory,
         kv_tokens=kv_memory * context // max(1, per_sequence),
-        prefill_tok_s=device.rate / (2 * cost.multiplied)
+        prefill_tok_s=_prefill_tok_s(cost, device, step_tokens)
         if sample is None
         else sample.prefill_tok_s(cost),
         decode=tuple(

@@ -44,6 +44,7 @@ from headrace.launch.kv_types import kv_dtype_of, kv_plain_layers
 from headrace.launch.lengths import LARGEST, states_length, tokens_of_blocks, with_short_tables
 from headrace.launch.media_spec import media_spec
 from headrace.launch.model_facts import ModelFacts
+from headrace.launch.offload import KV_SHARE, RESERVE_BYTES, offload_spec, offloads
 from headrace.launch.resolve_device import MachineFacts, resolve_device
 from headrace.launch.scheduler_limits import (
     FAST_STEP_TOKENS,
@@ -59,7 +60,6 @@ class DoesNotFit(ConfigError):
 
 
 CPU_KV_SHARE = 0.25
-CUDA_RESERVE_BYTES = 2 << 30
 MIN_KV_BYTES = 16 << 20
 NULL_BLOCKS = 8192
 WEIGHT_BITS = {
@@ -90,6 +90,7 @@ def resolve(
     text = text_spec(options, model, choose)
     max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, model, device_spec, max_model_len, choose)
+    kv = _kv(options, model, machine, device_spec, scheduler, max_model_len, choose)
     engine = EngineSpec(
         model=ModelSpec(
             path=model.path,
@@ -118,13 +119,12 @@ def resolve(
             encoder_tokens=text.encoder_tokens,
             adapters=adapter_spec(options, model, device_spec),
             spectrogram=text.spectrogram,
+            offload=offload_spec(options, model, device_spec, kv),
         ),
-        kv=_kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
+        kv=kv,
         scheduler=scheduler,
         device=device_spec,
-        grammar=GrammarSpec(
-            tokenizer_path=text.tokenizer_path, backend=options.scheduler.grammar_backend
-        ),
+        grammar=_grammar(options, text),
         extensions=options.model.extensions,
     )
     engine = replace(engine, speculation=speculation_spec(options, model, engine, draft, choose))
@@ -135,6 +135,11 @@ def resolve(
         replicas=options.device.replicas,
         decisions=tuple(choose.decisions),
     )
+
+
+def _grammar(options: Options, text: TextSpec) -> GrammarSpec:
+    backend = options.scheduler.grammar_backend
+    return GrammarSpec(tokenizer_path=text.tokenizer_path, backend=backend)
 
 
 def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
@@ -344,7 +349,10 @@ def _kv(
         blocks = max(NULL_BLOCKS, needed)
         choose.note("--kv-blocks", "auto", blocks, "nothing is stored by the null executor")
     elif blocks is None:
-        memory = _kv_bytes(_weight_bytes(options, model), machine, device_spec)
+        if offloads(options) and device_spec.memory_bytes is not None:
+            memory = device_spec.memory_bytes // KV_SHARE
+        else:
+            memory = _kv_bytes(_weight_bytes(options, model), machine, device_spec)
         longest = max_model_len + (model.encoder_tokens or sum(model.spectrogram[1:]) // 2)
         most = scheduler.max_running * longest * max(1, model.kv_bytes_per_token)
         why = (
@@ -381,13 +389,13 @@ def _kv_bytes(weight_bytes: int, machine: MachineFacts, device_spec: DeviceSpec)
         return max(MIN_KV_BYTES, int(machine.free_bytes * CPU_KV_SHARE) - weight_bytes // 4)
     weights = weight_bytes // device_spec.tensor_parallel
     assert device_spec.memory_bytes is not None
-    room = device_spec.memory_bytes - weights - CUDA_RESERVE_BYTES
+    room = device_spec.memory_bytes - weights - RESERVE_BYTES
     if room < MIN_KV_BYTES:
         raise DoesNotFit(
             f"the weights ({weights / 2**30:.1f} GiB per device) leave no room for the KV cache in "
             f"{device_spec.memory_bytes / 2**30:.1f} GiB ({machine.free_bytes / 2**30:.1f} GiB are free): "
             f"{(MIN_KV_BYTES - room) / 2**30:.1f} GiB more are needed; raise --gpu-memory, use "
-            "--tensor-parallel, or --kv-memory to insist"
+            "--tensor-parallel, --offload-layers auto, or --kv-memory to insist"
         )
     return room
 

@@ -24,8 +24,8 @@ from headrace.back.platforms.detect import FAKES, detect
 from headrace.back.platforms.facts import visible_devices, visible_environment
 from headrace.back.platforms.placement import place
 from headrace.base import env
+from headrace.base.config.device_options import DeviceOptions
 from headrace.base.config.resolved import Resolved
-from headrace.base.config.tree import DeviceOptions
 from headrace.base.errors import ConfigError
 from headrace.launch.prestart import start, status_arguments, take_prestarted
 from headrace.launch.resolve_device import MachineFacts

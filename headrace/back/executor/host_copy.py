@@ -9,38 +9,19 @@ tensors) has to be made anew.
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
 
 import torch
 
+from headrace.back.layers.reachable import tensors_of
 from headrace.back.platforms import huge_pages
 
 log = logging.getLogger(__name__)
 ALIGNMENT = 512
 """Bytes between the beginnings of copies: transfers want them aligned."""
-
-
-def tensors_of(root: object) -> Iterator[torch.Tensor]:
-    """Every tensor that `root` can reach through attributes, containers and closures; not through a
-    function's globals, modules and classes, which are not its own."""
-    seen: set[int] = set()
-    stack = [root]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen or isinstance(item, type | ModuleType):
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, FunctionType):
-            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__]
-        else:
-            stack += gc.get_referents(item)
 
 
 class HostCopy:

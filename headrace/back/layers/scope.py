@@ -15,6 +15,7 @@ import torch
 
 from headrace.back.kernels.op import KernelChoice, Op, decisions
 from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
+from headrace.back.layers.offload import HOST, HostPart, Offload
 from headrace.back.parallel.bundle import Bundle
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, local_pieces
@@ -123,7 +124,9 @@ class Scope:
     on meta. `unbiased`: the projection that has no bias where those merged with it have one.
     `base_within`: where the model lies among others but for its head, instead of below the prefix
     of its family. `adapters`: the slots of its linear layers' low-rank adapters, None: they take
-    none. `mutual`: whether tokens of a step's spans see each other: "window": as far back as a
+    none. `offload`: which layers' weights lie in host memory; `host`: the part of them that the
+    parameters of this scope belong to, `host_experts` that of its routed experts.
+    `mutual`: whether tokens of a step's spans see each other: "window": as far back as a
     layer's window lets them, "all": whatever the window, "local": in layers with a window alone;
     "": they do not. `hollow`: parameters get no memory; whoever fills one gives it some."""
 
@@ -144,6 +147,9 @@ class Scope:
     planned: str = ""
     base_within: str = ""
     adapters: AdapterSlots | None = None
+    offload: Offload | None = None
+    host: HostPart | None = None
+    host_experts: HostPart | None = None
     unbiased: str = ""
     mutual: str = ""
     hollow: bool = False
@@ -158,6 +164,22 @@ class Scope:
         """The scope of a layer with this cache, which may stay as it is."""
         plain = number in self.kv_plain or (windowed and "sliding_window" in self.kv_plain)
         return replace(self, kv_quantized=None) if plain else self
+
+    @property
+    def of_experts(self) -> Scope:
+        """The scope of a layer's routed experts, whose weights may lie in host memory."""
+        return self if self.host_experts is None else replace(self, host=self.host_experts)
+
+    @property
+    def beside(self) -> tuple[object, ...]:
+        """What layers hold that is not theirs alone: who looks for a layer's tensors stays out."""
+        parts = () if self.offload is None else tuple(self.offload.parts.values())
+        return (self.ledger, self.mesh, self.offload, self.adapters, parts, *parts)
+
+    @property
+    def params_device(self) -> torch.device:
+        """Where parameters are filled."""
+        return self.device if self.host is None else HOST
 
     def __truediv__(self, name: str) -> Scope:
         return replace(self, path=self.name(name))
@@ -213,9 +235,9 @@ class Scope:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
             tensor.untyped_storage().resize_(0)
             return tensor
-        if self.device.type == "cpu" and shape:
+        if self.params_device.type == "cpu" and shape:
             return huge_pages.kept(shape, dtype)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype, device=self.params_device)
 
     def quantized(
         self, weight: Param, *, read_whole: bool = True
@@ -299,7 +321,7 @@ class Scope:
         scheme = stored_on_gpu(matrices, self.stored, sizes)
         if scheme is None:
             return None
-        return StoredGpuExperts(matrices, scheme, sizes, device=self.device)
+        return StoredGpuExperts(matrices, scheme, sizes, device=self.params_device)
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

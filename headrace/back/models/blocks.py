@@ -33,7 +33,8 @@ from headrace.back.models.decoder_layer import (
     Stream,
 )
 from headrace.back.models.families import HEADS, WIDTH
-from headrace.back.models.weights import WeightPlan, names_within
+from headrace.back.models.streamed_layer import host_layer, streamed
+from headrace.back.models.weights import Param, WeightPlan, names_within
 from headrace.base.config.hf import REQUIRED, ConfigReader
 from headrace.base.config.layer_count import num_layers
 from headrace.base.config.resolved import Decision
@@ -132,10 +133,7 @@ class Decoder:
             self._embedding_norm = spec.norm.build(at, sizes.width, eps=sizes.eps)
         self._layers: list[Layer] = []
         self.kv_forms: tuple[CacheForm, ...] = ()
-        for index, layer in enumerate(spec.layers):
-            at = inside / names.layers / str(index)
-            self._layers.append(layer.build(at, len(self.kv_forms), sizes, spec.norm))
-            self.kv_forms += self._layers[-1].kv_forms
+        params_of = self._build_layers(inside / names.layers, spec)
         if not all(layer.takes_adapters for layer in self._layers):
             self.adapters = None
         writers = [i for i, layer in enumerate(self._layers) if layer.kv_forms]
@@ -159,11 +157,25 @@ class Decoder:
             ignored=(*IGNORED, *names_within(scope.path, (*tied, *spec.ignored))),
             prefix=(scope / prefix).path,
             renamed=spec.renamed,
+            layers=params_of,
         )
         self.media: MediaEncoder | None = None
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
         self.host_pairs: int | None = None
+
+    def _build_layers(self, inside: Scope, spec: DecoderSpec) -> tuple[tuple[Param, ...], ...]:
+        """The layers, and the caches that they write; the parameters of each."""
+        params_of: list[tuple[Param, ...]] = []
+        for index, layer in enumerate(spec.layers):
+            first = len(self._ledger.params)
+            with host_layer(inside / str(index), index) as (at, built):
+                built.append(layer.build(at, len(self.kv_forms), spec.sizes, spec.norm))
+            self._layers += built
+            self.kv_forms += self._layers[-1].kv_forms
+            params_of.append(tuple(self._ledger.params[first:]))
+        self._layers = streamed(self._layers, inside)
+        return tuple(params_of)
 
     def _logits_head(self, scope: Scope, spec: DecoderSpec) -> LogitsHead:
         return LogitsHead(

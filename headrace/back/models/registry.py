@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from headrace.back.layers.adapters import AdapterSlots
+from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily
 from headrace.back.models.families import (
@@ -68,6 +69,7 @@ def build_model(
     ledger: Ledger | None = None,
     hollow: bool = False,
     slots: AdapterSlots | None = None,
+    offload: Offload | None = None,
 ) -> LoadableModel:
     """An empty model on `device`: its weights are to be loaded (`model.weights`), then
     `finish_load` makes it ready.
@@ -75,7 +77,8 @@ def build_model(
     `block_tokens` is the KV block size, which attention kernels are chosen for, as for
     `verify_queries`; `stored` the tensors that stay in the quantized blocks of their checkpoint.
     `verify_queries`, `planned`, `hollow`: see Scope. `ledger`: what the layers leave behind, if the
-    caller reads it. `slots`: those of adapters that are there already.
+    caller reads it. `slots`: those of adapters that are there already. `offload`: which layers'
+    weights lie in host memory.
     """
     scope = scope_of(
         spec,
@@ -88,6 +91,7 @@ def build_model(
         ledger=ledger,
         slots=slots,
         hollow=hollow,
+        offload=offload,
     )
     model = _build(spec, scope)
     if scope.adapters is not None and model.adapters is None:
@@ -110,6 +114,7 @@ def scope_of(
     ledger: Ledger | None = None,
     slots: AdapterSlots | None = None,
     hollow: bool = False,
+    offload: Offload | None = None,
 ) -> Scope:
     """Where all layers of a checkpoint are built; see build_model."""
     return Scope(
@@ -130,6 +135,7 @@ def scope_of(
         adapters=slots or _slots(spec),
         planned=planned,
         hollow=hollow,
+        offload=offload,
     )
 
 

@@ -29,12 +29,14 @@ class WeightPlan:
     `ignored` are regular expressions that match whole names (rotary inv_freq buffers, a tied
     lm_head ...). `prefix`: below it lies all but the head, unless the checkpoint is bare.
     `renamed`: (pattern, replacement) for names that a checkpoint may have instead of these.
+    `layers`: the parameters of each layer that may lie in host memory; empty: none may.
     """
 
     params: tuple[Param, ...]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
+    layers: tuple[tuple[Param, ...], ...] = ()
 
 
 def names_within(path: str, patterns: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,10 +15,20 @@ from headrace.base import env
 from headrace.base.errors import ConfigError
 
 GIB = 1 << 30
+PCIE_4, PCIE_5 = 32.0, 64.0
+"""10^9 bytes a second of 16 lanes, one way."""
 
 
 def _nvidia(
-    name: str, major: int, minor: int, *, gib: int, cores: int, gb_s: float, tflops: float
+    name: str,
+    major: int,
+    minor: int,
+    *,
+    gib: int,
+    cores: int,
+    gb_s: float,
+    tflops: float,
+    link: float = PCIE_5,
 ) -> DeviceFacts:
     return DeviceFacts(
         kind="cuda",
@@ -30,6 +40,7 @@ def _nvidia(
         cores=cores,
         memory_gb_s=gb_s,
         bf16_tflops=tflops,
+        link_gb_s=link,
     )
 
 
@@ -44,14 +55,17 @@ def _amd(name: str, arch: str, *, gib: int, cores: int, gb_s: float, tflops: flo
         cores=cores,
         memory_gb_s=gb_s,
         bf16_tflops=tflops,
+        link_gb_s=PCIE_5,
     )
 
 
 FAKES = {
-    "a100": _nvidia("A100 80GB", 8, 0, gib=79, cores=108, gb_s=2039, tflops=312),
-    "l4": _nvidia("L4", 8, 9, gib=22, cores=58, gb_s=300, tflops=121),
-    "l40s": _nvidia("L40S", 8, 9, gib=45, cores=142, gb_s=864, tflops=362),
-    "rtx4090": _nvidia("GeForce RTX 4090", 8, 9, gib=23, cores=128, gb_s=1008, tflops=165),
+    "a100": _nvidia("A100 80GB", 8, 0, gib=79, cores=108, gb_s=2039, tflops=312, link=PCIE_4),
+    "l4": _nvidia("L4", 8, 9, gib=22, cores=58, gb_s=300, tflops=121, link=PCIE_4),
+    "l40s": _nvidia("L40S", 8, 9, gib=45, cores=142, gb_s=864, tflops=362, link=PCIE_4),
+    "rtx4090": _nvidia(
+        "GeForce RTX 4090", 8, 9, gib=23, cores=128, gb_s=1008, tflops=165, link=PCIE_4
+    ),
     "h100": _nvidia("H100 SXM", 9, 0, gib=79, cores=132, gb_s=3350, tflops=989),
     "h200": _nvidia("H200 SXM", 9, 0, gib=140, cores=132, gb_s=4800, tflops=989),
     "b200": _nvidia("B200", 10, 0, gib=178, cores=148, gb_s=8000, tflops=2250),

@@ -41,6 +41,7 @@ class DeviceFacts:
                     empty for GPUs
     memory_gb_s     nominal memory bandwidth, for rooflines; None if unknown
     bf16_tflops     nominal dense bf16 rate, for rooflines; None if unknown
+    link_gb_s       nominal bandwidth of its link to host memory, one way; None if unknown
     """
 
     kind: str
@@ -55,6 +56,7 @@ class DeviceFacts:
     features: frozenset[str] = frozenset()
     memory_gb_s: float | None = None
     bf16_tflops: float | None = None
+    link_gb_s: float | None = None
 
     @property
     def torch_kind(self) -> str:

@@ -42,6 +42,15 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     of_kinds: tuple[tuple[str, str], ...] = ()
 
 
+class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that lie in host memory: `what` is "layers" or "experts" (routed ones of layers), of
+    `count` layers; None: of as few as leave the others `room_bytes` of the device."""
+
+    what: str
+    count: int | None = None
+    room_bytes: int | None = None
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model on disk. `path` is a folder, or a GGUF file; `format`:
     safetensors, sharded_state, gguf, dummy.
@@ -55,7 +64,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     token) with `num_labels`, or "none"; `bare`: tensor names have no prefix of the whole model
     around them (checkpoints of a base model). `deterministic`: only kernels whose results do not
     depend on the batch.
-    `adapters`: None: it takes none.
+    `adapters`: None: it takes none. `offload`: None: all weights lie on the device.
     `reader`: how files are read, "buffered" or "direct" (past the file cache); `weights_url`: where
     they are read from, instead of `path`.
     `manifest`: the file of digests that the files must match; None: not verified.
@@ -90,6 +99,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     adapters: AdapterSpec | None = None
     encoder_tokens: int = 0
     spectrogram: tuple[int, ...] = ()
+    offload: OffloadSpec | None = None
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):

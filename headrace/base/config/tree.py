@@ -22,10 +22,10 @@ from headrace.base.config.bounds import (
     Length,
     Natural,
     Positive,
-    Processes,
     Seconds,
     Seed,
 )
+from headrace.base.config.device_options import DeviceOptions
 from headrace.base.config.many_options import ManyOptions
 from headrace.base.config.server_options import ServerOptions
 
@@ -348,42 +348,6 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Health fails while a step has taken this long and is not done. auto: 20 times what measured "
             "steps let expect of it, at least 10."
-        ),
-    ] = "auto"
-
-
-class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and in how many processes the model runs."""
-
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Kind of device.")] = "auto"
-    executor: Annotated[
-        Literal["auto", "inline", "processes", "null"],
-        Meta(
-            description="Workers inside the core process, in processes of their own, or none (a fake for measuring)."
-        ),
-    ] = "auto"
-    tensor_parallel: Annotated[Processes, Meta(description="Devices that share each layer.")] = 1
-    replicas: Annotated[
-        Processes, Meta(description="Engine cores, each with a whole copy of the model.")
-    ] = 1
-    gpu_memory: Annotated[
-        str,
-        Meta(
-            pattern=r"^(auto|\d+(\.\d+)?\s*([kKmMgGtT]i?)?[bB]?)$",
-            description="Memory that a worker may take on its GPU, all in: a size such as 80GiB, or a fraction of what "
-            "is free (0.5); auto is 0.92 of it. What the model and its largest step leave goes to the KV cache.",
-        ),
-    ] = "auto"
-    threads: Annotated[
-        Processes | Auto,
-        Meta(description="CPU threads of a worker; auto respects cpuset and cgroup."),
-    ] = "auto"
-    cpu_binding: Annotated[
-        str,
-        Meta(
-            pattern=r"^(auto|none|\d+(-\d+)?(,\d+(-\d+)?)*)$",
-            description="CPUs of the kernel threads of a single CPU worker, one thread each, such as 0-3,8; the other "
-            "threads of the server get the rest. auto: one per physical core; none: left to the system.",
         ),
     ] = "auto"
 

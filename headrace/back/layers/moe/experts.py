@@ -136,7 +136,7 @@ def bind_experts(
     """f(x_TE, expert_TK, weight_TK) -> y_TE of all experts, the shared ones behind the others, in
     the last slots of each token. `problem` is that of all together."""
     if shared is None:
-        return _bind(scope, problem, (routed,))
+        return _in_host_memory(scope, _bind(scope, problem, (routed,)))
     assert routed.biases == shared.biases == NO_BIASES, "shared experts have no biases"
     packed = (routed.packed, shared.packed)
     if all(isinstance(one, PackedExperts) for one in packed):
@@ -144,7 +144,7 @@ def bind_experts(
         is_one_call = mixed_rows(kinds) is None
     else:
         is_one_call = packed == (None, None)
-    if is_one_call:
+    if is_one_call and scope.host_experts is None:
         return _bind(scope, problem, (routed, shared))
     return _bind_apart(scope, problem, routed, shared)
 
@@ -186,9 +186,9 @@ def _bind_on_gpu(
 def _bind_apart(
     scope: Scope, problem: ExpertsProblem, routed: TakenExperts, shared: TakenExperts
 ) -> Experts:
-    """Where no kernel multiplies by both in one call."""
+    """Where no kernel multiplies by both in one call, or they do not lie together."""
     slots, first = problem.slots - len(shared), len(routed)
-    mix = _bind(scope, replace(problem, slots=slots), (routed,))
+    mix = _in_host_memory(scope, _bind(scope, replace(problem, slots=slots), (routed,)))
     beside = _bind(scope, replace(problem, slots=len(shared)), (shared,))
 
     def experts(
@@ -199,6 +199,13 @@ def _bind_apart(
         return y_TE + beside(x_TE, last_TS, weight_TK[:, slots:].contiguous())
 
     return experts
+
+
+def _in_host_memory(scope: Scope, routed: Experts) -> Experts:
+    """Routed experts' weights leave the device, if they are to."""
+    if scope.host_experts is not None:
+        scope.host_experts.keep(routed, without=scope.beside)
+    return routed
 
 
 def _floats(taken: TakenExperts) -> ExpertWeights:

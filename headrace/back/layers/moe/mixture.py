@@ -140,11 +140,12 @@ class Mixture:
         self._inner = sizes.part
         inner, ledger = local_size(self._inner, scope.mesh.tp), scope.ledger
         first = len(ledger.params) - (router.expert_scale is not None)
-        loaded = spec.layout.params(scope, sizes)
+        loaded = spec.layout.params(scope.of_experts, sizes)
         params, each = ledger.params[first:], (sizes.experts, width, inner)
         for param in params:
             param.routed = sizes.experts, min(router.top_k, sizes.experts)
-        self._routed = ExpertSet(scope, loaded, params, sizes=each, scale=self._expert_scale)
+        there = scope.of_experts
+        self._routed = ExpertSet(there, loaded, params, sizes=each, scale=self._expert_scale)
         self._shared = None
         if shared is not None:
             first = len(ledger.params)
@@ -242,6 +243,8 @@ class Mixture:
         )
         choice_bias = self._choice_bias.take().float().flatten() if self._choice_bias else None
         self._route = scope.bind(ROUTE, problem, choice_bias)
+        if scope.host_experts is not None:
+            scope.host_experts.bring(self._routed, without=scope.beside)
         routed = self._routed.take()
         shared = None if self._shared is None else self._shared.take()
         experts = ExpertsProblem(

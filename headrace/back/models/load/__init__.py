@@ -23,11 +23,13 @@ from headrace.back.kernels.linear_fp8.op import fp8_refusal
 from headrace.back.kernels.linear_int4.op import int4_refusal
 from headrace.back.kernels.native.library import unsupported
 from headrace.back.layers.adapters import AdapterSlots, LentSlots
+from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Ledger
 from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import absent, check, fill
 from headrace.back.models.load.gguf import GGUFSource
 from headrace.back.models.load.manifest import verify_manifest
+from headrace.back.models.load.offloaded import choose_offload
 from headrace.back.models.load.quantized import QuantizedSource
 from headrace.back.models.load.readers import reader_of
 from headrace.back.models.load.safetensors import SafetensorsSource
@@ -111,6 +113,7 @@ def load_model(
         ledger: Ledger | None = None,
         slots: AdapterSlots | None = None,
         hollow: bool = False,
+        offload: Offload | None = None,
     ) -> LoadableModel:
         named = msgspec.structs.replace(spec, bare=bare)
         return build_model(
@@ -123,11 +126,13 @@ def load_model(
             ledger=ledger,
             slots=slots or adapters,
             hollow=hollow,
+            offload=offload,
         )
 
     if spec.format == "dummy":
         with report.phase("build"):
-            model = _built(spec, partial(build, device), report)
+            offload = _offload(spec, build, device, report)
+            model = _built(spec, partial(build, device, offload=offload), report)
         with report.phase("weights"):
             fill_dummy(model, spec.seed)
     elif spec.format == "sharded_state":
@@ -169,12 +174,33 @@ def _load(
             check(build(meta, stored, bare=True).weights if bare else plan, source)
         with report.phase("build"):
             lacking = frozenset(param.name for param in plan.params if absent(param, source))
-            model = _built(spec, partial(build, device, stored, bare=bare), report, lacking)
+            offload = _offload(spec, build, device, report, stored)
+            make = partial(build, device, stored, bare=bare, offload=offload)
+            model = _built(spec, make, report, lacking)
         if why:
             report.decisions += (_kept(model, source, why, spec.quantization or spec.dtype),)
         with report.phase("weights"):
             fill(model.weights, source, scan_finite=options.scan_finite)
     return model
+
+
+def _offload(
+    spec: ModelSpec,
+    build: Callable[..., LoadableModel],
+    device: torch.device,
+    report: LoadReport,
+    stored: Stored | None = None,
+) -> Offload | None:
+    """Which layers' weights will lie in host memory, decided on a model without memory."""
+    if spec.offload is None:
+        return None
+    weights = build(torch.device("meta"), stored).weights
+    choice = choose_offload(weights, spec.offload, family=spec.family)
+    requested = "auto" if spec.offload.count is None else str(spec.offload.count)
+    report.decisions += (choice.decision(requested, len(weights.layers)),)
+    if not choice.layers:
+        return None
+    return Offload(layers=frozenset(choice.layers), experts=choice.experts, device=device)
 
 
 def _built(
@@ -191,7 +217,8 @@ def _built(
         slots = None if model.adapters is None else LentSlots(model.adapters)
         return build(ledger=another, slots=slots, hollow=True)
 
-    report.origin = Origin(spec=spec, ledger=ledger, rebuild=rebuild, absent=lacking)
+    if spec.offload is None:
+        report.origin = Origin(spec=spec, ledger=ledger, rebuild=rebuild, absent=lacking)
     return model
 
 
@@ -210,7 +237,7 @@ def _load_shards(
     with closing(source):
         with report.phase("build"):
             check_shards(build(torch.device("meta")).weights, source)
-            model = build(device)
+            model = build(device, offload=_offload(spec, build, device, report))
         with report.phase("weights"):
             fill_shards(model.weights, source, scan_finite=options.scan_finite)
     return model

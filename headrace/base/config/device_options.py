@@ -1,0 +1,61 @@
+"""The options about devices and processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.base.config.bounds import Auto, Natural, Processes
+
+
+class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and in how many processes the model runs."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Kind of device.")] = "auto"
+    executor: Annotated[
+        Literal["auto", "inline", "processes", "null"],
+        Meta(
+            description="Workers inside the core process, in processes of their own, or none (a fake for measuring)."
+        ),
+    ] = "auto"
+    tensor_parallel: Annotated[Processes, Meta(description="Devices that share each layer.")] = 1
+    replicas: Annotated[
+        Processes, Meta(description="Engine cores, each with a whole copy of the model.")
+    ] = 1
+    gpu_memory: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|\d+(\.\d+)?\s*([kKmMgGtT]i?)?[bB]?)$",
+            description="Memory that a worker may take on its GPU, all in: a size such as 80GiB, or a fraction of what "
+            "is free (0.5); auto is 0.92 of it. What the model and its largest step leave goes to the KV cache.",
+        ),
+    ] = "auto"
+    offload_layers: Annotated[
+        Natural | Auto,
+        Meta(
+            description="Layers whose weights lie in pinned host memory and are copied to the GPU ahead of their use, "
+            "each step anew, for models larger than it; 3 at least, as two slots for them stay on the device. auto: "
+            "as few as the memory needs, or none. headrace plan says how fast that is."
+        ),
+    ] = 0
+    offload_experts: Annotated[
+        Natural | Auto,
+        Meta(
+            description="Layers whose routed experts lie in pinned host memory: steps of few tokens read the chosen "
+            "ones there, larger ones have them copied as with --offload-layers."
+        ),
+    ] = 0
+    threads: Annotated[
+        Processes | Auto,
+        Meta(description="CPU threads of a worker; auto respects cpuset and cgroup."),
+    ] = "auto"
+    cpu_binding: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|none|\d+(-\d+)?(,\d+(-\d+)?)*)$",
+            description="CPUs of the kernel threads of a single CPU worker, one thread each, such as 0-3,8; the other "
+            "threads of the server get the rest. auto: one per physical core; none: left to the system.",
+        ),
+    ] = "auto"
