@@ -113,11 +113,6 @@ def _lookup(requested: SpeculationOptions) -> tuple[int, int]:
 
 def _drafter(draft: DraftCheckpoint, model: ModelFacts, engine: EngineSpec) -> ModelSpec:
     """The checkpoint as it is loaded: beside the model, in its type and for its context."""
-    if engine.device.tensor_parallel > 1:
-        raise refused(
-            f"method {draft.method!r} runs on one device, not with --tensor-parallel "
-            f"{engine.device.tensor_parallel}; use ngram"
-        )
     if draft.model is None:
         _check_sizes(draft, model)
     elif draft.model.logits_width != model.logits_width:

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.back.executor.processes import ProcessExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.runner import devices, runner
 from headrace.back.runner.sizes import Buckets
 from headrace.back.sampling import sampler
 from headrace.base.config.tree import SpeculationOptions as Speculation
 from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
+from headrace.core.core import EngineCore
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
@@ -70,19 +72,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def speculating_with(kind: str, folders: dict[str, Path]) -> Speculation:
+    return Speculation(
+        method=kind,
+        model=str(folders[kind]),
+        num_speculative_tokens=3 if kind == "medusa" else 4,
+        adaptive=False,
+    )
+
+
 @pytest.fixture
 def pair(folders: dict[str, Path]) -> Iterator[Any]:
     """Makes two engines of the same options, without and with a drafter."""
     made: list[Engine] = []
 
     def make(kind: str, *, grammar: bool = False, **changes: Any) -> tuple[Engine, Engine]:
-        how = Speculation(
-            method=kind,
-            model=str(folders[kind]),
-            num_speculative_tokens=3 if kind == "medusa" else 4,
-            adaptive=False,
-        )
-        for speculation in (None, how):
+        for speculation in (None, speculating_with(kind, folders)):
             spec = options(speculation, **changes)
             assert spec.grammar is not None
             path = spec.grammar.tokenizer_path
@@ -212,3 +217,32 @@ def test_a_drafter_rests_while_too_many_rows_run(pair: Any) -> None:
     before = accepted(drafted)
     assert_equal(run(plain.core, few), run(drafted.core, few))
     assert accepted(drafted) - before >= 20
+
+
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here"),
+]
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=SLOW), pytest.param("cuda", marks=TWO_GPUS)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_share_a_model_draft_the_same(
+    folders: dict[str, Path], kind: str, device: str
+) -> None:
+    """Each has the whole drafter, and the model's own table and head are shared between them."""
+    answers, stats = [], []
+    for how in (None, speculating_with(kind, folders)):
+        spec = options(how, device=device, ranks=2)
+        executor = ProcessExecutor(spec)
+        try:
+            core = EngineCore(spec, executor)
+            answers.append(run(core, requests_of(spec, len(SAMPLINGS))))
+            stats.append(core.scheduler.speculation.stats)
+        finally:
+            executor.close()
+    assert_equal(*answers)
+    assert stats[1].num_draft_tokens > 100
+    assert stats[1].num_accepted_tokens >= least(kind, 100)

@@ -77,7 +77,9 @@ class Answer:
 
 def options(speculation: Speculation | None, **changes: Any) -> EngineSpec:
     kv = {name: changes.pop(name) for name in ("kv_blocks", "prefix_caching") if name in changes}
-    device = DeviceOptions(device=changes.pop("device", "cpu"))
+    device = DeviceOptions(
+        device=changes.pop("device", "cpu"), tensor_parallel=changes.pop("ranks", 1)
+    )
     tree = Options(
         device=device,
         model=ModelOptions(max_model_len=512, deterministic=True),

@@ -183,7 +183,7 @@ def build_resident(
                 block_tokens=spec.kv.block_tokens,
                 verify_queries=verify_queries(spec),
             )
-            network, drafting = _load_network(spec, model, mesh, device)
+            network, drafting = _load_network(spec, model, device)
             if checks is not None:
                 choose_kernels(device)
             load_s = time.perf_counter() - began - ready_s
@@ -209,14 +209,14 @@ def build_resident(
 
 
 def _load_network(
-    spec: EngineSpec, model: CausalModel, mesh: Mesh, device: torch.device
+    spec: EngineSpec, model: CausalModel, device: torch.device
 ) -> tuple[DraftNetwork | None, LoadReport]:
-    """What drafts for the model, where that has weights."""
+    """What drafts for the model, where that has weights: whole on every rank."""
     speculation = spec.speculation
     if speculation is None or speculation.model is None:
         return None, LoadReport()
     tokens = spec.kv.block_tokens
-    return load_network(speculation, model, mesh=mesh, device=device, block_tokens=tokens)
+    return load_network(speculation, model, device=device, block_tokens=tokens)
 
 
 MOST_DEFERRED_BUILDS = 3

@@ -217,7 +217,8 @@ class Decoder:
             stream = None, self._streams.begin(stream[1])
         for index, layer in enumerate(self._layers):
             if batch.taps is not None and index in batch.taps.layers:
-                batch.taps.see(index, stream[1], total(stream[0]))
+                stream = total(stream[0]), stream[1]  # a sum over ranks is taken once, in place
+                batch.taps.see(index, stream[1], stream[0])
             stream = layer.forward(stream, batch, last=layer is self._last_writer)
             if encoded is not None and index < len(encoded.layers):
                 stream = None, add_norm(None, *stream)

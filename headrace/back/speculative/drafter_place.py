@@ -33,7 +33,6 @@ class DrafterPlace:
 
     spec: ModelSpec
     target: Decoder
-    mesh: Mesh
     device: torch.device
     block_tokens: int
     verify_queries: int
@@ -73,7 +72,7 @@ def load_part_of(
     def make(where: torch.device, stored: Stored | None = None) -> LoadableNetwork:
         scope = scope_of(
             place.spec,
-            mesh=place.mesh,
+            mesh=Mesh(),
             device=where,
             block_tokens=place.block_tokens,
             verify_queries=place.verify_queries,

@@ -53,18 +53,17 @@ def load_network(
     speculation: SpeculationSpec,
     target: object,
     *,
-    mesh: Mesh,
     device: torch.device,
     block_tokens: int,
 ) -> tuple[DraftNetwork, LoadReport]:
-    """The network of a method that has one, over a loaded model."""
+    """The network of a method that has one, over a loaded model. Where ranks share that, each has
+    the whole network, and drafts what the others draft: a draft is too little work to share."""
     if not isinstance(target, Decoder) or not target.taps_until:
         raise refused(f"method {speculation.method!r} needs a plain decoder as its model")
     assert speculation.model is not None
     place = DrafterPlace(
         spec=speculation.model,
         target=target,
-        mesh=mesh,
         device=device,
         block_tokens=block_tokens,
         verify_queries=1 + speculation.num_tokens,
@@ -77,7 +76,7 @@ def load_network(
 def _draft_model(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
     model, report = load_model(
         place.spec,
-        mesh=place.mesh,
+        mesh=Mesh(),
         device=place.device,
         block_tokens=place.block_tokens,
         verify_queries=place.verify_queries,

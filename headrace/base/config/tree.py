@@ -228,7 +228,7 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """Steps of more decoding requests draft nothing. None: 8 on a CPU, 64 elsewhere."""
     draft_tensor_parallel_size: Annotated[int, Meta(ge=1, le=1)] = 1
-    """A network that drafts lies on one device."""
+    """A network that drafts is not shared: every device has the whole."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
     """ngram: newest tokens looked for at most. None: 5, or prompt_lookup_min if greater."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
