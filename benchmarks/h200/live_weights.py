@@ -5,8 +5,8 @@
 
 sleep, wake: the engine's own, all it holds on the GPU (weights to host memory and back; then a new KV cache and
 runner). lent: a trainer's process lends its memory on the same GPU, one push of everything. nccl: a trainer on a
-second GPU broadcasts all tensors in one buffer; left out where there is one GPU. Before each push a request is
-added, which ends with all its tokens.
+second GPU broadcasts all tensors in one buffer; left out where there is one GPU. Behind each push eight requests
+are answered whole.
 """
 
 from __future__ import annotations
