@@ -395,6 +395,6 @@ def gemm_of(
     if isinstance(weight, Int8Weight):
         return OP_INT8, LinearInt8Problem(**new)
     if isinstance(weight, Int4Weight):
-        return OP_INT4, LinearInt4Problem(**new, minima=weight.minima, floats=weight.floats)
+        return OP_INT4, LinearInt4Problem(**new, **weight.facts)
     outputs, inputs = weight.shape
     return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

@@ -8,7 +8,7 @@ inputs, G groups of inputs, R rows, B blocks of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import numpy as np
@@ -26,15 +26,24 @@ from headrace.back.kernels.linear_int4.layout import (
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.kept import NVFP4, WHOLE_INT4, KeptSchemes, check_order, normal_values
+from headrace.back.quant.kept import (
+    NVFP4,
+    ORDERED,
+    WHOLE_INT4,
+    KeptSchemes,
+    check_order,
+    normal_values,
+)
 from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 
+_FINE = "int4-asym-g16"
 INT4_SCHEMES: dict[str, Scheme] = {
     **{scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4},
     **{name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()},
     NVFP4: Scheme(NVFP4, 4, 16, floating=True),
+    _FINE: Scheme(_FINE, 4, 16, asymmetric=True),
 }
 """What is kept as it is, by name."""
 UNIT = 16
@@ -95,7 +104,21 @@ def _q4_k(blocks_RBN: torch.Tensor) -> Unpacked:
     )
 
 
+def _q2_k(blocks_RBN: torch.Tensor) -> Unpacked:
+    """Sixteen bytes of a multiplier of the scale and one of the minimum, of 128 inputs 32 bytes of
+    two bits, a scale and a minimum."""
+    small, outer = blocks_RBN[..., :16], _float16(blocks_RBN[..., 80:84])
+    halves = blocks_RBN[..., 16:80].unflatten(-1, (2, 32))
+    values = torch.cat([halves >> at & 3 for at in range(0, 8, 2)], -1)
+    return (
+        values.flatten(1),
+        ((small & 15).float() * outer[..., :1]).flatten(1),
+        ((small >> 4).float() * outer[..., 1:]).flatten(1),
+    )
+
+
 BLOCK_TYPES = {
+    "Q2_K": BlockType(_FINE, 256, 84, _q2_k),
     "Q4_0": BlockType("int4", 32, 18, _q4_0),
     "Q4_1": BlockType("int4-asym", 32, 20, _q4_1),
     "Q4_K": BlockType("int4-asym", 256, 144, _q4_k),
@@ -121,8 +144,11 @@ def stored_int4(param: Param, kept: KeptSchemes) -> str | None:
     changed = any(piece.scale != 1.0 or piece.transposed for piece in param.pieces)
     if len(param.shape) != 2 or len(names) != 1 or changed or not served(param):
         return None
-    name = names.pop()
+    stored = names.pop()
+    name, ordered, _ = stored.partition(ORDERED)
     if name not in INT4_SCHEMES and name not in BLOCK_TYPES:
+        return None
+    if ordered and not all(_has_all_inputs(copy) for copy in copies(param)):
         return None
     per = BLOCK_TYPES[name].block if name in BLOCK_TYPES else INT4_SCHEMES[name].group
     assert param.tensor is not None, param
@@ -131,7 +157,11 @@ def stored_int4(param: Param, kept: KeptSchemes) -> str | None:
             group_columns(copy, per, param.tensor.shape[1])
     except CutGroup:
         return None
-    return name
+    return stored
+
+
+def _has_all_inputs(copy: Copy) -> bool:
+    return copy.source[1] in (slice(None), slice(0, copy.shape[1]))
 
 
 def served(param: Param) -> bool:
@@ -146,6 +176,7 @@ class StoredInt4Weight:
 
     def __init__(self, param: Param, name: str) -> None:
         assert param.tensor is not None, param
+        name, ordered, _ = name.partition(ORDERED)
         self._type = BLOCK_TYPES.get(name)
         self._scheme = INT4_SCHEMES[name if self._type is None else self._type.scheme]
         self._param, self._dtype, self._device = param, param.dtype, param.tensor.device
@@ -154,6 +185,10 @@ class StoredInt4Weight:
         self._weight: Int4Weight | None = None
         self._lock = Lock()
         param.packed_bytes = _bytes_of(param, self._scheme)
+        self._order_I: torch.Tensor | None = None
+        if ordered:
+            self._order_I = torch.empty(self._inputs, dtype=torch.int32, device=self._device)
+            param.packed_bytes += self._order_I.nbytes
         param.tensor = None
         param.groups_on = self._device
         if self._type is None:
@@ -174,10 +209,19 @@ class StoredInt4Weight:
     def _write(self, copy: Copy, groups: Groups, numbers: Numbers) -> int | None:
         """Keeps one copy; the first of its rows with a scale of NaN or Inf, or None."""
         source, target = group_columns(copy, self._scheme.group, self._inputs)
+        if self._order_I is not None:
+            groups = self._in_order(groups)
         scales = groups.scales_RG.float()
         scales = scales if scales.shape[1] == 1 else scales[:, source]
         unpacked = unpacked_of(groups, scales, source, self._scheme, numbers, copy)
         return self._keep(copy.target[0], copy.target[1], target, unpacked)
+
+    def _in_order(self, groups: Groups) -> Groups:
+        """With the inputs of a group side by side. All pieces have one order (kept.ORDERED)."""
+        assert groups.group_C is not None and self._order_I is not None
+        group_C, order = groups.group_C.sort(stable=True)
+        self._order_I.copy_(order)
+        return replace(groups, values_RC=groups.values_RC[:, order], group_C=group_C)
 
     def _write_blocks(self, copy: Copy, rows: StoredRows) -> int | None:
         """The same of blocks: their bytes are taken apart on the device."""
@@ -220,7 +264,8 @@ class StoredInt4Weight:
     def _pack(self) -> None:
         waiting, self._waiting = self._waiting, None
         assert waiting is not None, self._param.name
-        self._weight = _packed(waiting, self._scheme, self._dtype)
+        packed = _packed(waiting, self._scheme, self._dtype)
+        self._weight = replace(packed, order_I=self._order_I)
 
 
 class OnlineInt4Weight:

@@ -60,6 +60,14 @@ def _q8_0(blocks_RBN: torch.Tensor) -> Unpacked:
     return values.flatten(1), _float16(blocks_RBN[..., :2]).flatten(1)
 
 
+def _q5_0(blocks_RBN: torch.Tensor) -> Unpacked:
+    """A scale, the fifth bits of 32 values, and their low halves, all less 16: the first sixteen in
+    the low halves of the bytes."""
+    high = (blocks_RBN[..., 2:6, None] >> torch.arange(8, device=blocks_RBN.device) & 1).flatten(-2)
+    values = (_planes(blocks_RBN[..., 6:], 4) | high << 4).to(torch.int8) - 16
+    return values.flatten(1), _float16(blocks_RBN[..., :2]).flatten(1)
+
+
 def _q6_k(blocks_RBN: torch.Tensor) -> Unpacked:
     """Of 128 inputs 64 bytes of low halves and 32 of upper bits, all less 32; a scale of 8 bits for
     16 inputs, and one for all."""
@@ -83,6 +91,7 @@ def _q3_k(blocks_RBN: torch.Tensor) -> Unpacked:
 
 BYTE_TYPES = {
     "Q8_0": ByteBlocks(32, 34, 32, _q8_0),
+    "Q5_0": ByteBlocks(32, 22, 32, _q5_0),
     "Q6_K": ByteBlocks(256, 210, 16, _q6_k),
     "Q3_K": ByteBlocks(256, 110, 16, _q3_k),
 }

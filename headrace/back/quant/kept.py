@@ -7,7 +7,8 @@ A weight waits unpacked, a byte a value, until its last piece is there; loaders 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from threading import Lock
 
 import torch
@@ -40,6 +41,9 @@ WHOLE_INT4 = {False: "int4-whole", True: "int4-asym-whole"}
 NVFP4 = "nvfp4"
 """e2m1 numbers with a scale for 16 inputs, itself an e4m3 number times one for all: GPUs only
 (gpu_int4.py)."""
+ORDERED = "+order-"
+"""Behind the name of a scheme whose inputs belong to groups by an index (act-order), before a mark
+of that index: weights of one mark lie side by side. GPUs only (gpu_int4.py)."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
     "torchao-int4", "hqq",
@@ -47,8 +51,35 @@ _KEPT = (
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 
 
-def kept_scheme(tensor: QuantizedTensor) -> str | None:
-    """The scheme (scheme.py) that holds the same numbers; None: there is none."""
+def kept_scheme(
+    tensor: QuantizedTensor, order: Callable[[], torch.Tensor] | None = None
+) -> str | None:
+    """The scheme (scheme.py) that holds the same numbers; None: there is none. Of inputs that
+    belong to groups by an index, which `order` reads, it is told by a mark of that index."""
+    name = _plain_scheme(tensor)
+    if name is None or not tensor.numbers.ordered:
+        return name
+    scheme = SCHEMES.get(name)
+    if order is None or "order" not in tensor.members:
+        return None
+    if scheme is None or scheme.group is None:
+        return None
+    return _ordered(scheme, order().long())
+
+
+def _ordered(scheme: Scheme, group_I: torch.Tensor) -> str | None:
+    """None: groups are not of one size, or the kernels that know an order know no such numbers."""
+    assert scheme.group is not None
+    if torch.equal(group_I, torch.arange(len(group_I)) // scheme.group):
+        return scheme.name
+    counts = group_I.clamp(0, len(group_I)).bincount()
+    if scheme.bits != 4 or scheme.floating or not bool((counts == scheme.group).all()):
+        return None
+    mark = hashlib.blake2b(group_I.numpy().tobytes(), digest_size=8).hexdigest()
+    return f"{scheme.name}{ORDERED}{mark}"
+
+
+def _plain_scheme(tensor: QuantizedTensor) -> str | None:
     numbers = tensor.numbers
     if _in_blocks(tensor):
         return BLOCKS
@@ -56,7 +87,7 @@ def kept_scheme(tensor: QuantizedTensor) -> str | None:
         return "mxfp4"
     if numbers.arrangement in ("nvfp4", "nvfp4-packed"):
         return NVFP4
-    if numbers.arrangement not in _KEPT or len(tensor.shape) != 2 or numbers.ordered:
+    if numbers.arrangement not in _KEPT or len(tensor.shape) != 2:
         return None
     if numbers.arrangement in _WITHOUT_ZEROS and "zeros" in tensor.members:
         return None

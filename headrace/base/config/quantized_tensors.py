@@ -46,7 +46,7 @@ class QuantizedTensor(msgspec.Struct, frozen=True, kw_only=True):
         """Whether there are kernels that read it as it is stored."""
         numbers = self.numbers
         known = numbers.arrangement in _READ_AS_STORED and numbers.bits in (4, 8)
-        return known and not numbers.ordered
+        return known and (numbers.bits == 4 or not numbers.ordered)
 
 
 _READ_AS_STORED = {

@@ -36,6 +36,7 @@ from headrace.back.quant.gpu_int4 import (
     quantize_int4,
     stored_int4,
 )
+from headrace.back.quant.scheme import SCHEMES
 from headrace.launch.plan import (
     build_without_memory,
     cost_of,
@@ -62,6 +63,18 @@ def gptq(weight: torch.Tensor, group: int, *, symmetric: bool) -> Stored:
         "scales": scales.t().contiguous(),
         "g_idx": spread.int(),
     }, plain
+
+
+def gptq_by_activity(weight: torch.Tensor, group: int, *, symmetric: bool) -> Stored:
+    """The same with act-order: inputs belong to groups by an index, one for all weights of a size."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(9))
+    members, plain = gptq(weight[:, order], group, symmetric=symmetric)
+    back = order.argsort()
+    values = unpacked(members["qweight"], dim=0)[back]
+    return members | {
+        "qweight": packed(values, dim=0),
+        "g_idx": members["g_idx"][back].contiguous(),
+    }, plain[:, back]
 
 
 def awq(weight: torch.Tensor, group: int, *, symmetric: bool) -> Stored:
@@ -118,9 +131,19 @@ def packed(values: torch.Tensor, *, dim: int) -> torch.Tensor:
     )
 
 
+def unpacked(words: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """`packed` undone."""
+    nibbles = words.movedim(dim, -1)[..., None] >> torch.arange(8) * 4 & 15
+    return nibbles.flatten(-2).movedim(-1, dim)
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False}
 FORMATS: dict[str, tuple[Callable[..., Stored], bool, int, dict[str, Any], str]] = {
     "gptq": (gptq, True, 64, {**GPTQ, "group_size": 64, "sym": True}, "int4-g64"),
+    "gptq-order": (
+        gptq_by_activity, True, 64, {**GPTQ, "desc_act": True, "group_size": 64, "sym": True},
+        "int4-g64",
+    ),
     "gptq-asym": (gptq, False, 32, {**GPTQ, "group_size": 32, "sym": False}, "int4-asym"),
     "awq": (
         awq, False, 64,
@@ -171,6 +194,13 @@ def test_a_rank_keeps_its_numbers_as_they_are_stored(
     stored = {f"m.{name}": value for name, value in members.items()}
     with closing(open_weight(tmp_path, config, stored)) as source:
         entry = source.entries["m.weight"]
+        if config.get("desc_act"):
+            is_whole = columns == slice(0, INPUTS)
+            scheme = entry.scheme
+            assert scheme.startswith("int4-g64+order-")
+            assert stored_int4(param, {"m.weight": scheme}) == (scheme if is_whole else None)
+            if not is_whole:
+                return
         assert stored_int4(param, {"m.weight": entry.scheme}) == entry.scheme == scheme
 
         def fill(param: Param) -> None:
@@ -189,9 +219,10 @@ def test_blocks_of_gguf_keep_their_numbers(type: str) -> None:
     inputs = 2 * kind.block
     generator = np.random.default_rng(5)
     data = generator.integers(0, 256, (OUTPUTS, inputs // kind.block, kind.size), dtype=np.uint8)
-    for at in (0, 2):  # scales are float16
+    first = 80 if type == "Q2_K" else 0
+    for at in (first, first + 2):  # scales are float16
         scales = generator.random((OUTPUTS, inputs // kind.block, 1)).astype(np.float16)
-        if at == 0 or type != "Q4_0":
+        if at == first or type != "Q4_0":
             data[..., at : at + 2] = scales.view(np.uint8)
     order = np.random.default_rng(6).permutation(OUTPUTS)
     plain = DEQUANTIZE[type](data[order].reshape(-1, kind.size)).reshape(OUTPUTS, inputs)
@@ -209,6 +240,30 @@ def test_blocks_of_gguf_keep_their_numbers(type: str) -> None:
 
     weight = taken(param, type, fill)
     torch.testing.assert_close(dequantize(weight, torch.float32), torch.from_numpy(plain))
+
+
+def test_an_order_of_inputs_is_told_by_a_mark(tmp_path: Path) -> None:
+    """One in which all is in place is none; with groups of unequal sizes the weight becomes floats; two orders do not
+    lie side by side. REG: act-order."""
+    members, _ = gptq(torch.randn(OUTPUTS, INPUTS), 64, symmetric=True)
+    config = {**GPTQ, "desc_act": True, "group_size": 64, "sym": True}
+    schemes = []
+    mixed = members["g_idx"][torch.randperm(INPUTS)]
+    other = mixed.flip(0)
+    unequal = torch.where(mixed == 1, 0, mixed)
+    for place, index in enumerate((members["g_idx"], mixed, other, unequal)):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        stored = {f"m.{name}": value for name, value in (members | {"g_idx": index}).items()}
+        with closing(open_weight(folder, config, stored)) as source:
+            schemes.append(source.entries["m.weight"].scheme)
+    assert schemes[0] == "int4-g64" and schemes[3] == ""
+    assert schemes[1] != schemes[2] and schemes[1].startswith("int4-g64+order-")
+    both = param_of(slice(0, INPUTS))
+    sizes = (OUTPUTS // 2, INPUTS)
+    both.pieces = tuple(WeightPiece(name=name, shape=sizes) for name in ("a", "b"))
+    assert stored_int4(both, {"a": schemes[1], "b": schemes[1]}) == schemes[1]
+    assert stored_int4(both, {"a": schemes[1], "b": schemes[2]}) is None
 
 
 def test_a_cut_group_an_odd_size_and_a_changed_weight_become_floats() -> None:
@@ -260,7 +315,7 @@ def test_e2m1_numbers_are_kept_with_scales_that_bfloat16_holds(case: str, tmp_pa
     torch.testing.assert_close(found, expected.float(), rtol=2**-8, atol=0)
 
 
-ONLINE = [name for name in INT4_SCHEMES if "whole" not in name and name != "nvfp4"]
+ONLINE = [name for name in INT4_SCHEMES if name in SCHEMES]
 
 
 @pytest.mark.parametrize("name", ONLINE)
@@ -325,7 +380,7 @@ def quantized_folder(folder: Path, format: str) -> Any:
     return oracle
 
 
-@pytest.mark.parametrize("format", ["gptq-asym", "compressed"])
+@pytest.mark.parametrize("format", ["gptq-asym", "compressed", "gptq-order"])
 def test_layers_multiply_by_what_is_stored(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

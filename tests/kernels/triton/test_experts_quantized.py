@@ -27,6 +27,7 @@ GPT_OSS: dict[str, Any] = {"activation": "swiglu_oai", "clamp": 7.0, "bias": Tru
 FORMS = [
     Int4Form(32, floats=True),
     Int4Form(16, floats=True),
+    *([] if interpreted() else [Int4Form(16, minima=True)]),
     Int4Form(128),
     Int4Form(32, minima=True),
     Int4Form(None),

@@ -171,6 +171,8 @@ def test_rows(group, minima, per_sm, depth, pair, outputs, inputs, bias, activat
         {"group": 64, "wide": True},
         {"group": 32, "floats": True, "eps": 1e-6, "activation": "silu"},
         {"group": 16, "floats": True, "add": True},
+        {"group": 16, "minima": True, "bias": True},
+        {"group": 64, "ordered": True, "eps": 1e-6, "activation": "silu"},
     ],
     ids=lambda more: " ".join(more),
 )
@@ -202,7 +204,10 @@ def test_what_no_kernel_serves_is_told():
 @pytest.mark.skipif(interpreted(), reason="widths of real models take a GPU")
 @pytest.mark.parametrize(
     "group, minima, floats",
-    [(128, False, False), (32, True, False), (32, False, True), (16, False, True)],
+    [
+        *((128, False, False), (32, True, False), (16, True, False)),
+        *((32, False, True), (16, False, True)),
+    ],
 )
 @pytest.mark.parametrize(
     "outputs, inputs, more",

@@ -44,6 +44,7 @@ class Int4Weight:
     scales_NBSR  model dtype [O / 64, I / 128 or 1, S, 32]: of each block's groups the scales of
                  outputs without bit 8, then of those with it, then minima in the same way; of
                  e2m1 numbers times `lift_of` the dtype
+    order_I      int32, which input of x lies at each place (act-order), None: each at its own
     """
 
     words_NBW: torch.Tensor
@@ -53,6 +54,7 @@ class Int4Weight:
     group: int | None
     minima: bool
     floats: bool = False
+    order_I: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -60,9 +62,16 @@ class Int4Weight:
         return self.words_NBW.device
 
     @property
+    def facts(self) -> dict[str, bool]:
+        """What a problem says of it beside its sizes."""
+        ordered = self.order_I is not None
+        return {"minima": self.minima, "floats": self.floats, "ordered": ordered}
+
+    @property
     def num_bytes(self) -> int:
         """In memory."""
-        return self.words_NBW.nbytes + self.scales_NBSR.nbytes
+        order = 0 if self.order_I is None else self.order_I.nbytes
+        return self.words_NBW.nbytes + self.scales_NBSR.nbytes + order
 
 
 def lift_of(dtype: torch.dtype) -> float:
@@ -148,7 +157,7 @@ def _arranged(weight: Int4Weight, parts: list[torch.Tensor], tiles: int) -> torc
 
 
 def dequantize(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """[O, I] as kernels multiply by it: the exact values rounded to the dtype once."""
+    """[O, I] as x is multiplied by it: the exact values rounded to the dtype once."""
     tiles, blocks, _ = weight.words_NBW.shape
     packed = weight.words_NBW.view(torch.uint8).view(tiles, blocks * 2, 4, 8, 4, 4, 4)
     nibbles = torch.stack((packed & 15, packed >> 4), -1).view(tiles, -1, 4, 8, 4, 4, 2, 2, 2)
@@ -165,4 +174,7 @@ def dequantize(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
         plain = values.float() * spread[0] - spread[1]
     else:
         plain = (values.float() - OFFSET) * spread[0]
-    return plain[: weight.outputs, : weight.inputs].to(dtype)
+    plain = plain[: weight.outputs, : weight.inputs].to(dtype)
+    if weight.order_I is None:
+        return plain
+    return torch.empty_like(plain).index_copy_(1, weight.order_I.long(), plain)

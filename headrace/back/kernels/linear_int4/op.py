@@ -39,8 +39,9 @@ Int4Linear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 @dataclass(frozen=True, kw_only=True)
 class LinearInt4Problem:
     """`dtype` is that of x, bias, scales and result. `group`: inputs that share a scale, None: all.
-    `minima`: each scale has one. `floats`: numbers are e2m1, not integers. `wide`: y is float32;
-    with nothing around it only. `eps` of the norm before, `activation` after; None: none."""
+    `minima`: each scale has one. `floats`: numbers are e2m1, not integers. `ordered`: inputs lie in
+    another order than in x. `wide`: y is float32; with nothing around it only. `eps` of the norm
+    before, `activation` after; None: none."""
 
     device: str
     dtype: torch.dtype
@@ -49,6 +50,7 @@ class LinearInt4Problem:
     group: int | None = 128
     minima: bool = False
     floats: bool = False
+    ordered: bool = False
     bias: bool = False
     wide: bool = False
     eps: float | None = None
@@ -134,6 +136,9 @@ def random_weight(problem: LinearInt4Problem, generator: torch.Generator) -> Int
         if problem.floats:
             scales = torch.exp2(scales.log2().round())
         write(weight, first // ROWS, values, scales, minima)
+    if problem.ordered:
+        order_I = torch.randperm(inputs, generator=generator, device=generator.device)
+        weight = replace(weight, order_I=order_I.to(weight.device, torch.int32))
     return weight
 
 

@@ -82,7 +82,10 @@ def bind(
     bias_O: torch.Tensor | None,
     norm_weight_I: torch.Tensor | None = None,
 ) -> Int4Linear:
-    """The kernels for one weight."""
+    """The kernels for one weight. x is brought into its order before anything else."""
+    order_I = weight.order_I
+    if order_I is not None and norm_weight_I is not None:
+        norm_weight_I = norm_weight_I.index_select(0, order_I)
     several = Int4Gemm(weight=weight, bias_O=bias_O, activation=problem.activation, add=problem.add)
     one, norm = several, None
     if problem.eps is not None:
@@ -113,6 +116,8 @@ def bind(
 
     def linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
         num_tokens = len(x_TI)
+        if order_I is not None:
+            x_TI = x_TI.index_select(1, order_I)
         if norm is not None and (num_tokens > 1 or not fused):
             x_TI = norm(x_TI)
         if num_tokens >= LIBRARY_FROM:

@@ -51,8 +51,12 @@ class QuantizedSource:
             where=values.where,
             order=values.order,
             dequantized=True,
-            scheme=kept_scheme(weight) or "",
+            scheme=kept_scheme(weight, lambda: self._order(weight)) or "",
         )
+
+    def _order(self, weight: QuantizedTensor) -> torch.Tensor:
+        """The group of each input, where it is stored."""
+        return self._member(weight.members["order"], (), (slice(None),), HOST)
 
     def decisions(self) -> tuple[Decision, ...]:
         """What of the checkpoint is not made use of."""
