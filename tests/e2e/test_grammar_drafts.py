@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.base.wire.grammar import Constraint, Json, Node, ReasoningRule, Regex, pack
@@ -17,7 +18,15 @@ from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
-from tests.e2e.test_speculation import NGRAM, Answer, Engine, assert_equal, options, run
+from tests.e2e.test_speculation import (
+    NGRAM,
+    Answer,
+    Engine,
+    as_on_a_gpu,
+    assert_equal,
+    options,
+    run,
+)
 
 pytestmark = pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
@@ -155,6 +164,42 @@ def test_forced_texts_and_drafts_bring_each_other_no_other_token(pair: Any) -> N
         assert_equal(run(plain.core, [request], 3), run(drafted.core, [request], 3))
     assert drafted.core.counters.jump_forward_tokens > 0
     assert accepted(drafted) > 10
+
+
+def test_on_a_device_drafts_wait_for_their_masks(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: what is proposed behind a step is told to the host, which makes the masks while
+    the next step verifies it. Rows without a grammar are in the same steps."""
+    as_on_a_gpu(monkeypatch)
+    plain, drafted = pair(prefix_caching=False)
+    requests = requests_of(plain, 2 * len(CONSTRAINTS))
+    assert_equal(run(plain.core, requests), run(drafted.core, requests))
+    assert accepted(drafted) > 20
+    assert drafted.core.counters.steps < plain.core.counters.steps
+    assert drafted.core.counters.jump_forward_tokens > 0
+
+
+@pytest.mark.slow
+def test_on_a_device_preemption_changes_no_token_of_a_grammar(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_gpu(monkeypatch)
+    plain, drafted = pair(kv_blocks=34, max_step_tokens=48, max_running=12, prefix_caching=False)
+    requests = requests_of(plain, 12, 120, LONG)
+    assert_equal(run(plain.core, requests, 40), run(drafted.core, requests, 40))
+    assert drafted.core.scheduler.num_preemptions > 0 and accepted(drafted) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_on_a_gpu_answers_of_a_grammar_are_those_without_drafts(pair: Any) -> None:
+    plain, drafted = pair(device="cuda", prefix_caching=False)
+    requests = requests_of(plain, 2 * len(CONSTRAINTS))
+    for _ in range(3):  # launched, recorded, replayed
+        assert_equal(run(plain.core, requests), run(drafted.core, requests))
+    assert accepted(drafted) > 60
+    assert drafted.core.counters.steps < plain.core.counters.steps
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])

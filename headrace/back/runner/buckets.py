@@ -43,7 +43,7 @@ from headrace.back.runner.replay import (
     StaticTensors,
     step_tables,
 )
-from headrace.back.runner.results import StepEvent
+from headrace.back.runner.results import ProposedDrafts, StepEvent
 from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
 from headrace.back.runner.steps import (
     AwaitMasks,
@@ -57,7 +57,7 @@ from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
-from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan
+from headrace.base.wire.step import RecordedGraphs, StepPlan
 
 MOST_FRAMES = 512
 """Views of the static tensors that are kept, by size."""
@@ -115,14 +115,14 @@ class BucketSteps:
                 drafter, problem, self._tables, self.rows, replay, max_rows=draft_rows
             )
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
-        self.host_drafts = drafter is not None and replay.on_host
         taps = self._taps = None if drafter is None else drafter.taps
         self._last_hidden = drafter is not None and drafter.last_hidden
         self._exact = ExactSteps(resources, self.rows, taps=taps)
         self._newest: Bucket | None = None
         self._message = StepMessage(problem, self._tables, buckets.largest.updates, slots=RING)
         self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)
-        self._sampled_ring = SampleRing((max_rows * MOST_WORDS,), device)
+        drafted = min(max_tokens, 2 * draft_rows * (1 + self.max_drafts))  # with padding
+        self._sampled_ring = SampleRing((max(max_rows, drafted) * MOST_WORDS,), device)
         self._static = StaticTensors(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
         self._usage = usage or GraphUsage()
@@ -234,6 +234,8 @@ class BucketSteps:
         out = self._replay.run(bucket, self._step, rest)
         ring = self._sampled_ring if sampling.words else self._argmax_ring
         samples = self._read(ring, slot, sampling.words, sampling.masks)
+        if bucket.verifies and sampling.words:  # which of them stand the other ring says
+            samples = replace(samples, tokens=self._read(self._argmax_ring, slot).tokens)
         return StepOutputs(out=out, index=shape.place, samples=samples)
 
     def _wants_host(self, shape: StepShape) -> bool:
@@ -252,17 +254,17 @@ class BucketSteps:
         """See Steps."""
         return self._replay.event()
 
-    def finish(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
+    def finish(self, plan: StepPlan, shape: StepShape) -> ProposedDrafts | None:
         """See Steps. What is kept of a step is work of its own, replayed as the step is."""
         speculation = self._speculation
-        return NO_DRAFTS if speculation is None else self._finish(speculation, plan, shape)
+        return None if speculation is None else self._finish(speculation, plan, shape)
 
     def _finish(
         self, speculation: DraftVerification, plan: StepPlan, shape: StepShape
-    ) -> np.ndarray:
+    ) -> ProposedDrafts | None:
         if speculation.follow_rows(shape):
             self._follow_newest(speculation, shape)
-        return speculation.propose_next(plan) if plan.deferred else NO_DRAFTS
+        return speculation.propose_next(plan) if plan.deferred else None
 
     def _follow_newest(self, speculation: DraftVerification, shape: StepShape) -> None:
         if self._newest is not None:
@@ -297,18 +299,21 @@ class BucketSteps:
 
     def _propose(self, bucket: Bucket, out: StepOut) -> None:
         """Drafts for the rows of a step, in front of it; behind its updates of block tables, where
-        they are written to."""
+        they are written to. Rows of steps that wait for masks have those that masks were made for."""
         assert self._speculation is not None
+        row_R = self._message.section(0, bucket.rows)
+        if isinstance(bucket.sampler_input, InStepSampling) and bucket.sampler_input.grammar:
+            self._speculation.keep_proposed(row_R)
+            return
         if self._speculation.follows:
             self._inputs(self._message.words, self._tables, out)
         starts_R1 = self._message.section(2, bucket.rows + 1)
-        row_R = self._message.section(0, bucket.rows)
         self._speculation.propose(row_R, starts_R1, bucket.queries - 1)
 
     def _step(self, bucket: Bucket) -> StepTensors:
         """The whole step on the device, from the message that was copied last to the ring."""
         frame, model, words = self._frame_of(bucket), self._resources.model, self._message.words
-        if bucket.verifies and self._speculation is not None and self._speculation.proposes_in_step:
+        if bucket.verifies and bucket.commits and not self._replay.on_host:
             self._propose(bucket, frame.out)
         self._inputs(words, self._tables, frame.out)
         if frame.ones_R1 is not None:  # padding rows have no query
@@ -348,13 +353,19 @@ class BucketSteps:
         in_step, logits_RV = bucket.sampler_input, tensors.logits_RV
         assert isinstance(in_step, InStepSampling) and logits_RV is not None
         assert self._resources.sample is not None
-        chosen = self._resources.sample(in_step, logits_RV, self._asked(bucket))
+        asked = self._asked(bucket)
+        chosen = self._resources.sample(in_step, logits_RV, asked)
         words = self._message.words
         if chosen.words_RW is not None:
             self._sampled_ring.data[:, : chosen.words_RW.numel()].index_copy_(
                 0, words[SLOT : SLOT + 1].long(), chosen.words_RW.view(1, -1)
             )
         self._put(bucket, words, chosen.token_R, chosen.max_logit_R)
+        stands_R = asked.sample_R
+        if bucket.verifies:
+            slot = self._argmax_ring.data[:, 0].index_select(0, words[SLOT : SLOT + 1].long())
+            stands_R = (slot[0, : bucket.tokens] >= 0).to(torch.int32)
+        self._resources.sample.count(in_step, chosen.token_R, asked, stands_R)
         return tensors
 
     def _asked(self, bucket: Bucket) -> AskedRows:
@@ -371,11 +382,14 @@ class BucketSteps:
         place_T = torch.arange(bucket.tokens, dtype=torch.int32, device=row_R.device)
         index_T = torch.searchsorted(starts_R1[1:], place_T, right=True)
         index_T = index_T.clamp_(max=bucket.rows - 1)
+        offset_T = place_T.long() - starts_R1.index_select(0, index_T)
         return AskedRows(
             row_R=row_R.index_select(0, index_T),
             position_R=(out.positions_T + 1).to(torch.int32),
             sample_R=torch.ones_like(place_T),
             tokens_MC=tokens_MC,
+            offset_R=offset_T,
+            most_drafts=bucket.queries - 1,
         )
 
     def _kv_len(self, bucket: Bucket, out: StepOut) -> torch.Tensor:

@@ -24,14 +24,13 @@ from headrace.back.runner.steps import (
 )
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.base.config.resolved import Decision
-from headrace.base.wire.step import NO_DRAFTS, RecordedGraphs, StepPlan
+from headrace.base.wire.step import RecordedGraphs, StepPlan
 
 
 class ExactSteps:
     """`Steps`; see the top of the file."""
 
     max_drafts = 0
-    host_drafts = False
     common_rows: tuple[int, ...] = ()
     distinct_rows: tuple[int, ...] = ()
 
@@ -117,9 +116,8 @@ class ExactSteps:
             return PassedEvent()
         return DeviceEvent((recorded(),))
 
-    def finish(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
+    def finish(self, plan: StepPlan, shape: StepShape) -> None:
         """See Steps."""
-        return NO_DRAFTS
 
 
 def build_batch(

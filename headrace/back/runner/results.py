@@ -127,6 +127,19 @@ def accepted_of(shape: StepShape, token_N: np.ndarray) -> AcceptedTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProposedDrafts:
+    """See StepResult.proposed. The tokens are there once the device has passed the event."""
+
+    tokens: np.ndarray
+    event: StepEvent
+
+    def read(self) -> np.ndarray:
+        """Waits for them."""
+        self.event.wait()
+        return self.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchedStep:
     """One step on its way.
 
@@ -142,7 +155,7 @@ class LaunchedStep:
     pooled: Sequence[Vectors] = ()
     captured: Sequence[CapturedWeights] = ()
     refused: dict[int, HeadraceError] = field(default_factory=dict)
-    proposed: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
+    proposed: ProposedDrafts | None = None
     lost: Callable[[np.ndarray], None] | None = None
 
     def done(self) -> bool:
@@ -184,7 +197,7 @@ class LaunchedStep:
             step=self.plan.step,
             tokens=tokens,
             drafted=drafted,
-            proposed=self.proposed,
+            proposed=NO_DRAFTS if self.proposed is None else self.proposed.read(),
             logprobs=logprobs,
             prompt_logprobs=[(index, scored.read()) for index, scored in self.prompts],
             pooled=[pooled for vectors in self.pooled for pooled in vectors.read(failed)],

@@ -43,7 +43,7 @@ from headrace.back.runner.steps import StepResources, token_choices
 from headrace.back.sampling.logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.back.speculative.network import DraftNetwork
-from headrace.base.config.resolved import EngineSpec, max_forward_tokens
+from headrace.base.config.resolved import EngineSpec, max_drafted_tokens, max_forward_tokens
 from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING
 from headrace.base.wire.media import MediaForm
@@ -95,7 +95,13 @@ class Runner:
         self._device = device
         self._kv = KVMemory(plan.layout, plan.counts, device=device)
         self._state = plan.state(max_rows, device, self._kv)
-        self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
+        self._sampler = Sampler(
+            max_rows=max_rows,
+            logits_width=model.logits_width,
+            device=device,
+            drafted_places=max_drafted_tokens(plan.spec),
+            max_places=max_forward_tokens(plan.spec),
+        )
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
         self._pooler = Pooler(model.classify, plan.projection)
         self._captured: LayersOfRow = {}
@@ -133,7 +139,6 @@ class Runner:
             capture_layers=num_capturable(model, spec),
             capture_heads=model.attention_heads,
             max_drafts=self._steps.max_drafts,
-            host_drafts=self._steps.host_drafts,
             encoder_tokens=model.encoder_tokens,
             spectrogram=spec.model.spectrogram,
             kv_bytes=self._kv.num_bytes,
@@ -267,7 +272,7 @@ class Runner:
         probe = capture_of(self._captured, shape) if self._captured else None
 
         def take_masks() -> None:
-            self._sampler.take_masks(masks())
+            self._sampler.take_masks(masks(), shape.sampled_row, shape.place)
 
         outputs = self._steps.run(plan, shape, probe=probe, take_masks=take_masks)
         prompts, refused = (

@@ -25,10 +25,7 @@ from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import Rows, StepShape
-from headrace.back.runner.results import (
-    SampledTokens,
-    StepEvent,
-)
+from headrace.back.runner.results import ProposedDrafts, SampledTokens, StepEvent
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.features import SampledRows
 from headrace.back.sampling.in_step import StepSampler, StepSamples
@@ -146,8 +143,6 @@ class Steps(Protocol):
     """Those of them that take all kernels between them."""
     max_drafts: int
     """Drafts of a row that a step can verify."""
-    host_drafts: bool
-    """Whether the host knows them before the step, so that masks and penalties follow them."""
 
     @property
     def graphs(self) -> RecordedGraphs:
@@ -198,9 +193,10 @@ class Steps(Protocol):
         """The point behind everything that has been launched."""
         ...
 
-    def finish(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
+    def finish(self, plan: StepPlan, shape: StepShape) -> ProposedDrafts | None:
         """The rows have the tokens of the step that ran last: what is kept of it for later drafts;
-        behind a step that waited for masks, StepResult.proposed. Its tensors may be overwritten."""
+        behind a step that waited for masks, what its rows are to verify next. Its tensors may be
+        overwritten."""
         ...
 
 

@@ -4,7 +4,8 @@ the host stands.
 A plan says how many drafts each row may have and, for rows with drafts in flight, only the greatest
 position at which they may begin. On a GPU the host launches it as it is: kernels read the lengths.
 A CPU is its own device: by the time a step begins the one before has run, so that the plan is made
-exact, the drafts are proposed, and a step in which nothing was proposed is a plain one.
+exact, the drafts are proposed, and a step in which nothing was proposed is a plain one. So does a
+GPU, whose host waits for the step before, where the host is to sample.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from headrace.back.attention.plan import Batch
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
 from headrace.back.kernels.step_verify.op import OP as VERIFY
+from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.runner.batch import Rows, StepShape, done_in_step
 from headrace.back.runner.replay import Replay
+from headrace.back.runner.results import ProposedDrafts
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import AwaitMasks, StepTensors
 from headrace.back.sampling.in_step import InStepSampling
@@ -74,41 +77,38 @@ class DraftVerification:
         self._decisions = (*drafter.decisions, *decisions((choice,)))
         self.max_drafts = drafter.max_drafts
         self.count_M = torch.zeros_like(tables.length_M)
-        self._proposed_at = np.full(tables.length_M.numel(), -1, np.int32)
+        self._proposed_at_M = torch.full_like(tables.length_M, -1)
         self.follows = drafter.follows
         self._rows = rows
         self._replay, self._on_host, self._max_rows = replay, replay.on_host, max_rows
         self._followed = np.zeros(tables.length_M.numel(), np.int64)
         self._row_R = torch.zeros_like(tables.length_M)
-        self._start_R1 = torch.zeros(tables.length_M.numel() + 1, dtype=torch.int32)
+        self._start_R1 = tables.length_M.new_zeros(tables.length_M.numel() + 1)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """The kernels that were chosen."""
         return self._decisions
 
-    @property
-    def proposes_in_step(self) -> bool:
-        """Whether drafts are proposed within the step."""
-        return not self._on_host
-
     def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
-        """The plan as it can be run, its rows having taken what it starts. On a GPU only what a
-        step samples itself can be verified; what the host samples needs its exact positions,
-        which the noise of a sample depends on."""
-        if self._on_host:
-            if self.follows and plan.drafts.size:
-                self._rows.update(plan)  # the drafter's passes come before the step
+        """The plan as it can be run, its rows having taken what it starts. What the host samples
+        needs its exact positions, which the noise of a sample depends on."""
+        if plan.starts or plan.feeds:
             self._forget_proposed(plan)
-            plan = self._exact(plan)
-            return self._take_proposed(plan, masks) if plan.deferred else self._propose(plan)
-        if not isinstance(needs, InStepSampling) and needs != "argmax":
-            return self._exact(without_drafts(plan))
-        if isinstance(needs, InStepSampling) and (needs.words or needs.grammar):
-            plan = without_drafts(plan)
-            decodes = max(plan.num_tokens.tolist()) == 1
-            return plan if done_in_step(needs, decodes=decodes) else self._exact(plan)
-        return plan
+        if not self._on_host and self._runs_whole(plan, needs):
+            return plan
+        plan = self._exact(plan)
+        if not plan.drafts.size:
+            return plan
+        if self.follows:
+            self._rows.update(plan)  # the drafter's passes come before the step
+        return self._take_proposed(plan, masks) if plan.deferred else self._propose(plan)
+
+    def _runs_whole(self, plan: StepPlan, needs: SamplerInput) -> bool:
+        """Whether the step samples for all of its rows itself."""
+        decodes = bool(plan.drafts.size) or max(plan.num_tokens.tolist()) == 1
+        in_step = needs == "argmax" or isinstance(needs, InStepSampling)
+        return in_step and (needs == "argmax" or done_in_step(needs, decodes=decodes))
 
     def propose(self, row_R: torch.Tensor, query_start_R1: torch.Tensor, most: int) -> None:
         """Drafts for the rows of a step, on the device; no row wants more than `most`."""
@@ -136,20 +136,17 @@ class DraftVerification:
         """See Drafter."""
         return self._drafter.follow(batch, row_R, query_start_R1, positions_T, self._tables)
 
-    def _propose_here(self, rows: np.ndarray, wanted: np.ndarray) -> None:
-        """As many drafts as each of these rows wants, at once; of a drafter that has not followed a
-        row all the way none."""
-        if self.follows:
-            complete = self._followed[rows] >= self._length_M.numpy()[rows] - 1
-            wanted = np.where(complete, wanted, 0)
-        count, most = rows.size, int(wanted.max(initial=0))
-        self._row_R.numpy()[:count] = rows
-        np.cumsum(1 + wanted, out=self._start_R1.numpy()[1 : count + 1])
+    def _propose_here(self, row_R: torch.Tensor, wanted_R: torch.Tensor, most: int) -> None:
+        """As many drafts as each of these rows wants, at most `most`, at once."""
+        count = row_R.shape[0]
+        self._row_R[:count] = row_R
+        torch.cumsum(1 + wanted_R, 0, out=self._start_R1[1 : count + 1])
         row_R, start_R1 = self._row_R[:count], self._start_R1[: count + 1]
-        if not self.follows:
-            self.propose(row_R, start_R1, most)
+        if not (self.follows and self._on_host):
+            if most:
+                self.propose(row_R, start_R1, most)
             return
-        self.count_M.numpy()[rows] = wanted
+        self.count_M.index_copy_(0, row_R.long(), wanted_R)
         if most:
             size = {"tokens": count, "rows": count, "queries": 1 + most}
             bucket = Bucket(**size, decode=False, updates=0, part="draft")
@@ -177,49 +174,76 @@ class DraftVerification:
 
     def _propose(self, plan: StepPlan) -> StepPlan:
         """The plan with as many drafts as there are."""
-        if not plan.drafts.size:
-            return plan
-        self._propose_here(plan.rows, plan.drafts)
-        return _with_drafts(plan, np.minimum(self.count_M.numpy()[plan.rows], plan.drafts))
+        wanted = plan.drafts
+        if self.follows and self._on_host:
+            wanted = np.where(self._followed_all(plan.rows), wanted, 0).astype(np.int32)
+        row_R = to_device(plan.rows, self.count_M.device)
+        self._propose_here(row_R, to_device(wanted, row_R.device), int(wanted.max()))
+        return _with_drafts(plan, np.minimum(self._count_of(row_R), wanted))
+
+    def _count_of(self, row_R: torch.Tensor) -> np.ndarray:
+        return self.count_M.index_select(0, row_R).cpu().numpy()
+
+    def _followed_all(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the drafter has followed each of these rows all the way: of others it proposes
+        nothing."""
+        return self._followed[rows] >= self._length_M.numpy()[rows] - 1
 
     # Masks must be made for the drafts of a step, by the core: so these are proposed and told
     # behind the step before. A CPU's step waits for the masks before it computes, and leaves out
-    # the drafts that they forbid.
+    # the drafts that they forbid; a GPU's samples none of those.
 
-    def propose_next(self, plan: StepPlan) -> np.ndarray:
+    def propose_next(self, plan: StepPlan) -> ProposedDrafts | None:
         """The drafts of the rows that the step has sampled: see StepResult.proposed."""
-        if not self._on_host:
-            return NO_DRAFTS
-        rows = plan.rows[plan.sample].astype(np.int32)
-        length, width = self._length_M.numpy()[rows], self._tables.tokens_MC.shape[1]
-        wanted = np.clip(width - length, 0, self.max_drafts)
-        if self.follows:
-            reach = [self._drafter.reach(one) for one in length.tolist()]
-            wanted = np.minimum(wanted, np.asarray(reach, np.int32))
-        self._propose_here(rows, wanted)
-        self._proposed_at[rows] = length
-        proposed = np.full((plan.rows.size, self.max_drafts), -1, np.int32)
-        count, tokens_MC = self.count_M.numpy()[rows], self._tables.tokens_MC.numpy()
-        for index, row, first, num in zip(
-            np.flatnonzero(plan.sample), rows, length, count, strict=True
-        ):
-            proposed[index, :num] = tokens_MC[row, first : first + num]
-        return proposed
+        if not plan.sample.any():
+            return None
+        tokens_MC, most = self._tables.tokens_MC, self.max_drafts
+        sampled, width = np.flatnonzero(plan.sample), tokens_MC.shape[1]
+        row_R = to_device(plan.rows[sampled].astype(np.int64), tokens_MC.device)
+        length_R = self._length_M.index_select(0, row_R)
+        wanted_R = torch.minimum((width - length_R).clamp(0, most), self._drafter.reach(length_R))
+        if self._on_host:
+            if self.follows:
+                wanted_R *= to_device(self._followed_all(plan.rows[sampled]), wanted_R.device)
+            most = max(wanted_R.tolist(), default=0)
+        self._propose_here(row_R.to(torch.int32), wanted_R, most)
+        self._proposed_at_M.index_copy_(0, row_R, length_R)
+        count_R = torch.minimum(self.count_M.index_select(0, row_R), wanted_R)
+        self.count_M.index_copy_(0, row_R, count_R)
+        place_D = torch.arange(self.max_drafts, device=row_R.device)
+        column_RD = (length_R[:, None] + place_D).clamp_(max=width - 1)
+        draft_RD = tokens_MC[row_R[:, None], column_RD]
+        draft_RD = torch.where(place_D < count_R[:, None], draft_RD, -1)
+        proposed_RD = draft_RD.new_full((plan.rows.size, self.max_drafts), -1)
+        proposed_RD.index_copy_(0, to_device(sampled, row_R.device), draft_RD)
+        return ProposedDrafts(tokens=to_host(proposed_RD).numpy(), event=self._replay.event())
+
+    def keep_proposed(self, row_R: torch.Tensor) -> None:
+        """The rows of a step keep the drafts that were proposed behind the one before, should they
+        have gained nothing since. Row numbers int32 on the device, padding among them."""
+        at_R = row_R.long()
+        self.count_M.index_copy_(0, at_R, self._still_proposed(at_R))
+
+    def _still_proposed(self, row_R: torch.Tensor) -> torch.Tensor:
+        """How many of their drafts were proposed behind what the rows have now."""
+        count_R, at_R, length_R = (
+            table.index_select(0, row_R)
+            for table in (self.count_M, self._proposed_at_M, self._length_M)
+        )
+        return torch.where(at_R == length_R, count_R, 0)
 
     def _forget_proposed(self, plan: StepPlan) -> None:
         """What was proposed for rows that have other tokens now."""
-        for entry in (*plan.starts, *plan.feeds):
-            self._proposed_at[entry.row] = -1
+        rows = np.array([entry.row for entry in (*plan.starts, *plan.feeds)], np.int64)
+        self._proposed_at_M.index_fill_(0, to_device(rows, self._proposed_at_M.device), -1)
         for start in plan.starts:
             self._followed[start.row] = start.num_computed
 
     def _take_proposed(self, plan: StepPlan, masks: AwaitMasks) -> StepPlan:
         """The plan with the drafts that were proposed and are allowed."""
-        if not plan.drafts.size:
-            return plan
-        proposed = self._proposed_at[plan.rows] == self._length_M.numpy()[plan.rows]
-        drafts = np.where(proposed, np.minimum(self.count_M.numpy()[plan.rows], plan.drafts), 0)
-        if drafts.any():
+        row_R = to_device(plan.rows.astype(np.int64), self.count_M.device)
+        drafts = np.minimum(self._still_proposed(row_R).cpu().numpy(), plan.drafts)
+        if self._on_host and drafts.any():
             drafts = self._allowed(plan.rows, drafts, unpack_masks(masks()))
         return _with_drafts(plan, drafts.astype(np.int32))
 

@@ -27,7 +27,7 @@ from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import RowNumbers, Use
 from headrace.back.sampling.logit_masks import RowMasks
 from headrace.back.sampling.logprobs import Scores
-from headrace.back.sampling.penalties import Penalties
+from headrace.back.sampling.penalties import Penalties, drafts_before
 
 
 class DeviceRows:
@@ -114,12 +114,16 @@ class InStepSampling:
 @dataclass(frozen=True, kw_only=True)
 class AskedRows:
     """Of the R rows, on the device, int32: row; position of the token to be sampled; sample: 1
-    where it is, else 0. tokens int32 [M, columns]: all rows' tokens at their positions."""
+    where it is, else 0. tokens int32 [M, columns]: all rows' tokens at their positions. Of a step
+    that verifies drafts each place is one of the R, and `offset` int64 [R] says the how many-th of
+    its row it is, at most `most_drafts`; None: each is its row's first."""
 
     row_R: torch.Tensor
     position_R: torch.Tensor
     sample_R: torch.Tensor
     tokens_MC: torch.Tensor
+    offset_R: torch.Tensor | None = None
+    most_drafts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,17 @@ class StepSampler(Protocol):
         self, in_step: InStepSampling, logits_RV: torch.Tensor, asked: AskedRows
     ) -> InStepTokens:
         """The tokens of the rows; logits float32 [R, V], which are overwritten."""
+        ...
+
+    def count(
+        self,
+        in_step: InStepSampling,
+        token_R: torch.Tensor,
+        asked: AskedRows,
+        stands_R: torch.Tensor,
+    ) -> None:
+        """The rows have these tokens, those where `stands` int32 is 1 and not 0: what comes after
+        them is to know it. Last, so that a step that found no memory may be tried again."""
         ...
 
 
@@ -174,7 +189,7 @@ class InStepSampler:
         raw_RV = logits_RV
         if processes and in_step.alternatives is not None:
             raw_RV = logits_RV.clone()
-        slots = self._process(in_step, logits_RV, asked)
+        self._process(in_step, logits_RV, asked)
         chosen = raw if raw is not None and not processes else self._greedy(logits_RV)
         token_R, z_R = chosen
         if in_step.samples:
@@ -186,18 +201,32 @@ class InStepSampler:
             return InStepTokens(token_R=token_R, max_logit_R=chosen[1])
         assert raw is not None
         samples_RW = self._report(in_step, raw_RV, raw[1], token_R, z_R)
-        if slots is not None:  # last, so that a step that found no memory may be tried again
-            self._penalties.count(token_R, slots, asked.sample_R)
         return InStepTokens(token_R=token_R, max_logit_R=raw[1], words_RW=samples_RW)
 
-    def _process(
-        self, in_step: InStepSampling, logits_RV: torch.Tensor, asked: AskedRows
-    ) -> torch.Tensor | None:
-        """Rewrites the logits; returns the rows' slots of penalties, if there are any."""
-        slots = None
+    def count(
+        self,
+        in_step: InStepSampling,
+        token_R: torch.Tensor,
+        asked: AskedRows,
+        stands_R: torch.Tensor,
+    ) -> None:
+        """See StepSampler."""
         if in_step.penalties:
-            slots = self._penalties.slots_of(asked.row_R)
-            self._penalties.penalise(logits_RV, slots)
+            self._penalties.count(token_R, self._penalties.slots_of(asked.row_R), stands_R)
+
+    def _process(self, in_step: InStepSampling, logits_RV: torch.Tensor, asked: AskedRows) -> None:
+        """Rewrites the logits."""
+        if in_step.penalties:
+            drafts_RD = None
+            if asked.offset_R is not None:
+                drafts_RD = drafts_before(
+                    asked.tokens_MC,
+                    asked.row_R,
+                    asked.position_R,
+                    asked.offset_R,
+                    asked.most_drafts,
+                )
+            self._penalties.penalise(logits_RV, self._penalties.slots_of(asked.row_R), drafts_RD)
         if in_step.masks:
             self._masks.apply(
                 logits_RV,
@@ -206,7 +235,6 @@ class InStepSampler:
                 asked.position_R,
                 grammar=in_step.grammar,
             )
-        return slots
 
     def _report(
         self,

@@ -197,11 +197,23 @@ class RowMasks:
     """The same of all rows in tables, and masks of grammars as they come: what op `logit_masks`
     reads in a recorded step. `crowded`: rows whose lists the tables have no room for."""
 
-    def __init__(self, *, max_rows: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        width: int,
+        device: torch.device,
+        masks: int = 0,
+        places: int = 0,
+    ) -> None:
+        """`masks`, `places`: see MaskTables.empty."""
         choice = OP.choose(LogitMasksProblem(device=device.type))
         self.decisions = decisions((choice,))
         self._mask_logits = choice.bind()
-        self._tables = MaskTables.empty(max_rows=max_rows, width=width, device=device)
+        self._tables = MaskTables.empty(
+            max_rows=max_rows, width=width, device=device, masks=masks, places=places
+        )
+        self._first_M = np.zeros(max_rows, np.int64)
         self._width = width
         self._device = device
         self.crowded: set[int] = set()
@@ -229,19 +241,25 @@ class RowMasks:
         self.crowded.discard(row)
         self._tables.rules_MW[row, :HEADER].zero_()
 
-    def take(self, payload: memoryview) -> None:
-        """The grammar masks of this step, on a device behind what it was given so far."""
-        rows, masks, _ = unpack_masks(payload).of_newest()
-        has_grammar = np.zeros(len(self._tables.has_grammar_M), np.int32)
-        has_grammar[rows] = 1
-        self._tables.has_grammar_M.copy_(to_device(has_grammar, self._device))
-        if not rows.size:
+    def take(self, payload: memoryview, rows: np.ndarray, places: np.ndarray) -> None:
+        """The grammar masks of this step, on a device behind what it was given so far. The step
+        samples at `places` [N] tokens of `rows` [N], a row's in order and side by side; masks of
+        tokens that it does not sample are left out."""
+        masks = unpack_masks(payload)
+        row_P = np.full(len(self._tables.grammar_at_P) + 1, -1, np.int64)
+        row_P[places] = rows
+        self._first_M[rows[::-1]] = places[::-1]
+        place_K = np.minimum(self._first_M[masks.rows] + masks.offsets, len(row_P) - 1)
+        index_K = np.flatnonzero(row_P[place_K] == masks.rows)
+        at_P = np.full(len(row_P) - 1, -1, np.int32)
+        at_P[place_K[index_K]] = np.arange(index_K.size, dtype=np.int32)
+        self._tables.grammar_at_P.copy_(to_device(at_P, self._device))
+        if not index_K.size:
             return
-        whole = np.zeros((len(rows), self._tables.grammar_MB.shape[1]), np.int32)
-        num_words = min(whole.shape[1], masks.shape[1])
-        whole[:, :num_words] = masks[:, :num_words]
-        row_K = to_device(rows.astype(np.int64), self._device)
-        self._tables.grammar_MB.index_copy_(0, row_K, to_device(whole, self._device))
+        whole = np.zeros((index_K.size, self._tables.grammar_GB.shape[1]), np.int32)
+        num_words = min(whole.shape[1], masks.masks.shape[1])
+        whole[:, :num_words] = masks.masks[index_K, :num_words]
+        self._tables.grammar_GB[: index_K.size].copy_(to_device(whole, self._device))
 
     def apply(
         self,

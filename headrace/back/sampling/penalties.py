@@ -10,7 +10,6 @@ are part of the step there (in_step.py) and take no word from the host.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,12 +81,24 @@ class Penalties:
     def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Rewrites the logits of the tokens seen; a row that stands here several times has drafts,
         which lie in its tokens before the later places and count there."""
-        if _has_drafts(feature_rows.rows):
-            self._apply_behind_drafts(logits_KV, feature_rows)
-            return
         slot_K = self._slots(feature_rows.rows).slot_K
+        drafts_KD = None
+        if _has_drafts(feature_rows.rows):
+            rows, positions = feature_rows.rows, feature_rows.positions
+            begins = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]])
+            offset = np.arange(len(rows)) - np.repeat(begins, np.diff(np.r_[begins, len(rows)]))
+            row_K, position_K, offset_K = (
+                to_device(one, self._device) for one in (rows, positions, offset)
+            )
+            most = int(offset.max())
+            drafts_KD = drafts_before(feature_rows.tokens, row_K, position_K, offset_K, most)
         self._penalise(
-            logits_KV, self._count_SV, self._numbers_S3, slot_K, lambda: self._seen(feature_rows)
+            logits_KV,
+            self._count_SV,
+            self._numbers_S3,
+            slot_K,
+            lambda: self._seen(feature_rows),
+            drafts_KD,
         )
 
     def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
@@ -98,40 +109,20 @@ class Penalties:
             times_K = to_device(_standing(token_K, feature_rows), self._device)
         self._count_SV.view(-1).index_add_(0, slots.begin_K + token_K, times_K)
 
-    def _apply_behind_drafts(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
-        """Place by place, with the drafts before it counted meanwhile."""
-        row, first = -1, 0
-        places = zip(feature_rows.rows.tolist(), feature_rows.positions.tolist(), strict=True)
-        for k, (owner, position) in enumerate(places):
-            if owner != row:
-                row, first = owner, position
-            drafts = feature_rows.tokens[row, first:position].to(torch.int64)
-            one = torch.ones_like(drafts, dtype=torch.int32)
-            count_V = self._count_SV[int(self._slot[row])]
-            count_V.index_add_(0, drafts, one)
-            place = feature_rows.take(np.array([k]))
-            slot_1 = self._slot_M[row : row + 1]
-            self._penalise(
-                logits_KV[k : k + 1],
-                self._count_SV,
-                self._numbers_S3,
-                slot_1,
-                functools.partial(self._seen, place),
-            )
-            count_V.index_add_(0, drafts, -one)
-
     def slots_of(self, row_R: torch.Tensor) -> torch.Tensor:
         """The slot of each row, on the device; 0 for rows that use no penalty, and for the one
         after the last."""
         return self._slot_M.index_select(0, row_R)
 
-    def penalise(self, logits_RV: torch.Tensor, slot_R: torch.Tensor) -> None:
-        """Rewrites the logits of the tokens seen, by slot."""
+    def penalise(
+        self, logits_RV: torch.Tensor, slot_R: torch.Tensor, drafts_RD: torch.Tensor | None = None
+    ) -> None:
+        """Rewrites the logits of the tokens seen, by slot; `drafts`: see the op."""
 
         def seen() -> torch.Tensor:
             return torch.arange(self._width, device=self._device).expand(len(slot_R), -1)
 
-        self._penalise(logits_RV, self._count_SV, self._numbers_S3, slot_R, seen)
+        self._penalise(logits_RV, self._count_SV, self._numbers_S3, slot_R, seen, drafts_RD)
 
     def count(self, token_R: torch.Tensor, slot_R: torch.Tensor, times_R: torch.Tensor) -> None:
         """Counts tokens, by slot; times int32: 0 for a token that nobody gets."""
@@ -167,6 +158,23 @@ class Penalties:
             )
             self._free = list(range(have, have + more))[::-1]
         return self._free.pop()
+
+
+def drafts_before(
+    tokens_MC: torch.Tensor,
+    row_K: torch.Tensor,
+    position_K: torch.Tensor,
+    offset_K: torch.Tensor,
+    most: int,
+) -> torch.Tensor:
+    """The drafts before the token at a position that is so many places behind its row's first, all
+    on the device: int64 [K, most], first to last; -1 from the token itself on."""
+    place_D = torch.arange(most, device=tokens_MC.device)
+    first_K = position_K.long() - offset_K
+    columns = tokens_MC.shape[1]
+    column_KD = (first_K[:, None] + place_D).clamp_(min=0, max=columns - 1)
+    draft_KD = tokens_MC.view(-1)[row_K.long()[:, None] * columns + column_KD].long()
+    return torch.where(place_D < offset_K[:, None], draft_KD, -1)
 
 
 def _has_drafts(rows: np.ndarray) -> bool:

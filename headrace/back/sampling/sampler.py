@@ -120,9 +120,12 @@ class Sampler:
         logits_width: int,
         device: torch.device,
         on_device: bool | None = None,
+        drafted_places: int = 0,
+        max_places: int = 0,
     ) -> None:
         """`on_device`: whether op `sample` takes the rows it can; by default on all devices but
-        CPUs."""
+        CPUs. `drafted_places`: tokens that a step with drafts samples at most, `max_places` with
+        its padding."""
         self._width = logits_width
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -136,7 +139,13 @@ class Sampler:
         if on_device if on_device is not None else device.type != "cpu":
             self.device_rows = DeviceRows(self._numbers, device)
             self.decisions += self.device_rows.decisions
-        self._masks = RowMasks(max_rows=max_rows, width=logits_width, device=device)
+        self._masks = RowMasks(
+            max_rows=max_rows,
+            width=logits_width,
+            device=device,
+            masks=drafted_places,
+            places=max_places,
+        )
         self.in_step_sampler = InStepSampler(
             device_rows=self.device_rows,
             penalties=self._penalties,
@@ -218,9 +227,10 @@ class Sampler:
             penalties=penalties, alternatives=logprobs, masks=masks, grammar=grammar
         )
 
-    def take_masks(self, payload: memoryview) -> None:
-        """The grammar's masks of a step that samples itself (InStepSampling)."""
-        self._masks.take(payload)
+    def take_masks(self, payload: memoryview, rows: np.ndarray, places: np.ndarray) -> None:
+        """The grammar's masks of a step that samples itself (InStepSampling) the tokens of rows at
+        places: see RowMasks."""
+        self._masks.take(payload, rows, places)
 
     def logprobs(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> SampledLogprobs:
         """The log-probabilities of rows whose scores a step has made: those of rows[i] are at

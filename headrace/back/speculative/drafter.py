@@ -72,8 +72,8 @@ class Drafter(Protocol):
         int64 [T]: of tokens in their rows. Returns what its last layer gives."""
         ...
 
-    def reach(self, length: int) -> int:
-        """Drafts that a row of so many tokens can have before it is given further blocks."""
+    def reach(self, length_R: torch.Tensor) -> torch.Tensor:
+        """Drafts that rows of so many tokens can have before they are given further blocks."""
         ...
 
 
@@ -101,6 +101,6 @@ class TextDrafter:
         """Nobody asks for it."""
         raise AssertionError("it keeps nothing of steps")
 
-    def reach(self, length: int) -> int:
+    def reach(self, length_R: torch.Tensor) -> torch.Tensor:
         """As many as it likes."""
-        return 1 << 30
+        return torch.full_like(length_R, 1 << 30)

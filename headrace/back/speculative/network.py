@@ -173,13 +173,13 @@ class NetworkDrafter:
         """See Drafter."""
         return self._chosen
 
-    def reach(self, length: int) -> int:
+    def reach(self, length_R: torch.Tensor) -> torch.Tensor:
         """Up to the end of the block that its last pass wrote to."""
         network = self._network
         if not network.kv_forms:
-            return self.max_drafts
-        room = network.shift + -(length - 1) % self._place.block_tokens
-        return room if network.block is None else max(0, room - network.block.more)
+            return torch.full_like(length_R, self.max_drafts)
+        room_R = network.shift + -(length_R - 1) % self._place.block_tokens
+        return room_R if network.block is None else (room_R - network.block.more).clamp(min=0)
 
     def follow(
         self,

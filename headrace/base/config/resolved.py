@@ -215,7 +215,13 @@ def max_forward_tokens(spec: EngineSpec) -> int:
     most = spec.scheduler.max_step_tokens
     if spec.speculation is None:
         return most
-    return max(most, spec.speculation.max_rows * (1 + spec.speculation.num_tokens))
+    return max(most, max_drafted_tokens(spec))
+
+
+def max_drafted_tokens(spec: EngineSpec) -> int:
+    """Query tokens of a step that verifies drafts at most; 0: none does."""
+    speculation = spec.speculation
+    return 0 if speculation is None else speculation.max_rows * (1 + speculation.num_tokens)
 
 
 def verify_queries(spec: EngineSpec) -> int:

@@ -61,8 +61,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     `blocks_per_slab` blocks of one group at a time: one block of any group where all blocks have
     equal bytes. `groups` is empty for encoders, which keep no KV. `generates`: there is a language-
     model head; without one requests can only be pooled. Attention weights can be had of
-    `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `host_drafts`: the
-    host knows the drafts of a step before it, so that masks and penalties follow them. `media`:
+    `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `media`:
     the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them.
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
     none that reads tokens. `spectrogram`: bands and frames of what one reads instead; empty: there
@@ -79,7 +78,6 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     capture_layers: int = 0
     capture_heads: int = 0
     max_drafts: int = 0
-    host_drafts: bool = False
     encoder_tokens: int = 0
     spectrogram: tuple[int, ...] = ()
     weight_bytes: int = 0

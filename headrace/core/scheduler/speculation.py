@@ -8,7 +8,7 @@ length limit.
 
 A row's tokens must not depend on who drafts: every draft is sampled as its place would be without
 (back/kernels/step_verify). What cannot be sampled ahead drafts nothing: rows whose layers are
-captured, and rows with penalties, which count the tokens, where the host does not know the drafts.
+captured, and rows with functions of extensions.
 
 Masks of grammars follow the tokens one by one. So the drafts of such a row must be known when the
 masks are made: the workers tell them behind the step before (StepResult.proposed), and the hook
@@ -386,15 +386,7 @@ def speculation_of(
     def may_draft(request: EngineRequest) -> bool:
         if request.sampling.capture_layers or request.sampling.logits_processors:
             return False
-        if counts_tokens(request) and not facts.host_drafts:
-            return False
-        return not request.hook_payloads or (facts.host_drafts and hooks.follow_drafts(request))
+        return not request.hook_payloads or hooks.follow_drafts(request)
 
     most = min(spec.num_tokens, facts.max_drafts)
     return DraftLengths(spec, kv, rows, max_drafts=most, may_draft=may_draft)
-
-
-def counts_tokens(request: EngineRequest) -> bool:
-    """Whether a token's place depends on how often others came before it."""
-    s = request.sampling
-    return (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1.0, 0.0, 0.0)

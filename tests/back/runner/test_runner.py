@@ -224,7 +224,7 @@ def test_masks_in_recorded_steps_give_the_tokens_of_the_host(
     calls: list[bool] = []
     take_masks = runner._sampler.take_masks
     monkeypatch.setattr(
-        runner._sampler, "take_masks", lambda payload: (calls.append(True), take_masks(payload))
+        runner._sampler, "take_masks", lambda *masks: (calls.append(True), take_masks(*masks))
     )
     tokens = masked_run(runner, kinds)
     recorded = isinstance(runner._steps, BucketSteps)

@@ -66,23 +66,26 @@ def plan_of(*, prompt: bool, drafts: bool) -> StepPlan:
         ("argmax", False, False, True),
         (InStepSampling(), False, False, True),
         (InStepSampling(), True, False, False),
-        (InStepSampling(penalties=8), False, False, False),
-        (InStepSampling(alternatives=5), False, False, False),
+        (InStepSampling(penalties=8), False, False, True),
+        (InStepSampling(alternatives=5), False, False, True),
+        (InStepSampling(masks=True, grammar=True), False, False, True),
         (InStepSampling(masks=True), True, False, False),
         (InStepSampling(masks=True, grammar=True), True, False, False),
         # Beside prompts the host samples these, and the noise depends on the exact position.
         (InStepSampling(penalties=8), True, True, False),
         (InStepSampling(alternatives=5), True, True, False),
-        ("logits", False, True, False),
         ("logits", True, True, False),
-        ("top_candidates", False, True, False),
+        ("logits", False, True, True),
+        ("top_candidates", False, True, True),
     ],
 )
 def test_what_the_host_samples_has_exact_positions(
     needs: SamplerInput, prompt: bool, exact: bool, drafts: bool
 ) -> None:
     plan = plan_of(prompt=prompt, drafts=not prompt)
-    begun = verification(on_host=False).begin(plan, needs, lambda: NOTHING)
+    steps = verification(on_host=False)
+    steps._tables.tokens_MC[:, :40] = torch.tensor([7, 8, 9, 10] * 10)
+    begun = steps.begin(plan, needs, lambda: NOTHING)
     begins = [length - 1 for length in LENGTHS] if exact else BOUNDS
     assert begun.num_computed[:2].tolist() == begins
     assert begun.drafts.tolist() == ([3, 3] if drafts else [])
@@ -96,7 +99,7 @@ def test_drafts_that_are_told_are_cut_by_their_masks() -> None:
     steps = verification(on_host=True)
     steps._tables.tokens_MC[:, :40] = torch.tensor([7, 8, 9, 10] * 10)
     proposed = steps.propose_next(plan_of(prompt=False, drafts=False))
-    assert proposed.tolist() == [[8, 9, 10], [10, 7, 8]]
+    assert proposed is not None and proposed.read().tolist() == [[8, 9, 10], [10, 7, 8]]
     buffer = MaskBuffer(1)
     buffer.begin(np.array([2, 0], np.int32))[:] = [[1 << 8], [1 << 10]]
     buffer.add(np.array([2], np.int32), offset=1)[:] = [[1 << 10]]

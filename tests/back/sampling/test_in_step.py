@@ -52,7 +52,7 @@ def in_step_sampler(
     in_step = sampler.needs(asked_rows, grammar=masks is not None)
     assert isinstance(in_step, InStepSampling)
     if masks is not None:
-        sampler.take_masks(masks)
+        sampler.take_masks(masks, np.array(rows), np.arange(len(rows)))
     if tokens is None:
         tokens = torch.zeros((MAX_ROWS, 64), dtype=torch.int32)
     nobody = torch.zeros((1, tokens.shape[1]), dtype=torch.int32)
@@ -69,6 +69,7 @@ def in_step_sampler(
         tokens_MC=torch.cat([tokens, nobody]),
     )
     chosen = sampler.in_step_sampler(in_step, padded, asked)
+    sampler.in_step_sampler.count(in_step, chosen.token_R, asked, sample_R)
     if chosen.words_RW is None:
         values = chosen.token_R.int(), chosen.max_logit_R.view(torch.int32)
         return StepSamples.of(torch.stack(values).numpy(), 0, masked=in_step.masks)

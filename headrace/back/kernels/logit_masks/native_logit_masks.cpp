@@ -8,7 +8,7 @@ constexpr int64_t kHeader = 8, kBiases = 0, kSuppressed = 1, kUntil = 2, kBanned
 
 struct Masks {
   float* x;
-  const int32_t *rules, *allowed, *grammar, *has_grammar, *tokens, *row, *position;
+  const int32_t *rules, *allowed, *grammar, *grammar_at, *tokens, *row, *position;
   int64_t width, x_stride, words, rule_words, columns;
 };
 
@@ -34,7 +34,8 @@ void one_row(void* context, int64_t k) {
   const int32_t* rules = p.rules + row * p.rule_words;
   float* x = p.x + k * p.x_stride;
   if (rules[kMasked]) apply_mask(x, p.allowed + row * p.words, p.width);
-  if (p.has_grammar != nullptr && p.has_grammar[row]) apply_mask(x, p.grammar + row * p.words, p.width);
+  if (p.grammar_at != nullptr && p.grammar_at[k] >= 0)
+    apply_mask(x, p.grammar + int64_t(p.grammar_at[k]) * p.words, p.width);
   const int32_t* at = rules + kHeader;
   for (int32_t i = 0; i < rules[kBiases]; ++i, at += 2) {
     float bias;
@@ -75,17 +76,19 @@ HR_INLINE bool sound(const int32_t* rules, int64_t rule_words, int64_t width) {
 
 }  // namespace
 
-// x [count, width] float32, row stride in elements; tables of `rows` rows; has_grammar null: the step has no masks.
+// x [count, width] float32, row stride in elements; tables of `rows` rows, `masks` of grammars; grammar_at [count],
+// null: the step has no masks.
 HR_PUBLIC int32_t HR_EXPORT(logit_masks)(float* x, const int32_t* rules, const int32_t* allowed, const int32_t* grammar,
-                                         const int32_t* has_grammar, const int32_t* tokens, const int32_t* row,
+                                         const int32_t* grammar_at, const int32_t* tokens, const int32_t* row,
                                          const int32_t* position, int64_t count, int64_t width, int64_t x_stride,
-                                         int64_t rows, int64_t words, int64_t rule_words, int64_t columns) {
+                                         int64_t rows, int64_t masks, int64_t words, int64_t rule_words, int64_t columns) {
   if (count < 0 || width < 1 || words * 32 < width || rule_words < kHeader) return HR_BAD_SHAPE;
   for (int64_t k = 0; k < count; ++k) {
     if (row[k] < 0 || row[k] >= rows || position[k] < 0 || position[k] > columns) return HR_BAD_INDEX;
+    if (grammar_at != nullptr && grammar_at[k] >= masks) return HR_BAD_INDEX;
     if (!sound(rules + row[k] * rule_words, rule_words, width)) return HR_BAD_INDEX;
   }
-  Masks p{x, rules, allowed, grammar, has_grammar, tokens, row, position, width, x_stride, words, rule_words, columns};
+  Masks p{x, rules, allowed, grammar, grammar_at, tokens, row, position, width, x_stride, words, rule_words, columns};
   hr_parallel(one_row, &p, count);
   return HR_OK;
 }

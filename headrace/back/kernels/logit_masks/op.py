@@ -41,29 +41,33 @@ LONGEST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class MaskTables:
-    """rules int32 [M+1, WORDS]; allowed, grammar int32 [M+1, B], a bit per id, lowest first: the
-    rows' own masks, and those of this step; has_grammar int32 [M+1]: the rows that have one."""
+    """rules int32 [M+1, WORDS]; allowed int32 [M+1, B], a bit per id, lowest first: the rows' own
+    masks; grammar int32 [G, B]: those of this step; grammar_at int32 [P]: which of these each of
+    the K places has, P >= K; -1: none."""
 
     rules_MW: torch.Tensor
     allowed_MB: torch.Tensor
-    grammar_MB: torch.Tensor
-    has_grammar_M: torch.Tensor
+    grammar_GB: torch.Tensor
+    grammar_at_P: torch.Tensor
 
     @staticmethod
-    def empty(*, max_rows: int, width: int, device: torch.device) -> MaskTables:
-        """No rules. On a CPU pages that nobody has written cost no memory."""
+    def empty(
+        *, max_rows: int, width: int, device: torch.device, masks: int = 0, places: int = 0
+    ) -> MaskTables:
+        """No rules. `masks`, `places`: of a step at most, where these may be more than rows. On a
+        CPU pages that nobody has written cost no memory."""
 
-        def zeros(*columns: int) -> torch.Tensor:
+        def zeros(*shape: int) -> torch.Tensor:
             if device.type == "cpu":
-                return torch.from_numpy(np.zeros((max_rows + 1, *columns), np.int32))
-            return torch.zeros((max_rows + 1, *columns), dtype=torch.int32, device=device)
+                return torch.from_numpy(np.zeros(shape, np.int32))
+            return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        num_words = -(-width // 32)
+        rows, num_words = max_rows + 1, -(-width // 32)
         return MaskTables(
-            rules_MW=zeros(WORDS),
-            allowed_MB=zeros(num_words),
-            grammar_MB=zeros(num_words),
-            has_grammar_M=zeros(),
+            rules_MW=zeros(rows, WORDS),
+            allowed_MB=zeros(rows, num_words),
+            grammar_GB=zeros(max(rows, masks), num_words),
+            grammar_at_P=zeros(max(rows, places)),
         )
 
 
@@ -127,8 +131,8 @@ def bind_reference(problem: LogitMasksProblem) -> LogitMasks:
             masks = []
             if rules[MASKED]:
                 masks.append(tables.allowed_MB[row])
-            if grammar and tables.has_grammar_M[row]:
-                masks.append(tables.grammar_MB[row])
+            if grammar and tables.grammar_at_P[k] >= 0:
+                masks.append(tables.grammar_GB[tables.grammar_at_P[k]])
             for mask in masks:
                 _forbid(logits_KV[k], _forbidden_ids(mask, logits_KV.shape[1]))
             history = tokens_MC[row, :position].cpu().numpy()
@@ -185,8 +189,8 @@ def _sample(problem: LogitMasksProblem) -> Sample:
         tables.rules_MW[row, : packed.size] = torch.from_numpy(packed)
         allowed = torch.from_numpy(packed_mask(range(row, width, 2), width))
         tables.allowed_MB[row] = allowed
-    tables.grammar_MB.random_(-(2**31), 2**31 - 1, generator=generator)
-    tables.has_grammar_M[[0, 3]] = 1
+    tables.grammar_GB.random_(-(2**31), 2**31 - 1, generator=generator)
+    tables.grammar_at_P[:6] = torch.tensor([-1, 2, -1, 0, -1, -1])
     tokens = torch.arange(8 * 16, dtype=torch.int32).view(8, 16) % 16
     row_K = torch.tensor([2, 0, 5, 3, 6, 7], dtype=torch.int32)
     position_K = torch.tensor([5, 5, 5, 2, 5, 0], dtype=torch.int32)
@@ -194,8 +198,8 @@ def _sample(problem: LogitMasksProblem) -> Sample:
     tables = MaskTables(
         rules_MW=tables.rules_MW.to(device),
         allowed_MB=tables.allowed_MB.to(device),
-        grammar_MB=tables.grammar_MB.to(device),
-        has_grammar_M=tables.has_grammar_M.to(device),
+        grammar_GB=tables.grammar_GB.to(device),
+        grammar_at_P=tables.grammar_at_P.to(device),
     )
     tensors = (one.to(device) for one in (tokens, row_K, position_K))
     return Sample(

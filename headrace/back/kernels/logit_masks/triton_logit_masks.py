@@ -44,7 +44,7 @@ def mask_kernel(
     rules,
     allowed,
     grammar,
-    has_grammar,
+    grammar_at,
     row,
     row_stride,
     width,
@@ -62,14 +62,17 @@ def mask_kernel(
     i_row = tl.load(row + i_k).to(tl.int64)
     own = tl.load(rules + i_row * WORDS + MASKED) != 0
     has_mask = own & False
+    i_mask = i_row
     if GRAMMAR:
-        has_mask = tl.load(has_grammar + i_row) != 0
+        i_mask = tl.load(grammar_at + i_k).to(tl.int64)
+        has_mask = i_mask >= 0
     if own | has_mask:
         m_v = o_v < width
         p_word = i_row * num_words + o_v // 32
         b_allowed = tl.load(allowed + p_word, mask=m_v & own, other=-1)
         if GRAMMAR:
-            b_allowed = b_allowed & tl.load(grammar + p_word, mask=m_v & has_mask, other=-1)
+            p_mask = grammar + i_mask * num_words + o_v // 32
+            b_allowed = b_allowed & tl.load(p_mask, mask=m_v & has_mask, other=-1)
         m_forbidden = m_v & (((b_allowed >> (o_v % 32)) & 1) == 0)
         p_x = logits + i_k * row_stride + o_v
         b_x = tl.load(p_x, mask=m_forbidden, other=0.0)
@@ -152,11 +155,12 @@ def bind(problem: LogitMasksProblem) -> LogitMasks:
         assert logits_KV.dtype == torch.float32 and logits_KV.stride(1) == 1, logits_KV.stride()
         assert row_K.is_contiguous() and position_K.is_contiguous() and tokens_MC.is_contiguous()
         (count, width), device = logits_KV.shape, logits_KV.device
+        assert len(tables.grammar_at_P) >= count, (len(tables.grammar_at_P), count)
         if not count:
             return
         mask_kernel[(count, triton.cdiv(width, TILE))](
-            logits_KV, tables.rules_MW, tables.allowed_MB, tables.grammar_MB,
-            tables.has_grammar_M, row_K, logits_KV.stride(0), width, tables.allowed_MB.shape[1],
+            logits_KV, tables.rules_MW, tables.allowed_MB, tables.grammar_GB,
+            tables.grammar_at_P, row_K, logits_KV.stride(0), width, tables.allowed_MB.shape[1],
             WORDS=WORDS, MASKED=MASKED, GRAMMAR=grammar, TILE=TILE, num_warps=8, **launch(device),
         )  # fmt: skip
         rules_kernel[(count,)](

@@ -17,14 +17,16 @@ from headrace.back.kernels.triton.wrap import launch, unsupported
 TILE = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_drafts"])
 def penalties_kernel(
     logits,
     counts,
     numbers,
     slot,
+    drafts,
     row_stride,
     width,
+    num_drafts,
     PROMPT: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -38,6 +40,9 @@ def penalties_kernel(
     presence = tl.load(numbers + i_slot * 3 + 1)
     frequency = tl.load(numbers + i_slot * 3 + 2)
     b_count = tl.load(counts + i_slot * width + o_v, mask=o_v < width, other=0)
+    for i_d in range(0, num_drafts):
+        draft = tl.load(drafts + i_row * num_drafts + i_d)
+        b_count += (o_v == draft).to(tl.int32)
     m_seen = b_count != 0
     p_v = logits + i_row * row_stride + o_v
     b_x = tl.load(p_v, mask=m_seen, other=0.0)
@@ -58,15 +63,21 @@ def bind(problem: PenaltiesProblem) -> Penalise:
         numbers_S3: torch.Tensor,
         slot_K: torch.Tensor,
         seen: Seen,
+        drafts_KD: torch.Tensor | None = None,
     ) -> None:
         assert logits_KV.dtype == torch.float32 and logits_KV.stride(1) == 1, logits_KV.stride()
         assert counts_SV.is_contiguous() and numbers_S3.is_contiguous()
         assert slot_K.dtype == torch.int64 and slot_K.is_contiguous(), slot_K.dtype
         rows, width = logits_KV.shape
+        drafts, num_drafts = slot_K, 0  # a pointer that is not read
+        if drafts_KD is not None:
+            assert drafts_KD.dtype == torch.int64 and drafts_KD.is_contiguous(), drafts_KD.dtype
+            drafts, num_drafts = drafts_KD, drafts_KD.shape[1]
         assert counts_SV.shape[1] == width, (counts_SV.shape, width)
         if rows:
             penalties_kernel[(rows, triton.cdiv(width, TILE))](
-                logits_KV, counts_SV, numbers_S3, slot_K, logits_KV.stride(0), width,
+                logits_KV, counts_SV, numbers_S3, slot_K, drafts,
+                logits_KV.stride(0), width, num_drafts,
                 PROMPT=PROMPT, TILE=TILE, num_warps=8, enable_fp_fusion=False,
                 **launch(logits_KV.device),
             )  # fmt: skip
