@@ -17,7 +17,9 @@ makes a mask for each.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Protocol
 
 import numpy as np
@@ -29,16 +31,21 @@ from headrace.base.wire.step import StepResult, WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
-from headrace.core.scheduler.budget import RecentMean
 from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
 
 KEEP = 0.8  # share of its weight that what became of a row's drafts keeps at its next ones
 FIRST_CHANCE = 0.8  # that a draft stands, before any was tried
 PLAIN_FIRST = 3  # steps of a number of rows before one drafts: what drafts cost is compared to them
-PROBE_STEPS = 128  # of so many steps one is plain, and, where drafts do not pay, one tries them
+PLAIN_KNOWN = 8  # until so many are measured every second step is plain
+PROBE_STEPS = 64  # of so many steps one is plain, and, where drafts do not pay, one tries them,
+LEAST_PROBE_STEPS = 8  # or one of fewer,
+PROBE_SHARE = 0.01  # as long as that costs no more than this share of the tokens
 RETRY_STEPS = 16  # and where they pay, of so many one tries rows that have none
 START_WEIGHT = 1.0  # drafts for which the chance of others stands when a row begins
 LEAST = 0.01  # tokens that a draft costs at least: what is free cannot be compared
+MEASURED = 15  # of the newest measurements of a size the median counts
+FEW = 4  # measurements of other sizes count as so many of a size's own
+MARGIN = 1.25  # so many times what they cost drafts are to bring: neither is known exactly
 
 Int32 = npt.NDArray[np.int32]
 Intp = npt.NDArray[np.intp]
@@ -139,14 +146,41 @@ class NoSpeculation:
         """Nothing was promised."""
 
 
-class DraftPrices:
-    """What drafts cost, as measured, in tokens: the time that a draft adds to a step, over the time
-    in which a plain step of as many rows gains one. The first step of a size is not measured, as
-    its kernels may be made in it."""
+class RecentMedian:
+    """The median of the last measurements, which a few steps that something else delayed do not
+    move. The first one does not count: what it measured may have been made in it."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, RecentMean] = {}
-        self._extra: dict[tuple[int, int], RecentMean] = {}
+        self._values: deque[float] = deque(maxlen=MEASURED)
+        self._counts = False
+
+    @property
+    def count(self) -> int:
+        """Measurements that count."""
+        return len(self._values)
+
+    @property
+    def value(self) -> float:
+        """0 while nothing is known."""
+        return median(self._values) if self._values else 0.0
+
+    def add(self, value: float) -> None:
+        """A measurement."""
+        if self._counts:
+            self._values.append(value)
+        self._counts = True
+
+
+class DraftPrices:
+    """What drafts cost, as measured, in tokens: the time that a draft adds to a step, over the time
+    in which a plain step of as many rows gains one. A number of drafts that was measured seldom or
+    never has the price of others as well: with as many rows, or of all."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, RecentMedian] = {}
+        self._extra: dict[tuple[int, int], RecentMedian] = {}
+        self._of_rows: dict[int, RecentMedian] = {}
+        self._of_all = RecentMedian()
         self._steps: dict[int, int] = {}
 
     def turn(self, rows: int) -> int:
@@ -155,25 +189,34 @@ class DraftPrices:
         self._steps[size] = self._steps.get(size, -1) + 1
         return self._steps[size]
 
+    def wants_plain(self, rows: int, turn: int) -> bool:
+        """Whether the step is to be plain: at first, then every second one until enough of them are
+        known, and now and then."""
+        plain = self._plain.get(_size_class(rows))
+        known = turn >= PLAIN_FIRST and plain is not None
+        if plain is not None and plain.count < PLAIN_KNOWN and turn % 2 == 0:
+            return True
+        return not known or turn % PROBE_STEPS == 0
+
     def price(self, rows: int, drafts: int) -> float:
-        """Of each of `drafts` in a step; 0 while it is not known."""
-        known = self._extra.get(self._sizes(rows, drafts))
-        return 0.0 if known is None else known.value
+        """Of each of `drafts` in a step; 0 while no price is known."""
+        size, share = self._sizes(rows, drafts)
+        of_rows = self._of_rows.get(size, self._of_all)
+        others = of_rows.value or self._of_all.value
+        own = self._extra.get((size, share), self._of_all)
+        return (own.count * own.value + FEW * others) / (own.count + FEW)
 
     def observe(self, rows: int, drafts: int, seconds: float) -> None:
         """A step of decodes is done."""
+        plain = self._plain.setdefault(_size_class(rows), RecentMedian())
         if not drafts:
-            known = self._plain.setdefault(_size_class(rows), RecentMean(first=False))
-            known.add(seconds, rows)
-            return
-        token_s = self._plain[_size_class(rows)].value if _size_class(rows) in self._plain else 0.0
-        if token_s <= 0.0:
-            return
-        extra = min(seconds / token_s - rows, float(max(rows, drafts)))  # a step more, at most
-        sizes = self._sizes(rows, drafts)
-        self._extra.setdefault(sizes, RecentMean(first=False)).add(
-            max(extra, LEAST * drafts), drafts
-        )
+            plain.add(seconds / rows)
+        elif plain.value > 0.0:
+            extra = (seconds / plain.value - rows) / drafts
+            sizes = self._sizes(rows, drafts)
+            own = self._extra.setdefault(sizes, RecentMedian())
+            for prices in (own, self._of_rows.setdefault(sizes[0], RecentMedian()), self._of_all):
+                prices.add(max(extra, LEAST))
 
     @staticmethod
     def _sizes(rows: int, drafts: int) -> tuple[int, int]:
@@ -273,20 +316,23 @@ class DraftLengths:
         """Of `most` drafts of each row those that pay."""
         rows, turn = len(decoding), prices.turn(len(decoding))
         best, best_net = np.zeros_like(most), 0.0
-        probe = turn % PROBE_STEPS == PROBE_STEPS // 2
-        if turn < PLAIN_FIRST or turn % PROBE_STEPS == 0 or (rows == self._unpaid and not probe):
+        every = min(
+            PROBE_STEPS, max(LEAST_PROBE_STEPS, int(prices.price(rows, rows) / PROBE_SHARE))
+        )
+        probe = turn % every == every // 2
+        if prices.wants_plain(rows, turn) or (rows == self._unpaid and not probe):
             return best
         chance = np.clip(self._stood[decoding] / self._tried[decoding], 0.01, 0.99)
         cap = 1
         while cap < 2 * self._max_drafts:
             drafts = np.minimum(most, cap)
-            price = prices.price(rows, int(drafts.sum()))
+            price = MARGIN * prices.price(rows, int(drafts.sum()))
             if price > 0.0:
                 paying = np.log(min(price, 1.0)) / np.log(chance)
                 drafts = np.minimum(drafts, paying.astype(np.int32))
             count = int(drafts.sum())
             gain = float((chance * (1.0 - chance**drafts) / (1.0 - chance)).sum())
-            net = gain - count * prices.price(rows, count) if count else 0.0
+            net = gain - count * MARGIN * prices.price(rows, count) if count else 0.0
             if net > best_net:
                 best, best_net = drafts, net
             cap *= 2

@@ -129,19 +129,11 @@ def test_more_rows_than_pay_draft_nothing():
     assert all(len(driver.tokens[id]) == 20 for id in range(3))
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        RowSampling(temperature=0.0, repetition_penalty=1.1),
-        RowSampling(temperature=0.0, presence_penalty=0.5),
-        RowSampling(temperature=0.0, frequency_penalty=-0.5),
-    ],
-)
-def test_rows_whose_samples_count_tokens_draft_nothing(sampling: RowSampling):
+def test_rows_whose_samples_count_tokens_draft_like_others():
     driver = Driver(make_spec(speculation=spec_of()), behaviour=NullBehaviour(accepts=many))
-    driver.add(make_request(1, 8, sampling=sampling))
+    driver.add(make_request(1, 8, sampling=RowSampling(temperature=0.0, repetition_penalty=1.1)))
     driver.run()
-    assert driver.ask("status")["draft_tokens"] == 0 and len(driver.tokens[1]) == 8
+    assert driver.ask("status")["draft_tokens"] > 0 and len(driver.tokens[1]) == 8
 
 
 def test_steps_schedule_as_without_drafts():
@@ -180,17 +172,29 @@ def test_log_probabilities_come_with_each_accepted_token():
 
 
 class PricedDriver(Driver):
-    """A step takes a second, and `price` seconds for each draft of a row on average."""
+    """A step takes a second, and `price` seconds for each draft of a row on average. `delays`: how
+    much longer a step seems to take now and then, which is not its own fault."""
 
-    def __init__(self, price: float, rate: float, *, num_tokens: int, adaptive: bool = True):
+    def __init__(
+        self,
+        price: float,
+        rate: float,
+        *,
+        num_tokens: int,
+        adaptive: bool = True,
+        delays: float = 0.0,
+    ):
         speculation = spec_of(num_tokens, adaptive=adaptive) if num_tokens else None
         spec = make_spec(speculation=speculation, overlap=False, num_blocks=2048)
         super().__init__(spec, behaviour=NullBehaviour(accepts=behaviour(rate).accepts))
-        submit = self.executor.submit
+        submit, random, self.spent_s = self.executor.submit, np.random.default_rng(5), 0.0
 
         def timed(plan: StepPlan) -> Any:
             assert isinstance(self.clock, Clock)
-            self.clock.now += 1.0 + price * float(plan.drafts.sum()) / len(plan.rows)
+            seconds = 1.0 + price * float(plan.drafts.sum()) / len(plan.rows)
+            self.spent_s += seconds
+            late = random.lognormal(0.0, 0.15) * (1.0 + delays * (random.random() < 0.1))
+            self.clock.now += seconds * (late if delays else 1.0)
             return submit(plan)
 
         self.executor.submit = timed
@@ -198,10 +202,10 @@ class PricedDriver(Driver):
     def seconds(self) -> float:
         """Of answers of four rows, once the prices are known."""
         for turn in range(3):
-            begin = self.clock()
+            begin = self.spent_s
             self.add(*(make_request(4 * turn + n, 8, max_tokens=240) for n in range(4)))
             self.run()
-        return self.clock() - begin
+        return self.spent_s - begin
 
 
 @pytest.mark.parametrize("price", [0.0, 0.05, 0.3, 0.9])
@@ -213,6 +217,13 @@ def test_drafts_never_cost_more_than_they_bring(price: float, rate: float):
     adaptive = PricedDriver(price, rate, num_tokens=7).seconds()
     assert plain / adaptive > 0.97
     assert min(plain, always) / adaptive > 0.85
+
+
+@pytest.mark.parametrize("price", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8])
+def test_delays_by_others_do_not_make_drafts_look_cheap(price: float, rate: float):
+    plain = PricedDriver(price, rate, num_tokens=0).seconds()
+    assert plain / PricedDriver(price, rate, num_tokens=7, delays=8.0).seconds() > 0.97
 
 
 def test_drafts_that_begin_to_stand_are_noticed():
@@ -229,7 +240,7 @@ def test_the_price_of_a_draft_is_what_it_adds_to_a_plain_step():
         prices.observe(4, 0, 1.0)
         prices.observe(4, 8, 1.5)
     assert prices.price(4, 8) == pytest.approx(0.25)  # half a step, 2 tokens, for 8 drafts
-    assert prices.price(4, 28) == prices.price(2, 8) == 0.0
+    assert prices.price(4, 28) == prices.price(2, 8) == prices.price(4, 8), "of what is nearest"
 
 
 def test_a_first_step_of_a_size_does_not_count():
