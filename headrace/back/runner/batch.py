@@ -23,7 +23,6 @@ import torch
 from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem, StepTables
 from headrace.back.kernels.upload import host_buffer, to_device
 from headrace.back.runner.sizes import Bucket
-from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 
@@ -248,12 +247,6 @@ class StepShape:
         lengths = self.kv_len[self.num_decodes :].tolist()
         counts = (end - start for start, end in pairwise(starts))
         return sum(count * length for count, length in zip(counts, lengths, strict=True))
-
-
-def done_in_step(needs: SamplerInput, *, decodes: bool) -> bool:
-    """Whether a step does what its rows need of the sampler. Beside prompts it samples and masks:
-    every other form would be one more recording of every mixed size, and is left to the host."""
-    return decodes or (isinstance(needs, InStepSampling) and not needs.words)
 
 
 def shape_of(plan: StepPlan) -> StepShape:

@@ -32,7 +32,7 @@ from headrace.back.kernels.step_inputs.op import (
     StepTables,
 )
 from headrace.back.kernels.upload import to_device
-from headrace.back.runner.batch import GrowingTable, Rows, StepMessage, StepShape, done_in_step
+from headrace.back.runner.batch import GrowingTable, Rows, StepMessage, StepShape
 from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.graph_usage import GraphUsage
 from headrace.back.runner.replay import (
@@ -59,6 +59,8 @@ from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
 
+FORWARD = InStepSampling(masks=True, grammar=True)
+"""Of steps that end with logits, as those do which then wait for masks."""
 MOST_FRAMES = 512
 """Views of the static tensors that are kept, by size."""
 
@@ -162,6 +164,8 @@ class BucketSteps:
         if bucket.verifies and self._speculation is None:
             return False
         sample, sampling = self._resources.sample, bucket.sampler_input
+        if _samples_apart(bucket):
+            return False
         if isinstance(sampling, InStepSampling):
             return sample is not None and sampling.samples == sample.samples
         return bucket.sampler_input not in self._lacks
@@ -212,8 +216,8 @@ class BucketSteps:
         if shape.verifies:
             bucket = self.buckets.verifying(**size, queries=shape.max_query_len)
             bucket = replace(bucket, commits=is_sampled)
-        in_step = bucket.verifies or done_in_step(needs, decodes=bucket.decode)
-        if in_step and needs not in self._lacks:
+        in_step = isinstance(needs, InStepSampling)
+        if (bucket.decode or shape.verifies or in_step) and needs not in self._lacks:
             bucket = replace(bucket, sampler_input=needs)
         if (shape.every or self._last_hidden) and not bucket.decode and not bucket.verifies:
             bucket = replace(bucket, every=True)
@@ -231,7 +235,11 @@ class BucketSteps:
             chosen = samples if needs == "argmax" else None
             return StepOutputs(out=out, index=shape.place, samples=chosen)
         rest = DeferredSampling(take_masks, self._sampled) if sampling.grammar else None
-        out = self._replay.run(bucket, self._step, rest)
+        if _samples_apart(bucket):
+            out = self._replay.run(replace(bucket, sampler_input=FORWARD), self._step)
+            out = self._sampled(bucket, out) if rest is None else rest(bucket, out)
+        else:
+            out = self._replay.run(bucket, self._step, rest)
         ring = self._sampled_ring if sampling.words else self._argmax_ring
         samples = self._read(ring, slot, sampling.words, sampling.masks)
         if bucket.verifies and sampling.words:  # which of them stand the other ring says
@@ -370,7 +378,7 @@ class BucketSteps:
 
     def _asked(self, bucket: Bucket) -> AskedRows:
         """The row and position of each sampled token; verified padding is as the last row's."""
-        out = self._frames[bucket].out
+        out = self._frame_of(bucket).out
         row_R, starts_R1, sample_R = (
             self._message.section(i, bucket.rows + (i == 2)) for i in (0, 2, 3)
         )
@@ -440,6 +448,14 @@ class BucketSteps:
                 out.slots_GT, out.tables_GRB, lengths, strict=True
             )
         )
+
+
+def _samples_apart(bucket: Bucket) -> bool:
+    """Whether sampling is launched behind the step: beside prompts each form with penalties or
+    log-probabilities would be one more recording of every mixed size."""
+    sampling = bucket.sampler_input
+    mixed = not bucket.decode and not bucket.verifies
+    return mixed and isinstance(sampling, InStepSampling) and sampling.words > 0
 
 
 def _rows_of(tables: StepTables, spans: tuple[int, ...], *, block_tokens: int) -> Rows:

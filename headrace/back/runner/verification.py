@@ -21,7 +21,7 @@ from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
 from headrace.back.kernels.step_verify.op import OP as VERIFY
 from headrace.back.kernels.upload import to_device, to_host
-from headrace.back.runner.batch import Rows, StepShape, done_in_step
+from headrace.back.runner.batch import Rows, StepShape
 from headrace.back.runner.replay import Replay
 from headrace.back.runner.results import ProposedDrafts
 from headrace.back.runner.sizes import Bucket
@@ -95,7 +95,8 @@ class DraftVerification:
         needs its exact positions, which the noise of a sample depends on."""
         if plan.starts or plan.feeds:
             self._forget_proposed(plan)
-        if not self._on_host and self._runs_whole(plan, needs):
+        samples = needs == "argmax" or isinstance(needs, InStepSampling)
+        if samples and not self._on_host:
             return plan
         plan = self._exact(plan)
         if not plan.drafts.size:
@@ -103,12 +104,6 @@ class DraftVerification:
         if self.follows:
             self._rows.update(plan)  # the drafter's passes come before the step
         return self._take_proposed(plan, masks) if plan.deferred else self._propose(plan)
-
-    def _runs_whole(self, plan: StepPlan, needs: SamplerInput) -> bool:
-        """Whether the step samples for all of its rows itself."""
-        decodes = bool(plan.drafts.size) or max(plan.num_tokens.tolist()) == 1
-        in_step = needs == "argmax" or isinstance(needs, InStepSampling)
-        return in_step and (needs == "argmax" or done_in_step(needs, decodes=decodes))
 
     def propose(self, row_R: torch.Tensor, query_start_R1: torch.Tensor, most: int) -> None:
         """Drafts for the rows of a step, on the device; no row wants more than `most`."""

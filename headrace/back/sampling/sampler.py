@@ -23,9 +23,10 @@ distribution.
 
 Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities
 add no second. On a device op `sample` is part of the step itself, and so are, in decodes, penalties
-and up to 20 raw log-probabilities (in_step.py). Masks and biases are part of the step on every
-device (op logit_masks), beside prompts too; on a CPU only where the other rows are greedy. The rest
-is a handful of launches behind the step, which tests/kernels/triton/test_sampling.py counts:
+and up to 20 raw log-probabilities (in_step.py), beside prompts launched behind it. Masks and biases
+are part of the step on every device (op logit_masks), beside prompts too; on a CPU only where the
+other rows are greedy. The rest is a handful of launches behind the step, which
+tests/kernels/triton/test_sampling.py counts:
 log-probabilities are one and a copy; changed logits take three against rows that are not finite,
 one for penalties, three for biases, three to choose and two copies of row numbers, two to count
 tokens. On a CPU a step whose rows are greedy or have a small top_k reads the best tokens of each

@@ -15,7 +15,7 @@ from headrace.back.runner.sizes import Buckets
 from headrace.back.sampling import sampler
 from headrace.base.wire.request import RowSampling
 from tests.back.runner.test_runner import Calls
-from tests.e2e.test_speculation import Answer, Engine, options, requests_of, run
+from tests.e2e.test_speculation import Answer, Engine, assert_equal, options, requests_of, run
 
 pytestmark = pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
@@ -53,7 +53,11 @@ def test_masked_rows_beside_prompts_are_sampled_in_their_step(
         monkeypatch.setattr(devices, "CpuGraphs", lambda library: Calls())
         monkeypatch.setattr(devices, "ExactSizes", Buckets)
         monkeypatch.setattr(runner, "Sampler", partial(sampler.Sampler, on_device=True))
-        kinds += [RowSampling(temperature=0.8, seed=3, logit_bias={300: 4.0})]
+        kinds += [
+            RowSampling(temperature=0.8, seed=3, logit_bias={300: 4.0}),
+            RowSampling(temperature=0.6, seed=5, repetition_penalty=1.2, frequency_penalty=0.1),
+            RowSampling(temperature=0.0, logprobs=3, presence_penalty=0.4),
+        ]
     spec = options(None, max_step_tokens=16, max_running=12, prefix_caching=False)
     engines.append(Engine(spec))
     calls: list[np.ndarray] = []
@@ -70,6 +74,4 @@ def test_masked_rows_beside_prompts_are_sampled_in_their_step(
     engines.append(Engine(spec))
     expected = answers(engines[1], kinds)
     assert calls != []
-    assert {id: one.tokens for id, one in in_step.items()} == {
-        id: one.tokens for id, one in expected.items()
-    }
+    assert_equal(expected, in_step)

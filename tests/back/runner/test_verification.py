@@ -71,9 +71,9 @@ def plan_of(*, prompt: bool, drafts: bool) -> StepPlan:
         (InStepSampling(masks=True, grammar=True), False, False, True),
         (InStepSampling(masks=True), True, False, False),
         (InStepSampling(masks=True, grammar=True), True, False, False),
-        # Beside prompts the host samples these, and the noise depends on the exact position.
-        (InStepSampling(penalties=8), True, True, False),
-        (InStepSampling(alternatives=5), True, True, False),
+        (InStepSampling(penalties=8), True, False, False),
+        (InStepSampling(alternatives=5), True, False, False),
+        # The noise of what the host samples depends on the exact position.
         ("logits", True, True, False),
         ("logits", False, True, True),
         ("top_candidates", False, True, True),
