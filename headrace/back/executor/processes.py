@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -169,6 +169,14 @@ class ProcessExecutor:
         ranks = range(spec.device.tensor_parallel)
         self._orders: list[deque[PendingOrder[AdapterReply]]] = [deque() for _ in ranks]
         self._weight_orders: list[deque[PendingOrder[WeightReply]]] = [deque() for _ in ranks]
+        self._takers: dict[type, Callable[[int, Any], None]] = {
+            StepResult: lambda rank, result: self._finish(result),
+            ProfileReply: lambda rank, reply: self._profiled.put(reply),
+            ParkReply: lambda rank, reply: self._parked.put(reply),
+            GraphReply: lambda rank, reply: self._recorded.put(reply),
+            AdapterReply: lambda rank, reply: self._add_reply(self._orders[rank], reply),
+            WeightReply: lambda rank, reply: self._add_reply(self._weight_orders[rank], reply),
+        }
         self._ended = threading.Event()
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
@@ -312,26 +320,13 @@ class ProcessExecutor:
                 return self._fail(
                     f"worker {worker.rank} failed in step {message.step}: {message.error.message}"
                 )
-            if isinstance(message, ProfileReply):
-                self._profiled.put(message)
-                continue
-            if isinstance(message, ParkReply):
-                self._parked.put(message)
-                continue
-            if isinstance(message, GraphReply):
-                self._recorded.put(message)
-                continue
-            if isinstance(message, AdapterReply):
-                with self._lock:
-                    self._orders[worker.rank].popleft().add(message)
-                continue
-            if isinstance(message, WeightReply):
-                with self._lock:
-                    self._weight_orders[worker.rank].popleft().add(message)
-                continue
-            assert isinstance(message, StepResult), message
-            self._finish(message)
+            self._takers[type(message)](worker.rank, message)
         self._fail(f"worker {worker.rank} {worker.ending()}")
+
+    def _add_reply(self, orders: deque[PendingOrder[A]], reply: A) -> None:
+        """Of a worker to the oldest order that it has not answered."""
+        with self._lock:
+            orders.popleft().add(reply)
 
     def _watch(self) -> None:
         """Looks for workers that a signal has stopped, until all are ended."""

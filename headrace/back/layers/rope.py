@@ -130,19 +130,24 @@ class QueryScale:
 class HeadLogScale:
     """Each head's queries at position p are multiplied by its own scale * log(p + 1) + bias, both
     learned (Mistral Large 4). `part`: the heads, of which a rank holds its share; None: all on
-    every rank."""
+    every rank. The logarithms of all positions are one table of the model."""
 
     def __init__(self, scope: Scope, heads: int, part: Part | None = None) -> None:
         shard = None if part is None else Shard(axis="tp", dim=0, parts=(part,))
         self._scale = scope.param("scale", (heads,), shard=shard, init="zeros")
         self._bias = scope.param("bias", (heads,), shard=shard, init="ones")
         self._scale_H = self._bias_H = torch.empty(0)
+        tables = scope.ledger.tables
+        if HeadLogScale not in tables:
+            position_P = torch.arange(1, scope.max_positions + 1, dtype=torch.float32)
+            tables[HeadLogScale] = position_P.log().to(scope.dtype).to(scope.device)
+        self._log_P = tables[HeadLogScale]
         scope.on_finish(self._finish)
 
     def factors(self, positions_T: torch.Tensor) -> torch.Tensor:
         """factor_TH1 in the model's dtype."""
-        log_T = (positions_T + 1).float().log().to(self._scale_H.dtype)
-        return torch.addcmul(self._bias_H, log_T[:, None], self._scale_H)[..., None]
+        log_T1 = self._log_P[positions_T, None]
+        return torch.addcmul(self._bias_H, log_T1, self._scale_H)[..., None]
 
     def _finish(self) -> None:
         self._scale_H, self._bias_H = self._scale.take(), self._bias.take()
