@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 import sys
+from itertools import islice
 
 import numpy as np
 
 from headrace.base import extensions
 from headrace.base.config.resolved import KVSpec, SchedulerSpec
 from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, RateLimited
-from headrace.base.wire.load import MARGIN, Load
+from headrace.base.wire.load import MARGIN, QUANTILES, Load, order_s
 from headrace.base.wire.request import (
     BOUNDS,
     LOGPROBS_MODES,
@@ -31,6 +32,8 @@ from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.media_checks import check_media
 from headrace.core.request import TOKEN_BYTES
+from headrace.core.scheduler.scheduler import Scheduler
+from headrace.core.service_state import Counters
 
 MAX_ID = (1 << 63) - 1
 MAX_PRIORITY = 1 << 31
@@ -239,6 +242,35 @@ def check_share(spec: SchedulerSpec, load: Load, tokens: int, num_prompt: int) -
             f"{most} it may have (max_prompt_tokens_per_key); wait for a request to end",
             retry_after_s=retry_after_s(load, ahead=0),
         )
+
+
+def load_of(scheduler: Scheduler, counters: Counters) -> Load:
+    """What waits, and at which rates the engine works."""
+    queue, prompt = scheduler.queue, counters.prompt_tokens.value
+    computed = counters.computed_tokens.value
+    lacks_blocks = any(request.need_blocks for request in islice(queue, QUANTILES))
+    return Load(
+        waiting=len(queue),
+        waiting_tokens=queue.num_tokens,
+        running=scheduler.num_running,
+        rows=scheduler.num_running if lacks_blocks else scheduler.rows.num_rows,
+        prefill_token_s=scheduler.prefill_budget.prefill_token_s,
+        decode_step_s=scheduler.prefill_budget.decode_step_s,
+        prompt_tokens=computed,
+        output_tokens=counters.output_tokens_each.value,
+        computed_share=computed / prompt if prompt else 1.0,
+        steps_ahead=int(scheduler.spec.overlap),
+    )
+
+
+def due_times(scheduler: Scheduler, now: float) -> tuple[float, ...]:
+    """The quantiles of `Load.dues`."""
+    if scheduler.spec.policy != "fcfs":
+        return ()
+    return tuple(
+        request.arrived_at + order_s(request.wire.deadline_s) - now
+        for request in scheduler.queue.quantiles(QUANTILES)
+    )
 
 
 def check_queue(spec: SchedulerSpec, load: Load, num_tokens: int) -> None:

@@ -27,7 +27,7 @@ from headrace.base.telemetry import log as logs
 from headrace.base.wire.request import Call, Reply
 from headrace.core import reports
 from headrace.core.adapters import NO_ADAPTERS, Adapters
-from headrace.core.admission import retry_after_s
+from headrace.core.admission import load_of, retry_after_s
 from headrace.core.lifecycle import RETRY_S, ExecutorHost, ExecutorLifecycle
 from headrace.core.output_processor import OutputBuffer
 from headrace.core.reports import Document, EngineView
@@ -86,7 +86,7 @@ def check_open(engine: ControlledEngine) -> None:
     if service.lost:
         raise Unavailable(service.lost, retry_after_s=RETRY_S)
     if service.draining:
-        load = reports.load_of(engine)
+        load = load_of(engine.scheduler, engine.counters)
         wait_s = retry_after_s(load, ahead=load.waiting)
         raise Unavailable("the engine is draining", retry_after_s=wait_s)
 

@@ -36,6 +36,7 @@ from headrace.core.admission import (
     check_request,
     check_share,
     latest_start_s,
+    load_of,
 )
 from headrace.core.control import Control, check_open, pause_is_complete
 from headrace.core.jump_forward import JumpForward
@@ -49,7 +50,7 @@ from headrace.core.output_processor import (
     finished_of,
 )
 from headrace.core.ports import AdmissionHook, Executor, ExecutorSource, Pending, StatsSink
-from headrace.core.reports import hello_of, load_of, reason_of
+from headrace.core.reports import hello_of, reason_of
 from headrace.core.request import Request, RequestState, RowTable
 from headrace.core.request_index import Deadlines, RequestIndex
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
@@ -235,7 +236,7 @@ class EngineCore:
             adapter=adapter,
             uncut=uncut_spans(wire, facts, self.spec.max_step_tokens) if facts.media else (),
         )
-        load = load_of(self)
+        load = load_of(self.scheduler, self.counters)
         tokens = self.requests.prompt_tokens_of(wire.tenant)
         check_share(self.spec, load, tokens, request.num_prompt)
         self._check_queue(request, load)

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import islice
 from typing import Protocol
 
 from headrace.base.config.resolved import SchedulerSpec
-from headrace.base.wire.load import QUANTILES, Load, order_s
 from headrace.base.wire.request import Hello
 from headrace.base.wire.step import RecordedGraphs
 from headrace.core.adapters import Adapters
@@ -147,37 +145,6 @@ def hello_of(engine: EngineView) -> Hello:
         decisions=facts.decisions,
         media=facts.media,
         media_tokens=facts.media_tokens,
-    )
-
-
-def load_of(engine: EngineView) -> Load:
-    """What waits, and at which rates the engine works."""
-    scheduler, counters = engine.scheduler, engine.counters
-    queue, prompt = scheduler.queue, counters.prompt_tokens.value
-    computed = counters.computed_tokens.value
-    lacks_blocks = any(request.need_blocks for request in islice(queue, QUANTILES))
-    return Load(
-        waiting=len(queue),
-        waiting_tokens=queue.num_tokens,
-        running=scheduler.num_running,
-        rows=scheduler.num_running if lacks_blocks else engine.rows.num_rows,
-        prefill_token_s=scheduler.prefill_budget.prefill_token_s,
-        decode_step_s=scheduler.prefill_budget.decode_step_s,
-        prompt_tokens=computed,
-        output_tokens=counters.output_tokens_each.value,
-        computed_share=computed / prompt if prompt else 1.0,
-        steps_ahead=int(scheduler.spec.overlap),
-    )
-
-
-def due_times(engine: EngineView) -> tuple[float, ...]:
-    """The quantiles of `Load.dues`."""
-    now = engine.clock()
-    if engine.scheduler.spec.policy != "fcfs":
-        return ()
-    return tuple(
-        request.arrived_at + order_s(request.wire.deadline_s) - now
-        for request in engine.scheduler.queue.quantiles(QUANTILES)
     )
 
 

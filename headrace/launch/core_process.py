@@ -39,14 +39,13 @@ from headrace.base.wire.request import (
 )
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.absent import AbsentExecutor
-from headrace.core.admission import check_stated_length
+from headrace.core.admission import check_stated_length, due_times, load_of
 from headrace.core.core import EngineCore
 from headrace.core.encoder_cache import encoder_cache_hooks
 from headrace.core.grammar.hook import GrammarHook
 from headrace.core.lifecycle import record_graph
 from headrace.core.output_processor import CoreOutput
 from headrace.core.ports import AdmissionHook
-from headrace.core.reports import due_times, load_of
 from headrace.core.service_state import ServiceState
 from headrace.launch.adapters import adapters_of, load_adapters
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
@@ -133,8 +132,10 @@ class CoreLoop:
         due = time.monotonic() >= self._published_at + LOAD_PERIOD_S
         if (num_waiting and due) or (self._num_waiting and not num_waiting):
             self._num_waiting, self._published_at = num_waiting, time.monotonic()
-            load = load_of(self._core)
-            self._frontends.send_all(msgspec.structs.replace(load, dues=due_times(self._core)))
+            core = self._core
+            load = load_of(core.scheduler, core.counters)
+            dues = due_times(core.scheduler, core.clock())
+            self._frontends.send_all(msgspec.structs.replace(load, dues=dues))
 
     def _wait_s(self) -> float | None:
         """How long an idle core waits for a message: until a timer, or until it may record."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.base.wire.load import ORDER_S, Load
-from headrace.core.reports import load_of
+from headrace.core.admission import load_of
 from tests.core.harness import (
     DECODE_S,
     TOKEN_S,
@@ -70,6 +70,10 @@ def test_overload_leaves_the_throughput_as_it_is(level: float, policy: str) -> N
     assert len(refused) > 0.9 * (level - 1) * CAPACITY * SECONDS - 0.05 * CAPACITY * SECONDS
 
 
+def load_now(driver: Driver) -> Load:
+    return load_of(driver.core.scheduler, driver.core.counters)
+
+
 def test_nothing_is_refused_below_the_capacity() -> None:
     offered = Offered(0.5)
     assert offered.run() >= 0.45
@@ -80,7 +84,7 @@ def test_a_refusal_tells_the_predicted_wait() -> None:
     offered = Offered(2)
     offered.run()
     driver, id = offered.driver, 10**6
-    while (load := load_of(driver.core)).wait_s(load.waiting) < ORDER_S:
+    while (load := load_now(driver)).wait_s(load.waiting) < ORDER_S:
         driver.add(make_request(id, PROMPT, max_tokens=OUTPUT))
         id += 1
     driver.add(make_request(id, PROMPT, max_tokens=OUTPUT, deadline_s=ORDER_S))
@@ -95,7 +99,7 @@ def test_the_predicted_wait_is_the_one_that_comes() -> None:
     offered = Offered(2)
     offered.run()
     driver = offered.driver
-    load, begin = load_of(driver.core), driver.clock.now
+    load, begin = load_now(driver), driver.clock.now
     driver.add(make_request(10**6, PROMPT, max_tokens=OUTPUT))
     driver.run()
     started = driver.finished[10**6].scheduled_s
@@ -122,8 +126,8 @@ def test_the_predicted_wait_counts_the_step_that_is_ahead() -> None:
     assert exact.wait_s(8) == pytest.approx(9 * 8 * 0.05 / 4)
     assert ahead.wait_s(8) == pytest.approx(9 * 9 * 0.05 / 4)
     assert ahead.service_s(num_prompt=1, output_tokens=8) == pytest.approx(9 * 0.05)
-    assert load_of(Offered(1, overlap=True).driver.core).steps_ahead == 1
-    assert load_of(Offered(1).driver.core).steps_ahead == 0
+    assert load_now(Offered(1, overlap=True).driver).steps_ahead == 1
+    assert load_now(Offered(1).driver).steps_ahead == 0
 
 
 def order(*deadlines: float | None) -> list[int]:

@@ -219,7 +219,7 @@ class BucketSteps:
         in_step = isinstance(needs, InStepSampling)
         if (bucket.decode or shape.verifies or in_step) and needs not in self._lacks:
             bucket = replace(bucket, sampler_input=needs)
-        if (shape.every or self._last_hidden) and not bucket.decode and not bucket.verifies:
+        if (shape.every or self._last_hidden) and not bucket.decode and not shape.verifies:
             bucket = replace(bucket, every=True)
         if shape.slots is not None and (slots := self._resources.slots) is not None:
             slots.send(shape.slots, shape.query_start, tokens=bucket.tokens, rows=bucket.rows)
@@ -321,7 +321,7 @@ class BucketSteps:
     def _step(self, bucket: Bucket) -> StepTensors:
         """The whole step on the device, from the message that was copied last to the ring."""
         frame, model, words = self._frame_of(bucket), self._resources.model, self._message.words
-        if bucket.verifies and bucket.commits and not self._replay.on_host:
+        if bucket.queries and bucket.commits and not self._replay.on_host:
             self._propose(bucket, frame.out)
         self._inputs(words, self._tables, frame.out)
         if frame.ones_R1 is not None:  # padding rows have no query
@@ -350,7 +350,7 @@ class BucketSteps:
         self, bucket: Bucket, words: torch.Tensor, token_R: torch.Tensor, value_R: torch.Tensor
     ) -> None:
         """The step's choice goes into the rows and the ring, unless the host's sampler makes it."""
-        if not bucket.verifies:
+        if not bucket.queries:
             self._commit(words, token_R, value_R, self._tables, self._argmax_ring.data)
         elif bucket.commits:
             assert self._speculation is not None
@@ -417,7 +417,7 @@ class BucketSteps:
             row_R=self._message.section(0, bucket.rows),
             taps=self._taps,
         )
-        if bucket.decode or bucket.every or bucket.verifies:
+        if bucket.decode or bucket.every or bucket.queries:
             return _Frame(out=out, batch=batch)
         ones_R1 = self._static.ones[: bucket.rows + 1]
         last_token_batch = replace(batch, plans=self._plans(bucket, out, ones_R1, 1))

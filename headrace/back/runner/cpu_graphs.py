@@ -117,7 +117,7 @@ class CpuGraphs:
 
     def wants(self, bucket: Bucket) -> bool:
         """See Replay."""
-        small = (bucket.decode or bucket.verifies) and bucket.tokens <= MOST_ROWS
+        small = bool(bucket.decode or bucket.queries) and bucket.tokens <= MOST_ROWS
         return small and not self.foreign and bucket not in self._graphs
 
     def record(
