@@ -33,8 +33,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "headrace"
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 MAX_STATEMENTS, MAX_FILES = 3300, 70
-WATCHERS = frozenset({"front/server/http/stand_in.py"})
-"""What runs only while the event loop is late, and tracing makes it late: no part of the path."""
+WATCHERS = frozenset(
+    {
+        "front/server/http/stand_in.py",
+        "front/server/http/event_loop.py",
+        "front/server/batches/runner.py",
+        "front/server/state/batches.py",
+    }
+)
+"""What runs only while the event loop is late, and tracing makes it late, or by timers that go off
+in every request of a slow machine: no part of the path."""
 TRACED = 60  # what runs in every one of them: fewer left a dozen statements to chance
 
 # (stage, files or folders of headrace/). A file belongs to the first stage that names it.
