@@ -24,13 +24,10 @@ distribution.
 Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities
 add no second. On a device op `sample` is part of the step itself, and so are, in decodes, penalties
 and up to 20 raw log-probabilities (in_step.py), beside prompts launched behind it. Masks and biases
-are part of the step on every device (op logit_masks), beside prompts too; on a CPU only where the
-other rows are greedy. The rest is a handful of launches behind the step, which
-tests/kernels/triton/test_sampling.py counts:
-log-probabilities are one and a copy; changed logits take three against rows that are not finite,
-one for penalties, three for biases, three to choose and two copies of row numbers, two to count
-tokens. On a CPU a step whose rows are greedy or have a small top_k reads the best tokens of each
-row and no logits (top_candidates.py). A feature costs its own rows only.
+are part of the step on every device (op logit_masks); on a CPU only where the other rows are
+greedy. The rest is a handful of launches behind the step (tests/kernels/triton/test_sampling.py
+counts them). On a CPU a step whose rows are greedy or have a small top_k reads the best tokens of
+each row and no logits (top_candidates.py). A feature costs its own rows only.
 """
 
 from __future__ import annotations
@@ -135,18 +132,13 @@ class Sampler:
         greedy, gumbel, _, token_scores, _, _ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self.decisions = decisions(choices)
-        self._penalties = Penalties(max_rows=max_rows, width=logits_width, device=device)
+        tables: dict[str, Any] = {"max_rows": max_rows, "width": logits_width, "device": device}
+        self._penalties = Penalties(**tables)
         self.device_rows: DeviceRows | None = None
         if on_device if on_device is not None else device.type != "cpu":
             self.device_rows = DeviceRows(self._numbers, device)
             self.decisions += self.device_rows.decisions
-        self._masks = RowMasks(
-            max_rows=max_rows,
-            width=logits_width,
-            device=device,
-            masks=drafted_places,
-            places=max_places,
-        )
+        self._masks = RowMasks(**tables, masks=drafted_places, places=max_places)
         self.in_step_sampler = InStepSampler(
             device_rows=self.device_rows,
             penalties=self._penalties,
@@ -154,7 +146,7 @@ class Sampler:
             greedy=self.greedy,
             token_scores=token_scores.bind(),
         )
-        self._grammar = GrammarMask(max_rows=max_rows, width=logits_width, device=device)
+        self._grammar = GrammarMask(**tables)
         self._processors = RowProcessors()
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
             (Use.PENALTIES, self._penalties),

@@ -32,19 +32,14 @@ FIRST_SHARE = 8  # before anything is measured: this part of the step's budget
 
 
 class RecentMean:
-    """Seconds per unit, the newest measurements weighing most. Without `first` the first one does
-    not count."""
+    """Seconds per unit, the newest measurements weighing most."""
 
-    def __init__(self, *, first: bool = True) -> None:
+    def __init__(self) -> None:
         self._seconds = 0.0
         self._units = 0.0
-        self._counts = first
 
     def add(self, seconds: float, units: float) -> None:
         """A measurement; one that is far off counts no more than the bound of what is credible."""
-        if not self._counts:
-            self._counts = True
-            return
         if self._units:
             seconds = min(seconds, OUTLIER * self.value * units)
         self._seconds = FORGET * self._seconds + seconds

@@ -15,7 +15,7 @@ from headrace.base import splitmix
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import StepPlan
-from headrace.core.scheduler.speculation import DraftPrices
+from headrace.core.scheduler.draft_prices import DraftPrices
 from tests.core.harness import EOS, FULL, Clock, Driver, make_request, make_spec, window_groups
 from tests.core.test_properties import alone, outcome, random_requests
 
