@@ -121,9 +121,8 @@ class Sampler:
         drafted_places: int = 0,
         max_places: int = 0,
     ) -> None:
-        """`on_device`: whether op `sample` takes the rows it can; by default on all devices but
-        CPUs. `drafted_places`: tokens that a step with drafts samples at most, `max_places` with
-        its padding."""
+        """`on_device`: whether op `sample` takes the rows it can, as on all devices but CPUs.
+        `drafted_places`: tokens that a step with drafts samples, `max_places` with its padding."""
         self._width = logits_width
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -221,8 +220,7 @@ class Sampler:
         )
 
     def take_masks(self, payload: memoryview, rows: np.ndarray, places: np.ndarray) -> None:
-        """The grammar's masks of a step that samples itself (InStepSampling) the tokens of rows at
-        places: see RowMasks."""
+        """The grammar's masks of a step that samples itself (InStepSampling): see RowMasks."""
         self._masks.take(payload, rows, places)
 
     def logprobs(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> SampledLogprobs:
