@@ -129,8 +129,8 @@ class QueryScale:
 
 class HeadLogScale:
     """Each head's queries at position p are multiplied by its own scale * log(p + 1) + bias, both
-    learned (Mistral Large 4). `part`: the heads, of which a rank holds its share; None: all on
-    every rank. The logarithms of all positions are one table of the model."""
+    learned (Mistral Large 4). `part`: the heads, of which a rank holds its share; None: all. The
+    logarithms of all positions are one table of the model."""
 
     def __init__(self, scope: Scope, heads: int, part: Part | None = None) -> None:
         shard = None if part is None else Shard(axis="tp", dim=0, parts=(part,))
@@ -146,8 +146,7 @@ class HeadLogScale:
 
     def factors(self, positions_T: torch.Tensor) -> torch.Tensor:
         """factor_TH1 in the model's dtype."""
-        log_T1 = self._log_P[positions_T, None]
-        return torch.addcmul(self._bias_H, log_T1, self._scale_H)[..., None]
+        return torch.addcmul(self._bias_H, self._log_P[positions_T, None], self._scale_H)[..., None]
 
     def _finish(self) -> None:
         self._scale_H, self._bias_H = self._scale.take(), self._bias.take()
