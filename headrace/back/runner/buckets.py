@@ -307,7 +307,7 @@ class BucketSteps:
 
     def _propose(self, bucket: Bucket, out: StepOut) -> None:
         """Drafts for the rows of a step, in front of it; behind its updates of block tables, where
-        they are written to. Rows of steps that wait for masks have those that masks were made for."""
+        they are written to. Where steps wait for masks, rows keep those that have masks."""
         assert self._speculation is not None
         row_R = self._message.section(0, bucket.rows)
         if isinstance(bucket.sampler_input, InStepSampling) and bucket.sampler_input.grammar:
