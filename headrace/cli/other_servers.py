@@ -202,7 +202,6 @@ VLLM: Mapping[str, OtherFlag] = {
         arity=ONE,
         why="how the model pools is read from its files; enable_chunked_processing and max_embed_len are taken",
     ),
-    "--return-sampling-mask": _refused("the tokens that truncation left are not told", 0),
     "--limit-mm-per-prompt": _left_out(_NO_MEDIA, ONE),
     "--mm-processor-kwargs": _left_out(_NO_MEDIA, ONE),
     "--allowed-local-media-path": _left_out(_NO_MEDIA, ONE),

@@ -245,7 +245,9 @@ def _by_row(result: StepResult, sampled: Bool, place: int) -> list[TokenLogprobs
     by_row: list[TokenLogprobs | None] = [None] * int(sampled.sum())
     for scores in result.logprobs:
         if sampled[scores.index] and scores.place == place:
-            by_row[int(index[scores.index])] = TokenLogprobs(scores.ids, scores.values, scores.rank)
+            by_row[int(index[scores.index])] = TokenLogprobs(
+                scores.ids, scores.values, scores.rank, scores.drawn_among
+            )
     return by_row
 
 

@@ -135,6 +135,7 @@ def hello_of(engine: EngineView) -> Hello:
         max_in_flight=rows + spec.max_queued_requests if bounded else None,
         num_blocks=facts.num_blocks,
         block_tokens=facts.block_tokens,
+        cached_block_tokens=facts.block_tokens if engine.kv.prefix_caching else 0,
         trouble=service.lost,
         failing=engine.failing,
         held=service.held,

@@ -97,7 +97,6 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--return-sampling-mask", "not told"),
         ("--pipeline-parallel-size 2", "--tensor-parallel"),
         ("--ssl-keyfile k.pem", "proxy"),
         ("--kv-cache-dtype nvfp4", "allowed: auto, fp8.*nvfp4 and turboquant types are not built"),

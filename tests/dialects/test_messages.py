@@ -59,8 +59,8 @@ def test_a_stream_folds_to_the_full_message(
     with claude.messages.stream(model="demo", **call) as stream:
         folded = stream.get_final_message()
     for message in (full, folded):
-        message.usage.input_tokens += message.usage.cache_read_input_tokens or 0
-        message.usage.cache_read_input_tokens = 0
+        message.usage.input_tokens = prompt_tokens(message.usage)
+        message.usage.cache_read_input_tokens = message.usage.cache_creation_input_tokens = 0
 
     def shown(message: Any) -> Any:
         found = message.model_dump(exclude={"id", "parsed_output"}, exclude_none=True)
@@ -217,8 +217,17 @@ def test_a_stop_sequence_is_told(claude: anthropic.Anthropic) -> None:
     assert "2" not in str(answer.content)
 
 
+def prompt_tokens(usage: Any) -> int:
+    """All of a prompt: what was read from the cache, what was written into it, the rest."""
+    cached: int = usage.cache_read_input_tokens or 0
+    created: int = usage.cache_creation_input_tokens or 0
+    assert isinstance(usage.input_tokens, int)
+    return usage.input_tokens + cached + created
+
+
 def test_cached_tokens_are_told_apart(claude: anthropic.Anthropic) -> None:
-    """input_tokens + cache_read_input_tokens is the prompt, whichever share of it was cached."""
+    """The three counts are the prompt, whichever share of it was read or written; what one request
+    writes, the next one reads."""
     system: Any = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; turn={n};"},
         {"type": "text", "text": "Answer briefly. " * 20, "cache_control": {"type": "ephemeral"}},
@@ -229,15 +238,19 @@ def test_cached_tokens_are_told_apart(claude: anthropic.Anthropic) -> None:
         usage = ask(claude, system=system).usage
         assert usage.cache_read_input_tokens is not None
         seen.append(usage)
-    total = {usage.input_tokens + (usage.cache_read_input_tokens or 0) for usage in seen}
-    assert len(total) == 1, "what only bills is no part of the prompt"
-    assert (seen[1].cache_read_input_tokens or 0) >= 16
+    (total,) = {prompt_tokens(usage) for usage in seen}  # what only bills is no part of the prompt
+    kept = [
+        (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+        for usage in seen
+    ]
+    assert kept == [total // 16 * 16] * 2
+    assert (seen[1].cache_read_input_tokens or 0) >= (total - 1) // 16 * 16
 
 
 def test_counting_equals_what_the_answer_bills(claude: anthropic.Anthropic) -> None:
     usage = ask(claude, WEATHER, tools=agent.for_messages()).usage
     counted = count(claude, WEATHER, tools=agent.for_messages())
-    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    assert counted == prompt_tokens(usage)
 
 
 def test_the_conversation_changes_which_tools_are_offered(claude: anthropic.Anthropic) -> None:

@@ -380,6 +380,59 @@ def test_named_tokens_are_scored_along_the_prompt(bundled: Served) -> None:
         assert refused.json()["error"]["param"] == "prompt_logprob_token_ids"
 
 
+def _nucleus(logprobs: list[dict[str, Any]], p: float) -> set[int]:
+    """The fewest of the likeliest tokens whose probabilities reach p."""
+    kept, mass = set(), 0.0
+    for one in sorted(logprobs, key=lambda one: -one["logprob"]):
+        if mass >= p:
+            break
+        kept.add(one["token_id"])
+        mass += float(np.exp(one["logprob"]))
+    return kept
+
+
+def test_tokens_are_told_with_those_they_were_drawn_among(bundled: Served) -> None:
+    """vLLM's sampling_mask, which RL trainers replay: what truncation left of each token."""
+    ids = post(bundled, "/tokenize", {"prompt": "The cat sat on"})["tokens"]
+    fixed = {"max_tokens": 8, "seed": 3, "ignore_eos": True, "return_sampling_mask": True}
+    fixed |= {"temperature": 1.5, "top_p": 1, "top_k": 0, "min_p": 0}
+
+    def choice(**more: Any) -> dict[str, Any]:
+        body = {"token_ids": ids, "sampling_params": {**fixed, **more}}
+        (made,) = post(bundled, "/inference/v1/generate", body)["choices"]
+        assert len(made["sampling_mask"]) == len(made["token_ids"]) == 8
+        return dict(made)
+
+    few = choice(top_k=5)
+    assert few["logprobs"] is None
+    assert all(len(mask) == 5 for mask in few["sampling_mask"])
+    for token, mask in zip(few["token_ids"], few["sampling_mask"], strict=True):
+        assert token in mask and mask == sorted(mask)
+    scored = choice(temperature=1, top_p=0.6, logprobs=20)
+    assert any(len(mask) > 1 for mask in scored["sampling_mask"])
+    for entry, mask in zip(scored["logprobs"]["content"], scored["sampling_mask"], strict=True):
+        if len(mask) < 20:
+            assert set(mask) == _nucleus(entry["top_logprobs"], 0.6)
+    greedy = choice(temperature=0)
+    assert greedy["sampling_mask"] == [[token] for token in greedy["token_ids"]]
+    processed = choice(top_k=3, logprobs=5, logprobs_mode="processed")
+    for entry, mask in zip(
+        processed["logprobs"]["content"], processed["sampling_mask"], strict=True
+    ):
+        likely = {one["token_id"] for one in entry["top_logprobs"] if one["logprob"] > -9999}
+        assert likely == set(mask)
+    body = {"token_ids": ids, "sampling_params": {**fixed, "top_k": 5}, "stream": True}
+    streamed = [
+        json.loads(line[6:])
+        for line in bundled.post("/inference/v1/generate", body).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    told = [m for chunk in streamed for c in chunk["choices"] for m in c["sampling_mask"]]
+    assert told == few["sampling_mask"]
+    plain = {"token_ids": ids, "sampling_params": {"max_tokens": 2}}
+    assert "sampling_mask" not in post(bundled, "/inference/v1/generate", plain)["choices"][0]
+
+
 def test_tokenizer_info_is_told_where_it_was_asked_for(bundled: Served, renderer: Renderer) -> None:
     """Contract 9: it is opt-in."""
     refused = httpx.get(renderer.url + "/tokenizer_info", verify=NO_TLS)

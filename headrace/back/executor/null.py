@@ -477,7 +477,8 @@ class NullExecutor:
         count = sampling.logprobs if sampling.logprobs >= 0 else width - 1
         ids = [(token + i) % width for i in range(1 + count)] + list(sampling.logprob_ids)
         values = -0.5 - np.arange(len(ids), dtype=np.float32)
-        return [RowLogprobs(index, np.asarray(ids, np.int32), values, 1)]
+        among = np.asarray(ids[:1], np.int32) if sampling.sampling_mask else None
+        return [RowLogprobs(index, np.asarray(ids, np.int32), values, 1, drawn_among=among)]
 
     def _inject(self, rows: Int32, sampled: npt.NDArray[np.intp]) -> list[tuple[int, WireError]]:
         fails = self.behaviour.fails

@@ -94,7 +94,10 @@ class SampledTokens:
         if self.masked:  # of a row of -inf alone nobody knows whose it is
             chosen_logit = max_logit
             max_logit = np.where(max_logit == -np.inf, np.float32(0.0), max_logit)
-        return self.tokens[self.index], failures(max_logit, chosen_logit) | dict(self.errors)
+        failed = failures(max_logit, chosen_logit) | dict(self.errors)
+        if self.logprobs is not None:
+            failed |= self.logprobs.errors()
+        return self.tokens[self.index], failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +192,7 @@ class LaunchedStep:
                         row.values,
                         row.rank,
                         accepted.place_of(row.index),
+                        row.drawn_among,
                     )
                     for row in self.sampled.logprobs.rows()
                     if tokens[self.shape.sampled[row.index], accepted.place_of(row.index)] >= 0

@@ -94,7 +94,8 @@ BEYOND = MOST + 1
 def alternatives(s: RowSampling) -> int:
     """How many a step has to make for such a row, if it asks for log-probabilities."""
     count = s.logprobs or 0
-    within = 0 <= count <= MOST and not s.logprob_ids and s.logprobs_mode == "raw"
+    plain = s.logprobs_mode == "raw" and not s.sampling_mask
+    within = 0 <= count <= MOST and not s.logprob_ids and plain
     return count if within else BEYOND
 
 

@@ -15,7 +15,7 @@ not scored again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch
 from headrace.back.kernels.token_scores.op import MOST, ScoreTable, TokenScoresProblem, top_ids
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.upload import to_device, to_host
-from headrace.base.errors import InvalidRequest
+from headrace.base.errors import HeadraceError, InvalidRequest
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import RowLogprobs, RowStart
 
@@ -49,18 +49,39 @@ class Scores:
         return Scores(ids=self.ids[at], values=self.values[at], ranks=self.ranks[at])
 
 
+LARGEST_MASK = 4096
+"""Tokens of a sampling mask: a vocabulary with every token would fill the memory of who reads it."""
+ARGMAX = np.zeros(0, bool)
+"""The mask of a greedy row: its token alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampledLogprobs:
     """What M of a step's N sampled rows are told of their tokens. index [M] into the N; kept [M]:
     columns that each row asked for; `named`: the scores of the ids that row m named. at [M]: where
     they are in scores of more rows, which another step overwrites later; None: the scores are these
-    rows' own."""
+    rows' own. `masks`: m -> which tokens row m was drawn among, bool [V], or ARGMAX."""
 
     index: np.ndarray
     kept: list[int]
     scores: Scores
     named: Mapping[int, Scores]
     at: np.ndarray | None = None
+    masks: Mapping[int, np.ndarray] = field(default_factory=dict)
+
+    def errors(self) -> dict[int, HeadraceError]:
+        """Index into the N -> why what its row asked for is not told, once the step's event has
+        passed."""
+        counts = {m: int(np.count_nonzero(mask)) for m, mask in self.masks.items()}
+        return {
+            int(self.index[m]): InvalidRequest(
+                f"sampling_mask: a token was drawn among {count}; at most {LARGEST_MASK} are told: a "
+                "smaller top_k, top_p or a greater min_p leaves fewer",
+                field="sampling_mask",
+            )
+            for m, count in counts.items()
+            if count > LARGEST_MASK
+        }
 
     def rows(self) -> Iterator[RowLogprobs]:
         """Row by row, once the step's event has passed."""
@@ -72,7 +93,11 @@ class SampledLogprobs:
                 more = self.named[m]
                 row_ids = np.concatenate([row_ids, more.ids[0, 1:]])
                 row_values = np.concatenate([row_values, more.values[0, 1:]])
-            yield RowLogprobs(index, row_ids, row_values, ranks[m])
+            mask = self.masks.get(m)
+            among = None if mask is None else np.flatnonzero(mask).astype(np.int32)
+            if mask is ARGMAX:
+                among = ids[m, :1]
+            yield RowLogprobs(index, row_ids, row_values, ranks[m], drawn_among=among)
 
 
 def score(

@@ -125,6 +125,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="Tokens in log-probabilities are token_id:N unless a request says no."),
     ] = False
+    return_sampling_mask: Annotated[
+        bool,
+        Meta(
+            description="Answers of /inference/v1/generate tell of each token the ids that it was drawn among, unless "
+            "a request says no."
+        ),
+    ] = False
     root_path: Annotated[
         Annotated[str, Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$")],
         Meta(

@@ -111,6 +111,7 @@ class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     capture_layers: tuple[int, ...] = ()
     capture_heads: tuple[int, ...] = ()
     logits_processors: tuple[str, ...] = ()
+    sampling_mask: bool = False
 
 
 class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
@@ -123,6 +124,7 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=T
     scores by the model's own distribution, "processed" by the one that is drawn from: after
     penalties, bias, masks, temperature and truncation. Prompt tokens are not drawn and always raw.
     `logits_processors`: names of extensions (base/extensions.py) that rewrite a row's logits.
+    `sampling_mask`: with each token those that it was drawn among are told; needs `logprobs`.
     """
 
     n: int = 1
@@ -276,6 +278,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     one step. `trouble`: why nothing can be served, or ""; `failing`: why answers are not to be
     expected although steps run, or "".
     `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
+    `cached_block_tokens`: a prompt's whole blocks of so many tokens are kept as prefixes; 0: none.
     `adapters`: the names of those that requests may name.
     `weights_version`: that of the weights now. `log_level`: what an administrator wants every
     process to log, or "". `start_s` breaks the start-up time down by phase. `media`: the kinds of
@@ -290,6 +293,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     max_in_flight: int | None = None
     num_blocks: int
     block_tokens: int
+    cached_block_tokens: int = 0
     trouble: str = ""
     failing: str = ""
     held: str = ""
@@ -304,11 +308,13 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of one position. Entry 0 is the token itself, then the alternatives in
-    falling order, then the ids that were asked for by name. `rank` is the token's 1-based rank."""
+    falling order, then the ids that were asked for by name. `rank` is the token's 1-based rank. `drawn_among`: the ids
+    that the token was drawn among (`sampling_mask`), rising."""
 
     ids: np.ndarray
     values: np.ndarray
     rank: int
+    drawn_among: np.ndarray | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):

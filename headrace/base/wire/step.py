@@ -206,6 +206,7 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
     values: np.ndarray
     rank: int
     place: int = 0
+    drawn_among: np.ndarray | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):

@@ -114,6 +114,11 @@ class AsyncLLM:
         return max(1, 2 * sum(hello.step_tokens for hello in self._hellos))
 
     @property
+    def cached_block_tokens(self) -> int:
+        """See `events.EngineClient.cached_block_tokens`."""
+        return max((hello.cached_block_tokens for hello in self._hellos), default=0)
+
+    @property
     def alive(self) -> bool:
         """See `events.EngineClient.alive`: one of several replicas is enough."""
         return any(core.serves for core in self._cores)

@@ -74,11 +74,13 @@ class TokenScore(msgspec.Struct, frozen=True):
 
 
 class ScoredToken(msgspec.Struct, frozen=True):
-    """A token and its alternatives: `top` in falling order, `named` for ids asked for by name."""
+    """A token and its alternatives: `top` in falling order, `named` for ids asked for by name,
+    `drawn_among` the ids it was drawn among, where its request asks for its sampling mask."""
 
     token: TokenScore
     top: list[TokenScore] = []
     named: list[TokenScore] = []
+    drawn_among: list[int] = []
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -241,6 +243,11 @@ class EngineClient(Protocol):
     @property
     def trouble(self) -> str:
         """Why an engine core can serve nothing although it lives, or ""."""
+        ...
+
+    @property
+    def cached_block_tokens(self) -> int:
+        """A prompt's whole blocks of so many tokens are kept as prefixes; 0: none."""
         ...
 
     @property

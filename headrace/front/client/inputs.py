@@ -248,6 +248,7 @@ _NOT_WITH_BEAMS = (
     *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "dry_multiplier", "xtc_probability", "logprobs_mode"),
     *("structured_outputs", "capture_layers", "repetition_detection", "logits_processors"),
+    "sampling_mask",
 )
 
 
@@ -294,6 +295,10 @@ def _check_logprobs(params: SamplingParams, limits: Limits, bounds: RequestBound
         raise InvalidRequest(
             "logprob_token_ids: need logprobs (0 gives no alternatives)", field="logprob_token_ids"
         )
+    if params.sampling_mask and params.logprobs is None:
+        raise InvalidRequest(
+            "sampling_mask: needs logprobs (0 gives no alternatives)", field="sampling_mask"
+        )
 
 
 # What is left at its default needs no check; most requests leave all of these.
@@ -307,7 +312,7 @@ _CHECKS = (
     ),
     (
         _check_logprobs,
-        ("logprobs_mode", "logprobs", "prompt_logprobs", "logprob_token_ids"),
+        ("logprobs_mode", "logprobs", "prompt_logprobs", "logprob_token_ids", "sampling_mask"),
     ),
     (_check_repetition, ("repetition_detection",)),
     (lambda params, *_: check_processors(params.logits_processors), ("logits_processors",)),

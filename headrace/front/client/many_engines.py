@@ -126,6 +126,11 @@ class ManyEngines:
         return max((engine.window_tokens for engine in self._connected), default=1)
 
     @property
+    def cached_block_tokens(self) -> int:
+        """See EngineClient."""
+        return max((engine.cached_block_tokens for engine in self._connected), default=0)
+
+    @property
     def ready(self) -> bool:
         """See EngineClient: whatever is loaded, another model may be."""
         return self._pool.connected

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.base.errors import HeadraceError, from_wire
@@ -79,6 +80,7 @@ class ChoiceState:
     _cumulative: float = field(init=False, default=0.0)
     _num_output: int = field(init=False, default=0)
     _num_scores: int = field(init=False, default=0)
+    _num_masked: int = field(init=False, default=0)
     _prompt: dict[int, ScoredToken] | None = field(init=False, default=None)
     _pooled: list[Event] = field(init=False, default_factory=list)
     _captured: list[Captured] = field(init=False, default_factory=list)
@@ -101,7 +103,8 @@ class ChoiceState:
     @property
     def pending_bytes(self) -> int:
         """About how much memory the unread part takes."""
-        return len(self._text) + _TOKEN_BYTES * len(self._ids) + _SCORE_BYTES * self._num_scores
+        ids = len(self._ids) + self._num_masked
+        return len(self._text) + _TOKEN_BYTES * ids + _SCORE_BYTES * self._num_scores
 
     def add_token(self, token_id: int, scored: TokenLogprobs | None) -> bool:
         """Takes in one token. True if a stop string ended the answer, which the core does not know
@@ -177,7 +180,7 @@ class ChoiceState:
             events.append(delta)
             self._text, self._ids = "", []
             if self._scores is not None:
-                self._scores, self._num_scores = [], 0
+                self._scores, self._num_scores, self._num_masked = [], 0, 0
         if self._ended is not None:
             if self._captured:
                 events.append(self._attention(num_prompt))
@@ -218,6 +221,9 @@ class ChoiceState:
         assert self._scores is not None
         score = self._scored(scored.ids.tolist(), scored.values.tolist(), scored.rank)
         self._cumulative += score.token.logprob
+        if scored.drawn_among is not None:
+            score = msgspec.structs.replace(score, drawn_among=scored.drawn_among.tolist())
+            self._num_masked += len(score.drawn_among)
         self._scores.append(score)
         self._num_scores += 1 + len(score.top) + len(score.named)
 

@@ -29,6 +29,7 @@ class NoEngine:
     ready = True
     alive = True
     window = window_tokens = 1
+    cached_block_tokens = 0
     trouble = ""
     degraded = False
     held = ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace.back.sampling.features import FeatureRows, failures
+from headrace.back.sampling.logprobs import LARGEST_MASK
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.request import RowSampling
@@ -508,3 +509,39 @@ def test_processed_mode_tells_the_distribution_that_is_drawn_from(
         for token, value in zip(scores.ids.tolist(), scores.values.tolist(), strict=True):
             assert value == pytest.approx(wanted.get(token, -math.inf), abs=1e-4)
         assert scores.ids[1] == max(wanted, key=lambda i: (wanted[i], -i))
+
+
+def test_a_sampling_mask_is_what_truncation_left_and_bounded() -> None:
+    """A row whose mask would be too large fails alone."""
+    width = LARGEST_MASK + 200
+    rng = np.random.default_rng(3)
+    logits = torch.from_numpy(rng.standard_normal((4, width)).astype(np.float32))
+    masked = {"logprobs": 0, "sampling_mask": True}
+    asked = [
+        RowSampling(temperature=0.8, top_k=7, **masked),
+        RowSampling(temperature=1.0, **masked),
+        RowSampling(temperature=0.0, **masked),
+        RowSampling(temperature=0.7, logprobs=0),
+    ]
+    sampler = Sampler(max_rows=4, logits_width=width, device=HERE)
+    for row, sampling in enumerate(asked):
+        sampler.start(start_of(row, [1, 2, 3], 2, sampling))
+    logits = logits.to(HERE)
+    seen = sampler.sample(
+        logits.clone(),
+        sampler.greedy(logits),
+        rows=np.arange(4),
+        positions=np.full(4, 3),
+        tokens=torch.tensor([[1, 2, 3, 0]] * 4, dtype=torch.int32, device=HERE),
+    )
+    if HERE.type == "cuda":
+        torch.cuda.synchronize()
+    assert seen.logprobs is not None
+    errors = seen.logprobs.errors()
+    assert list(errors) == [1] and "4296" in str(errors[1]) and "4096" in str(errors[1])
+    few, _, greedy, plain = seen.logprobs.rows()
+    wanted = np.sort(logits[0].topk(7).indices.cpu().numpy())
+    assert few.drawn_among is not None and few.drawn_among.tolist() == wanted.tolist()
+    assert greedy.drawn_among is not None
+    assert greedy.drawn_among.tolist() == [int(logits[2].argmax())]
+    assert plain.drawn_among is None

@@ -47,6 +47,7 @@ async def post_messages(context: RequestContext, document: Any) -> Response:
         sign=lambda text: seal(text, owner=context.tenant, purpose=THINKING),
         show_thinking=show,
         managed=request.context_management is not None,
+        cached_block_tokens=services.engine.cached_block_tokens,
     )
     try:
         _, events = await begin(context, conversation)

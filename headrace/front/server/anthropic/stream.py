@@ -33,7 +33,7 @@ Json = dict[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class MessageReply:
     """What is known of a message before it is made. `sign` makes the signature of a thinking
-    text."""
+    text. `cached_block_tokens`: see EngineClient."""
 
     id: str
     model: str
@@ -41,6 +41,7 @@ class MessageReply:
     sign: Callable[[str], str]
     show_thinking: bool = True
     managed: bool = False
+    cached_block_tokens: int = 0
 
 
 @dataclass
@@ -66,7 +67,7 @@ class MessageStream:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage(0, None),
+            "usage": self._usage(None),
         }
 
     def take(self, event: Event) -> list[Json]:
@@ -74,7 +75,7 @@ class MessageStream:
         match event:
             case Started():
                 self._num_prompt = event.num_prompt
-                counts = usage(event.num_prompt, None, num_cached=event.num_cached)
+                counts = self._usage(None, num_cached=event.num_cached)
                 self.message["usage"] = counts
                 return [{"type": "message_start", "message": {**self.message, "content": []}}]
             case Delta():
@@ -172,13 +173,28 @@ class MessageStream:
             "stop_reason": self._stop_reason(ended),
             "stop_sequence": ended.stop if isinstance(ended.stop, str) else None,
         }
-        self.message |= {**stop, "usage": usage(self._num_prompt, ended)}
+        self.message |= {**stop, "usage": self._usage(ended, num_cached=ended.num_cached)}
         last: Json = {"type": "message_delta", "delta": stop, "usage": self.message["usage"]}
         if self.reply.managed:
             applied: Json = {"context_management": {"applied_edits": []}}
             self.message |= applied
             last |= applied
         return [*frames, last, {"type": "message_stop"}]
+
+    def _usage(self, ended: Ended | None, *, num_cached: int = 0) -> Json:
+        """The prompt is the sum of what was read from the cache, what was newly written into it
+        (the whole blocks behind), and the rest; thinking is part of the output."""
+        prompt, block = self._num_prompt, self.reply.cached_block_tokens
+        cached = min(num_cached, prompt)
+        created = max(prompt // block * block - cached, 0) if block else 0
+        thinking = ended.num_reasoning if isinstance(ended, ParsedEnded) else 0
+        return {
+            "input_tokens": prompt - cached - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": cached,
+            "output_tokens": 0 if ended is None else ended.num_output,
+            "output_tokens_details": {"thinking_tokens": thinking},
+        }
 
     def _stop_reason(self, ended: Ended) -> str:
         if ended.reason == "length":
@@ -187,19 +203,6 @@ class MessageStream:
         if isinstance(ended.stop, str):
             return "stop_sequence"
         return "tool_use" if self._complete_calls and not self._cut else "end_turn"
-
-
-def usage(num_prompt: int, ended: Ended | None, *, num_cached: int = 0) -> Json:
-    """input_tokens + cache_read_input_tokens is the prompt; thinking is part of the output."""
-    cached = min(num_cached if ended is None else ended.num_cached, num_prompt)
-    thinking = ended.num_reasoning if isinstance(ended, ParsedEnded) else 0
-    return {
-        "input_tokens": num_prompt - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": 0 if ended is None else ended.num_output,
-        "output_tokens_details": {"thinking_tokens": thinking},
-    }
 
 
 async def to_chunks(events: Events, reply: MessageReply) -> Chunks:

@@ -49,6 +49,7 @@ class GenerateReply:
     sampling: TokenSampling
     request: GenerateRequest
     as_vllm: bool = False
+    tells_mask: bool = False
     spans: Spans | None = None
 
 
@@ -76,6 +77,10 @@ def begin_generate(
         logprobs=sampling.logprobs,
     )
     params = _with_candidates(params, sampling)
+    tells_mask = sampling.return_sampling_mask
+    if services.server.return_sampling_mask if tells_mask is None else tells_mask:
+        scores = 0 if params.logprobs is None else params.logprobs
+        params = msgspec.structs.replace(params, sampling_mask=True, logprobs=scores)
     services.tokenizer.check_ids(request.token_ids, field="token_ids")
     context.hold_place()
     asked = request.request_id
@@ -107,6 +112,7 @@ def begin_generate(
         sampling=sampling,
         request=request,
         as_vllm=services.server.compat == "vllm",
+        tells_mask=params.sampling_mask,
         spans=partial(spans, services.tokenizer) if sampling.return_token_offsets else None,
     )
     return events, reply
@@ -166,7 +172,8 @@ MAX_TOKENS = 2**22
 
 class TokenSampling(Common, frozen=True, kw_only=True):
     """How to sample; as in /v1/completions. `prompt_logprob_token_ids`: tokens whose
-    log-probabilities are told at every position of the prompt behind `prompt_logprob_start`."""
+    log-probabilities are told at every position of the prompt behind `prompt_logprob_start`.
+    `return_sampling_mask`: the answer tells of each token the ids that it was drawn among."""
 
     best_of: Annotated[int, Meta(ge=1)] | None = None
     logprobs: NumScores | None = None
@@ -175,6 +182,7 @@ class TokenSampling(Common, frozen=True, kw_only=True):
         Annotated[list[TokenId], Meta(min_length=1, max_length=128)] | None
     ) = None
     prompt_logprob_start: Count = 0
+    return_sampling_mask: bool | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -160,6 +160,8 @@ def _choice(reply: GenerateReply, index: int, choice: FoldedChoice) -> dict[str,
     }
     if choice.scores and reply.sampling.logprobs is not None:
         document["logprobs"] = {"content": [_scored(reply, scored) for scored in choice.scores]}
+    if reply.tells_mask:
+        document["sampling_mask"] = [scored.drawn_among for scored in choice.scores]
     if reply.spans is not None:
         document["token_offsets"] = reply.spans(choice.token_ids, continues=True)
     if reply.request.output_mode == "text":
