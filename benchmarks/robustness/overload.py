@@ -5,10 +5,11 @@
 With --deadline-s every request has so much time (X-Request-Timeout-S), the queue holds a thousand and is in the order
 in which requests are due; those answered 504 are `late`. The report is then overload_deadline_SECONDS.json.
 
-The null executor's time per step is fixed, so the capacity is known: ROWS requests of TOKENS tokens at STEP_S a step.
-Of that REACHABLE can be had where steps overlap: a row's last step is in flight while the next one is planned, which
-leaves the row empty, so that each request takes one step of its row more. `of_capacity` is the goodput over it, of what
-was done between SETTLED_S after the begin and the end of the sending.
+The null executor's time per step is fixed: ROWS requests of TOKENS tokens at STEP_S a step are NOMINAL requests a
+second, of which the levels are multiples. The capacity is what the server was measured to do when it always has work
+(twice ROWS clients that ask again and again, no deadline); it is less by one step a request, as a row's last step is
+in flight while the next one is planned. `of_capacity` is the goodput over it, or over what was sent if that is less,
+of what was done between SETTLED_S after the begin and the end of the sending.
 Requests come at random times whatever becomes of them. `ledger` is sent = ok + refused + failed + lost; `retried` is
 the stock client's success within three tries at 1.2 times the capacity. Two controls tell the server from the machine:
 `client_lag_p99_ms` is how late the client itself woke from short sleeps meanwhile (it cannot see an answer sooner), and
@@ -37,9 +38,9 @@ import psutil
 from benchmarks.robustness.serving import at_rest, children, null_model, resident_mib, server
 
 STEP_S, ROWS, TOKENS, QUEUE = 0.05, 4, 8, 8
-CAPACITY = ROWS / (TOKENS * STEP_S)  # requests a second
-REACHABLE = ROWS / ((TOKENS + 1) * STEP_S)
+NOMINAL = ROWS / (TOKENS * STEP_S)  # requests a second
 SETTLED_S = 2.0
+CAPACITY_S = 10.0
 LEVELS = (0.5, 1, 2, 5, 20)
 KEYS = [f"key-{i}" for i in range(4)]
 BODY = {"prompt": "fox", "max_tokens": TOKENS, "min_tokens": TOKENS}
@@ -101,15 +102,16 @@ async def at_level(
     seconds: float,
     supervisor: psutil.Process,
     deadline_s: float | None,
+    capacity: float,
 ) -> dict[str, Any]:
-    """Poisson arrivals at `level` times the capacity; the figures of it."""
+    """Poisson arrivals at `level` times the nominal capacity; the figures of it."""
     random_, tally, tasks = random.Random(level), Tally(deadline_s), []
     lags: list[float] = []
     lagging = asyncio.create_task(lag_ms(lags))
     cpu_s = api_cpu_s(supervisor)
     begin = time.perf_counter()
     due = 0.0
-    while (due := due + random_.expovariate(level * CAPACITY)) < seconds:
+    while (due := due + random_.expovariate(level * NOMINAL)) < seconds:
         await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
         tasks.append(asyncio.create_task(tally.one(session, random_.choice(KEYS))))
     sent_until = time.perf_counter()
@@ -122,13 +124,26 @@ async def at_level(
     return {
         "level": level, "sent": tally.sent, "ledger": dict(tally.outcomes),
         "goodput_req_s": round(tally.outcomes["ok"] / wall, 2),
-        "of_capacity": round(settled_req_s / min(REACHABLE, level * CAPACITY), 3),
+        "of_capacity": round(settled_req_s / min(capacity, tally.sent / seconds), 3),
         "refused_p99_ms": round(float(np.percentile(tally.refused_ms, 99)), 1) if tally.refused_ms else None,
         "client_lag_p99_ms": round(float(np.percentile(lags, 99)), 1),
         "api_cpu_ms_per_request": round(1000 * (api_cpu_s(supervisor) - cpu_s) / max(tally.sent, 1), 2),
         "refused_with_retry_after": tally.with_retry_after,
         "jain": round(float(shares.sum() ** 2 / (len(shares) * (shares**2).sum())), 3),
     }  # fmt: skip
+
+
+async def measured_capacity(session: aiohttp.ClientSession, seconds: float) -> float:
+    """Requests a second while twice as many clients as rows ask again and again, behind SETTLED_S."""
+    tally, begin = Tally(None), time.perf_counter()
+
+    async def client(number: int) -> None:
+        while time.perf_counter() < begin + SETTLED_S + seconds:
+            await tally.one(session, KEYS[number % len(KEYS)])
+
+    await asyncio.gather(*(client(number) for number in range(2 * ROWS)))
+    inside = [at for at in tally.ok_at if begin + SETTLED_S < at <= begin + SETTLED_S + seconds]
+    return len(inside) / seconds
 
 
 async def with_retries(base: str, seconds: float) -> float:
@@ -151,7 +166,7 @@ async def with_retries(base: str, seconds: float) -> float:
     tasks, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
         tasks.append(asyncio.create_task(one()))
-        await asyncio.sleep(random_.expovariate(1.2 * CAPACITY))
+        await asyncio.sleep(random_.expovariate(1.2 * NOMINAL))
     home = await asyncio.gather(*tasks)
     return round(sum(home) / len(home), 4)
 
@@ -165,15 +180,19 @@ async def run(
         levels, memory = [], []
         async with aiohttp.ClientSession(base, headers=headers) as asking:
             await at_rest(asking)
+            capacity = await measured_capacity(session, min(seconds, CAPACITY_S))
+            await at_rest(asking)
             for level in at:
-                levels.append(await at_level(session, level, seconds, supervisor, deadline_s))
+                levels.append(
+                    await at_level(session, level, seconds, supervisor, deadline_s, capacity)
+                )
                 await at_rest(asking)
                 memory.append(round(resident_mib(supervisor), 1))
             retried = await with_retries(base, seconds)
             rest = await at_rest(asking)
     by_level = {found["level"]: found["goodput_req_s"] for found in levels}
     return {
-        "capacity_req_s": CAPACITY, "reachable_req_s": round(REACHABLE, 2),
+        "nominal_req_s": NOMINAL, "capacity_req_s": round(capacity, 2),
         "load_average": [round(x, 1) for x in os.getloadavg()], "seconds": seconds, "levels": levels,
         "goodput_20x_over_1x": round(by_level[max(at)] / by_level[1], 3),
         "retried_home": retried, "rss_mib_after_level": memory,

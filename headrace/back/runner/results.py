@@ -94,10 +94,11 @@ class SampledTokens:
         if self.masked:  # of a row of -inf alone nobody knows whose it is
             chosen_logit = max_logit
             max_logit = np.where(max_logit == -np.inf, np.float32(0.0), max_logit)
-        failed = failures(max_logit, chosen_logit) | dict(self.errors)
-        if self.logprobs is not None:
-            failed |= self.logprobs.errors()
-        return self.tokens[self.index], failed
+        return self.tokens[self.index], (
+            failures(max_logit, chosen_logit)
+            | dict(self.errors)
+            | ({} if self.logprobs is None else self.logprobs.errors())
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
     step                     rows that do it              file
     1  finite?               all                          op greedy (for free where it can)
     2  raw logprobs          logprobs, named ids          logprobs.py (processed ones: after 10, by
-       random_rows.truncated)
+       processed.py)
     3  penalties             repetition, presence, ...    penalties.py
     4  logit bias            logit_bias                   logit_masks.py
     5  DRY                   dry_multiplier > 0           dry.py
@@ -15,7 +15,7 @@
        (in_step.py) does 8 to 11
     9  top_k, typical_p, top_p, min_p                     truncation.py
    10  XTC                   xtc_probability > 0          truncation.py
-       what is left          sampling_mask                logprobs.py
+       what is left          sampling_mask                processed.py
    11  noise and argmax      the others                   op gumbel, random_rows.py
 
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last,
@@ -54,7 +54,7 @@ from headrace.back.kernels.sample.op import OP as SAMPLE
 from headrace.back.kernels.sample.op import SampleProblem
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.token_scores.op import TokenScoresProblem
-from headrace.back.kernels.upload import to_device, to_host
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import (
     BEYOND,
@@ -80,10 +80,11 @@ from headrace.back.sampling.logit_masks import (
     MinTokens,
     RowMasks,
 )
-from headrace.back.sampling.logprobs import ARGMAX, SampledLogprobs, Scores, score
+from headrace.back.sampling.logprobs import SampledLogprobs, Scores, score
 from headrace.back.sampling.penalties import Penalties
+from headrace.back.sampling.processed import ProcessedRows
 from headrace.back.sampling.processors import RowProcessors
-from headrace.back.sampling.random_rows import sample_random, truncated
+from headrace.back.sampling.random_rows import sample_random
 from headrace.back.sampling.top_candidates import (
     SamplerInput,
     TopCandidates,
@@ -127,8 +128,7 @@ class Sampler:
         self._width = logits_width
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._processed: set[int] = set()
-        self._tells_mask: set[int] = set()
+        self._processed = ProcessedRows()
         choices = choose_kernels(device)[:6]
         greedy, gumbel, _, token_scores, _, _ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
@@ -170,8 +170,7 @@ class Sampler:
                 self._masks.end(row)
             self._numbers.use[row] = 0
             self._alternatives.pop(row, None)
-            self._processed.discard(row)
-            self._tells_mask.discard(row)
+            self._processed.pop(row, None)
 
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
@@ -186,10 +185,7 @@ class Sampler:
         if Use.LOGPROBS in used:
             self._alternatives[start.row] = start.sampling.logprobs or 0, start.sampling.logprob_ids
             self._numbers.alternatives[start.row] = alternatives(start.sampling)
-            if start.sampling.logprobs_mode == "processed":
-                self._processed.add(start.row)
-            if start.sampling.sampling_mask:
-                self._tells_mask.add(start.row)
+            self._processed.start(start.row, start.sampling)
 
     def needs(self, rows: np.ndarray, *, grammar: bool = False) -> SamplerInput:
         """The least a step has to leave for these rows; `grammar`: masks come with it."""
@@ -260,7 +256,7 @@ class Sampler:
             return Sampled(token_N=token_N, max_logit_N=max_logit_N)
         scored = np.flatnonzero(use_N & Use.LOGPROBS)
         if (
-            used == Use.LOGPROBS and not self._processed and not self._tells_mask
+            used == Use.LOGPROBS and not self._processed
         ):  # the argmax stands, and the logits as they are
             every = scored.size == len(rows)
             scored_MV = logits_NV if every else rows_at(logits_NV, scored)
@@ -275,9 +271,12 @@ class Sampler:
         zero_failed(logits_NV, max_logit_N)
         scored_MV = rows_at(logits_NV, scored)
         self._process(logits_NV, use_N, feature_rows)
-        masks_MV: dict[int, np.ndarray] = {}
-        if self._processed or self._tells_mask:
-            masks_MV = self._see_processed(scored_MV, logits_NV, scored, feature_rows)
+        masks_MV = {}
+        if self._processed:
+            some = feature_rows.take(scored)
+            masks_MV = self._processed.see(
+                scored_MV, rows_at(logits_NV, scored), self._numbers, some
+            )
         token_N, chosen_logit_N = self._choose(logits_NV, use_N, feature_rows)
         self._notify(token_N, use_N, feature_rows)
         return Sampled(
@@ -329,34 +328,6 @@ class Sampler:
                 part = rows_at(logits_NV, index)
                 feature.apply(part, feature_rows.take(index))
                 logits_NV.index_copy_(0, to_device(index, part.device), part)
-
-    def _see_processed(
-        self,
-        scored_MV: torch.Tensor,
-        logits_NV: torch.Tensor,
-        scored: np.ndarray,
-        feature_rows: FeatureRows,
-    ) -> dict[int, np.ndarray]:
-        """Rows that ask for processed log-probabilities get the distribution they are sampled from.
-        Of those that ask for it: m -> bool [V], which tokens they are sampled among, on its way to
-        the host."""
-        rows = feature_rows.rows[scored].tolist()
-        wanted = self._processed | self._tells_mask
-        at = np.array([m for m, row in enumerate(rows) if row in wanted], dtype=np.intp)
-        if not at.size:
-            return {}
-        sampled_from = rows_at(logits_NV, scored[at])
-        values = truncated(sampled_from, self._numbers, feature_rows.take(scored[at]))
-        replaced = np.flatnonzero([rows[m] in self._processed for m in at])
-        if replaced.size:
-            to = to_device(at[replaced], scored_MV.device)
-            scored_MV.index_copy_(0, to, rows_at(values, replaced))
-        told = [k for k, m in enumerate(at) if rows[m] in self._tells_mask]
-        greedy = (self._numbers.use[feature_rows.rows[scored]] & Use.RANDOM) == 0
-        return {
-            int(at[k]): ARGMAX if greedy[at[k]] else to_host(values[k] > -torch.inf).numpy()
-            for k in told
-        }
 
     def _choose(
         self, logits_NV: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows

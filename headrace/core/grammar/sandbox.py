@@ -7,6 +7,7 @@ behind a length, over two pipes.
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -23,7 +24,10 @@ from headrace.base.wire.grammar import Node, Vocabulary
 from headrace.core.grammar.backends import make_backend
 
 START_S = 60.0
-PATIENCE = 6
+NICENESS = 10
+"""Whoever streams goes first: as many sandboxes as there are processors, busy with hostile grammars, took
+turns with the engine."""
+PATIENCE = 12
 """Seconds waited for each second of processor time that a grammar may take: beside others it is
 slower, and that is not its fault."""
 
@@ -160,4 +164,5 @@ def _bytes(field: str) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICENESS)
     serve(sys.stdin.buffer, sys.stdout.buffer)

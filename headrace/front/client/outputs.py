@@ -103,8 +103,11 @@ class ChoiceState:
     @property
     def pending_bytes(self) -> int:
         """About how much memory the unread part takes."""
-        ids = len(self._ids) + self._num_masked
-        return len(self._text) + _TOKEN_BYTES * ids + _SCORE_BYTES * self._num_scores
+        return (
+            len(self._text)
+            + _TOKEN_BYTES * (len(self._ids) + self._num_masked)
+            + _SCORE_BYTES * self._num_scores
+        )
 
     def add_token(self, token_id: int, scored: TokenLogprobs | None) -> bool:
         """Takes in one token. True if a stop string ended the answer, which the core does not know

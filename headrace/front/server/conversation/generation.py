@@ -35,7 +35,7 @@ from headrace.front.server.conversation.structured import (
     structure_of,
 )
 from headrace.front.server.http.auth import completion_id, own_id
-from headrace.front.server.http.limits import Count, Name, TokenId
+from headrace.front.server.http.limits import Count, Keywords, Name, TokenId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +190,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     the answer is the chat completion, parsed as `parse_context` says."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS)]
-    sampling_params: dict[str, Any] = {}
+    sampling_params: Keywords = {}
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     output_mode: Literal["tokens", "text", "derender"] = "tokens"
-    parse_context: dict[str, Any] | None = None
+    parse_context: Keywords | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None

@@ -3,6 +3,7 @@ each token's span in it."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -134,8 +135,9 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
-    if all(isinstance(entry, int) for entry in prompt):
-        return [msgspec.convert(prompt, list[int])]
+    if prompt and isinstance(prompt[0], int):
+        with suppress(msgspec.ValidationError):
+            return [msgspec.convert(prompt, list[int])]
     if not (all(isinstance(e, str) for e in prompt) or all(isinstance(e, list) for e in prompt)):
         raise InvalidRequest(
             "prompt: one text, one list of ids, or a list of only texts or only lists",

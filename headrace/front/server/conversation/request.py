@@ -17,7 +17,7 @@ from msgspec import Meta
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.grammar import StructuredOutputs
 from headrace.base.wire.request import BOUNDS, RepetitionDetection, SamplingParams
-from headrace.front.server.http.limits import Count, Name, R, TokenId, typed
+from headrace.front.server.http.limits import Count, Keywords, Name, R, TokenId, typed
 
 _SENT_AS_IS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
@@ -140,7 +140,13 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, BOUNDS["top_p"].meta()] | None = None
     frequency_penalty: Annotated[float, BOUNDS["frequency_penalty"].meta()] | None = None
     presence_penalty: Annotated[float, BOUNDS["presence_penalty"].meta()] | None = None
-    logit_bias: dict[str, Annotated[float, BOUNDS["logit_bias"].meta()]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, BOUNDS["logit_bias"].meta()]],
+            Meta(max_length=MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
     max_tokens: Count | None = None
     user: Annotated[str, Meta(max_length=1024)] | None = None
 
@@ -186,7 +192,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
     repetition_detection: RepetitionDetection | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Keywords | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -248,9 +254,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     echo: bool | None = None
     prediction: PredictedOutput | None = None
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Keywords | None = None
     documents: list[dict[str, Any]] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Keywords | None = None
     functions: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
@@ -295,10 +301,6 @@ def parse(document: Any, kind: type[R]) -> R:
 def logit_bias(request: Common) -> dict[int, float]:
     """`logit_bias` with its keys as token ids."""
     biases = request.logit_bias or {}
-    if len(biases) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(
-            f"logit_bias: {len(biases)} entries given, {MAX_LOGIT_BIAS} allowed", field="logit_bias"
-        )
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise InvalidRequest(

@@ -210,9 +210,12 @@ MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 131_072
 """Objects and arrays of one body: each takes 64 to 300 bytes once it is made, and two of its own in
 the body."""
+MAX_JSON_VALUES = 2**21
+"""Values of one body, counted by the commas between them. While they are made the streams of the process
+wait: 0.1 s for so many numbers."""
 EXPLAINED_BYTES = 64 * 1024
 _QUOTE = ord('"')
-_NO_MARKS = bytes(set(range(256)) - set(b'[]{}":'))
+_NO_MARKS = bytes(set(range(256)) - set(b'[]{}":,'))
 _STEP = np.zeros(256, np.int8)
 
 
@@ -239,8 +242,8 @@ def parse_json(body: bytes) -> Any:
 
 
 def _marks_outside_strings(text: bytes) -> bytes:
-    """Brackets, braces and colons outside of strings; of what is no JSON, those before it ceases to
-    be.
+    """Brackets, braces, colons and commas outside of strings; of what is no JSON, those before it
+    ceases to be.
 
     Two quotes side by side come and go without a change to what is inside. What is left of most
     bodies has no quote."""
@@ -253,6 +256,8 @@ def _marks_outside_strings(text: bytes) -> bytes:
 
 
 def _check_brackets(marks: bytes) -> None:
+    if (count := marks.count(b",") + 1) > MAX_JSON_VALUES:
+        raise InvalidRequest(f"the body holds {count} values; {MAX_JSON_VALUES} are allowed")
     steps = _STEP[np.frombuffer(marks, np.uint8)]
     if np.cumsum(steps, dtype=np.int32).max(initial=0) > MAX_JSON_DEPTH:
         raise InvalidRequest(f"the body nests deeper than {MAX_JSON_DEPTH} levels")
@@ -296,6 +301,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 Name = Annotated[str, Meta(max_length=256)]
+Keywords = Annotated[dict[str, Any], Meta(max_length=1024)]
+"""An object of a field whose keys are a client's: copied key by key as it is read."""
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 MAX_SHOWN_CHARS = 200

@@ -13,7 +13,7 @@ from headrace.front.server.conversation.generation import MAX_TOKENS
 from headrace.front.server.conversation.prompts import MAX_PROMPTS
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.conversation.resolved import AS_CHAT, SentNames, as_sent
-from headrace.front.server.http.limits import Count, Name, TokenId
+from headrace.front.server.http.limits import Count, Keywords, Name, TokenId
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class DerenderRequest(msgspec.Struct, frozen=True, kw_only=True):
     again), the answer. `prompt_tokens`: what the usage says of the prompt, where that is not the
     length of `token_ids`."""
 
-    request: dict[str, Any]
+    request: Keywords
     response: Generated
     token_ids: PromptIds | None = None
     prompt_tokens: Count | None = None
@@ -111,8 +111,8 @@ class VllmDerender(msgspec.Struct, frozen=True, kw_only=True):
 class VllmDerenderChat(VllmDerender, frozen=True, kw_only=True):
     """vLLM's body for a chat."""
 
-    generate_response: dict[str, Any]
-    chat_request: dict[str, Any] | None = None
+    generate_response: Keywords
+    chat_request: Keywords | None = None
     prompt_tokens: Count | None = None
     prompt_token_ids: PromptIds | None = None
 
@@ -121,7 +121,7 @@ class VllmDerenderCompletion(VllmDerender, frozen=True, kw_only=True):
     """vLLM's body for a completion: an answer per prompt, and lists of as many."""
 
     generate_responses: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_PROMPTS)]
-    completion_request: dict[str, Any] | None = None
+    completion_request: Keywords | None = None
     prompt_tokens: list[Count] | None = None
     prompt_token_ids: list[PromptIds | None] | None = None
 

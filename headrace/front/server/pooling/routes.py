@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -309,8 +309,9 @@ def _check_number(request: TextRequest, number: int, field: str) -> None:
 def _listed_inputs(inputs: Inputs) -> list[str | list[int] | PoolingContent]:
     if isinstance(inputs, str | PoolingContent):
         return [inputs]
-    if all(isinstance(one, int) for one in inputs):
-        return [msgspec.convert(inputs, list[int])]
+    if inputs and isinstance(inputs[0], int):
+        with suppress(msgspec.ValidationError):
+            return [msgspec.convert(inputs, list[int])]
     texts = all(isinstance(one, str | PoolingContent) for one in inputs)
     if not texts and not all(isinstance(one, list) for one in inputs):
         raise InvalidRequest(

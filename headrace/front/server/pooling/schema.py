@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.front.server.conversation.pooling import MAX_TEXTS
-from headrace.front.server.http.limits import Name, TokenId
+from headrace.front.server.http.limits import Keywords, Name, TokenId
 from headrace.front.server.pooling.vectors import NumberType
 
 
@@ -107,7 +107,7 @@ class TextRequest(PoolingCommon, frozen=True, kw_only=True):
         | None
     ) = None
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Keywords | None = None
     add_generation_prompt: bool = False
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

@@ -14,6 +14,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.server.http.limits import (
     EXPLAINED_BYTES,
     MAX_JSON_CONTAINERS,
+    MAX_JSON_VALUES,
     MAX_JSON_DEPTH,
     parse_json,
 )
@@ -74,6 +75,17 @@ def test_objects_and_arrays_are_allowed_up_to_the_limit_and_not_one_more(contain
             parse_json(beyond)
 
     assert fastest(refused) < 0.1
+
+
+def test_values_are_allowed_up_to_the_limit_and_not_one_more() -> None:
+    """P9: the streams of the process wait while they are made; they are counted before."""
+    numbers = b"[" + b"7," * (MAX_JSON_VALUES - 1) + b"7]"
+    assert len(parse_json(numbers)) == MAX_JSON_VALUES
+    with pytest.raises(
+        InvalidRequest, match=f"{MAX_JSON_VALUES + 1} values; {MAX_JSON_VALUES} are"
+    ):
+        parse_json(b"[7," + numbers[1:])
+    parse_json(b'["' + b"," * MAX_JSON_VALUES + b'"]')
 
 
 def test_a_body_takes_little_beside_what_is_made_of_it() -> None:
