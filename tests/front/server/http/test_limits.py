@@ -14,8 +14,8 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.server.http.limits import (
     EXPLAINED_BYTES,
     MAX_JSON_CONTAINERS,
-    MAX_JSON_VALUES,
     MAX_JSON_DEPTH,
+    MAX_JSON_VALUES,
     parse_json,
 )
 from tests.spent import fastest
