@@ -156,6 +156,8 @@ def page(found: dict[str, Any]) -> str:
     engine = of["headrace bf16, transformers fp32"]
     other = of["transformers bf16, transformers fp32"]
     exact = of["headrace fp32, transformers fp32"]
+    both = of["headrace bf16, transformers bf16"]
+    independent = math.hypot(engine["rms"], other["rms"])
     return "\n".join((
         "# Log-probabilities in bf16\n",
         f"`python -m benchmarks.logprobs_bf16 --write` writes this page: {found['tokens']} tokens of "
@@ -171,8 +173,11 @@ def page(found: dict[str, Any]) -> str:
         table(found["rms_by_probability"]),
         "The largest differences of the engine, and what the other arrangements make of the same "
         "tokens (each less\nfp32's). `spacing`: how far apart numbers of bf16 lie at the logit. They "
-        "stand at improbable tokens, whose logit\nis a small sum of large terms of either sign, and "
-        "transformers errs there as much.\n",
+        "stand at improbable tokens, whose logit\nis a small sum of large terms of either sign. They "
+        "are noise of rounding, not an error the engine has there:\nengine and transformers in bf16 "
+        f"differ from each other by rms {both['rms']:g}, which is what two independent\nerrors of "
+        f"their sizes give ({independent:.4f}), and at other tokens transformers errs by more than "
+        "the engine at any.\n",
         table(found["largest"]),
     ))  # fmt: skip
 

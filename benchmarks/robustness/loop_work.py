@@ -114,7 +114,7 @@ class LoopClock:
             run(handle)
             clock.note(time.thread_time() - began, handle)
 
-        Handle._run = timed  # type: ignore[method-assign]
+        Handle._run = timed
 
     def note(self, seconds: float, handle: Handle) -> None:
         self.total += seconds
@@ -129,7 +129,7 @@ def _name(handle: Handle) -> str:
     callback: Any = handle._callback
     task = getattr(callback, "__self__", None)
     if isinstance(task, asyncio.Task):
-        return f"task {task.get_coro().__qualname__}"  # type: ignore[union-attr]
+        return f"task {getattr(task.get_coro(), '__qualname__', '')}"
     return getattr(callback, "__qualname__", repr(callback)[:60])
 
 

@@ -194,3 +194,32 @@ def test_the_wait_between_waves_is_part_of_the_deadline(narrow: Served) -> None:
     answer = narrow.post(PATH, body)
     assert answer.status_code == 504 and watch.undisturbed_s < 3
     eventually(narrow.at_rest, within_s=5)
+
+
+def test_streams_go_on_beside_256_prompts_of_1500_tokens(model: Path) -> None:
+    """Reliability 1.17: what is wide has two steps of tokens with the engine, so that who comes meanwhile waits for
+    these and not for all of it (such a request starved streams for a minute)."""
+    prompts = [[5 + number % 200] * 1500 for number in range(256)]
+    wide = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 0}
+    answers: list[httpx.Response] = []
+    most, finished = 0, 0
+
+    with serving(model, "--max-running", "8", step_s=0.02) as served:
+
+        def score() -> None:
+            answers.append(httpx.post(served.url + PATH, json=wide, timeout=120, verify=NO_TLS))
+
+        scoring = threading.Thread(target=score)
+        scoring.start()
+        eventually(lambda: served.ledger()["engines"][0]["running"] > 0, within_s=20)
+        while scoring.is_alive():
+            core = served.ledger()["engines"][0]
+            most = max(most, core["running"] + core["waiting"])
+            done = served.post(PATH, {**SHORT, "stream": False}).status_code == 200
+            finished += done and scoring.is_alive()
+        scoring.join()
+        assert served.at_rest()
+    (answer,) = answers
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 256
+    assert most <= 2 * 8, "parts of one request with the engine"
+    assert finished >= 3, "short ones that were answered before it"

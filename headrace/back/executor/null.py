@@ -471,14 +471,13 @@ class NullExecutor:
 
     def _scores(self, index: int, row: int, token: int) -> list[RowLogprobs]:
         sampling = self._owner(row).start.sampling
-        if sampling.logprobs is None:
+        if (count := sampling.logprobs) is None:
             return []
         width = self._facts.logits_width
-        count = sampling.logprobs if sampling.logprobs >= 0 else width - 1
+        count %= width
         ids = [(token + i) % width for i in range(1 + count)] + list(sampling.logprob_ids)
         values = -0.5 - np.arange(len(ids), dtype=np.float32)
-        among = np.asarray(ids[:1], np.int32) if sampling.sampling_mask else None
-        return [RowLogprobs(index, np.asarray(ids, np.int32), values, 1, drawn_among=among)]
+        return [RowLogprobs(index, np.asarray(ids, np.int32), values, 1, 0, np.int32([token]))]
 
     def _inject(self, rows: Int32, sampled: npt.NDArray[np.intp]) -> list[tuple[int, WireError]]:
         fails = self.behaviour.fails

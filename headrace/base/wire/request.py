@@ -118,14 +118,11 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=T
     """How to sample one prompt. Defaults leave the model's distribution unchanged (temperature 1).
 
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0, `typical_p` 1 are off. `n`
-    answers are returned out of `best_of` sampled ones (ranked by mean log-probability).
-    `beam_width` turns beam search on. `logprobs` and `prompt_logprobs` are the numbers of
-    alternatives beside the token itself (0: only the token's own; -1: all). `logprobs_mode` "raw"
-    scores by the model's own distribution, "processed" by the one that is drawn from: after
-    penalties, bias, masks, temperature and truncation. Prompt tokens are not drawn and always raw.
-    `logits_processors`: names of extensions (base/extensions.py) that rewrite a row's logits.
-    `sampling_mask`: with each token those that it was drawn among are told; needs `logprobs`.
-    """
+    answers come out of `best_of` (ranked by mean log-probability). `beam_width` turns beam search
+    on. `logprobs`, `prompt_logprobs`: alternatives beside the token (0: its own score; -1: all).
+    `logprobs_mode` "raw" scores by the model's own distribution, "processed" by the one drawn from:
+    after penalties, bias, masks, temperature, truncation. Prompt tokens are not drawn: always raw.
+    `logits_processors`: extensions. `sampling_mask`: tells what each token was drawn among."""
 
     n: int = 1
     best_of: int | None = None
@@ -278,7 +275,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     one step. `trouble`: why nothing can be served, or ""; `failing`: why answers are not to be
     expected although steps run, or "".
     `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
-    `cached_block_tokens`: a prompt's whole blocks of so many tokens are kept as prefixes; 0: none.
+    `cached_block_tokens`: whole blocks of so many tokens are kept as prefixes; 0: none.
     `adapters`: the names of those that requests may name.
     `weights_version`: that of the weights now. `log_level`: what an administrator wants every
     process to log, or "". `start_s` breaks the start-up time down by phase. `media`: the kinds of
@@ -308,8 +305,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of one position. Entry 0 is the token itself, then the alternatives in
-    falling order, then the ids that were asked for by name. `rank` is the token's 1-based rank. `drawn_among`: the ids
-    that the token was drawn among (`sampling_mask`), rising."""
+    falling order, then the ids asked for by name. `rank`: the token's 1-based rank. `drawn_among`:
+    the ids that it was drawn among, rising."""
 
     ids: np.ndarray
     values: np.ndarray

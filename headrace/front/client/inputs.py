@@ -291,14 +291,9 @@ def _check_logprobs(params: SamplingParams, limits: Limits, bounds: RequestBound
         raise bad("logprobs_mode", params.logprobs_mode, f"one of {', '.join(LOGPROBS_MODES)}")
     _num_logprobs("logprobs", params.logprobs, limits.max_logprobs, bounds)
     _num_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_prompt_logprobs, bounds)
-    if params.logprob_token_ids and params.logprobs is None:
-        raise InvalidRequest(
-            "logprob_token_ids: need logprobs (0 gives no alternatives)", field="logprob_token_ids"
-        )
-    if params.sampling_mask and params.logprobs is None:
-        raise InvalidRequest(
-            "sampling_mask: needs logprobs (0 gives no alternatives)", field="sampling_mask"
-        )
+    for field in ("logprob_token_ids", "sampling_mask"):
+        if getattr(params, field) and params.logprobs is None:
+            raise InvalidRequest(f"{field}: needs logprobs (0 gives no alternatives)", field=field)
 
 
 # What is left at its default needs no check; most requests leave all of these.

@@ -107,7 +107,7 @@ def test_logprob_token_ids_bounds():
     for wrong in (tuple(range(129)), (500,), (-1,)):
         with pytest.raises(InvalidRequest, match="logprob_token_ids"):
             request(made(logprobs=0, logprob_token_ids=wrong))
-    with pytest.raises(InvalidRequest, match="need logprobs"):
+    with pytest.raises(InvalidRequest, match="needs logprobs"):
         request(made(logprob_token_ids=(1,)))
 
 

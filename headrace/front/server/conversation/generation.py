@@ -76,26 +76,23 @@ def begin_generate(
         max_tokens=sampling.max_tokens if limit is None else limit,
         logprobs=sampling.logprobs,
     )
+    params = _with_mask(params, sampling, always=services.server.return_sampling_mask)
     params = _with_candidates(params, sampling)
-    tells_mask = sampling.return_sampling_mask
-    if services.server.return_sampling_mask if tells_mask is None else tells_mask:
-        scores = 0 if params.logprobs is None else params.logprobs
-        params = msgspec.structs.replace(params, sampling_mask=True, logprobs=scores)
     services.tokenizer.check_ids(request.token_ids, field="token_ids")
     context.hold_place()
-    asked = request.request_id
-    label = completion_id("gen") if asked is None else own_id(context.tenant, asked)
+    label = _label(context, request)
     parsing = chat if request.output_mode == "derender" else None
     answers = None
     with nullcontext() if chat is None else as_sent(chat.sent):
         if parsing is not None:
             answers = parsers(context, parsing.form, request.token_ids, params)
         structure = _structure(context, request, sampling, chat)
+        adapter = "" if model in services.text.model_names else model
         events = generate(
             context,
             request.token_ids,
             params,
-            run_options(sampling, "" if model in services.text.model_names else model),
+            run_options(sampling, adapter),
             label=label,
             answers=answers,
             structure=structure,
@@ -116,6 +113,21 @@ def begin_generate(
         spans=partial(spans, services.tokenizer) if sampling.return_token_offsets else None,
     )
     return events, reply
+
+
+def _label(context: RequestContext, request: GenerateRequest) -> str:
+    asked = request.request_id
+    return completion_id("gen") if asked is None else own_id(context.tenant, asked)
+
+
+def _with_mask(params: SamplingParams, sampling: TokenSampling, *, always: bool) -> SamplingParams:
+    """With what each token was drawn among, which is told beside its log-probability, where that is
+    asked for. `always`: unless the request says no."""
+    asked = sampling.return_sampling_mask
+    if not (always if asked is None else asked):
+        return params
+    scores = 0 if params.logprobs is None else params.logprobs
+    return msgspec.structs.replace(params, sampling_mask=True, logprobs=scores)
 
 
 def _with_candidates(params: SamplingParams, sampling: TokenSampling) -> SamplingParams:

@@ -211,8 +211,7 @@ MAX_JSON_CONTAINERS = 131_072
 """Objects and arrays of one body: each takes 64 to 300 bytes once it is made, and two of its own in
 the body."""
 MAX_JSON_VALUES = 2**21
-"""Values of one body, counted by the commas between them. While they are made the streams of the process
-wait: 0.1 s for so many numbers."""
+"""Values of one body: 0.1 s for so many numbers, in which the process's streams wait."""
 EXPLAINED_BYTES = 64 * 1024
 _QUOTE = ord('"')
 _NO_MARKS = bytes(set(range(256)) - set(b'[]{}":,'))
@@ -242,8 +241,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def _marks_outside_strings(text: bytes) -> bytes:
-    """Brackets, braces, colons and commas outside of strings; of what is no JSON, those before it
-    ceases to be.
+    """Brackets, braces, colons, commas outside of strings; of no JSON, those before it ceases to be.
 
     Two quotes side by side come and go without a change to what is inside. What is left of most
     bodies has no quote."""
@@ -256,8 +254,8 @@ def _marks_outside_strings(text: bytes) -> bytes:
 
 
 def _check_brackets(marks: bytes) -> None:
-    if (count := marks.count(b",") + 1) > MAX_JSON_VALUES:
-        raise InvalidRequest(f"the body holds {count} values; {MAX_JSON_VALUES} are allowed")
+    if marks.count(b",") >= MAX_JSON_VALUES:
+        raise InvalidRequest(f"the body holds more than {MAX_JSON_VALUES} values")
     steps = _STEP[np.frombuffer(marks, np.uint8)]
     if np.cumsum(steps, dtype=np.int32).max(initial=0) > MAX_JSON_DEPTH:
         raise InvalidRequest(f"the body nests deeper than {MAX_JSON_DEPTH} levels")

@@ -81,9 +81,7 @@ def test_values_are_allowed_up_to_the_limit_and_not_one_more() -> None:
     """P9: the streams of the process wait while they are made; they are counted before."""
     numbers = b"[" + b"7," * (MAX_JSON_VALUES - 1) + b"7]"
     assert len(parse_json(numbers)) == MAX_JSON_VALUES
-    with pytest.raises(
-        InvalidRequest, match=f"{MAX_JSON_VALUES + 1} values; {MAX_JSON_VALUES} are"
-    ):
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_JSON_VALUES} values"):
         parse_json(b"[7," + numbers[1:])
     parse_json(b'["' + b"," * MAX_JSON_VALUES + b'"]')
 
