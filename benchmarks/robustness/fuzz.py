@@ -41,6 +41,7 @@ from benchmarks.robustness.serving import (
 )
 
 ROUNDS = 10
+CALM = "calm"
 
 EXTREMES: list[Any] = [
     *BAD, False, 2, -(2**31), -(2**63), 2**64, -1e308, 1e-300, "NaN", "é" * 50, "🙂" * 20, [""], [0], [-1], [2**31],
@@ -199,28 +200,29 @@ async def attack_in_waves(base: str, every: list[Case], seed: int) -> None:
 
 
 class Bystanders:
-    """Eight streams in a circle until `done`. A gap counts as calm if no attack ran at either end of it."""
+    """Eight streams in a circle until `done`. A gap is of the wave that ran at either end of it, of "calm" if none
+    did."""
 
     def __init__(self, session: aiohttp.ClientSession, golden: list[str]) -> None:
         self.session, self.golden = session, golden
-        self.attacked = False
+        self.beside = CALM
         self.done = False
         self.count = 0
         self.wrong: list[str] = []
-        self.gaps: dict[bool, list[float]] = {False: [], True: []}
+        self.gaps: dict[str, list[float]] = {CALM: [], "attacked": [], "plain": []}
 
     async def run(self) -> None:
         await asyncio.gather(*(self._one(i) for i in range(len(BYSTANDER_PROMPTS))))
 
     async def _one(self, number: int) -> None:
         while not self.done:
-            attacked, first = self.attacked, True
+            beside, first = self.beside, True
 
             def note(gap: float) -> None:
-                nonlocal attacked, first
+                nonlocal beside, first
                 if not first:  # the first is the time to the first token
-                    self.gaps[attacked or self.attacked].append(gap)
-                attacked, first = self.attacked, False
+                    self.gaps[self.beside if beside == CALM else beside].append(gap)
+                beside, first = self.beside, False
 
             text, _ = await bystander(self.session, number, on_gap=note)
             self.count += 1
@@ -267,14 +269,21 @@ def gone(before: dict[int, str], after: dict[int, str]) -> list[str]:
     return [
         line
         for pid, line in before.items()
-        if pid not in after and "template_worker" not in line and "grammar.trial" not in line
+        if pid not in after and "template_worker" not in line and "grammar.sandbox" not in line
     ]
 
 
 async def run(
-    base: str, supervisor: Any, script: list[str], seed: int, calm_s: float
+    base: str,
+    supervisor: Any,
+    script: list[str],
+    seed: int,
+    calm_s: float,
+    *,
+    plain: list[str] | None = None,
 ) -> dict[str, Any]:
-    """The whole run against the attack of `script`, a module with its arguments; the report."""
+    """The whole run against the attack of `script`, a module with its arguments; the report. `plain`: another one,
+    whose waves come between, to tell what as many harmless requests do."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
@@ -283,25 +292,31 @@ async def run(
         rest_before = await at_rest(session)
         tally = Tally()
         attacker = Attacker(base, script, seed)
+        harmless = None if plain is None else Attacker(base, plain, seed)
         streams = Bystanders(session, golden)
         watching = asyncio.create_task(streams.run())
         attack_s = 0.0
         for _ in range(ROUNDS):
             await asyncio.sleep(calm_s)
             start = time.monotonic()
-            streams.attacked = True
+            streams.beside = "attacked"
             tally.add(await attacker.wave())
-            streams.attacked = False
+            streams.beside = CALM
             attack_s += time.monotonic() - start
+            if harmless is not None:
+                await asyncio.sleep(calm_s)
+                streams.beside = "plain"
+                await harmless.wave()
+                streams.beside = CALM
             memory.append(resident_by_role(supervisor))
         streams.done = True
         await watching
         attacker.close()
+        if harmless is not None:
+            harmless.close()
         rest = await at_rest(session)
-        gap_ms = {
-            name: percentiles_ms(streams.gaps[name == "attacked"]) for name in ("calm", "attacked")
-        }
-        p99 = [gap_ms[name].get("p99", 0.0) for name in ("attacked", "calm")]
+        gap_ms = {name: percentiles_ms(gaps) for name, gaps in streams.gaps.items() if gaps}
+        p99 = [gap_ms.get(name, {}).get("p99", 0.0) for name in ("attacked", CALM)]
         return {
             "seed": seed, "attack_s": round(attack_s, 1),
             "load_average": [round(load, 1) for load in psutil.getloadavg()],

@@ -5,7 +5,8 @@
 Regular expressions, EBNF, schemas, patterns inside them and forced tools' patterns, with huge counts, nested repeats,
 unions of many branches, deep nesting and long constants. The run is that of fuzz.py, with these cases in place of its
 own: no 5xx but 503 with Retry-After, no process of the server ended (those in which grammars are tried first are made
-to be killed), every bystander's text is what it was without the attack.
+to be killed), every bystander's text is what it was without the attack. Between its waves come waves of the same
+requests without their grammars: what bystanders wait beside these (`plain`) is not the grammars' doing.
 """
 
 from __future__ import annotations
@@ -115,10 +116,20 @@ def hostile(rng: random.Random) -> Case:
     return Case(f"POST {path}", "POST", path, json.dumps(body).encode(), headers)
 
 
-def cases(count: int, seed: int) -> list[Case]:
+GRAMMARS = ("structured_outputs", "response_format", "tools", "tool_choice")
+
+
+def harmless(case: Case) -> Case:
+    """The request without its grammar."""
+    body = {k: v for k, v in json.loads(case.body).items() if k not in GRAMMARS}
+    return Case(case.row, case.method, case.path, json.dumps(body).encode(), case.headers)
+
+
+def cases(count: int, seed: int, *, plain: bool) -> list[Case]:
     """All cases of a run."""
     rng = random.Random(seed)
-    return [hostile(rng) for _ in range(count)]
+    found = [hostile(rng) for _ in range(count)]
+    return [harmless(case) for case in found] if plain else found
 
 
 def main() -> int:
@@ -128,14 +139,16 @@ def main() -> int:
     parser.add_argument("--calm-s", type=float, default=3.0, help="seconds between two waves")
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.attack:
-        waves = cases(given.grammars, given.seed)
+        waves = cases(given.grammars, given.seed, plain=given.plain)
         asyncio.run(fuzz.attack_in_waves(given.attack, waves, given.seed))
         return 0
     command = ["benchmarks.robustness.grammars", f"--grammars={given.grammars}"]
     with server("--kv-memory", "128MiB") as (base, supervisor):
-        work = fuzz.run(base, supervisor, command, given.seed, given.calm_s)
+        plain = [*command, "--plain"]
+        work = fuzz.run(base, supervisor, command, given.seed, given.calm_s, plain=plain)
         report = {"cases": given.grammars, **asyncio.run(work)}
     print(json.dumps(report, indent=1))
     if given.write:

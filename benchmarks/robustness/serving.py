@@ -86,7 +86,7 @@ ROLES = {
     "executor.worker": "rank",
     "server.process": "api",
     "template_worker": "templates",
-    "grammar.trial": "grammar trials",
+    "grammar.sandbox": "grammar sandboxes",
 }
 
 

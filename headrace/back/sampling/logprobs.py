@@ -50,7 +50,7 @@ class Scores:
 
 
 LARGEST_MASK = 4096
-"""Tokens of a sampling mask: a vocabulary with every token would fill the memory of who reads it."""
+"""Tokens of a sampling mask: whole vocabularies, token by token, would fill a reader's memory."""
 ARGMAX = np.zeros(0, bool)
 """The mask of a greedy row: its token alone."""
 

@@ -25,8 +25,8 @@ from headrace.core.grammar.backends import make_backend
 
 START_S = 60.0
 NICENESS = 10
-"""Whoever streams goes first: as many sandboxes as there are processors, busy with hostile grammars, took
-turns with the engine."""
+"""Whoever streams goes first: as many sandboxes as there are processors, busy with hostile
+grammars, took turns with the engine."""
 PATIENCE = 12
 """Seconds waited for each second of processor time that a grammar may take: beside others it is
 slower, and that is not its fault."""

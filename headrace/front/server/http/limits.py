@@ -241,7 +241,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def _marks_outside_strings(text: bytes) -> bytes:
-    """Brackets, braces, colons, commas outside of strings; of no JSON, those before it ceases to be.
+    """Brackets, braces, colons, commas outside of strings; of no JSON, those before it is none.
 
     Two quotes side by side come and go without a change to what is inside. What is left of most
     bodies has no quote."""
