@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import queue
@@ -20,9 +21,11 @@ from typing import Any
 import httpx
 import psutil
 
+from headrace.launch.topology import PR_SET_PDEATHSIG
 from tests.stopwatch import Stopwatch
 
 READY = re.compile(r"headrace is ready: (http://\S+)")
+LIBC = ctypes.CDLL(None)
 START_S = 240.0
 PATIENCE_S = 60.0
 """How much longer a machine that is busy with other work may take before a test gives up."""
@@ -128,6 +131,12 @@ class Served:
         self.process.stdout.close()
 
 
+def end_with_tests() -> None:
+    """For a process that begins: it ends when the thread that starts it does, so with tests that are killed."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def launch(model: Path, *options: str, step_s: float = 0.0, **environment: str) -> Served:
     """Starts a server over the null executor; `step_s` is the simulated time of a step."""
     if step_s:
@@ -147,6 +156,7 @@ def _started(*words: str, **more: str) -> Served:
             text=True,
             env=environment,
             start_new_session=True,
+            preexec_fn=end_with_tests,
         )
     )
 
