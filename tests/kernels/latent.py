@@ -98,8 +98,9 @@ def check_padding(problem: LatentAttentionProblem, bind: Bind, bound: float) -> 
     torch.testing.assert_close(lse[:tokens], exact, rtol=bound, atol=bound)
 
 
-def check_chunks(problem: LatentAttentionProblem, bind: Bind) -> None:
-    """A query at a position has the same bits as a decode and in a chunk, beside other rows."""
+def check_chunks(problem: LatentAttentionProblem, bind: Bind, *, first: int = 0) -> None:
+    """A query at a position has the same bits as a decode and in a chunk, beside other rows; the largest chunk begins
+    at `first`."""
     length = 610
     plan, blocks = sample_plan(
         [(length, length)], block_tokens=problem.block_tokens, window=None, device=problem.device
@@ -109,8 +110,8 @@ def check_chunks(problem: LatentAttentionProblem, bind: Bind) -> None:
     kv = torch.randn(blocks, problem.block_tokens, problem.width, generator=generator).to(**new)
     q = torch.randn(length, problem.heads, problem.width, generator=generator).to(**new)
     attend = bind(problem)
-    whole = attend(q, kv, plan)
-    for begin, end in ((599, 600), (590, 597), (520, 610)):
+
+    def chunk(begin: int, end: int) -> torch.Tensor:
         part = replace(
             plan,
             query_start_R1=torch.tensor([0, end - begin], dtype=torch.int32, device=q.device),
@@ -121,4 +122,8 @@ def check_chunks(problem: LatentAttentionProblem, bind: Bind) -> None:
             max_query_len=end - begin,
             max_kv_len=end,
         )
-        assert torch.equal(attend(q[begin:end].contiguous(), kv, part), whole[begin:end])
+        return attend(q[begin:end].contiguous(), kv, part)
+
+    whole = chunk(first, length)
+    for begin, end in ((599, 600), (590, 597), (max(520, first + 6), 610)):
+        assert torch.equal(chunk(begin, end), whole[begin - first : end - first])

@@ -43,10 +43,13 @@ def configuration(name: str, count: int) -> Any:
     config = tiny_config(name if name in CASES else "olmo2")
     if name not in CASES:
         config.num_key_value_heads = 1
-    if (
-        count == 4
-    ):  # heads of half the size, so that they can be divided; KV heads are held twice or four times
-        config.num_attention_heads *= 2
+    if count == 4:
+        # Heads of half the size, so that they can be divided; KV heads are held twice or four times. The groups over
+        # which Mamba 2 norms are whole on a rank.
+        heads = "num_heads" if name == "mamba2" else "num_attention_heads"
+        setattr(config, heads, 2 * getattr(config, heads))
+        if name == "mamba2":
+            config.n_groups = 4
         if config.to_dict().get("head_dim"):
             config.head_dim //= 2
     return config

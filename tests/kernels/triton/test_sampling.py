@@ -220,6 +220,7 @@ def test_a_step_is_a_handful_of_launches(name: str, kernels: Callable[[bool], No
     assert 0 < len(launches) <= most, launches
 
 
+@pytest.mark.slow
 def test_penalised_rows_get_the_tokens_of_a_cpu(kernels: Callable[[bool], None]) -> None:
     """ENG-26: beside rows without penalties, over steps that count what the ones before have sampled."""
     samplings = [
