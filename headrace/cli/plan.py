@@ -23,6 +23,7 @@ from headrace.base.config.units import show_bytes
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.other_servers import translated, without_gpu
 from headrace.launch.facts import resolve_options
+from headrace.launch.media_counts import media_counts
 from headrace.launch.performance_model import (
     KNOWN_DEVICES,
     STATE,
@@ -74,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     if own.json:
         document = {
             **msgspec.to_builtins(estimate),
+            "media_tokens": dict(_media(resolved)),
             "decisions": [msgspec.to_builtins(d) for d in decisions],
         }
         sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
@@ -188,6 +190,12 @@ def _without_other_devices(decision: Decision) -> Decision:
     return msgspec.structs.replace(decision, why=OTHER_DEVICE.sub("", decision.why))
 
 
+def _media(resolved: Resolved) -> tuple[tuple[str, int], ...]:
+    """See media_counts."""
+    spec = resolved.text.media
+    return () if spec is None else media_counts(spec)
+
+
 def _show(resolved: Resolved, estimate: PerformanceEstimate, decisions: Sequence[Decision]) -> None:
     console = Console()
     spec = resolved.engine.model
@@ -211,6 +219,9 @@ def _show(resolved: Resolved, estimate: PerformanceEstimate, decisions: Sequence
         f"reads {estimate.read_gb_s:,.1f} GB/s, GEMMs {estimate.gflops:,.0f} GFLOP/s ({estimate.source})"
     )
     console.print(f"prefill {estimate.prefill_tok_s:,.0f} tokens/s")
+    if counts := _media(resolved):
+        each = "; ".join(f"{label} {count:,}" for label, count in counts)
+        console.print(f"tokens of media: {each}")
     title = "roofline" + (", sums between the devices left out" if several else "")
     if estimate.sample_layers:
         title = f"from steps of {estimate.sample_layers} layers, all measured in {estimate.probe_s:.2f} s"

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.back.models.families import ENCODER_DECODERS, Architecture
+from headrace.back.models.encoder_families import ENCODER_DECODERS
+from headrace.back.models.families import Architecture
 from headrace.base.config.hf import ConfigReader
 
 DECODER_KEYS: Mapping[str, tuple[str, ...]] = {

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
+from headrace.back.models.encoder_families import ENCODERS
 from headrace.back.models.families import (
-    ENCODERS,
     FALLBACK,
     HEADS,
     RECURRENT,

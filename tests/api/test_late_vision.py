@@ -1,5 +1,5 @@
-"""Pages as images against queries, over a real socket: ColQwen 2, ColPali and ColQwen 3 token by token, and a model
-that judges pairs, each against transformers."""
+"""Pages as images against queries, over a real socket: ColQwen 2, ColPali, ColQwen 3 and ColModernVBERT token by
+token, and a model that judges pairs, each against transformers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ import safetensors.torch
 import torch
 import transformers
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from headrace.back.models.vlm_inside import QWEN_IMAGE
+from headrace.back.models.vlm_inside import MODERNVBERT_IMAGE, QWEN_IMAGE
 from headrace.front.server.pooling.judge import TASK
 from tests.api.serving import Served, serving
 from tests.front.media.folders import write_processors, write_tokenizer
@@ -32,6 +35,11 @@ BOUNDS = (64, 48 * 48)
 DIM = 16
 SIZES = ((40, 24), (61, 43))
 TEXT_SIZES = {key: value for key, value in TEXT.items() if "token_id" not in key}
+TILES = {"do_image_splitting": False, "size": {"longest_edge": 64}, "resample": 1}
+MODERNVBERT = (
+    *("<image>", "<pad>", "[CLS]", "[SEP]", "<|begin_of_text|>", "<end_of_utterance>"),
+    *("<fake_token_around_image>", "<global-img>"),
+)
 ROPES = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 2, 2]}
 
 
@@ -53,20 +61,28 @@ class Late:
             if image is not None:
                 processor = SiglipImageProcessorPil(size={"height": 16, "width": 16})
                 given["pixel_values"] = processor(image, return_tensors="pt")["pixel_values"]
-        elif image is not None:
+        elif self.name != "colmodernvbert" and image is not None:
             processor = qwen_processor(self.name)
             one = processor(image, return_tensors="pt")
             given = {"pixel_values": one["pixel_values"], "image_grid_thw": one["image_grid_thw"]}
+        if self.name == "colmodernvbert" and image is not None:
+            tiles = Idefics3ImageProcessorPil(**TILES, max_image_size={"longest_edge": 16})
+            given["pixel_values"] = tiles([[image]], return_tensors="pt")["pixel_values"]
         model = self.oracle.vlm if self.name != "colqwen3" else self.oracle[0]
         layer = self.oracle.embedding_proj_layer if self.name != "colqwen3" else self.oracle[1]
-        if self.name != "colpali":
+        if "qwen" in self.name:
             given["mm_token_type_ids"] = (whole == self.token).int()
         with torch.inference_mode():
             hidden = model(input_ids=whole, attention_mask=torch.ones_like(whole), **given)[0]
             return torch.nn.functional.normalize(layer(hidden)[0], dim=-1).numpy()
 
     def page(self, image: Image.Image) -> np.ndarray:
-        if self.name == "colpali":
+        if self.name == "colmodernvbert":
+            tokens = (
+                f"<fake_token_around_image><global-img>{'<image>' * 4}<fake_token_around_image>"
+            )
+            ids = self.ids(MODERNVBERT_IMAGE.replace("<image>", tokens))
+        elif self.name == "colpali":
             ids = self.ids("<image>" * 16 + "<bos>Describe the image.\n")
         else:
             count = int(qwen_processor(self.name)(image)["image_grid_thw"][0].prod()) // 4
@@ -76,10 +92,13 @@ class Late:
     def query(self, text: str) -> np.ndarray:
         if self.name == "colpali":
             return self.vectors(self.ids(f"<bos>Question: {text}{'<pad>' * 10}\n"))
+        if self.name == "colmodernvbert":
+            return self.vectors(self.ids(f"{text}{'<end_of_utterance>' * 10}"))
         return self.vectors(self.ids(f"Query: {text}{'<|endoftext|>' * 10}\n"))
 
     def ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        special = self.name == "colmodernvbert"
+        return self.tokenizer.encode(text, add_special_tokens=special)
 
     def post(self, path: str, **body: Any) -> Any:
         answer = httpx.post(f"{self.served.url}{path}", json=body, timeout=60)
@@ -95,6 +114,8 @@ def qwen_processor(name: str) -> Any:
 
 def write_late(folder: Path, name: str) -> tuple[Any, dict[str, int]]:
     """The checkpoint in one of its published layouts, and its oracle."""
+    if name == "colmodernvbert":
+        return write_colmodernvbert(folder)
     mark = "<image>" if name == "colpali" else "<|vision_start|><|image_pad|><|vision_end|>"
     ids = write_tokenizer(folder, mark=mark, more=("<image>", "<bos>", "<pad>"))
     text = {**TEXT_SIZES, "vocab_size": ids[""], "max_position_embeddings": 512}
@@ -117,6 +138,32 @@ def write_late(folder: Path, name: str) -> tuple[Any, dict[str, int]]:
         config = transformers.ColQwen2Config(vlm_config=vlm, embedding_dim=DIM)
         return save_media_oracle(transformers.ColQwen2ForRetrieval, config, folder), ids
     return write_colqwen3(folder, text, tokens), ids
+
+
+def write_colmodernvbert(folder: Path) -> tuple[Any, dict[str, int]]:
+    """MOD-13: an encoder, whose tokenizer puts tokens of its own around a text."""
+    ids = write_tokenizer(folder, mark="<image>", more=MODERNVBERT)
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    around = [(one, ids[one]) for one in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
+    tokenizer.save(file)
+    text = {
+        **{"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "local_attention": 8, "max_position_embeddings": 512},
+        **{"vocab_size": ids[""], "model_type": "modernbert", "pad_token_id": ids["<pad>"]},
+        **{"cls_token_id": None, "sep_token_id": None, "bos_token_id": None, "eos_token_id": None},
+    }
+    vision = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
+    config = transformers.ColModernVBertConfig(
+        vlm_config={
+            **{"model_type": "modernvbert", "text_config": text, "vision_config": vision},
+            **{"image_token_id": ids["<image>"], "pixel_shuffle_factor": 2},
+        },
+        embedding_dim=DIM,
+    )
+    (folder / "preprocessor_config.json").write_text(json.dumps(TILES))
+    return save_media_oracle(transformers.ColModernVBertForRetrieval, config, folder), ids
 
 
 def write_colqwen3(folder: Path, text: dict[str, Any], tokens: dict[str, int]) -> Any:
@@ -150,6 +197,7 @@ def write_colqwen3(folder: Path, text: dict[str, Any], tokens: dict[str, int]) -
     params=[
         "colqwen2",
         pytest.param("colpali", marks=pytest.mark.slow),
+        pytest.param("colmodernvbert", marks=pytest.mark.slow),
         pytest.param("colqwen3", marks=pytest.mark.slow),
     ],
 )
@@ -161,7 +209,7 @@ def late(
     oracle, ids = write_late(folder, name)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     options = ("--threads", "1", "--max-running", "4", "--dtype", "float32")
-    token = ids["<image>" if name == "colpali" else "<|image_pad|>"]
+    token = ids["<|image_pad|>" if "qwen" in name else "<image>"]
     with serving(None, str(folder), *options) as served:
         yield Late(name, served, oracle, tokenizer, token)
 

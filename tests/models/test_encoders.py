@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from headrace.back.attention.plan import Batch
-from headrace.back.models.families import ENCODERS, architecture_of, reserved_positions
+from headrace.back.models.encoder_families import ENCODERS
+from headrace.back.models.families import architecture_of, reserved_positions
 from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import read_json

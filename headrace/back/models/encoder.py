@@ -26,6 +26,7 @@ from headrace.back.layers.position_bias import RelativeBias
 from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.shard import Part, local_units
 from headrace.base.config.hf import ConfigReader
@@ -164,7 +165,7 @@ class Encoder:
     kv_forms: tuple[CacheForm, ...] = ()
     generates = False
     attention_heads = 0
-    media = None
+    media: MediaEncoder | None = None
     encoder_tokens = 0
 
     def __init__(

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.back.models import vlm_inside
+from headrace.back.models.encoder_families import BIDIRECTIONAL, ENCODER_DECODERS
 from headrace.back.models.hearing_families import TEXT_OF_HEARING
 from headrace.back.models.media_families import WITH_MEDIA
-from headrace.back.models.vlm_inside import LATE_VISION, inside_vlm
 from headrace.base import extensions
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.index_choices import shared_layers
@@ -164,20 +165,6 @@ ARCHITECTURES: Mapping[str, str] = {
     "NomicBertForMaskedLM": "nomic_bert",
     "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
 }
-ENCODER_DECODERS: Mapping[str, str] = {
-    "BartForConditionalGeneration": "bart",
-    "MBartForConditionalGeneration": "mbart",
-    "PegasusForConditionalGeneration": "pegasus",
-    "MarianMTModel": "marian",
-    "M2M100ForConditionalGeneration": "m2m_100",
-    "WhisperForConditionalGeneration": "whisper",
-    "T5ForConditionalGeneration": "t5",
-    "MT5ForConditionalGeneration": "mt5",
-    "UMT5ForConditionalGeneration": "umt5",
-}
-"""Architectures whose prompt an encoder reads; their decoder begins with a token of its own."""
-BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
-"""Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
 TEXT_TYPES: Mapping[str, str] = {
     **TEXT_OF_HEARING,
     "llama": "llama",
@@ -222,10 +209,6 @@ BASES_WITHIN: Mapping[str, str] = {
     "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
-ENCODERS = frozenset(
-    {"bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3", "embedding_gemma"}
-)
-"""Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv"})
@@ -287,8 +270,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
-    if names[0] in LATE_VISION:
-        return Architecture(family="late_vision", head="none", media=True)
+    if names[0] in vlm_inside.LATE_VISION:
+        return Architecture(family=vlm_inside.late_family(config), head="none", media=True)
     if names[0] in WITH_MEDIA:
         return Architecture(family=WITH_MEDIA[names[0]], media=True)
     text = config.get("text_config")
@@ -306,8 +289,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the text part; whether its embeddings are tied, the whole model may say."""
     named = architecture_of(config)
-    if named.family == "late_vision":
-        return text_config(inside_vlm(config))
+    if vlm_inside.is_late_vision(config):
+        return text_config(vlm_inside.inside_vlm(config))
     section = next((key for key in TEXT_SECTIONS if isinstance(config.get(key), Mapping)), None)
     apart = named.media and section is not None
     if not named.within and not named.base_within and not apart:

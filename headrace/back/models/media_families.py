@@ -8,6 +8,7 @@ from headrace.back.models.hearing_families import HEARING
 
 WITH_MEDIA: Mapping[str, str] = {
     **HEARING,
+    "ModernVBertModel": "modernvbert",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",

@@ -28,17 +28,24 @@ IGNORED = (r"decoder\..*",)
 def build(scope: Scope, config: ConfigReader) -> Encoder:
     """ModernBertModel, ModernBertForSequenceClassification, ModernBertForTokenClassification,
     ModernBertForMaskedLM."""
+    return modernbert_encoder(scope, scope if scope.head.bare else scope / "model", config)
+
+
+def modernbert_encoder(scope: Scope, inside: Scope, config: ConfigReader) -> Encoder:
+    """`scope` is that of the head, `inside` that of all else."""
     sizes = read_encoder_sizes(
         config, eps=1e-5, activation_key="hidden_activation", eps_key="norm_eps"
     )
-    inside = scope if scope.head.bare else scope / "model"
     norm_bias = config.bool("norm_bias", False)
     embeddings = inside / "embeddings"
     words = TokenEmbedding(embeddings / "tok_embeddings", sizes.vocabulary, sizes.width)
     first = LayerNorm(embeddings / "norm", sizes.width, eps=sizes.eps, bias=norm_bias)
 
     def embed(batch: Batch) -> torch.Tensor:
-        return first.norm(words.lookup(batch.token_ids_T))
+        x_TE = words.lookup(batch.token_ids_T)
+        if batch.encoded is not None:
+            x_TE.index_copy_(0, batch.encoded.at_M, batch.encoded.rows_ME)
+        return first.norm(x_TE)
 
     types = _layer_types(config, sizes.layers)
     layers = [

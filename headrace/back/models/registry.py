@@ -15,10 +15,9 @@ from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily
+from headrace.back.models.encoder_families import BIDIRECTIONAL, ENCODER_DECODERS
 from headrace.back.models.families import (
     ARCHITECTURES,
-    BIDIRECTIONAL,
-    ENCODER_DECODERS,
     FALLBACK,
     TEXT_TYPES,
     WITH_MEDIA,

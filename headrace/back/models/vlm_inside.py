@@ -10,11 +10,13 @@ from headrace.base.errors import CheckpointError
 
 LATE_VISION = frozenset(
     {"ColPaliForRetrieval", "ColQwen2ForRetrieval", "ColQwen2_5", "ColQwen3", "OpsColQwen3Model"}
+    | {"ColModernVBertForRetrieval"}
 )
 INSIDE: Mapping[str, str] = {
     "paligemma": "PaliGemmaForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "modernvbert": "ModernVBertModel",
 }
 """The architecture of the model inside, by its family."""
 TYPES: Mapping[str, str] = {
@@ -27,12 +29,15 @@ TYPES: Mapping[str, str] = {
     "qwen3_vl": "qwen3_vl",
     "colqwen3": "qwen3_vl",
     "ops_colqwen3": "qwen3_vl",
+    "modernvbert": "modernvbert",
+    "colmodernvbert": "modernvbert",
 }
 """Its family, by its `model_type`, or by that of a config that is both models'."""
 
 
 AUGMENTATION = 10
 """Tokens behind a query that gather what it may mean besides."""
+MODERNVBERT_IMAGE = "<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:"
 QWEN_IMAGE = (
     "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|>"
     "<|endoftext|>"
@@ -52,6 +57,12 @@ THINKERS: Mapping[str, tuple[str, str]] = {
 """Architecture and `model_type` of the part that answers in text, which alone is served, of
 checkpoints that have its config as a section."""
 OF_ALL_PARTS = ("quantization_config", "torch_dtype", "dtype", "tie_word_embeddings")
+
+
+def late_family(config: Mapping[str, Any]) -> str:
+    """The family that builds one of LATE_VISION: an encoder is of its own, around a decoder there
+    is one for all."""
+    return "modernvbert" if vlm_family(config) == "modernvbert" else "late_vision"
 
 
 def thinker_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +88,9 @@ def late_forms(
     """What a query becomes, whose place {} keeps, and the text around an image; `prompt`, `prefix`:
     as the checkpoint's processor states them (transformers 5.23, processing_colpali.py,
     processing_colqwen2.py)."""
+    if vlm_family(config) == "modernvbert":
+        query = f"{prefix or ''}{{}}{'<end_of_utterance>' * AUGMENTATION}"
+        return query, prompt or MODERNVBERT_IMAGE
     if vlm_family(config) == "paligemma":
         query = f"<bos>{prefix or 'Question: '}{{}}{'<pad>' * AUGMENTATION}\n"
         return query, f"<image><bos>{prompt or 'Describe the image.'}\n"

@@ -235,7 +235,8 @@ class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     without the tokens of `skipped`.
 
     Of models that see: `query_form`, what a query becomes, and `image_form`, the text around an
-    image; {} stands for a query, a placeholder for an image."""
+    image; {} stands for a query, a placeholder for an image. `adds_special`: both get the
+    tokenizer's own tokens too."""
 
     query_prefix: str = ""
     document_prefix: str = ""
@@ -245,6 +246,7 @@ class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
     skipped: tuple[str, ...] = ()
     query_form: str = ""
     image_form: str = ""
+    adds_special: bool = False
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):

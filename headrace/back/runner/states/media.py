@@ -276,6 +276,8 @@ class Media:
             self._move(self._shift_back, batch)
 
     def _move(self, shift: PositionShift, batch: Batch) -> None:
+        if self._encoder.rope is None:  # positions are places
+            return
         assert batch.row_R is not None
         shift(batch.row_R, batch.plans[0].query_start_R1, self._delta_M, batch.positions_T)
 

@@ -201,6 +201,12 @@ def _idefics3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     return image_only("idefics3", settings, config)
 
 
+def _modernvbert(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    """Idefics 3's tiles, under another name of the merged windows."""
+    merge = config.int("pixel_shuffle_factor", 4, ge=1, le=16)
+    return _idefics3(image, ConfigReader({**config.raw, "scale_factor": merge}, config.where))
+
+
 def _gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     """Marks in the prompt are those that begin an image."""
     if image.bool("do_pan_and_scan", None):
@@ -273,6 +279,7 @@ _STILL = {
     "smolvlm": _idefics3,
     "gemma3": _gemma3,
     "paligemma": _paligemma,
+    "modernvbert": _modernvbert,
 }
 """Those that take images alone."""
 _MOVING = {

@@ -82,7 +82,8 @@ async def pool_input_of(context: RequestContext, sent: Parts) -> PoolInput:
         )
         if form:
             _check_alone(sent, len(prepared.media))
-            ids = services.tokenizer.encode(form, add_special_tokens=False)
+            special = late is not None and late.adds_special
+            ids = services.tokenizer.encode(form, add_special_tokens=special)
         else:
             ids = await services.template.render_async(
                 prepared.messages, add_generation_prompt=True

@@ -193,7 +193,8 @@ async def _compared(
                 continue
             form = "" if is_document or spec.late is None else spec.late.query_form
             text = form.replace("{}", text) if form else text
-            ids = await tokenized(context, text, field=field, truncate=truncate, special=not form)
+            special = not form or (spec.late is not None and spec.late.adds_special)
+            ids = await tokenized(context, text, field=field, truncate=truncate, special=special)
             if is_document and scoring_input.document_tokens is not None:
                 ids = ids[: scoring_input.document_tokens]
             inputs.append(PoolInput(ids=sides.prepared(ids, is_document=is_document)))
