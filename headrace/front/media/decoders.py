@@ -59,7 +59,8 @@ def video(data: bytes, processor: Processor, limits: DecodingLimits) -> Processe
         with _readable():
             return _animation(data, processor, limits)
     av = require("av", extra="media", purpose="video")
-    with _readable(), av.open(io.BytesIO(data), format=_container(data)) as container:
+    how = {"format": _container(data), "metadata_errors": "replace"}  # titles in any encoding
+    with _readable(), av.open(io.BytesIO(data), **how) as container:
         stream = _video_stream(container, limits)
         total = _num_frames(container, stream, limits)
         source = Sampling(total, float(_rate(stream)))

@@ -31,7 +31,9 @@ def sound(data: bytes, limits: DecodingLimits) -> ProcessedMedia:
     """One channel of int16 samples at RATE, as rows of SAMPLE_BYTES."""
     av = require("av", extra="media", purpose="sound")
     try:
-        with av.open(io.BytesIO(data), format=_container(data)) as container:
+        # Titles may be in any encoding; none of them is read.
+        how = {"format": _container(data), "metadata_errors": "replace"}
+        with av.open(io.BytesIO(data), **how) as container:
             samples = _decoded(av, container, limits)
     except HeadraceError:
         raise

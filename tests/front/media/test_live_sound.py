@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 
 import av
 import numpy as np
@@ -45,6 +46,23 @@ def test_a_stream_gives_the_samples_of_a_file(encoding: str, rate: int) -> None:
     heard = [*(reader.feed(piece) for piece in pieces(data)), reader.finish()]
     np.testing.assert_array_equal(np.concatenate(heard), wanted)
     assert len(wanted) == RATE
+
+
+def test_titles_in_another_encoding_are_no_fault() -> None:
+    samples = noise(1600).astype("<i2").tobytes()
+    title = "Größe".encode("latin-1") + b"\0"
+    info = b"INFOINAM" + struct.pack("<I", len(title)) + title
+    chunks = b"".join(
+        name + struct.pack("<I", len(body)) + body
+        for name, body in (
+            (b"fmt ", struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16)),
+            (b"LIST", info),
+            (b"data", samples),
+        )
+    )
+    file = b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+    heard = sound(file, DecodingLimits())
+    assert heard.inputs[0].rows.tobytes() == samples
 
 
 def test_half_a_sample_is_told() -> None:
