@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.back.models.vlm_inside import is_late_vision, late_forms, vlm_family
+from headrace.back.models.vlm_inside import is_late_vision, late_forms, late_is_encoder
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import DenseSpec, LateSpec
 from headrace.launch.colbert import matrix_of
@@ -42,6 +42,6 @@ def read_late_vision(folder: Path, config: ConfigReader) -> Modules | None:
         document_tokens=MAX_TOKENS,
         query_form=query,
         image_form=image,
-        adds_special=vlm_family(config.raw) == "modernvbert",
+        adds_special=late_is_encoder(config.raw),
     )
     return Modules(how="tokens", normalize=True, dense=(dense,), late=late)

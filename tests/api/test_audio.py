@@ -118,6 +118,7 @@ def test_all_formats_tell_the_same_segments(
 def test_the_language_is_found_out(
     whisper: tuple[Path, Any], ear: Served, ear_client: openai.OpenAI
 ) -> None:
+    """MUL-07"""
     samples = tone(0.6, 700.0)
     told = ear_client.audio.transcriptions.create(
         model="ear", file=("a.wav", wav(samples)), response_format="verbose_json"

@@ -62,7 +62,13 @@ OF_ALL_PARTS = ("quantization_config", "torch_dtype", "dtype", "tie_word_embeddi
 def late_family(config: Mapping[str, Any]) -> str:
     """The family that builds one of LATE_VISION: an encoder is of its own, around a decoder there
     is one for all."""
-    return "modernvbert" if vlm_family(config) == "modernvbert" else "late_vision"
+    return "modernvbert" if late_is_encoder(config) else "late_vision"
+
+
+def late_is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether an encoder of text stands behind what sees: its tokenizer's own tokens belong around
+    a text."""
+    return vlm_family(config) == "modernvbert"
 
 
 def thinker_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from headrace.front.media.log_mel import RATE
 from headrace.front.media.processing import ProcessedMedia, TowerInput
 
 SAMPLE_BYTES = 2
+LEAST_RATE, MOST_RATE = 1000, 768_000
+"""Samples a second of a file: fewer or more are a fault of it, and costly to make others of."""
 _STARTS = (
     (0, b"fLaC", "flac"),
     (0, b"OggS", "ogg"),
@@ -64,6 +66,11 @@ def _decoded(av: Any, container: Any, limits: DecodingLimits) -> np.ndarray:
     streams = container.streams.audio
     if not streams:
         raise InvalidRequest("the file holds no sound")
+    rate = streams[0].rate or 0
+    if not LEAST_RATE <= rate <= MOST_RATE:
+        raise InvalidRequest(
+            f"sound of {rate} samples a second given; allowed: {LEAST_RATE} to {MOST_RATE}"
+        )
     resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
     pieces: list[np.ndarray] = []
     left = int(limits.seconds * RATE)

@@ -29,4 +29,4 @@ def stacked_log_mel(
     log = np.log10(np.maximum(power @ mel_triangles(bands, _FILTERS), LEAST_POWER))
     log = np.maximum(log, log.max() - RANGE) / 4.0 + 1.0
     rows = len(log) // stack
-    return np.ascontiguousarray(log[: rows * stack].reshape(rows, -1), dtype=np.float32)
+    return np.ascontiguousarray(log[: rows * stack].reshape(rows, stack * bands), dtype=np.float32)

@@ -48,6 +48,15 @@ def test_a_stream_gives_the_samples_of_a_file(encoding: str, rate: int) -> None:
     assert len(wanted) == RATE
 
 
+@pytest.mark.parametrize("rate", [1, 999, 768_001, 2**31 - 1])
+def test_rates_that_no_sound_has_are_refused_at_once(rate: int) -> None:
+    header = struct.pack("<HHIIHH", 1, 1, rate, 2 * rate % 2**32, 2, 16)
+    chunks = b"fmt " + struct.pack("<I", 16) + header + b"data" + struct.pack("<I", 8) + bytes(8)
+    file = b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+    with pytest.raises(InvalidRequest, match=f"sound of {rate} samples a second given; allowed"):
+        sound(file, DecodingLimits())
+
+
 def test_titles_in_another_encoding_are_no_fault() -> None:
     samples = noise(1600).astype("<i2").tobytes()
     title = "Größe".encode("latin-1") + b"\0"

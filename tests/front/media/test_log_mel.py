@@ -50,3 +50,19 @@ def test_long_sound_is_cut_in_its_pauses() -> None:
     assert windows(samples[: most - 1], most) == [(0, most - 1)]
     assert windows(samples[:0], most) == [(0, 0)]
     assert all(end - begin > PLACE for begin, end in windows(sound(31), RATE))
+
+
+def test_ten_minutes_are_cut_in_their_gaps_and_lose_no_sample() -> None:
+    """MUL-06: each window begins where the one before ends, to the sample, so that times do not drift."""
+    noise = np.random.default_rng(4).normal(size=600 * RATE) * 3000
+    samples = noise.astype(np.int16)
+    gaps = [int((29.5 + 29.4 * i) * RATE) for i in range(20)]
+    for gap in gaps:
+        samples[gap : gap + RATE // 4] = 0
+    cuts = windows(samples, 30 * RATE)
+    ends = [end for _, end in cuts]
+    assert [begin for begin, _ in cuts] == [0, *ends[:-1]] and ends[-1] == len(samples)
+    assert len(cuts) == 21
+    for gap, end in zip(gaps, ends, strict=False):
+        assert gap < end < gap + RATE // 4
+    assert np.array_equal(np.concatenate([samples[a:b] for a, b in cuts]), samples)

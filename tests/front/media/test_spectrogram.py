@@ -112,6 +112,18 @@ def test_gemma4(tmp_path: Path, seconds: float) -> None:
     assert num_tokens == len(mask[::2][::2][mask[::2][::2]])
 
 
+def test_a_sound_of_one_sample_is_too_short_for_any(tmp_path: Path) -> None:
+    for kind in ("qwen2_audio", "qwen3_asr"):
+        settings = spec_of(tmp_path, kind)
+        if settings.sound.least == 0:
+            with pytest.raises(InvalidRequest, match="is too short"):
+                spectrogram(np.ones(1, np.int16), settings)
+    granite = read_media(tmp_path, {"model_type": "granite_speech", "audio_token_index": 7})
+    assert granite is not None
+    with pytest.raises(InvalidRequest, match="is too short"):
+        spectrogram(np.ones(1, np.int16), granite.settings)
+
+
 @pytest.mark.parametrize("seconds", [0.1, 7.777, 35.0])
 def test_granite_speech(tmp_path: Path, seconds: float) -> None:
     """The extractor of the reference is torchaudio's: its spectrogram by torch, its bands by transformers."""
