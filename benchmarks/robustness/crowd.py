@@ -1,4 +1,4 @@
-"""Probes and refusals beside 4,000 connections that ask for 20 times the capacity (reliability 1.2, 1.5; BEY-10).
+"""Probes and refusals beside 4,000 connections that ask for 20 times the capacity (reliability 1.2, 1.5; BEY-17).
 
     python -m benchmarks.robustness.crowd --seconds 20 --write
 

@@ -1,4 +1,4 @@
-"""Every route, every kind of key, every way to spell a path: a table of status codes (security P3)."""
+"""Every route, every kind of key, every way to spell a path: a table of status codes (security P3, API-23, BEY-59)."""
 
 from __future__ import annotations
 

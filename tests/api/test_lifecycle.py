@@ -1,4 +1,4 @@
-"""Start, drain, crash and restart of the real process tree (reliability 1.3 to 1.6, ENG-15, ENG-16, REG-111)."""
+"""Start, drain, crash and restart of the real process tree (reliability 1.3-1.6, ENG-15, ENG-16, REG-111, BEY-11)."""
 
 from __future__ import annotations
 

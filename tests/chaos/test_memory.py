@@ -1,5 +1,5 @@
-"""REG-113: what requests leave behind. The same hostile wave again and again, to every route: after the first ones have
-filled the caches, no process holds more than before."""
+"""REG-113, BEY-10: what requests leave behind. The same hostile wave again and again, to every route: after the
+first ones have filled the caches, no process holds more than before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1.2: whatever comes beyond the capacity, what is taken is done in its time, and the rest is refused at once."""
+"""1.2, BEY-17, BEY-50: beyond the capacity, what is taken is done in its time, and the rest is refused at once."""
 
 from __future__ import annotations
 
