@@ -98,6 +98,18 @@ def test_grown_bodies_whose_clients_leave_do_not_stay_in_memory() -> None:
     assert report["restarts"] == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("deadline_s", ["2", "10"])
+def test_goodput_holds_for_ten_minutes_at_every_load(deadline_s: str) -> None:
+    """1.2, BEY-17, BEY-50: 0.5 to 20 times the capacity."""
+    report = run("overload", "--seconds", "600", "--deadline-s", deadline_s, check=False)
+    assert report["leaked_blocks"] == 0
+    for row in report["levels"]:
+        assert row["of_capacity"] >= 0.95, row
+        assert not row["ledger"].keys() & {"lost", "failed"}, row
+
+
 def test_nothing_is_unpickled_in_any_process() -> None:
     """P1/T1."""
     report = run("no_pickle")
