@@ -21,7 +21,9 @@ TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
-PYTEST := $(BIN)/python -m pytest
+# Bytecode is written even where the environment forbids it: each worker would compile the clients, transformers and all
+# tests, with their assertions rewritten, anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CROSS  := $(VENV)/.cross
 LOWEST := .venv-lowest
@@ -112,7 +114,7 @@ lowest:
 	@$(LOWEST)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@$(LOWEST)/bin/python .ci/lowest.py dev
 	@$(LOWEST)/bin/python -m headrace.back.kernels.native.build --here || echo "    no native kernels"
-	@$(LOWEST)/bin/python -m pytest -m "not slow" $(BESIDE) $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(LOWEST)/bin/python -m pytest -m "not slow" $(BESIDE) $(ARGS)
 
 # The tests with another interpreter: python$(PY) on the path, or one of pyenv's or uv's.
 leg:

@@ -39,19 +39,29 @@ BOUNDS = {"zamba2": 1e-4}
 logits of transformers by 1e-4."""
 
 
+HEADS = (
+    ("num_attention_heads", "", ""),
+    ("num_heads", "head_dim", "n_groups"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+    ("mamba_num_heads", "mamba_head_dim", "n_groups"),
+)
+"""Names of the number of heads, their size and groups, where a configuration has them."""
+
+
 def configuration(name: str, count: int) -> Any:
     config = tiny_config(name if name in CASES else "olmo2")
     if name not in CASES:
         config.num_key_value_heads = 1
     if count == 4:
-        # Heads of half the size, so that they can be divided; KV heads are held twice or four times. The groups over
-        # which Mamba 2 norms are whole on a rank.
-        heads = "num_heads" if name == "mamba2" else "num_attention_heads"
-        setattr(config, heads, 2 * getattr(config, heads))
-        if name == "mamba2":
-            config.n_groups = 4
-        if config.to_dict().get("head_dim"):
-            config.head_dim //= 2
+        # Heads of half the size, so that they can be divided; KV heads are held twice or four times. Of a recurrence,
+        # groups are the units of a norm: they are not cut.
+        for heads, head_dim, groups in HEADS:
+            if groups and config.to_dict().get(heads):
+                setattr(config, groups, 4)
+            if config.to_dict().get(heads):
+                setattr(config, heads, 2 * getattr(config, heads))
+            if config.to_dict().get(head_dim):
+                setattr(config, head_dim, getattr(config, head_dim) // 2)
     return config
 
 
