@@ -363,7 +363,8 @@ def _in_memory(
     if not weight.stays_quantized:
         return math.prod(weight.shape) * dtype_bytes
     # kernels' scales take more than stored ones: of MXFP4 2 bytes for 1
-    return int(sum(headers[name].num_bytes for name in weight.members.values()) * 1.07)
+    wider = 1.07 * weight.kept_bits / weight.numbers.bits
+    return int(sum(headers[name].num_bytes for name in weight.members.values()) * wider)
 
 
 def _content(tensor: StoredTensor) -> bytes:

@@ -54,7 +54,8 @@ _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 def kept_scheme(
     tensor: QuantizedTensor, order: Callable[[], torch.Tensor] | None = None
 ) -> str | None:
-    """The scheme (scheme.py) that holds the same numbers; None: there is none. Of inputs that
+    """The scheme (scheme.py) that holds the same numbers; None: there is none. It may be of more
+    bits: 4 hold 2 and 3. Of inputs that
     belong to groups by an index, which `order` reads, it is told by a mark of that index."""
     name = _plain_scheme(tensor)
     if name is None or not tensor.numbers.ordered:
@@ -97,11 +98,11 @@ def _plain_scheme(tensor: QuantizedTensor) -> str | None:
     whole = group == 0 and (rows <= 1)
     floating = tensor.floating
     asymmetric = "zeros" in tensor.members and not numbers.symmetric
-    wanted = (numbers.bits, None if whole else group, asymmetric, floating)
+    wanted = (tensor.kept_bits, None if whole else group, asymmetric, floating)
     for scheme in SCHEMES.values():
         if (scheme.bits, scheme.group, scheme.asymmetric, scheme.floating) == wanted:
             return scheme.name if rows <= 1 else None
-    return WHOLE_INT4[asymmetric] if whole and numbers.bits == 4 and not floating else None
+    return WHOLE_INT4[asymmetric] if whole and tensor.kept_bits == 4 and not floating else None
 
 
 def _in_blocks(tensor: QuantizedTensor) -> bool:
@@ -254,7 +255,7 @@ def normal_values(
     values = groups.values_RC
     if scheme.floating:
         return values.view(torch.int8), None
-    half = 1 << (scheme.bits - 1)
+    half = 1 << (numbers.bits - 1)
     offset = (
         (half if numbers.signed else 0) if scheme.asymmetric else (0 if numbers.signed else -half)
     )

@@ -42,18 +42,23 @@ class QuantizedTensor(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.numbers.bits}-bit {self.numbers.arrangement}"
 
     @property
+    def kept_bits(self) -> int:
+        """Bits of a number where kernels read it: there are kernels for 4 and for 8."""
+        return 4 if self.numbers.bits <= 4 else 8
+
+    @property
     def stays_quantized(self) -> bool:
         """Whether there are kernels that read it as it is stored."""
         numbers = self.numbers
-        known = numbers.arrangement in _READ_AS_STORED and numbers.bits in (4, 8)
-        return known and (numbers.bits == 4 or not numbers.ordered)
+        known = numbers.arrangement in _READ_AS_STORED and numbers.bits <= 8
+        return known and (self.kept_bits == 4 or not numbers.ordered)
 
 
 _READ_AS_STORED = {
     *("gptq", "awq", "packed", "scaled", "fp8-blocks"),
     *("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "nvfp4", "nvfp4-packed"),
 }
-"""Arrangements whose 4 and 8 bits some device's kernels read; all else becomes floats."""
+"""Arrangements whose numbers some device's kernels read; all else becomes floats."""
 
 
 @dataclass(frozen=True)

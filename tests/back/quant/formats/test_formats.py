@@ -271,7 +271,7 @@ KEPT = {
     "ao-intx-4-zeros": "int4-asym-g64",
     "ao-intx-6": "int8-g32",
     "hqq-4": "int4-asym-g64",
-    "hqq-3": "",
+    "hqq-3": "int4-asym-g64",
     "hqq-4-axis0": "",
     "mxfp6": "",
 }
