@@ -33,9 +33,16 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
     Weights are large enough, and norms and biases random enough, that a forgotten one changes the
     logits.
     """
-    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        Emu3ForCausalLM,
+        Emu3TextConfig,
+        Mistral4Config,
+        Mistral4ForCausalLM,
+    )
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
 
     torch.manual_seed(seed)
     config.architectures = None
@@ -44,10 +51,18 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=once).eval()
     randomize(model, seed=seed)
     model.save_pretrained(folder)
+    if config.model_type in CLASSES:  # their configs are transformers', their classes Llama's
+        saved = json.loads((folder / "config.json").read_text())
+        saved["architectures"] = [CLASSES[config.model_type]]
+        (folder / "config.json").write_text(json.dumps(saved))
     if config.model_type in PUBLISHED:
         file = folder / "model.safetensors"
         save_file(PUBLISHED[config.model_type](load_file(file)), file)
     return model
+
+
+CLASSES = {"internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM"}
+"""What checkpoints name, of types for which transformers takes the class of another."""
 
 
 def split_minimax_m3(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

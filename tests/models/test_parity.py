@@ -845,6 +845,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hyperclovax-plain": ("HyperCLOVAX", {"use_post_norm": False}),
     "jais2": ("Jais2", {"head_dim": 8}),
+    "internlm3": ("InternLM3", {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("IQuestCoder", {"head_dim": 8}),
+    "emu3": ("Emu3Text", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "diffllama": ("DiffLlama", {"lambda_std_dev": 0.3}),
+    "jetmoe": (
+        "JetMoe",
+        {
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "kv_channels": 12},
+            **{"num_attention_heads": 4, "rms_norm_eps": 1e-5},
+        },
+    ),
     "bitnet": ("BitNet", {}),
     "gemma4-unified": ("Gemma4UnifiedText", {**UNIFIED, "attention_k_eq_v": True}),
     "gemma4-unified-shared": (

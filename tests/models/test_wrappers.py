@@ -236,6 +236,25 @@ def test_kimi_k25_has_the_logits_of_its_deepseek_text_model(tmp_path: Path) -> N
     compare(got, oracle_logits(oracle, rows), 1e-4)
 
 
+def test_emu3_has_the_logits_of_its_text_model(tmp_path: Path) -> None:
+    """Beside the coder of images, which is not read."""
+    oracle = save_oracle(tiny_config("emu3"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {
+        name.replace("model.", "model.text_model.", 1): tensor for name, tensor in tensors.items()
+    }
+    tensors["model.vqmodel.encoder.conv_in.weight"] = torch.zeros(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Emu3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
 def test_gemma_3n_has_the_logits_of_its_text_model(tmp_path: Path) -> None:
     """As it is published: beside vision and audio, with keys and values that upper layers do not
     read, in the older spelling of ropes."""

@@ -28,6 +28,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "IQuestCoderForCausalLM": "llama",
     "InternLM3ForCausalLM": "internlm3",
+    "Emu3ForCausalLM": "emu3",
+    "DiffLlamaForCausalLM": "diffllama",
+    "JetMoeForCausalLM": "jetmoe",
     "Llama4ForCausalLM": "llama4",
     "FlexOlmoForCausalLM": "flex_olmo",
     "YoutuForCausalLM": "youtu",
@@ -168,6 +171,7 @@ ARCHITECTURES: Mapping[str, str] = {
 TEXT_TYPES: Mapping[str, str] = {
     **TEXT_OF_HEARING,
     "llama": "llama",
+    "emu3_text_model": "emu3",
     "internlm2": "internlm2",
     "phi3": "phi3",
     "qwen2": "qwen2",
@@ -202,6 +206,7 @@ WRAPPERS: Mapping[str, str] = {
 """Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {
     "Step3p7ForConditionalGeneration": "model",
+    "Emu3ForConditionalGeneration": "model.text_model",
     "MistralLarge4ForConditionalGeneration": "model",
     "Gemma3nForConditionalGeneration": "model.language_model",
     "Glm5NextForConditionalGeneration": "model.language_model",

@@ -13,12 +13,12 @@ from headrace.base.config.hf import ConfigReader
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """InternLM3ForCausalLM."""
     sizes = read_sizes(config)
-    bias = config.bool("bias", False)
+    bias = config.bool("bias", False, aliases=("mlp_bias",))
     layer = LayerSpec(
         mixer=AttentionSpec(
             **plain_attention(sizes),
             rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
-            qkv_bias=config.bool("qkv_bias", False),
+            qkv_bias=config.bool("qkv_bias", False, aliases=("attention_bias",)),
             out_bias=bias,
         ),
         feed_forward=GatedMLPSpec(bias=bias),

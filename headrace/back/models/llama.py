@@ -12,6 +12,13 @@ from headrace.base.config.hf import ConfigReader
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """LlamaForCausalLM."""
+    return Decoder(scope, llama_decoder(scope, config))
+
+
+def llama_decoder(
+    scope: Scope, config: ConfigReader, *, ignored: tuple[str, ...] = ()
+) -> DecoderSpec:
+    """Llama's decoder; `ignored`: see DecoderSpec."""
     sizes = read_sizes(config)
     bias = config.bool("attention_bias", False)
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
@@ -19,4 +26,4 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         mixer=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias),
         feed_forward=GatedMLPSpec(bias=config.bool("mlp_bias", False)),
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))
+    return DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers, ignored=ignored)

@@ -27,6 +27,20 @@ def test_a_step_s_plan_depends_on_its_size_alone(count):
     assert (plan.regime == "wide") == (count * 3 / 12 > max(triton_hopper.STREAM_ROWS))
 
 
+def test_a_rank_of_four_is_served():
+    """192 inner values of an expert of Qwen3-30B-A3B over four ranks; the TMA unit's boxes lie within it."""
+    from headrace.back.kernels.triton.wrap import planned_for
+
+    def told(width: int, inner: int) -> str | None:
+        given = {"device": "cuda", "dtype": BF16, "experts": 128, "slots": 8}
+        with planned_for((9, 0)):
+            return triton_hopper.KERNEL.supports(ExpertsProblem(**given, width=width, inner=inner))
+
+    assert told(2048, 192) is None and told(2048, 128) is None
+    assert "below 128" in (told(2048, 96) or "")
+    assert "no multiple of 8" in (told(2048, 188) or "")
+
+
 def routed(problem: ExpertsProblem, tokens: int, how: str) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(tokens)
     order = torch.rand(tokens, problem.experts, generator=generator)
@@ -53,7 +67,9 @@ def weights_of(problem: ExpertsProblem) -> tuple[torch.Tensor, torch.Tensor]:
 @hopper_only
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("how", ["uniform", "one"])
-@pytest.mark.parametrize("width, inner", [(512, 256), (2048, 768), (1032, 328)])
+@pytest.mark.parametrize(
+    "width, inner", [(512, 256), (2048, 768), (1032, 328), (2048, 192), (128, 128)]
+)
 @pytest.mark.parametrize("plan", triton_hopper.PLANS, ids=lambda plan: f"{plan.regime}{plan.m}")
 def test_regimes_equal_the_reference(plan: ExpertsPlan, width, inner, how, dtype):
     """KRN-16: experts with none, with all; a tile that is not full, and several of one expert."""

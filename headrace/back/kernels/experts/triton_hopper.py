@@ -225,7 +225,7 @@ def _supports(problem: ExpertsProblem) -> str | None:
         return f"knows bfloat16 and float16, not {problem.dtype}"
     if problem.activation != "silu" or problem.bias or problem.clamp:
         return "gates by silu, without biases or bounds"
-    least = 2 * K["stream"]
+    least = max(*K.values(), PART)  # boxes of the TMA unit lie within what they are cut from
     if problem.width % 8 or problem.inner % 8 or min(problem.width, problem.inner) < least:
         return f"{problem.width} x {problem.inner} is no multiple of 8, or below {least}"
     return unsupported(problem.device, problem.dtype)

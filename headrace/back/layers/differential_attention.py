@@ -1,0 +1,163 @@
+"""Differential attention (Ye et al. 2024, "Differential transformer"; as DiffLlama has it,
+transformers 5.23): what the second half of the heads gives is taken off the first half's, times a
+learned factor.
+
+All heads read values of twice their width: those of KV head k and of KV head k + K/2, for both of
+these. The cache holds them as heads of 2 D dimensions, keys with zeros behind them, so that one
+call of op attention serves.
+
+T tokens, E hidden size, H query heads, K KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from headrace.back.attention.forms import CacheForm, HeadsForm
+from headrace.back.attention.plan import Batch
+from headrace.back.kernels.attention.op import OP as ATTENTION
+from headrace.back.kernels.attention.op import AttentionProblem
+from headrace.back.kernels.kv_write.op import OP as KV_WRITE
+from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
+from headrace.back.layers.rope import Rope, RopeSpec
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import Partial
+from headrace.back.parallel.shard import Part
+from headrace.base.errors import ConfigError
+
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifferentialAttentionSpec:
+    """One layer's attention, in global sizes. `first`: what the factor begins with; `eps`: of the
+    norm of what each pair of heads gives."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    first: float
+    eps: float
+    bias: bool = False
+
+    def build(
+        self, scope: Scope, cache: int, *, norm: RMSNorm | None = None, adds: bool = False
+    ) -> DifferentialAttention:
+        """See MixerSpec. ConfigError on several ranks: heads of both halves belong together."""
+        if scope.mesh.tp.size > 1:
+            raise ConfigError(
+                f"--tensor-parallel {scope.mesh.tp.size}: differential attention takes head h + {self.heads // 2} off "
+                "head h, on one device; use 1",
+                field="tensor_parallel",
+            )
+        return DifferentialAttention(scope / "self_attn", cache, self, norm=norm, adds=adds)
+
+
+class DifferentialAttention:
+    """x_TE -> y_TE: see Mixer. `scope` is its own."""
+
+    probed = False
+
+    def __init__(
+        self,
+        scope: Scope,
+        cache: int,
+        spec: DifferentialAttentionSpec,
+        *,
+        norm: RMSNorm | None = None,
+        adds: bool = False,
+    ) -> None:
+        scope = scope.of_cache(cache)
+        self._scope, self._cache, self._spec = scope, cache, spec
+        sizes = {"q_proj": spec.heads, "k_proj": spec.kv_heads, "v_proj": spec.kv_heads}
+        parts = tuple(Part(name, heads * spec.head_dim, heads) for name, heads in sizes.items())
+        self._heads = tuple(sizes.values())
+        self._qkv = ColumnLinear(scope, spec.width, parts, bias=spec.bias, norm=norm)
+        self._out = RowLinear(
+            scope / "o_proj",
+            parts[0],
+            spec.width,
+            bias=spec.bias,
+            adds=adds,
+            scale=1.0 - spec.first,
+        )
+        self._lambdas = [scope.param(name, (spec.head_dim,), init="zeros") for name in LAMBDAS]
+        self._norm = RMS_NO_WEIGHT.build(scope, 2 * spec.head_dim, eps=spec.eps)
+        self._rope = Rope(scope, spec.rope)
+        self._write = self._attend = not_loaded
+        self._factor = 0.0
+        scope.on_finish(self._finish)
+
+    @property
+    def kv_forms(self) -> tuple[CacheForm, ...]:
+        """See the module."""
+        form = HeadsForm(
+            cache=self._cache,
+            kv_heads=self._spec.kv_heads,
+            head_dim=2 * self._spec.head_dim,
+            quantized=self._scope.kv_quantized,
+        )
+        return (form,)
+
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before is part of it."""
+        return self._qkv.norms
+
+    def queries(
+        self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """q_THD, rotated, of the tokens `at_N` (None: all)."""
+        parts = self._qkv.project(x_TE).split_with_sizes(self._qkv.sizes, dim=1)
+        q_THD, k_TKD, v_TKD = (
+            part_TC.unflatten(1, (heads, -1))
+            for part_TC, heads in zip(parts, self._heads, strict=True)
+        )
+        self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
+        values_TKV = torch.cat(v_TKD.chunk(2, dim=1), dim=2).repeat(1, 2, 1)
+        plan = batch.plans[batch.group_of_layer[self._cache]]
+        keys_TKV = F.pad(k_TKD, (0, self._spec.head_dim))
+        self._write(keys_TKV, values_TKV, batch.kv[self._cache], plan.slot_T)
+        q_THV = F.pad(q_THD, (0, self._spec.head_dim))
+        return q_THV if at_N is None else q_THV.index_select(0, at_N)
+
+    def attend_into(
+        self, q_THV: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
+    ) -> torch.Tensor | Partial | None:
+        """y_TE, to be added to the residual; None if that was done."""
+        plan = batch.plans[batch.group_of_layer[self._cache]]
+        first, second = self._attend(q_THV, batch.kv[self._cache], plan).chunk(2, dim=1)
+        y_THV = self._norm.norm(first - self._factor * second)
+        return self._out.project_into(y_THV.flatten(1), residual_TE)
+
+    def _finish(self) -> None:
+        scope, spec = self._scope, self._spec
+        cached = {
+            "device": scope.kind,
+            "dtype": scope.dtype,
+            "kv_heads": spec.kv_heads,
+            "head_dim": 2 * spec.head_dim,
+            "block_tokens": scope.block_tokens,
+            "quantized": scope.kv_quantized,
+        }
+        self._write = scope.bind(KV_WRITE, KVWriteProblem(**cached))
+        problem = AttentionProblem(
+            **cached,
+            heads=spec.heads,
+            scale=spec.head_dim**-0.5,
+            verify_queries=scope.verify_queries,
+        )
+        self._attend = scope.bind(ATTENTION, problem)
+        loaded = [param.take() for param in self._lambdas]
+        if scope.device.type == "meta":
+            return
+        q1, k1, q2, k2 = (one.float() for one in loaded)
+        factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp()
+        self._factor = factor.item() + spec.first
