@@ -24,7 +24,7 @@ from headrace.base.wire.grammar import Node, Vocabulary
 from headrace.core.grammar.backends import make_backend
 
 START_S = 60.0
-NICENESS = 10
+NICENESS = 5
 """Whoever streams goes first: as many sandboxes as there are processors, busy with hostile
 grammars, took turns with the engine."""
 PATIENCE = 12
@@ -127,6 +127,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _answer(sink, CompileOutcome())
+    os.nice(NICENESS)  # behind the imports, for which requests wait
     while (request := _next(source)) is not None:
         assert isinstance(request, CompileJob), request
         signal.setitimer(signal.ITIMER_PROF, request.limit_s)
@@ -164,5 +165,4 @@ def _bytes(field: str) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(NICENESS)
     serve(sys.stdin.buffer, sys.stdout.buffer)
