@@ -157,6 +157,7 @@ class Steps:
         )
         with counted() as launches:
             chosen = self.sampler.in_step_sampler(in_step, logits, asked)
+            self.sampler.in_step_sampler.count(in_step, chosen.token_R, asked, sample_R)
         token_R = chosen.token_R
         at = torch.from_numpy(self.positions).to(self.device)
         each = torch.arange(self.count, device=self.device)
@@ -341,10 +342,15 @@ def test_only_tokens_seen_are_touched_and_to_the_bit(width: int) -> None:
             counts[at, row[:20]] < penalties.PROMPT
         )
     ours = torch.full((4, width + 3), float("nan"), device=DEVICE)[:, :width].copy_(logits)
+    drafts = torch.full((4, 5), -1)
+    drafts[0, :2], drafts[3] = seen[0, 30], seen[3, 40:45]
+    counts[4, seen[0, 30]] = 0  # it stands in drafts alone
     on = [one.to(DEVICE) for one in (counts, numbers, slot)]
-    triton_penalties.bind(penalties.PenaltiesProblem(device=DEVICE.type))(ours, *on, pytest.fail)
+    triton_penalties.bind(penalties.PenaltiesProblem(device=DEVICE.type))(
+        ours, *on, pytest.fail, drafts.to(DEVICE)
+    )
     wanted = logits.clone()
     penalties.bind_reference(penalties.PenaltiesProblem(device="cpu"))(
-        wanted, counts, numbers, slot, lambda: seen
+        wanted, counts, numbers, slot, lambda: seen, drafts
     )
     torch.testing.assert_close(ours.cpu(), wanted, rtol=0.0, atol=0.0, equal_nan=True)
