@@ -42,6 +42,7 @@ from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.route import op as route
 from headrace.back.kernels.sample import op as sample
 from headrace.back.kernels.span_attention import op as span_attention
+from headrace.back.kernels.sparse_attention import op as sparse_heads
 from headrace.back.kernels.sparse_latent_attention import op as sparse
 from headrace.back.kernels.state_rows import op as state_rows
 from headrace.back.kernels.step_commit import op as step_commit
@@ -443,6 +444,10 @@ SPARSE_LATENT = sparse.SparseLatentProblem(
     device="cpu", dtype=BF16, heads=16, rank=512, rotary=64, top_k=2048, block_tokens=16,
     scale=0.07,
 )  # fmt: skip
+SPARSE = sparse_heads.SparseAttentionProblem(
+    device="cpu", dtype=BF16, heads=64, kv_heads=4, head_dim=128, lists=4, top_k=2048,
+    block_tokens=16, scale=0.09,
+)  # fmt: skip
 ROUTE = route.RouteProblem(
     device="cpu", experts=256, top_k=8, score="sigmoid", renormalize=True, groups=8,
     kept_groups=4, group_score="top2", bias=True, shared=1,
@@ -504,6 +509,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     (
         "sparse_latent_attention",
         _call(sparse.OP, "sparse_latent_attention.triton_sparse_latent:KERNEL", SPARSE_LATENT),
+    ),
+    (
+        "sparse_attention",
+        _call(sparse_heads.OP, "sparse_attention.triton_sparse_attention:KERNEL", SPARSE),
     ),
     ("route", _call(route.OP, "route.triton_route:KERNEL", ROUTE)),
     ("experts", _call(experts.OP, "experts.triton_experts:KERNEL", EXPERTS)),

@@ -14,6 +14,9 @@ from headrace.back.kernels.latent_attention import op as latent_attention
 from headrace.back.kernels.latent_attention import triton_latent
 from headrace.back.kernels.latent_write import op as latent_write
 from headrace.back.kernels.latent_write import triton_latent_write
+from headrace.back.kernels.sparse_attention import op as sparse_heads
+from headrace.back.kernels.sparse_attention import triton_sparse_attention
+from headrace.back.kernels.sparse_attention.op import SparseAttentionProblem
 from headrace.back.kernels.sparse_latent_attention import op as sparse_attention
 from headrace.back.kernels.sparse_latent_attention import triton_sparse_latent
 from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
@@ -67,6 +70,17 @@ def test_attention_over_chosen_positions_equals_the_reference(shape, dtype):
         block_tokens=block_tokens, scale=(rank + rotary) ** -0.5,
     )  # fmt: skip
     assert sparse_attention.OP.error(triton_sparse_latent.KERNEL, problem) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads, dim, lists", [(6, 2, 24, 2), (40, 2, 32, 1)])
+def test_heads_over_chosen_positions_equal_the_reference(heads, kv_heads, dim, lists, dtype):
+    """KRN-03: a list for each KV head and one for all; more positions, and more heads, than a tile holds."""
+    problem = SparseAttentionProblem(
+        device=DEVICE, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=dim, lists=lists,
+        top_k=70, block_tokens=7, scale=dim**-0.5,
+    )  # fmt: skip
+    assert sparse_heads.OP.error(triton_sparse_attention.KERNEL, problem) <= BOUND[dtype]
 
 
 WHOLE_TILES = [(16, 64, 16, 16)] if interpreted() else [(16, 512, 64, 16), (5, 24, 6, 7)]

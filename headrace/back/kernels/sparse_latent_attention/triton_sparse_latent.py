@@ -22,7 +22,7 @@ HEADS, POSITIONS = 16, 32
 
 
 @triton.jit
-def _row_of(start, rows, i_t):
+def row_of(start, rows, i_t):
     """The last row that begins at or before the token."""
     b_count = 0
     for first in range(0, rows + 1, 128):
@@ -50,7 +50,7 @@ def sparse_latent_attention_kernel(
     p_q = q + (i_t.to(tl.int64) * HEADS + o_h[:, None]) * WIDTH
     b_q = tl.load(p_q + o_c[None, :], mask=m_h & m_c, other=0.0)
     b_qr = tl.load(p_q + RANK + o_r[None, :], mask=m_h & m_r, other=0.0)
-    p_blocks = table + tl.minimum(_row_of(start, rows, i_t), rows - 1).to(tl.int64) * table_stride
+    p_blocks = table + tl.minimum(row_of(start, rows, i_t), rows - 1).to(tl.int64) * table_stride
     p_chosen = chosen + i_t.to(tl.int64) * TOP_K
     b_best = tl.full([H], float("-inf"), tl.float32)
     b_total = tl.zeros([H], tl.float32)
