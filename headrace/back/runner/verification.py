@@ -135,7 +135,7 @@ class DraftVerification:
         """As many drafts as each of these rows wants, at most `most`, at once."""
         count = row_R.shape[0]
         self._row_R[:count] = row_R
-        torch.cumsum(1 + wanted_R, 0, out=self._start_R1[1 : count + 1])
+        torch.cumsum(1 + wanted_R, 0, dtype=torch.int32, out=self._start_R1[1 : count + 1])
         row_R, start_R1 = self._row_R[:count], self._start_R1[: count + 1]
         if not (self.follows and self._on_host):
             if most:
