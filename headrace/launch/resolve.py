@@ -90,7 +90,6 @@ def resolve(
     text = text_spec(options, model, choose)
     max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, model, device_spec, max_model_len, choose)
-    kv = _kv(options, model, machine, device_spec, scheduler, max_model_len, choose)
     engine = EngineSpec(
         model=ModelSpec(
             path=model.path,
@@ -119,14 +118,15 @@ def resolve(
             encoder_tokens=text.encoder_tokens,
             adapters=adapter_spec(options, model, device_spec),
             spectrogram=text.spectrogram,
-            offload=offload_spec(options, model, device_spec, kv),
         ),
-        kv=kv,
+        kv=_kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=device_spec,
         grammar=_grammar(options, text),
         extensions=options.model.extensions,
     )
+    offload = offload_spec(options, model, device_spec, engine.kv)
+    engine = replace(engine, model=replace(engine.model, offload=offload))
     engine = replace(engine, speculation=speculation_spec(options, model, engine, draft, choose))
     return Resolved(
         engine=with_short_tables(engine, options, model, choose.note),
