@@ -99,7 +99,7 @@ def find_draft(options: Options, model: ModelFacts) -> DraftCheckpoint | None:
 def method_of(name: str) -> str:
     """The method that a name stands for; ConfigError, with what to use, for one we do not have."""
     method = ALIASES.get(name, name)
-    known = ("auto", "ngram", *NETWORK_METHODS)
+    known = ("auto", "ngram", "suffix", *NETWORK_METHODS)
     if method in known:
         return method
     if method in INSTEAD:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.back.models.families import FALLBACK, RECURRENT
-from headrace.base.config.resolved import EngineSpec, ModelSpec, SpeculationSpec
+from headrace.base.config.resolved import EngineSpec, ModelSpec, SpeculationSpec, SuffixSpec
 from headrace.base.config.tree import Options, SpeculationOptions
 from headrace.launch.chooser import Chooser
 from headrace.launch.drafters import (
@@ -26,6 +26,7 @@ CPU_DRAFTING_ROWS, FAST_DRAFTING_ROWS = 8, 64
 free. Beyond them each draft takes time that the other rows could have."""
 DRAFTS = {
     "ngram": 6,
+    "suffix": 15,
     "draft_model": 4,
     "eagle": 4,
     "eagle3": 4,
@@ -62,6 +63,8 @@ def speculation_spec(
     rows = requested.disable_by_batch_size
     if rows is None:
         rows = CPU_DRAFTING_ROWS if on_cpu else FAST_DRAFTING_ROWS
+    if method == "suffix" and not on_cpu:
+        raise refused("method 'suffix' searches on the host, and runs on CPUs only; use ngram")
     return SpeculationSpec(
         method=method,
         num_tokens=requested.num_speculative_tokens or _drafts(method, draft),
@@ -70,6 +73,7 @@ def speculation_spec(
         min_match=least,
         adaptive=requested.adaptive,
         parallel=draft is not None and draft.parallel,
+        suffix=_suffix(requested) if method == "suffix" else None,
         model=None if draft is None else _drafter(draft, model, engine),
     )
 
@@ -90,6 +94,15 @@ def _unverifiable(options: Options, model: ModelFacts) -> str | None:
     if options.model.attention_capture:
         return "not with --attention-capture, whose steps run token by token"
     return None
+
+
+def _suffix(requested: SpeculationOptions) -> SuffixSpec:
+    return SuffixSpec(
+        max_tree_depth=requested.suffix_decoding_max_tree_depth,
+        max_cached_requests=requested.suffix_decoding_max_cached_requests,
+        max_spec_factor=requested.suffix_decoding_max_spec_factor,
+        min_token_prob=requested.suffix_decoding_min_token_prob,
+    )
 
 
 def _drafts(method: str, draft: DraftCheckpoint | None) -> int:

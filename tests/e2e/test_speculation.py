@@ -384,3 +384,23 @@ def test_a_prediction_ends_where_the_row_needs_its_place(pair: Any) -> None:
     request = EngineRequest(id=0, prompt=prompt.tobytes(), stop=stop, sampling=sampling)
     predicted = replace(request, prediction=np.arange(5, 405).astype("<i4").tobytes())
     assert run(plain.core, [request])[0].tokens == run(drafted.core, [predicted])[0].tokens
+
+
+def test_earlier_requests_draft_for_those_that_ask_again() -> None:
+    """By method suffix: all ways to sample give the tokens of plain decoding, and a second round of the same requests
+    has more drafts that stand (SPC-06)."""
+    how = Speculation(method="suffix", adaptive=False, num_speculative_tokens=8)
+    engines = [Engine(options(one, prefix_caching=False)) for one in (None, how)]
+    try:
+        plain, drafted = engines
+        requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+        expected = run(plain.core, requests)
+        steps = []
+        for _ in range(2):
+            before = drafted.core.scheduler.speculation.stats.num_accepted_tokens
+            assert_equal(expected, run(drafted.core, requests))
+            steps.append(drafted.core.scheduler.speculation.stats.num_accepted_tokens - before)
+        assert steps[1] > 1.5 * steps[0] > 0, steps
+    finally:
+        for engine in engines:
+            engine.executor.close()

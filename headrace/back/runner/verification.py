@@ -233,6 +233,7 @@ class DraftVerification:
         self._proposed_at_M.index_fill_(0, to_device(rows, self._proposed_at_M.device), -1)
         for start in plan.starts:
             self._followed[start.row] = start.num_computed
+            self._drafter.start(start.row)
 
     def _take_proposed(self, plan: StepPlan, masks: AwaitMasks) -> StepPlan:
         """The plan with the drafts that were proposed and are allowed."""

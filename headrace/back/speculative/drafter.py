@@ -72,6 +72,10 @@ class Drafter(Protocol):
         int64 [T]: of tokens in their rows. Returns what its last layer gives."""
         ...
 
+    def start(self, row: int) -> None:
+        """A request takes a row; where the host knows drafts before the step."""
+        ...
+
     def reach(self, length_R: torch.Tensor) -> torch.Tensor:
         """Drafts that rows of so many tokens can have before they are given further blocks."""
         ...
@@ -100,6 +104,9 @@ class TextDrafter:
     ) -> torch.Tensor:
         """Nobody asks for it."""
         raise AssertionError("it keeps nothing of steps")
+
+    def start(self, row: int) -> None:
+        """It keeps nothing of rows."""
 
     def reach(self, length_R: torch.Tensor) -> torch.Tensor:
         """As many as it likes."""

@@ -173,6 +173,9 @@ class NetworkDrafter:
         """See Drafter."""
         return self._chosen
 
+    def start(self, row: int) -> None:
+        """See Drafter: what is kept by row is written again by the row's first step."""
+
     def reach(self, length_R: torch.Tensor) -> torch.Tensor:
         """Up to the end of the block that its last pass wrote to."""
         network = self._network

@@ -179,6 +179,15 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "llguidance"
 
 
+class SuffixSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """See SpeculationOptions, suffix_decoding_*."""
+
+    max_tree_depth: int
+    max_cached_requests: int
+    max_spec_factor: float
+    min_token_prob: float
+
+
 class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """See SpeculationOptions; all numbers decided. `num_tokens`: drafts of a row in a step at most.
     `max_rows`: steps of more decoding rows draft nothing, as they gain nothing by it. A step
@@ -193,6 +202,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     min_match: int = 1
     adaptive: bool = False
     parallel: bool = False
+    suffix: SuffixSpec | None = None
     model: ModelSpec | None = None
 
 

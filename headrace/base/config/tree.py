@@ -28,6 +28,7 @@ from headrace.base.config.bounds import (
 from headrace.base.config.device_options import DeviceOptions
 from headrace.base.config.many_options import ManyOptions
 from headrace.base.config.server_options import ServerOptions
+from headrace.base.config.speculation_options import SpeculationOptions as SpeculationOptions
 
 
 class MediaCounts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,34 +210,6 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="Reuse the KV of prompts that begin alike (within one tenant and salt)."),
     ] = True
-
-
-class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding, under the names vLLM's users know. The tokens are those of plain
-    decoding; only the number of steps changes."""
-
-    method: str = "auto"
-    """ngram: drafts are what followed the newest tokens earlier in the same request. draft_model,
-    eagle, eagle3, mtp, medusa, dflash: a network drafts them. auto: what the named model is, or the
-    checkpoint carries, else ngram."""
-    model: str | None = None
-    """The draft model or head: a folder, a GGUF file or a hub id. mtp: None is the model itself."""
-    revision: str = "main"
-    """Of a hub id."""
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=15)] | None = None
-    """Drafts of a request in a step at most. None: as many as the method is good for."""
-    disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
-    """Steps of more decoding requests draft nothing. None: 8 on a CPU, 64 elsewhere."""
-    draft_tensor_parallel_size: Annotated[int, Meta(ge=1, le=1)] = 1
-    """A network that drafts is not shared: every device has the whole."""
-    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
-    """ngram: newest tokens looked for at most. None: 5, or prompt_lookup_min if greater."""
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
-    """ngram: and at least. None: 2, or prompt_lookup_max if less."""
-    parallel_drafting: bool = False
-    """draft_model: it was trained to draft all tokens in one pass (PARD)."""
-    adaptive: bool = True
-    """Draft only what pays, by measured times of steps and by how often drafts stand."""
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):

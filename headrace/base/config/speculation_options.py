@@ -1,0 +1,45 @@
+"""The options of speculative decoding: the fields of `--speculative-config`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Speculative decoding, under the names vLLM's users know. The tokens are those of plain
+    decoding; only the number of steps changes."""
+
+    method: str = "auto"
+    """ngram: drafts are what followed the newest tokens earlier in the same request. suffix: there,
+    or in earlier requests. draft_model, eagle, eagle3, mtp, medusa, dflash: a network drafts them.
+    auto: what the named model is, or the checkpoint carries, else ngram."""
+    model: str | None = None
+    """The draft model or head: a folder, a GGUF file or a hub id. mtp: None is the model itself."""
+    revision: str = "main"
+    """Of a hub id."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=15)] | None = None
+    """Drafts of a request in a step at most. None: as many as the method is good for."""
+    disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
+    """Steps of more decoding requests draft nothing. None: 8 on a CPU, 64 elsewhere."""
+    draft_tensor_parallel_size: Annotated[int, Meta(ge=1, le=1)] = 1
+    """A network that drafts is not shared: every device has the whole."""
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
+    """ngram: newest tokens looked for at most. None: 5, or prompt_lookup_min if greater."""
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
+    """ngram: and at least. None: 2, or prompt_lookup_max if less."""
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=256)] = 24
+    """suffix: newest tokens that are compared at most."""
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = 10000
+    """suffix: earlier requests that are searched at most (65,536 tokens in all). 0: each request
+    searches itself alone, so that nobody's drafts tell of others."""
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0.0)] = 1.0
+    """suffix: drafts at most for each token that was found again."""
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
+    """suffix: the share of places, of those found, that must go on as drafted."""
+    parallel_drafting: bool = False
+    """draft_model: it was trained to draft all tokens in one pass (PARD)."""
+    adaptive: bool = True
+    """Draft only what pays, by measured times of steps and by how often drafts stand."""
