@@ -20,6 +20,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import preprocessed, without_torchvision
@@ -32,6 +33,7 @@ with without_torchvision():
     from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
     from transformers.models.llama4.processing_llama4 import Llama4Processor
     from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+    from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
     from transformers.models.llava_onevision.processing_llava_onevision import (
         LlavaOnevisionProcessor,
     )
@@ -208,6 +210,17 @@ def kimi_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
     return Theirs(given=dict(inputs), texts=texts)
 
 
+def ovis2(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = Ovis2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=5
+    )
+    inputs = processor(list(pictures), return_tensors="pt")
+    self = SimpleNamespace(image_seq_length=4)
+    texts = [Ovis2Processor.replace_image_token(self, inputs, i) for i in range(len(pictures))]
+    texts = [each.replace("<IMG_ATOM>", "I") for each in texts]
+    return Theirs(given={"pixel_values": inputs["pixel_values"]}, texts=texts)
+
+
 NEXT = {"vision_config": CLIP, "image_token_index": IMAGE, "image_grid_pinpoints": POINTS}
 ONEVISION = {
     "vision_config": SIGLIP,
@@ -232,7 +245,23 @@ MLA = {
     **{"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     **{"first_k_dense_replace": 1, "head_dim": 8},
 }
+OVIS_MARKS = ("<IMG_START>", "<IMG_END>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>")
 CASES = {
+    "ovis2": PictureCase(
+        name="Ovis2",
+        config={
+            "vision_config": {**TOWER, "vocab_size": 30, "hidden_stride": 2},
+            "text_config": text("qwen2"),
+            "image_token_id": IMAGE,
+            "visual_indicator_token_ids": [102, 103, 104, 105, 106],
+            "hidden_size": 48,
+            "vocab_size": 120,
+        },
+        process=ovis2,
+        files={"crop_to_patches": True, "max_patches": 5},
+        marks={"<image>": 107, **{mark: 102 + i for i, mark in enumerate(OVIS_MARKS)}},
+        step_tokens=(3, 7),
+    ),
     "kimi-k25": PictureCase(
         name="Kimi_K25",
         config={

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,14 @@ class Shown:
         processor = PROCESSORS.load(self.spec.processor)(settings)
         return [processor.image(one) for one in pictures]
 
-    def ids_of(self, words: str) -> list[int]:
-        """Of the text around images: marks, and other characters one by one."""
+    def ids_of(self, words: str, places: Mapping[str, int] | None = None) -> list[int]:
+        """Of the text around images: marks, and other characters one by one; `places`: of those that stand for
+        placeholders."""
+        known = {**self.case.marks, **(places or {})}
         ids: list[int] = []
         while words:
-            mark = next((each for each in self.case.marks if words.startswith(each)), words[0])
-            ids.append(self.case.marks.get(mark, 20 + ord(mark[0]) % 70))
+            mark = next((each for each in known if words.startswith(each)), words[0])
+            ids.append(known.get(mark, 20 + ord(mark[0]) % 70))
             words = words[len(mark) :]
         return ids
 
@@ -78,23 +80,12 @@ class Shown:
         ids = list(BEFORE)
         for index, words in enumerate(theirs.texts):
             ids += BETWEEN if index else ()
-            for run in _runs(words):
-                ids += [places[run[0]]] * len(run) if run[0] in places else self.ids_of(run)
+            ids += self.ids_of(words, places)
         return [*ids, *BEHIND]
 
 
 def _digest_of(medium: ProcessedMedia) -> bytes:
     return hashlib.sha256(b"".join(one.rows.tobytes() for one in medium.inputs)).digest()
-
-
-def _runs(words: str) -> Iterator[str]:
-    """Runs of placeholders, and what stands between them."""
-    begin = 0
-    for end in range(1, len(words) + 1):
-        kinds = [one if one in "IV" else "" for one in words[end - 1 : end + 1]]
-        if end == len(words) or kinds[0] != kinds[1]:
-            yield words[begin:end]
-            begin = end
 
 
 def rename(file: Path, case: PictureCase) -> None:

@@ -25,6 +25,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Llama4ForConditionalGeneration": "llama4_vision",
     "LlavaNextForConditionalGeneration": "llava",
     "LlavaOnevisionForConditionalGeneration": "llava",
+    "Ovis2ForConditionalGeneration": "ovis2",
     "Mistral3ForConditionalGeneration": "llava",
     "InternVLForConditionalGeneration": "internvl",
     "InternVLChatModel": "internvl_chat",

@@ -95,6 +95,8 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     most         windows of what is shown, beyond whose number (by a tenth of the side and more) it
                  is resized to so many; 0: any
     halved       each step is resized to half its sides first, rounded up
+    marks        ids of tokens that a learned row each stands for wherever they are in a prompt with
+                 such inputs
     """
 
     newline: bool = False
@@ -102,11 +104,12 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     middle: bool = False
     most: int = 0
     halved: bool = False
+    marks: tuple[int, ...] = ()
 
     @property
     def num_learned(self) -> int:
-        """Learned rows behind those of an encoder's windows: the newline, then the tail."""
-        return self.newline + self.tails
+        """Learned rows behind those of an encoder's windows: the newline, the tail, the marks."""
+        return self.newline + self.tails + len(self.marks)
 
     def size(self, cut: MediaCut) -> tuple[int, int]:
         """Rows and columns of what is shown, resized where there are too many."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -36,6 +36,13 @@ class Projector(Protocol):
     def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
         """N rows in windows, each of which becomes one."""
         ...
+
+
+@runtime_checkable
+class MarkingProjector(Projector, Protocol):
+    """A projector with the rows of `Packing.marks`, marks_KF."""
+
+    marks: torch.Tensor
 
 
 class ProjectorSpec(Protocol):
@@ -66,7 +73,7 @@ class PlainTowerSpec:
     behind: norms around the layers. theta, turns: of the rotation, where layers rotate.
     layers_name: where the layers lie.
     frames: whether an input may have several t, each an image of its own (tiles). mutual: see
-    MediaForm. packings: of the kinds whose inputs are cut; learned: the names of the row that ends
+    MediaForm. embedded: a norm of the patches alone. packings: of the kinds whose inputs are cut; learned: the names of the row that ends
     rows and of the one that ends an input, of the checkpoint, in the decoder's width."""
 
     patches: PatchSpec
@@ -86,6 +93,7 @@ class PlainTowerSpec:
     breaks: int = 0
     frames: bool = False
     mutual: str = ""
+    embedded: TowerNorm | None = None
     packings: Mapping[str, Packing] = field(default_factory=dict)
     learned: tuple[str, ...] = ()
 
@@ -104,9 +112,9 @@ class PlainTower:
         self._patches = PatchEmbedding(scope, width, spec.patches)
         self._positions = None if spec.positions is None else scope.param(*spec.positions)
         self._class = None if spec.class_token is None else scope.param(*spec.class_token)
-        self._before, self._behind = (
+        self._embedded, self._before, self._behind = (
             None if one is None else one.norm.build(scope / one.name, width, eps=eps)
-            for one in (spec.before, spec.behind)
+            for one in (spec.embedded, spec.before, spec.behind)
         )
         self._layers = [
             VisionLayer(scope / spec.layers_name / str(index), spec.layer)
@@ -128,6 +136,8 @@ class PlainTower:
         spec, width = self._spec, self._spec.layer.width
         learned = {name: param.take() for name, param in self._learned.items()}
         for kind, packing in spec.packings.items():
+            if not packing.newline and not packing.tails:
+                continue
             names = [spec.learned[0]] * packing.newline + [spec.learned[-1]] * packing.tails
             self._rows[kind] = torch.stack([learned[name] for name in names])
         if self._positions is not None:
@@ -141,6 +151,8 @@ class PlainTower:
         """See MediaEncoder."""
         spec, merge = self._spec, self._spec.projector.merge
         x_NE = self._patches.embed(rows_NB)
+        if self._embedded is not None:
+            x_NE = self._embedded.norm(x_NE)
         at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
         lengths = frame_lengths(grids)
         spans = TokenSpans(starts=starts_of(lengths))
@@ -163,7 +175,10 @@ class PlainTower:
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
         y_MF = self._projector.merge(x_NE)
-        return torch.cat((y_MF, self._rows[kind])) if kind in self._rows else y_MF
+        parts = [y_MF, *([self._rows[kind]] if kind in self._rows else ())]
+        if isinstance(self._projector, MarkingProjector):
+            parts.append(self._projector.marks)
+        return torch.cat(parts) if len(parts) > 1 else y_MF
 
     def _with_class(self, x_NE: torch.Tensor, count: int) -> torch.Tensor:
         """The class token before the patches of each image."""

@@ -54,11 +54,12 @@ class _Entry:
 @dataclass(frozen=True, slots=True)
 class _RowMedia:
     """What a row's prompt has beside text; its positions, where these are not its places; the spans
-    whose tokens see each other."""
+    whose tokens see each other; the places of marks, and which they are."""
 
     spans: tuple[MediaSpan, ...]
     positions: PromptPositions | None
     mutual: tuple[tuple[int, int], ...] = ()
+    marks: tuple[tuple[int, int], ...] = ()
 
 
 class EncoderCache:
@@ -71,6 +72,7 @@ class EncoderCache:
         self._entries: dict[bytes, _Entry] = {}
         self._free = np.arange(CACHE_TOKENS, dtype=np.int64)
         self._forms = {form.kind: form for form in encoder.forms}
+        self._marks_KW: torch.Tensor | None = None
         self.num_encoded = 0
 
     def take(self, payload: MediaPayload) -> None:
@@ -100,7 +102,10 @@ class EncoderCache:
         form, grids = self._forms[kind], [content.grid for content in contents]
         rows_NB = to_device(pixels.reshape(-1, form.row_bytes), self._device)
         cuts = [content.cut for content in contents]
-        y_MW = packed(self._encoder.encode(kind, rows_NB, grids), form, grids, cuts)
+        y_MW = self._encoder.encode(kind, rows_NB, grids)
+        if form.packing is not None and form.packing.marks:
+            self._marks_KW = y_MW[-len(form.packing.marks) :]
+        y_MW = packed(y_MW, form, grids, cuts)
         tokens = [form.num_rows(grid, cut) for grid, cut in zip(grids, cuts, strict=True)]
         assert y_MW.shape[0] == sum(tokens) <= self._free.size, (y_MW.shape, tokens)
         slot_M, self._free = np.split(self._free, [sum(tokens)])
@@ -121,6 +126,13 @@ class EncoderCache:
         row, column = np.divmod(np.arange(start, end), width + form.breaks)
         seen = np.flatnonzero(column < width)
         return seen, slot_M[(row * width + column)[seen]]
+
+    def marks(self, index_K: np.ndarray, key: bytes) -> torch.Tensor:
+        """The learned rows of marks, [K, W]; `key`: of an input that tells them with its own."""
+        if self._marks_KW is None:
+            self.encode([key])
+        assert self._marks_KW is not None
+        return self._marks_KW.index_select(0, to_device(index_K, self._device))
 
     def rows(self, slot_M: np.ndarray) -> torch.Tensor:
         """What lies there, [M, W]."""
@@ -155,6 +167,9 @@ class Media:
         self._base, self._encoder, self._device = base, encoder, device
         self._rows: dict[int, _RowMedia] = {}
         self._mutual = {form.kind: form.mutual for form in encoder.forms}
+        packings = [form.packing for form in encoder.forms if form.packing is not None]
+        ids = next((packing.marks for packing in packings if packing.marks), ())
+        self._marks = {token: index for index, token in enumerate(ids)}
         self._whole_prompts = "prompt" in self._mutual.values()
         self._delta_M = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._shift = self._shift_back = _leave
@@ -186,13 +201,17 @@ class Media:
             return
         assert self.host_until is not None
         until = start.num_prompt if self._whole_prompts else start.media[-1].end
+        marks = _marks_of(start, self._marks)
+        until = max(until, marks[-1][0] + 1 if marks else 0)
         positions = None
         if self._encoder.rope is not None:
             positions = self._encoder.rope.positions(start.media, start.num_prompt)
             until = max(until, _plain_from(positions))
             self._delta_M[start.row] = positions.delta
         self.host_until[start.row] = until
-        self._rows[start.row] = _RowMedia(start.media, positions, self._spans(start))
+        self._rows[start.row] = _RowMedia(
+            start.media, positions, self._spans(start), marks
+        )
 
     def _spans(self, start: RowStart) -> tuple[tuple[int, int], ...]:
         """The spans of the prompt whose tokens see each other."""
@@ -231,23 +250,36 @@ class Media:
     def _encoded(self, shape: StepShape, reached: list[int]) -> EncodedTokens | None:
         """The rows of the arena that the step's placeholders stand for."""
         wanted: list[tuple[MediaSpan, int, int, int]] = []
+        marked: list[tuple[int, int]] = []
+        key = b""
         for index in reached:
             begin, stop = shape.query_start[index : index + 2].tolist()
             first = int(shape.position_T[begin])
-            for span in self._rows[int(shape.rows[index])].spans:
+            row = self._rows[int(shape.rows[index])]
+            for place, mark in row.marks:
+                if first <= place < first + stop - begin:
+                    marked.append((begin + place - first, mark))
+                    key = row.spans[0].key
+            for span in row.spans:
                 low, high = max(span.offset, first), min(span.end, first + stop - begin)
                 if low < high:
                     place = begin + low - first
                     wanted.append((span, low - span.offset, high - span.offset, place))
-        if not wanted:
+        if not wanted and not marked:
             return None
         self.cache.encode([span.key for span, *_ in wanted])
         places = [self.cache.slots(span, low, high) for span, low, high, _ in wanted]
-        slot_M = np.concatenate([slots for _, slots in places])
+        none = [np.empty(0, np.int64)]
+        slot_M = np.concatenate([slots for _, slots in places] or none)
         at_M = np.concatenate(
-            [at + seen for (*_, at), (seen, _) in zip(wanted, places, strict=True)]
+            [at + seen for (*_, at), (seen, _) in zip(wanted, places, strict=True)] or none
         )
-        parts = self.cache.rows(slot_M).split(self._encoder.width, dim=1)
+        rows_MW = self.cache.rows(slot_M)
+        if marked:
+            at_K, mark_K = np.array(marked, np.int64).T
+            at_M = np.concatenate((at_M, at_K))
+            rows_MW = torch.cat((rows_MW, self.cache.marks(mark_K, key)))
+        parts = rows_MW.split(self._encoder.width, dim=1)
         return EncodedTokens(
             at_M=to_device(at_M, self._device), rows_ME=parts[0], layers=tuple(parts[1:])
         )
@@ -280,6 +312,15 @@ class Media:
             return
         assert batch.row_R is not None
         shift(batch.row_R, batch.plans[0].query_start_R1, self._delta_M, batch.positions_T)
+
+
+def _marks_of(start: RowStart, marks: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+    """The places of marks in a prompt, and which they are."""
+    if not marks:
+        return ()
+    prompt = start.tokens[: start.num_prompt]
+    places = np.flatnonzero(np.isin(prompt, list(marks)))
+    return tuple((int(place), marks[int(prompt[place])]) for place in places)
 
 
 def _leave(*arguments: torch.Tensor) -> None:

@@ -132,10 +132,27 @@ def _kimi(files: CheckpointFiles) -> MediaSpec:
     return with_video(spec, config.int("video_token_id", mark, ge=0))
 
 
+def _ovis2(files: CheckpointFiles) -> MediaSpec:
+    image, vision = files.image, vision_section(files.config)
+    if not image.bool("use_covering_area_grid", True):
+        raise image.wrong("use_covering_area_grid", "true")
+    cuts = image.bool("crop_to_patches", False)
+    settings = ProcessorSettings(
+        patch=patch_pixels(vision),
+        merge=vision.int("hidden_stride", 1, ge=1, le=16),
+        side=side_pixels(vision, 224),
+        tiles=(1, image.int("max_patches", 12, ge=1, le=256) if cuts else 1),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    spec = image_only("ovis2", settings, files.config)
+    return msgspec.structs.replace(spec, image_mark=special_token(files.folder, "<image>"))
+
+
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
     "llama4": _llama4,
     "kimi_k25": _kimi,
+    "ovis2": _ovis2,
 }
 """By `model_type`."""

@@ -35,6 +35,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "anyres": "headrace.front.media.processors.anyres:AnyResolutionProcessor",
         "kimi": "headrace.front.media.processors.kimi:KimiProcessor",
         "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
+        "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
