@@ -24,7 +24,10 @@ from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProce
 
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import preprocessed, without_torchvision
+from tests.models.test_parity import SIZES
+from tests.models.test_towers import CLIP as CLIP_NORM
 from tests.models.test_towers import HALF, TOWER, text
+from tests.models.test_wrappers import CASES as WRAPPED
 
 with without_torchvision():
     from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
@@ -33,10 +36,12 @@ with without_torchvision():
     from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
     from transformers.models.llama4.processing_llama4 import Llama4Processor
     from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
-    from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
     from transformers.models.llava_onevision.processing_llava_onevision import (
         LlavaOnevisionProcessor,
     )
+    from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
+    from transformers.models.step3p7.image_processing_step3p7 import Step3p7ImageProcessor
+    from transformers.models.step3p7.processing_step3p7 import Step3p7Processor
 
 IMAGE, VIDEO = 100, 101
 Pictures = Sequence[Image.Image]
@@ -221,6 +226,34 @@ def ovis2(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     return Theirs(given={"pixel_values": inputs["pixel_values"]}, texts=texts)
 
 
+def step(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = preprocessed(
+        Step3p7ImageProcessor,
+        pictures,
+        attributes={"max_image_size": 120},
+        size=SizeDict(height=32, width=32),
+        patch_size=16,
+    )
+    self = SimpleNamespace(image_feature_placeholder="I" * 4, patch_feature_placeholder="I")
+    texts = [Step3p7Processor.replace_image_token(self, inputs, i) for i in range(len(pictures))]
+    mine = [squares_of([one], 4) for one in by_input(ours)]
+    for side, name in ((16, "pixel_values_local"), (32, "pixel_values")):
+        values = torch.cat([one for one in mine if one.shape[-1] == side])
+        assert torch.equal(values, inputs[name])
+        inputs[name] = clip_normalized(values)
+    inputs.pop("patch_newline_masks")
+    return Theirs(given=dict(inputs), texts=texts)
+
+
+def by_input(ours: Sequence[ProcessedMedia]) -> list[ProcessedMedia]:
+    return [ProcessedMedia(inputs=(one,), layout=(0,)) for medium in ours for one in medium.inputs]
+
+
+def clip_normalized(values: torch.Tensor) -> torch.Tensor:
+    mean, std = (torch.tensor(one).view(1, 3, 1, 1) for one in CLIP_NORM)
+    return (values - mean) / std
+
+
 NEXT = {"vision_config": CLIP, "image_token_index": IMAGE, "image_grid_pinpoints": POINTS}
 ONEVISION = {
     "vision_config": SIGLIP,
@@ -230,6 +263,7 @@ ONEVISION = {
     "image_grid_pinpoints": POINTS,
     "vision_aspect_ratio": "anyres_max_2",
 }
+STEP_TEXT = {**SIZES, **WRAPPED["Step3p7"][2], "vocab_size": 120}
 LLAMA4_MARKS = {
     **{"<|image_start|>": 102, "<|image_end|>": 103, "<|image|>": 104},
     **{"<|tile_x_separator|>": 105, "<|tile_y_separator|>": 106},
@@ -247,6 +281,27 @@ MLA = {
 }
 OVIS_MARKS = ("<IMG_START>", "<IMG_END>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>")
 CASES = {
+    "step3p7": PictureCase(
+        name="Step3p7",
+        config={
+            "vision_config": {
+                **{"width": 32, "layers": 2, "heads": 2, "image_size": 32, "patch_size": 4},
+                **{
+                    "mlp_ratio": 1.5,
+                    "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+                },
+            },
+            "text_config": {**STEP_TEXT, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2},
+            "image_token_id": IMAGE,
+        },
+        process=step,
+        files={"size": {"height": 32, "width": 32}, "patch_size": 16, "max_image_size": 120},
+        marks={
+            **{"<patch_start>": 102, "<patch_end>": 103, "<patch_newline>": 104},
+            **{"<im_start>": 105, "<im_end>": 106},
+        },
+        sizes=((40, 24), (130, 61), (20, 20)),
+    ),
     "ovis2": PictureCase(
         name="Ovis2",
         config={

@@ -57,6 +57,7 @@ SEES: dict[str, dict[str, Any]] = {
     "Gemma3": {"mm_tokens_per_image": 4},
     "Gemma4": {},
     "Llama4": {},
+    "Step3p7": {},
 }
 """Those whose images are served too, and what that asks of their configs."""
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -205,7 +205,6 @@ WRAPPERS: Mapping[str, str] = {
 }
 """Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {
-    "Step3p7ForConditionalGeneration": "model",
     "Emu3ForConditionalGeneration": "model.text_model",
     "MistralLarge4ForConditionalGeneration": "model",
     "Gemma3nForConditionalGeneration": "model.language_model",

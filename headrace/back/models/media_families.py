@@ -26,6 +26,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "LlavaNextForConditionalGeneration": "llava",
     "LlavaOnevisionForConditionalGeneration": "llava",
     "Ovis2ForConditionalGeneration": "ovis2",
+    "Step3p7ForConditionalGeneration": "step3p7",
     "Mistral3ForConditionalGeneration": "llava",
     "InternVLForConditionalGeneration": "internvl",
     "InternVLChatModel": "internvl_chat",

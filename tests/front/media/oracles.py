@@ -3,6 +3,7 @@ as those do that transformers has for it."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ class ByPillow:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._owner, name)
-        return value.__get__(self) if callable(value) else value
+        static = isinstance(inspect.getattr_static(self._owner, name), staticmethod)
+        return value.__get__(self) if callable(value) and not static else value
 
     def resize(
         self, image: torch.Tensor, size: Any, resample: int | None = None, **more: Any
@@ -76,15 +78,23 @@ class ByPillow:
     def rescale_and_normalize(self, images: torch.Tensor, *more: Any) -> torch.Tensor:
         return images.float() / 255
 
-    def pad(self, images: torch.Tensor, pad_size: Any, **more: Any) -> Any:
+    def pad(self, images: Any, pad_size: Any, **more: Any) -> Any:
         """To the right and below; videos come as a list."""
+        if isinstance(images, list):
+            return [self.pad(one, pad_size) for one in images]
         right, below = pad_size.width - images.shape[-1], pad_size.height - images.shape[-2]
         whole = padded(images, (0, 0, right, below))
         return list(whole) if whole.ndim == 5 else whole
 
 
-def preprocessed(owner: Any, pictures: Sequence[Image.Image], **settings: Any) -> Any:
-    """What a processor's class makes of pictures, values between 0 and 1."""
+def preprocessed(
+    owner: Any,
+    pictures: Sequence[Image.Image],
+    *,
+    attributes: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """What a processor's class makes of pictures, values between 0 and 1; `attributes`: of its instance."""
     if "videos" not in settings:
         images = [torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in pictures]
         settings["images"] = images
@@ -93,4 +103,4 @@ def preprocessed(owner: Any, pictures: Sequence[Image.Image], **settings: Any) -
     settings = {**known, **flags, "return_tensors": "pt", **settings}
     if settings["resample"] is None:
         settings["resample"] = owner.resample
-    return owner._preprocess(ByPillow(owner), **settings)
+    return owner._preprocess(ByPillow(owner, **attributes or {}), **settings)

@@ -39,6 +39,15 @@ class Projector(Protocol):
 
 
 @runtime_checkable
+class GridProjector(Projector, Protocol):
+    """A projector that looks beyond a window."""
+
+    def merge_grids(self, x_NE: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """See Projector.merge; `grids`: of the inputs."""
+        ...
+
+
+@runtime_checkable
 class MarkingProjector(Projector, Protocol):
     """A projector with the rows of `Packing.marks`, marks_KF."""
 
@@ -68,13 +77,14 @@ class TowerNorm:
 class PlainTowerSpec:
     """side: patches a side of the one size there is; 0: any. positions: the table's name, a row
     for each patch, before them one for the class token if there is one, with `class_last` behind
-    them. table_side: patches a side of a table that is resized to each image.
+    them. table_side: patches a side of a table that is resized to each image; sides:
+    the only ones such images have.
     class_token: its name and shape; it sees and is seen, and is left out in the end. before,
     behind: norms around the layers. theta, turns: of the rotation, where layers rotate.
-    layers_name: where the layers lie.
-    frames: whether an input may have several t, each an image of its own (tiles). mutual: see
-    MediaForm. embedded: a norm of the patches alone. packings: of the kinds whose inputs are cut; learned: the names of the row that ends
-    rows and of the one that ends an input, of the checkpoint, in the decoder's width."""
+    layers_name: where the layers lie. frames: whether an input may have several t, each an image
+    of its own (tiles). mutual: see MediaForm. embedded: a norm of the patches alone. packings: of
+    the kinds whose inputs are cut; learned: the names of the row that ends rows and of the one that
+    ends an input, of the checkpoint, in the decoder's width."""
 
     patches: PatchSpec
     layer: VisionLayerSpec
@@ -82,6 +92,8 @@ class PlainTowerSpec:
     projector: ProjectorSpec
     side: int = 0
     table_side: int = 0
+    sides: tuple[tuple[int, int], ...] = ()
+    smooth: bool = True
     positions: tuple[str, tuple[int, ...]] | None = None
     class_token: tuple[str, tuple[int, ...]] | None = None
     class_last: bool = False
@@ -174,7 +186,10 @@ class PlainTower:
             x_NE = x_NE.unflatten(0, (len(lengths), -1))[:, 1:].flatten(0, 1)
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
-        y_MF = self._projector.merge(x_NE)
+        if isinstance(self._projector, GridProjector):
+            y_MF = self._projector.merge_grids(x_NE, grids)
+        else:
+            y_MF = self._projector.merge(x_NE)
         parts = [y_MF, *([self._rows[kind]] if kind in self._rows else ())]
         if isinstance(self._projector, MarkingProjector):
             parts.append(self._projector.marks)
@@ -186,11 +201,12 @@ class PlainTower:
         return torch.cat((class_E, x_NE.unflatten(0, (count, -1))), dim=1).flatten(0, 1)
 
     def _resized(self, grid: Grid) -> torch.Tensor:
-        """The table at the size of an image, its patches in the order of rows (bilinear, smoothed
-        where it shrinks: Tschannen et al. 2025, SigLIP 2)."""
+        """The table at the size of an image, its patches in the order of rows (bilinear, with
+        `smooth` smoothed where it shrinks: Tschannen et al. 2025, SigLIP 2)."""
         (t, h, w), side = grid, self._spec.table_side
         table = self._table_PE.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-        table = F.interpolate(table, size=(h, w), mode="bilinear", antialias=True)
+        smooth = self._spec.smooth
+        table = F.interpolate(table, size=(h, w), mode="bilinear", antialias=smooth)
         row_N, column_N = coordinates((1, h, w), self._spec.projector.merge)
         place_N = to_device(row_N * w + column_N, table.device)
         resized_NE = table[0].flatten(1).T.index_select(0, place_N).to(self.dtype)
@@ -214,7 +230,7 @@ def _forms(spec: PlainTowerSpec) -> tuple[MediaForm, ...]:
         row_bytes=spec.patches.row_bytes,
         patch=spec.patches.patch,
         merge=spec.projector.merge,
-        sides=((spec.side, spec.side),) if spec.side else (),
+        sides=((spec.side, spec.side),) if spec.side else spec.sides,
         breaks=spec.breaks,
         max_t=65_536 if spec.frames else 1,
         mutual=spec.mutual,

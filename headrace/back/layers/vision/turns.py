@@ -24,6 +24,11 @@ def columns_then_rows(place_2N: torch.Tensor, head_dim: int, theta: float) -> to
     return rows_then_columns(place_2N.flip(0) + 1, head_dim, theta)
 
 
+def columns_first(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
+    """The column's, then the row's (Step 3.7)."""
+    return rows_then_columns(place_2N.flip(0), head_dim, theta)
+
+
 def columns_beside_rows(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
     """Of each frequency the column's, then the row's (Kimi team 2025, Kimi-VL)."""
     angles_2NF = place_2N.flip(0)[..., None] * _frequencies(place_2N, head_dim // 2, theta)

@@ -209,9 +209,7 @@ class Media:
             until = max(until, _plain_from(positions))
             self._delta_M[start.row] = positions.delta
         self.host_until[start.row] = until
-        self._rows[start.row] = _RowMedia(
-            start.media, positions, self._spans(start), marks
-        )
+        self._rows[start.row] = _RowMedia(start.media, positions, self._spans(start), marks)
 
     def _spans(self, start: RowStart) -> tuple[tuple[int, int], ...]:
         """The spans of the prompt whose tokens see each other."""

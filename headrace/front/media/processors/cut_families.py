@@ -148,11 +148,27 @@ def _ovis2(files: CheckpointFiles) -> MediaSpec:
     return msgspec.structs.replace(spec, image_mark=special_token(files.folder, "<image>"))
 
 
+def _step(files: CheckpointFiles) -> MediaSpec:
+    image, vision = files.image, vision_section(files.config)
+    size = image.section("size")
+    tile = image.int("patch_size", 504, ge=1, le=16_384)
+    settings = ProcessorSettings(
+        patch=patch_pixels(vision),
+        merge=4,
+        side=728 if size is None else size.int("height", 728, ge=1, le=16_384),
+        sizes=((tile, tile),),
+        longest=image.int("max_image_size", 3024, ge=1, le=65_536),
+        resample=image.int("resample", 2, ge=0, le=5),
+    )
+    return image_only("step", settings, files.config)
+
+
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
     "llama4": _llama4,
     "kimi_k25": _kimi,
     "ovis2": _ovis2,
+    "step3p7": _step,
 }
 """By `model_type`."""

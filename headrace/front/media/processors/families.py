@@ -36,6 +36,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "kimi": "headrace.front.media.processors.kimi:KimiProcessor",
         "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
         "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
+        "step": "headrace.front.media.processors.step:StepProcessor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",

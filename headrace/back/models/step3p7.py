@@ -1,0 +1,151 @@
+"""Step 3.7 with images: tiles and the whole through a tower with a table of places and rotary ones,
+two convolutions that halve its sides, one linear layer (StepFun 2026; transformers 5.23,
+modeling_step3p7.py; a tile is an image of its own, with text between them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from headrace.back.kernels.upload import to_device
+from headrace.back.layers.linear import WholeLinear
+from headrace.back.layers.norm import LAYER
+from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.vision.grids import coordinates
+from headrace.back.layers.vision.layer import VisionLayerNames, VisionLayerSpec
+from headrace.back.layers.vision.patches import PatchSpec
+from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm
+from headrace.back.layers.vision.turns import columns_first
+from headrace.back.models.blocks import Decoder
+from headrace.back.models.vision import (
+    ACTIVATIONS,
+    CLIP_MEAN,
+    CLIP_STD,
+    parts_of,
+    square,
+    text_alone,
+    text_decoder,
+    with_media,
+)
+from headrace.base.config.hf import ConfigReader
+
+NAMES = VisionLayerNames(
+    before_attention="ln_1",
+    before_mlp="ln_2",
+    attention="attn",
+    merged="qkv",
+    out="out_proj",
+    mlp=("c_fc", "c_proj"),
+)
+STORED = ((r"(vision_model\..*)\.attn\.in_proj_(weight|bias)", r"\1.attn.qkv.\2"),)
+"""How checkpoints name the one tensor of queries, keys and values."""
+MERGE = 4
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """Step3p7ForConditionalGeneration."""
+    inside = replace(scope, base_within="model")
+    if config.section("vision_config") is None:
+        text = config.section("text_config") or config
+        return text_alone(inside, text, "the checkpoint has no vision tower")
+    text, vision = parts_of(config)
+    tower = PlainTower(scope, scope / "vision_model", _tower(config, text, vision))
+    return with_media(scope, text_decoder(inside, text), tower, renamed=STORED)
+
+
+def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
+    width = vision.int("hidden_size", 1536, aliases=("width",), ge=1)
+    heads = vision.int("num_attention_heads", 16, aliases=("heads",), ge=1)
+    patch, side = square(vision)
+    ropes = vision.section("rope_parameters") or vision
+    layer = VisionLayerSpec(
+        width=width,
+        inner=int(width * vision.float("mlp_ratio", 8960 / 1536, ge=0.0)),
+        heads=heads,
+        head_dim=width // heads,
+        eps=vision.float("layer_norm_eps", 1e-5, ge=0.0),
+        activation=ACTIVATIONS[vision.choice("hidden_act", ACTIVATIONS, "quick_gelu")],
+        norm=LAYER,
+        rotary=True,
+        rotary_layout="pairs",
+        scaled=("ls_1.gamma", "ls_2.gamma"),
+        names=NAMES,
+    )
+    return PlainTowerSpec(
+        patches=PatchSpec(patch=patch, mean=CLIP_MEAN, std=CLIP_STD, bias=False, name="conv1"),
+        layer=layer,
+        layers=vision.int("num_hidden_layers", 47, aliases=("layers",), ge=1),
+        projector=HalvingSpec(
+            width=width,
+            outputs=text.int("hidden_size", ge=1),
+            bias=config.bool("projector_bias", False),
+        ),
+        table_side=side,
+        smooth=False,
+        positions=("positional_embedding", (side**2, width)),
+        before=TowerNorm(name="ln_pre", norm=LAYER),
+        theta=ropes.float("rope_theta", 10_000.0, ge=1.0),
+        turns=columns_first,
+        layers_name="transformer.resblocks",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalvingSpec:
+    """Two convolutions, each of which halves the sides and doubles the width."""
+
+    width: int
+    outputs: int
+    bias: bool
+    merge: int = MERGE
+
+    def build(self, scope: Scope) -> HalvingProjector:
+        """See ProjectorSpec."""
+        return HalvingProjector(scope, self)
+
+
+class HalvingProjector:
+    """x_NE -> y_MF by HalvingSpec; `GridProjector`."""
+
+    def __init__(self, scope: Scope, spec: HalvingSpec) -> None:
+        within, width = scope / "vision_model", spec.width
+        self._params = [
+            (
+                (within / name).param("weight", (outputs, outputs // 2, 3, 3)),
+                (within / name).param("bias", (outputs,), init="zeros"),
+            )
+            for name, outputs in (("vit_downsampler1", 2 * width), ("vit_downsampler2", 4 * width))
+        ]
+        self._convolutions: list[tuple[torch.Tensor, torch.Tensor]] = []
+        at = scope / "vit_large_projector"
+        self._linear = WholeLinear(at, 4 * width, spec.outputs, bias=spec.bias)
+        scope.on_finish(self._finish)
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """See Projector; of one square image."""
+        side = int(x_NE.shape[0] ** 0.5)
+        return self.merge_grids(x_NE, [(1, side, side)])
+
+    def merge_grids(self, x_NE: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """See GridProjector."""
+        parts = x_NE.split([t * h * w for t, h, w in grids])
+        rows = [self._halved(part, grid) for part, grid in zip(parts, grids, strict=True)]
+        return self._linear.project(torch.cat(rows))
+
+    def _halved(self, x_NE: torch.Tensor, grid: Grid) -> torch.Tensor:
+        t, h, w = grid
+        row_N, column_N = coordinates((1, h, w), MERGE)
+        place_N = to_device(row_N * w + column_N, x_NE.device)
+        x_TNE = x_NE.unflatten(0, (t, -1))
+        plain_TNE = torch.empty_like(x_TNE).index_copy_(1, place_N, x_TNE)
+        planes = plain_TNE.transpose(1, 2).unflatten(2, (h, w))
+        for weight, bias in self._convolutions:
+            planes = F.conv2d(planes, weight, bias, stride=2, padding=1)
+        return planes.flatten(2).transpose(1, 2).flatten(0, 1).contiguous()
+
+    def _finish(self) -> None:
+        self._convolutions = [(weight.take(), bias.take()) for weight, bias in self._params]
