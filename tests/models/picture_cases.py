@@ -21,6 +21,9 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+    PaddleOCRVLImageProcessorPil,
+)
 
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import preprocessed, without_torchvision
@@ -50,10 +53,11 @@ Pictures = Sequence[Image.Image]
 @dataclass(frozen=True, kw_only=True)
 class Theirs:
     """What transformers makes of pictures: what its model takes beside ids, and the text of each, in which `I` stands
-    for the placeholder (`V`: for a video's)."""
+    for the placeholder (`V`: for a video's); `typed`: the model is told which tokens are images'."""
 
     given: dict[str, Any]
     texts: list[str]
+    typed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +258,13 @@ def clip_normalized(values: torch.Tensor) -> torch.Tensor:
     return (values - mean) / std
 
 
+def paddleocr(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = PaddleOCRVLImageProcessorPil(**PADDLE_FILES)
+    inputs = processor(list(pictures), return_tensors="pt")
+    texts = ["I" * (int(grid.prod()) // 4) for grid in inputs["image_grid_thw"]]
+    return Theirs(given=dict(inputs), texts=texts, typed=True)
+
+
 NEXT = {"vision_config": CLIP, "image_token_index": IMAGE, "image_grid_pinpoints": POINTS}
 ONEVISION = {
     "vision_config": SIGLIP,
@@ -280,7 +291,29 @@ MLA = {
     **{"first_k_dense_replace": 1, "head_dim": 8},
 }
 OVIS_MARKS = ("<IMG_START>", "<IMG_END>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>")
+PADDLE_FILES = {"patch_size": 4, "size": {"shortest_edge": 400, "longest_edge": 900}}
 CASES = {
+    "paddleocr-vl": PictureCase(
+        name="PaddleOCRVL",
+        config={
+            "vision_config": {
+                **TOWER,
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+            },
+            "text_config": {
+                **text("paddleocr_vl_text", head_dim=12),
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 2, 2]},
+                },
+            },
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "vision_start_token_id": 118,
+        },
+        process=paddleocr,
+        files=PADDLE_FILES,
+        sizes=((40, 24), (17, 50), (5, 30)),
+    ),
     "step3p7": PictureCase(
         name="Step3p7",
         config={

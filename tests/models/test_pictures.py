@@ -88,6 +88,12 @@ def _digest_of(medium: ProcessedMedia) -> bytes:
     return hashlib.sha256(b"".join(one.rows.tobytes() for one in medium.inputs)).digest()
 
 
+def given_of(prompt: Ready, theirs: Theirs) -> dict[str, Any]:
+    ids = torch.tensor([prompt.ids])
+    types = {"mm_token_type_ids": (ids == IMAGE).long()} if theirs.typed else {}
+    return {"input_ids": ids, **types, **theirs.given}
+
+
 def rename(file: Path, case: PictureCase) -> None:
     if not case.renamed:
         return
@@ -126,8 +132,7 @@ def test_pictures_are_seen_as_by_the_reference(shown: Shown) -> None:
     prompt = shown.prompt(media)
     theirs = shown.case.process(pictures, media)
     assert prompt.ids == shown.expected_ids(theirs)
-    given = {"input_ids": torch.tensor([prompt.ids]), **theirs.given}
-    expected = answer_of(shown.oracle, prompt, given, 5)
+    expected = answer_of(shown.oracle, prompt, given_of(prompt, theirs), 5)
     compare_answers(shown.engine.run(prompt)[0], expected)
     engine = shown.engine.with_steps(shown.folder, max_step_tokens=shown.case.step_tokens[0])
     compare_answers(engine.run(prompt)[0], expected)
@@ -157,7 +162,7 @@ def test_again_beside_text_and_in_other_chunks(shown: Shown) -> None:
     pictures = [picture(*size, seed) for seed, size in enumerate(shown.case.sizes)]
     media = shown.processed(pictures)
     prompt = shown.prompt(media)
-    given = {"input_ids": torch.tensor([prompt.ids]), **shown.case.process(pictures, media).given}
+    given = given_of(prompt, shown.case.process(pictures, media))
     expected = answer_of(shown.oracle, prompt, given, 12)
     plain = Ready(list(range(3, 30)), ())
     theirs = answer_of(shown.oracle, plain, {"input_ids": torch.tensor([plain.ids])}, 12)

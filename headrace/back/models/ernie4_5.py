@@ -12,6 +12,11 @@ from headrace.base.config.hf import ConfigReader
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Ernie4_5ForCausalLM."""
+    return ernie_decoder(scope, config, layout="pairs")
+
+
+def ernie_decoder(scope: Scope, config: ConfigReader, *, layout: str) -> Decoder:
+    """The decoder; `layout`: of rotated dimensions."""
     sizes = read_sizes(config, eps=1e-5, tied=True)
     bias = config.bool("use_bias", False)
     rope = read_rope(
@@ -19,7 +24,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         head_dim=sizes.head_dim,
         max_positions=scope.max_positions,
         default_theta=500_000.0,
-        layout="pairs",
+        layout=layout,
     )
     layer = LayerSpec(
         mixer=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias),

@@ -33,6 +33,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
     "Gemma3ForConditionalGeneration": "gemma3_vision",
+    "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
     "PaliGemmaForConditionalGeneration": "paligemma",
     "Gemma4ForConditionalGeneration": "gemma4_vision",
 }

@@ -110,8 +110,8 @@ class VisualWordsSpec:
 
 
 class VisualWords:
-    """x_NE -> y_MF by VisualWordsSpec: the mean of the vocabulary's rows, each as likely as a linear
-    layer and a norm say."""
+    """x_NE -> y_MF by VisualWordsSpec: the mean of the vocabulary's rows, each as likely as a
+    linear layer and a norm say."""
 
     def __init__(self, scope: Scope, spec: VisualWordsSpec) -> None:
         tower, plain = scope / "vision_tower", spec.words - spec.marks

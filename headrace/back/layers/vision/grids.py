@@ -56,7 +56,11 @@ def bilinear(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]
     _, h, w = grid
     at = coordinates(grid, merge).astype(np.float32)
     scale = np.array([[(side - 1) / max(h - 1, 1)], [(side - 1) / max(w - 1, 1)]], np.float32)
-    exact = at * scale
+    return _between(at * scale, side)
+
+
+def _between(exact: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """The four neighbours of rows and columns [2, N] and their weights."""
     low = np.floor(exact).astype(np.int64)
     high = np.minimum(low + 1, side - 1)
     part = (exact - low).astype(np.float32)
@@ -74,6 +78,14 @@ def bilinear(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]
         axis=1,
     )
     return places, weights
+
+
+def bilinear_cells(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same, cells on cells."""
+    _, h, w = grid
+    at = coordinates(grid, merge).astype(np.float32) + np.float32(0.5)
+    scale = np.array([[side / h], [side / w]], np.float32)
+    return _between(np.maximum(at * scale - np.float32(0.5), 0), side)
 
 
 def bicubic(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:

@@ -37,6 +37,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
         "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
         "step": "headrace.front.media.processors.step:StepProcessor",
+        "paddleocr": "headrace.front.media.processors.paddleocr:PaddleOcrProcessor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
@@ -274,6 +275,17 @@ def _glm(image: ConfigReader, config: ConfigReader, video: ConfigReader) -> Medi
     return with_video(spec, mark)
 
 
+def _paddleocr(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
+        temporal=1,
+        image_pixels=pixel_bounds(image, (384 * 384, 1536 * 1536)),
+    )
+    return image_only("paddleocr", settings, config)
+
+
 _STILL = {
     "llava": _llava,
     "mistral3": _pixtral,
@@ -282,6 +294,7 @@ _STILL = {
     "gemma3": _gemma3,
     "paligemma": _paligemma,
     "modernvbert": _modernvbert,
+    "paddleocr_vl": _paddleocr,
 }
 """Those that take images alone."""
 _MOVING = {
