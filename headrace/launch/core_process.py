@@ -132,9 +132,8 @@ class CoreLoop:
         due = time.monotonic() >= self._published_at + LOAD_PERIOD_S
         if (num_waiting and due) or (self._num_waiting and not num_waiting):
             self._num_waiting, self._published_at = num_waiting, time.monotonic()
-            core = self._core
-            load = load_of(core.scheduler, core.counters)
-            dues = due_times(core.scheduler, core.clock())
+            load = load_of(self._core.scheduler, self._core.counters)
+            dues = due_times(self._core.scheduler, self._core.clock())
             self._frontends.send_all(msgspec.structs.replace(load, dues=dues))
 
     def _wait_s(self) -> float | None:

@@ -212,12 +212,13 @@ class BucketSteps:
         bucket = self.buckets.of(**size)
         if shape.verifies and isinstance(needs, InStepSampling) and not needs.samples:
             needs = "logits"  # where steps do not sample, the rows of drafts are not known in them
-        is_sampled = needs == "argmax" or isinstance(needs, InStepSampling)
         if shape.verifies:
+            is_sampled = needs == "argmax" or isinstance(needs, InStepSampling)
             bucket = self.buckets.verifying(**size, queries=shape.max_query_len)
             bucket = replace(bucket, commits=is_sampled)
-        in_step = isinstance(needs, InStepSampling)
-        if (bucket.decode or shape.verifies or in_step) and needs not in self._lacks:
+        if needs not in self._lacks and (
+            bucket.decode or shape.verifies or isinstance(needs, InStepSampling)
+        ):
             bucket = replace(bucket, sampler_input=needs)
         if (shape.every or self._last_hidden) and not bucket.decode and not shape.verifies:
             bucket = replace(bucket, every=True)
