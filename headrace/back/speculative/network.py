@@ -40,6 +40,7 @@ from headrace.back.kernels.draft_rows.op import (
     DraftInputs,
     DraftRowsProblem,
 )
+from headrace.back.kernels.launches import are_launched
 from headrace.back.kernels.norm_columns.op import OP as NORM_COLUMNS
 from headrace.back.kernels.norm_columns.op import NormColumnsProblem
 from headrace.back.kernels.op import decisions
@@ -249,10 +250,15 @@ class NetworkDrafter:
                 self._inputs(row_R, query_start_R1, tables, out, i)
                 hidden_RE = network.draft(out.token_R, hidden_RE, batch)
             assert hidden_RE is not None
-            token_R = network.top(hidden_RE, i)
+            token_R = self._top(hidden_RE, i)
             self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)
         assert hidden_RE is not None
         return hidden_RE
+
+    def _top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
+        """Tokens that the next pass reads: while kernels are only compiled, they are none."""
+        token_R = self._network.top(hidden_RE, draft)
+        return token_R if are_launched() else torch.zeros_like(token_R)
 
     def _block_pass(
         self,
@@ -266,7 +272,7 @@ class NetworkDrafter:
         out, batch = self._pass_inputs(rows, tables, most + block.more)
         self._inputs(row_R, query_start_R1, tables, out, block.mask, block.more)
         hidden_QE = network.draft(out.token_R, None, batch)
-        token_Q = network.top(hidden_QE[rows * block.more :], 0)
+        token_Q = self._top(hidden_QE[rows * block.more :], 0)
         for i in range(most):
             token_R = token_Q[i * rows : (i + 1) * rows]
             self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)

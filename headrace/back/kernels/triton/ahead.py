@@ -14,6 +14,7 @@ import torch
 from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
+from headrace.back.kernels.launches import without_launches
 from headrace.back.kernels.triton.compiler import job_of
 from headrace.back.kernels.triton.compilers import Compilers, running
 
@@ -41,6 +42,7 @@ def compiling() -> Iterator[None]:
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     try:
         with (
+            without_launches(),
             _threads(threads) as pool,
             _Loading(pool, ignore_errors=True),
             _replaced(JITFunction, "run", compile_only),
