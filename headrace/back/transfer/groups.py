@@ -88,6 +88,9 @@ class JoinedGroup:
             self.members.abort()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group(self.members)
+        # an aborted group of NCCL refuses the end, and its name would stay taken
+        c10d._world.pg_names.pop(self.members, None)
+        c10d._world.pg_map.pop(self.members, None)
 
 
 def _first_line(error: BaseException) -> str:
