@@ -252,7 +252,12 @@ def test_a_hash_tells_whether_weights_are_the_same(server: Served, versions: Ver
     assert administer(server, "/weights_checker", body).json()["success"] is True
 
 
-def test_scripts_give_tensors_and_are_told_the_version(versions: Versions, tmp_path: Path) -> None:
+def test_scripts_give_tensors_and_are_told_the_version(
+    versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"  # of its own: other processes use /dev/shm too
+    shared.mkdir()
+    monkeypatch.setattr("headrace.front.client.weights.SHARED", shared)
     folder = shutil.copytree(versions.folders[0], tmp_path / "model")
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(str(folder), device="cpu", kv_blocks=200) as llm:
@@ -265,4 +270,4 @@ def test_scripts_give_tensors_and_are_told_the_version(versions: Versions, tmp_p
         assert llm.update_weights(arrays, version="numpy", mode="keep") == "numpy"
         last = llm.generate([PROMPT], params, progress=False)[0]
         assert (last.outputs[0].token_ids, last.weights_version) == (versions.tokens(2), "numpy")
-    assert not list(Path("/dev/shm").glob("headrace-weights-*"))
+    assert not list(shared.iterdir())

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
-SIZES = {"gptq": 128, "gptq-asym": 32, "awq": 32, "compressed": 128}
+SIZES = {"gptq": 128, "gptq-asym": 32, "gptq-order": 128, "awq": 32, "compressed": 128}
 """Groups of the stored formats: those of the schemes, whose kernels are compiled once for all."""
 MOST = 0.15
 """Mean distance of log-probabilities: bfloat16 alone is allowed 0.1 (test_cuda.py), and weights are rounded to it."""

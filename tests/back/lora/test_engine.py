@@ -27,6 +27,7 @@ from headrace.base.config.resolved import (
 )
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import Call, EngineRequest, Reply, RowSampling, StopRules
+from headrace.core.adapter_choice import adapted
 from headrace.core.adapters import Adapters
 from headrace.core.core import EngineCore
 from tests.back.lora.adapters import merge, module_sizes, write_adapter
@@ -293,10 +294,8 @@ def test_what_cannot_be_loaded_is_told_and_leaves_what_runs(tiny: Tiny, engine: 
 
 
 def test_what_is_called_without_adapters_is_refused(tiny: Tiny) -> None:
-    from headrace.core.adapters import adapter_of
-
     request = EngineRequest(
         id=1, prompt=b"", stop=StopRules(max_tokens=1), sampling=RowSampling(), adapter="one"
     )
     with pytest.raises(InvalidRequest.__mro__[1], match="--enable-lora"):
-        adapter_of(None, request)
+        adapted(None, request)

@@ -149,9 +149,11 @@ def proposed(monkeypatch: pytest.MonkeyPatch) -> Proposed:
     seen: Proposed = []
     propose = DraftVerification._propose_here
 
-    def noted(self: DraftVerification, rows: np.ndarray, wanted: np.ndarray) -> None:
-        propose(self, rows, wanted)
-        for row in rows.tolist():
+    def noted(
+        self: DraftVerification, row_R: torch.Tensor, wanted_R: torch.Tensor, most: int
+    ) -> None:
+        propose(self, row_R, wanted_R, most)
+        for row in row_R.tolist():
             length, count = int(self._length_M[row]), int(self.count_M[row])
             tokens = self._tables.tokens_MC[row].tolist()
             state_E = self._drafter._state_ME[row].clone()
