@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from headrace.back.layers.reachable import tensors_of
+from headrace.back.layers.reachable import bytes_of, room_of, tensors_of
 from headrace.back.platforms import huge_pages
 
 log = logging.getLogger(__name__)
-ALIGNMENT = 512
-"""Bytes between the beginnings of copies: transfers want them aligned."""
 
 
 class HostCopy:
@@ -45,8 +43,8 @@ class HostCopy:
         if device.type == "cuda":  # to be pinned, every page has to be there
             huge_pages.populate(self._copy.data_ptr(), self._room)
         self._unpin = _pinned(self, self._copy) if device.type == "cuda" else _nothing
-        for bytes_of, part in self._pairs():
-            part.copy_(bytes_of, non_blocking=True)
+        for whole, part in self._pairs():
+            part.copy_(whole, non_blocking=True)
         self._wait()
         for storage, _ in self._storages:
             storage.resize_(0)
@@ -56,8 +54,8 @@ class HostCopy:
         torch.empty(self._room, dtype=torch.uint8, device=self._device)  # one block for all
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
-        for bytes_of, part in self._pairs():
-            bytes_of.copy_(part, non_blocking=True)
+        for whole, part in self._pairs():
+            whole.copy_(part, non_blocking=True)
         self._wait()
         # to unpin takes longer than the copies took, and nobody waits for it
         threading.Thread(target=_give_up, args=(self._copy, self._unpin), name="unpin").start()
@@ -66,24 +64,19 @@ class HostCopy:
 
     @property
     def _room(self) -> int:
-        return sum(_room(size) for _, size in self._storages)
+        return sum(room_of(size) for _, size in self._storages)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each storage as bytes, and its place in the copy."""
         start = 0
         for storage, num_bytes in self._storages:
-            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
-            whole.set_(storage, 0, (num_bytes,), (1,))
+            whole = bytes_of(storage, self._device, num_bytes)
             yield whole, self._copy[start : start + num_bytes]
-            start += _room(num_bytes)
+            start += room_of(num_bytes)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _room(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _give_up(memory: torch.Tensor, unpin: Callable[[], object]) -> None:

@@ -26,15 +26,12 @@ from typing import Protocol
 
 import torch
 
-from headrace.back.layers.reachable import tensors_of
+from headrace.back.layers.reachable import bytes_of, room_of, tensors_of
 from headrace.base.errors import StartError
 
 log = logging.getLogger(__name__)
 SLOTS = 2
 """One that is read while the other one is filled."""
-ALIGNMENT = 512
-"""Bytes between the beginnings of tensors, as the device's allocator has it: TMA and vector loads
-want it."""
 HOST = torch.device("cpu")
 _PORTABLE_AND_MAPPED = 3
 
@@ -80,7 +77,7 @@ class HostPart:
                 continue
             key = storage.data_ptr()
             if key not in moved:
-                moved[key] = _bytes_of(storage, tensor.device).to(self.device)
+                moved[key] = bytes_of(storage, tensor.device, storage.nbytes()).to(self.device)
             view = torch.empty(0, dtype=tensor.dtype, device=self.device)
             where = tensor.storage_offset(), tensor.size(), tensor.stride()
             tensor.data = view.set_(moved[key].untyped_storage(), *where)
@@ -100,7 +97,7 @@ class HostPart:
                 continue
             if address not in starts:
                 starts[address] = self.num_bytes
-                self.num_bytes += _room(storage.nbytes())
+                self.num_bytes += room_of(storage.nbytes())
                 storages.append(storage)
             self._held.append(
                 _Held(
@@ -114,7 +111,9 @@ class HostPart:
         self.host = torch.empty(self.num_bytes, dtype=torch.uint8)
         for storage in storages:
             start = starts[storage.data_ptr()]
-            self.host[start : start + storage.nbytes()].copy_(_bytes_of(storage, self.device))
+            self.host[start : start + storage.nbytes()].copy_(
+                bytes_of(storage, self.device, storage.nbytes())
+            )
         if self.device.type == "cuda":
             self._mapped = _pinned(self, self.host, self.device)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -294,15 +293,6 @@ class Offload:
                     shared.setdefault(of, set()).add(id(tensor))
         for index, ids in shared.items():
             self.parts[index].give_up(ids)
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=device)
-    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _room(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class _DeviceView:

@@ -1,5 +1,5 @@
-"""The tensors that an object holds: layers, closures of bound kernels and descriptors share them,
-so that whoever moves weights has to find them all."""
+"""The tensors that an object holds, and the bytes under them: layers, closures of bound kernels and
+descriptors share them, so that whoever moves weights has to find them all."""
 
 from __future__ import annotations
 
@@ -26,3 +26,19 @@ def tensors_of(root: object, *, without: Iterable[object] = ()) -> Iterator[torc
             stack += [item.__closure__, item.__defaults__, item.__kwdefaults__]
         else:
             stack += gc.get_referents(item)
+
+
+ALIGNMENT = 512
+"""Bytes between the beginnings of tensors, as the device's allocator has it: transfers, TMA and
+vector loads want it."""
+
+
+def room_of(num_bytes: int) -> int:
+    """What a copy of so many bytes takes beside others."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def bytes_of(storage: torch.UntypedStorage, device: torch.device, count: int) -> torch.Tensor:
+    """The first `count` bytes of a storage on `device`, uint8 [count]; no copy."""
+    whole = torch.empty(0, dtype=torch.uint8, device=device)
+    return whole.set_(storage, 0, (count,), (1,))

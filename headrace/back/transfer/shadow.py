@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.back.layers.reachable import bytes_of
 from headrace.back.layers.scope import Ledger
 from headrace.back.models.load import Origin
 from headrace.back.models.weights import Param, WeightPlan
@@ -239,7 +240,8 @@ def _copy(unit: Unit, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
     for one, other in pairs:
         if _storage(one) != _storage(other):
             count = other.untyped_storage().nbytes()
-            _bytes_of(one, count).copy_(_bytes_of(other, count))
+            to, new = (bytes_of(t.untyped_storage(), t.device, count) for t in (one, other))
+            to.copy_(new)
             num_bytes += count
     return num_bytes
 
@@ -255,11 +257,6 @@ def _tensors_of(owner: object) -> Iterable[torch.Tensor]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _bytes_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(tensor.untyped_storage(), 0, (count,), (1,))
 
 
 def _named(unit: Unit) -> str:
