@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import httptools
 import uvicorn
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -32,7 +33,30 @@ SILENT_S = 1.0
 MAX_SILENT = 256
 MAX_WAITING = 1024
 PEEK_BYTES = 8192
+MAX_PROBE_HEADERS = 32
+"""A request with more is the loop's, which has the bounds and the errors of headers."""
 DISCARD_BYTES = 1 << 16
+
+
+class _ParsedHead:
+    """What the parser of HTTP/1 (the loop's own) found in the bytes peeked at."""
+
+    def __init__(self) -> None:
+        self.headers: list[bytes] = []
+        self.urls: list[bytes] = []
+        self.ended = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A request, with its target (in one call: the bytes are all there)."""
+        self.urls.append(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        self.headers.append(name.lower())
+
+    def on_message_complete(self) -> None:
+        """The end of a request."""
+        self.ended += 1
 
 
 @dataclass(eq=False)
@@ -164,14 +188,22 @@ class StandIn:
         return make(config=config, server_state=self._server.server_state, app_state={})
 
     def _probe_of(self, head: bytes) -> Callable[[], Response] | None:
-        """What answers this request, if it is a whole one and a probe."""
-        line, _, rest = head.partition(b"\r\n")
-        words = line.split(b" ")
-        if len(words) != 3 or words[0] != b"GET" or words[2] != b"HTTP/1.1":
+        """What answers this request, if it is a whole one, a probe, and nothing else. Whatever the
+        loop could refuse, or would wait for, is the loop's: who answers depends on the moment, and
+        the answer must not."""
+        parsed = _ParsedHead()
+        parser = httptools.HttpRequestParser(parsed)
+        try:
+            parser.feed_data(head)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             return None
-        if not rest.endswith(b"\r\n\r\n") or b"\r\nhost:" not in b"\r\n" + rest.lower():
+        if parsed.ended != 1 or len(parsed.urls) != 1 or not head.endswith(b"\r\n\r\n"):
             return None
-        return self._probes.get(words[1])
+        if parser.get_method() != b"GET" or parser.get_http_version() != "1.1":
+            return None
+        if len(parsed.headers) > MAX_PROBE_HEADERS or parsed.headers.count(b"host") != 1:
+            return None
+        return self._probes.get(parsed.urls[0])
 
     def _reply(self, connection: socket.socket, answer: bytes) -> None:
         """Answers and ends the connection. What it has sent is read, or the answer would be lost in

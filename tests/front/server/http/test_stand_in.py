@@ -115,6 +115,31 @@ def test_a_probe_is_answered_while_the_loop_stands_still(kind: str, tmp_path: Pa
             assert b"\r\nx-request-id: req-" in head and b"\r\nconnection: close" in head
 
 
+WELL_FORMED = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (WELL_FORMED + b"x: 1\r\n" * 64 + b"\r\n", 431),
+        (WELL_FORMED + b"Host: other\r\n\r\n", 400),
+        (WELL_FORMED + b"x\x00y: 1\r\n\r\n", 400),
+        (b"GET /health/live HTTP/1.1\r\nx: host:\r\n\r\n", 400),
+        (b"GET /health/live HTTP/1.2\r\nHost: localhost\r\n\r\n", 400),
+        (WELL_FORMED + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+    ],
+)
+def test_what_the_loop_refuses_is_refused_while_it_stands_still(
+    request_bytes: bytes, status: int
+) -> None:
+    with held_server(("127.0.0.1", 0)) as server:
+        connection = sent(server, request_bytes)
+        probe = answer(sent(server, PROBE))
+        assert probe[0] == 200  # the thread has seen both by now
+        server.free.set()
+        assert answer(connection)[0] == status
+
+
 def test_other_connections_are_the_loops_with_every_byte(tmp_path: Path) -> None:
     with held_server(("127.0.0.1", 0)) as server:
         whole = sent(server, POST)
