@@ -9,8 +9,9 @@ from collections import Counter
 
 import pytest
 
-from tests.covering import mark_rest_slow
+from tests.covering import mark_rest_slow, one_of_skipped
 from tests.cpu_report import CpuReport
+from tests.frozen import Frozen
 from tests.parts import Part
 
 # Before anything imports torch. Its threads wait for each other by spinning: where tests run beside each other, an
@@ -38,15 +39,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Every run says where its time went; some run in parts."""
     config.pluginmanager.register(CpuReport(config))
+    config.pluginmanager.register(Frozen())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailureNames(config))
     if part := config.getoption("part"):
         config.pluginmanager.register(Part(part))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of large products of parameters the cases that cover pairs stay. Files that take long come first: beside each
-    other, workers then end at about the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of what cannot run here one case says so; of large products of parameters the cases that cover pairs stay. Files
+    that take long come first: beside each other, workers then end at about the same time."""
+    kept = one_of_skipped(items)
+    config.hook.pytest_deselected(items=[*{*items} - {*kept}])
+    items[:] = kept
     mark_rest_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 

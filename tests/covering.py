@@ -35,6 +35,25 @@ def mark_rest_slow(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+def one_of_skipped(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Without the cases that this machine skips, but the first of each test and of its slow ones: it says why."""
+    told: set[tuple[object, str, bool]] = set()
+    kept = []
+    for item in items:
+        if isinstance(item, pytest.Function) and _is_skipped(item):
+            key = item.parent, item.originalname, item.get_closest_marker("slow") is not None
+            if key in told:
+                continue
+            told.add(key)
+        kept.append(item)
+    return kept
+
+
+def _is_skipped(item: pytest.Function) -> bool:
+    """By a condition that was worked out when its file was read."""
+    return any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif"))
+
+
 def first_of_each(values: Sequence[object], kinds: Sequence[object]) -> list[object]:
     """Parameters: the first value of each kind as it is, the others slow."""
     return [

@@ -44,3 +44,15 @@ def test_of_a_product_every_value_is_kept(
     kept = [item.callspec.params for item in items if not item.get_closest_marker("slow")]
     assert {params["name"] for params in kept} == set("abcd")
     assert len({id(params["shape"]) for params in kept}) == 3 and len(kept) == 4
+
+
+@pytest.mark.skipif(True, reason="it stands for tests that cannot run here")
+@pytest.mark.parametrize("number", range(5))
+def test_that_cannot_run_here(number: int) -> None:
+    raise AssertionError(number)
+
+
+def test_of_what_cannot_run_one_case_says_so(request: pytest.FixtureRequest) -> None:
+    name = test_that_cannot_run_here.__name__
+    cases = [item for item in request.session.items if item.name.startswith(name)]
+    assert [case.name for case in cases] == [f"{name}[0]"]

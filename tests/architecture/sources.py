@@ -19,3 +19,9 @@ def sources() -> list[tuple[Path, str, ast.Module]]:
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
         modules.append((path, name, ast.parse(path.read_text())))
     return modules
+
+
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree: a walk takes as long as the parsing."""
+    return list(ast.walk(tree))

@@ -13,11 +13,12 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import FUNCTIONS, PACKAGE, sources
+from tests.architecture.sources import FUNCTIONS, PACKAGE, nodes, sources
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ COLUMNS = 100
 ENTRY_ID = re.compile(r"\b(?!UTF|CRC|SHA|ISO)[A-Z]{3}-\d\d\b")
 
 
+@cache
 def words_of(name: str) -> list[str]:
     """`has_KVCache_ids` -> has, kv, cache, ids."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
@@ -111,7 +113,7 @@ def words_of(name: str) -> list[str]:
 
 def names(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Every name the module gives to something, with its line."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             yield node.name, node.lineno
         elif isinstance(node, ast.arg):
@@ -122,15 +124,16 @@ def names(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield node.attr, node.lineno
 
 
+@cache
+def bans_of(name: str) -> list[Ban]:
+    """The words that are banned somewhere and of which the name is made."""
+    words = words_of(name)
+    return [ban for ban in BANNED if words == [ban.word] or (ban.part and ban.word in words)]
+
+
 def objection(name: str, place: str) -> str | None:
     """What to write instead of a name at a path below headrace/, or None."""
-    words = words_of(name)
-    for ban in BANNED:
-        if place.startswith(ban.under) and (
-            words == [ban.word] or (ban.part and ban.word in words)
-        ):
-            return ban.instead
-    return None
+    return next((ban.instead for ban in bans_of(name) if place.startswith(ban.under)), None)
 
 
 def modules() -> list[tuple[Path, str, ast.Module]]:
@@ -149,17 +152,19 @@ def cpp_names(text: str) -> Iterator[tuple[str, int]]:
         yield from ((name, number) for name in CPP_NAME.findall(line))
 
 
-def prose(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+@cache
+def prose(path: Path, tree: ast.Module) -> list[tuple[int, str]]:
     """Line number and full line of every comment and docstring."""
-    lines = path.read_text().splitlines()
+    text = path.read_text()
+    lines = text.splitlines()
     numbers = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             numbers.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             numbers.add(token.start[0])
-    return ((number, lines[number - 1]) for number in sorted(numbers))
+    return [(number, lines[number - 1]) for number in sorted(numbers)]
 
 
 def test_names_are_the_terms_of_the_field() -> None:
@@ -177,7 +182,7 @@ def test_names_are_the_terms_of_the_field() -> None:
     wrong += [
         f"headrace/{place}:{node.lineno} class {node.name}: {BANNED_CLASSES[node.name]}"
         for _, place, tree in modules()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef) and node.name in BANNED_CLASSES
     ]
     assert wrong == []
@@ -204,7 +209,7 @@ def test_names_of_cpp_are_read_without_comments_and_texts() -> None:
 def test_a_public_class_name_is_used_once() -> None:
     places = defaultdict(list)
     for path, _, tree in sources():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     twice = {name: where for name, where in places.items() if len(where) > 1}

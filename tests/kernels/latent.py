@@ -98,9 +98,15 @@ def check_padding(problem: LatentAttentionProblem, bind: Bind, bound: float) -> 
     torch.testing.assert_close(lse[:tokens], exact, rtol=bound, atol=bound)
 
 
-def check_chunks(problem: LatentAttentionProblem, bind: Bind, *, first: int = 0) -> None:
-    """A query at a position has the same bits as a decode and in a chunk, beside other rows; the largest chunk begins
-    at `first`."""
+def check_chunks(
+    problem: LatentAttentionProblem,
+    bind: Bind,
+    *,
+    first: int = 0,
+    parts: tuple[tuple[int, int], ...] = ((599, 600), (590, 597), (520, 610)),
+) -> None:
+    """A query at a position has the same bits as a decode and in the chunks of `parts`, beside other rows, as in the
+    one that begins at `first`."""
     length = 610
     plan, blocks = sample_plan(
         [(length, length)], block_tokens=problem.block_tokens, window=None, device=problem.device
@@ -125,5 +131,5 @@ def check_chunks(problem: LatentAttentionProblem, bind: Bind, *, first: int = 0)
         return attend(q[begin:end].contiguous(), kv, part)
 
     whole = chunk(first, length)
-    for begin, end in ((599, 600), (590, 597), (max(520, first + 6), 610)):
+    for begin, end in parts:
         assert torch.equal(chunk(begin, end), whole[begin - first : end - first])
