@@ -41,6 +41,7 @@ from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantiz
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
+from headrace.base.config.two_towers import filled
 from headrace.base.config.weight_files import find_weight_files
 from headrace.front.media.processors.families import read_media
 from headrace.launch.colbert import read_colbert
@@ -54,6 +55,7 @@ from headrace.launch.late_vision import read_late_vision
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
 from headrace.launch.pooling_modules import Modules, read_modules
+from headrace.launch.two_towers import read_two_towers
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 LONGEST_RECURRENT: Final = 131_072
@@ -152,7 +154,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         inside = ConfigReader(read_json(beside), str(beside)).section("quantization")
         if inside is not None:
             config["quantization_config"] = {"quant_method": "modelopt", **inside.raw}
-    return thinker_config(config)
+    return filled(thinker_config(config))
 
 
 def describe(
@@ -218,7 +220,12 @@ def describe(
 
 
 def _modules(path: Path, reader: ConfigReader, whole: ConfigReader) -> Modules | None:
-    return read_modules(path) or read_colbert(path, reader) or read_late_vision(path, whole)
+    return (
+        read_modules(path)
+        or read_colbert(path, reader)
+        or read_late_vision(path, whole)
+        or read_two_towers(path, whole)
+    )
 
 
 def with_encoder(

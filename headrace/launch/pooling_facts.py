@@ -49,6 +49,8 @@ def read_pooling(
         activation=activation,
         matryoshka=_matryoshka(config),
         projected=bool(stated.dense),
+        image_form=stated.image_form,
+        padded=stated.padded,
         judge=None if encodes or head in ("sequence", "token") else _judge(whole),
     )
 

@@ -37,13 +37,16 @@ MAX_WIDTH = 65_536
 
 class Modules(msgspec.Struct, frozen=True, kw_only=True):
     """What follows the transformer. `late`: nothing pools, so that every token keeps its vector.
-    `unattended`: the checkpoint expands queries by tokens that nothing attends to."""
+    `unattended`: the checkpoint expands queries by tokens that nothing attends to. `image_form`,
+    `padded`: see PoolingSpec."""
 
     how: str
     normalize: bool
     dense: tuple[DenseSpec, ...] = ()
     late: LateSpec | None = None
     unattended: bool = False
+    image_form: str = ""
+    padded: tuple[int, int] = (0, 0)
 
 
 def read_modules(folder: Path) -> Modules | None:

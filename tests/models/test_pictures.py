@@ -24,8 +24,11 @@ from headrace.front.media.processing import ProcessedMedia, Sampling
 from headrace.front.media.processors.families import PROCESSORS, read_media
 from tests.front.media.pictures import picture
 from tests.models.media import Answer, SeeingEngine, answer_of, compare_answers, save_media_oracle
-from tests.models.picture_cases import CASES, IMAGE, VIDEO, PictureCase, Theirs
+from tests.models.picture_cases import CASES as FIRST
+from tests.models.picture_cases import IMAGE, VIDEO, PictureCase, Theirs
+from tests.models.picture_cases_more import CASES as MORE
 
+CASES = {**FIRST, **MORE}
 BEFORE, BETWEEN, BEHIND = (5, 6, 7), (8, 9), (10, 11, 12)
 
 

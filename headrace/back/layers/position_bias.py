@@ -12,7 +12,10 @@ import math
 import torch
 
 from headrace.back.layers.scope import Scope
-from headrace.back.parallel.shard import Part, Shard
+from headrace.back.parallel.shard import Part, Shard, local_units
+
+UNSEEN = -1e30
+"""Beside it every score is as good as minus infinity."""
 
 
 class RelativeBias:
@@ -41,6 +44,18 @@ class RelativeBias:
         distance = torch.arange(first, self.reach + 1)
         buckets = bucket_of(distance, self._buckets, self.reach, both_ways=self._both_ways)
         self.table = weight[buckets.to(weight.device)].t().contiguous()
+
+
+class CausalBias:
+    """Keys behind a query are not seen, within `reach` positions: of encoders of short texts whose
+    tokens see those before them alone. `table` as RelativeBias's."""
+
+    def __init__(self, scope: Scope, heads: int, *, reach: int) -> None:
+        self.reach = reach
+        local = local_units(Part("heads", heads, heads), scope.mesh.tp)
+        distance = torch.arange(-reach, reach + 1, device=scope.device)
+        row = torch.where(distance > 0, UNSEEN, 0.0)
+        self.table = row.repeat(local, 1)
 
 
 def bucket_of(

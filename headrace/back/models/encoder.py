@@ -22,7 +22,7 @@ from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP, PlainMLP
-from headrace.back.layers.position_bias import RelativeBias
+from headrace.back.layers.position_bias import CausalBias, RelativeBias
 from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
@@ -33,6 +33,7 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 
 Embed = Callable[[Batch], torch.Tensor]
+Behind = Callable[[torch.Tensor, Batch], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class SpanAttentionLayer:
         window: int | None = None,
         scale: float | None = None,
         qk_norm: QKNorm | None = None,
-        position_bias: RelativeBias | None = None,
+        position_bias: RelativeBias | CausalBias | None = None,
     ) -> None:
         merged = names[0] if len(names) == 1 else None
         labels = names if merged is None else ("query", "key", "value")
@@ -160,6 +161,7 @@ class Encoder:
 
     `ignored`: checkpoint tensors that pooling does not need (language-model heads, BERT's own
     pooler). `segments`: the embedding wants to know which text of a pair a token belongs to.
+    `behind`: what becomes of the hidden states in the end.
     """
 
     kv_forms: tuple[CacheForm, ...] = ()
@@ -179,12 +181,14 @@ class Encoder:
         classifier: Classifier | None,
         ignored: tuple[str, ...],
         segments: bool = False,
+        behind: Behind | None = None,
     ) -> None:
         self.logits_width = sizes.vocabulary
         self.state = "segments" if segments else "texts"
         self._embed = embed
         self._layers = tuple(layers)
         self._norm = norm
+        self._behind = behind
         self._classifier = classifier
         self._ledger = scope.ledger
         self.weights = WeightPlan(params=tuple(scope.ledger.params), ignored=ignored)
@@ -205,7 +209,8 @@ class Encoder:
         x_TE = self._embed(batch)
         for layer in self._layers:
             x_TE = layer.forward(x_TE, batch)
-        return _normed(self._norm, x_TE)
+        x_TE = _normed(self._norm, x_TE)
+        return x_TE if self._behind is None else self._behind(x_TE, batch)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """An encoder has no language-model head here: nothing may ask."""

@@ -21,7 +21,7 @@ BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 ENCODERS = frozenset(
     {
         *("bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"),
-        *("embedding_gemma", "modernvbert"),
+        *("embedding_gemma", "modernvbert", "two_towers"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""

@@ -14,6 +14,7 @@ from headrace.back.models.media_families import WITH_MEDIA
 from headrace.base import extensions
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.index_choices import shared_layers
+from headrace.base.config.two_towers import is_two_towers
 from headrace.base.errors import CheckpointError
 
 FALLBACK = "transformers"
@@ -190,6 +191,14 @@ TEXT_TYPES: Mapping[str, str] = {
     "llama4_text": "llama4",
     "minimax_m3_vl_text": "minimax_m3",
     "glm5_next_text": "glm5_next",
+    "cohere": "cohere",
+    "cohere2": "cohere2",
+    "exaone4": "exaone4",
+    "exaone4_5_text": "exaone4",
+    "hyperclovax": "hyperclovax",
+    "glm_ocr_text": "glm4",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
@@ -276,6 +285,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
     if names[0] in vlm_inside.LATE_VISION:
         return Architecture(family=vlm_inside.late_family(config), head="none", media=True)
+    if is_two_towers(config):
+        return Architecture(family="two_towers", head="none", media=True)
     if names[0] in WITH_MEDIA:
         return Architecture(family=WITH_MEDIA[names[0]], media=True)
     text = config.get("text_config")

@@ -29,24 +29,28 @@ from headrace.base.config.hf import ConfigReader
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Glm4vForConditionalGeneration, Glm4vMoeForConditionalGeneration,
-    Glm46VForConditionalGeneration."""
+    Glm46VForConditionalGeneration, GlmOcrForConditionalGeneration."""
     text, vision = parts_of(config)
     mixes = "n_routed_experts" in text
-    text = ConfigReader({"attention_bias": True, **text.raw}, text.where)
-    rope = _rope(scope, text, vision)
-    tower = VisionTower(scope / "model.visual", _tower(vision), rope)
+    ocr = config.raw["architectures"][0] == "GlmOcrForConditionalGeneration"
+    text = ConfigReader({"attention_bias": not ocr, **text.raw}, text.where)
+    rope = _rope(scope, text, vision, default_share=1.0 if ocr else 0.5)
+    spec = _ocr_tower(vision) if ocr else _tower(vision)
+    tower = VisionTower(scope / "model.visual", spec, rope)
     inside = replace(scope, base_within="model.language_model")
     decoder = (glm4_moe if mixes else glm4).build(inside, text)
     return with_media(scope, decoder, tower)
 
 
-def _rope(scope: Scope, text: ConfigReader, vision: ConfigReader) -> AxesRope:
+def _rope(
+    scope: Scope, text: ConfigReader, vision: ConfigReader, *, default_share: float
+) -> AxesRope:
     width, heads = text.int("hidden_size", ge=1), text.int("num_attention_heads", ge=1)
     spec = read_rope(
         text,
         head_dim=text.int("head_dim", width // heads, ge=1),
         max_positions=scope.max_positions,
-        default_share=0.5,
+        default_share=default_share,
     )
     values = text.section("rope_parameters") or text.section("rope_scaling") or text
     lengths = values.list("mrope_section", (8, 12, 12), of=int, length=3)
@@ -54,6 +58,25 @@ def _rope(scope: Scope, text: ConfigReader, vision: ConfigReader) -> AxesRope:
         raise values.wrong("mrope_section", f"three numbers with sum {len(spec.frequencies)}")
     merge = vision.int("spatial_merge_size", 2, ge=1)
     return AxesRope(scope, spec, axis_of_pair=sections(lengths), merge=merge)
+
+
+def _ocr_tower(vision: ConfigReader) -> TowerSpec:
+    """GLM-OCR's: norms over heads, biases, no learned places."""
+    whole = _tower(vision)
+    bias = vision.bool("attention_bias", True)
+    outputs = vision.int("out_hidden_size", 1536, ge=1)
+    assert isinstance(whole.merger, ReducerSpec)
+    layer = replace(
+        whole.layer,
+        inner=vision.int("intermediate_size", 4096, ge=1),
+        bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        qk_norm=("q_norm", "k_norm"),
+        qk_per_head=True,
+    )
+    merger = replace(whole.merger, outputs=outputs, inner=3 * outputs)
+    return replace(whole, layer=layer, merger=merger, positions=0, before=None)
 
 
 def _tower(vision: ConfigReader) -> TowerSpec:

@@ -13,17 +13,19 @@ from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
-from headrace.back.layers.vision.layer import VisionLayerNames, VisionLayerSpec
+from headrace.back.layers.vision.layer import VisionLayerNames
 from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm
 from headrace.back.layers.vision.turns import columns_then_rows
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.vision import (
     HALF,
+    LayerDefaults,
     parts_of,
     square,
     text_alone,
     text_decoder,
+    tower_layer,
     with_media,
 )
 from headrace.base.config.hf import ConfigReader
@@ -50,24 +52,14 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 
 def _tower(text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
-    width, heads = vision.int("hidden_size", 768, ge=1), vision.int("num_attention_heads", 16, ge=1)
+    defaults = LayerDefaults(heads=16, inner=5632, eps=EPS, eps_key=None, activation="gelu")
+    layer = tower_layer(vision, defaults, NAMES, rotary=True, rotary_layout="pairs")
+    width = layer.width
     patch, side = square(vision)
     merge = round(1 / vision.float("pixel_shuffle_ratio", 0.5, ge=0.01, le=1.0))
     if side % merge:
         raise vision.wrong("pixel_shuffle_ratio", f"1 over a divisor of {side} patches a side")
     ropes = vision.section("rope_parameters") or vision
-    layer = VisionLayerSpec(
-        width=width,
-        inner=vision.int("intermediate_size", 5632, ge=1),
-        heads=heads,
-        head_dim=width // heads,
-        eps=EPS,
-        activation="gelu",
-        norm=LAYER,
-        rotary=True,
-        rotary_layout="pairs",
-        names=NAMES,
-    )
     return PlainTowerSpec(
         patches=PatchSpec(
             patch=patch, mean=HALF, std=HALF, bias=False, name="patch_embedding.linear", flat=True

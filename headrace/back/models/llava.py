@@ -52,7 +52,11 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     kind = vision.str("model_type", "")
     if kind not in TOWERS:
         return text_alone(inside, text, f"of towers {', '.join(TOWERS)} are known, not {kind!r}")
-    spec = _pixtral(config, text, vision) if kind == "pixtral" else _still(config, text, vision)
+    if kind == "pixtral":
+        projector = _projector(config, text, vision.int("hidden_size", 1024, ge=1))
+        spec = pixtral_tower(vision, projector, _num_layers(config, vision))
+    else:
+        spec = _still(config, text, vision)
     tower = PlainTower(scope, scope / "vision_tower", spec)
     return with_media(scope, text_decoder(inside, text), tower, renamed=OLDER_TOWER)
 
@@ -90,7 +94,8 @@ def _num_layers(config: ConfigReader, vision: ConfigReader) -> int:
     return taken if taken >= 0 else layers + 1 + taken
 
 
-def _pixtral(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
+def pixtral_tower(vision: ConfigReader, projector: TwoLayers, layers: int) -> PlainTowerSpec:
+    """Pixtral's, of so many layers."""
     width, heads = (
         vision.int("hidden_size", 1024, ge=1),
         vision.int("num_attention_heads", 16, ge=1),
@@ -120,8 +125,8 @@ def _pixtral(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> 
             name="patch_conv",
         ),
         layer=layer,
-        layers=_num_layers(config, vision),
-        projector=_projector(config, text, width),
+        layers=layers,
+        projector=projector,
         before=TowerNorm(name="ln_pre", norm=RMS),
         theta=ropes.float("rope_theta", 10_000.0, ge=1.0),
         layers_name="transformer.layers",

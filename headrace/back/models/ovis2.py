@@ -11,17 +11,18 @@ import torch
 from headrace.back.layers.linear import WholeLinear, bind_linear
 from headrace.back.layers.norm import LAYER, RMS
 from headrace.back.layers.scope import Scope, not_loaded
-from headrace.back.layers.vision.layer import VisionLayerNames, VisionLayerSpec
+from headrace.back.layers.vision.layer import VisionLayerNames
 from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.vision import (
-    ACTIVATIONS,
     CLIP_MEAN,
     CLIP_STD,
+    LayerDefaults,
     parts_of,
     square,
     text_decoder,
+    tower_layer,
     with_media,
 )
 from headrace.base.config.hf import ConfigReader
@@ -37,6 +38,9 @@ NAMES = VisionLayerNames(
     mlp=("gate_proj", "up_proj", "down_proj"),
 )
 HEAD_EPS = 1e-5
+DEFAULTS = LayerDefaults(
+    width=1024, heads=8, inner=2816, eps=1e-5, eps_key="rms_norm_eps", activation="silu"
+)
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
@@ -49,7 +53,6 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 
 def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
-    width, heads = vision.int("hidden_size", 1024, ge=1), vision.int("num_attention_heads", 8, ge=1)
     patch, side = square(vision)
     vision.choice("tokenize_function", ("softmax",), "softmax")
     marks = config.list("visual_indicator_token_ids", list(range(151_666, 151_671)), of=int)
@@ -60,19 +63,16 @@ def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
     if side % stride:
         raise vision.wrong("hidden_stride", f"a divisor of {side} patches a side")
     bias = vision.bool("qkv_bias", False)
-    layer = VisionLayerSpec(
-        width=width,
-        inner=vision.int("intermediate_size", 2816, ge=1),
-        heads=heads,
-        head_dim=width // heads,
-        eps=vision.float("rms_norm_eps", 1e-5, ge=0.0),
-        activation=ACTIVATIONS[vision.choice("hidden_act", ACTIVATIONS, "silu")],
+    layer = tower_layer(
+        vision,
+        DEFAULTS,
+        NAMES,
         norm=RMS,
         bias=bias,
         out_bias=bias,
         mlp_bias=vision.bool("mlp_bias", False),
-        names=NAMES,
     )
+    width = layer.width
     return PlainTowerSpec(
         patches=PatchSpec(
             patch=patch, mean=CLIP_MEAN, std=CLIP_STD, name="embeddings.patch_embedding"

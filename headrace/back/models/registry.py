@@ -41,7 +41,7 @@ NATIVE = {
     *(*ARCHITECTURES.values(), *TEXT_TYPES.values()),
     *(*BIDIRECTIONAL.values(), *WITH_MEDIA.values()),
     *ENCODER_DECODERS.values(),
-    "late_vision",
+    *("late_vision", "two_towers"),
 }
 FAMILIES: Registry[BuildFamily] = Registry(
     "model family",

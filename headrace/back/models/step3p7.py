@@ -16,19 +16,20 @@ from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
 from headrace.back.layers.vision.grids import coordinates
-from headrace.back.layers.vision.layer import VisionLayerNames, VisionLayerSpec
+from headrace.back.layers.vision.layer import VisionLayerNames
 from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm
 from headrace.back.layers.vision.turns import columns_first
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.vision import (
-    ACTIVATIONS,
     CLIP_MEAN,
     CLIP_STD,
+    LayerDefaults,
     parts_of,
     square,
     text_alone,
     text_decoder,
+    tower_layer,
     with_media,
 )
 from headrace.base.config.hf import ConfigReader
@@ -44,6 +45,14 @@ NAMES = VisionLayerNames(
 STORED = ((r"(vision_model\..*)\.attn\.in_proj_(weight|bias)", r"\1.attn.qkv.\2"),)
 """How checkpoints name the one tensor of queries, keys and values."""
 MERGE = 4
+DEFAULTS = LayerDefaults(
+    width=1536,
+    heads=16,
+    eps=1e-5,
+    activation="quick_gelu",
+    width_keys=("hidden_size", "width"),
+    heads_keys=("num_attention_heads", "heads"),
+)
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
@@ -58,23 +67,18 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 
 def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
-    width = vision.int("hidden_size", 1536, aliases=("width",), ge=1)
-    heads = vision.int("num_attention_heads", 16, aliases=("heads",), ge=1)
-    patch, side = square(vision)
-    ropes = vision.section("rope_parameters") or vision
-    layer = VisionLayerSpec(
-        width=width,
-        inner=int(width * vision.float("mlp_ratio", 8960 / 1536, ge=0.0)),
-        heads=heads,
-        head_dim=width // heads,
-        eps=vision.float("layer_norm_eps", 1e-5, ge=0.0),
-        activation=ACTIVATIONS[vision.choice("hidden_act", ACTIVATIONS, "quick_gelu")],
-        norm=LAYER,
+    layer = tower_layer(
+        vision,
+        DEFAULTS,
+        NAMES,
         rotary=True,
         rotary_layout="pairs",
         scaled=("ls_1.gamma", "ls_2.gamma"),
-        names=NAMES,
     )
+    width = layer.width
+    layer = replace(layer, inner=int(width * vision.float("mlp_ratio", 8960 / 1536, ge=0.0)))
+    patch, side = square(vision)
+    ropes = vision.section("rope_parameters") or vision
     return PlainTowerSpec(
         patches=PatchSpec(patch=patch, mean=CLIP_MEAN, std=CLIP_STD, bias=False, name="conv1"),
         layer=layer,

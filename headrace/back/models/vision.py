@@ -3,7 +3,8 @@ the encoder beside it, and constants of the reference processors."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
@@ -63,22 +64,57 @@ def _side(vision: ConfigReader, key: str) -> int:
     return one
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerDefaults:
+    """What a family's layers have unless the config says otherwise, and how it calls it. `inner`:
+    None: four times the width. `eps_key`: None: no config states it."""
+
+    width: int = 768
+    heads: int = 12
+    inner: int | None = 3072
+    eps: float = 1e-6
+    activation: str = "gelu_pytorch_tanh"
+    eps_key: str | None = "layer_norm_eps"
+    width_keys: tuple[str, ...] = ("hidden_size",)
+    heads_keys: tuple[str, ...] = ("num_attention_heads",)
+    inner_keys: tuple[str, ...] = ("intermediate_size",)
+
+
+def tower_layer(
+    vision: ConfigReader, defaults: LayerDefaults, names: VisionLayerNames, **more: Any
+) -> VisionLayerSpec:
+    """A layer of a tower with these tensors; `more`: as VisionLayerSpec has it."""
+    width_key, *width_aliases = defaults.width_keys
+    heads_key, *heads_aliases = defaults.heads_keys
+    inner_key, *inner_aliases = defaults.inner_keys
+    width = vision.int(width_key, defaults.width, aliases=tuple(width_aliases), ge=1)
+    heads = vision.int(heads_key, defaults.heads, aliases=tuple(heads_aliases), ge=1)
+    if width % heads:
+        raise vision.wrong(heads_key, f"a divisor of the width ({width})")
+    inner = defaults.inner or 4 * width
+    eps = defaults.eps
+    if defaults.eps_key is not None:
+        eps = vision.float(defaults.eps_key, eps, ge=0.0)
+    activation = vision.choice("hidden_act", ACTIVATIONS, defaults.activation)
+    spec = VisionLayerSpec(
+        width=width,
+        inner=vision.int(inner_key, inner, aliases=tuple(inner_aliases), ge=1),
+        heads=heads,
+        head_dim=width // heads,
+        eps=eps,
+        activation=ACTIVATIONS[activation],
+        norm=LAYER,
+        names=names,
+    )
+    return replace(spec, **more)
+
+
 def siglip_layer(
     vision: ConfigReader, *, default_width: int = 768, default_heads: int = 12
 ) -> VisionLayerSpec:
     """A layer of SigLIP's tower."""
-    width = vision.int("hidden_size", default_width, ge=1)
-    heads = vision.int("num_attention_heads", default_heads, ge=1)
-    return VisionLayerSpec(
-        width=width,
-        inner=vision.int("intermediate_size", 3072, ge=1),
-        heads=heads,
-        head_dim=width // heads,
-        eps=vision.float("layer_norm_eps", 1e-6, ge=0.0),
-        activation=ACTIVATIONS[vision.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")],
-        norm=LAYER,
-        names=SIGLIP_NAMES,
-    )
+    defaults = LayerDefaults(width=default_width, heads=default_heads)
+    return tower_layer(vision, defaults, SIGLIP_NAMES)
 
 
 def siglip_tower(

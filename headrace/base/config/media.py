@@ -56,7 +56,8 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares.
     `most_windows`: of what is shown of them, 0: any. `alone`: an image is cut where it is the
-    prompt's only one.
+    prompt's only one. `pooled`: an image becomes one token.
+    `marks`: further texts of the family around and between its tiles.
 
     Of models that hear: `sound`."""
 
@@ -81,6 +82,8 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[tuple[int, int], ...] = ()
     most_windows: int = 0
     alone: bool = False
+    pooled: bool = False
+    marks: tuple[str, ...] = ()
     sound: SoundSettings | None = None
 
 
@@ -91,6 +94,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt that is not expanded, where that is another token. `video_soft`: what stands for a
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.
+    `numbered`: texts around the number of an image in its prompt, which stands before it.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
     the folder whose files may be named, or None. `transcribes`: what it says of a sound alone is
     what is said there."""
@@ -102,6 +106,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_mark: int | None = None
     video_soft: int | None = None
     joins_newlines: bool = False
+    numbered: tuple[str, str] | None = None
     audio_token: int | None = None
     transcribes: bool = False
     most: dict[str, int] = {}

@@ -264,6 +264,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     config.json.
 
     `image_form`: the text around an image that is embedded, where no chat template makes it.
+    `padded`: a text is filled up to so many tokens, with this one; (0, 0): it is not.
     `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the
     classification head, empty without one; `head` says per what they are ("sequence", "token"),
     `activation` what makes them scores: sigmoid, softmax or none. `matryoshka`: lengths an
@@ -282,6 +283,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     judge: tuple[str, str] | None = None
     projected: bool = False
     image_form: str = ""
+    padded: tuple[int, int] = (0, 0)
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,6 +73,7 @@ def expanded(
         if token is not None and waiting[kind]
     }
     kinds = {token: kind for kind, token in tokens.items() if token in present}
+    total = len(waiting["image"])
     whole: list[int] = []
     inputs: list[MediaInput] = []
     edges: list[int] = []
@@ -89,6 +90,9 @@ def expanded(
             position = _taken(ids, position, medium, whole, inputs, encode, field)
             continue
         edges.append(len(whole))
+        if spec.numbered is not None and kind == "image":
+            number = total - len(waiting[kind]) - 1
+            whole += encode(f"{spec.numbered[0]}{number}{spec.numbered[1]}")
         soft = spec.video_soft if kind == "video" else None
         _write(medium, token if soft is None else soft, encode, whole, inputs)
         edges.append(len(whole))

@@ -24,6 +24,7 @@ from headrace.back.layers.mlp import (
     PlainMLPSpec,
 )
 from headrace.back.layers.norm import RMS, NormSpec
+from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part
 
@@ -49,7 +50,8 @@ class VisionLayerSpec:
     """Every layer of a tower. `rotary`: queries and keys turn with the patch's place. `bias`: of
     query, key, value and what leads back; `mlp_bias`: of the MLP. `scaled`: a learned factor for
     each column of what a branch adds (Touvron et al. 2021), under these names. `qk_norm`: norms
-    over the whole width of queries and of keys."""
+    over the whole width of queries and of keys, with `qk_per_head` over each head. `kv_heads`: 0:
+    as many as of queries."""
 
     width: int
     inner: int
@@ -66,6 +68,8 @@ class VisionLayerSpec:
     scaled: tuple[str, str] | None = None
     qk_norm: tuple[str, str] | None = None
     qk_norm_kind: NormSpec = RMS
+    qk_per_head: bool = False
+    kv_heads: int = 0
     names: VisionLayerNames = VisionLayerNames()
 
 
@@ -123,12 +127,20 @@ class VisionAttention:
     def __init__(self, scope: Scope, spec: VisionLayerSpec) -> None:
         names, size = spec.names, spec.heads * spec.head_dim
         self._scope, self._spec = scope, spec
-        parts = tuple(Part(name, size, spec.heads) for name in names.qkv)
+        kv_heads = spec.kv_heads or spec.heads
+        self._heads = (spec.heads, kv_heads, kv_heads)
+        self._sizes = [count * spec.head_dim for count in self._heads]
+        sized = zip(names.qkv, self._sizes, self._heads, strict=True)
+        parts = tuple(Part(*each) for each in sized)
         self._qkv = ColumnLinear(scope, spec.width, parts, bias=spec.bias, merged=names.merged)
         out = Part(names.out, size, spec.heads)
         self._out = RowLinear(scope / names.out, out, spec.width, bias=spec.out_bias)
+        normed = zip(spec.qk_norm or (), self._sizes, strict=False)
         self._qk_norms = [
-            spec.qk_norm_kind.build(scope / name, size, eps=spec.eps) for name in spec.qk_norm or ()
+            spec.qk_norm_kind.build(
+                scope / name, spec.head_dim if spec.qk_per_head else whole, eps=spec.eps
+            )
+            for name, whole in normed
         ]
         self._rotate = self._attend = not_loaded
         scope.on_finish(self._finish)
@@ -136,17 +148,23 @@ class VisionAttention:
     def forward(self, x_NE: torch.Tensor, spans: TokenSpans) -> torch.Tensor:
         """See the class."""
         spec = self._spec
-        q_NX, k_NX, v_NX = self._qkv.project(x_NE).chunk(3, dim=1)
+        q_NX, k_NX, v_NX = self._qkv.project(x_NE).split(self._sizes, dim=1)
         if self._qk_norms:
             of_q, of_k = self._qk_norms
-            q_NX, k_NX = of_q.norm(q_NX.contiguous()), of_k.norm(k_NX.contiguous())
+            q_NX, k_NX = self._normed(of_q, q_NX), self._normed(of_k, k_NX)
         q_NHD, k_NHD, v_NHD = (
-            one_NX.unflatten(1, (spec.heads, spec.head_dim)) for one_NX in (q_NX, k_NX, v_NX)
+            one_NX.unflatten(1, (-1, spec.head_dim)) for one_NX in (q_NX, k_NX, v_NX)
         )
         if spec.rotary:
             self._rotate(q_NHD, k_NHD, spans.place_N, spans.table_NR)
         y_NHD = self._attend(q_NHD, k_NHD, v_NHD, spans.starts)
         return self._out.project(y_NHD.reshape(x_NE.shape[0], -1))
+
+    def _normed(self, norm: BlockNorm, x_NX: torch.Tensor) -> torch.Tensor:
+        if not self._spec.qk_per_head:
+            return norm.norm(x_NX.contiguous())
+        heads = x_NX.reshape(-1, self._spec.head_dim)
+        return norm.norm(heads).view(x_NX.shape)
 
     def _finish(self) -> None:
         spec, shape = self._spec, {"device": self._scope.kind, "dtype": self._scope.dtype}
@@ -161,7 +179,7 @@ class VisionAttention:
         attention = SpanAttentionProblem(
             **shape,
             heads=spec.heads,
-            kv_heads=spec.heads,
+            kv_heads=self._heads[1],
             head_dim=spec.head_dim,
             scale=spec.head_dim**-0.5,
         )

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear, bind_linear
 from headrace.back.layers.mlp import ElementwiseActivation
-from headrace.back.layers.norm import NormSpec
+from headrace.back.layers.norm import LAYER, NormSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part
 
@@ -188,3 +189,41 @@ class PooledLayerProjector:
 
     def _finish(self) -> None:
         self._project = bind_linear(self._scope, self._weight.take().T.contiguous(), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedLayers:
+    """Windows side by side, a norm of the window if there is one, a linear layer whose second half
+    gates its first, and one more. `inner`: outputs of the first; `eps`: of the norm, None: there is
+    none."""
+
+    width: int
+    outputs: int
+    merge: int
+    inner: int
+    eps: float | None = None
+    module: str = "multi_modal_projector"
+
+    def build(self, scope: Scope) -> GatedProjector:
+        """See ProjectorSpec."""
+        return GatedProjector(scope / self.module, self)
+
+
+class GatedProjector:
+    """x_NE -> y_MF by GatedLayers: silu(gate) times the rest (Shazeer 2020)."""
+
+    def __init__(self, scope: Scope, spec: GatedLayers) -> None:
+        self._window = spec.width * spec.merge**2
+        self._norm = None
+        if spec.eps is not None:
+            self._norm = LAYER.build(scope / "layernorm", self._window, eps=spec.eps)
+        self._up = WholeLinear(scope / "linear_1", self._window, spec.inner, bias=True)
+        self._down = WholeLinear(scope / "linear_2", spec.inner // 2, spec.outputs, bias=True)
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """See Projector."""
+        x_MI = x_NE.view(-1, self._window)
+        if self._norm is not None:
+            x_MI = self._norm.norm(x_MI)
+        value, gate = self._up.project(x_MI).chunk(2, dim=1)
+        return self._down.project(F.silu(gate) * value)

@@ -79,8 +79,9 @@ class PlainTowerSpec:
     for each patch, before them one for the class token if there is one, with `class_last` behind
     them. table_side: patches a side of a table that is resized to each image; sides:
     the only ones such images have.
-    class_token: its name and shape; it sees and is seen, and is left out in the end. before,
-    behind: norms around the layers. theta, turns: of the rotation, where layers rotate.
+    class_token: its name and shape; it sees and is seen, and is left out in the end, or with
+    `class_alone` is all that is left. pooled: see MediaForm. before, behind: norms around the
+    layers. theta, turns: of the rotation, where layers rotate.
     layers_name: where the layers lie. frames: whether an input may have several t, each an image
     of its own (tiles). mutual: see MediaForm. embedded: a norm of the patches alone. packings: of
     the kinds whose inputs are cut; learned: the names of the row that ends rows and of the one that
@@ -97,6 +98,8 @@ class PlainTowerSpec:
     positions: tuple[str, tuple[int, ...]] | None = None
     class_token: tuple[str, tuple[int, ...]] | None = None
     class_last: bool = False
+    class_alone: bool = False
+    pooled: bool = False
     before: TowerNorm | None = None
     behind: TowerNorm | None = None
     theta: float = 10_000.0
@@ -183,7 +186,8 @@ class PlainTower:
         for layer in self._layers:
             x_NE = layer.forward(x_NE, spans)
         if self._class is not None:
-            x_NE = x_NE.unflatten(0, (len(lengths), -1))[:, 1:].flatten(0, 1)
+            own = slice(0, 1) if spec.class_alone else slice(1, None)
+            x_NE = x_NE.unflatten(0, (len(lengths), -1))[:, own].flatten(0, 1)
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
         if isinstance(self._projector, GridProjector):
@@ -234,6 +238,7 @@ def _forms(spec: PlainTowerSpec) -> tuple[MediaForm, ...]:
         breaks=spec.breaks,
         max_t=65_536 if spec.frames else 1,
         mutual=spec.mutual,
+        pooled=spec.pooled,
     )
     cut = (
         msgspec.structs.replace(image, kind=kind, packing=packing)

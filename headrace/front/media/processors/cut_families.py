@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
-from headrace.front.media.processors.files import special_token
+from headrace.front.media.processors.files import read_keys, special_token
 from headrace.front.media.processors.reading import (
     image_only,
     patch_pixels,
@@ -163,6 +163,65 @@ def _step(files: CheckpointFiles) -> MediaSpec:
     return image_only("step", settings, files.config)
 
 
+def _aya(files: CheckpointFiles) -> MediaSpec:
+    """The prompt's mark is a token of its own."""
+    spec = image_only("aya", _canvas_settings(files, side=364), files.config)
+    return msgspec.structs.replace(spec, image_mark=special_token(files.folder, "<image>"))
+
+
+def _command(files: CheckpointFiles) -> MediaSpec:
+    keys = read_keys(files.folder, "tokenizer_config.json")
+    names = (("boi_token", "<|START_OF_IMG|>"), ("img_line_break_token", "<|IMG_LINE_BREAK|>"))
+    named = keys.section("extra_special_tokens") or keys
+    marks = [named.str(key, default) for key, default in (*names, ("eoi_token", "<|END_OF_IMG|>"))]
+    settings = _canvas_settings(files, side=512)
+    settings = msgspec.structs.replace(settings, marks=tuple(marks))
+    return image_only("command", settings, files.config)
+
+
+def _canvas_settings(files: CheckpointFiles, *, side: int) -> ProcessorSettings:
+    image, vision = files.image, vision_section(files.config)
+    most = image.int("max_patches", 12, ge=1, le=256)
+    cuts = image.bool("crop_to_patches", True)
+    return ProcessorSettings(
+        patch=patch_pixels(vision),
+        merge=files.config.int("downsample_factor", 2, ge=1, le=16),
+        side=side_pixels(vision, side),
+        tiles=(image.int("min_patches", 1, ge=1), most) if cuts else (1, 1),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+
+
+def _qianfan(files: CheckpointFiles) -> MediaSpec:
+    """InternVL's tiles; the prompt's mark is a token of its own."""
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=patch_pixels(vision),
+        merge=round(1 / config.float("downsample_ratio", 0.5, ge=0.01, le=1.0)),
+        side=side_pixels(vision, 448),
+        tiles=(image.int("min_patches", 1, ge=1), image.int("max_patches", 12, ge=1, le=256)),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    spec = image_only("tiled", settings, config)
+    return msgspec.structs.replace(spec, image_mark=special_token(files.folder, "<image>"))
+
+
+def _minicpm(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    image.choice("downsample_mode", ("16x",), "16x")
+    numbered = ("<image_id>", "</image_id>") if image.bool("use_image_id", True) else None
+    slices = image.int("max_slice_nums", 9, ge=1, le=256)
+    settings = ProcessorSettings(
+        patch=image.int("patch_size", 14, ge=1, le=1024),
+        merge=2 ** (1 + config.int("merger_times", 1, ge=1, le=4)),
+        side=image.int("scale_resolution", 448, ge=1, le=16_384),
+        tiles=(1, slices if image.bool("slice_mode", True) else 1),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return msgspec.structs.replace(image_only("minicpm", settings, config), numbered=numbered)
+
+
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
@@ -170,5 +229,9 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "kimi_k25": _kimi,
     "ovis2": _ovis2,
     "step3p7": _step,
+    "aya_vision": _aya,
+    "cohere2_vision": _command,
+    "qianfan_ocr": _qianfan,
+    "minicpmv4_6": _minicpm,
 }
 """By `model_type`."""

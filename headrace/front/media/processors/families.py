@@ -11,10 +11,16 @@ import msgspec
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.base.config.two_towers import is_two_towers
 from headrace.base.registry import Registry
 from headrace.front.media.processing import Processor
 from headrace.front.media.processors.cut_families import CUT_FAMILIES, CheckpointFiles
-from headrace.front.media.processors.files import read_keys, special_text, special_token
+from headrace.front.media.processors.files import (
+    first_special,
+    read_keys,
+    special_text,
+    special_token,
+)
 from headrace.front.media.processors.reading import (
     image_only,
     patch_pixels,
@@ -38,13 +44,21 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
         "step": "headrace.front.media.processors.step:StepProcessor",
         "paddleocr": "headrace.front.media.processors.paddleocr:PaddleOcrProcessor",
+        "aya": "headrace.front.media.processors.canvas:AyaProcessor",
+        "command": "headrace.front.media.processors.canvas:CommandProcessor",
+        "minicpm": "headrace.front.media.processors.minicpm:MiniCpmProcessor",
+        "siglip2": "headrace.front.media.processors.siglip2:Siglip2Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
+        "lighton": "headrace.front.media.processors.pixtral:UnbrokenProcessor",
         "idefics3": "headrace.front.media.processors.idefics3:Idefics3Processor",
     },
 )
-_SPACED = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+_SPACED = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+    *("exaone4_5", "hyperclovax_vision_v2"),
+)
 _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
@@ -62,6 +76,8 @@ def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
 def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     """The same without its sound."""
     kind = config.get("model_type")
+    if is_two_towers(config):
+        return _two_towers(folder, config)
     if kind == "internvl_chat":
         return _internvl_chat(folder, config)
     named = ("image_token_id", "image_token_index", "media_placeholder_token_id")
@@ -129,18 +145,54 @@ def _llava(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     if vision.str("model_type", "") == "pixtral":
         return _pixtral(image, config)
     side = side_pixels(vision)
-    pads, crops = image.bool("do_pad", False), image.bool("do_center_crop", True)
-    stretches = "size" in image and image.raw["size"].get("height") is not None
+    pads = image.bool("do_pad", False)
     mean = image.list("image_mean", [0.48145466, 0.4578275, 0.40821073], of=float)
     settings = ProcessorSettings(
         patch=vision.int("patch_size", 14, ge=1, le=1024),
         merge=1,
         side=side,
-        fit="pad" if pads else "crop" if crops and not stretches else "stretch",
+        fit="pad" if pads else _fit_of(image),
         resample=image.int("resample", 3, ge=0, le=5),
         pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
     )
     return image_only("square", settings, config)
+
+
+def _fit_of(image: ConfigReader) -> str:
+    """Of CLIP's processor: the middle of a picture whose shorter side fits, or all of it."""
+    size = image.raw.get("size")
+    squeezed = isinstance(size, Mapping) and size.get("height") is not None
+    return "crop" if image.bool("do_center_crop", True) and not squeezed else "stretch"
+
+
+def _two_towers(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
+    """An image is a prompt of one token, of which the tokenizer has none: its first special one."""
+    mark = first_special(folder)
+    if mark is None:
+        return None
+    reader = ConfigReader({**config, "image_token_id": mark[0]}, f"{folder}/config.json")
+    image, _ = _processor_files(folder)
+    vision = vision_section(reader)
+    patch = vision.int("patch_size", 16, ge=1, le=1024)
+    if vision.raw.get("image_size") is None:
+        settings = ProcessorSettings(
+            patch=patch,
+            merge=1,
+            tiles=(1, image.int("max_num_patches", 256, ge=1, le=65_536)),
+            resample=image.int("resample", 2, ge=0, le=5),
+            pooled=True,
+        )
+        return image_only("siglip2", settings, reader)
+    clip = config["architectures"][0] == "CLIPModel"
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=1,
+        side=side_pixels(vision),
+        fit=_fit_of(image) if clip else "stretch",
+        resample=image.int("resample", 3, ge=0, le=5),
+        pooled=True,
+    )
+    return image_only("square", settings, reader)
 
 
 def _pixtral(image: ConfigReader, config: ConfigReader) -> MediaSpec:
@@ -154,6 +206,12 @@ def _pixtral(image: ConfigReader, config: ConfigReader) -> MediaSpec:
         resample=image.int("resample", 3, ge=0, le=5),
     )
     return image_only("pixtral", settings, config)
+
+
+def _lighton(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    """Without breaks; windows are of two patches a side unless the config says otherwise."""
+    spec = _pixtral(image, ConfigReader({"spatial_merge_size": 2, **config.raw}, config.where))
+    return msgspec.structs.replace(spec, processor="lighton")
 
 
 def _internvl(
@@ -269,7 +327,7 @@ def _glm(image: ConfigReader, config: ConfigReader, video: ConfigReader) -> Medi
         fps=video.float("fps", 2.0, ge=0.01, le=1000.0),
         max_duration_s=video.int("max_duration", 300, ge=1),
     )
-    newer = config.str("model_type") == "glm46v"
+    newer = config.str("model_type") in ("glm46v", "glm_ocr")
     spec = image_only("glm_46v" if newer else "glm_v", settings, config)
     mark = config.int("video_token_id", None, ge=0)
     return with_video(spec, mark)
@@ -289,6 +347,7 @@ def _paddleocr(image: ConfigReader, config: ConfigReader) -> MediaSpec:
 _STILL = {
     "llava": _llava,
     "mistral3": _pixtral,
+    "lighton_ocr": _lighton,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "gemma3": _gemma3,
@@ -301,5 +360,6 @@ _MOVING = {
     "glm4v": _glm,
     "glm4v_moe": _glm,
     "glm46v": _glm,
+    "glm_ocr": _glm,
 }
 """Those that take video too."""

@@ -36,3 +36,12 @@ def extractor_keys(folder: Path) -> ConfigReader:
     """The keys of the feature extractor: in a file of its own, or a section of the processor's."""
     whole = read_keys(folder, "processor_config.json").section("feature_extractor")
     return whole or read_keys(folder, "preprocessor_config.json")
+
+
+def first_special(folder: Path) -> tuple[int, str] | None:
+    """Id and text of the first special token: for models that have none for images, but need
+    one."""
+    for token in read_keys(folder, "tokenizer.json").raw.get("added_tokens") or ():
+        if isinstance(token, dict) and token.get("special"):
+            return int(token["id"]), str(token["content"])
+    return None

@@ -20,12 +20,15 @@ class PixtralProcessor(SquareProcessor):
 
     def image(self, picture: Image.Image) -> ProcessedMedia:
         """One input of the picture's own ratio, its longest side bounded."""
+        one = self._input(picture)
+        return ProcessedMedia(inputs=(one,), layout=(0, "[IMG_END]"), row_break="[IMG_BREAK]")
+
+    def _input(self, picture: Image.Image) -> TowerInput:
         settings = self._settings
         height, width = self._size(picture)
         picture = resized(picture, height=height, width=width, resample=settings.resample)
         grid, rows = patches_of(channels_of(picture)[None], settings.patch, merge=settings.merge)
-        one = TowerInput(kind="image", grid=grid, rows=rows)
-        return ProcessedMedia(inputs=(one,), layout=(0, "[IMG_END]"), row_break="[IMG_BREAK]")
+        return TowerInput(kind="image", grid=grid, rows=rows)
 
     def _size(self, picture: Image.Image) -> tuple[int, int]:
         settings = self._settings
@@ -39,3 +42,11 @@ class PixtralProcessor(SquareProcessor):
                 f"most {settings.longest} times the other"
             )
         return -(-height // unit) * unit, -(-width // unit) * unit
+
+
+class UnbrokenProcessor(PixtralProcessor):
+    """LightOnOCR: the same without text behind rows (processing_lighton_ocr.py)."""
+
+    def image(self, picture: Image.Image) -> ProcessedMedia:
+        """See PixtralProcessor."""
+        return ProcessedMedia(inputs=(self._input(picture),), layout=(0,))

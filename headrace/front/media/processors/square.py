@@ -60,7 +60,7 @@ class SquareProcessor:
         """An input of the tower."""
         settings = self._settings
         grid, rows = patches_of(channels_of(square)[None], settings.patch, merge=settings.merge)
-        return TowerInput(kind="image", grid=grid, rows=rows)
+        return TowerInput(kind="image", grid=grid, rows=rows, num_tokens=int(settings.pooled))
 
     def frames_of(self, video: Sampling) -> list[int]:
         raise InvalidRequest("this model takes no video")

@@ -113,6 +113,7 @@ async def pooled(
             f"input: {len(inputs)} texts given, at most {MAX_TEXTS} are allowed", field="input"
         )
     label = completion_id("pool")
+    inputs = [padded(each, context.services.text.pooling) for each in inputs]
     context.hold("tokens", sum(len(pool_input.ids) for pool_input in inputs))
     services = context.services
 
@@ -134,6 +135,15 @@ async def pooled(
 
     works = ((len(each.ids), partial(one, i, each)) for i, each in enumerate(inputs))
     return await run_admitted(works, services.engine)
+
+
+def padded(pool_input: PoolInput, spec: PoolingSpec) -> PoolInput:
+    """A text filled up to the length that the model was trained on, if it was."""
+    length, token = spec.padded
+    missing = length - len(pool_input.ids)
+    if pool_input.media or missing <= 0:
+        return pool_input
+    return msgspec.structs.replace(pool_input, ids=[*pool_input.ids, *[token] * missing])
 
 
 def usage_of(answers: Sequence[Counted]) -> dict[str, Any]:
