@@ -140,11 +140,11 @@ def save_media_oracle(oracle_class: Any, config: Any, folder: Path, *, seed: int
     return oracle
 
 
-def engine_spec(folder: Path, **scheduler: Any) -> EngineSpec:
+def engine_spec(folder: Path, *, longest: int = 512, **scheduler: Any) -> EngineSpec:
     """An engine of toy size over the checkpoint in `folder`."""
     settings: dict[str, Any] = {"max_step_tokens": STEP_TOKENS, "max_running": 4, **scheduler}
     return EngineSpec(
-        model=model_spec(folder, max_model_len=512),
+        model=model_spec(folder, max_model_len=longest),
         kv=KVSpec(block_tokens=BLOCK_TOKENS, prefix_caching=True, num_blocks=300),
         scheduler=SchedulerSpec(**settings),
         device=DeviceSpec(device="cpu", executor="inline", threads=1),
@@ -166,9 +166,15 @@ class SeeingEngine:
     """A core over the real worker; `step_tokens` cuts prompts into chunks."""
 
     def __init__(
-        self, folder: Path, executor: InlineExecutor | None = None, **scheduler: Any
+        self,
+        folder: Path,
+        executor: InlineExecutor | None = None,
+        *,
+        longest: int = 512,
+        **scheduler: Any,
     ) -> None:
-        spec = engine_spec(folder)
+        self._longest = longest
+        spec = engine_spec(folder, longest=longest)
         self.executor = executor or InlineExecutor(spec)
         facts = self.executor.facts
         self.hook = EncoderCacheHook(capacity=facts.media_tokens, step_tokens=STEP_TOKENS)
@@ -179,7 +185,7 @@ class SeeingEngine:
 
     def with_steps(self, folder: Path, **scheduler: Any) -> SeeingEngine:
         """Another core over the same worker."""
-        return SeeingEngine(folder, self.executor, **scheduler)
+        return SeeingEngine(folder, self.executor, longest=self._longest, **scheduler)
 
     def run(
         self, *prompts: Prompt, max_tokens: int = 5, scored: bool = True, salt: str = ""

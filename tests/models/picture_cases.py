@@ -76,6 +76,7 @@ class PictureCase:
     sizes: tuple[tuple[int, int], ...] = ((40, 24), (17, 50))
     step_tokens: tuple[int, ...] = (7, 3)
     model: str = ""
+    longest: int = 512
     num_frames: int = 3
     mended: Callable[[Any], None] | None = None
     clip: Callable[[Pictures, ProcessedMedia], Theirs] | None = None

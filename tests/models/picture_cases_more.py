@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from transformers.image_utils import SizeDict
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
+    DeepseekOcr2ImageProcessorPil,
+)
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
@@ -18,6 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import preprocessed, without_torchvision
 from tests.models.picture_cases import HALF_NORM, IMAGE, VIDEO, PictureCase, Pictures, Theirs
+from tests.models.test_towers import CLIP as CLIP_NORM
 from tests.models.test_towers import PIXTRAL, TOWER, text
 
 with without_torchvision():
@@ -30,6 +36,9 @@ with without_torchvision():
     )
     from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
     from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+    from transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni import (
+        NemotronH_Omni_Reasoning_V3ImageProcessor,
+    )
 
 SQUARE = {"height": 16, "width": 16}
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
@@ -118,6 +127,54 @@ def glm(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     return Theirs(given=dict(inputs), texts=texts, typed=True)
 
 
+def deepseek_ocr(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = DeepseekOcr2ImageProcessorPil(**OCR_FILES)(list(pictures), return_tensors="pt")
+    texts = ["I" * (257 + 144 * int(count)) for count in inputs["num_local_patches"]]
+    return Theirs(given=dict(inputs), texts=texts)
+
+
+def nemotron(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = preprocessed(
+        NemotronH_Omni_Reasoning_V3ImageProcessor,
+        pictures,
+        attributes={"resize": as_floats},
+        patch_size=4,
+        downsample_ratio=0.5,
+        max_model_len=512,
+        min_num_patches=NEMOTRON_FILES["min_num_patches"],
+        max_num_patches=NEMOTRON_FILES["max_num_patches"],
+    )
+    grids = inputs["image_grid_hw"].tolist()
+    rows = []
+    for medium, grid in zip(ours, grids, strict=True):
+        (one,) = medium.inputs
+        assert list(one.grid[1:]) == grid
+        values = one.rows.reshape(grid[0] // 2, grid[1] // 2, 2, 2, 48).swapaxes(1, 2)
+        rows.append(torch.from_numpy(values.reshape(-1, 48).copy()).float() / 255)
+    values = torch.cat(rows)
+    apart = (values - inputs["pixel_values"].clamp(0, 1)).abs() * 255
+    assert apart.mean() < 0.25 and apart.max() < 5, (apart.mean(), apart.max())
+    mean, std = (torch.tensor(one).repeat_interleave(16) for one in CLIP_NORM)
+    given = {"pixel_values": (values - mean) / std, "image_grid_hw": inputs["image_grid_hw"]}
+    texts = [f"<img>{'I' * (high * wide // 4)}</img>" for high, wide in grids]
+    return Theirs(given=given, texts=texts)
+
+
+def as_floats(images: torch.Tensor, size: Any, **more: Any) -> torch.Tensor:
+    """As torchvision resizes floats, which may leave what colours can be."""
+    size = (size.height, size.width)
+    return F.interpolate(images, size=size, mode="bicubic", antialias=True)
+
+
+def with_plain_branches(oracle: Any) -> None:
+    """RADIO's branches have no factors; transformers 5.23 stores some that are one."""
+    for layer in oracle.vision_model.encoder.layer:
+        for scale in (layer.layer_scale1, layer.layer_scale2):
+            scale.lambda1.data.fill_(1.0)
+
+
+NEMOTRON_FILES: dict[str, Any] = {"patch_size": 4, "min_num_patches": 40, "max_num_patches": 90}
+OCR_FILES: dict[str, Any] = {"size": {"height": 128, "width": 128}, "tile_size": 96}
 QWEN_FILES: dict[str, Any] = {
     **{"patch_size": 4, "merge_size": 2},
     "size": {"shortest_edge": 64, "longest_edge": 900},
@@ -135,6 +192,55 @@ QWEN3_5 = {key: value for key, value in text("qwen3_5_text").items() if key != "
 IMAGE_MARKS = {"<|START_OF_IMG|>": 102, "<|END_OF_IMG|>": 103}
 BOTH = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 CASES = {
+    "nemotron-omni": PictureCase(
+        name="NemotronH_Omni_Reasoning_V3_",
+        model="NemotronH_Omni_Reasoning_V3",
+        mended=with_plain_branches,
+        config={
+            "vision_config": {
+                **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+                **{"patch_size": 4, "max_img_size": 24, "num_cls_tokens": 2, "num_registers": 1},
+                **{"video_temporal_patch_size": 2, "mlp_ratio": 1.5},
+            },
+            "text_config": {
+                **text("nemotron_h", layers_block_type=["full_attention", "mlp"]),
+                **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8},
+            },
+            **{**BOTH, "projector_hidden_size": 40, "vision_hidden_size": 32},
+            "audio_config": None,
+        },
+        process=nemotron,
+        files=NEMOTRON_FILES,
+        marks={"<image>": 104, "<img>": 105, "</img>": 106},
+        sizes=((40, 24), (17, 50)),
+    ),
+    "deepseek-ocr2": PictureCase(
+        name="DeepseekOcr2",
+        config={
+            "vision_config": {
+                "sam_config": {
+                    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+                    **{"image_size": 128, "patch_size": 2, "global_attn_indexes": [1]},
+                    **{"output_channels": 8, "downsample_channels": [12, 32], "mlp_dim": 24},
+                },
+                "encoder_config": {
+                    **{"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2},
+                    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+                },
+            },
+            "text_config": {
+                **{**text("deepseek_ocr2_text"), "max_position_embeddings": 1024},
+                **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+                **{"moe_intermediate_size": 24, "mlp_layer_types": ["dense", "sparse"]},
+            },
+            "image_token_id": IMAGE,
+        },
+        process=deepseek_ocr,
+        files=OCR_FILES,
+        sizes=((150, 70),),
+        step_tokens=(200,),
+        longest=1024,
+    ),
     "aya-vision": PictureCase(
         name="AyaVision",
         mended=with_scaled_logits,

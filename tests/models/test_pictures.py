@@ -124,7 +124,7 @@ def shown(
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     spec = read_media(folder, json.loads((folder / "config.json").read_text()))
     assert spec is not None
-    engine = SeeingEngine(folder)
+    engine = SeeingEngine(folder, longest=case.longest)
     yield Shown(case=case, folder=folder, oracle=oracle, engine=engine, spec=spec)
     engine.close()
 
@@ -170,7 +170,7 @@ def test_again_beside_text_and_in_other_chunks(shown: Shown) -> None:
     plain = Ready(list(range(3, 30)), ())
     theirs = answer_of(shown.oracle, plain, {"input_ids": torch.tensor([plain.ids])}, 12)
     for tokens in (*shown.case.step_tokens[1:], 64):
-        engine = SeeingEngine(shown.folder, max_step_tokens=tokens)
+        engine = SeeingEngine(shown.folder, longest=shown.case.longest, max_step_tokens=tokens)
         answers = engine.run(prompt, plain, max_tokens=12, scored=False)
         assert [one.tokens for one in answers] == [expected.tokens, theirs.tokens]
         (again,) = engine.run(prompt, max_tokens=12, scored=False)

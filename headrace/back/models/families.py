@@ -199,6 +199,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "glm_ocr_text": "glm4",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
+    "nemotron_h": "nemotron_h",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",

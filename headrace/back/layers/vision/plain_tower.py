@@ -80,8 +80,9 @@ class PlainTowerSpec:
     them. table_side: patches a side of a table that is resized to each image; sides:
     the only ones such images have.
     class_token: its name and shape; it sees and is seen, and is left out in the end, or with
-    `class_alone` is all that is left. pooled: see MediaForm. before, behind: norms around the
-    layers. theta, turns: of the rotation, where layers rotate.
+    `class_alone` is all that is left. prefix: learned rows that are seen likewise, without places.
+    cropped: a resized table is that of a square around the image. pooled: see MediaForm. before,
+    behind: norms around the layers. theta, turns: of the rotation, where layers rotate.
     layers_name: where the layers lie. frames: whether an input may have several t, each an image
     of its own (tiles). mutual: see MediaForm. embedded: a norm of the patches alone. packings: of
     the kinds whose inputs are cut; learned: the names of the row that ends rows and of the one that
@@ -99,6 +100,8 @@ class PlainTowerSpec:
     class_token: tuple[str, tuple[int, ...]] | None = None
     class_last: bool = False
     class_alone: bool = False
+    prefix: tuple[str, tuple[int, int]] | None = None
+    cropped: bool = False
     pooled: bool = False
     before: TowerNorm | None = None
     behind: TowerNorm | None = None
@@ -127,6 +130,7 @@ class PlainTower:
         self._patches = PatchEmbedding(scope, width, spec.patches)
         self._positions = None if spec.positions is None else scope.param(*spec.positions)
         self._class = None if spec.class_token is None else scope.param(*spec.class_token)
+        self._prefix = None if spec.prefix is None else scope.param(*spec.prefix)
         self._embedded, self._before, self._behind = (
             None if one is None else one.norm.build(scope / one.name, width, eps=eps)
             for one in (spec.embedded, spec.before, spec.behind)
@@ -144,7 +148,8 @@ class PlainTower:
         self.forms = _forms(spec)
         self.width = spec.projector.outputs
         self.dtype = scope.dtype
-        self._table_PE = self._class_E = torch.empty(0)
+        self._table_PE = torch.empty(0)
+        self._first_KE = torch.empty(0, width)
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
@@ -159,8 +164,10 @@ class PlainTower:
             self._table_PE = self._positions.take().view(-1, width)
         if self._class is not None:
             own = -1 if spec.class_last else 0
-            self._class_E = self._class.take().view(width) + self._table_PE[own]
+            self._first_KE = self._class.take().view(1, width) + self._table_PE[own]
             self._table_PE = self._table_PE[:-1] if spec.class_last else self._table_PE[1:]
+        if self._prefix is not None:
+            self._first_KE = self._prefix.take()
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
@@ -176,18 +183,20 @@ class PlainTower:
             x_NE += self._table_PE.index_select(0, place_N)
         elif spec.table_side:
             x_NE += torch.cat([self._resized(grid) for grid in grids])
-        if self._class is not None:
-            x_NE = self._with_class(x_NE, len(lengths))
-            spans = TokenSpans(starts=starts_of([length + 1 for length in lengths]))
+        first = self._first_KE.shape[0]
+        if first:
+            x_NE = torch.cat([row for one in x_NE.split(lengths) for row in (self._first_KE, one)])
+            spans = TokenSpans(starts=starts_of([first + length for length in lengths]))
         if spec.layer.rotary:
             spans = replace(spans, **self._rotation(at_2N, len(lengths)))
         if self._before is not None:
             x_NE = self._before.norm(x_NE)
         for layer in self._layers:
             x_NE = layer.forward(x_NE, spans)
-        if self._class is not None:
-            own = slice(0, 1) if spec.class_alone else slice(1, None)
-            x_NE = x_NE.unflatten(0, (len(lengths), -1))[:, own].flatten(0, 1)
+        if first:
+            own = slice(0, 1) if spec.class_alone else slice(first, None)
+            images = x_NE.split([first + length for length in lengths])
+            x_NE = torch.cat([one[own] for one in images])
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
         if isinstance(self._projector, GridProjector):
@@ -199,18 +208,14 @@ class PlainTower:
             parts.append(self._projector.marks)
         return torch.cat(parts) if len(parts) > 1 else y_MF
 
-    def _with_class(self, x_NE: torch.Tensor, count: int) -> torch.Tensor:
-        """The class token before the patches of each image."""
-        class_E = self._class_E.expand(count, 1, -1)
-        return torch.cat((class_E, x_NE.unflatten(0, (count, -1))), dim=1).flatten(0, 1)
-
     def _resized(self, grid: Grid) -> torch.Tensor:
         """The table at the size of an image, its patches in the order of rows (bilinear, with
         `smooth` smoothed where it shrinks: Tschannen et al. 2025, SigLIP 2)."""
         (t, h, w), side = grid, self._spec.table_side
         table = self._table_PE.float().view(1, side, side, -1).permute(0, 3, 1, 2)
         smooth = self._spec.smooth
-        table = F.interpolate(table, size=(h, w), mode="bilinear", antialias=smooth)
+        size = (max(h, w),) * 2 if self._spec.cropped else (h, w)
+        table = F.interpolate(table, size=size, mode="bilinear", antialias=smooth)[:, :, :h, :w]
         row_N, column_N = coordinates((1, h, w), self._spec.projector.merge)
         place_N = to_device(row_N * w + column_N, table.device)
         resized_NE = table[0].flatten(1).T.index_select(0, place_N).to(self.dtype)

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.front.media.processing import MAX_PATCHES
 from headrace.front.media.processors.files import read_keys, special_token
 from headrace.front.media.processors.reading import (
     image_only,
@@ -222,6 +223,41 @@ def _minicpm(files: CheckpointFiles) -> MediaSpec:
     return msgspec.structs.replace(image_only("minicpm", settings, config), numbered=numbered)
 
 
+def _deepseek_ocr(files: CheckpointFiles) -> MediaSpec:
+    """Of a window of 4 x 4 patches a query remains."""
+    image, vision = files.image, vision_section(files.config)
+    sam = vision.section("sam_config")
+    size = image.section("size")
+    side = 1024 if size is None else size.int("height", 1024, ge=1, le=16_384)
+    tile = image.int("tile_size", 768, ge=1, le=16_384)
+    bounds = image.int("min_patches", 2, ge=1), image.int("max_patches", 6, ge=1, le=256)
+    settings = ProcessorSettings(
+        patch=16 if sam is None else sam.int("patch_size", 16, ge=1, le=1024),
+        merge=4,
+        side=side,
+        sizes=((tile, tile),),
+        tiles=bounds if image.bool("crop_to_patches", True) else (1, 1),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return image_only("deepseek_ocr", settings, files.config)
+
+
+def _nemotron(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    settings = ProcessorSettings(
+        patch=image.int("patch_size", 16, ge=1, le=1024),
+        merge=2,
+        tiles=(
+            image.int("min_num_patches", 1024, ge=1, le=MAX_PATCHES),
+            image.int("max_num_patches", 13_312, ge=0, le=MAX_PATCHES) or MAX_PATCHES,
+        ),
+        resample=image.int("resample", 3, ge=0, le=5),
+        around=("<img>", "</img>"),
+    )
+    spec = image_only("radio", settings, config)
+    return msgspec.structs.replace(spec, image_mark=special_token(files.folder, "<image>"))
+
+
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
@@ -233,5 +269,8 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "cohere2_vision": _command,
     "qianfan_ocr": _qianfan,
     "minicpmv4_6": _minicpm,
+    "deepseek_ocr2": _deepseek_ocr,
+    "nemotron_h_omni": _nemotron,
+    "NemotronH_Nano_Omni_Reasoning_V3": _nemotron,
 }
 """By `model_type`."""

@@ -47,6 +47,8 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "aya": "headrace.front.media.processors.canvas:AyaProcessor",
         "command": "headrace.front.media.processors.canvas:CommandProcessor",
         "minicpm": "headrace.front.media.processors.minicpm:MiniCpmProcessor",
+        "deepseek_ocr": "headrace.front.media.processors.deepseek_ocr:DeepseekOcrProcessor",
+        "radio": "headrace.front.media.processors.radio:RadioProcessor",
         "siglip2": "headrace.front.media.processors.siglip2:Siglip2Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
@@ -80,7 +82,10 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         return _two_towers(folder, config)
     if kind == "internvl_chat":
         return _internvl_chat(folder, config)
-    named = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+    named = (
+        *("image_token_id", "image_token_index", "media_placeholder_token_id"),
+        "img_context_token_id",
+    )
     if "vision_config" not in config or not any(config.get(key) is not None for key in named):
         return None
     reader = ConfigReader(config, f"{folder}/config.json")

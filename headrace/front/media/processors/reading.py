@@ -17,7 +17,7 @@ def pixel_bounds(reader: ConfigReader, default: tuple[int, int]) -> tuple[int, i
 
 
 def image_only(processor: str, settings: ProcessorSettings, config: ConfigReader) -> MediaSpec:
-    others = ("image_token_index", "media_placeholder_token_id")
+    others = ("image_token_index", "media_placeholder_token_id", "img_context_token_id")
     token = config.int("image_token_id", aliases=others, ge=0)
     return MediaSpec(processor=processor, settings=settings, image_token=token, video_token=None)
 
