@@ -17,6 +17,7 @@ from headrace.back.kernels.gated_scan.op import ScanRows
 from headrace.back.kernels.selective_scan import op as selective_scan
 from headrace.back.kernels.ssd_scan import op as ssd_scan
 from headrace.back.kernels.state_rows import op as state_rows
+from headrace.back.kernels.wkv import op as wkv
 
 STATES = 7
 COUNTS = {"decode": (1, 1, 1), "mixed": (1, 5, 9), "long": (40,)}
@@ -51,6 +52,7 @@ CASES = {
         ssd_scan,
         {"heads": 2, "groups": 1, "head_dim": 64, "state_dim": 128, "limits": (0.5, 1.0)},
     ),
+    "wkv": (wkv, {"channels": 300}),
 }
 
 
@@ -63,6 +65,7 @@ def problem_of(case: str, dtype: torch.dtype, device: str = "cpu") -> Any:
         "gated_delta": "GatedDeltaProblem",
         "ssd_scan": "SsdScanProblem",
         "selective_scan": "SelectiveScanProblem",
+        "wkv": "WkvProblem",
     }
     more = {} if module is gated_scan else {"dtype": dtype}
     return module, getattr(module, names[case.partition("-")[0]])(device=device, **more, **sizes)
@@ -84,6 +87,9 @@ def step(case: str, dtype: torch.dtype, counts: str, device: str = "cpu") -> Any
     *inputs, state, _ = sample.arguments
     wide = torch.randn(STATES + 1, state[0].numel() + 24, generator=generator).to(state.dtype)
     kept = wide.to(device)[:, : state[0].numel()].view(STATES + 1, *state.shape[1:])
+    if module is wkv:  # a sum of weights is positive; row 5 begins with none
+        kept[:, 1] = kept[:, 1].exp()
+        kept[5] = 0
     row, start = [-1], [0, 0]
     for place, count in enumerate(COUNTS[counts]):
         row += [(5, 0, 3)[place], STATES]
@@ -169,12 +175,30 @@ def _naive_selective(problem: Any, weights: Any, inputs: Any, state: torch.Tenso
     return torch.stack(ys), state
 
 
+def _naive_wkv(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    """The sums themselves; divided by what is greatest in them only at the end."""
+    decay, first = (one.double() for one in weights)
+    k, v = (one.double() for one in inputs)
+    top, below, most = state
+    most = torch.where(below == 0, -torch.inf, most)
+    top, below = (torch.where(below == 0, 0.0, one * most.exp()) for one in (top, below))
+    ys = []
+    for t in range(len(k)):
+        own = (k[t] + first).exp()
+        ys.append((top + own * v[t]) / (below + own))
+        top = (-decay).exp() * top + k[t].exp() * v[t]
+        below = (-decay).exp() * below + k[t].exp()
+        most = torch.maximum(most - decay, k[t])
+    return torch.stack(ys), torch.stack((top / most.exp(), below / most.exp(), most))
+
+
 NAIVE: dict[str, Callable[..., Any]] = {
     "gated_scan": _naive_scan,
     "causal_conv": _naive_conv,
     "gated_delta": _naive_delta,
     "ssd_scan": _naive_ssd,
     "selective_scan": _naive_selective,
+    "wkv": _naive_wkv,
 }
 
 

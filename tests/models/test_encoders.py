@@ -85,6 +85,45 @@ def embedding_gemma(**more: Any) -> transformers.Gemma3TextConfig:
     )
 
 
+def camembert(**more: Any) -> transformers.CamembertConfig:
+    return transformers.CamembertConfig(
+        **SIZES, max_position_embeddings=40, pad_token_id=1, type_vocab_size=1, **more
+    )
+
+
+def mpnet(**more: Any) -> transformers.MPNetConfig:
+    return transformers.MPNetConfig(**SIZES, max_position_embeddings=40, **more)
+
+
+def distilbert(**more: Any) -> transformers.DistilBertConfig:
+    return transformers.DistilBertConfig(
+        vocab_size=96, dim=32, hidden_dim=48, n_layers=3, n_heads=4, **more
+    )
+
+
+def electra(**more: Any) -> transformers.ElectraConfig:
+    return transformers.ElectraConfig(
+        **SIZES, embedding_size=24, max_position_embeddings=40, **more
+    )
+
+
+def gte(**more: Any) -> transformers.GteConfig:
+    return transformers.GteConfig(**SIZES, max_position_embeddings=40, **more)
+
+
+def eurobert(**more: Any) -> transformers.EuroBertConfig:
+    return transformers.EuroBertConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        max_position_embeddings=40,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        classifier_pooling="bos",
+        **more,
+    )
+
+
 def qwen3(**more: Any) -> transformers.Qwen3Config:
     return transformers.Qwen3Config(
         **SIZES,
@@ -117,6 +156,17 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("JinaEmbeddingsV3ForMaskedLM", jina),
     ("JinaEmbeddingsV3ForSequenceClassification", jina),
     ("JinaEmbeddingsV3ForTokenClassification", jina),
+    ("CamembertModel", camembert),
+    ("MPNetForMaskedLM", mpnet),
+    ("MPNetForSequenceClassification", mpnet),
+    ("DistilBertModel", distilbert),
+    ("DistilBertForSequenceClassification", distilbert),
+    ("ElectraForMaskedLM", electra),
+    ("ElectraForSequenceClassification", electra),
+    ("GteModel", gte),
+    ("GteForSequenceClassification", gte),
+    ("EuroBertForMaskedLM", eurobert),
+    ("EuroBertForSequenceClassification", eurobert),
 ]
 
 

@@ -750,6 +750,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"altup_correct_scale": False, "vocab_size_per_layer_input": 61},
         },
     ),
+    "zamba": (
+        "Zamba",
+        {
+            **{"num_hidden_layers": 4, "num_key_value_heads": 6, "mamba_d_state": 12},
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        },
+    ),
+    "recurrent-gemma": (
+        "RecurrentGemma",
+        {"attention_window_size": 12, "lru_width": 36, "logits_soft_cap": 8.0},
+    ),
+    "rwkv": ("Rwkv", {}),
+    "xlstm": ("xLSTM", {"hidden_size": 128, "num_heads": 4, "autocast_kernel_dtype": "float32"}),
+    "hrm-text": ("HrmText", {"head_dim": 8, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2}),
     "zamba2": (
         "Zamba2",
         {
@@ -769,6 +783,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{**ZAMBA2, "add_bias_linear": True, "num_hidden_layers": 4},
             "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
+        },
+    ),
+    "gpt-neox-japanese": (
+        "GPTNeoXJapanese",
+        {"intermediate_multiple_size": 2, **rope(partial_rotary_factor=0.5)},
+    ),
+    "modernbert-decoder": (
+        "ModernBertDecoder",
+        {
+            **{"local_attention": 12, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+            **{"cls_token_id": 1, "sep_token_id": 2, "norm_bias": True, "attention_bias": True},
         },
     ),
     "bloom": ("Bloom", {"n_head": 6}),

@@ -28,6 +28,7 @@ DELTAS = (
     *("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear"),
     *("bailing-hybrid", "minimax", "lfm3"),
 )
+RARE = ("zamba", "recurrent-gemma", "rwkv", "xlstm")
 FAMILIES = (
     "mamba2",
     "mamba",
@@ -41,10 +42,11 @@ FAMILIES = (
     "nemotron-h-experts",
     "nemotron-h-latent-experts",
     *DELTAS,
+    *RARE,
 )
 UNRECORDED = (
     *("zamba2", "falcon-h1", "granite-hybrid-experts", "nemotron-h-experts", "olmo-hybrid"),
-    "nemotron-h-latent-experts",
+    *("nemotron-h-latent-experts", "zamba", "recurrent-gemma", "rwkv", "xlstm"),
 )
 """They use operations of PyTorch."""
 RECORDED = [name for name in FAMILIES if name not in UNRECORDED]

@@ -95,34 +95,37 @@ def logits(
             for name, tensor in weights.items()
             if name.startswith(f"model.layers.{layer}.")
         }
-        x_TE = x_TE + _attention(config, own, _norm(config, x_TE, own["input_layernorm.weight"]))
-        h_TE = _norm(config, x_TE, own["post_attention_layernorm.weight"])
+        x_TE = x_TE + attention(config, own, norm(config, x_TE, own["input_layernorm.weight"]))
+        h_TE = norm(config, x_TE, own["post_attention_layernorm.weight"])
         is_dense = layer < config["first_k_dense_replace"]
-        x_TE = x_TE + (_mlp(own, "mlp", h_TE) if is_dense else _experts(config, own, h_TE))
-    return _norm(config, x_TE, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+        x_TE = x_TE + (mlp(own, "mlp", h_TE) if is_dense else experts(config, own, h_TE))
+    return norm(config, x_TE, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
 
-def _norm(config: dict[str, Any], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def norm(config: dict[str, Any], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """By the root mean square."""
     return x * (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * weight
 
 
-def _rotated(config: dict[str, Any], x_THD: torch.Tensor) -> torch.Tensor:
-    half = config["head_dim"] // 2
+def rotated(config: dict[str, Any], x_THD: torch.Tensor) -> torch.Tensor:
+    """By their places in the row, the first part of each head."""
+    half = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)) // 2
     speed = config["rope_theta"] ** (-torch.arange(half) / half)
     angle_T1D = (torch.arange(len(x_THD))[:, None] * speed)[:, None]
-    first, second = x_THD[..., :half], x_THD[..., half:]
+    first, second, rest = x_THD.tensor_split((half, 2 * half), -1)
     cos, sin = angle_T1D.cos(), angle_T1D.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
-def _attention(
+def attention(
     config: dict[str, Any], own: dict[str, torch.Tensor], x_TE: torch.Tensor
 ) -> torch.Tensor:
+    """Softmax attention, queries in groups."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     qkv = (x_TE @ own["attention.query_key_value.weight"].T).unflatten(1, (-1, config["head_dim"]))
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    q = _rotated(config, _norm(config, q, own["attention.query_layernorm.weight"]))
-    k = _rotated(config, _norm(config, k, own["attention.key_layernorm.weight"]))
+    q = rotated(config, norm(config, q, own["attention.query_layernorm.weight"]))
+    k = rotated(config, norm(config, k, own["attention.key_layernorm.weight"]))
     y_TE = torch.zeros(len(x_TE), heads, config["head_dim"])
     for head in range(heads):
         of = head * kv_heads // heads
@@ -132,15 +135,17 @@ def _attention(
     return y_TE.flatten(1) @ own["attention.dense.weight"].T
 
 
-def _mlp(own: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+def mlp(own: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """With a gate."""
     gate, up = (x @ own[f"{name}.{part}_proj.weight"].T for part in ("gate", "up"))
     return (F.silu(gate) * up) @ own[f"{name}.down_proj.weight"].T
 
 
-def _experts(
+def experts(
     config: dict[str, Any], own: dict[str, torch.Tensor], x_TE: torch.Tensor
 ) -> torch.Tensor:
-    y_TE = _mlp(own, "mlp.shared_experts", x_TE)
+    """The shared one, and those that the router chooses."""
+    y_TE = mlp(own, "mlp.shared_experts", x_TE)
     scores = (x_TE @ own["mlp.gate.weight"].T).sigmoid()
     choice = scores + own["mlp.gate.expert_bias"]
     size = config["num_experts"] // config["n_group"]
@@ -157,5 +162,5 @@ def _experts(
         total = sum(float(scores[token, e]) for e in best)
         for expert in best:
             weight = float(scores[token, expert]) / total * config["routed_scaling_factor"]
-            y_TE[token] += weight * _mlp(own, f"mlp.experts.{expert}", x_TE[token])
+            y_TE[token] += weight * mlp(own, f"mlp.experts.{expert}", x_TE[token])
     return y_TE

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from headrace.back.kernels.activation.op import OP as ACTIVATION
 from headrace.back.kernels.activation.op import Activation, ActivationProblem
 from headrace.back.kernels.gated_act.op import OP, GatedAct, GatedActProblem
-from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMSNorm, SplitRMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
@@ -97,8 +97,9 @@ GATED_MLP = GatedMLPSpec()
 
 class GatedMLP:
     """x_TE -> y_TE. `merged` names the checkpoint tensor that holds gate and up, if they are one
-    there (Phi-3); `names`: those of gate, up and down; `scales`: what gate and down are multiplied
-    with. If `norms`, x is what goes into the norm before it."""
+    there (Phi-3), or says how; `names`: those of gate, up and down; `scales`: what gate and down
+    are multiplied with; `down_bias`: the one that leads back has a bias, None: as `bias` says. If
+    `norms`, x is what goes into the norm before it."""
 
     def __init__(
         self,
@@ -106,7 +107,8 @@ class GatedMLP:
         place: FeedForwardPlace,
         *,
         bias: bool = False,
-        merged: str | None = None,
+        down_bias: bool | None = None,
+        merged: str | MergedTensor | None = None,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         scales: tuple[float, float] = (1.0, 1.0),
         sparsity: float = 0.0,
@@ -119,7 +121,8 @@ class GatedMLP:
             place.width,
             parts,
             bias=bias,
-            merged=merged,
+            merged=merged if isinstance(merged, str) else None,
+            tensors=(merged,) if isinstance(merged, MergedTensor) else (),
             norm=place.norm,
             activation=None if sparsity else place.activation,
         )
@@ -129,7 +132,12 @@ class GatedMLP:
             self._inner_norm = SplitRMSNorm(scope / name, parts[0], eps=eps)
         self._largest = LargestGates(scope, parts[0], sparsity) if sparsity else None
         self._down = RowLinear(
-            scope / down, parts[0], place.width, bias=bias, adds=place.adds, scale=scales[1]
+            scope / down,
+            parts[0],
+            place.width,
+            bias=bias if down_bias is None else down_bias,
+            adds=place.adds,
+            scale=scales[1],
         )
         self._act: GatedAct = not_loaded
         self._scope = scope

@@ -273,9 +273,18 @@ class LayerNorm:
 class HeadsLayerNorm:
     """A layer norm without bias over each head, each with a weight of its own: x_THD -> y_THD.
     `part`: how the heads are split over the ranks. The weights are one checkpoint tensor [H, D],
-    or a tensor [D] for each head, `listed` under that name with its number in it."""
+    or [H * D] if `flat`, or a tensor [D] for each head, `listed` under that name with its number
+    in it."""
 
-    def __init__(self, scope: Scope, part: Part, *, eps: float, listed: str | None = None) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        part: Part,
+        *,
+        eps: float,
+        listed: str | None = None,
+        flat: bool = False,
+    ) -> None:
         heads, width = part.units, part.size // part.units
         rows = Part(part.name, heads, heads)
         pieces = None
@@ -289,8 +298,9 @@ class HeadsLayerNorm:
         self._scope = scope
         self._width = width
         self._eps = eps
-        shape = (heads, width) if pieces is None else (heads * width,)
-        shard = Shard(axis="tp", dim=0, parts=(rows if pieces is None else part,))
+        flat = flat or pieces is not None
+        shape = (heads * width,) if flat else (heads, width)
+        shard = Shard(axis="tp", dim=0, parts=(part if flat else rows,))
         self._weight = scope.param("weight", shape, pieces=pieces, shard=shard, init="ones")
         scope.on_finish(self._finish)
 

@@ -35,7 +35,8 @@ MLP_ADAPTERS = "gate_up_proj_adapter_list"
 @dataclass(frozen=True, kw_only=True)
 class SharedBlockSpec:
     """`attention`: of width 2 E, with a rope or none. `inner`: of the MLP; `bias`: whether its
-    projections have one. `rank`: R; `adapts_attention`: queries, keys and values have adapters as
+    projections have one; `merged`: the tensor that holds its gate and up, None: each has its own.
+    `rank`: R, 0: there are no adapters; `adapts_attention`: queries, keys and values have some as
     the MLP has."""
 
     attention: AttentionSpec
@@ -45,6 +46,7 @@ class SharedBlockSpec:
     eps: float
     rank: int
     bias: bool = False
+    merged: str | None = "gate_up_proj"
     adapts_attention: bool = False
 
 
@@ -61,7 +63,7 @@ class SharedBlock:
             )
         self._scope, self._spec = scope, spec
         self._parts = attention.parts
-        self._inner_parts = (Part("gate", inner, inner), Part("up", inner, inner))
+        self._inner_parts = (Part("gate_proj", inner, inner), Part("up_proj", inner, inner))
         self._split = [local_units(part, scope.mesh.tp) for part in self._parts]
         self._qkv = ColumnLinear(scope / "self_attn", attention.width, self._parts)
         self._out = RowLinear(scope / "self_attn" / "o_proj", self._parts[0], spec.width)
@@ -70,7 +72,7 @@ class SharedBlock:
             spec.width,
             self._inner_parts,
             bias=spec.bias,
-            merged="gate_up_proj",
+            merged=spec.merged,
         )
         self._down = RowLinear(
             scope / "feed_forward" / "down_proj", self._inner_parts[0], spec.width, bias=spec.bias
@@ -96,8 +98,8 @@ class SharedBlock:
             quantized=self._scope.kv_quantized,
         )
 
-    def adapters(self, number: int) -> tuple[tuple[Adapter, ...], Adapter]:
-        """Of queries, keys and values, if there are any, and of the MLP, for the decoder's use of
+    def adapters(self, number: int) -> tuple[tuple[Adapter, ...], Adapter | None]:
+        """Of queries, keys and values, and of the MLP, if there are any, for the decoder's use of
         shared blocks with this number."""
         spec, scope, index = self._spec, self._scope, str(number)
         attention = tuple(
@@ -105,6 +107,8 @@ class SharedBlock:
             for name, part in zip(ATTENTION_ADAPTERS, self._parts, strict=True)
             if spec.adapts_attention
         )
+        if not spec.rank:
+            return attention, None
         place = scope / "feed_forward" / MLP_ADAPTERS / index
         return attention, Adapter(place, spec.width, spec.rank, self._inner_parts)
 
@@ -128,7 +132,8 @@ class SharedBlock:
         attended_TE = self._out.project(self._attend(q_THD, kv, plan).flatten(1))
         x_TE = self._between.norm(attended_TE)
         inner_TC = self._gate_up.project(x_TE)
-        inner_TC += use.mlp.of(x_TE)
+        if use.mlp is not None:
+            inner_TC += use.mlp.of(x_TE)
         return self._down.project(self._act(inner_TC))
 
     def _finish(self) -> None:

@@ -13,6 +13,7 @@ from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,
     DecoderNames,
+    DecoderSizes,
     DecoderSpec,
     LayerSpec,
     plain_attention,
@@ -37,10 +38,22 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     sizes = read_sizes(config, eps=1e-5)
     if config.bool("norm_head", False):
         raise config.wrong("norm_head", "false")
+    attention = bailing_attention(scope, config, sizes)
+    sparse = dense_first(config, sizes.layers)
+    layers = tuple(
+        LayerSpec(mixer=attention, feed_forward=feed_forward)
+        for feed_forward in feed_forwards(bailing_mixture(config), sparse)
+    )
+    ignored = draft_layers(config, sizes.layers)
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, names=NAMES, ignored=ignored))
+
+
+def bailing_attention(scope: Scope, config: ConfigReader, sizes: DecoderSizes) -> AttentionSpec:
+    """Softmax attention with groups of queries."""
     qk_norm = None
     if config.bool("use_qk_norm", False):
         qk_norm = QKNorm(eps=sizes.eps, names=QK_NAMES)
-    attention = AttentionSpec(
+    return AttentionSpec(
         **plain_attention(sizes),
         rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
         qkv_bias=config.bool("use_qkv_bias", False),
@@ -48,16 +61,10 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         qk_norm=qk_norm,
         names=ATTENTION,
     )
-    sparse = dense_first(config, sizes.layers)
-    layers = tuple(
-        LayerSpec(mixer=attention, feed_forward=feed_forward)
-        for feed_forward in feed_forwards(_mixture(config), sparse)
-    )
-    ignored = draft_layers(config, sizes.layers)
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, names=NAMES, ignored=ignored))
 
 
-def _mixture(config: ConfigReader) -> MixtureSpec:
+def bailing_mixture(config: ConfigReader) -> MixtureSpec:
+    """By softmax scores, or as DeepSeek-V3 routes."""
     if config.choice("score_function", ("softmax", "sigmoid"), "softmax") == "sigmoid":
         return sigmoid_mixture(config, bias_name="gate.expert_bias")
     mixture = routed_mixture(config, grouped=False)

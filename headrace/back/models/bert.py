@@ -2,20 +2,23 @@
 everywhere.
 
 RoBERTa and XLM-RoBERTa (roberta.py) share all of it but the first position and the classification
-head.
+head; MPNet, DistilBERT and ELECTRA differ in names and embeddings besides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.classifier import Classifier, Dense
+from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LayerNorm
+from headrace.back.layers.position_bias import RelativeBias
 from headrace.back.layers.scope import Scope
 from headrace.back.models.encoder import (
     Encoder,
@@ -29,11 +32,34 @@ from headrace.base.config.hf import ConfigReader
 IGNORED = (
     r"(.*\.)?embeddings\.position_ids",
     r"cls\..*",
-    r"lm_head\..*",
+    r"(lm_head|(discriminator|generator)_predictions|generator_lm_head)\..*",
+    r"vocab_(transform|layer_norm|projector)\..*",
     r"linear\.weight",  # ColBERT's projection, which load/dense.py reads
 )
 MLP = PlainMLPSpec(up="intermediate.dense", down="output.dense", bias=True)
 POOLER = r"(.*\.)?pooler\..*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertNames:
+    """Where the layers lie in the model, and the tensors of one in it. `typed`: tokens have types,
+    each with a row of its own. `wide`: the projection of narrow embeddings."""
+
+    layers: str = "encoder.layer"
+    projections: tuple[str, str, str] = (
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+    )
+    out: str = "attention.output.dense"
+    after_attention: str = "attention.output.LayerNorm"
+    mlp: PlainMLPSpec = MLP
+    after_mlp: str = "output.LayerNorm"
+    typed: bool = True
+    wide: str | None = None
+
+
+BERT = BertNames()
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
@@ -48,18 +74,29 @@ def build_bert(
     prefix: str,
     first_position: int,
     head: Callable[[Scope, Scope, int], Classifier | None],
+    names: BertNames = BERT,
+    bias_of: Callable[[Scope, EncoderSizes], RelativeBias] | None = None,
 ) -> Encoder:
     """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at
     `first_position`. `head` makes the classification head from the outer and the inner scope and
-    the width."""
+    the width, `bias_of` what all layers add to scores."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix
     embedded = inside / "embeddings"
     embeddings = BertEmbeddings(
-        embedded, sizes, config, norm=embedded / "LayerNorm", first_position=first_position
+        embedded,
+        sizes,
+        config,
+        norm=embedded / "LayerNorm",
+        first_position=first_position,
+        typed=names.typed,
+        wide=None if names.wide is None else inside / names.wide,
     )
-    layers = [_layer(inside / "encoder" / "layer" / str(i), sizes) for i in range(sizes.layers)]
+    bias = None if bias_of is None else bias_of(inside, sizes)
+    layers = [
+        _layer(inside / names.layers / str(i), sizes, names, bias) for i in range(sizes.layers)
+    ]
     classifier = head(scope, inside, sizes.width)
     pooled = scope.head.kind == "sequence" and prefix == "bert"
     return Encoder(
@@ -86,26 +123,27 @@ def pooler_head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
     return Classifier(last, first=Dense(inner / "pooler" / "dense", width, width, bias=True))
 
 
-def _layer(scope: Scope, sizes: EncoderSizes) -> EncoderLayer:
-    def norm(scope: Scope) -> LayerNorm:
-        return LayerNorm(scope / "LayerNorm", sizes.width, eps=sizes.eps)
+def _layer(
+    scope: Scope, sizes: EncoderSizes, names: BertNames, bias: RelativeBias | None
+) -> EncoderLayer:
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm(scope / name, sizes.width, eps=sizes.eps)
 
-    attention = scope / "attention"
+    activation = ElementwiseActivation(scope, sizes.activation)
     return EncoderLayer(
         attention=SpanAttentionLayer(
-            attention, sizes, names=("self.query", "self.key", "self.value"), out="output.dense"
+            scope, sizes, names=names.projections, out=names.out, position_bias=bias
         ),
-        after_attention=norm(attention / "output"),
-        mlp=PlainMLP(
-            scope, MLP, sizes.feed_forward, ElementwiseActivation(scope, sizes.activation)
-        ),
-        after_mlp=norm(scope / "output"),
+        after_attention=norm(names.after_attention),
+        mlp=PlainMLP(scope, names.mlp, sizes.feed_forward, activation),
+        after_mlp=norm(names.after_mlp),
     )
 
 
 class BertEmbeddings:
     """norm(word + position + type). `norm`: its place; text begins at `first_position` of the
-    learned positions, None: there are none (a rope tells places apart)."""
+    learned positions, None: there are none (a rope tells places apart). `typed`: tokens have types.
+    Where `embedding_size` is not the model's width, a projection `wide` follows."""
 
     def __init__(
         self,
@@ -115,28 +153,37 @@ class BertEmbeddings:
         *,
         norm: Scope,
         first_position: int | None,
+        typed: bool = True,
+        wide: Scope | None = None,
     ) -> None:
-        self.num_types = config.int("type_vocab_size", 2, ge=1)
-        self._tables = [
-            _Table(scope / "word_embeddings", sizes.vocabulary, sizes.width),
-            _Table(scope / "token_type_embeddings", self.num_types, sizes.width),
-        ]
+        width = sizes.width
+        if wide is not None:
+            width = config.int("embedding_size", width, ge=1)
+        self._words = _Table(scope / "word_embeddings", sizes.vocabulary, width)
+        self.num_types = config.int("type_vocab_size", 2, ge=0) if typed else 0
+        self._types = self._positions = None
+        if self.num_types:
+            self._types = _Table(scope / "token_type_embeddings", self.num_types, width)
         self._first = first_position
         if first_position is not None:
             positions = config.int("max_position_embeddings", 512, ge=1)
-            self._tables.append(_Table(scope / "position_embeddings", positions, sizes.width))
-        self._norm = LayerNorm(norm, sizes.width, eps=sizes.eps)
+            self._positions = _Table(scope / "position_embeddings", positions, width)
+        self._norm = LayerNorm(norm, width, eps=sizes.eps)
+        self._wide = None
+        if wide is not None and width != sizes.width:
+            self._wide = WholeLinear(wide, width, sizes.width, bias=True)
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """x_TE."""
-        words, types, *positions = (table.rows for table in self._tables)
-        x_TE = F.embedding(batch.token_ids_T, words)
-        for table in positions:
+        x_TE = F.embedding(batch.token_ids_T, self._words.rows)
+        if self._positions is not None:
             assert self._first is not None
-            x_TE = x_TE + F.embedding(batch.positions_T + self._first, table)
-        segments_T = batch.segments_T
-        x_TE += types[0] if segments_T is None else F.embedding(segments_T, types)
-        return self._norm.norm(x_TE)
+            x_TE = x_TE + F.embedding(batch.positions_T + self._first, self._positions.rows)
+        if self._types is not None:
+            types, segments_T = self._types.rows, batch.segments_T
+            x_TE += types[0] if segments_T is None else F.embedding(segments_T, types)
+        x_TE = self._norm.norm(x_TE)
+        return x_TE if self._wide is None else self._wide.project(x_TE)
 
 
 class _Table:

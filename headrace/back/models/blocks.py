@@ -22,7 +22,7 @@ from headrace.back.layers.layer_tail import LayerInputsSpec
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.norm import RMS, NormSpec
 from headrace.back.layers.positions import PositionsSpec
-from headrace.back.layers.residual import ResidualStreamsSpec, add_norm, total
+from headrace.back.layers.residual import BlockNormSpec, ResidualStreamsSpec, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.decoder_layer import (
@@ -84,13 +84,15 @@ class DecoderNames:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A whole decoder. `norm` is the kind of all norms of the residual. `positions`: what is added
-    to the embeddings. `layer_inputs`: of the layers' tails.
+    """A whole decoder. `norm` is the kind of all norms of the residual, `last_norm` that of the one
+    behind the layers, where it is another. `positions`: what is added to the embeddings.
+    `layer_inputs`: of the layers' tails.
     `streams`: of residuals, where there are several. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
     layers: tuple[DecoderLayerSpec, ...]
     norm: NormSpec = RMS
+    last_norm: BlockNormSpec | None = None
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
@@ -146,7 +148,8 @@ class Decoder:
         self.state = "recurrent" if recurrent else "plain"
         self._norm = None
         if names.norm is not None:
-            self._norm = spec.norm.build(inside / names.norm, sizes.width, eps=sizes.eps)
+            last = spec.last_norm or spec.norm
+            self._norm = last.build(inside / names.norm, sizes.width, eps=sizes.eps)
         self._head = self._logits_head(scope, spec) if self.generates else None
         self._classifier = classifier_of(scope, sizes.width)
         if not all(layer.mixer and layer.mixer.probed for layer in self._layers):

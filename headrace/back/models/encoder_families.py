@@ -21,7 +21,8 @@ BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 ENCODERS = frozenset(
     {
         *("bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"),
-        *("embedding_gemma", "modernvbert", "two_towers"),
+        *("embedding_gemma", "modernvbert", "mpnet", "distilbert", "electra", "gte", "eurobert"),
+        "two_towers",
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""

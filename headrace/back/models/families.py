@@ -20,7 +20,7 @@ from headrace.base.errors import CheckpointError
 FALLBACK = "transformers"
 TEXT_SECTIONS = ("text_config", "llm_config")
 """Where the text part's keys are."""
-WIDTH = ("n_embd", "d_model")
+WIDTH = ("n_embd", "d_model", "dim")
 """What `hidden_size` is called besides."""
 HEADS = ("n_head", "n_heads", "num_heads", "attention_heads")
 """What `num_attention_heads` is called besides."""
@@ -83,6 +83,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1",
     "GPT2LMHeadModel": "gpt2",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "GPTNeoXJapaneseForCausalLM": "gpt_neox_japanese",
+    "ModernBertDecoderForCausalLM": "modernbert_decoder",
     "FalconForCausalLM": "falcon",
     "BloomForCausalLM": "bloom",
     "OPTForCausalLM": "opt",
@@ -104,6 +106,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "MiMoForCausalLM": "mimo",
     "BailingMoeForCausalLM": "bailing_moe",
     "BailingMoeV2ForCausalLM": "bailing_moe",
+    "BailingMoeLinearForCausalLM": "bailing_moe_linear",
+    "BailingMoeLinearV2ForCausalLM": "bailing_moe_linear",
+    "BailingMoeV2_5ForCausalLM": "bailing_moe_linear",
     "Gemma4UnifiedForCausalLM": "gemma4_unified",
     "MiniMaxText01ForCausalLM": "minimax_text_01",
     "MiniMaxM1ForCausalLM": "minimax_text_01",
@@ -143,6 +148,11 @@ ARCHITECTURES: Mapping[str, str] = {
     "BambaForCausalLM": "bamba",
     "FalconH1ForCausalLM": "falcon_h1",
     "Zamba2ForCausalLM": "zamba2",
+    "ZambaForCausalLM": "zamba",
+    "RecurrentGemmaForCausalLM": "recurrent_gemma",
+    "RwkvForCausalLM": "rwkv",
+    "xLSTMForCausalLM": "xlstm",
+    "HrmTextForCausalLM": "hrm_text",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "NemotronHForCausalLM": "nemotron_h",
     "Qwen3NextForCausalLM": "qwen3_next",
@@ -165,6 +175,13 @@ ARCHITECTURES: Mapping[str, str] = {
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "roberta",
     "XLMRobertaForMaskedLM": "roberta",
+    "CamembertForMaskedLM": "roberta",
+    "MPNetForMaskedLM": "mpnet",
+    "DistilBertForMaskedLM": "distilbert",
+    "ElectraForMaskedLM": "electra",
+    "GteForMaskedLM": "gte",
+    "NewForMaskedLM": "gte",
+    "EuroBertForMaskedLM": "eurobert",
     "ModernBertForMaskedLM": "modernbert",
     "NomicBertForMaskedLM": "nomic_bert",
     "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
@@ -223,9 +240,9 @@ BASES_WITHIN: Mapping[str, str] = {
     "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
-RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba"})
+RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
 """Families without attention: their config states neither heads nor a longest text."""
-RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv"})
+RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv", "recurrent"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
 CHOICES_SHARED = {"glm_moe_dsa": 1, "glm5_next": 1, "hy_v4": 4, "mistral_large4": 1}
 """Families whose layers may read what the indexer of one before them chose, and every how manieth
@@ -236,7 +253,7 @@ TWO_ATTENTIONS = frozenset({"longcat_flash"})
 """Families of which each layer has two attentions."""
 SHARING = frozenset({"gemma3n", "gemma4", "gemma4_unified"})
 """Families whose upper layers may read the caches of lower ones."""
-FIRST_POSITION = {"roberta": "pad_token_id"}
+FIRST_POSITION = {"roberta": "pad_token_id", "mpnet": "pad_token_id"}
 """Families whose positions begin one behind the id under this key: fewer than are stated."""
 COLBERT = "HF_ColBERT"
 """BERT below a projection of every token (Khattab and Zaharia 2020), as its authors store it."""
@@ -348,7 +365,7 @@ def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) ->
     those that read the caches of others."""
     kinds = config.get("layers_block_type") or config.get("layer_types")
     attending, shared = config.get("attn_layer_indices"), config.get("num_kv_shared_layers")
-    sources = config.get("kv_source_layers")
+    sources, repeated = config.get("kv_source_layers"), config.get("block_types")
     if family in RECURRENT:
         return frozenset(range(layers))
     if family in SHARING and isinstance(shared, int):
@@ -357,10 +374,14 @@ def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) ->
         return frozenset(i for i, source in enumerate(sources) if source != i)
     if isinstance(kinds, list):
         return frozenset(i for i, kind in enumerate(kinds) if kind in RECURRENT_KINDS)
+    if isinstance(repeated, list) and repeated:
+        return frozenset(i for i in range(layers) if repeated[i % len(repeated)] in RECURRENT_KINDS)
     if isinstance(config.get("attn_type_list"), list):
         return frozenset(i for i, kind in enumerate(config["attn_type_list"]) if kind == 0)
     if isinstance(attending, list):
         return frozenset(i for i in range(layers) if i not in attending)
+    if isinstance(every := config.get("layer_group_size"), int) and every > 0:
+        return frozenset(i for i in range(layers // every * every) if (i + 1) % every)
     return frozenset()
 
 

@@ -7,6 +7,7 @@ from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
+from headrace.back.layers.ssm.gated_norm import GatedNormSpec
 from headrace.back.layers.ssm.lightning import LightningSpec
 from headrace.back.models.blocks import (
     Decoder,
@@ -69,7 +70,7 @@ def _lightning(sizes: DecoderSizes, index: int) -> LightningSpec:
         head_dim=sizes.head_dim,
         slopes=slopes,
         activation=sizes.activation,
-        eps=NORM_EPS,
+        norm=GatedNormSpec(eps=NORM_EPS, norm_first=True, gate="sigmoid"),
     )
 
 

@@ -47,7 +47,7 @@ def modernbert_encoder(scope: Scope, inside: Scope, config: ConfigReader) -> Enc
             x_TE.index_copy_(0, batch.encoded.at_M, batch.encoded.rows_ME)
         return first.norm(x_TE)
 
-    types = _layer_types(config, sizes.layers)
+    types = modernbert_layer_types(config, sizes.layers)
     layers = [
         _layer(inside / "layers" / str(i), sizes, config, kind, first=i == 0)
         for i, kind in enumerate(types)
@@ -80,7 +80,7 @@ def _layer(
             names=("Wqkv",),
             out="Wo",
             bias=config.bool("attention_bias", False),
-            rope=_rope(config, sizes, kind, scope.max_positions),
+            rope=modernbert_rope(config, sizes.head_dim, kind, scope.max_positions),
             window=half if kind == SLIDING else None,
         ),
         before_mlp=norm("mlp_norm"),
@@ -94,7 +94,7 @@ def _layer(
     )
 
 
-def _layer_types(config: ConfigReader, layers: int) -> tuple[str, ...]:
+def modernbert_layer_types(config: ConfigReader, layers: int) -> tuple[str, ...]:
     """As listed, or every n-th layer full."""
     types = config.list("layer_types", None, of=str)
     if types is None:
@@ -105,17 +105,15 @@ def _layer_types(config: ConfigReader, layers: int) -> tuple[str, ...]:
     return tuple(types)
 
 
-def _rope(config: ConfigReader, sizes: EncoderSizes, kind: str, max_positions: int) -> RopeSpec:
+def modernbert_rope(config: ConfigReader, head_dim: int, kind: str, max_positions: int) -> RopeSpec:
     """`rope_parameters` per layer type, or the two older keys."""
     if "rope_parameters" in config:
-        return read_rope(
-            config, head_dim=sizes.head_dim, max_positions=max_positions, layer_type=kind
-        )
+        return read_rope(config, head_dim=head_dim, max_positions=max_positions, layer_type=kind)
     key, default = (
         ("global_rope_theta", 160_000.0) if kind == FULL else ("local_rope_theta", 10_000.0)
     )
     theta = config.float(key, default, ge=1.0)
-    return read_rope(config, head_dim=sizes.head_dim, max_positions=max_positions, theta=theta)
+    return read_rope(config, head_dim=head_dim, max_positions=max_positions, theta=theta)
 
 
 def _head(scope: Scope, sizes: EncoderSizes, config: ConfigReader) -> Classifier | None:

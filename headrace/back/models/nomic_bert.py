@@ -31,18 +31,26 @@ _GATE_UP_DOWN = ("fc12", "fc11", "fc2")
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryBert:
-    """What these families do not share. `prefix`: of the base model's tensors; `attention`: that
-    module in a layer; `biased`: whether its projections are; `theta`: the rope's usual base;
+    """What these families do not share. `prefix`: of the base model's tensors; `layers`: where they
+    lie in it; `embedding_norm`: the norm of tokens; `attention`: that module in a layer, with its
+    `merged` projection and the one `out`; `norms`: behind both branches; `biased`: whether
+    projections are; `theta`: the rope's usual base, where there is no `rope` read already;
     `pools`: the head takes the base model's pooler; `mlp`, `head` make these parts."""
 
     prefix: str
     attention: str
     biased: bool
-    theta: float
     eps: float
     pools: bool
     mlp: Callable[[Scope, EncoderSizes], PlainMLP | GatedMLP]
     head: Callable[[Scope, Scope, int], Classifier | None]
+    theta: float = 10_000.0
+    rope: RopeSpec | None = None
+    layers: str = "encoder.layers"
+    embedding_norm: str = "emb_ln"
+    merged: str = "Wqkv"
+    out: str = "out_proj"
+    norms: tuple[str, str] = ("norm1", "norm2")
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
@@ -64,7 +72,7 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
 def build_rotary_bert(scope: Scope, config: ConfigReader, kind: RotaryBert) -> Encoder:
     """The encoder with its tensors under `kind.prefix` unless the checkpoint is bare."""
     sizes = read_encoder_sizes(config, eps=kind.eps)
-    rope = read_rope(
+    rope = kind.rope or read_rope(
         config,
         head_dim=sizes.head_dim,
         max_positions=scope.max_positions,
@@ -72,7 +80,7 @@ def build_rotary_bert(scope: Scope, config: ConfigReader, kind: RotaryBert) -> E
     )
     inside = scope if scope.head.bare else scope / kind.prefix
     embeddings = BertEmbeddings(
-        inside / "embeddings", sizes, config, norm=inside / "emb_ln", first_position=None
+        inside / "embeddings", sizes, config, norm=inside / kind.embedding_norm, first_position=None
     )
     pooled = kind.pools and scope.head.kind == "sequence"
     return Encoder(
@@ -80,8 +88,7 @@ def build_rotary_bert(scope: Scope, config: ConfigReader, kind: RotaryBert) -> E
         sizes,
         embed=embeddings.embed,
         layers=[
-            _layer(inside / "encoder" / "layers" / str(i), sizes, kind, rope)
-            for i in range(sizes.layers)
+            _layer(inside / kind.layers / str(i), sizes, kind, rope) for i in range(sizes.layers)
         ],
         norm=None,
         classifier=kind.head(scope, inside, sizes.width),
@@ -95,14 +102,14 @@ def _layer(scope: Scope, sizes: EncoderSizes, kind: RotaryBert, rope: RopeSpec) 
         attention=SpanAttentionLayer(
             scope / kind.attention,
             sizes,
-            names=("Wqkv",),
-            out="out_proj",
+            names=(kind.merged,),
+            out=kind.out,
             bias=kind.biased,
             rope=rope,
         ),
-        after_attention=LayerNorm(scope / "norm1", sizes.width, eps=sizes.eps),
+        after_attention=LayerNorm(scope / kind.norms[0], sizes.width, eps=sizes.eps),
         mlp=kind.mlp(scope / "mlp", sizes),
-        after_mlp=LayerNorm(scope / "norm2", sizes.width, eps=sizes.eps),
+        after_mlp=LayerNorm(scope / kind.norms[1], sizes.width, eps=sizes.eps),
     )
 
 

@@ -17,9 +17,11 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
     return build_bert(scope, config, prefix="roberta", first_position=first, head=first_token_head)
 
 
-def first_token_head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
-    """A tanh layer on the first token and the class logits, both below `classifier`; of tokens the
-    logits alone."""
+def first_token_head(
+    outer: Scope, inner: Scope, width: int, *, activation: str = "tanh"
+) -> Classifier | None:
+    """A layer with that activation on the first token and the class logits, both below
+    `classifier`; of tokens the logits alone."""
     head = outer.head
     if head.kind == "none":
         return None
@@ -29,4 +31,5 @@ def first_token_head(outer: Scope, inner: Scope, width: int) -> Classifier | Non
     return Classifier(
         Dense(classifier / "out_proj", width, head.num_labels, bias=True),
         first=Dense(classifier / "dense", width, width, bias=True),
+        activation=activation,
     )

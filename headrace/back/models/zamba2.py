@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
@@ -81,9 +83,9 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class ZambaLayerSpec:
-    """A layer of Mamba 2; with a `block` before it, of which it is the use `number`."""
+    """A layer of Mamba; with a `block` before it, of which it is the use `number`."""
 
-    mamba: Mamba2Spec
+    mamba: MixerSpec
     block: SharedBlock | None = None
     number: int = 0
 
@@ -109,7 +111,7 @@ class ZambaLayer:
             self.kv_forms = (self._use.form,)
             scope = scope / "mamba_decoder"
         self._norm = norms.build(scope / "input_layernorm", sizes.width, eps=sizes.eps)
-        self.mixer = spec.mamba.build(scope, cache + len(self.kv_forms))
+        self.mixer: Mixer[Any] = spec.mamba.build(scope, cache + len(self.kv_forms))
         self.kv_forms += self.mixer.kv_forms
 
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:

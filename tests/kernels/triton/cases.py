@@ -593,6 +593,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             "gated_delta-bounded",
             "ssd_scan-limits",
             "selective_scan",
+            "wkv",
         )
     ),
     *(

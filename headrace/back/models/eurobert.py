@@ -1,0 +1,72 @@
+"""EuroBERT (Boizard et al. 2025): Llama's layers, of which each token sees both sides."""
+
+from __future__ import annotations
+
+from headrace.back.layers.classifier import Classifier, Dense
+from headrace.back.layers.embedding import TokenEmbedding
+from headrace.back.layers.mlp import GatedMLP
+from headrace.back.layers.norm import RMS
+from headrace.back.layers.rope import RopeSpec, read_rope
+from headrace.back.layers.scope import Scope
+from headrace.back.models.encoder import (
+    Encoder,
+    EncoderLayer,
+    EncoderSizes,
+    SpanAttentionLayer,
+    read_encoder_sizes,
+)
+from headrace.base.config.hf import ConfigReader
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+IGNORED = (r"lm_head\..*",)
+
+
+def build(scope: Scope, config: ConfigReader) -> Encoder:
+    """EuroBertModel, EuroBertForSequenceClassification, EuroBertForTokenClassification,
+    EuroBertForMaskedLM."""
+    sizes = read_encoder_sizes(config, eps=1e-5, eps_key="rms_norm_eps", default_activation="silu")
+    inside = scope if scope.head.bare else scope / "model"
+    words = TokenEmbedding(inside / "embed_tokens", sizes.vocabulary, sizes.width)
+    rope = read_rope(
+        config,
+        head_dim=sizes.head_dim,
+        max_positions=scope.max_positions,
+        default_theta=250_000.0,
+    )
+    layers = [_layer(inside / "layers" / str(i), sizes, config, rope) for i in range(sizes.layers)]
+    return Encoder(
+        scope,
+        sizes,
+        embed=lambda batch: words.lookup(batch.token_ids_T),
+        layers=layers,
+        norm=RMS.build(inside / "norm", sizes.width, eps=sizes.eps),
+        classifier=_head(scope, sizes.width),
+        ignored=IGNORED,
+    )
+
+
+def _layer(scope: Scope, sizes: EncoderSizes, config: ConfigReader, rope: RopeSpec) -> EncoderLayer:
+    return EncoderLayer(
+        before_attention=RMS.build(scope / "input_layernorm", sizes.width, eps=sizes.eps),
+        attention=SpanAttentionLayer(
+            scope / "self_attn",
+            sizes,
+            names=PROJECTIONS,
+            out="o_proj",
+            bias=config.bool("attention_bias", False),
+            rope=rope,
+        ),
+        before_mlp=RMS.build(scope / "post_attention_layernorm", sizes.width, eps=sizes.eps),
+        mlp=GatedMLP(scope / "mlp", sizes.feed_forward, bias=config.bool("mlp_bias", False)),
+    )
+
+
+def _head(scope: Scope, width: int) -> Classifier | None:
+    head = scope.head
+    if head.kind == "none":
+        return None
+    last = Dense(scope / "classifier", width, head.num_labels, bias=True)
+    if head.kind == "token":
+        return Classifier(last)
+    first = Dense(scope / "dense", width, width, bias=True)
+    return Classifier(last, first=first, activation="gelu")
