@@ -237,7 +237,8 @@ def main() -> int:
         arguments = [given.model] if given.model else null_model(Path(folder), step_s=STEP_S)
         arguments += ["--max-running", str(ROWS)]
         arguments += ["--max-queued-requests", str(QUEUE), "--api-keys", KEY]
-        arguments += ["--max-connections", str(given.connections + 500)]
+        # Half of the places are for connections that have shown no key yet: all of the crowd, at first.
+        arguments += ["--max-connections", str(2 * given.connections + 500)]
         with server(*arguments) as (base, supervisor):
             report = run(int(base.rpartition(":")[2]), supervisor, given)
     print(json.dumps(report, indent=1))
