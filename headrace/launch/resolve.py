@@ -20,6 +20,7 @@ from headrace.base.config.resolved import (
     GrammarSpec,
     KVSpec,
     ModelSpec,
+    OffloadSpec,
     Resolved,
     SchedulerSpec,
     ServerSpec,
@@ -126,7 +127,7 @@ def resolve(
         extensions=options.model.extensions,
     )
     offload = offload_spec(options, model, device_spec, engine.kv)
-    engine = replace(engine, model=replace(engine.model, offload=offload))
+    engine = replace(engine, model=_finished(engine.model, options, model, offload))
     engine = replace(engine, speculation=speculation_spec(options, model, engine, draft, choose))
     return Resolved(
         engine=with_short_tables(engine, options, model, choose.note),
@@ -195,6 +196,18 @@ def _quantization(
         "--quantization", scheme, f"{bits:g} bits a weight", f"{size:.2f}GiB, packed while loading"
     )
     return scheme
+
+
+def _finished(
+    spec: ModelSpec, options: Options, model: ModelFacts, offload: OffloadSpec | None
+) -> ModelSpec:
+    """With which weights lie in host memory, and how media are encoded."""
+    return replace(
+        spec,
+        offload=offload,
+        image_norm=None if model.media is None else model.media.norm,
+        shares_encoder=options.model.mm_encoder_tp_mode == "data",
+    )
 
 
 def _deterministic(options: Options, model: ModelFacts) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headrace.back.executor.inline import InlineExecutor
+from headrace.back.layers.vision.shared_encoder import SharedEncoder
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.runner.start import start_runner
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
@@ -274,11 +275,20 @@ def compare_answers(ours: Answer, oracle: Answer, bound: float = 1e-4) -> None:
 
 
 def scored_by_runner(
-    folder: Path, prompts: Sequence[Prompt], *, mesh: Mesh, chunk: int, max_tokens: int = 4
+    folder: Path,
+    prompts: Sequence[Prompt],
+    *,
+    mesh: Mesh,
+    chunk: int,
+    max_tokens: int = 4,
+    **changes: Any,
 ) -> list[list[np.ndarray]]:
-    """The log-probabilities of each prompt, in chunks, and of greedy tokens, by one rank's runner."""
+    """The log-probabilities of each prompt, in chunks, and of greedy tokens, by one rank's runner; `changes` of the
+    model's spec."""
     spec = engine_spec(folder)
-    model = load_ours(spec.model, mesh=mesh)
+    model = load_ours(msgspec.structs.replace(spec.model, **changes), mesh=mesh)
+    shares = bool(changes.get("shares_encoder")) and mesh.tp.size > 1
+    assert isinstance(model.media, SharedEncoder) == shares
     runner = start_runner(spec, model, device=torch.device("cpu")).runner
     driver, scores = Driver(runner.facts), []
     sampling = RowSampling(temperature=0.0, logprobs=-1, prompt_logprobs=-1)

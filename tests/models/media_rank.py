@@ -1,6 +1,8 @@
 """One rank of test_media_parallel.py: run as a process, writes its log-probabilities to a file.
 
-python -m tests.models.media_rank RANK RANKS STORE FOLDER...
+python -m tests.models.media_rank RANK RANKS STORE [--shared] FOLDER...
+
+--shared: the ranks share out images, of which a prompt has up to seven.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from headrace.back.parallel.mesh import tensor_parallel_mesh
 from tests.models import test_towers as towers
 from tests.models.media import Prompt, image, scored_by_runner
 
-CHUNK = 7
+CHUNK, LONG = 7, 256
 
 
 def prompts_of(name: str) -> list[Prompt]:
@@ -33,11 +35,36 @@ def prompts_of(name: str) -> list[Prompt]:
     return [seeing, Prompt().text(*range(3, 20)), both]
 
 
+def many_images_of(name: str) -> list[Prompt]:
+    """One, three and seven images of different sizes, where the family has several."""
+    case = towers.CASES.get(name)
+    if case is None:
+        sizes, more = ((1, 4, 4), (1, 2, 6)), {"merge": 2}
+    else:
+        sizes, more = case.grids, {"merge": case.merge, "breaks": case.breaks}
+    prompts = []
+    for count in (1, 7):
+        prompt = Prompt().text(5, 6)
+        for index in range(count):
+            grid = sizes[index % len(sizes)]
+            prompt.text(102).put(image(10 * count + index, grid, patch=4, **more)).text(103)
+        prompts.append(prompt.text(8))
+    return prompts
+
+
 def main(rank: int, ranks: int, store: str, folders: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    shared = "--shared" in folders
     for folder in folders:
+        if folder.startswith("--"):
+            continue
+        prompts = many_images_of if shared else prompts_of
         scores = scored_by_runner(
-            Path(folder), prompts_of(Path(folder).name), mesh=tensor_parallel_mesh(), chunk=CHUNK
+            Path(folder),
+            prompts(Path(folder).name),
+            mesh=tensor_parallel_mesh(),
+            chunk=LONG if shared else CHUNK,
+            shares_encoder=shared,
         )
         torch.save(
             [torch.from_numpy(np.stack(one)) for one in scores], Path(folder) / f"rank{rank}.pt"

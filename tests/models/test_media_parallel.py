@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.back.layers.vision.shared_encoder import shares
 from headrace.back.parallel.mesh import Mesh
 from tests.models import test_qwen_vl as qwen
 from tests.models import test_towers as towers
 from tests.models.media import scored_by_runner
-from tests.models.media_rank import CHUNK, prompts_of
+from tests.models.media_rank import CHUNK, LONG, many_images_of, prompts_of
 from tests.rank_processes import run_ranks
 
 BOUND = 1e-4
@@ -30,3 +31,28 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
         for rank in range(2):
             for ours, whole in zip(torch.load(folder / f"rank{rank}.pt"), alone, strict=True):
                 assert np.abs(ours.numpy() - np.stack(whole)).max() < BOUND, folder.name
+
+
+SHARED = ("internvl", "qwen3-vl")
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_share_out_images_give_the_same(tmp_path: Path) -> None:
+    """MOD-02: one to seven images over two ranks, in one step: uneven shares, rows of every rank are those of one."""
+    cases = {**qwen.CASES, **towers.CASES}
+    for name in SHARED:
+        module = qwen if name in qwen.CASES else towers
+        module.save_case(cases[name], tmp_path / name)
+    folders = [tmp_path / name for name in SHARED]
+    run_ranks("tests.models.media_rank", 2, tmp_path / "store", "--shared", *folders)
+    for folder in folders:
+        prompts = many_images_of(folder.name)
+        alone = scored_by_runner(folder, prompts, mesh=Mesh(), chunk=LONG)
+        for rank in range(2):
+            for ours, whole in zip(torch.load(folder / f"rank{rank}.pt"), alone, strict=True):
+                assert np.abs(ours.numpy() - np.stack(whole)).max() < BOUND, folder.name
+
+
+def test_the_largest_inputs_go_to_the_idlest_rank() -> None:
+    assert shares([5, 1, 1, 9, 1], 2) == [[3], [0, 1, 2, 4]]
+    assert shares([4], 3) == [[0], [], []]

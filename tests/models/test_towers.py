@@ -3,17 +3,22 @@ Idefics 3, SmolVLM, LFM2-VL. Whole, in chunks that cut an image, behind a prefix
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.errors import CheckpointError
+from headrace.front.media.processors.families import read_media
 from tests.models.media import (
     Answer,
     Pixels,
@@ -23,6 +28,7 @@ from tests.models.media import (
     compare_answers,
     image,
     save_media_oracle,
+    scored_by_runner,
 )
 
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
@@ -312,3 +318,37 @@ def test_beside_text_and_each_other_with_recorded_decodes(seen: Seen) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == seen.expected(prompt, 12).tokens
     assert seen.engine.executor._resident.runner.facts.graphs.count > 0
+
+
+def test_a_checkpoint_s_own_colours_are_honoured(tmp_path: Path) -> None:
+    """What its processor's file says goes before what its family has."""
+    norm = ((0.3, 0.45, 0.6), (0.2, 0.25, 0.3))
+    case = replace(CASES["llava-siglip"], norm=norm)
+    oracle = save_case(case, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": norm[0], "image_std": norm[1]})
+    )
+    spec = read_media(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+    assert spec is not None and spec.norm == norm
+    seen = Seen(case=case, folder=tmp_path, oracle=oracle, engine=SeeingEngine(tmp_path))
+    prompt = two_images(seen)
+    expected = np.stack(seen.expected(prompt, 1).prompt_logprobs)
+    for image_norm, equal in ((spec.norm, True), (None, False)):
+        (ours,) = scored_by_runner(
+            tmp_path, [prompt], mesh=Mesh(), chunk=256, max_tokens=1, image_norm=image_norm
+        )
+        assert (np.abs(np.stack(ours[:-1]) - expected).max() < 1e-4) == equal
+    seen.engine.close()
+
+
+@pytest.mark.parametrize(
+    "files", [{"rescale_factor": 1 / 127.5}, {"do_rescale": False}, {"image_std": [0, 1, 1]}]
+)
+def test_other_ways_of_colours_are_refused(files: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": [0.5] * 3, **files})
+    )
+    vision = {"image_size": 32, "patch_size": 8}
+    config = {"model_type": "paligemma", "image_token_index": 7, "vision_config": vision}
+    with pytest.raises(CheckpointError, match=r"rescale_factor|image_std"):
+        read_media(tmp_path, config)

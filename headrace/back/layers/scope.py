@@ -44,6 +44,7 @@ from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.scheme import Scheme
 from headrace.back.quant.stored import Stored, StoredWeight, kept_blocks
+from headrace.base.config.media import ImageNorm
 from headrace.base.config.resolved import Decision
 
 P = TypeVar("P")
@@ -128,7 +129,9 @@ class Scope:
     parameters of this scope belong to, `host_experts` that of its routed experts.
     `mutual`: whether tokens of a step's spans see each other: "window": as far back as a
     layer's window lets them, "all": whatever the window, "local": in layers with a window alone;
-    "": they do not. `hollow`: parameters get no memory; whoever fills one gives it some."""
+    "": they do not. `hollow`: parameters get no memory; whoever fills one gives it some.
+    `image_norm`: mean and deviation of colours, where the checkpoint states them; None: those of
+    the family. `shares_encoder`: the ranks share out what is to be encoded."""
 
     ledger: Ledger
     mesh: Mesh
@@ -153,6 +156,8 @@ class Scope:
     unbiased: str = ""
     mutual: str = ""
     hollow: bool = False
+    image_norm: ImageNorm | None = None
+    shares_encoder: bool = False
     path: str = ""
 
     @property

@@ -121,6 +121,7 @@ class Gemma4Tower:
             bias=False,
             name="patch_embedder.input_proj",
             linear=True,
+            inside=True,
         )
         self._patches = PatchEmbedding(tower, spec.width, patches)
         shape = (2, spec.positions, spec.width)

@@ -135,6 +135,8 @@ def scope_of(
         planned=planned,
         hollow=hollow,
         offload=offload,
+        image_norm=spec.image_norm,
+        shares_encoder=spec.shares_encoder,
     )
 
 

@@ -12,6 +12,7 @@ from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.layers.vision.layer import VisionLayerNames, VisionLayerSpec
 from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTowerSpec, ProjectorSpec, TowerNorm
+from headrace.back.layers.vision.shared_encoder import SharedEncoder
 from headrace.back.models import blocks
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.families import TEXT_SECTIONS, TEXT_TYPES, text_config
@@ -34,6 +35,11 @@ SIGLIP_NAMES = VisionLayerNames(
 )
 OLDER_TOWER = ((r"(.*vision_tower)\.vision_model\.(.*)", r"\1.\2"),)
 """How older checkpoints name the tensors of CLIP's and SigLIP's towers."""
+
+
+SHARED = Decision(
+    "model.mm_encoder_tp_mode", "data", "data", "ranks share out what is to be encoded"
+)
 
 
 def parts_of(config: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
@@ -161,6 +167,9 @@ def with_media(
 ) -> Decoder:
     """The decoder with what encodes images and more for it. `renamed`: see WeightPlan."""
     decoder.media = encoder
+    if scope.shares_encoder and scope.mesh.tp.size > 1:
+        decoder.media = SharedEncoder(encoder, scope.mesh.tp)
+        scope.ledger.note(SHARED)
     decoder.weights = replace(decoder.weights, renamed=(*decoder.weights.renamed, *renamed))
     kinds = ", ".join(("text", *(form.kind for form in encoder.forms)))
     scope.ledger.note(Decision("model.parts", "auto", kinds, "what the checkpoint takes"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+ImageNorm = tuple[tuple[float, float, float], tuple[float, float, float]]
+"""Mean and deviation of red, green and blue, of values between 0 and 1."""
+
 
 class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Logarithms of magnitudes in mel bands between `low_hz` and `high_hz`. `frame`: samples that
@@ -94,6 +97,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt that is not expanded, where that is another token. `video_soft`: what stands for a
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.
+    `norm`: what the checkpoint's files say of the values of colours; None: nothing.
     `numbered`: texts around the number of an image in its prompt, which stands before it.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
     the folder whose files may be named, or None. `transcribes`: what it says of a sound alone is
@@ -107,6 +111,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     video_soft: int | None = None
     joins_newlines: bool = False
     numbered: tuple[str, str] | None = None
+    norm: ImageNorm | None = None
     audio_token: int | None = None
     transcribes: bool = False
     most: dict[str, int] = {}

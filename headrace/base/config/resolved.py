@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.config.media import MediaSpec
+from headrace.base.config.media import ImageNorm, MediaSpec
 from headrace.base.config.server_options import ServerSettings
 
 
@@ -70,7 +70,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `manifest`: the file of digests that the files must match; None: not verified.
     `encoder_tokens`: the most that the encoder of an encoder-decoder reads, whose decoder has
     `max_model_len`; 0: of others. `spectrogram`: bands and frames of what an encoder of speech
-    reads instead.
+    reads instead. `image_norm`: what the checkpoint's processor says of the values of colours,
+    None: as its family has them. `shares_encoder`: see `--mm-encoder-tp-mode`.
     """
 
     path: str
@@ -100,6 +101,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     encoder_tokens: int = 0
     spectrogram: tuple[int, ...] = ()
     offload: OffloadSpec | None = None
+    image_norm: ImageNorm | None = None
+    shares_encoder: bool = False
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -83,6 +83,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     language_model_only: Annotated[
         bool, Meta(description="Take text alone, though the model knows more.")
     ] = False
+    mm_encoder_tp_mode: Annotated[
+        Literal["weights", "data"],
+        Meta(
+            description="What ranks of tensor parallelism do with images, video and sound: each encodes all of it "
+            "(weights), or some, of which all get the result (data). The encoder's weights are whole on every rank."
+        ),
+    ] = "weights"
     served_model_name: Annotated[
         tuple[str, ...],
         Meta(description="Names clients may use; the first is shown. Default: the model's name."),

@@ -13,15 +13,18 @@ import torch
 
 from headrace.back.layers.linear import bind_linear
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.base.config.media import ImageNorm
 
 HALF = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSpec:
-    """`patch` pixels a side, `frames` in the weight; mean and deviation of red, green and blue.
+    """`patch` pixels a side, `frames` in the weight; mean and deviation of red, green and blue,
+    unless the checkpoint's processor states others (Scope.image_norm).
     `name`: of the convolution. `linear`: the checkpoint holds [E, patch * patch * 3], channels
-    last; `flat`: [E, 3 * patch * patch]."""
+    last; `flat`: [E, 3 * patch * patch]. `inside`: the model itself does this, behind what the
+    checkpoint's processor does."""
 
     patch: int
     mean: tuple[float, float, float]
@@ -31,6 +34,7 @@ class PatchSpec:
     name: str = "patch_embed.proj"
     linear: bool = False
     flat: bool = False
+    inside: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -68,7 +72,7 @@ class PatchEmbedding:
         weight = weight.reshape(weight.shape[0], 3, spec.frames, -1)
         mean, std = (
             torch.tensor(values, device=weight.device)[None, :, None, None]
-            for values in (spec.mean, spec.std)
+            for values in _norm(spec, scope.image_norm)
         )
         bias_E = (weight * ((HALF / 255 - mean) / std)).sum((1, 2, 3))
         if self._bias is not None:
@@ -80,3 +84,15 @@ class PatchEmbedding:
             self._video = bind_linear(scope, video_EB, bias_E)
         image_EB = weight.sum(2).flatten(1).to(scope.dtype).contiguous()
         self._image = bind_linear(scope, image_EB, bias_E)
+
+
+def _norm(spec: PatchSpec, stated: ImageNorm | None) -> ImageNorm:
+    """Mean and deviation of values between 0 and 1."""
+    if stated is None:
+        return spec.mean, spec.std
+    if not spec.inside:
+        return stated
+    pairs = list(zip(*stated, spec.mean, spec.std, strict=True))
+    mean = [first + scale * own for first, scale, own, _ in pairs]
+    std = [scale * own for _, scale, _, own in pairs]
+    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])

@@ -22,6 +22,7 @@ from headrace.front.media.processors.files import (
     special_token,
 )
 from headrace.front.media.processors.reading import (
+    image_norm,
     image_only,
     patch_pixels,
     pixel_bounds,
@@ -66,6 +67,14 @@ _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     """What a checkpoint's model takes beside text; None: text alone."""
+    spec = _read(folder, config)
+    if spec is None or spec.image_token is None:
+        return spec
+    image, _ = _processor_files(folder)
+    return msgspec.structs.replace(spec, norm=image_norm(image))
+
+
+def _read(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     kind, reader = config.get("model_type"), ConfigReader(config, f"{folder}/config.json")
     if kind in HEARING:
         return HEARING[kind](folder, reader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.base.config.hf import ConfigReader
-from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.base.config.media import ImageNorm, MediaSpec, ProcessorSettings
 
 
 def pixel_bounds(reader: ConfigReader, default: tuple[int, int]) -> tuple[int, int]:
@@ -46,3 +46,22 @@ def patch_pixels(vision: ConfigReader) -> int:
     if isinstance(vision.raw.get("patch_size"), list):
         return int(vision.list("patch_size", of=int)[0])
     return vision.int("patch_size", 14, ge=1, le=1024)
+
+
+def image_norm(image: ConfigReader) -> ImageNorm | None:
+    """What the processor's file says of the values of colours; None: nothing. What is rescaled
+    otherwise than by 1 / 255 is refused."""
+    stated = image.section("media_proc_cfg") or image
+    rescales = stated.bool("do_rescale", True)
+    factor = stated.float("rescale_factor", 1 / 255)
+    if not rescales or abs(factor * 255 - 1) > 1e-4:
+        raise stated.wrong("rescale_factor", "1 / 255, with do_rescale true")
+    if not stated.bool("do_normalize", True):
+        return (0.0,) * 3, (1.0,) * 3
+    mean = stated.list("image_mean", None, of=float, length=3, aliases=("norm_mean",))
+    std = stated.list("image_std", None, of=float, length=3, aliases=("norm_std",))
+    if mean is None or std is None:
+        return None
+    if min(std) <= 0:
+        raise stated.wrong("image_std", "three positive numbers")
+    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
