@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.back.models.families import FALLBACK, RECURRENT
+from headrace.back.models.families import FALLBACK
 from headrace.base.config.resolved import EngineSpec, ModelSpec, SpeculationSpec, SuffixSpec
 from headrace.base.config.tree import Options, SpeculationOptions
 from headrace.launch.chooser import Chooser
@@ -86,11 +86,6 @@ def _unverifiable(options: Options, model: ModelFacts) -> str | None:
         return f"{model.architecture} runs by the transformers fallback, whose steps verify nothing"
     if model.has_encoder:
         return f"{model.architecture} has an encoder before its decoder; not supported with one"
-    if model.family in RECURRENT:
-        return (
-            f"{model.architecture} has recurrent layers, whose state does not go back to the last "
-            "draft that stands"
-        )
     if options.model.attention_capture:
         return "not with --attention-capture, whose steps run token by token"
     return None

@@ -13,9 +13,10 @@ import torch
 from headrace.back.kernels.causal_conv import op as causal_conv
 from headrace.back.kernels.gated_delta import op as gated_delta
 from headrace.back.kernels.gated_scan import op as gated_scan
-from headrace.back.kernels.gated_scan.op import ScanRows
+from headrace.back.kernels.gated_scan.op import ScanRows, StateTrail
 from headrace.back.kernels.selective_scan import op as selective_scan
 from headrace.back.kernels.ssd_scan import op as ssd_scan
+from headrace.back.kernels.state_return import op as state_return
 from headrace.back.kernels.state_rows import op as state_rows
 from headrace.back.kernels.wkv import op as wkv
 
@@ -222,6 +223,56 @@ def check(case: str, bound: Callable[..., Any], arranged: Any, *, wide_rows: boo
         assert _error(state[row], after) <= limit
     for row in set(range(STATES + 1)) - owned:
         assert torch.equal(state[row], before[row]), row
+
+
+def check_trail(
+    case: str, bind: Callable[..., Any], dtype: torch.dtype, device: str, *, tolerance: float = 0.0
+) -> None:
+    """With a trail the outputs are the same bits, and behind each token lies, to the bit, the state that a step of the
+    tokens up to it leaves; nothing else is touched. `tolerance`: of those that compute all tokens' gates at once."""
+    problem, weights, inputs, short, rows = step(case, dtype, "mixed", device)
+    depth, padded = max(COUNTS["mixed"]) - 1, STATES + 1
+    trailed = short.new_full((padded + rows.row_R.shape[0] * depth, *short.shape[1:]), 7.0)
+    trailed[:padded] = short
+    bound, before = bind(problem, *weights), trailed.clone()
+    with_trail = replace(rows, trail=StateTrail(first=padded, depth=depth))
+    y = bound(*inputs, trailed, with_trail)
+    written, starts = {STATES}, rows.query_start_R1.tolist()
+    for i, (row, first, last) in enumerate(
+        zip(rows.row_R.tolist(), starts, starts[1:], strict=False)
+    ):
+        for t in range(first, last):
+            alone = before[:padded].clone()
+            cut = ScanRows(
+                row_R=torch.tensor([row], dtype=torch.int32, device=device),
+                query_start_R1=torch.tensor([0, t + 1 - first], dtype=torch.int32, device=device),
+                decode=False,
+            )
+            expected = bound(*(one[first : t + 1] for one in inputs), alone, cut)
+            at = row if t == first else padded + i * depth + t - first - 1
+            written.add(at)
+            assert _error(y[first : t + 1], expected.double().cpu()) <= tolerance, (row, t)
+            assert _error(trailed[at], alone[row].double().cpu()) <= tolerance, (row, t)
+    for row in set(range(trailed.shape[0])) - written:
+        assert torch.equal(trailed[row], before[row]), row
+
+
+def return_problem(device: str) -> state_return.StateReturnProblem:
+    trail = StateTrail(first=STATES + 1, depth=3)
+    return state_return.StateReturnProblem(device=device, trail=trail)
+
+
+def check_return(state_of: Callable[..., None], device: str) -> None:
+    """A row's bytes are those behind the last draft that stands; no others move."""
+    for wide in (False, True):
+        *numbers, state = state_return.OP.sample(return_problem(device)).arguments
+        if wide:
+            numbers[0] = numbers[0].long()
+        expected, first = state.clone(), STATES + 1
+        expected[2], expected[0] = state[first + 2], state[first + 3]
+        state_of(*numbers, state)
+        kept = [row for row in range(first + 15) if row != STATES]
+        assert torch.equal(state[kept], expected[kept])
 
 
 def _error(ours: torch.Tensor, expected: torch.Tensor) -> float:

@@ -44,15 +44,21 @@ def greedy(oracle: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def answers(core: EngineCore, prompts: dict[int, list[int]]) -> tuple[dict[int, list[int]], int]:
+def answers(
+    core: EngineCore,
+    prompts: dict[int, list[int]],
+    count: int = NUM_TOKENS,
+    *,
+    allowed: tuple[int, ...] | None = None,
+) -> tuple[dict[int, list[int]], int]:
     """The tokens of each request, and how many of their prompts' tokens were cached."""
     for id, prompt in prompts.items():
         core.add(
             EngineRequest(
                 id=id,
                 prompt=np.asarray(prompt, "<i4").tobytes(),
-                stop=StopRules(max_tokens=NUM_TOKENS),
-                sampling=RowSampling(temperature=0.0),
+                stop=StopRules(max_tokens=count),
+                sampling=RowSampling(temperature=0.0, allowed_ids=allowed),
             )
         )
     tokens: dict[int, list[int]] = {id: [] for id in prompts}

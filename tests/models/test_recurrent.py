@@ -15,7 +15,13 @@ from msgspec.structs import replace
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
-from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
+from headrace.base.config.resolved import (
+    DeviceSpec,
+    EngineSpec,
+    KVSpec,
+    SchedulerSpec,
+    SpeculationSpec,
+)
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.request import Call, EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
@@ -55,12 +61,23 @@ INDEXED = ("deepseek-v3.2", "glm-dsa")
 CHOSEN = ("hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note")
 """They attend to what indexers choose, with operations of PyTorch."""
 BLOCK = 16
+FEW = (5, 17, 40)
+"""Tokens of answers that repeat themselves, whatever the weights."""
 GENERATOR_SEED = 5
 
 
-def engine(folder: Path, *, longest: int = 128, **kv: Any) -> EngineCore:
+def engine(
+    folder: Path,
+    *,
+    longest: int = 128,
+    deterministic: bool = False,
+    speculation: SpeculationSpec | None = None,
+    **kv: Any,
+) -> EngineCore:
+    model = replace(model_spec(folder, max_model_len=longest), deterministic=deterministic)
     spec = EngineSpec(
-        model=model_spec(folder, max_model_len=longest),
+        model=model,
+        speculation=speculation,
         kv=KVSpec(block_tokens=BLOCK, prefix_caching=True, **(kv or {"memory_bytes": 1 << 22})),
         scheduler=SchedulerSpec(max_step_tokens=BLOCK, max_running=4),
         device=DeviceSpec(device="cpu", executor="inline", threads=1),
@@ -174,6 +191,41 @@ def test_nothing_leaks_over_requests_of_which_some_are_aborted(count: int, tmp_p
     assert found["free_blocks"] == found["total_blocks"], found
     assert found["free_rows"] == found["total_rows"], found
     core.executor.close()
+
+
+@pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3-next", "mamba2"),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in FAMILIES
+            if one not in ("qwen3-next", "mamba2")
+        ),
+    ],
+)
+def test_drafts_change_no_token(name: str, tmp_path: Path) -> None:
+    """SPC-06: the state goes back to the last draft that stands; in chunks, beside others, behind snapshots, and
+    after preemption."""
+    save_oracle(tiny_config(name), tmp_path)
+    ngram = SpeculationSpec(
+        method="ngram", num_tokens=4, max_rows=4, min_match=1, max_match=3, adaptive=False
+    )
+    first, second, third = prompts_of(41, 23, 5)
+    prompts = {1: first, 2: second, 3: third * 4, 4: [*first, *third * 3]}
+    found = []
+    for speculation in (None, ngram):
+        core = engine(tmp_path, longest=256, deterministic=True, speculation=speculation)
+        more = {5: [*first, *second]}
+        found.append([answers(core, some, 60, allowed=FEW) for some in (prompts, more)])
+        if speculation is not None:
+            stats = core.scheduler.speculation.stats
+            assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens
+        core.executor.close()
+    assert found[0] == found[1]
 
 
 def test_layers_of_an_unknown_kind_are_refused_by_key_and_number(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.attention.op import AttentionProblem
+from headrace.back.kernels.gated_scan.op import StateTrail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,7 @@ class Batch:
     positions_T are places in this table. None: those of a model's own table.
     encoded: what an encoder gives in place of tokens' embeddings (exact steps only).
     taps: sees hidden states of all tokens. None: nobody does.
+    trail: of steps that verify drafts, where recurrent layers leave the state behind each token.
     """
 
     token_ids_T: torch.Tensor
@@ -174,3 +176,4 @@ class Batch:
     rope_table_TR: torch.Tensor | None = None
     encoded: EncodedTokens | None = None
     taps: HiddenTaps | None = None
+    trail: StateTrail | None = None

@@ -86,7 +86,8 @@ class DecoderNames:
 class DecoderSpec:
     """A whole decoder. `norm` is the kind of all norms of the residual, `last_norm` that of the one
     behind the layers, where it is another. `positions`: what is added to the embeddings.
-    `layer_inputs`: of the layers' tails.
+    `layer_inputs`: of the layers' tails. `draft_layer`: of the head for multi-token prediction,
+    where that is not as the last layer.
     `streams`: of residuals, where there are several. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
@@ -104,6 +105,7 @@ class DecoderSpec:
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    draft_layer: DecoderLayerSpec | None = None
 
 
 class Decoder:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.mixer import MixerSpec
+from headrace.back.layers.mlp import FeedForwardSpec
 from headrace.back.layers.norm import RMS_UNIT_OFFSET
 from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_delta import DeltaNames, GatedDeltaSpec
 from headrace.back.layers.ssm.gated_norm import GatedNormSpec
-from headrace.back.models.blocks import DecoderSizes, plain_attention
+from headrace.back.models.blocks import DecoderSizes, LayerSpec, plain_attention
 from headrace.base.config.hf import ConfigReader
 
 MAX_TAPS = 8
@@ -99,3 +100,10 @@ def qwen_mixers(
     linear, whole = read_gated_delta(config, sizes, names), gated_attention(scope, config, sizes)
     kinds = linear_layers(config, sizes.layers, default=lambda i: (i + 1) % every != 0)
     return tuple(linear if is_linear else whole for is_linear in kinds)
+
+
+def qwen_draft_layer(
+    scope: Scope, config: ConfigReader, sizes: DecoderSizes, feed_forward: FeedForwardSpec
+) -> LayerSpec:
+    """The layer of their heads for multi-token prediction, which attends."""
+    return LayerSpec(mixer=gated_attention(scope, config, sizes), feed_forward=feed_forward)

@@ -17,7 +17,7 @@ from headrace.back.models.blocks import (
     LayerSpec,
     read_sizes,
 )
-from headrace.back.models.hybrid import qwen_mixers
+from headrace.back.models.hybrid import qwen_draft_layer, qwen_mixers
 from headrace.back.models.qwen2_moe import qwen_mixture
 from headrace.back.models.qwen3_next import DRAFTS
 from headrace.back.models.qwen3_vl import qwen3_axes, qwen3_tower
@@ -60,5 +60,11 @@ def _decoder(scope: Scope, config: ConfigReader) -> Decoder:
         LayerSpec(mixer=mixer, feed_forward=feed_forward)
         for mixer in qwen_mixers(scope, config, sizes, DELTA)
     )
-    spec = DecoderSpec(sizes=sizes, layers=layers, norm=RMS_UNIT_OFFSET, ignored=(DRAFTS,))
+    spec = DecoderSpec(
+        sizes=sizes,
+        layers=layers,
+        norm=RMS_UNIT_OFFSET,
+        ignored=(DRAFTS,),
+        draft_layer=qwen_draft_layer(scope, config, sizes, feed_forward),
+    )
     return Decoder(scope, spec)

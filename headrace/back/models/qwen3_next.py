@@ -8,7 +8,7 @@ from headrace.back.layers.norm import RMS_UNIT_OFFSET
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.gated_delta import BETA, DECAY, GATE, KEY, QUERY, VALUE, DeltaNames
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, read_sizes
-from headrace.back.models.hybrid import qwen_mixers
+from headrace.back.models.hybrid import qwen_draft_layer, qwen_mixers
 from headrace.back.models.moe import feed_forwards, sparse_layers
 from headrace.back.models.qwen2_moe import qwen_mixture
 from headrace.base.config.hf import ConfigReader
@@ -32,5 +32,11 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             qwen_mixers(scope, config, sizes, names), sparse, strict=True
         )
     )
-    spec = DecoderSpec(sizes=sizes, layers=layers, norm=RMS_UNIT_OFFSET, ignored=(DRAFTS,))
+    spec = DecoderSpec(
+        sizes=sizes,
+        layers=layers,
+        norm=RMS_UNIT_OFFSET,
+        ignored=(DRAFTS,),
+        draft_layer=qwen_draft_layer(scope, config, sizes, mixture),
+    )
     return Decoder(scope, spec)

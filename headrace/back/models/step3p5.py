@@ -48,9 +48,27 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         for i, sparse in enumerate(_sparse(config, sizes.layers))
     )
     ignored = (*PARTS, *draft_layers(config, sizes.layers))
-    return Decoder(
-        scope, DecoderSpec(sizes=sizes, layers=layers, norm=RMS_UNIT_OFFSET, ignored=ignored)
+    spec = DecoderSpec(
+        sizes=sizes,
+        layers=layers,
+        norm=RMS_UNIT_OFFSET,
+        ignored=ignored,
+        draft_layer=_draft_layer(scope, config, sizes),
     )
+    return Decoder(scope, spec)
+
+
+def _draft_layer(scope: Scope, config: ConfigReader, sizes: DecoderSizes) -> LayerSpec | None:
+    """The layer of the first head for multi-token prediction, which is dense: the lists of layers
+    go on with those of the heads."""
+    types = config.raw.get("layer_types")
+    if not isinstance(types, list) or len(types) <= sizes.layers:
+        return None
+    window = None
+    if types[sizes.layers] == "sliding_attention":
+        window = config.int("sliding_window", None, ge=1)
+    of_layer = _of_layer(config, sizes.layers, window)
+    return LayerSpec(mixer=_attention(scope, of_layer, sizes, window))
 
 
 def _sparse(config: ConfigReader, layers: int) -> list[bool]:

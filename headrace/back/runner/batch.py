@@ -119,6 +119,17 @@ class Rows:
         tokens = GrowingTable.zeros(**new, columns=256)
         return Rows(tokens, tuple(tables), block_tokens=block_tokens, spans=spans)
 
+    @staticmethod
+    def over(tables: StepTables, spans: tuple[int, ...], *, block_tokens: int) -> Rows:
+        """The rows whose tables these are."""
+        return Rows(
+            GrowingTable(tables.tokens_MC),
+            tuple(GrowingTable(blocks_MB) for blocks_MB in tables.blocks_GMB),
+            block_tokens=block_tokens,
+            step_tables=tables,
+            spans=spans,
+        )
+
     def apply(self, plan: StepPlan) -> None:
         """Takes over the plan's starts and block updates."""
         self.begin(plan)

@@ -29,10 +29,9 @@ from headrace.back.kernels.step_inputs.op import (
     GroupBlocks,
     StepInputsProblem,
     StepOut,
-    StepTables,
 )
 from headrace.back.kernels.upload import to_device
-from headrace.back.runner.batch import GrowingTable, Rows, StepMessage, StepShape
+from headrace.back.runner.batch import Rows, StepMessage, StepShape
 from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.graph_usage import GraphUsage
 from headrace.back.runner.replay import (
@@ -110,7 +109,7 @@ class BucketSteps:
             device=device,
             speculates=drafter is not None,
         )
-        self.rows = _rows_of(self._tables, resources.spans, block_tokens=block_tokens)
+        self.rows = Rows.over(self._tables, resources.spans, block_tokens=block_tokens)
         self._speculation: DraftVerification | None = None
         if drafter is not None:
             self._speculation = DraftVerification(
@@ -184,6 +183,8 @@ class BucketSteps:
         assert self._speculation is not None
         ring, slot = self._argmax_ring, self._message.slot
         self._speculation.verify(self._message.words, token_N, max_logit_N, ring.data)
+        assert self._newest is not None and self._tables.length_M is not None
+        self._resources.state.accept(self._frame_of(self._newest).batch, self._tables.length_M)
         self._replay.read(ring.host[slot], ring.slots[slot])
         return ring.samples(slot, 0, False).tokens[: shape.place.size]
 
@@ -356,6 +357,8 @@ class BucketSteps:
         elif bucket.commits:
             assert self._speculation is not None
             self._speculation.verify(words, token_R, value_R, self._argmax_ring.data)
+            assert self._tables.length_M is not None
+            self._resources.state.accept(self._frame_of(bucket).batch, self._tables.length_M)
 
     def _sampled(self, bucket: Bucket, tensors: StepTensors) -> StepTensors:
         """Samples the rows as they ask; what is reported of them goes into the ring."""
@@ -418,7 +421,9 @@ class BucketSteps:
             row_R=self._message.section(0, bucket.rows),
             taps=self._taps,
         )
-        if bucket.decode or bucket.every or bucket.queries:
+        if bucket.queries:
+            return _Frame(out=out, batch=self._resources.state.verifying(batch))
+        if bucket.decode or bucket.every:
             return _Frame(out=out, batch=batch)
         ones_R1 = self._static.ones[: bucket.rows + 1]
         last_token_batch = replace(batch, plans=self._plans(bucket, out, ones_R1, 1))
@@ -457,17 +462,6 @@ def _samples_apart(bucket: Bucket) -> bool:
     sampling = bucket.sampler_input
     mixed = not bucket.decode and not bucket.verifies
     return mixed and isinstance(sampling, InStepSampling) and sampling.words > 0
-
-
-def _rows_of(tables: StepTables, spans: tuple[int, ...], *, block_tokens: int) -> Rows:
-    """The rows whose tables these are."""
-    return Rows(
-        GrowingTable(tables.tokens_MC),
-        tuple(GrowingTable(blocks_MB) for blocks_MB in tables.blocks_GMB),
-        block_tokens=block_tokens,
-        step_tables=tables,
-        spans=spans,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.cuda_graphs import CudaGraphs
 from headrace.back.runner.exact_steps import ExactSteps
+from headrace.back.runner.fit import Profile
 from headrace.back.runner.graph_usage import GraphUsage
-from headrace.back.runner.memory import Profile
 from headrace.back.runner.replay import Replay
 from headrace.back.runner.sizes import Buckets, SizesFactory
 from headrace.back.runner.steps import StepResources, Steps

@@ -27,6 +27,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.back.attention.forms import CacheForm
+from headrace.back.kernels.gated_scan.op import StateTrail
 from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
 from headrace.base.wire.step import KVGroup
@@ -241,16 +242,27 @@ def _aligned(num_bytes: int, alignment: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class KVCounts:
     """How much there is: slabs, slab 0 (null, nobody's) included; rows of recurrent state, the
-    padding's included; slots for snapshots, slot 0 (nobody's) included."""
+    padding's included; slots for snapshots, slot 0 (nobody's) included; rows of a step that have
+    drafts, and drafts of a row, each of which leaves a state behind."""
 
     num_blocks: int
     state_rows: int = 0
     snapshot_slots: int = 0
+    draft_rows: int = 0
+    drafts: int = 0
+
+    @property
+    def drafted_states(self) -> int:
+        """States behind drafts."""
+        return self.draft_rows * self.drafts
 
 
-def count_kv(spec: KVSpec, layout: KVLayout, *, max_rows: int) -> KVCounts:
-    """What the memory is cut into: state for every row first, then snapshots, then slabs. A pool
-    too small for one token is refused."""
+def count_kv(
+    spec: KVSpec, layout: KVLayout, *, max_rows: int, drafting: tuple[int, int] = (0, 0)
+) -> KVCounts:
+    """What the memory is cut into: state for every row and behind each draft of a step first
+    (`drafting`: rows that have drafts, and how many), then snapshots, then slabs. A pool too small
+    for one token is refused."""
     least = least_blocks(layout)
     state = layout.state_bytes
     if not state:
@@ -258,9 +270,15 @@ def count_kv(spec: KVSpec, layout: KVLayout, *, max_rows: int) -> KVCounts:
     rows = max_rows + 1
     share = _budget(spec, layout) // SNAPSHOT_SHARE // state
     slots = 2 if not spec.prefix_caching else 2 + min(share, SNAPSHOTS_PER_ROW * max_rows)
-    taken = state * (rows + slots)
+    taken = state * (rows + slots + drafting[0] * drafting[1])
     num_blocks = _count_blocks(spec, layout, least, taken=taken)
-    return KVCounts(num_blocks=num_blocks, state_rows=rows, snapshot_slots=slots)
+    return KVCounts(
+        num_blocks=num_blocks,
+        state_rows=rows,
+        snapshot_slots=slots,
+        draft_rows=drafting[0],
+        drafts=drafting[1],
+    )
 
 
 def least_blocks(layout: KVLayout) -> int:
@@ -275,9 +293,10 @@ def _least_of(group: KVGroup, block_tokens: int) -> int:
     return math.ceil(tokens / (block_tokens * group.blocks_per_slab))
 
 
-def least_bytes(layout: KVLayout, *, max_rows: int) -> int:
-    """Bytes with which one token can be computed in every row."""
-    state = layout.state_bytes * (max_rows + 3) if layout.state_bytes else 0
+def least_bytes(layout: KVLayout, *, max_rows: int, drafting: tuple[int, int] = (0, 0)) -> int:
+    """Bytes with which one token can be computed in every row. `drafting`: see count_kv."""
+    states = max_rows + 3 + drafting[0] * drafting[1]
+    state = layout.state_bytes * states if layout.state_bytes else 0
     return least_blocks(layout) * layout.slab_bytes + state
 
 
@@ -310,45 +329,14 @@ def _beside_state(taken: int) -> str:
     return f" beside {taken} bytes of recurrent state (fewer with --max-running)" if taken else ""
 
 
-GRAPH_BYTES = 1 << 30
-"""Kept free for what recorded graphs take beside their shared pool of activations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What the largest step has shown of a device, in bytes. held: allocated between steps, so
-    weights and tables; step: what the step took on top at its peak; free: what the device has left
-    with nothing cached."""
-
-    held: int
-    step: int
-    free: int
-
-
-def fit_kv(profile: Profile, *, budget: int, wanted: int, least: int) -> int:
-    """Bytes for the KV cache: `wanted`, or what is left of the budget once the step has its memory
-    twice (launched, and in the graphs' pool). ConfigError if that is less than `least`."""
-    taken = profile.held + 2 * profile.step + GRAPH_BYTES
-    room = min(budget - taken, profile.free - 2 * profile.step - GRAPH_BYTES)
-    if room < least:
-        gib = 1 << 30
-        raise ConfigError(
-            f"{(least - room) / gib:.1f} GiB more are needed on the device for a KV cache of {least / gib:.2f} GiB: "
-            f"of {budget / gib:.1f} GiB the weights and tables take {profile.held / gib:.1f}, and the largest step "
-            f"{2 * profile.step / gib:.1f}. Lower --max-step-tokens or --max-model-len, raise --gpu-memory, or use "
-            "--tensor-parallel 2",
-            field="gpu_memory",
-        )
-    return min(wanted, room)
-
-
 class KVMemory:
     """The KV tensors. `caches[c]` is the view of cache c: [blocks of its group, *block shape], or
     [rows + 1, *shape] of recurrent state.
 
     `state` [rows + 1, bytes] and `snapshots` [slots, bytes] hold what all recurrent caches of a row
-    have, one behind the other; None without such. Zeroed at start: a masked position may be
-    multiplied by an attention weight of zero but never be NaN.
+    have, one behind the other; None without such. `trailed` and `trailed_caches` are `state` and
+    `caches` with the states behind drafts, as far as there is room for these. Zeroed at start: a
+    masked position may be multiplied by an attention weight of zero but never be NaN.
     """
 
     def __init__(self, layout: KVLayout, counts: KVCounts, *, device: torch.device) -> None:
@@ -358,19 +346,27 @@ class KVMemory:
             _zeros(counts.num_blocks, num_bytes, dtype=torch.uint8, device=device)
             for num_bytes in layout.tensor_bytes
         )
-        self.state, self.snapshots = (
+        states = counts.state_rows + counts.drafted_states
+        self.trailed, self.snapshots = (
             _zeros(rows, layout.state_bytes, dtype=torch.uint8, device=device) if rows else None
-            for rows in (counts.state_rows, counts.snapshot_slots)
+            for rows in (states, counts.snapshot_slots)
         )
-        groups = layout.group_of_cache
-        self.caches = tuple(
-            self._view(form, layout.groups[groups[form.cache]]) for form in layout.forms
+        self.state = None if self.trailed is None else self.trailed[: counts.state_rows]
+        self.caches, self.trailed_caches = (
+            tuple(self._view(form, rows) for form in layout.forms)
+            for rows in (counts.state_rows, states)
         )
 
     @property
     def block_tokens(self) -> int:
         """Tokens of a block."""
         return self._layout.block_tokens
+
+    @property
+    def trail(self) -> StateTrail | None:
+        """Where the states behind drafts lie; None: there is no room for any."""
+        first, depth = self.counts.state_rows, self.counts.drafts
+        return StateTrail(first=first, depth=depth) if first and depth else None
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -404,14 +400,16 @@ class KVMemory:
             floats[blocks] = floats[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _all(self) -> tuple[torch.Tensor, ...]:
-        state = (tensor for tensor in (self.state, self.snapshots) if tensor is not None)
+        state = (tensor for tensor in (self.trailed, self.snapshots) if tensor is not None)
         return (*self.tensors, *state)
 
-    def _view(self, form: CacheForm, group: KVGroup) -> torch.Tensor:
+    def _view(self, form: CacheForm, states: int) -> torch.Tensor:
+        """That of a cache; of recurrent state, of so many rows."""
         layout, place = self._layout, self._layout.places[form.cache]
+        group = layout.groups[layout.group_of_cache[form.cache]]
         if form.kind == "state":
-            assert self.state is not None
-            raw, count = self.state, self.counts.state_rows
+            assert self.trailed is not None
+            raw, count = self.trailed, states
         else:
             raw = self.tensors[place.tensor]
             count = self.counts.num_blocks * group.blocks_per_slab

@@ -23,18 +23,17 @@ from headrace.back.kernels.op import DeferredChecks
 from headrace.back.models.load.dense import load_projection
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.devices import StepsFactory, compiles_kernels, make_steps, profile_step
+from headrace.back.runner.fit import fit_kv
 from headrace.back.runner.memory import (
     KVCounts,
     KVLayout,
     count_kv,
-    fit_kv,
     lay_out,
     least_blocks,
     least_bytes,
 )
 from headrace.back.runner.runner import Runner, RunnerPlan
 from headrace.back.runner.states import StateFactory, state_of
-from headrace.back.runner.verification import check_groups
 from headrace.back.runner.warmup import run_largest, warm_up
 from headrace.back.speculative.network import DraftNetwork
 from headrace.base.config.resolved import EngineSpec
@@ -89,8 +88,6 @@ def plan_runner(
         block_tokens=spec.kv.block_tokens,
         dtype=_DTYPES[spec.model.dtype],
     )
-    if spec.speculation is not None:
-        check_groups(layout.groups)
     counts = _least(spec, layout) if spec.kv.fit else _count(spec, layout)
     return RunnerPlan(
         spec=spec,
@@ -106,12 +103,18 @@ def plan_runner(
 
 
 def _count(spec: EngineSpec, layout: KVLayout) -> KVCounts:
-    return count_kv(spec.kv, layout, max_rows=spec.scheduler.max_running)
+    return count_kv(spec.kv, layout, max_rows=spec.scheduler.max_running, drafting=_drafting(spec))
+
+
+def _drafting(spec: EngineSpec) -> tuple[int, int]:
+    """Rows of a step that have drafts, and how many of each."""
+    speculation = spec.speculation
+    return (0, 0) if speculation is None else (speculation.max_rows, speculation.num_tokens)
 
 
 def _least(spec: EngineSpec, layout: KVLayout) -> KVCounts:
     kv = msgspec.structs.replace(spec.kv, num_blocks=least_blocks(layout))
-    return count_kv(kv, layout, max_rows=spec.scheduler.max_running)
+    return _count(msgspec.structs.replace(spec, kv=kv), layout)
 
 
 def _try_out(
@@ -153,10 +156,10 @@ def _fit(trial: Runner, plan: RunnerPlan) -> KVCounts:
         profile,
         budget=spec.device.memory_bytes,
         wanted=spec.kv.memory_bytes,
-        least=least_bytes(layout, max_rows=spec.scheduler.max_running),
+        least=least_bytes(layout, max_rows=spec.scheduler.max_running, drafting=_drafting(spec)),
     )
     kv = msgspec.structs.replace(spec.kv, memory_bytes=num_bytes)
-    return count_kv(kv, layout, max_rows=spec.scheduler.max_running)
+    return _count(msgspec.structs.replace(spec, kv=kv), layout)
 
 
 @contextmanager

@@ -10,8 +10,6 @@ GPU, whose host waits for the step before, where the host is to sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -30,9 +28,8 @@ from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
-from headrace.base.errors import ConfigError
 from headrace.base.wire.grammar import StepMasks, unpack_masks
-from headrace.base.wire.step import NO_DRAFTS, KVGroup, StepPlan
+from headrace.base.wire.step import NO_DRAFTS, StepPlan
 
 
 def without_drafts(plan: StepPlan) -> StepPlan:
@@ -40,16 +37,6 @@ def without_drafts(plan: StepPlan) -> StepPlan:
     if not plan.drafts.size:
         return plan
     return replace(plan, num_tokens=plan.num_tokens - plan.drafts, drafts=NO_DRAFTS)
-
-
-def check_groups(groups: Sequence[KVGroup]) -> None:
-    """A recurrent state is that of one position: it does not go back to the last draft that
-    stands."""
-    if any(group.kind == "state" for group in groups):
-        raise ConfigError(
-            "--speculative-config: not with recurrent layers, whose state does not go back",
-            field="speculative_config",
-        )
 
 
 class DraftVerification:

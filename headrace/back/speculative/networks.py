@@ -168,16 +168,29 @@ def _eagle(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
 @dataclass(frozen=True, kw_only=True)
 class MtpNames:
     """How a checkpoint names its head for multi-token prediction. `prefix`: with {layers}, the
-    number of the model's own; the others lie below it. See HeadSpec."""
+    number of the model's own; the others lie below it. `head`: its own output head, if it is not
+    the model's over again. See HeadSpec."""
 
     prefix: str
     joint: tuple[str, str, str]
     norm: str
     layer: str = ""
     hidden_first: bool = False
+    head: str | None = None
+
+    @property
+    def mark(self) -> str:
+        """The tensor by which it is known."""
+        return f"{self.prefix}.{self.head or self.joint[0]}.weight"
 
 
 MTP_NAMES = (
+    MtpNames(
+        prefix="model.layers.{layers}",
+        joint=("eh_proj", "enorm", "hnorm"),
+        norm="transformer.shared_head.norm",
+        head="transformer.shared_head.output",
+    ),
     MtpNames(
         prefix="model.layers.{layers}",
         joint=("eh_proj", "enorm", "hnorm"),
@@ -196,7 +209,7 @@ MTP_NAMES = (
         layer="layers.0",
     ),
 )
-"""DeepSeek-V3, GLM-4.5 and others; MiMo; Qwen."""
+"""Step; DeepSeek-V3, GLM-4.5 and others; MiMo; Qwen."""
 
 
 def _mtp(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
@@ -214,11 +227,12 @@ def _mtp(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
             sizes=sizes,
             taps=(LAST,),
             layer=mtp.layer,
-            layer_spec=decoder.layers[-1],
+            layer_spec=decoder.draft_layer or decoder.layers[-1],
             joint=mtp.joint,
             norms=decoder.norm,
             norm=mtp.norm,
             hidden_first=mtp.hidden_first,
+            own_head=mtp.head and (mtp.head, sizes.vocabulary),
         )
 
     inside = re.escape(prefix)
@@ -233,11 +247,9 @@ def _mtp(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
 
 def _mtp_names(names: Collection[str] | None, layers: int) -> MtpNames | None:
     """Those that a checkpoint uses."""
-    for one in MTP_NAMES:
-        joint = f"{one.prefix.format(layers=layers)}.{one.joint[0]}.weight"
-        if names is None or joint in names:
-            return one
-    return None
+    if names is None:
+        return MTP_NAMES[-1]
+    return next((one for one in MTP_NAMES if one.mark.format(layers=layers) in names), None)
 
 
 def _decoder_spec(place: DrafterPlace) -> DecoderSpec:

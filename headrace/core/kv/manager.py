@@ -180,14 +180,14 @@ class KVManager:
 
     # a running request
 
-    def fit(self, request: Request, *, start: int, want: int) -> int:
+    def fit(self, request: Request, *, start: int, want: int, drafts: bool = False) -> int:
         """How many of `want` tokens from position `start` on the free blocks allow.
 
         Where the state of recurrent layers can be kept, a chunk that passes the end of a block ends
-        with the last such block, so that there is something to keep."""
+        with the last such block, so that there is something to keep. `drafts` may not stand."""
         if not self.kinds:
             return want
-        if self.snapshots and request.registers:
+        if self.snapshots and request.registers and not drafts:
             want = self.snapshots.chunk_tokens(start=start, want=want)
         end, size = start + want, self.block_tokens
         if self.pool.fits(self._growth(request, end)):
@@ -204,9 +204,9 @@ class KVManager:
     def held_tokens(self, request: Request) -> int:
         """The tokens for which the request has blocks in every group that grows."""
         sizes = (len(request.blocks[g]) * self.block_tokens * self._ratios[g] for g in self._shared)
-        return min(sizes)
+        return min(sizes, default=1 << 31)
 
-    def extend(self, request: Request, tokens: int) -> list[BlockUpdate]:
+    def extend(self, request: Request, tokens: int, drafts: bool = False) -> list[BlockUpdate]:
         """Takes the blocks for positions below `tokens`; the caller has asked `fit`."""
         growth = self._growth(request, tokens)
         updates: list[BlockUpdate] = []
@@ -216,7 +216,7 @@ class KVManager:
                 first = len(blocks)
                 blocks.extend(taken)
                 updates.extend((group, first + i, block) for i, block in enumerate(taken))
-        if self.snapshots and request.registers:
+        if self.snapshots and request.registers and not drafts:
             updates += self.snapshots.take(request, tokens)
         return updates
 

@@ -267,8 +267,8 @@ class DraftLengths:
             return min(drafts, self._kv.held_tokens(request) - planned)
         newest = self._rows.least_planned(request.row) - 1  # it is part of this step already
         builder.add_updates(request, self._kv.trim(request, newest))
-        room = self._kv.fit(request, start=planned, want=drafts)
-        builder.add_updates(request, self._kv.extend(request, planned + room))
+        room = self._kv.fit(request, start=planned, want=drafts, drafts=True)
+        builder.add_updates(request, self._kv.extend(request, planned + room, drafts=True))
         return room
 
     def proposed_drafts(self, in_flight: InFlightStep, live: Bool) -> Sequence[Int32]:

@@ -16,16 +16,14 @@ from headrace.back.attention.forms import CacheForm, HeadsForm, LatentForm, Stat
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.upload import to_device
 from headrace.back.runner.batch import GrowingTable
+from headrace.back.runner.fit import GRAPH_BYTES, Profile, fit_kv
 from headrace.back.runner.memory import (
     ALIGNMENT,
-    GRAPH_BYTES,
     MAX_GROUPS,
     MAX_WASTE,
     KVLayout,
     KVMemory,
-    Profile,
     count_kv,
-    fit_kv,
     lay_out,
     least_blocks,
     slab_of,

@@ -32,7 +32,6 @@ from headrace.back.runner.results import LaunchedStep, PassedEvent
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import start_runner
 from headrace.base.config.resolved import SpeculationSpec
-from headrace.base.errors import ConfigError
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import StepPlan
 from headrace.core.core import EngineCore
@@ -75,6 +74,7 @@ class RecurrentModel(TinyModel):
             row_R=batch.row_R,
             query_start_R1=plan.query_start_R1,
             decode=plan.max_query_len == 1,
+            trail=batch.trail,
         )
         x_TE = self.embed[batch.token_ids_T]
         for i in range(2):
@@ -128,7 +128,9 @@ class KernelsAlone(RecurrentModel):
         """Hidden states [T, E], or [N, E] where the batch has a last-token batch."""
         assert batch.row_R is not None
         starts_R1, decode = batch.plans[0].query_start_R1, batch.plans[0].max_query_len == 1
-        rows = ScanRows(row_R=batch.row_R, query_start_R1=starts_R1, decode=decode)
+        rows = ScanRows(
+            row_R=batch.row_R, query_start_R1=starts_R1, decode=decode, trail=batch.trail
+        )
         gate_TE, x_TE = (lookup(batch.token_ids_T) for lookup in self.lookups)
         y_TE = self.scan(gate_TE, x_TE, batch.kv[0], rows)
         return y_TE if batch.last_token_batch is None else y_TE[batch.logits_at_N]
@@ -377,12 +379,43 @@ def test_a_step_without_memory_is_not_run_twice(monkeypatch: pytest.MonkeyPatch)
     assert driver.tokens[2] == model.greedy([5, 6, 7], 5)
 
 
-def test_speculation_with_recurrent_layers_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("way", "attends", "chunk", "num_bytes"),
+    [
+        ("padded", False, 7, 1 << 16),
+        ("padded", True, 24, 1 << 16),
+        ("padded", True, 24, 21_000),
+        ("cpu graphs", False, 24, 1 << 16),
+    ],
+)
+def test_drafts_that_do_not_stand_leave_no_state(
+    way: str, attends: bool, chunk: int, num_bytes: int
+) -> None:
+    """SPC-06: the state goes back to the last draft that stands; in chunks, behind snapshots and after preemption."""
+    model = RecurrentModel(attends=attends)
     spec = msgspec.structs.replace(
-        spec_of(), speculation=SpeculationSpec(method="ngram", num_tokens=3, max_rows=8)
+        spec_of(num_bytes=num_bytes),
+        speculation=SpeculationSpec(
+            method="ngram", num_tokens=3, max_rows=4, min_match=1, max_match=2, adaptive=False
+        ),
     )
-    with pytest.raises(ConfigError, match="not with recurrent layers"):
-        start_runner(spec, RecurrentModel(attends=False), device=CPU)
+    runner = start_runner(spec, model, device=CPU, steps=WAYS[way]).runner
+    driver = RunnerDriver(runner, spec, max_step_tokens=chunk, max_running=4)
+    requests = [
+        make_request(id, (prompt_of(request) * 2)[: 48 + id % 5], max_tokens=24)
+        for id, request in enumerate(requests_of(chunk), start=1)
+    ]
+    for request in requests:
+        driver.add(request)
+        driver.step()
+    driver.run()
+    for request in requests:
+        assert driver.tokens[request.id] == model.greedy(prompt_of(request), 24), request.id
+    driver.assert_at_rest()
+    stats = driver.core.scheduler.speculation.stats
+    assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert driver.core.kv.num_hits > 0
+    assert (driver.core.scheduler.num_preemptions > 0) == (num_bytes < 1 << 16)
 
 
 @pytest.mark.skipif(

@@ -13,7 +13,8 @@ import torch
 
 from headrace.back.runner import start
 from headrace.back.runner.exact_steps import ExactSteps
-from headrace.back.runner.memory import GRAPH_BYTES, Profile, least_blocks
+from headrace.back.runner.fit import GRAPH_BYTES, Profile
+from headrace.back.runner.memory import least_blocks
 from headrace.back.runner.runner import Runner, RunnerPlan
 from headrace.back.runner.start import plan_runner, start_runner
 from headrace.base.config.resolved import EngineSpec

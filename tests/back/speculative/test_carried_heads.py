@@ -49,6 +49,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", {**ROUTED, "head_dim": 8}),
     "deepseek-v3": ("DeepseekV3", {**ROUTED, **LATENT}),
     "mimo": ("Qwen2", {}),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+            **{"shared_expert_intermediate_size": 24, "head_dim": 16, "rms_norm_eps": 0.01},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+            **{"linear_value_head_dim": 12, "linear_conv_kernel_dim": 3},
+            "layer_types": [*(["linear_attention"] * LAYERS), "full_attention"],
+        },
+    ),
 }
 
 
@@ -71,6 +81,11 @@ def save_model(family: str, folder: Path) -> None:
         tensors = {name.replace(last, head): value for name, value in tensors.items()}
         own = {"input_proj": (width, 2 * width), "token_layernorm": (width,)}
         own |= {"hidden_layernorm": (width,), "final_layernorm": (width,)}
+    elif family == "qwen3-next":
+        last, head = f"model.layers.{LAYERS}.", "mtp."
+        tensors = {name.replace(last, f"{head}layers.0."): one for name, one in tensors.items()}
+        own = {"fc": (width, 2 * width), "norm": (width,)}
+        own |= {"pre_fc_norm_embedding": (width,), "pre_fc_norm_hidden": (width,)}
     else:
         head = f"model.layers.{LAYERS}."
         stated["num_nextn_predict_layers"] = 1
@@ -97,8 +112,13 @@ def engines() -> Iterator[list[Engine]]:
         engine.executor.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3-next",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES if one != "qwen3-next"),
+    ],
+)
 def test_auto_drafts_with_the_head_that_the_checkpoint_carries(
     family: str, tmp_path: Path, engines: list[Engine]
 ) -> None:

@@ -2,6 +2,8 @@
 no row of the step is never touched (KRN-13, KRN-14)."""
 
 import importlib
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,14 +11,19 @@ import torch
 from headrace.back.kernels.native.library import Arena, Recorder, unowned
 from headrace.back.kernels.position_shift import native as position_shift
 from headrace.back.kernels.position_shift import op as position_shift_op
+from headrace.back.kernels.state_return import native as state_return
+from headrace.back.kernels.state_return import op as state_return_op
 from headrace.back.kernels.state_rows import native as state_rows
 from headrace.back.kernels.state_rows import op as state_rows_op
 from tests.kernels.recurrent_cases import (
     CASES,
     COUNTS,
     check,
+    check_return,
     check_states,
+    check_trail,
     problem_of,
+    return_problem,
     state_problem,
     step,
 )  # fmt: skip
@@ -81,6 +88,39 @@ def test_chunks_of_a_row_give_what_the_whole_gives(library, case):
         )
         parts.append(bound(*(one[first:last] for one in inputs), other, cut))
     assert torch.equal(torch.cat(parts), whole[:40]) and torch.equal(other[5], state[5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_the_state_behind_every_token_of_drafts_is_kept(library, case, dtype):
+    check_trail(case, partial(native(case).bind_with, library), dtype, "cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_keeps_them_too(case):
+    module, _ = problem_of(case, torch.float32)
+
+    def bind(problem, *weights):
+        reference = module.OP.reference.bind(problem, *weights)
+
+        def bound(*arguments):
+            *inputs, state, rows = arguments
+            padding = rows.padding(state)
+            kept, row_R = state[padding].clone(), rows.row_R
+            row_R = torch.where((row_R < 0) | (row_R > padding), padding, row_R)
+            y = reference(*inputs, state, replace(rows, row_R=row_R))
+            state[padding] = kept
+            return y
+
+        return bound
+
+    check_trail(case, bind, torch.float32, "cpu", tolerance=1e-6)
+
+
+def test_a_state_goes_back_to_the_last_draft_that_stands(library, newest):
+    problem = return_problem("cpu")
+    check_return(state_return.bind_with(library, problem), "cpu")
+    assert state_return_op.OP.error(state_return.KERNEL, problem) == 0
 
 
 def test_a_recorded_step_replays_them(newest):

@@ -16,6 +16,7 @@ from headrace.back.kernels.experts import op as experts
 from headrace.back.kernels.experts_int4.layout import Int4Form
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.gated_norm import op as gated_norm
+from headrace.back.kernels.gated_scan.op import StateTrail
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.head_linear import op as head_linear
@@ -44,6 +45,7 @@ from headrace.back.kernels.sample import op as sample
 from headrace.back.kernels.span_attention import op as span_attention
 from headrace.back.kernels.sparse_attention import op as sparse_heads
 from headrace.back.kernels.sparse_latent_attention import op as sparse
+from headrace.back.kernels.state_return import op as state_return
 from headrace.back.kernels.state_rows import op as state_rows
 from headrace.back.kernels.step_commit import op as step_commit
 from headrace.back.kernels.step_inputs import op as step_inputs
@@ -426,6 +428,7 @@ UNEQUAL = replace(
     ),
 )
 STATE = state_rows.StateRowsProblem(device="cpu", block_tokens=16)
+RETURN = state_return.StateReturnProblem(device="cpu", trail=StateTrail(first=8, depth=3))
 _SPANS = "span_attention.triton_spans:KERNEL"
 
 
@@ -600,6 +603,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         (f"state {name.lower()}", _call(op, f"state_rows.triton_state_rows:{name}_KERNEL", STATE))
         for name, op in (("BEGIN", state_rows.BEGIN_OP), ("KEEP", state_rows.KEEP_OP))
     ),
+    ("state return", _call(state_return.OP, "state_return.triton_state_return:KERNEL", RETURN)),
     *(
         (
             f"position {name.lower()}",

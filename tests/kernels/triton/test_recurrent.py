@@ -16,8 +16,11 @@ from tests.kernels.recurrent_cases import (
     CASES,
     COUNTS,
     check,
+    check_return,
     check_states,
+    check_trail,
     problem_of,
+    return_problem,
     state_problem,
     step,
 )  # fmt: skip
@@ -46,6 +49,19 @@ def test_a_row_gives_what_it_gives_alone(case: str, counts: str, dtype: torch.dt
     problem, weights, *_ = arranged
     bound = triton_kernel(case).bind(problem, *weights)
     check(case, bound, arranged, wide_rows=counts == "mixed")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_state_behind_every_token_of_drafts_is_kept(case: str) -> None:
+    check_trail(case, triton_kernel(case).bind, torch.float32, DEVICE)
+
+
+def test_a_state_goes_back_to_the_last_draft_that_stands() -> None:
+    from headrace.back.kernels.state_return import op, triton_state_return
+
+    problem = return_problem(DEVICE)
+    check_return(triton_state_return.KERNEL.bind(problem), DEVICE)
+    assert op.OP.error(triton_state_return.KERNEL, problem) == 0
 
 
 @pytest.mark.parametrize("case", CASES)

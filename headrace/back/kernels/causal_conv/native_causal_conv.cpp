@@ -32,8 +32,10 @@ HR_INLINE void channels(const Conv& p, const RowTokens& row, int64_t c, int64_t 
     for (int64_t j = 0; j < p.taps; ++j) y = fma(past[j], weight[j], y);
     store_part(static_cast<T*>(p.y) + t * p.channels + c, p.silu ? activate<SILU>(y) : y, count);
     for (int64_t j = 0; j < before; ++j) past[j] = past[j + 1];
+    if (!is_kept(row, t)) continue;
+    T* kept = state + (behind(row, t) - row.state) * p.state_stride;
+    for (int64_t j = 0; j < before; ++j) store_part(kept + j * p.channels, past[j], count);
   }
-  for (int64_t j = 0; j < before; ++j) store_part(state + j * p.channels, past[j], count);
 }
 
 template <class T>
@@ -51,11 +53,11 @@ void chunk(void* context, int64_t i) {
 // x [tokens, channels] with a row stride, y contiguous; weight float32 [taps, channels], bias float32 [channels] or null;
 // state [.., taps - 1, channels], row r at r * state_stride elements.
 HR_PUBLIC int32_t HR_EXPORT(causal_conv)(const void* x, const float* weight, const float* bias, void* y, void* state,
-                                         const void* row, const int32_t* start, int64_t rows, int64_t states,
+                                         const void* row, const int32_t* start, int64_t rows, int64_t states, int64_t depth,
                                          int64_t channels, int64_t taps, int64_t x_stride, int64_t state_stride,
                                          int32_t silu, int32_t wide, int32_t dtype) {
   if (rows < 0 || channels < 1 || taps < 2 || taps > kMaxTaps) return HR_BAD_SHAPE;
-  Conv p{x, weight, bias, y, state, {row, start, rows, states, wide}, channels, taps, x_stride, state_stride, silu};
+  Conv p{x, weight, bias, y, state, {row, start, rows, states, depth, wide}, channels, taps, x_stride, state_stride, silu};
   const int64_t chunks = rows * ceil_div(channels, kChannels);
   if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
   else if (dtype == HR_F16) hr_parallel(chunk<fp16>, &p, chunks);

@@ -51,17 +51,17 @@ def bind_reference(
 
     def causal_conv(x_TC: torch.Tensor, state_MWC: torch.Tensor, rows: ScanRows) -> torch.Tensor:
         num_tokens = x_TC.shape[0]
-        row_T = rows.row_of_token(num_tokens, state_MWC.shape[0] - 1)
+        from_T, to_T = rows.states_of_tokens(num_tokens, state_MWC)
         y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
         size = num_tokens if rows.decode else 1
         for start in range(0, num_tokens, size):
             part = slice(start, start + size)
-            before_NWC = state_MWC.index_select(0, row_T[part])
+            before_NWC = state_MWC.index_select(0, from_T[part])
             taps_NWC = torch.cat((before_NWC, x_TC[part, None]), dim=1)
             y_NC = (taps_NWC.float() * weight_WC).sum(1)
             y_NC = y_NC if bias_C is None else y_NC + bias_C
             y_TC[part] = (F.silu(y_NC) if problem.activation else y_NC).to(x_TC.dtype)
-            state_MWC.index_copy_(0, row_T[part], taps_NWC[:, 1:])
+            state_MWC.index_copy_(0, to_T[part], taps_NWC[:, 1:])
         return y_TC
 
     return causal_conv

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from headrace.back.kernels.causal_conv.op import CausalConv, CausalConvProblem, check_weights
 from headrace.back.kernels.gated_scan.op import ScanRows
-from headrace.back.kernels.gated_scan.triton_gated_scan import row_tokens
+from headrace.back.kernels.gated_scan.triton_gated_scan import behind, row_tokens
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, unsupported
@@ -45,6 +45,7 @@ def causal_conv_kernel(
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -65,8 +66,18 @@ def causal_conv_kernel(
             b_y *= tl.sigmoid(b_y)
         p_y = y + t * CHANNELS + o_c
         tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_c)
+    end = last
+    if DEPTH:  # the row's own state last: the others read it
+        for t in range(first + 1, last):
+            kept = behind(row, t, first, states, tl.program_id(0), DEPTH)
+            p_kept = state + kept * state_stride + o_c
+            for j in tl.static_range(BEFORE):
+                at = t + 1 - BEFORE + j
+                b_x = _input(x, p_state, at, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
+                tl.store(p_kept + j * CHANNELS, b_x, mask=m_c)
+        end = tl.minimum(last, first + 1)
     for j in tl.static_range(BEFORE):  # upwards: what is read lies at or above what is written
-        b_x = _input(x, p_state, last - BEFORE + j, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
+        b_x = _input(x, p_state, end - BEFORE + j, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
         tl.store(p_state + j * CHANNELS, b_x, mask=m_c)
 
 
@@ -83,9 +94,9 @@ def bind(
         y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
         causal_conv_kernel[(rows.row_R.shape[0], triton.cdiv(channels, TILE))](
             x_TC, weight_WC, bias_C, y_TC, state_MWC, rows.row_R, rows.query_start_R1,
-            state_MWC.shape[0] - 1, x_TC.stride(0), state_MWC.stride(0), CHANNELS=channels,
+            rows.padding(state_MWC), x_TC.stride(0), state_MWC.stride(0), CHANNELS=channels,
             TAPS=taps, SILU=problem.activation == "silu", BIAS=problem.bias, BLOCK=TILE,
-            num_warps=4, **launch(x_TC.device),
+            DEPTH=rows.depth, num_warps=4, **launch(x_TC.device),
         )  # fmt: skip
         return y_TC
 

@@ -92,10 +92,12 @@ HR_INLINE void columns(const Delta& p, const RowTokens& row, int64_t head, int64
       }
     }
     for (int i = 0; i < kVectors; ++i) store_part(y + i * kLanes, out[i], sizes[i]);
+    if (!is_kept(row, t)) continue;
+    float* kept = state + (behind(row, t) - row.state) * p.state_stride;
+    for (int64_t e = 0; e < p.key_dim; ++e)
+      for (int i = 0; i < kVectors; ++i)
+        store_part(kept + e * p.value_dim + i * kLanes, load(tile + e * kColumns + i * kLanes), sizes[i]);
   }
-  for (int64_t e = 0; e < p.key_dim; ++e)
-    for (int i = 0; i < kVectors; ++i)
-      store_part(state + e * p.value_dim + i * kLanes, load(tile + e * kColumns + i * kLanes), sizes[i]);
 }
 
 template <class T, bool CHANNELS>
@@ -120,14 +122,14 @@ void run(Delta& p, bool channels, int64_t chunks) {
 // r * state_stride. per_channel: a [tokens, heads, key_dim], bias [heads, key_dim]. bound: 0 is none.
 HR_PUBLIC int32_t HR_EXPORT(gated_delta)(const void* q, const void* k, const void* v, const void* a, const void* b,
                                          const float* decay, const float* bias, void* y, float* state, const void* row,
-                                         const int32_t* start, int64_t rows, int64_t states, int64_t key_heads,
+                                         const int32_t* start, int64_t rows, int64_t states, int64_t depth, int64_t key_heads,
                                          int64_t heads, int64_t key_dim, int64_t value_dim, int64_t q_stride,
                                          int64_t k_stride, int64_t v_stride, int64_t a_stride, int64_t b_stride,
                                          int64_t state_stride, float beta_scale, float bound, int32_t per_channel,
                                          int32_t wide, int32_t dtype) {
   if (rows < 0 || key_heads < 1 || heads % key_heads || key_dim < 1 || key_dim > kMaxKey || value_dim < 1)
     return HR_BAD_SHAPE;
-  Delta p{q, k, v, a, b, decay, bias, y, state, {row, start, rows, states, wide}, key_heads, heads, key_dim, value_dim,
+  Delta p{q, k, v, a, b, decay, bias, y, state, {row, start, rows, states, depth, wide}, key_heads, heads, key_dim, value_dim,
           q_stride, k_stride, v_stride, a_stride, b_stride, state_stride, beta_scale, bound};
   const int64_t chunks = rows * heads * ceil_div(value_dim, kColumns);
   if (dtype == HR_BF16) run<bf16>(p, per_channel, chunks);

@@ -90,19 +90,19 @@ def bind_reference(
         rows: ScanRows,
     ) -> torch.Tensor:
         num_tokens = v_THV.shape[0]
-        row_T = rows.row_of_token(num_tokens, state_MHKV.shape[0] - 1)
+        from_T, to_T = rows.states_of_tokens(num_tokens, state_MHKV)
         q_THK, k_THK = heads_of(q_TGK) * problem.key_dim**-0.5, heads_of(k_TGK)
         keep_THK, beta_TH = kept(a), problem.beta_scale * b_TH.float().sigmoid()
         y_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
         size = num_tokens if rows.decode else 1
         for start in range(0, num_tokens, size):
             part = slice(start, start + size)
-            s_NHKV = state_MHKV.index_select(0, row_T[part]) * keep_THK[part, :, :, None]
+            s_NHKV = state_MHKV.index_select(0, from_T[part]) * keep_THK[part, :, :, None]
             known_NHV = torch.einsum("nhkv,nhk->nhv", s_NHKV, k_THK[part])
             delta_NHV = (v_THV[part].float() - known_NHV) * beta_TH[part, :, None]
             s_NHKV = s_NHKV + k_THK[part, :, :, None] * delta_NHV[:, :, None]
             y_THV[part] = torch.einsum("nhkv,nhk->nhv", s_NHKV, q_THK[part]).to(y_THV.dtype)
-            state_MHKV.index_copy_(0, row_T[part], s_NHKV)
+            state_MHKV.index_copy_(0, to_T[part], s_NHKV)
         return y_THV
 
     return gated_delta

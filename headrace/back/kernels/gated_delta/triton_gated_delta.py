@@ -14,7 +14,7 @@ from headrace.back.kernels.gated_delta.op import (
     check_weights,
 )
 from headrace.back.kernels.gated_scan.op import ScanRows
-from headrace.back.kernels.gated_scan.triton_gated_scan import row_tokens
+from headrace.back.kernels.gated_scan.triton_gated_scan import behind, row_tokens
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
@@ -76,6 +76,7 @@ def gated_delta_kernel(
     CHANNELS: tl.constexpr,
     BOUNDED: tl.constexpr,
     EPS: tl.constexpr,
+    DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -86,8 +87,8 @@ def gated_delta_kernel(
     m_k = o_k < K
     m_v = (o_v < V) & (first < last)
     m_s = m_k[:, None] & m_v[None, :]
-    p_s = state + row * state_stride + (i_h * K + o_k[:, None]) * V + o_v[None, :]
-    b_s = tl.load(p_s, mask=m_s, other=0.0)
+    o_s = (i_h * K + o_k[:, None]) * V + o_v[None, :]
+    b_s = tl.load(state + row * state_stride + o_s, mask=m_s, other=0.0)
     b_decay = tl.load(decay + i_h)
     o_key = i_h // PER_KEY * K + o_k
     if CHANNELS:
@@ -110,7 +111,11 @@ def gated_delta_kernel(
         b_y = tl.sum(b_s * b_q[:, None], axis=0)
         p_y = y + (t * HEADS + i_h) * V + o_v
         tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v)
-    tl.store(p_s, b_s, mask=m_s)
+        if DEPTH:
+            kept = behind(row, t, first, states, tl.program_id(0), DEPTH)
+            tl.store(state + kept * state_stride + o_s, b_s, mask=m_s)
+    if not DEPTH:
+        tl.store(state + row * state_stride + o_s, b_s, mask=m_s)
 
 
 def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) -> GatedDelta:
@@ -135,11 +140,11 @@ def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) 
         grid = rows.row_R.shape[0], heads, triton.cdiv(value_dim, COLUMNS)
         gated_delta_kernel[grid](
             *inputs, decay_H, bias, y_THV, state_MHKV, rows.row_R, rows.query_start_R1,
-            state_MHKV.shape[0] - 1, *(one.stride(0) for one in inputs), state_MHKV.stride(0),
+            rows.padding(state_MHKV), *(one.stride(0) for one in inputs), state_MHKV.stride(0),
             key_dim**-0.5, problem.beta_scale, problem.bound, HEADS=heads,
             PER_KEY=heads // problem.key_heads, K=key_dim, V=value_dim,
             BLOCK_K=power_of_two(key_dim, least=16), BLOCK_V=COLUMNS,
-            CHANNELS=problem.per_channel, BOUNDED=problem.bound < 0, EPS=NORM_EPS, num_warps=2,
+            CHANNELS=problem.per_channel, BOUNDED=problem.bound < 0, EPS=NORM_EPS, DEPTH=rows.depth, num_warps=2,
             **launch(v_THV.device),
         )  # fmt: skip
         return y_THV

@@ -17,19 +17,20 @@ from headrace.back.kernels.native.library import (
 )
 from headrace.back.kernels.op import Kernel
 
-ROW_TYPES = (POINTER, POINTER, INT64, INT64)
+ROW_TYPES = (POINTER, POINTER, INT64, INT64, INT64)
 
 
 def row_arguments(rows: ScanRows, state: torch.Tensor) -> tuple[tuple[Any, ...], int]:
-    """Rows and first tokens, how many there are in the step and in the state; and whether rows are
-    int64."""
+    """Rows and first tokens, how many there are in the step and in the state, and further states of
+    a row that are kept; and whether rows are int64."""
     row_R, start_R1 = rows.row_R, rows.query_start_R1
     assert row_R.is_contiguous() and start_R1.is_contiguous() and start_R1.dtype == torch.int32
     assert start_R1.shape[0] == row_R.shape[0] + 1, (start_R1.shape, row_R.shape)
     assert row_R.dtype in (torch.int32, torch.int64), row_R.dtype
     assert state.stride(-1) == 1, state.stride()
     pointers = row_R.data_ptr(), start_R1.data_ptr()
-    return (*pointers, row_R.shape[0], state.shape[0] - 1), int(row_R.dtype == torch.int64)
+    counts = row_R.shape[0], rows.padding(state), rows.depth
+    return (*pointers, *counts), int(row_R.dtype == torch.int64)
 
 
 def bind_with(library: NativeLibrary, problem: GatedScanProblem) -> GatedScan:

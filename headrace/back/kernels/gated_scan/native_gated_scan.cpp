@@ -21,14 +21,13 @@ void chunk(void* context, int64_t i) {
   if (row.first == row.last) return;
   for (int64_t e = begin; e < end; e += kLanes) {
     const int64_t count = smaller(int64_t(kLanes), end - e);
-    float* state = p.state + row.state * p.state_stride + e;
-    F y = load_part(state, count);
+    F y = load_part(p.state + row.state * p.state_stride + e, count);
     for (int64_t t = row.first; t < row.last; ++t) {
       const int64_t at = t * p.width + e;
       y = y + (1.0f - load_part(p.gate + at, count)) * (load_part(p.x + at, count) - y);
       store_part(p.y + at, y, count);
+      if (is_kept(row, t)) store_part(p.state + behind(row, t) * p.state_stride + e, y, count);
     }
-    store_part(state, y, count);
   }
 }
 
@@ -36,10 +35,10 @@ void chunk(void* context, int64_t i) {
 
 // gate, x, y float32 [tokens, width] contiguous; state float32, row r at r * state_stride.
 HR_PUBLIC int32_t HR_EXPORT(gated_scan)(const float* gate, const float* x, float* y, float* state, const void* row,
-                                        const int32_t* start, int64_t rows, int64_t states, int64_t width,
+                                        const int32_t* start, int64_t rows, int64_t states, int64_t depth, int64_t width,
                                         int64_t state_stride, int32_t wide) {
   if (rows < 0 || width < 1) return HR_BAD_SHAPE;
-  Scan p{gate, x, y, state, {row, start, rows, states, wide}, width, state_stride};
+  Scan p{gate, x, y, state, {row, start, rows, states, depth, wide}, width, state_stride};
   hr_parallel(chunk, &p, rows * ceil_div(width, kChannels));
   return HR_OK;
 }

@@ -20,17 +20,55 @@ from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_g
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateTrail:
+    """Where the states of a step that verifies drafts go: behind the first token of row i of the
+    step into the row's own state, behind token j >= 1 into row first + i * depth + j - 1 of the
+    state. Rows before `first` - 1 are the runner's, `first` - 1 is padding's."""
+
+    first: int
+    depth: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScanRows:
     """row_R int32 or int64 [R]: the runner's row of each row of the step, M for padding;
     query_start_R1 int32 [R + 1]: its first token; padding has none. `decode`: token i is row i's
     only one, and behind the real rows padding's.
 
     Kernels leave row M of a state alone, and what they return of tokens without a row as it
-    comes."""
+    comes. `trail`: the state behind every token is kept; None: that behind each row's last."""
 
     row_R: torch.Tensor
     query_start_R1: torch.Tensor
     decode: bool
+    trail: StateTrail | None = None
+
+    def padding(self, state: torch.Tensor) -> int:
+        """M: the row of this state that nobody owns."""
+        return state.shape[0] - 1 if self.trail is None else self.trail.first - 1
+
+    @property
+    def depth(self) -> int:
+        """Further states of a row that are kept; 0: none."""
+        return 0 if self.trail is None else self.trail.depth
+
+    def states_of_tokens(
+        self, num_tokens: int, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [T] each: the row of the state that each token begins with, and the one that it
+        leaves behind."""
+        row_T = self.row_of_token(num_tokens, self.padding(state))
+        if self.trail is None:
+            return row_T, row_T
+        place_T = torch.arange(num_tokens, device=row_T.device)
+        ends_R = self.query_start_R1[1:].long()
+        index_T = torch.searchsorted(ends_R, place_T, right=True)
+        index_T = index_T.clamp(max=ends_R.shape[0] - 1)
+        offset_T = place_T - self.query_start_R1.long()[index_T]
+        behind_T = self.trail.first + index_T * self.trail.depth + offset_T - 1
+        inside_T = row_T != self.padding(state)
+        from_T = torch.where(inside_T & (offset_T > 1), behind_T - 1, row_T)
+        return from_T, torch.where(inside_T & (offset_T > 0), behind_T, row_T)
 
     def row_of_token(self, num_tokens: int, padding: int) -> torch.Tensor:
         """int64 [T]: the row of each token, `padding` behind the last. Nothing of it is read on the
@@ -62,14 +100,14 @@ def bind_reference(problem: GatedScanProblem) -> GatedScan:
         gate_TE: torch.Tensor, x_TE: torch.Tensor, state_ME: torch.Tensor, rows: ScanRows
     ) -> torch.Tensor:
         num_tokens = x_TE.shape[0]
-        row_T = rows.row_of_token(num_tokens, state_ME.shape[0] - 1)
+        from_T, to_T = rows.states_of_tokens(num_tokens, state_ME)
         y_TE = torch.empty_like(x_TE)
         size = num_tokens if rows.decode else 1
         for start in range(0, num_tokens, size):
             part = slice(start, start + size)
-            before_NE = state_ME.index_select(0, row_T[part])
+            before_NE = state_ME.index_select(0, from_T[part])
             y_TE[part] = before_NE + (1 - gate_TE[part]) * (x_TE[part] - before_NE)
-            state_ME.index_copy_(0, row_T[part], y_TE[part])
+            state_ME.index_copy_(0, to_T[part], y_TE[part])
         return y_TE
 
     return gated_scan

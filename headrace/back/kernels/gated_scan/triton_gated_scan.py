@@ -26,6 +26,12 @@ def row_tokens(rows, start, states, i_r):
     return tl.where(owned, row, 0), first, tl.where(owned, last, first)
 
 
+@triton.jit
+def behind(row, t, first, states, i_r, DEPTH: tl.constexpr):
+    """The row of the state that token t leaves its own in, where all are kept."""
+    return tl.where(t > first, states.to(tl.int64) + i_r * DEPTH + t - first, row)
+
+
 @triton.jit(do_not_specialize=["states"])
 def gated_scan_kernel(
     gate,
@@ -38,6 +44,7 @@ def gated_scan_kernel(
     state_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -51,7 +58,11 @@ def gated_scan_kernel(
         b_gate = tl.load(gate + o_t, mask=m_e, other=0.0)
         b_y += (1.0 - b_gate) * (tl.load(x + o_t, mask=m_e, other=0.0) - b_y)
         tl.store(y + o_t, b_y, mask=m_e)
-    tl.store(p_state, b_y, mask=m_e)
+        if DEPTH:
+            kept = behind(row, t, first, states, tl.program_id(0), DEPTH)
+            tl.store(state + kept * state_stride + o_e, b_y, mask=m_e)
+    if not DEPTH:
+        tl.store(p_state, b_y, mask=m_e)
 
 
 def bind(problem: GatedScanProblem) -> GatedScan:
@@ -63,8 +74,8 @@ def bind(problem: GatedScanProblem) -> GatedScan:
         assert gate_TE.is_contiguous() and x_TE.is_contiguous(), (gate_TE.stride(), x_TE.stride())
         y_TE, width = torch.empty_like(x_TE), x_TE.shape[1]
         gated_scan_kernel[(rows.row_R.shape[0], triton.cdiv(width, TILE))](
-            gate_TE, x_TE, y_TE, state_ME, rows.row_R, rows.query_start_R1, state_ME.shape[0] - 1,
-            state_ME.stride(0), WIDTH=width, BLOCK=TILE, num_warps=4, **launch(x_TE.device),
+            gate_TE, x_TE, y_TE, state_ME, rows.row_R, rows.query_start_R1, rows.padding(state_ME),
+            state_ME.stride(0), WIDTH=width, BLOCK=TILE, DEPTH=rows.depth, num_warps=4, **launch(x_TE.device),
         )  # fmt: skip
         return y_TE
 

@@ -67,6 +67,7 @@ void chunk(void* context, int64_t i) {
   if (row.first == row.last) return;
   float* state = p.state + row.state * p.state_stride;
   for (int64_t t = row.first; t < row.last; ++t) {
+    if (row.trail >= 0) state = next_state(state, row, t, p.state_stride, first * p.state_dim, last * p.state_dim);
     int64_t e = first;
     for (; e + kSide <= last; e += kSide) step<T, kSide>(p, t, e, state);
     for (; e < last; ++e) step<T, 1>(p, t, e, state);
@@ -80,12 +81,12 @@ void chunk(void* context, int64_t i) {
 // at r * state_stride.
 HR_PUBLIC int32_t HR_EXPORT(selective_scan)(const void* x, const void* dt, const void* b, const void* c, const void* gate,
                                             const float* decay, const float* bias, const float* skip, void* y, float* state,
-                                            const void* row, const int32_t* start, int64_t rows, int64_t states,
+                                            const void* row, const int32_t* start, int64_t rows, int64_t states, int64_t depth,
                                             int64_t channels, int64_t state_dim, int64_t x_stride, int64_t dt_stride,
                                             int64_t b_stride, int64_t c_stride, int64_t gate_stride, int64_t state_stride,
                                             int32_t wide, int32_t dtype) {
   if (rows < 0 || channels < 1 || state_dim < 1) return HR_BAD_SHAPE;
-  Scan p{x, dt, b, c, gate, decay, bias, skip, y, state, {row, start, rows, states, wide}, channels, state_dim,
+  Scan p{x, dt, b, c, gate, decay, bias, skip, y, state, {row, start, rows, states, depth, wide}, channels, state_dim,
          x_stride, dt_stride, b_stride, c_stride, gate_stride, state_stride};
   const int64_t chunks = rows * ceil_div(channels, kChannels);
   if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);

@@ -63,7 +63,7 @@ def bind_reference(
         rows: ScanRows,
     ) -> torch.Tensor:
         num_tokens = x_TI.shape[0]
-        row_T = rows.row_of_token(num_tokens, state_MIN.shape[0] - 1)
+        from_T, to_T = rows.states_of_tokens(num_tokens, state_MIN)
         step_TI = F.softplus(dt_TI.float() + bias_I)
         in_TI = x_TI.float() * step_TI
         y_TI = torch.empty(x_TI.shape, dtype=x_TI.dtype, device=x_TI.device)
@@ -71,11 +71,11 @@ def bind_reference(
         for start in range(0, num_tokens, size):
             part = slice(start, start + size)
             keep_PIN = torch.exp(step_TI[part, :, None] * decay_IN)
-            s_PIN = state_MIN.index_select(0, row_T[part]) * keep_PIN
+            s_PIN = state_MIN.index_select(0, from_T[part]) * keep_PIN
             s_PIN = s_PIN + in_TI[part, :, None] * b_TN[part, None].float()
             y_PI = (s_PIN * c_TN[part, None].float()).sum(-1) + skip_I * x_TI[part].float()
             y_TI[part] = (y_PI * F.silu(gate_TI[part].float())).to(y_TI.dtype)
-            state_MIN.index_copy_(0, row_T[part], s_PIN)
+            state_MIN.index_copy_(0, to_T[part], s_PIN)
         return y_TI
 
     return selective_scan

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from headrace.back.kernels.gated_delta.triton_gated_delta import softplus
 from headrace.back.kernels.gated_scan.op import ScanRows
-from headrace.back.kernels.gated_scan.triton_gated_scan import row_tokens
+from headrace.back.kernels.gated_scan.triton_gated_scan import behind, row_tokens
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.selective_scan.op import (
     SelectiveScan,
@@ -48,6 +48,7 @@ def selective_scan_kernel(
     N: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -58,8 +59,7 @@ def selective_scan_kernel(
     m_n = o_n < N
     m_s = m_i[:, None] & m_n[None, :]
     o_s = o_i[:, None] * N + o_n[None, :]
-    p_s = state + row * state_stride + o_s
-    b_s = tl.load(p_s, mask=m_s, other=0.0)
+    b_s = tl.load(state + row * state_stride + o_s, mask=m_s, other=0.0)
     b_decay = tl.load(decay + o_s, mask=m_s, other=0.0)
     b_bias = tl.load(bias + o_i, mask=m_i, other=0.0)
     b_skip = tl.load(skip + o_i, mask=m_i, other=0.0)
@@ -74,7 +74,11 @@ def selective_scan_kernel(
         b_y = tl.sum(b_s * b_c[None, :], axis=1) + b_skip * b_x
         b_y *= b_gate * tl.sigmoid(b_gate)
         tl.store(y + t * I + o_i, b_y.to(y.dtype.element_ty), mask=m_i)
-    tl.store(p_s, b_s, mask=m_s)
+        if DEPTH:
+            kept = behind(row, t, first, states, tl.program_id(0), DEPTH)
+            tl.store(state + kept * state_stride + o_s, b_s, mask=m_s)
+    if not DEPTH:
+        tl.store(state + row * state_stride + o_s, b_s, mask=m_s)
 
 
 def bind(
@@ -101,9 +105,9 @@ def bind(
         y_TI = torch.empty(x_TI.shape, dtype=x_TI.dtype, device=x_TI.device)
         selective_scan_kernel[rows.row_R.shape[0], triton.cdiv(channels, CHANNELS)](
             *inputs, decay_IN, bias_I, skip_I, y_TI, state_MIN, rows.row_R, rows.query_start_R1,
-            state_MIN.shape[0] - 1, *(one.stride(0) for one in inputs), state_MIN.stride(0),
+            rows.padding(state_MIN), *(one.stride(0) for one in inputs), state_MIN.stride(0),
             I=channels, N=state_dim, BLOCK_I=CHANNELS, BLOCK_N=power_of_two(state_dim, least=16),
-            num_warps=2, **launch(x_TI.device),
+            DEPTH=rows.depth, num_warps=2, **launch(x_TI.device),
         )  # fmt: skip
         return y_TI
 

@@ -50,6 +50,7 @@ HR_INLINE void channels(const Ssd& p, const RowTokens& row, int64_t head, int64_
   const int64_t group = head / (p.heads / p.groups);
   float* state = p.state + row.state * p.state_stride + head * p.head_dim * p.state_dim;
   for (int64_t t = row.first; t < row.last; ++t) {
+    if (row.trail >= 0) state = next_state(state, row, t, p.state_stride, first * p.state_dim, last * p.state_dim);
     const float raw = to_float(static_cast<const T*>(p.dt)[t * p.dt_stride + head]);
     const float dt = smaller(larger(softplus(raw + p.bias[head]), p.low), p.high);
     const float keep = __builtin_expf(dt * p.decay[head]), skip = p.skip[head];
@@ -80,12 +81,12 @@ void chunk(void* context, int64_t i) {
 // at r * state_stride.
 HR_PUBLIC int32_t HR_EXPORT(ssd_scan)(const void* x, const void* dt, const void* b, const void* c, const float* decay,
                                       const float* bias, const float* skip, void* y, float* state, const void* row,
-                                      const int32_t* start, int64_t rows, int64_t states, int64_t heads, int64_t groups,
+                                      const int32_t* start, int64_t rows, int64_t states, int64_t depth, int64_t heads, int64_t groups,
                                       int64_t head_dim, int64_t state_dim, int64_t x_stride, int64_t dt_stride,
                                       int64_t b_stride, int64_t c_stride, int64_t state_stride, float low, float high,
                                       int32_t wide, int32_t dtype) {
   if (rows < 0 || groups < 1 || heads % groups || head_dim < 1 || state_dim < 1) return HR_BAD_SHAPE;
-  Ssd p{x, dt, b, c, decay, bias, skip, y, state, {row, start, rows, states, wide}, heads, groups, head_dim, state_dim,
+  Ssd p{x, dt, b, c, decay, bias, skip, y, state, {row, start, rows, states, depth, wide}, heads, groups, head_dim, state_dim,
         x_stride, dt_stride, b_stride, c_stride, state_stride, low, high};
   const int64_t chunks = rows * heads * ceil_div(head_dim, kChannels);
   if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);

@@ -65,7 +65,7 @@ def bind_reference(
         rows: ScanRows,
     ) -> torch.Tensor:
         num_tokens = x_THP.shape[0]
-        row_T = rows.row_of_token(num_tokens, state_MHPN.shape[0] - 1)
+        from_T, to_T = rows.states_of_tokens(num_tokens, state_MHPN)
         step_TH = F.softplus(dt_TH.float() + bias_H).clamp(*problem.limits)
         keep_TH = torch.exp(step_TH * decay_H)
         b_THN, c_THN = (part.float().repeat_interleave(per_group, dim=1) for part in (b_TGN, c_TGN))
@@ -75,11 +75,11 @@ def bind_reference(
             part = slice(start, start + size)
             x_NHP = x_THP[part].float()
             in_NHPN = (x_NHP * step_TH[part, :, None])[..., None] * b_THN[part, :, None]
-            s_NHPN = state_MHPN.index_select(0, row_T[part]) * keep_TH[part, :, None, None]
+            s_NHPN = state_MHPN.index_select(0, from_T[part]) * keep_TH[part, :, None, None]
             s_NHPN = s_NHPN + in_NHPN
             y_NHP = torch.einsum("thpn,thn->thp", s_NHPN, c_THN[part]) + skip_H[:, None] * x_NHP
             y_THP[part] = y_NHP.to(y_THP.dtype)
-            state_MHPN.index_copy_(0, row_T[part], s_NHPN)
+            state_MHPN.index_copy_(0, to_T[part], s_NHPN)
         return y_THP
 
     return ssd_scan

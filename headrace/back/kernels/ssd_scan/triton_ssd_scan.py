@@ -9,7 +9,7 @@ import triton.language as tl
 
 from headrace.back.kernels.gated_delta.triton_gated_delta import softplus
 from headrace.back.kernels.gated_scan.op import ScanRows
-from headrace.back.kernels.gated_scan.triton_gated_scan import row_tokens
+from headrace.back.kernels.gated_scan.triton_gated_scan import behind, row_tokens
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.ssd_scan.op import SsdScan, SsdScanProblem, check_weights
 from headrace.back.kernels.triton.grid import enter
@@ -46,6 +46,7 @@ def ssd_scan_kernel(
     N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -56,8 +57,8 @@ def ssd_scan_kernel(
     m_p = (o_p < P) & (first < last)
     m_n = o_n < N
     m_s = m_p[:, None] & m_n[None, :]
-    p_s = state + row * state_stride + (i_h * P + o_p[:, None]) * N + o_n[None, :]
-    b_s = tl.load(p_s, mask=m_s, other=0.0)
+    o_s = (i_h * P + o_p[:, None]) * N + o_n[None, :]
+    b_s = tl.load(state + row * state_stride + o_s, mask=m_s, other=0.0)
     b_decay = tl.load(decay + i_h)
     b_bias = tl.load(bias + i_h)
     b_skip = tl.load(skip + i_h)
@@ -72,7 +73,11 @@ def ssd_scan_kernel(
         b_y = tl.sum(b_s * b_c[None, :], axis=1) + b_skip * b_x
         p_y = y + (t * HEADS + i_h) * P + o_p
         tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_p)
-    tl.store(p_s, b_s, mask=m_s)
+        if DEPTH:
+            kept = behind(row, t, first, states, tl.program_id(0), DEPTH)
+            tl.store(state + kept * state_stride + o_s, b_s, mask=m_s)
+    if not DEPTH:
+        tl.store(state + row * state_stride + o_s, b_s, mask=m_s)
 
 
 def bind(
@@ -98,9 +103,9 @@ def bind(
         grid = rows.row_R.shape[0], heads, triton.cdiv(head_dim, CHANNELS)
         ssd_scan_kernel[grid](
             *inputs, decay_H, bias_H, skip_H, y_THP, state_MHPN, rows.row_R, rows.query_start_R1,
-            state_MHPN.shape[0] - 1, *(one.stride(0) for one in inputs), state_MHPN.stride(0), low,
+            rows.padding(state_MHPN), *(one.stride(0) for one in inputs), state_MHPN.stride(0), low,
             high, HEADS=heads, PER_GROUP=heads // problem.groups, P=head_dim, N=state_dim,
-            BLOCK_P=CHANNELS, BLOCK_N=power_of_two(state_dim, least=16), num_warps=2,
+            BLOCK_P=CHANNELS, BLOCK_N=power_of_two(state_dim, least=16), DEPTH=rows.depth, num_warps=2,
             **launch(x_THP.device),
         )  # fmt: skip
         return y_THP

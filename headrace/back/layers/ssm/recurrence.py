@@ -22,7 +22,10 @@ def scan_rows(batch: Batch, cache: int) -> ScanRows:
     plan = batch.plans[batch.group_of_layer[cache]]
     assert batch.row_R is not None, "a batch for recurrent layers names the rows of their state"
     return ScanRows(
-        row_R=batch.row_R, query_start_R1=plan.query_start_R1, decode=plan.max_query_len == 1
+        row_R=batch.row_R,
+        query_start_R1=plan.query_start_R1,
+        decode=plan.max_query_len == 1,
+        trail=batch.trail,
     )
 
 

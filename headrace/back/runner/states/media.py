@@ -305,6 +305,14 @@ class Media:
         if batch.rope_table_TR is None:
             self._move(self._shift_back, batch)
 
+    def verifying(self, batch: Batch) -> Batch:
+        """See ModelState."""
+        return self._base.verifying(batch)
+
+    def accept(self, batch: Batch, length_M: torch.Tensor) -> None:
+        """See ModelState."""
+        self._base.accept(batch, length_M)
+
     def _move(self, shift: PositionShift, batch: Batch) -> None:
         if self._encoder.rope is None:  # positions are places
             return

@@ -42,6 +42,13 @@ class PlainDecoder:
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         """Nothing to save."""
 
+    def verifying(self, batch: Batch) -> Batch:
+        """The batch unchanged."""
+        return batch
+
+    def accept(self, batch: Batch, length_M: torch.Tensor) -> None:
+        """Nothing goes back."""
+
 
 class PlainEncoder(PlainDecoder):
     """The same for encoders, whose attention reads the bounds of the texts on the host."""

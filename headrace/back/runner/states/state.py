@@ -62,3 +62,12 @@ class ModelState(Protocol):
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         """Behind the forward pass: what is kept of each row."""
         ...
+
+    def verifying(self, batch: Batch) -> Batch:
+        """The batch of steps that verify drafts, as the model wants it; called once for a size."""
+        ...
+
+    def accept(self, batch: Batch, length_M: torch.Tensor) -> None:
+        """The drafts of such a step are verified, each row ends behind those that stand: it has
+        length_M tokens, int32 by row. Recorded with the step, where that samples."""
+        ...
