@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from transformers.models.gemma3n import modeling_gemma3n
 
 from headrace.base.wire.media import SoundSteps
-from tests.models.test_hearing import SOUND, TEXT, Case, filled, masks
+from tests.models.test_hearing import BANDS, SOUND, TEXT, Case, filled, masks
 from tests.models.vision_cases import GEMMA4_TEXT, GEMMA4_TOWER
 
 HALVES = ((3, 2, 1),) * 2
@@ -64,7 +66,57 @@ def one_after_another(sounds: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_features": torch.stack(sounds), "input_features_mask": mask}
 
 
+def gemma3n_config() -> Any:
+    text = {
+        **{**TEXT, "head_dim": 12, "intermediate_size": [64] * 5, "num_hidden_layers": 5},
+        **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 4},
+        **{
+            "vocab_size": 101,
+            "vocab_size_per_layer_input": 99,
+            "altup_num_inputs": 2,
+            "sliding_window": 7,
+        },
+        **{"activation_sparsity_pattern": [0.0] * 5, "model_type": "gemma3n_text"},
+    }
+    audio = {
+        **{"hidden_size": 32, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 2},
+        **{"sscp_conv_channel_size": [6, 4], "conf_conv_kernel_size": 3, "input_feat_size": BANDS},
+        **{"conf_attention_chunk_size": 4, "conf_attention_context_left": 5, "vocab_size": 1},
+        **{"conf_attention_logit_cap": 3.0, "vocab_offset": SOUND, "conf_reduction_factor": 2},
+    }
+    return transformers.Gemma3nConfig(
+        text_config=text,
+        audio_config=audio,
+        vision_config={"hidden_size": 16, "vocab_size": 1, "vocab_offset": 99},
+        audio_token_id=SOUND,
+        image_token_id=99,
+        audio_soft_tokens_per_image=9,
+    )
+
+
+def without_images(config: Any) -> Any:
+    """Gemma 3n without its tower for images, which timm has."""
+    build = modeling_gemma3n.AutoModel.from_config
+
+    def from_config(part: Any, **more: Any) -> Any:
+        if part.model_type == config.vision_config.model_type:
+            return torch.nn.Identity()
+        return build(part, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_gemma3n.AutoModel, "from_config", from_config)
+        return transformers.Gemma3nForConditionalGeneration(config)
+
+
 CASES = {
+    "gemma3n": Case(
+        config=gemma3n_config,
+        model="Gemma3n",
+        oracle=without_images,
+        steps=SoundSteps(chunk=3000, per_chunk=9),
+        lengths=(37, 37),
+        inputs=masked_rows,
+    ),
     "granite-speech": Case(
         config=granite_speech_config,
         model="GraniteSpeech",

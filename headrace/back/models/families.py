@@ -234,7 +234,6 @@ WRAPPERS: Mapping[str, str] = {
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "MistralLarge4ForConditionalGeneration": "model",
-    "Gemma3nForConditionalGeneration": "model.language_model",
     "Glm5NextForConditionalGeneration": "model.language_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
     "Gemma4UnifiedForConditionalGeneration": "model.language_model",

@@ -11,6 +11,7 @@ HEARING: Mapping[str, str] = {
     "Qwen2_5OmniThinkerForConditionalGeneration": "qwen2_5_omni",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen3_omni",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
+    "Gemma3nForConditionalGeneration": "gemma3n_audio",
 }
 """Their families."""
 TEXT_OF_HEARING: Mapping[str, str] = {

@@ -12,7 +12,7 @@ class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Logarithms of magnitudes in mel bands between `low_hz` and `high_hz`. `frame`: samples that
     one sees, `transform`: of the transform, `lead`: of silence before the sound. `emphasis`: the
     share of the sample before, which is taken from each. `least`: of a magnitude, or with
-    `adds_least` what is added to each."""
+    `adds_least` what is added to each. `multiple`: of samples, to which a sound is filled up."""
 
     frame: int
     transform: int
@@ -21,6 +21,7 @@ class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
     emphasis: float = 0.0
     least: float = 1e-3
     adds_least: bool = False
+    multiple: int = 1
     lead: int = 0
 
 

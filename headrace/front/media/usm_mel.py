@@ -19,7 +19,8 @@ def log_magnitudes(
     samples: npt.NDArray[np.int16], bands: int, settings: MagnitudeSettings
 ) -> Floats:
     """int16 samples [N] -> float32 [F, M]; a frame sees one sample more than it has."""
-    wave = np.concatenate([np.zeros(settings.lead), samples / 32768.0])
+    filled = -len(samples) % settings.multiple
+    wave = np.concatenate([np.zeros(settings.lead), samples / 32768.0, np.zeros(filled)])
     if len(wave) <= settings.frame:
         return np.zeros((0, bands), np.float32)
     frames = np.lib.stride_tricks.sliding_window_view(wave, settings.frame + 1)[::HOP]

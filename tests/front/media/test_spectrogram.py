@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from transformers.audio_utils import mel_filter_bank
+from transformers.models.gemma3n.feature_extraction_gemma3n import Gemma3nAudioFeatureExtractor
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.granite_speech.feature_extraction_granite_speech import (
     GraniteSpeechFeatureExtractor,
@@ -177,3 +178,20 @@ def test_qwen3_asr(tmp_path: Path, seconds: float) -> None:
     assert np.abs(ours - theirs["input_features"][0].T[:length]).max() < BOUND
     parts = torch.tensor([100] * (length // 100) + [length % 100])
     assert num_tokens == int(Qwen3ASREncoder._post_cnn_length(parts).sum())
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0, 7.777, 30.0])
+def test_gemma_3n(tmp_path: Path, seconds: float) -> None:
+    samples = sound(seconds)
+    (theirs,) = Gemma3nAudioFeatureExtractor()(samples / 32768.0)["input_features"]
+    config = {"model_type": "gemma3n", "audio_token_id": 7, "audio_config": {}, "vision_config": {}}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [{"id": 256_000, "content": "<begin>"}, {"id": 262_272, "content": "<end>"}]})
+    )  # fmt: skip
+    spec = read_media(tmp_path, config)
+    assert spec is not None and spec.image_token is None and spec.joins_newlines
+    medium = spectrogram(samples, spec.settings)
+    ours, num_tokens = frames_of(medium)
+    assert num_tokens == 188 and ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() < BOUND
+    assert medium.layout == ("\n\n<begin>", 0, "<end>\n\n")

@@ -138,6 +138,28 @@ def _gemma4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
     return _hearing_too(spec, config, sound)
 
 
+def _gemma3n(folder: Path, config: ConfigReader) -> MediaSpec:
+    """Every sound has as many tokens as the longest; the marks around it are the tokenizer's."""
+    keys = extractor_keys(folder)
+    begin = config.int("boa_token_id", 256_000, ge=0)
+    end = config.int("eoa_token_id", 262_272, aliases=("eoa_token_index",), ge=0)
+    magnitudes = _magnitudes(
+        ConfigReader({"preemphasis": 0.97, "fft_overdrive": True, **keys.raw}, keys.where),
+        frame_ms=32.0,
+        band_hz=(125.0, 7600.0),
+        least=1e-5,
+    )
+    sound = SoundSettings(
+        bands=keys.int("feature_size", 128, ge=1, le=1024),
+        most=LONGEST_OF_GEMMA,
+        chunk=LONGEST_OF_GEMMA,
+        per_chunk=config.int("audio_soft_tokens_per_image", 188, ge=1, le=16_384),
+        magnitudes=msgspec.structs.replace(magnitudes, adds_least=False, lead=0, multiple=128),
+        around=("\n\n" + special_text(folder, begin), special_text(folder, end) + "\n\n"),
+    )
+    return msgspec.structs.replace(_audio_only(config, sound), joins_newlines=True)
+
+
 def _magnitudes(
     keys: ConfigReader, *, frame_ms: float, band_hz: tuple[float, float], least: float
 ) -> MagnitudeSettings:
@@ -161,6 +183,7 @@ HEARING = {
     "voxtral": _voxtral,
     "qwen3_asr": _qwen3_asr,
     "granite_speech": _granite_speech,
+    "gemma3n": _gemma3n,
 }
 """Those that hear and do not see."""
 SEEING_TOO = {
