@@ -28,7 +28,7 @@ from benchmarks.h200 import offline
 from benchmarks.h200.mixtures import error, inputs_of
 from benchmarks.h200.routing import uniform_routing
 from benchmarks.h200.shapes import BYTES_PER_S, EXPERTS_ALONE, FLOPS, QUANTIZATION, write_model
-from headrace.back.kernels.experts.op import ExpertsProblem
+from headrace.back.kernels.experts.op import ExpertsProblem, biases_of
 from headrace.back.kernels.experts_fp8 import op as fp8
 from headrace.back.kernels.experts_fp8 import triton_experts_fp8
 from headrace.back.kernels.experts_int4 import op as int4
@@ -96,7 +96,7 @@ def kernels(until: float) -> Iterator[dict[str, Any]]:
         generator = torch.Generator(device="cuda").manual_seed(1)
         mixture = problem.mixture
         experts = module.random_experts(problem, generator)
-        weights = experts, *module.biases_of(mixture, generator)
+        weights = experts, *biases_of(mixture, generator)
         one_bytes = experts.num_bytes / mixture.experts
         reference = module.bind_reference(problem, *weights)
         for tokens in TOKENS:

@@ -393,7 +393,7 @@ def gemm_of(
     if isinstance(weight, Fp8Weight):
         return OP_FP8, LinearFp8Problem(**new)
     if isinstance(weight, Int8Weight):
-        return OP_INT8, LinearInt8Problem(**new)
+        return OP_INT8, LinearInt8Problem(**new, **weight.facts)
     if isinstance(weight, Int4Weight):
         return OP_INT4, LinearInt4Problem(**new, **weight.facts)
     outputs, inputs = weight.shape

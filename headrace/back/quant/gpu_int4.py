@@ -27,6 +27,7 @@ from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.kept import (
+    INT8_ROWS,
     NVFP4,
     ORDERED,
     WHOLE_INT4,
@@ -145,7 +146,7 @@ def stored_int4(param: Param, kept: KeptSchemes) -> str | None:
     if len(param.shape) != 2 or len(names) != 1 or changed or not served(param):
         return None
     stored = names.pop()
-    name, ordered, _ = stored.partition(ORDERED)
+    name, ordered, _ = stored.removesuffix(INT8_ROWS).partition(ORDERED)
     if name not in INT4_SCHEMES and name not in BLOCK_TYPES:
         return None
     if ordered and not all(_has_all_inputs(copy) for copy in copies(param)):
@@ -176,7 +177,8 @@ class StoredInt4Weight:
 
     def __init__(self, param: Param, name: str) -> None:
         assert param.tensor is not None, param
-        name, ordered, _ = name.partition(ORDERED)
+        self._int8_rows = name.endswith(INT8_ROWS)
+        name, ordered, _ = name.removesuffix(INT8_ROWS).partition(ORDERED)
         self._type = BLOCK_TYPES.get(name)
         self._scheme = INT4_SCHEMES[name if self._type is None else self._type.scheme]
         self._param, self._dtype, self._device = param, param.dtype, param.tensor.device
@@ -265,7 +267,7 @@ class StoredInt4Weight:
         waiting, self._waiting = self._waiting, None
         assert waiting is not None, self._param.name
         packed = _packed(waiting, self._scheme, self._dtype)
-        self._weight = replace(packed, order_I=self._order_I)
+        self._weight = replace(packed, order_I=self._order_I, int8_rows=self._int8_rows)
 
 
 class OnlineInt4Weight:

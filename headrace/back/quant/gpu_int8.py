@@ -17,7 +17,7 @@ from headrace.back.parallel.bundle import CutGroup
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.gpu_int4 import group_columns
-from headrace.back.quant.kept import KeptSchemes, check_order, normal_values
+from headrace.back.quant.kept import INT8_ROWS, KeptSchemes, check_order, normal_values
 from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
 
@@ -105,7 +105,8 @@ def stored_int8(param: Param, kept: KeptSchemes) -> str | None:
     changed = any(piece.scale != 1.0 or piece.transposed for piece in param.pieces)
     if len(param.shape) != 2 or len(names) != 1 or changed:
         return None
-    name = names.pop()
+    stored = names.pop()
+    name = stored.removesuffix(INT8_ROWS)
     if (name not in INT8_SCHEMES and name not in BYTE_TYPES) or not served(param, _group(name)):
         return None
     assert param.tensor is not None, param
@@ -115,7 +116,7 @@ def stored_int8(param: Param, kept: KeptSchemes) -> str | None:
             group_columns(copy, per, param.tensor.shape[1])
     except CutGroup:
         return None
-    return name
+    return stored
 
 
 def served(param: Param, group: int | None) -> bool:
@@ -135,10 +136,11 @@ class StoredInt8Weight:
 
     def __init__(self, param: Param, name: str) -> None:
         assert param.tensor is not None, param
+        int8_rows, name = name.endswith(INT8_ROWS), name.removesuffix(INT8_ROWS)
         self._name, self._group, self._param = name, _group(name), param
         outputs, self._inputs = param.tensor.shape
         self._weight: Int8Weight | None = empty(
-            outputs, self._inputs, self._group, device=param.tensor.device
+            outputs, self._inputs, self._group, device=param.tensor.device, int8_rows=int8_rows
         )
         param.groups_on = param.tensor.device
         param.packed_bytes = self._weight.num_bytes

@@ -44,6 +44,9 @@ NVFP4 = "nvfp4"
 ORDERED = "+order-"
 """Behind the name of a scheme whose inputs belong to groups by an index (act-order), before a mark
 of that index: weights of one mark lie side by side. GPUs only (gpu_int4.py)."""
+INT8_ROWS = "+int8-rows"
+"""Behind the name of a scheme of integers whose checkpoint asks for int8 activations. GPUs only:
+CPUs multiply integers by int8 whatever is asked."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
     "torchao-int4", "hqq",
@@ -109,6 +112,15 @@ def _in_blocks(tensor: QuantizedTensor) -> bool:
     plain = len(tensor.shape) == 2 and "zeros" not in tensor.members
     e4m3 = tensor.floating and tensor.numbers.arrangement in ("scaled", "fp8-blocks")
     return plain and e4m3 and tensor.numbers.group in ((1, 128), (128, 128))
+
+
+def with_int8_rows(name: str) -> str:
+    """The name of a scheme with int8 activations, where GPUs have kernels for both."""
+    scheme = SCHEMES.get(name)
+    if name == WHOLE_INT4[False]:
+        return name + INT8_ROWS
+    plain = scheme is not None and not scheme.floating and not scheme.asymmetric
+    return name + INT8_ROWS if plain else name
 
 
 def scheme_of(param: Param, kept: KeptSchemes) -> Scheme | None:

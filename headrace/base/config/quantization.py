@@ -12,6 +12,7 @@ import re
 import msgspec
 
 from headrace.base.config.hf import ConfigReader
+from headrace.base.config.quantization_activations import Activations
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +26,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     ordered      inputs belong to groups by an index (act-order), not by their place
     symmetric    stored zero points are all the middle of the range
     zero_offset  what is added to a stored zero point
+    activations  how inputs are to be quantized; None: they stay as they are
     """
 
     arrangement: str
@@ -34,6 +36,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     ordered: bool = False
     symmetric: bool = False
     zero_offset: int = 0
+    activations: Activations | None = None
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

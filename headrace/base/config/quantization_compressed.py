@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.quantization import EVERY, Numbers, Rule, StoredQuantization
+from headrace.base.config.quantization_activations import compressed_activations
 
 
 def compressed(config: ConfigReader) -> StoredQuantization:
@@ -88,4 +89,5 @@ def _compressed_numbers(format: str, group: ConfigReader, weights: ConfigReader)
         bits=bits,
         group=shared[strategy],
         ordered="actorder" in weights and weights.raw["actorder"] in (True, "group"),
+        activations=compressed_activations(group),
     )

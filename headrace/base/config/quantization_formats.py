@@ -22,6 +22,15 @@ from headrace.base.config.quantization import (
     everything,
     plain_modules,
 )
+from headrace.base.config.quantization_activations import (
+    E4M3_TENSOR,
+    E4M3_TOKENS,
+    INT8_TOKENS,
+    MXFP8_GROUPS,
+    NVFP4_GROUPS,
+    fp8_activations,
+    quark_activations,
+)
 from headrace.base.config.quantization_compressed import compressed
 from headrace.base.config.quantization_torch import hqq, torchao
 
@@ -54,15 +63,15 @@ def _fp8(config: ConfigReader) -> StoredQuantization:
         arrangement="fp8-blocks" if block else "scaled",
         bits=8,
         group=(block[0], block[1]) if block else None,
+        activations=fp8_activations(config, block[1] if block else 0),
     )
     return everything("fp8", numbers, plain_modules(config))
 
 
 def _fbgemm(config: ConfigReader) -> StoredQuantization:
     """e4m3 with a scale for each output."""
-    return everything(
-        "fbgemm_fp8", Numbers(arrangement="scaled", bits=8, group=(1, 0)), plain_modules(config)
-    )
+    numbers = Numbers(arrangement="scaled", bits=8, group=(1, 0), activations=E4M3_TOKENS)
+    return everything("fbgemm_fp8", numbers, plain_modules(config))
 
 
 def _gptq(config: ConfigReader) -> StoredQuantization:
@@ -190,7 +199,9 @@ def _quark_numbers(entry: ConfigReader | None) -> Numbers | None:
         if weight.int("group_size", 32) != 32:
             raise weight.wrong("group_size", "32")
         weight.choice("scale_format", ("e8m0",), "e8m0")
-    return _QUARK[dtype, weight.choice("qscheme", schemes)]
+    numbers = _QUARK[dtype, weight.choice("qscheme", schemes)]
+    assert entry is not None
+    return msgspec.structs.replace(numbers, activations=quark_activations(entry))
 
 
 def _modelopt(config: ConfigReader) -> StoredQuantization:
@@ -212,10 +223,12 @@ def _modelopt(config: ConfigReader) -> StoredQuantization:
 
 
 _MODELOPT = {
-    "FP8": Numbers(arrangement="scaled", bits=8),
-    "FP8_PER_CHANNEL_PER_TOKEN": Numbers(arrangement="scaled", bits=8, group=(1, 0)),
-    "NVFP4": Numbers(arrangement="nvfp4", bits=4, group=(1, 16)),
-    "MXFP8": Numbers(arrangement="scaled", bits=8, group=(1, 32)),
+    "FP8": Numbers(arrangement="scaled", bits=8, activations=E4M3_TENSOR),
+    "FP8_PER_CHANNEL_PER_TOKEN": Numbers(
+        arrangement="scaled", bits=8, group=(1, 0), activations=E4M3_TOKENS
+    ),
+    "NVFP4": Numbers(arrangement="nvfp4", bits=4, group=(1, 16), activations=NVFP4_GROUPS),
+    "MXFP8": Numbers(arrangement="scaled", bits=8, group=(1, 32), activations=MXFP8_GROUPS),
 }
 
 
@@ -230,7 +243,7 @@ def _bitsandbytes(config: ConfigReader) -> StoredQuantization:
     """bitsandbytes: levels of 4 bits (nf4, fp4) in runs of values, or int8 with a scale for each
     output."""
     if config.bool("load_in_8bit", False, aliases=("_load_in_8bit",)):
-        numbers = Numbers(arrangement="bnb-int8", bits=8, group=(1, 0))
+        numbers = Numbers(arrangement="bnb-int8", bits=8, group=(1, 0), activations=INT8_TOKENS)
     elif config.bool("load_in_4bit", False, aliases=("_load_in_4bit",)):
         config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
         numbers = Numbers(arrangement="bnb-4bit", bits=4)

@@ -12,6 +12,7 @@ from headrace.base.config.quantization import (
     StoredQuantization,
     plain_modules,
 )
+from headrace.base.config.quantization_activations import Activations
 from headrace.base.errors import CheckpointError
 
 _TORCHAO = {
@@ -65,7 +66,9 @@ def _torchao_numbers(config: ConfigReader) -> Numbers:
     group = _torchao_group(data, kind)
     if kind.startswith("Float8"):
         _named(data, "weight_dtype", ("float8_e4m3fn",))
-        return Numbers(arrangement="torchao-float8", bits=8, group=group)
+        return Numbers(
+            arrangement="torchao-float8", bits=8, group=group, activations=_torchao_inputs(kind)
+        )
     if kind == "Int4WeightOnlyConfig":
         _named(data, "int4_packing_format", ("plain",))
         return Numbers(arrangement="torchao-int4", bits=4, group=group)
@@ -78,6 +81,18 @@ def _torchao_numbers(config: ConfigReader) -> Numbers:
         bits=4 if dtype == "int4" else 8,
         group=group,
         symmetric=mapping != "asymmetric",
+        activations=_torchao_inputs(kind),
+    )
+
+
+def _torchao_inputs(kind: str) -> Activations | None:
+    """What the type of configuration says; static scales are one for a tensor."""
+    if "Activation" not in kind:
+        return None
+    static = "StaticActivation" in kind
+    shared = "tensor" if static else "token"
+    return Activations(
+        bits=8, floating=kind.startswith("Float8"), shared=shared, dynamic=not static
     )
 
 

@@ -37,6 +37,21 @@ def hqq(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
 
 
+W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+
+
+def with_inputs(**inputs: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": W8, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+    }
+
+
+INT8_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+
+
 def read(config: dict[str, Any], section: str | None = None) -> StoredQuantization | None:
     raw = {"quantization_config": config}
     return stored_quantization({section: raw} if section else raw, "config.json")
@@ -98,6 +113,12 @@ def test_gptq_says_which_modules_differ() -> None:
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt", "'e5m2'.*e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size", "two positive"),
+        ({"quant_method": "fp8", "activation_scheme": "token"}, "activation_scheme", "static"),
+        (with_inputs(**{**INT8_INPUTS, "num_bits": 6}), "num_bits", "6.*4 or 8"),
+        (with_inputs(**{**INT8_INPUTS, "type": "uint"}), "type", "'uint'.*float, int"),
+        (with_inputs(**{**INT8_INPUTS, "strategy": "row"}), "strategy", "'row'.*token"),
+        (with_inputs(**{**INT8_INPUTS, "strategy": "group"}), "group_size", "a positive size"),
+        (with_inputs(**{**INT8_INPUTS, "dynamic": "often"}), "dynamic", "'often'.*\"local\""),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo", "'W4A8'.*NVFP4"),
         (
             {**MIXED, "transform_config": rotation("weight_input", "input")},
@@ -132,6 +153,44 @@ def test_unknown_variants_are_refused(config: dict[str, Any], field: str, messag
     with pytest.raises(CheckpointError, match=message) as seen:
         read(config)
     assert seen.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (with_inputs(**INT8_INPUTS), "int8, a scale for a token, found as they come"),
+        (
+            with_inputs(num_bits=8, type="int", strategy="tensor", dynamic=False, symmetric=False),
+            "int8, a scale and a zero point for a tensor, stored",
+        ),
+        (
+            with_inputs(
+                num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic="local"
+            ),
+            "e2m1, a scale for 16 inputs of a token, found as they come",
+        ),
+        ({"quant_method": "fp8"}, "e4m3, a scale for a token, found as they come"),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static"},
+            "e4m3, a scale for a tensor, stored",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "e4m3, a scale for 128 inputs of a token, found as they come",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "e4m3, a scale for a tensor, stored"),
+        (
+            torchao("Int8DynamicActivationInt8WeightConfig"),
+            "int8, a scale for a token, found as they come",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "None"),
+    ],
+)
+def test_activations_are_read_as_they_are_asked_for(config: dict[str, Any], asked: str) -> None:
+    quantization = read(config)
+    assert quantization is not None
+    numbers = quantization.of("model.layers.0.mlp.up_proj")
+    assert numbers is not None and str(numbers.activations) == asked
 
 
 def test_auto_round_says_which_modules_differ() -> None:

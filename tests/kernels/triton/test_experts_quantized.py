@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from headrace.back.kernels.experts.op import ExpertsProblem
+from headrace.back.kernels.experts.op import ExpertsProblem, biases_of
 from headrace.back.kernels.experts.triton_dispatch import dispatched
 from headrace.back.kernels.experts_fp8 import op as fp8
 from headrace.back.kernels.experts_fp8 import triton_experts_fp8
@@ -113,7 +113,7 @@ def test_streams_of_4_bit_numbers(form: Int4Form, width, inner, more, how):
     whole = mixture(width, inner, **more)
     problem = int4.ExpertsInt4Problem(mixture=whole, form=form)
     generator = torch.Generator(device=DEVICE).manual_seed(1)
-    biases = int4.biases_of(whole, generator)
+    biases = biases_of(whole, generator)
     weights = int4.random_experts(problem, generator), *biases
     expected = int4.bind_reference(problem, *weights)
     for plan in triton_experts_int4.PLANS:
@@ -135,7 +135,7 @@ def test_streams_of_e4m3_numbers(group, width, inner, more, how):
     whole = mixture(width, inner, **more)
     problem = fp8.ExpertsFp8Problem(mixture=whole, group=group)
     generator = torch.Generator(device=DEVICE).manual_seed(1)
-    weights = fp8.random_experts(problem, generator), *fp8.biases_of(whole, generator)
+    weights = fp8.random_experts(problem, generator), *biases_of(whole, generator)
     expected = fp8.bind_reference(problem, *weights)
     for plan in triton_experts_fp8.all_plans(streamed=True)[1:]:
         run = triton_experts_fp8.bind(problem, *weights, always=plan)

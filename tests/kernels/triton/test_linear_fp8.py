@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headrace.back.kernels.linear import triton_scaled_gemm
+from headrace.back.kernels.linear import triton_scaled_rows as triton_rows
 from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_small import Gemm, launcher, skinny_launcher
-from headrace.back.kernels.linear_fp8 import op, triton_linear_fp8, triton_rows, triton_wide_fp8
+from headrace.back.kernels.linear_fp8 import op, triton_linear_fp8
 from headrace.back.kernels.linear_fp8.layout import (
     Fp8Weight,
     dequantize,
@@ -127,7 +129,7 @@ def test_tokens_become_the_nearest_numbers(group, norm):
     if weight is None:
         # On a GPU torch divides by a constant by multiplying: a bit off.
         expected = quantize_rows(x.cpu(), group)
-        rows = triton_rows.Fp8Rows(rows.values_TI.cpu(), rows.scales_TG.cpu())
+        rows = triton_rows.ScaledRows(rows.values_TI.cpu(), rows.scales_TG.cpu())
         assert torch.equal(rows.scales_TG, expected.scales_TG)
         assert torch.equal(rows.values_TI.float(), expected.values_TI.float())
         return
@@ -152,7 +154,7 @@ def test_many_tokens_by_our_kernel(tokens, outputs, inputs, group):
     weight, bias_O, _ = sample.weights
     rows = quantize_rows(sample.arguments[0], group)
     y = torch.full((tokens, outputs), float("nan"), device=DEVICE, dtype=DTYPE)
-    triton_wide_fp8.multiply(rows, weight, bias_O, y)
+    triton_scaled_gemm.multiply(rows, weight.values_OI, weight.scales_OG, weight.group, bias_O, y)
     expected = dequantize_rows(rows, group) @ dequantize(weight).T + bias_O.float()
     assert error(y, expected.to(DTYPE)) <= BOUND
 

@@ -183,6 +183,18 @@ def test_the_layer_takes_any_number_of_tokens(more, monkeypatch):
     assert op.OP.error(triton_linear_int4.KERNEL, problem) <= op.OP.tolerance(problem)
 
 
+@pytest.mark.parametrize("group", [None, 32, 128])
+@pytest.mark.parametrize("more", [{"eps": 1e-6, "bias": True}, {"activation": "silu"}])
+def test_many_tokens_become_int8(group, more):
+    """W4A8: integers times integers."""
+    problem = problem_of(128, 256, group=group, int8_rows=True, **more)
+    assert triton_linear_int4.KERNEL.supports(problem) is None
+    sample = op.sample_of(problem, (op.INT8_FROM,))
+    x, _ = sample.arguments
+    expected = op.bind_reference(problem, *sample.weights)(x)
+    assert error(triton_linear_int4.bind(problem, *sample.weights)(x), expected) <= BOUND
+
+
 def test_what_no_kernel_serves_is_told():
     reasons = [
         triton_linear_int4.KERNEL.supports(problem_of(*sizes, **more))

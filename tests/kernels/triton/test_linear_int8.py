@@ -6,9 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from headrace.back.kernels.linear import triton_scaled_rows
+from headrace.back.kernels.linear.scaled_rows import scaled_rows
 from headrace.back.kernels.linear_int8 import op, triton_linear_int8
 from headrace.back.kernels.triton.wrap import interpreted
 from tests.kernels.triton.test_linear_int4 import BOUND, DEVICE, DTYPE, error, pytestmark
@@ -43,6 +46,43 @@ def test_the_layer(tokens, group, outputs, inputs, more):
     assert error(found, expected) <= BOUND
 
 
+@pytest.mark.parametrize("group", [None, 32, 128])
+@pytest.mark.parametrize(
+    "outputs, inputs, more",
+    [
+        (72, 256, {"bias": True, "eps": 1e-6}),
+        (128, 384, {"activation": "silu"}),
+        (40, 256, {"add": True}),
+    ],
+)
+def test_many_tokens_become_int8(group, outputs, inputs, more):
+    """W8A8: as integers times integers; twice the same bits."""
+    problem = problem_of(outputs, inputs, group=group, int8_rows=True, **more)
+    assert triton_linear_int8.KERNEL.supports(problem) is None
+    sample = op.sample_of(problem, (70,))
+    x, residual = sample.arguments
+    expected, *found = (
+        bind(problem, *sample.weights)(x, None if residual is None else residual.clone())
+        for bind in (op.bind_reference, triton_linear_int8.bind, triton_linear_int8.bind)
+    )
+    assert error(found[0], expected) <= BOUND
+    assert torch.equal(found[0], found[1])
+
+
+def test_tokens_become_the_nearest_integers():
+    """To the bit; also a token of zeros, one of huge values and one with a NaN, which stays in it."""
+    x = torch.randn(5, 400, generator=torch.Generator().manual_seed(5)).to(DEVICE, DTYPE)
+    x[1] = 0
+    x[2] *= 3e4 / x[2].abs().max()
+    x[3, 7] = float("nan")
+    rows = triton_scaled_rows.bind(400, None, norm_weight_I=None, eps=0.0, dtype=torch.int8)(x)
+    expected = scaled_rows(x.cpu(), None, torch.int8)
+    kept = [0, 1, 2, 4]
+    assert torch.equal(rows.values_TI.cpu()[kept], expected.values_TI[kept])
+    assert torch.equal(rows.scales_TG.cpu()[kept], expected.scales_TG[kept])
+    assert rows.scales_TG[3].isnan().all() and expected.scales_TG[3].isnan().all()
+
+
 def test_what_no_kernel_serves_is_told():
     reasons = [
         triton_linear_int8.KERNEL.supports(problem_of(*sizes, **more))
@@ -51,9 +91,16 @@ def test_what_no_kernel_serves_is_told():
             ((64, 256), {"group": 256}),
             ((64, 272), {"group": 32}),
             ((128, 256), {"activation": "tanh"}),
+            ((64, 256), {"group": 16, "int8_rows": True}),
         )
     ]
-    assert [reason and reason.split()[0] for reason in reasons] == ["200", "scales", "272", "does"]
+    assert [reason and reason.split()[0] for reason in reasons] == [
+        "200",
+        "scales",
+        "272",
+        "does",
+        "multiplies",
+    ]
 
 
 @pytest.mark.skipif(interpreted(), reason="widths of real models take a GPU")

@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from headrace.back.kernels.fused_linear import op as fused_linear
-from headrace.back.kernels.fused_linear.op import norm_problem
+from headrace.back.kernels.fused_linear.around import norm_problem
 from headrace.back.kernels.fused_linear.triton_fused_linear import bind
 from headrace.back.kernels.linear import wide
 from headrace.back.kernels.linear.table import (

@@ -11,28 +11,16 @@ their inner values, for the tensor cores to multiply e4m3 by e4m3. Sums are floa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from headrace.back.kernels.experts.op import (
-    Experts,
-    ExpertsProblem,
-    arguments_of,
-    biases_of,
-    each_expert,
-    of_three,
-)
+from headrace.back.kernels.experts.op import Experts, each_expert
+from headrace.back.kernels.experts.quantized import QuantizedExpertsProblem, narrow
+from headrace.back.kernels.experts.quantized import sample_of as experts_sample
 from headrace.back.kernels.experts_fp8.layout import GROUP, Fp8Experts, Fp8Matrices, empty_experts
 from headrace.back.kernels.linear_fp8.layout import FLOAT8, dequantize_rows, quantize_rows
-from headrace.back.kernels.op import (
-    Kernel,
-    Op,
-    Sample,
-    float_tolerance,
-    random_tensor,
-    sample_generator,
-)
+from headrace.back.kernels.op import Kernel, Op, Sample, float_tolerance, random_tensor
 
 QUANTIZED_FROM = 2
 """Tokens of a step."""
@@ -42,21 +30,10 @@ share of the largest one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsFp8Problem:
+class ExpertsFp8Problem(QuantizedExpertsProblem):
     """The mixture; `group`: inputs that share a scale of the weights, None: all."""
 
-    mixture: ExpertsProblem
     group: int | None
-
-    @property
-    def device(self) -> str:
-        """The mixture's."""
-        return self.mixture.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of x, biases and y."""
-        return self.mixture.dtype
 
 
 def bind_reference(
@@ -111,26 +88,13 @@ def _fill(matrices: Fp8Matrices, generator: torch.Generator) -> None:
 
 
 def sample_of(problem: ExpertsFp8Problem, rows: tuple[int, ...]) -> Sample:
-    """The problem's own sizes with three experts, one of which nobody chose, for each of these
-    numbers of tokens."""
-    mixture = of_three(problem.mixture)
-    small = replace(problem, mixture=mixture)
-    generator = sample_generator(mixture.device)
-    weights = random_experts(small, generator), *biases_of(mixture, generator)
-    first, *more = (arguments_of(mixture, count, generator) for count in rows)
-    return Sample(problem=small, weights=weights, arguments=first, further=tuple(more))
+    """Three experts of the problem's own sizes, for each of these numbers of tokens."""
+    return experts_sample(problem, random_experts, rows)
 
 
 def _sample(problem: ExpertsFp8Problem) -> Sample:
     """Few tokens, and more, with less width."""
-    whole = problem.mixture
-    mixture = replace(whole, width=_small(whole.width), inner=_small(whole.inner))
-    return sample_of(replace(problem, mixture=mixture), (1, 40))
-
-
-def _small(size: int) -> int:
-    """With the same remainder of groups."""
-    return size if size < 2 * GROUP else GROUP + size % GROUP
+    return sample_of(narrow(problem), (1, 40))
 
 
 OP: Op[ExpertsFp8Problem] = Op(

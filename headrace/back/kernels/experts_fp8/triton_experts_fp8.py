@@ -28,7 +28,7 @@ from headrace.back.kernels.experts_fp8 import triton_tiles_fp8
 from headrace.back.kernels.experts_fp8.layout import GROUP, Fp8Experts
 from headrace.back.kernels.experts_fp8.op import QUANTIZED_FROM, ExpertsFp8Problem, sample_of
 from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
-from headrace.back.kernels.linear_fp8.layout import Fp8Rows
+from headrace.back.kernels.linear.scaled_rows import ScaledRows
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.wrap import (
     capability,
@@ -95,10 +95,10 @@ def bind(
             return _few(mixture, experts, biases, x_TE, expert_TK, weight_TK)
         dispatch = dispatched(x_TE, expert_TK, experts=mixture.experts, m=plan.m, group=GROUP)
         assert dispatch.scales_NG is not None
-        rows = Fp8Rows(dispatch.rows_NE, dispatch.scales_NG)
+        rows = ScaledRows(dispatch.rows_NE, dispatch.scales_NG)
         multiply, tiles = _multiply_of(plan.regime), dispatch.tiles
         inner = multiply(mixture, rows, experts.up, up_bias_XI, tiles, m=plan.m, is_gated=True)
-        rows = Fp8Rows(*inner)
+        rows = ScaledRows(*inner)
         out_NE, _ = multiply(
             mixture, rows, experts.down, down_bias_XE, tiles, m=plan.m, is_gated=False
         )

@@ -2,7 +2,7 @@
 experts/triton_dispatch.py, a tile of M rows and 128 results of one expert at a time. The first GEMM
 leaves inner values as e4m3 numbers, too: 128 results of a row are a group.
 
-Sums of 128 inputs are added in float32 with the scales of both (linear_fp8/triton_wide_fp8.py).
+Sums of 128 inputs are added in float32 with the scales of both (linear/triton_scaled_gemm.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.back.kernels.experts.op import OAI_ALPHA, ExpertsProblem
 from headrace.back.kernels.experts.triton_dispatch import quantized
 from headrace.back.kernels.experts.triton_experts import activation_constants, gated
 from headrace.back.kernels.experts_fp8.layout import GROUP, Fp8Matrices, num_groups
-from headrace.back.kernels.linear_fp8.layout import FLOAT8, Fp8Rows
+from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import interpreted, launch, num_sms
@@ -105,7 +105,7 @@ def grouped_fp8_kernel(
 
 def multiply(
     problem: ExpertsProblem,
-    x: Fp8Rows,
+    x: ScaledRows,
     weight: Fp8Matrices,
     bias_XO: torch.Tensor | None,
     tiles: torch.Tensor,

@@ -9,18 +9,13 @@ rounded to it too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from headrace.back.kernels.experts.op import (
-    Experts,
-    ExpertsProblem,
-    arguments_of,
-    biases_of,
-    each_expert,
-    of_three,
-)
+from headrace.back.kernels.experts.op import Experts, each_expert
+from headrace.back.kernels.experts.quantized import QuantizedExpertsProblem, narrow
+from headrace.back.kernels.experts.quantized import sample_of as experts_sample
 from headrace.back.kernels.experts_int4.layout import (
     Int4Experts,
     Int4Form,
@@ -28,32 +23,14 @@ from headrace.back.kernels.experts_int4.layout import (
     write_matrix,
 )
 from headrace.back.kernels.linear_int4.layout import dequantize
-from headrace.back.kernels.op import (
-    Kernel,
-    Op,
-    Sample,
-    float_tolerance,
-    random_tensor,
-    sample_generator,
-)
+from headrace.back.kernels.op import Kernel, Op, Sample, float_tolerance, random_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsInt4Problem:
-    """The mixture, and what the numbers of its weights are."""
+class ExpertsInt4Problem(QuantizedExpertsProblem):
+    """The mixture, and what the numbers of its weights are; `dtype` is that of scales too."""
 
-    mixture: ExpertsProblem
     form: Int4Form
-
-    @property
-    def device(self) -> str:
-        """The mixture's."""
-        return self.mixture.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of x, scales, biases and y."""
-        return self.mixture.dtype
 
 
 def bind_reference(
@@ -103,26 +80,13 @@ def random_experts(problem: ExpertsInt4Problem, generator: torch.Generator) -> I
 
 
 def sample_of(problem: ExpertsInt4Problem, rows: tuple[int, ...]) -> Sample:
-    """The problem's own sizes with three experts, one of which nobody chose, for each of these
-    numbers of tokens."""
-    mixture = of_three(problem.mixture)
-    small = replace(problem, mixture=mixture)
-    generator = sample_generator(mixture.device)
-    weights = random_experts(small, generator), *biases_of(mixture, generator)
-    first, *more = (arguments_of(mixture, count, generator) for count in rows)
-    return Sample(problem=small, weights=weights, arguments=first, further=tuple(more))
+    """Three experts of the problem's own sizes, for each of these numbers of tokens."""
+    return experts_sample(problem, random_experts, rows)
 
 
 def _sample(problem: ExpertsInt4Problem) -> Sample:
     """Few tokens, and more, with less width."""
-    whole = problem.mixture
-    mixture = replace(whole, width=_small(whole.width), inner=_small(whole.inner))
-    return sample_of(replace(problem, mixture=mixture), (3, 40))
-
-
-def _small(size: int) -> int:
-    """With the same remainders of tiles and blocks."""
-    return size if size < 256 else 128 + size % 128
+    return sample_of(narrow(problem), (3, 40))
 
 
 OP: Op[ExpertsInt4Problem] = Op(

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem, norm_problem
+from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem
+from headrace.back.kernels.fused_linear.triton_around import bind_norm_before, result_for
 from headrace.back.kernels.fused_linear.triton_fused_linear import plan_sample
 from headrace.back.kernels.linear.triton_fixed import fixed, tile_checks
 from headrace.back.kernels.linear.triton_small import Gemm, refusal
 from headrace.back.kernels.op import Kernel, PlanCheck
-from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.triton.wrap import unsupported
 
 
@@ -31,15 +31,12 @@ def bind(
             add=problem.add,
         )
     )
-    norm = None
-    if problem.eps is not None:
-        assert norm_weight_I is not None, "a norm has a weight"
-        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+    norm = bind_norm_before(problem, norm_weight_I)
 
     def fused_linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
         if norm is not None:
             x_TI = norm(x_TI)
-        y_TY = x_TI.new_empty(len(x_TI), problem.results) if residual_TY is None else residual_TY
+        y_TY = result_for(problem, x_TI, residual_TY)
         run(x_TI, y_TY)
         return y_TY
 

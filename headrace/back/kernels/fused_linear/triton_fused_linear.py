@@ -10,12 +10,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.fused_linear.op import (
-    FusedLinear,
-    FusedLinearProblem,
-    activation_problem,
-    norm_problem,
-)
+from headrace.back.kernels.fused_linear.around import activation_problem
+from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem
+from headrace.back.kernels.fused_linear.triton_around import bind_norm_before, result_for
 from headrace.back.kernels.gated_act import triton_gated_act
 from headrace.back.kernels.linear.table import GemmPlan, padded
 from headrace.back.kernels.linear.triton_small import (
@@ -35,7 +32,6 @@ from headrace.back.kernels.op import (
     sample_generator,
     scratch_weight,
 )
-from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.triton.wrap import unsupported
 
 
@@ -54,11 +50,8 @@ def bind(
         add=problem.add,
     )
     several = small(after)
-    one, norm = several, None
-    if problem.eps is not None:
-        assert norm_weight_I is not None, "a norm has a weight"
-        one = small(replace(after, norm_I=norm_weight_I, eps=problem.eps))
-        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+    one = small(replace(after, norm_I=norm_weight_I, eps=problem.eps or 0.0))
+    norm = bind_norm_before(problem, norm_weight_I)
     large = _large(problem, weight_OI, bias_O)
 
     def fused_linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,7 +61,7 @@ def bind(
             x_TI, run = norm(x_TI), several(num_tokens)
         if run is None:
             return large(x_TI, residual_TY)
-        y_TY = x_TI.new_empty(num_tokens, problem.results) if residual_TY is None else residual_TY
+        y_TY = result_for(problem, x_TI, residual_TY)
         run(x_TI, y_TY)
         return y_TY
 
@@ -122,14 +115,11 @@ def _bind_plan(
     own_norm = None if gemm.norm_I is None else norm_weight_I
     bound = replace(gemm, weight_OI=weight_OI, bias_O=bias_O, norm_I=own_norm)
     run = launcher(bound, plan, padded(tokens))
-    norm = None
-    if problem.eps is not None and gemm.norm_I is None:
-        assert norm_weight_I is not None, "a norm has a weight"
-        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+    norm = bind_norm_before(problem, norm_weight_I) if gemm.norm_I is None else None
 
     def fused_linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
         x_TI = x_TI if norm is None else norm(x_TI)
-        y_TY = x_TI.new_empty(len(x_TI), problem.results) if residual_TY is None else residual_TY
+        y_TY = result_for(problem, x_TI, residual_TY)
         run(x_TI, y_TY)
         return y_TY
 

@@ -6,13 +6,10 @@ O outputs, I inputs, T tokens, G groups of neighbouring inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-FLOAT8 = torch.float8_e4m3fn
-MOST = 448.0
-"""The largest e4m3 number."""
+from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows, scaled_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,26 +46,11 @@ def dequantize(weight: Fp8Weight) -> torch.Tensor:
     return weight.values_OI.float() * scales
 
 
-class Fp8Rows(NamedTuple):
-    """Activations: values_TI e4m3, scales_TG float32."""
-
-    values_TI: torch.Tensor
-    scales_TG: torch.Tensor
+def quantize_rows(x_TI: torch.Tensor, group: int | None) -> ScaledRows:
+    """As kernels quantize tokens."""
+    return scaled_rows(x_TI, group, FLOAT8)
 
 
-def quantize_rows(x_TI: torch.Tensor, group: int | None) -> Fp8Rows:
-    """The definition: the largest magnitude of a token, or of each `group` inputs of it, becomes
-    448; the nearest numbers, ties to even. Magnitudes below 1e-30 count as 0."""
-    tokens, inputs = x_TI.shape
-    wide = group or inputs
-    padded = torch.nn.functional.pad(x_TI.float(), (0, -inputs % wide)).view(tokens, -1, wide)
-    top = padded.abs().amax(-1, keepdim=True)
-    # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
-    inverse = torch.where(top > 1e-30, top.new_tensor(MOST) / top, 0)
-    values = (padded * inverse).clamp(-MOST, MOST).view(tokens, -1)[:, :inputs]
-    return Fp8Rows(values.to(FLOAT8), (top / MOST)[..., 0])
-
-
-def dequantize_rows(rows: Fp8Rows, group: int | None) -> torch.Tensor:
+def dequantize_rows(rows: ScaledRows, group: int | None) -> torch.Tensor:
     """float32 [T, I]."""
     return dequantize(Fp8Weight(rows.values_TI, rows.scales_TG, group))

@@ -12,8 +12,16 @@ from functools import cache, partial
 
 import torch
 
-from headrace.back.kernels.gated_act import triton_gated_act
-from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
+from headrace.back.kernels.fused_linear.around import LayerGemm
+from headrace.back.kernels.fused_linear.triton_around import (
+    UNIT,
+    bind_after,
+    bind_norm_before,
+    refusal_of,
+    result_for,
+)
+from headrace.back.kernels.linear import triton_scaled_gemm, triton_scaled_rows
+from headrace.back.kernels.linear.scaled_rows import ScaledRows
 from headrace.back.kernels.linear.table import BUSY, MOST_SPLIT_TILES, GemmPlan, padded
 from headrace.back.kernels.linear.triton_small import (
     Gemm,
@@ -23,28 +31,21 @@ from headrace.back.kernels.linear.triton_small import (
     launcher,
     skinny_launcher,
 )
-from headrace.back.kernels.linear_fp8 import triton_rows, triton_wide_fp8
-from headrace.back.kernels.linear_fp8.layout import Fp8Rows, Fp8Weight
+from headrace.back.kernels.linear_fp8.layout import Fp8Weight
 from headrace.back.kernels.linear_fp8.op import (
     CHECKED_ROWS,
     STREAMED_TOKENS,
-    Fp8Linear,
     LinearFp8Problem,
-    activation_problem,
-    norm_problem,
     sample_of,
 )
 from headrace.back.kernels.op import Kernel, PlanCheck
-from headrace.back.kernels.rms_norm import triton_rms_norm
-from headrace.back.kernels.triton.wrap import capability, interpreted, unsupported
+from headrace.back.kernels.triton.wrap import capability, interpreted
 
 log = logging.getLogger(__name__)
 
 GROUP = 128
 """Inputs that share a scale, where not all do."""
-UNIT = 16
-"""The library takes multiples of it."""
-Multiply = Callable[[Fp8Rows], torch.Tensor]
+Multiply = Callable[[ScaledRows], torch.Tensor]
 
 
 def plan_of(outputs: int, inputs: int, tokens: int, *, gated: bool, sms: int) -> GemmPlan:
@@ -73,7 +74,7 @@ def bind(
     weight: Fp8Weight,
     bias_O: torch.Tensor | None,
     norm_weight_I: torch.Tensor | None = None,
-) -> Fp8Linear:
+) -> LayerGemm:
     """The kernels for one weight, read as it is."""
     several = Gemm(
         weight_OI=weight.values_OI,
@@ -83,15 +84,12 @@ def bind(
         activation=problem.activation or "",
         add=problem.add,
     )
-    one, norm = several, None
-    if problem.eps is not None:
-        assert norm_weight_I is not None, "a norm has a weight"
-        one = replace(several, norm_I=norm_weight_I, eps=problem.eps)
-        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
-    quantize = triton_rows.bind(
+    one = replace(several, norm_I=norm_weight_I, eps=problem.eps or 0.0)
+    norm = bind_norm_before(problem, norm_weight_I)
+    quantize = triton_scaled_rows.bind(
         problem.inputs, problem.group, norm_weight_I=norm_weight_I, eps=problem.eps or 0.0
     )
-    many = _many(problem, weight, bias_O)
+    many = bind_after(problem, _product(problem, weight, bias_O))
 
     def planned(tokens: int) -> GemmPlan:
         sms = gemm_device_of(weight.values_OI.device).sms
@@ -106,17 +104,11 @@ def bind(
     def launch_scaled_of(tokens: int) -> LaunchScaled:
         return skinny_launcher(several, planned(tokens), tokens)
 
-    def new_y(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> torch.Tensor:
-        if residual_TY is not None:
-            return residual_TY
-        dtype = torch.float32 if problem.wide else problem.dtype
-        return x_TI.new_empty(len(x_TI), problem.results, dtype=dtype)
-
     def linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
         num_tokens = len(x_TI)
         if num_tokens > STREAMED_TOKENS:
             return many(quantize(x_TI), residual_TY)
-        y_TY = new_y(x_TI, residual_TY)
+        y_TY = result_for(problem, x_TI, residual_TY)
         if num_tokens >= problem.quantized_from:
             rows = quantize(x_TI)
             launch_scaled_of(padded(num_tokens))(rows.values_TI, y_TY, rows.scales_TG)
@@ -127,24 +119,6 @@ def bind(
         return y_TY
 
     return linear
-
-
-def _many(
-    problem: LinearFp8Problem, weight: Fp8Weight, bias_O: torch.Tensor | None
-) -> Callable[[Fp8Rows, torch.Tensor | None], torch.Tensor]:
-    """The GEMM with quantized tokens, and what comes after it."""
-    multiply = _product(problem, weight, bias_O)
-    activate = None
-    if problem.activation is not None:
-        activate = triton_gated_act.bind(activation_problem(problem))
-
-    def many(rows: Fp8Rows, residual_TY: torch.Tensor | None) -> torch.Tensor:
-        y_TY = multiply(rows)
-        if activate is not None:
-            y_TY = activate(y_TY)
-        return y_TY if residual_TY is None else residual_TY.add_(y_TY)
-
-    return many
 
 
 _skipped: dict[LinearFp8Problem, str] = {}
@@ -169,17 +143,19 @@ def library_refusal(problem: LinearFp8Problem) -> str | None:
 def _product(problem: LinearFp8Problem, weight: Fp8Weight, bias_O: torch.Tensor | None) -> Multiply:
     dtype = torch.float32 if problem.wide else problem.dtype
 
-    def ours(rows: Fp8Rows) -> torch.Tensor:
+    def ours(rows: ScaledRows) -> torch.Tensor:
         shape = len(rows.values_TI), problem.outputs
         y_TO = torch.empty(shape, dtype=dtype, device=rows.values_TI.device)
-        triton_wide_fp8.multiply(rows, weight, bias_O, y_TO)
+        triton_scaled_gemm.multiply(
+            rows, weight.values_OI, weight.scales_OG, weight.group, bias_O, y_TO
+        )
         return y_TO
 
     if library_refusal(problem) is not None:
         return ours
     weight_IO, scales_1O = weight.values_OI.t(), weight.scales_OG.t()
 
-    def library(rows: Fp8Rows) -> torch.Tensor:
+    def library(rows: ScaledRows) -> torch.Tensor:
         return torch._scaled_mm(
             rows.values_TI,
             weight_IO,
@@ -213,15 +189,9 @@ def plans(problem: LinearFp8Problem) -> list[PlanCheck]:
 
 
 def _supports(problem: LinearFp8Problem) -> str | None:
-    reason = unsupported(problem.device, problem.dtype)
+    reason = refusal_of(problem, (GROUP,))
     if reason is not None:
         return reason
-    if problem.inputs % UNIT:
-        return f"{problem.inputs} inputs are no multiple of {UNIT}"
-    if problem.group not in (None, GROUP):
-        return f"scales of {GROUP} inputs or of all, not of {problem.group}"
-    if problem.activation is not None and problem.activation not in ACTIVATIONS:
-        return f"does not know {problem.activation}"
     if torch.version.hip is not None:
         return "is for NVIDIA's GPUs"
     if not interpreted() and capability() < (8, 9):

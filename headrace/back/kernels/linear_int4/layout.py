@@ -45,6 +45,7 @@ class Int4Weight:
                  outputs without bit 8, then of those with it, then minima in the same way; of
                  e2m1 numbers times `lift_of` the dtype
     order_I      int32, which input of x lies at each place (act-order), None: each at its own
+    int8_rows    many tokens are multiplied as int8
     """
 
     words_NBW: torch.Tensor
@@ -55,6 +56,7 @@ class Int4Weight:
     minima: bool
     floats: bool = False
     order_I: torch.Tensor | None = None
+    int8_rows: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +67,8 @@ class Int4Weight:
     def facts(self) -> dict[str, bool]:
         """What a problem says of it beside its sizes."""
         ordered = self.order_I is not None
-        return {"minima": self.minima, "floats": self.floats, "ordered": ordered}
+        facts = {"minima": self.minima, "floats": self.floats, "ordered": ordered}
+        return {**facts, "int8_rows": self.int8_rows}
 
     @property
     def num_bytes(self) -> int:
@@ -162,10 +165,7 @@ def dequantize(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     packed = weight.words_NBW.view(torch.uint8).view(tiles, blocks * 2, 4, 8, 4, 4, 4)
     nibbles = torch.stack((packed & 15, packed >> 4), -1).view(tiles, -1, 4, 8, 4, 4, 2, 2, 2)
     values = nibbles.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(tiles * ROWS, blocks * BLOCK)
-    per_block = block_groups(weight.group)
-    parts = 2 if weight.minima else 1
-    arranged = weight.scales_NBSR.view(tiles, -1, parts, 2, per_block, 4, 8)
-    by_row = arranged.permute(2, 0, 5, 3, 6, 1, 4).reshape(parts, tiles * ROWS, -1).float()
+    by_row = _by_row(weight)
     spread = by_row.repeat_interleave(values.shape[1] // by_row.shape[2], 2)
     if weight.floats:
         plain = torch.tensor(E2M1, device=values.device)[values.int()]
@@ -178,3 +178,16 @@ def dequantize(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     if weight.order_I is None:
         return plain
     return torch.empty_like(plain).index_copy_(1, weight.order_I.long(), plain)
+
+
+def scales_of(weight: Int4Weight) -> torch.Tensor:
+    """float32 [O, G], of integers without minima."""
+    groups = 1 if weight.group is None else -(-weight.inputs // weight.group)
+    return _by_row(weight)[0, : weight.outputs, :groups].contiguous()
+
+
+def _by_row(weight: Int4Weight) -> torch.Tensor:
+    """Scales, and minima, [1 or 2, O padded, G padded]."""
+    tiles, parts = len(weight.scales_NBSR), 2 if weight.minima else 1
+    arranged = weight.scales_NBSR.view(tiles, -1, parts, 2, block_groups(weight.group), 4, 8)
+    return arranged.permute(2, 0, 5, 3, 6, 1, 4).reshape(parts, tiles * ROWS, -1).float()

@@ -1,7 +1,8 @@
 """Which kernel serves how many tokens of a weight of 4-bit integers: on Hopper one token, with the
 norm, and up to LIBRARY_FROM those that stream the weight (triton_stream_int4.py), on other GPUs and
 for what those do not know the tiles of triton_tiles_int4.py; more the library's GEMM, or that with
-the activation inside (linear/triton_wide.py), with the weight dequantized before it."""
+the activation inside (linear/triton_wide.py), with the weight dequantized before it; or, if tokens
+become int8, the GEMM of integers, with the weight unpacked before it."""
 
 from __future__ import annotations
 
@@ -11,32 +12,33 @@ from functools import cache, partial
 
 import torch
 
-from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
-from headrace.back.kernels.linear.dequantized import bind_dequantized
+from headrace.back.kernels.fused_linear.around import LayerGemm, activation_problem
+from headrace.back.kernels.fused_linear.triton_around import (
+    after_norm,
+    bind_int8_rows,
+    bind_norm_before,
+    refusal_of,
+    result_for,
+)
+from headrace.back.kernels.linear.dequantized import bind_dequantized, room_for
 from headrace.back.kernels.linear.table import padded
 from headrace.back.kernels.linear_int4 import stream, triton_tiles_int4
-from headrace.back.kernels.linear_int4.layout import GROUPS, ROWS, Int4Weight
+from headrace.back.kernels.linear_int4.layout import GROUPS, ROWS, Int4Weight, scales_of
 from headrace.back.kernels.linear_int4.op import (
     CHECKED_ROWS,
-    Int4Linear,
+    INT8_FROM,
     LinearInt4Problem,
-    activation_problem,
-    norm_problem,
     sample_of,
 )
 from headrace.back.kernels.linear_int4.stream import Int4Gemm, StreamPlan
 from headrace.back.kernels.op import Kernel, PlanCheck
-from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.triton.room import shared_bytes
-from headrace.back.kernels.triton.wrap import unsupported
 
 log = logging.getLogger(__name__)
 
-LIBRARY_FROM = 257
+LIBRARY_FROM = INT8_FROM
 """Tokens from which on the weight is dequantized as a whole (H200: 256 tokens stream in 252 us a
 layer of Qwen3-8B, against 284 so)."""
-UNIT = 16
-"""Inputs of a weight are a multiple of it."""
 MOST_TOKENS = 64
 """Of a program."""
 
@@ -81,26 +83,24 @@ def bind(
     weight: Int4Weight,
     bias_O: torch.Tensor | None,
     norm_weight_I: torch.Tensor | None = None,
-) -> Int4Linear:
+) -> LayerGemm:
     """The kernels for one weight. x is brought into its order before anything else."""
     order_I = weight.order_I
     if order_I is not None and norm_weight_I is not None:
         norm_weight_I = norm_weight_I.index_select(0, order_I)
     several = Int4Gemm(weight=weight, bias_O=bias_O, activation=problem.activation, add=problem.add)
-    one, norm = several, None
-    if problem.eps is not None:
-        assert norm_weight_I is not None, "a norm has a weight"
-        one = Int4Gemm(
-            weight=weight, bias_O=bias_O, norm_I=norm_weight_I, eps=problem.eps,
-            activation=problem.activation, add=problem.add,
-        )  # fmt: skip
-        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+    one = replace(several, norm_I=norm_weight_I, eps=problem.eps or 0.0)
+    norm = bind_norm_before(problem, norm_weight_I)
     streamed = _streams(problem, several)
     act = None if problem.activation is None else activation_problem(problem)
-    many = bind_dequantized(
-        weight, triton_tiles_int4.dequantize_into, bias_O, dtype=problem.dtype, activation=act,
-        add=problem.add, wide=problem.wide,
-    )  # fmt: skip
+    if problem.int8_rows:
+        many = _int8_rows(problem, weight, bias_O, norm_weight_I)
+    else:
+        dequantized = bind_dequantized(
+            weight, triton_tiles_int4.dequantize_into, bias_O, dtype=problem.dtype, activation=act,
+            add=problem.add, wide=problem.wide,
+        )  # fmt: skip
+        many = after_norm(norm, dequantized)
     fused = norm is None or streamed
 
     @cache
@@ -118,19 +118,32 @@ def bind(
         num_tokens = len(x_TI)
         if order_I is not None:
             x_TI = x_TI.index_select(1, order_I)
-        if norm is not None and (num_tokens > 1 or not fused):
-            x_TI = norm(x_TI)
         if num_tokens >= LIBRARY_FROM:
             return many(x_TI, residual_TY)
-        y_TY = residual_TY
-        if y_TY is None:
-            dtype = torch.float32 if problem.wide else problem.dtype
-            y_TY = x_TI.new_empty(num_tokens, problem.results, dtype=dtype)
+        if norm is not None and (num_tokens > 1 or not fused):
+            x_TI = norm(x_TI)
+        y_TY = result_for(problem, x_TI, residual_TY)
         run = launch_of(padded(num_tokens)) if streamed else tiles
         run(x_TI, y_TY)
         return y_TY
 
     return linear
+
+
+def _int8_rows(
+    problem: LinearInt4Problem,
+    weight: Int4Weight,
+    bias_O: torch.Tensor | None,
+    norm_weight_I: torch.Tensor | None,
+) -> LayerGemm:
+    room, scales_OG = room_for(weight, torch.int8), scales_of(weight)
+
+    def unpacked() -> tuple[torch.Tensor, torch.Tensor]:
+        values_OI = room.part(weight)
+        triton_tiles_int4.dequantize_into(weight, values_OI)
+        return values_OI, scales_OG
+
+    return bind_int8_rows(problem, unpacked, weight.group, bias_O, norm_weight_I)
 
 
 def _streams(problem: LinearInt4Problem, gemm: Int4Gemm) -> bool:
@@ -164,17 +177,15 @@ def plans(problem: LinearInt4Problem) -> list[PlanCheck]:
 
 
 def _supports(problem: LinearInt4Problem) -> str | None:
-    reason = unsupported(problem.device, problem.dtype)
+    reason = refusal_of(problem, GROUPS)
     if reason is not None:
         return reason
-    if problem.inputs % UNIT:
-        return f"{problem.inputs} inputs are no multiple of {UNIT}"
-    if problem.group not in (None, *GROUPS):
-        return f"scales of {', '.join(map(str, GROUPS))} inputs or of all, not of {problem.group}"
-    if problem.activation is not None and problem.activation not in ACTIVATIONS:
-        return f"does not know {problem.activation}"
     if problem.activation is not None and problem.results % ROWS:
         return f"gates multiples of {ROWS} results, not {problem.results}"
+    if problem.int8_rows and (problem.minima or problem.floats or problem.group == 16):
+        return (
+            "multiplies int8 tokens by integers without minima, of at least 32 that share a scale"
+        )
     return None
 
 

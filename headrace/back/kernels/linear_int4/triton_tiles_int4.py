@@ -47,10 +47,8 @@ def e2m1(b_bits):
 
 
 @triton.jit
-def block_of(
-    p_words, p_scales, GROUPS: tl.constexpr, MINIMA: tl.constexpr, FLOATS: tl.constexpr = False
-):
-    """The weights of a block [64, 128], float32."""
+def numbers_of(p_words):
+    """The numbers 0 .. 15 of a block [64, 128], int32."""
     b_words = tl.reshape(tl.load(p_words + tl.arange(0, 1024)), [2, 4, 8, 4, 4, 1, 1, 1])
     o_0 = tl.arange(0, 2)[None, None, None, None, None, :, None, None] * 16
     o_2 = tl.arange(0, 2)[None, None, None, None, None, None, :, None] * 8
@@ -58,7 +56,15 @@ def block_of(
     b_values = (b_words >> (o_0 + o_2 + o_1)) & 15
     # half block, warp, output, lane, sixteen inputs, e0, e2, e1
     b_values = tl.permute(b_values, (1, 7, 2, 0, 4, 6, 3, 5))
-    b_values = tl.reshape(b_values, [64, 128])
+    return tl.reshape(b_values, [64, 128])
+
+
+@triton.jit
+def block_of(
+    p_words, p_scales, GROUPS: tl.constexpr, MINIMA: tl.constexpr, FLOATS: tl.constexpr = False
+):
+    """The weights of a block [64, 128], float32."""
+    b_values = numbers_of(p_words)
     b_scales = _spread(p_scales, 128, GROUPS)
     if FLOATS:
         if p_scales.dtype.element_ty == tl.bfloat16:
@@ -148,15 +154,20 @@ def dequantize_kernel(
     WHOLE: tl.constexpr,
     MINIMA: tl.constexpr,
     FLOATS: tl.constexpr,
+    INTEGERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """y [OUTPUTS, INPUTS], dense: a block of a tile each program."""
+    """y [OUTPUTS, INPUTS], dense: a block of a tile each program. INTEGERS: the numbers alone,
+    without their scales."""
     S: tl.constexpr = GROUPS * (128 if MINIMA else 64)
     i_k = tl.program_id(0)
     i_tile = tl.program_id(1).to(tl.int64)
     i_block = i_tile * STEPS + i_k
     p_scales = scales + (i_tile if WHOLE else i_block) * S
-    b_weight = block_of(words + i_block * 1024, p_scales, GROUPS, MINIMA, FLOATS)
+    if INTEGERS:
+        b_weight = numbers_of(words + i_block * 1024) - 8
+    else:
+        b_weight = block_of(words + i_block * 1024, p_scales, GROUPS, MINIMA, FLOATS)
     o_n = i_tile * 64 + tl.arange(0, 64)
     o_k = i_k * 128 + tl.arange(0, 128)
     m_y = (o_n < OUTPUTS)[:, None] & (o_k < INPUTS)[None, :]
@@ -200,10 +211,11 @@ def multiply(
 
 
 def dequantize_into(weight: Int4Weight, y_OI: torch.Tensor) -> None:
-    """Writes the whole weight, which is dense."""
+    """Writes the whole weight, which is dense; of int8 its integers alone."""
     assert y_OI.is_contiguous() and y_OI.shape == (weight.outputs, weight.inputs), y_OI.shape
     tiles, blocks, _ = weight.words_NBW.shape
     dequantize_kernel[blocks, tiles](
         weight.words_NBW, weight.scales_NBSR, y_OI, INPUTS=weight.inputs, OUTPUTS=weight.outputs,
-        **_constants(weight), num_warps=4, **launch(y_OI.device),
+        INTEGERS=y_OI.dtype is torch.int8, **_constants(weight), num_warps=4,
+        **launch(y_OI.device),
     )  # fmt: skip

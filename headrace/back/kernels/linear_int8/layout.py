@@ -16,11 +16,18 @@ GROUPS = (16, 32, 64, 128)
 @dataclass(frozen=True, eq=False)
 class Int8Weight:
     """values_OI (int8) times scales_OG (float32, contiguous). `group` inputs of an output share a
-    scale, None: all of them, and G is 1; I is a multiple of it."""
+    scale, None: all of them, and G is 1; I is a multiple of it. `int8_rows`: many tokens are
+    multiplied as int8 too."""
 
     values_OI: torch.Tensor
     scales_OG: torch.Tensor
     group: int | None
+    int8_rows: bool = False
+
+    @property
+    def facts(self) -> dict[str, bool]:
+        """What a problem says of it beside its sizes."""
+        return {"int8_rows": self.int8_rows}
 
     @property
     def outputs(self) -> int:
@@ -49,7 +56,12 @@ def packed_bytes(outputs: int, inputs: int, group: int | None) -> int:
 
 
 def empty(
-    outputs: int, inputs: int, group: int | None, *, device: torch.device | str
+    outputs: int,
+    inputs: int,
+    group: int | None,
+    *,
+    device: torch.device | str,
+    int8_rows: bool = False,
 ) -> Int8Weight:
     """A weight to be filled."""
     assert group is None or inputs % group == 0, (inputs, group)
@@ -58,6 +70,7 @@ def empty(
         torch.empty(outputs, inputs, dtype=torch.int8, device=device),
         torch.empty(outputs, groups, dtype=torch.float32, device=device),
         group,
+        int8_rows,
     )
 
 

@@ -1,6 +1,7 @@
 """Which kernel serves how many tokens of a weight of 8-bit integers: one token gemv (with the
 norm), up to 64 skinny (both of kernels/linear, which turn the numbers into floats in registers),
-more the library's GEMM with the weight dequantized before it."""
+more the library's GEMM with the weight dequantized before it, or, if tokens become int8, the
+GEMM of integers (linear/triton_scaled_gemm.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from functools import cache, partial
 
 import torch
 
-from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
+from headrace.back.kernels.fused_linear.around import LayerGemm, activation_problem
+from headrace.back.kernels.fused_linear.triton_around import (
+    after_norm,
+    bind_int8_rows,
+    bind_norm_before,
+    refusal_of,
+    result_for,
+)
 from headrace.back.kernels.linear.dequantized import bind_dequantized
 from headrace.back.kernels.linear.table import GemmPlan, padded
 from headrace.back.kernels.linear.triton_small import Gemm, Launch, gemm_device_of, launcher
@@ -18,18 +26,10 @@ from headrace.back.kernels.linear_int8.layout import GROUPS, Int8Weight, dequant
 from headrace.back.kernels.linear_int8.op import (
     CHECKED_ROWS,
     STREAMED_TOKENS,
-    Int8Linear,
     LinearInt8Problem,
-    activation_problem,
-    norm_problem,
     sample_of,
 )
 from headrace.back.kernels.op import Kernel, PlanCheck
-from headrace.back.kernels.rms_norm import triton_rms_norm
-from headrace.back.kernels.triton.wrap import unsupported
-
-UNIT = 16
-"""Inputs of a weight are a multiple of it."""
 
 
 def plan_of(weight: Int8Weight, tokens: int, *, gated: bool, sms: int) -> GemmPlan:
@@ -45,7 +45,7 @@ def bind(
     weight: Int8Weight,
     bias_O: torch.Tensor | None,
     norm_weight_I: torch.Tensor | None = None,
-) -> Int8Linear:
+) -> LayerGemm:
     """The kernels for one weight, read as it is."""
     several = Gemm(
         weight_OI=weight.values_OI,
@@ -55,16 +55,20 @@ def bind(
         activation=problem.activation or "",
         add=problem.add,
     )
-    one, norm = several, None
-    if problem.eps is not None:
-        assert norm_weight_I is not None, "a norm has a weight"
-        one = replace(several, norm_I=norm_weight_I, eps=problem.eps)
-        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+    one = replace(several, norm_I=norm_weight_I, eps=problem.eps or 0.0)
+    norm = bind_norm_before(problem, norm_weight_I)
     act = None if problem.activation is None else activation_problem(problem)
-    many = bind_dequantized(
-        weight, dequantize_into, bias_O, dtype=problem.dtype, activation=act, add=problem.add,
-        wide=problem.wide,
-    )  # fmt: skip
+    if problem.int8_rows:
+        many = bind_int8_rows(
+            problem, lambda: (weight.values_OI, weight.scales_OG), weight.group, bias_O,
+            norm_weight_I,
+        )  # fmt: skip
+    else:
+        dequantized = bind_dequantized(
+            weight, dequantize_into, bias_O, dtype=problem.dtype, activation=act, add=problem.add,
+            wide=problem.wide,
+        )  # fmt: skip
+        many = after_norm(norm, dequantized)
 
     @cache
     def launch_of(tokens: int) -> Launch:
@@ -74,14 +78,11 @@ def bind(
 
     def linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
         num_tokens = len(x_TI)
-        if norm is not None and num_tokens > 1:
-            x_TI = norm(x_TI)
         if num_tokens > STREAMED_TOKENS:
             return many(x_TI, residual_TY)
-        y_TY = residual_TY
-        if y_TY is None:
-            dtype = torch.float32 if problem.wide else problem.dtype
-            y_TY = x_TI.new_empty(num_tokens, problem.results, dtype=dtype)
+        if norm is not None and num_tokens > 1:
+            x_TI = norm(x_TI)
+        y_TY = result_for(problem, x_TI, residual_TY)
         launch_of(padded(num_tokens))(x_TI, y_TY)
         return y_TY
 
@@ -97,17 +98,13 @@ def plans(problem: LinearInt8Problem) -> list[PlanCheck]:
 
 
 def _supports(problem: LinearInt8Problem) -> str | None:
-    reason = unsupported(problem.device, problem.dtype)
+    reason = refusal_of(problem, GROUPS)
     if reason is not None:
         return reason
-    if problem.inputs % UNIT:
-        return f"{problem.inputs} inputs are no multiple of {UNIT}"
-    if problem.group not in (None, *GROUPS):
-        return f"scales of {', '.join(map(str, GROUPS))} inputs or of all, not of {problem.group}"
     if problem.group is not None and problem.inputs % problem.group:
         return f"{problem.inputs} inputs are no multiple of {problem.group}"
-    if problem.activation is not None and problem.activation not in ACTIVATIONS:
-        return f"does not know {problem.activation}"
+    if problem.int8_rows and problem.group == 16:
+        return "multiplies int8 tokens by integers of which at least 32 share a scale"
     return None
 
 
@@ -116,5 +113,8 @@ KERNEL = Kernel(
     supports=_supports,
     bind=bind,
     plans=plans,
-    note=lambda problem: f"from {STREAMED_TOKENS + 1} tokens on dequantized before the GEMM",
+    note=lambda problem: (
+        f"from {STREAMED_TOKENS + 1} tokens on "
+        f"{'int8 by int8' if problem.int8_rows else 'dequantized before the GEMM'}"
+    ),
 )

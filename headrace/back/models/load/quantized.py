@@ -52,6 +52,7 @@ class QuantizedSource:
             order=values.order,
             dequantized=True,
             scheme=kept_scheme(weight, lambda: self._order(weight)) or "",
+            activations=weight.numbers.activations,
         )
 
     def _order(self, weight: QuantizedTensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
 from headrace.base.config.quantization import Numbers
+from headrace.base.config.quantization_activations import Activations
 
 HOST = torch.device("cpu")
 PLAIN = ("F64", "F32", "F16", "BF16")
@@ -32,7 +33,8 @@ class CheckpointTensor:
     `dequantized` means that the source turns the values into floats (a quantized GGUF type); else
     `dtype` is stored as is. `squeezed` means that the format drops dimensions of size 1, so shapes
     are compared without them. `scheme` names the one of back/quant/scheme.py that holds a quantized
-    matrix as it is; "": none.
+    matrix as it is; "": none. `activations`: how its checkpoint would have the matrix' inputs
+    quantized.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +44,7 @@ class CheckpointTensor:
     dequantized: bool = False
     squeezed: bool = False
     scheme: str = ""
+    activations: Activations | None = None
 
     @property
     def quantized(self) -> bool:

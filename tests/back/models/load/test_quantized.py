@@ -184,6 +184,43 @@ def test_what_a_kernel_reads_is_packed_as_it_is(format: str, tmp_path: Path) -> 
         assert (row - expected).norm() < 0.05 * expected.norm()
 
 
+def as_int8(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A token's values in 127 steps of its largest magnitude."""
+    (x,) = inputs
+    top = x.abs().amax(-1, keepdim=True)
+    return ((x * (top.new_tensor(127.0) / top)).round() * (top / 127.0),)
+
+
+@pytest.mark.skipif(
+    native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
+)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_int8_activations_are_multiplied_as_integers(dynamic: bool, tmp_path: Path) -> None:
+    """W8A8: as transformers does whose linear layers read rounded inputs. Scales that are stored are not
+    used, and a decision says what is done instead."""
+    oracle = quantize_folder(tmp_path, "int8")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    strategy = "token" if dynamic else "tensor"
+    group["input_activations"] = {"num_bits": 8, "strategy": strategy, "dynamic": dynamic}
+    file.write_text(json.dumps(config))
+    rows = [list(range(3, 30)), [5, 1, 2]]
+    model, decisions = load(tmp_path)
+    (inputs,) = (one for one in decisions if one.field == "activations")
+    assert inputs.requested.startswith(f"int8, a scale for a {strategy}")
+    assert (inputs.chosen, inputs.why) == ("int8, a scale for a token", "of 21 quantized weights")
+    ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    plain = oracle_logits(oracle, rows)
+    for layer in oracle.model.layers:
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(as_int8)
+    for row, unrounded, expected in zip(ours, plain, oracle_logits(oracle, rows), strict=True):
+        # A value that is off in its last bits may be rounded to the next integer.
+        assert (row - expected).norm() < 0.5 * (row - unrounded).norm()
+
+
 @pytest.mark.parametrize("format", KEPT)
 @pytest.mark.parametrize("cut", [None, (slice(8, 72), slice(32, 96))])
 def test_packed_numbers_are_the_stored_ones(

@@ -1,5 +1,5 @@
-"""Tokens quantized to e4m3 (layout.py), a norm before that if asked: one program per token, which
-reads it once."""
+"""Tokens quantized to e4m3 or int8 (scaled_rows.py), a norm before that if asked: one program per
+token, which reads it once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.linear_fp8.layout import FLOAT8, Fp8Rows
+from headrace.back.kernels.linear.scaled_rows import FLOAT8, LARGEST, ScaledRows
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.rows import norm_block
 from headrace.back.kernels.triton.wrap import interpreted, launch
 
-Quantize = Callable[[torch.Tensor], Fp8Rows]
+Quantize = Callable[[torch.Tensor], ScaledRows]
 
 
 @triton.jit
-def rows_fp8_kernel(
+def scaled_rows_kernel(
     x,
     norm_weight,
     values,
@@ -29,6 +29,8 @@ def rows_fp8_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTEGERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`values` [T, WIDTH], `scales` [T, ceil(WIDTH / GROUP)], both dense."""
@@ -46,36 +48,51 @@ def rows_fp8_kernel(
         squares = tl.sum(tl.sum(b_x * b_x, axis=1), axis=0)
         b_x = b_x * tl.rsqrt(squares / WIDTH + eps) * b_weight
         b_x = b_x.to(x.dtype.element_ty).to(tl.float32)
-    b_top = tl.max(tl.abs(b_x), axis=1)
-    b_inverse = tl.where(b_top > 1e-30, tl.div_rn(448.0, tl.maximum(b_top, 1e-30)), 0.0)
-    b_values = tl.minimum(tl.maximum(b_x * b_inverse[:, None], -448.0), 448.0)
-    b_values = tl.where(b_x == b_x, b_values, b_x)  # a NaN stays one
+    b_size = tl.abs(b_x)
+    if INTEGERS:  # a NaN counts as inf, so that the scale becomes NaN
+        b_size = tl.where(b_size == b_size, b_size, float("inf"))
+    b_top = tl.max(b_size, axis=1)
+    b_inverse = tl.where(b_top > 1e-30, tl.div_rn(LARGEST, tl.maximum(b_top, 1e-30)), 0.0)
+    b_values = tl.minimum(tl.maximum(b_x * b_inverse[:, None], -LARGEST), LARGEST)
+    b_scale = tl.div_rn(b_top, LARGEST)
+    if INTEGERS:
+        b_values = tl.where(b_values == b_values, b_values, 0.0)
+        b_values = (b_values + 12582912.0) - 12582912.0  # the nearest integer, ties to even
+        b_scale = tl.where(b_top < float("inf"), b_scale, float("nan"))
+    else:
+        b_values = tl.where(b_x == b_x, b_values, b_x)  # a NaN stays one
     tl.store(values + i_row * WIDTH + o_i, b_values.to(values.dtype.element_ty), mask=m_i)
-    tl.store(scales + i_row * GROUPS + o_group, tl.div_rn(b_top, 448.0), mask=o_group < GROUPS)
+    tl.store(scales + i_row * GROUPS + o_group, b_scale, mask=o_group < GROUPS)
 
 
 def bind(
-    width: int, group: int | None, *, norm_weight_I: torch.Tensor | None, eps: float
+    width: int,
+    group: int | None,
+    *,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
+    dtype: torch.dtype = FLOAT8,
 ) -> Quantize:
     """The kernel for tokens of one width."""
     block, warps = norm_block(width)
     share = block if group is None else group
     block = max(block, share)
 
-    def quantize(x_TI: torch.Tensor) -> Fp8Rows:
+    def quantize(x_TI: torch.Tensor) -> ScaledRows:
         assert x_TI.stride(1) == 1 and x_TI.shape[1] == width, (x_TI.shape, x_TI.stride())
         tokens = len(x_TI)
         # The interpreter does not round to the nearest e4m3 number: there torch does.
-        dtype = torch.float32 if interpreted() else FLOAT8
-        values = torch.empty(tokens, width, dtype=dtype, device=x_TI.device)
+        stored = torch.float32 if interpreted() and dtype is FLOAT8 else dtype
+        values = torch.empty(tokens, width, dtype=stored, device=x_TI.device)
         scales = torch.empty(
             tokens, triton.cdiv(width, share), dtype=torch.float32, device=x_TI.device
         )
-        rows_fp8_kernel[(tokens,)](
+        scaled_rows_kernel[(tokens,)](
             x_TI, norm_weight_I, values, scales, x_TI.stride(0), eps,
             WIDTH=width, BLOCK=block, GROUP=share, NORM=norm_weight_I is not None,
+            LARGEST=LARGEST[dtype], INTEGERS=dtype is torch.int8,
             num_warps=warps, **launch(x_TI.device),
         )  # fmt: skip
-        return Fp8Rows(values.to(FLOAT8), scales)
+        return ScaledRows(values.to(dtype), scales)
 
     return quantize

@@ -1,0 +1,42 @@
+"""What becomes of the inputs of GEMMs with quantized weights, beside what a checkpoint asks: told
+before anything runs."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
+from headrace.back.kernels.linear_int4.op import INT8_FROM
+from headrace.back.kernels.linear_int8.op import STREAMED_TOKENS
+from headrace.back.quant.gpu import GPU_SCHEMES
+from headrace.back.quant.kept import INT8_ROWS
+from headrace.back.quant.scheme import SCHEMES
+
+AS_THEY_ARE = "as they are"
+
+
+def inputs_of(scheme: str, device: str) -> str:
+    """How inputs of a weight that is kept in a scheme are multiplied on a kind of device."""
+    if device == "cuda":
+        return _on_gpu(scheme)
+    held = SCHEMES.get(scheme)
+    if held is None or (held.floating and held.bits == 8):
+        return AS_THEY_ARE
+    return f"int8, a scale for {'a token' if held.group is None else f'{held.group} inputs of one'}"
+
+
+def _on_gpu(scheme: str) -> str:
+    if scheme in GPU_SCHEMES:
+        group = GPU_SCHEMES[scheme]
+        whose = "a token" if group is None else f"{group} inputs of one"
+        return f"e4m3, a scale for {whose}, from {_fp8_from(group)} tokens of a step on"
+    if scheme.endswith(INT8_ROWS):
+        first = INT8_FROM if scheme.startswith("int4") else STREAMED_TOKENS + 1
+        return f"int8, a scale for a token, from {first} tokens of a step on"
+    return AS_THEY_ARE
+
+
+def _fp8_from(group: int | None) -> int:
+    return LinearFp8Problem(
+        device="cuda", dtype=torch.bfloat16, inputs=128, outputs=128, group=group
+    ).quantized_from
