@@ -3,8 +3,9 @@
     python -m benchmarks.cpu.perplexity --each 12 --write [--only "int4 KV,int4-g128 by GPTQ"]
 
 Scored are the tokens the model was trained to write, each after the true text before it (prompt log-probabilities, so
-the KV cache is read as in serving). "by GPTQ" are checkpoints that `headrace quantize` writes, calibrated with 16,384
-tokens of training conversations. The difference to bf16 is paired by token; beside it stands its standard error.
+the KV cache is read as in serving). "by GPTQ", "by AWQ" and "to nearest" are checkpoints that `headrace quantize`
+writes, calibrated with 16,384 tokens of training conversations. The difference to bf16 is paired by token; beside it
+stands its standard error.
 --only measures some kinds and keeps the other figures.
 """
 
@@ -44,7 +45,15 @@ KINDS: dict[str, dict[str, str]] = {
 }
 
 
-GPTQ = {f"{name} by GPTQ": name for name in ("int4", "int4-g128", "int4-asym-g128", "int8", "fp8")}
+WRITTEN = {
+    **{
+        f"{name} by GPTQ": (name, "gptq")
+        for name in ("int4", "int4-g128", "int4-asym-g128", "int8", "fp8")
+    },
+    **{f"{name} by AWQ": (name, "awq") for name in ("int4", "int4-g128", "int4-asym-g128")},
+    **{f"{name} to nearest": (name, "") for name in ("int4-g128", "int4-asym-g128")},
+}
+"""What `headrace quantize` writes: scheme and method."""
 
 
 def calibration(tokenizer: Tokenizer) -> list[list[int]]:
@@ -56,13 +65,15 @@ def calibration(tokenizer: Tokenizer) -> list[list[int]]:
     return [ids[start : start + 512] for start in range(0, 16384, 512)]
 
 
-def by_gptq(folder: Path, name: str, tokenizer: Tokenizer) -> Path:
-    """The bundled model, written by GPTQ."""
+def written(folder: Path, name: str, tokenizer: Tokenizer) -> Path:
+    """The bundled model, as a kind of WRITTEN."""
+    scheme, method = WRITTEN[name]
+    texts = calibration(tokenizer) if method else []
     resolved = resolve_options(
         Options(model=ModelOptions(model=str(bundled_model()), dtype="bfloat16"))
     )
     out = folder / name.replace(" ", "-")
-    quantize_checkpoint(resolved.engine.model, out, GPTQ[name], texts=calibration(tokenizer))
+    quantize_checkpoint(resolved.engine.model, out, scheme, texts=texts, method=method or "gptq")
     return out
 
 
@@ -97,12 +108,12 @@ def main() -> None:
         assert kept["each"] == given.each, (kept["each"], given.each)
         results = kept["kinds"]
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("bf16", *names) if names else (*KINDS, *FILES, *GPTQ):
+        for name in ("bf16", *names) if names else (*KINDS, *FILES, *WRITTEN):
             model = bundled_model()
             if name in FILES:
                 model = write(Path(folder), name)
-            elif name in GPTQ:
-                model = by_gptq(Path(folder), name, tokenizer)
+            elif name in WRITTEN:
+                model = written(Path(folder), name, tokenizer)
             values = losses(found, model, KINDS.get(name, {}))
             plain = values if name == "bf16" else plain
             change = values - plain

@@ -40,7 +40,14 @@ def main(argv: Sequence[str]) -> int:
     line.parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="UTF-8 text that linear layers are rounded by (GPTQ) instead of to the nearest",
+        help="UTF-8 text that linear layers are rounded by instead of to the nearest",
+    )
+    line.parser.add_argument(
+        "--method",
+        choices=("gptq", "awq"),
+        default="gptq",
+        help="what rounds them by it: GPTQ, or AWQ (larger numbers for the inputs that it shows to "
+        "be large, folded into what makes these) [gptq]",
     )
     line.add_number(
         "--calibration-tokens", "tokens of it at most", default=16384, least=512, greatest=1 << 24
@@ -58,17 +65,20 @@ def main(argv: Sequence[str]) -> int:
         path=own.calibration,
         tokenizer=resolved.text.tokenizer_path,
         tokens=own.calibration_tokens,
+        method=own.method,
     )
     return _write(resolved.engine.model, Path(own.out), own.scheme, calibration)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A text, or none (`path` None); how many tokens of it are run at most."""
+    """A text, or none (`path` None); how many tokens of it are run at most; by which method it
+    rounds."""
 
     path: str | None
     tokenizer: str | None
     tokens: int
+    method: str
 
 
 def _write(spec: ModelSpec, out: Path, scheme: str, calibration: Calibration) -> int:
@@ -92,7 +102,12 @@ def _write(spec: ModelSpec, out: Path, scheme: str, calibration: Calibration) ->
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("quantizing", total=stored_bytes(spec))
         report = quantize_checkpoint(
-            spec, out, scheme, lambda name, size: bar.update(task, advance=size), texts=texts
+            spec,
+            out,
+            scheme,
+            lambda name, size: bar.update(task, advance=size),
+            texts=texts,
+            method=calibration.method,
         )
     loss, module = report.worst
     console.print(
@@ -101,7 +116,7 @@ def _write(spec: ModelSpec, out: Path, scheme: str, calibration: Calibration) ->
     )
     if report.by_text:
         console.print(
-            f"{report.by_text} matrices by GPTQ: outputs over the calibration text off by "
+            f"{report.by_text} matrices by {calibration.method.upper()}: outputs over the calibration text off by "
             f"{report.output_loss:.2%}"
         )
     if report.left:

@@ -1,5 +1,5 @@
 """Writes a checkpoint with quantized weights: the linear layers and experts of a plain one, a
-tensor at a time, rounded to nearest or, linear layers, by GPTQ; all else is copied as it is.
+tensor at a time, rounded to nearest or, linear layers, by GPTQ or AWQ; all else is copied as it is.
 
 What is a linear layer the model itself says, built without memory: the weights that
 `--quantization` would pack. Embedding and output head stay as they are.
@@ -19,17 +19,23 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from headrace.back.models.load.plain_norms import PLAIN_NORMS
 from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSource
 from headrace.back.models.load.source import name_of
+from headrace.back.quant.awq import input_scales, rounded
 from headrace.back.quant.compressed import WRITTEN, Grid, config, grid_of, stored, takes
 from headrace.back.quant.gptq import calibrated, output_errors
 from headrace.back.quant.scheme import SCHEMES, Scheme
+from headrace.base.config.hf import ConfigReader
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.calibrate import Texts, hessians
+from headrace.launch.fold import Folds, source_of
 from headrace.launch.plan import build_without_memory
 
+METHODS = ("gptq", "awq")
+"""By which a calibration text rounds linear layers."""
 SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
 Progress = Callable[[str, int], None]
@@ -72,14 +78,20 @@ def quantize_checkpoint(
     progress: Progress = lambda name, size: None,
     *,
     texts: Texts = (),
+    method: str = "gptq",
 ) -> Written:
-    """Writes `out`, a folder that must be new or empty; with calibration texts by GPTQ. ConfigError
-    for a scheme without a layout, for a checkpoint that is no plain safetensors, and for a folder
-    that is not empty."""
+    """Writes `out`, a folder that must be new or empty; with calibration texts by a method of
+    METHODS. ConfigError for a scheme without a layout, a family whose scales cannot be folded
+    (AWQ), a checkpoint that is no plain safetensors, and a folder that is not empty."""
     scheme = _checked(spec, out, scheme_name)
+    if method not in METHODS:
+        raise ConfigError(f"--method {method}: one of {', '.join(METHODS)}", field="--method")
     linear = linear_weights(spec)
     report = Written()
-    ready = _calibrated(spec, linear, scheme, texts, report, progress) if texts else {}
+    ready: dict[str, dict[str, torch.Tensor]] = {}
+    if texts and method == "gptq":
+        ready = _calibrated(spec, linear, scheme, texts, report, progress)
+    scaled = _scaled(spec, linear, scheme, texts, report) if texts and method == "awq" else None
     by_text, names = frozenset(ready), Shards(out)
     ignored: set[str] = set()
     out.mkdir(parents=True, exist_ok=True)
@@ -87,12 +99,16 @@ def quantize_checkpoint(
         for name, tensor in tensors_of(source):
             module = name.removesuffix(".weight")
             report.before += tensor.nbytes
-            tensors = {name: tensor}
+            size, plain = tensor.nbytes, tensor
+            if scaled is not None:
+                tensor = scaled.folds.apply(name, tensor)
+            tensors = {name: tensor.to(plain.dtype)}
             if name in ready:
                 tensors = ready.pop(name)
             elif name in linear:
                 if tensor.dim() == 2 and takes(tuple(tensor.shape), scheme):
-                    tensors = _quantized(module, tensor, scheme, report)
+                    squares_I = None if scaled is None else scaled.squares.pop(name, None)
+                    tensors = _quantized(module, tensor, scheme, report, squares_I)
                 else:
                     report.left.append(name)
                     ignored.add(module)
@@ -102,7 +118,7 @@ def quantize_checkpoint(
                 report.after += values.nbytes
                 names.add(one, values)
             if name not in by_text:
-                progress(name, tensor.nbytes)
+                progress(name, size)
     names.close()
     quantization = config(scheme, ignored | {"lm_head"})
     copy_rest(Path(spec.path), out, quantization_config=quantization)
@@ -201,11 +217,73 @@ def _calibrated(
     return ready
 
 
+@dataclass
+class _Scaled:
+    """What AWQ found: scales, and of the weights' scaled inputs the sums of their squares."""
+
+    folds: Folds = field(default_factory=Folds)
+    squares: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _scaled(
+    spec: ModelSpec, linear: frozenset[str], scheme: Scheme, texts: Texts, report: Written
+) -> _Scaled:
+    if spec.family not in PLAIN_NORMS:
+        raise ConfigError(
+            f"--method awq: scales are folded into layers of {', '.join(PLAIN_NORMS)}, not of "
+            f"{spec.family}; use gptq",
+            field="--method",
+        )
+    scaled = _Scaled()
+    renamed = build_without_memory(spec, block_tokens=16).weights.renamed
+    names = {own: name for own, name in _own_names(spec, renamed).items() if name in linear}
+    with closing(SafetensorsSource(Path(spec.path))) as source:
+        shapes = {name: entry.shape for name, entry in source.entries.items()}
+        for shared, hessian_II in hessians(spec, texts):
+            mine = [names[one] for one in shared if one in names]
+            mine = [name for name in mine if takes(shapes[name], scheme)]
+            if not mine:
+                continue
+            weights = {name: _tensor(source, name).float() for name in mine}
+            for name, weight_OI in weights.items():
+                _grid(name.removesuffix(".weight"), weight_OI, scheme)
+            place = source_of(mine, shapes, head_dim=_head_dim(spec))
+            scales_I = torch.ones(len(hessian_II))
+            if place is not None:
+                by = list(weights.values())
+                scales_I = input_scales(by, scheme, hessian_II, place.shared)
+                scaled.folds.add(mine, place, scales_I)
+            squares_I = hessian_II.diagonal() / scales_I.square()
+            for name, weight_OI in weights.items():
+                scaled.squares[name] = squares_I
+                numbers_OI, grid = rounded(weight_OI * scales_I, scheme, squares_I)
+                back_OI = grid.meaning(numbers_OI) / scales_I
+                errors = output_errors(back_OI - weight_OI, weight_OI, hessian_II)
+                report.by_text += 1
+                report.output_error += errors[0]
+                report.output_size += errors[1]
+    return scaled
+
+
+def _head_dim(spec: ModelSpec) -> int:
+    """Of the families whose scales are folded."""
+    reader = ConfigReader(spec.config, "config.json")
+    width, heads = reader.int("hidden_size", ge=1), reader.int("num_attention_heads", ge=1)
+    return reader.int("head_dim", width // heads, ge=1)
+
+
 def _quantized(
-    module: str, weight_OI: torch.Tensor, scheme: Scheme, report: Written
+    module: str,
+    weight_OI: torch.Tensor,
+    scheme: Scheme,
+    report: Written,
+    squares_I: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
+    """Rounded to nearest; with sums of the inputs' squares, scales lose least by them."""
     grid = _grid(module, weight_OI, scheme)
     numbers_OI = grid.nearest(weight_OI.float())
+    if squares_I is not None:
+        numbers_OI, grid = rounded(weight_OI.float(), scheme, squares_I)
     _note(report, module, grid.meaning(numbers_OI), weight_OI)
     tensors = stored(numbers_OI, grid, scheme)
     return {f"{module}.{name}": values for name, values in tensors.items()}

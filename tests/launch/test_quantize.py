@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import headrace.back.models.load as loading
 import headrace.launch.calibrate as calibrating
@@ -21,6 +21,7 @@ from headrace.back.quant.compressed import WRITTEN
 from headrace.back.quant.scheme import SCHEMES
 from headrace.base.errors import ConfigError
 from headrace.cli.quantize import main
+from headrace.launch.fold import Folds, source_of
 from headrace.launch.locate import bundled_model
 from headrace.launch.quantize import linear_weights, quantize_checkpoint
 from tests.models.oracle import BLOCK_TOKENS, model_spec, save_oracle
@@ -133,17 +134,17 @@ def test_the_command_says_size_and_loss(tmp_path: Path, capsys: pytest.CaptureFi
     assert "21 matrices in int8, relative error 0." in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("by_text", [False, True])
+@pytest.mark.filterwarnings("ignore:You passed .quantization_config.")
+@pytest.mark.parametrize("method", ["", "gptq", "awq"])
 @pytest.mark.parametrize("scheme", ["int4-g64", "int4-asym-g64", "int8-g128", "int8", "fp8"])
-def test_transformers_reads_the_same_weights(scheme: str, by_text: bool, tmp_path: Path) -> None:
+def test_transformers_reads_the_same_weights(scheme: str, method: str, tmp_path: Path) -> None:
     """By compressed-tensors itself, where it is installed."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     source = plain(tmp_path / "plain")
-    quantize_checkpoint(
-        model_spec(source), tmp_path / "out", scheme, texts=texts() if by_text else ()
-    )
+    by = {"texts": texts(), "method": method} if method else {}
+    quantize_checkpoint(model_spec(source), tmp_path / "out", scheme, **by)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out",
         quantization_config=CompressedTensorsConfig(run_compressed=False),
@@ -222,3 +223,62 @@ def test_a_calibration_text_that_says_too_little_is_refused(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=message) as seen:
             main([str(folder), str(tmp_path / "out"), "--calibration", str(tmp_path / name)])
         assert seen.value.field == "--calibration"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+def test_scales_folded_into_what_makes_inputs_change_nothing(name: str, tmp_path: Path) -> None:
+    """AWQ's, without rounding: norms, values of grouped heads, and the MLP's other branch."""
+    source = plain(tmp_path / "plain", name)
+    file = source / "model.safetensors"
+    before, folds = load_file(file), Folds()
+    shapes = {name: tuple(tensor.shape) for name, tensor in before.items()}
+    generator, found = torch.Generator().manual_seed(4), 0
+    for names in dict(calibrating.hessians(model_spec(source), texts()[:1])):
+        place = source_of(names, shapes, head_dim=32)
+        assert place is not None, names
+        scales = torch.rand(shapes[names[0]][1], generator=generator) + 0.5
+        if place.shared is not None:
+            runs = scales.view(-1, place.shared.repeats, place.shared.size)
+            scales = runs[:, :1].expand_as(runs).reshape(-1)
+            found += 1
+        folds.add(names, place, scales)
+    assert found == 3  # a layer's two KV heads for four query heads
+    model, _ = load(source)
+    expected = teacher_forced(model, ROWS, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    save_file({name: folds.apply(name, tensor) for name, tensor in before.items()}, file)
+    model, _ = load(source)
+    folded = teacher_forced(model, ROWS, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    for mine, theirs in zip(folded, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_awq_loses_less_where_some_inputs_are_large(tmp_path: Path) -> None:
+    source = plain(tmp_path / "plain")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if name.endswith("layernorm.weight"):
+            tensors[name][::16] *= 20
+    save_file(tensors, file)
+    spec = model_spec(source)
+    nearest = quantize_checkpoint(spec, tmp_path / "nearest", "int4-g64")
+    ours = quantize_checkpoint(spec, tmp_path / "awq", "int4-g64", texts=texts(), method="awq")
+    assert ours.quantized == nearest.quantized == ours.by_text and ours.after == nearest.after
+
+    def change(folder: str) -> float:
+        whole, kept = load(source)[0], load(tmp_path / folder)[0]
+        mine, theirs = (
+            torch.cat(teacher_forced(one, texts(), block_tokens=BLOCK_TOKENS, dtype=torch.float32))
+            for one in (kept, whole)
+        )
+        return float((mine - theirs).norm() / theirs.norm())
+
+    assert change("awq") < 0.8 * change("nearest")
+
+
+def test_awq_is_refused_where_scales_cannot_be_folded(tmp_path: Path) -> None:
+    spec = model_spec(plain(tmp_path / "plain", "gemma2"))
+    with pytest.raises(ConfigError, match="not of gemma2; use gptq"):
+        quantize_checkpoint(spec, tmp_path / "out", "int4", texts=texts(), method="awq")
+    with pytest.raises(ConfigError, match="--method round: one of gptq, awq"):
+        quantize_checkpoint(spec, tmp_path / "out", "int4", texts=texts(), method="round")

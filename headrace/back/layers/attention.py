@@ -186,6 +186,7 @@ class Attention:
             norm = None  # its indexer reads what the norm gives, too
         self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._heads, self._kv_heads = self._split[:2]
+        self._cache_scales = scope.cache_scales_of(spec.kv_heads)
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
         own = names.grouped
         if spec.gate and spec.gate.name is None:
@@ -341,6 +342,8 @@ class Attention:
             "kv_heads": self._kv_heads,
             "head_dim": spec.head_dim,
             "block_tokens": scope.block_tokens,
+            "quantized": scope.kv_quantized,
+            "fixed": bool(self._cache_scales),
         }
         if spec.gate is not None:
             self._gated = spec.gate.bind(scope, self._heads, spec.value_dim or spec.head_dim)
@@ -348,9 +351,7 @@ class Attention:
             self._query_scale_P = spec.query_scale.table_in(scope)
         self._fused = self._bind_fused(shape)
         if self._fused is None:
-            self._write = scope.bind(
-                KV_WRITE, KVWriteProblem(**shape, quantized=scope.kv_quantized)
-            )
+            self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape), *self._cache_scales)
         self._problem = spec.problem(
             scope, heads=self._heads, kv_heads=self._kv_heads, sinks=self._sinks is not None
         )
@@ -392,6 +393,5 @@ class Attention:
             rotary_dim=rope.rotary_dim if rope else 0,
             layout=rope.layout if rope else "half",
             eps=qk_norm.eps if qk_norm is not None else None,
-            quantized=self._scope.kv_quantized,
         )
-        return self._scope.bind_fused(QK_ROPE_WRITE, problem, *weights)
+        return self._scope.bind_fused(QK_ROPE_WRITE, problem, *weights, *self._cache_scales)

@@ -21,6 +21,7 @@ from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, local_pieces
 from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
+from headrace.back.quant.cache_scales import FORM, CacheScales
 from headrace.back.quant.experts import (
     Floats,
     MatricesOf,
@@ -131,7 +132,8 @@ class Scope:
     layer's window lets them, "all": whatever the window, "local": in layers with a window alone;
     "": they do not. `hollow`: parameters get no memory; whoever fills one gives it some.
     `image_norm`: mean and deviation of colours, where the checkpoint states them; None: those of
-    the family. `shares_encoder`: the ranks share out what is to be encoded."""
+    the family. `shares_encoder`: the ranks share out what is to be encoded. `cache_scales`: those
+    that the checkpoint holds for a quantized KV cache."""
 
     ledger: Ledger
     mesh: Mesh
@@ -158,6 +160,7 @@ class Scope:
     hollow: bool = False
     image_norm: ImageNorm | None = None
     shares_encoder: bool = False
+    cache_scales: CacheScales | None = None
     path: str = ""
 
     @property
@@ -169,6 +172,15 @@ class Scope:
         """The scope of a layer with this cache, which may stay as it is."""
         plain = number in self.kv_plain or (windowed and "sliding_window" in self.kv_plain)
         return replace(self, kv_quantized=None) if plain else self
+
+    def cache_scales_of(self, kv_heads: int) -> tuple[torch.Tensor, ...]:
+        """What op kv_write takes as the scales of the attention here, of `kv_heads` on all ranks:
+        [2, K] of the checkpoint; nothing where tokens find theirs."""
+        if self.cache_scales is None:
+            return ()
+        scales_2K = self.cache_scales.of(self.path, kv_heads, self.mesh.tp)
+        fixed = scales_2K is not None and self.kv_quantized == FORM
+        return (scales_2K.to(self.device),) if fixed and scales_2K is not None else ()
 
     @property
     def of_experts(self) -> Scope:

@@ -27,6 +27,7 @@ from headrace.back.models.families import (
 )
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.parallel.mesh import Mesh
+from headrace.back.quant.cache_scales import CacheScales
 from headrace.back.quant.scheme import SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base import extensions
@@ -69,6 +70,7 @@ def build_model(
     hollow: bool = False,
     slots: AdapterSlots | None = None,
     offload: Offload | None = None,
+    cache_scales: CacheScales | None = None,
 ) -> LoadableModel:
     """An empty model on `device`: its weights are to be loaded (`model.weights`), then
     `finish_load` makes it ready.
@@ -77,7 +79,7 @@ def build_model(
     `verify_queries`; `stored` the tensors that stay in the quantized blocks of their checkpoint.
     `verify_queries`, `planned`, `hollow`: see Scope. `ledger`: what the layers leave behind, if the
     caller reads it. `slots`: those of adapters that are there already. `offload`: which layers'
-    weights lie in host memory.
+    weights lie in host memory. `cache_scales`: those of the checkpoint, of a quantized KV cache.
     """
     scope = scope_of(
         spec,
@@ -91,6 +93,7 @@ def build_model(
         slots=slots,
         hollow=hollow,
         offload=offload,
+        cache_scales=cache_scales,
     )
     model = _build(spec, scope)
     if scope.adapters is not None and model.adapters is None:
@@ -114,6 +117,7 @@ def scope_of(
     slots: AdapterSlots | None = None,
     hollow: bool = False,
     offload: Offload | None = None,
+    cache_scales: CacheScales | None = None,
 ) -> Scope:
     """Where all layers of a checkpoint are built; see build_model."""
     return Scope(
@@ -137,6 +141,7 @@ def scope_of(
         offload=offload,
         image_norm=spec.image_norm,
         shares_encoder=spec.shares_encoder,
+        cache_scales=cache_scales,
     )
 
 

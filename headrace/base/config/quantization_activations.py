@@ -30,8 +30,8 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
         numbers = kinds.get((self.bits, self.floating), f"int{self.bits}")
         whose = f"{self.group} inputs of a token" if self.shared == "group" else f"a {self.shared}"
         zero = "" if self.symmetric else " and a zero point"
-        found = "found as they come" if self.dynamic else "stored"
-        return f"{numbers}, a scale{zero} for {whose}, {found}"
+        origin = "found as they come" if self.dynamic else "stored"
+        return f"{numbers}, a scale{zero} for {whose}, {origin}"
 
 
 def fp8_activations(config: ConfigReader, block: int = 0) -> Activations:

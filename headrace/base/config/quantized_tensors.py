@@ -72,7 +72,7 @@ class QuantizedTensors:
 
 
 _ACTIVATION_SCALES = re.compile(
-    r".*\.(input_scale|input_zero_point|input_global_scale|input_scale_ub|input_activation_scale"
+    r".*\.(input_scale|activation_scale|input_zero_point|input_global_scale|input_scale_ub|input_activation_scale"
     r"|output_scale|[qkv]_scale|kv_scale|[qkv]_zero_point|prob_output_scale|weight_scale_ub)"
 )
 """Names of scales of inputs and of the KV cache, beside any module."""

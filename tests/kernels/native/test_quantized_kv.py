@@ -161,6 +161,26 @@ def test_write_is_the_reference_bit_for_bit_and_leaves_the_rest(library, dtype, 
     assert scales[1, 1, 1, 0].isnan() and scales[2, 0, 1, 1].isnan()
 
 
+def test_scales_that_are_fixed_are_written_and_bound_the_values(library):
+    """QNT-13."""
+    problem = replace(write_problem(torch.float32, 2, 80, 16, "fp8"), fixed=True)
+    generator = torch.Generator().manual_seed(3)
+    k, v = torch.randn(2, 5, 2, 80, generator=generator)
+    k[1, 0, 3] = float("nan")
+    scales = torch.tensor([[0.37, 0.001], [0.02, 0.5]])
+    slots = torch.tensor([16, 17, 31, 32, 40])
+    caches = [empty_cache(3, 2, 16, 80, "fp8") for _ in range(2)]
+    write_native.bind_with(library, problem, scales)(k, v, caches[0], slots)
+    bind_write(problem, scales)(k, v, caches[1], slots)
+    assert torch.equal(*(cache.nan_to_num() for cache in caches))
+    _, written = values_and_scales(caches[0])
+    assert torch.equal(
+        written[1, :, :, 1].nan_to_num(7.0), torch.tensor([[7.0, 0.001], [0.02, 0.5]])
+    )
+    values = dequantize(caches[0], torch.float32, "fp8")
+    assert values[2, 0, 1, 0].abs().max() == pytest.approx(0.448)
+
+
 def test_every_e4m3_code_is_read_as_torch_reads_it(library):
     codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).float()

@@ -118,6 +118,17 @@ def test_quantized_values_are_written_with_norm_and_rotation(
     assert qk_rope_write.OP.error(kernel, problem) <= qk_rope_write.OP.tolerance(problem)
 
 
+def test_scales_that_are_fixed_are_written():
+    """QNT-13."""
+    problem = qk_rope_write.QKRopeWriteProblem(
+        device=DEVICE, dtype=FP32, heads=6, kv_heads=2, head_dim=80, block_tokens=4,
+        rotary_dim=32, eps=1e-5, quantized="fp8", fixed=True,
+    )  # fmt: skip
+    kernel = triton_qk_rope_write.KERNEL
+    assert kernel.supports(problem) is None
+    assert qk_rope_write.OP.error(kernel, problem) <= qk_rope_write.OP.tolerance(problem)
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_written_values_are_the_quantizers_and_losses_are_seen(code):
     """Without norm and rotation nothing is rounded before: the same codes and scales, bit for bit."""

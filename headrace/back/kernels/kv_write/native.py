@@ -24,10 +24,12 @@ QUANTIZATION_IDS = {None: 0, "int8": 1, "fp8": 2, "fp8_e5m2": 3, "int4": 4}
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 12)
 
 
-def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
-    """The kernel of one library."""
+def bind_with(
+    library: NativeLibrary, problem: KVWriteProblem, scales_2K: torch.Tensor | None = None
+) -> KVWrite:
+    """The kernel of one library; keeps the scales."""
     if problem.quantized:
-        return _bind_quantized(library, problem)
+        return _bind_quantized(library, problem, scales_2K)
     kernel = library.bind("kv_write", *_ARGUMENTS)
     size = problem.dtype.itemsize
     head_bytes, block_tokens = problem.head_dim * size, problem.block_tokens
@@ -54,10 +56,17 @@ def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
     return kv_write
 
 
-def _bind_quantized(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
-    assert problem.quantized is not None
+def _bind_quantized(
+    library: NativeLibrary, problem: KVWriteProblem, scales_2K: torch.Tensor | None
+) -> KVWrite:
+    assert problem.quantized is not None and (scales_2K is not None) == problem.fixed, problem
+    fixed = None
+    if scales_2K is not None:
+        assert scales_2K.shape == (2, problem.kv_heads) and scales_2K.dtype == torch.float32
+        scales_2K = scales_2K.contiguous()
+        fixed = scales_2K.data_ptr()
     width = value_bytes(problem.head_dim, problem.quantized) + SCALE_BYTES
-    kernel = library.bind("kv_write_quantized", *_ARGUMENTS, INT32, INT32)
+    kernel = library.bind("kv_write_quantized", POINTER, *_ARGUMENTS, INT32, INT32)
     head_dim, block_tokens, element = problem.head_dim, problem.block_tokens, DTYPES[problem.dtype]
 
     def kv_write(
@@ -72,12 +81,13 @@ def _bind_quantized(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
         assert slot_T.dtype == torch.int64 and slot_T.is_contiguous()
         assert kv.shape[3:] == (block_tokens, width) and kv.stride()[3:] == (width, 1), kv.stride()
         kernel(
-            k_TKD.data_ptr(), v_TKD.data_ptr(), kv.data_ptr(), slot_T.data_ptr(),
+            k_TKD.data_ptr(), v_TKD.data_ptr(), kv.data_ptr(), slot_T.data_ptr(), fixed,
             k_TKD.shape[0], k_TKD.shape[1], head_dim, block_tokens, kv.shape[0],
             k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
             kv.stride(0), kv.stride(1), kv.stride(2), element, QUANTIZATION_IDS[problem.quantized],
         )  # fmt: skip
 
+    kv_write.__dict__["kept"] = scales_2K  # the kernel holds its address
     return kv_write
 
 
@@ -92,6 +102,6 @@ def _supports(problem: KVWriteProblem) -> str | None:
 KERNEL = Kernel(
     name="native",
     supports=_supports,
-    bind=lambda problem: bind_with(loaded(), problem),
+    bind=lambda problem, *scales: bind_with(loaded(), problem, *scales),
     invariant=True,
 )

@@ -30,18 +30,20 @@ struct QuantizedWrite {
   const void *k, *v;
   int8_t* kv;
   const int64_t* slots;
+  const float* fixed;
   int64_t tokens, heads, head_dim, block_tokens;
   int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, block_stride, value_offset, head_stride;
 };
 
 template <class T, class S>
-HR_INLINE void quantize_vector(const T* x, int64_t head_dim, int64_t block_tokens, int64_t offset, int8_t* head) {
+HR_INLINE void quantize_vector(const T* x, int64_t head_dim, int64_t block_tokens, int64_t offset, int8_t* head,
+                               float fixed) {
   // The quantizer writes whole vectors: the tail of the last one must not reach the next token.
   alignas(64) int8_t quantized[256 + 64];
   float scale;
   int32_t sums[2];
   uint8_t* bytes = reinterpret_cast<uint8_t*>(quantized);
-  if constexpr (kIsFp8<S>) quantize_fp8(x, head_dim, reinterpret_cast<fp8*>(quantized), &scale);
+  if constexpr (kIsFp8<S>) quantize_fp8(x, head_dim, reinterpret_cast<fp8*>(quantized), &scale, fixed);
   else if constexpr (kByTile<S>) quantize_nibbles(x, head_dim, bytes, &scale);
   else if constexpr (!kInTiles<S>) quantize_e5m2(x, head_dim, bytes, &scale);
   else quantize(x, head_dim, head_dim, quantized, &scale, sums);
@@ -58,8 +60,9 @@ void write_token(void* context, int64_t t) {
   for (int64_t h = 0; h < p.heads; ++h, to += p.head_stride) {
     const T* k = static_cast<const T*>(p.k) + t * p.k_token_stride + h * p.k_head_stride;
     const T* v = static_cast<const T*>(p.v) + t * p.v_token_stride + h * p.v_head_stride;
-    quantize_vector<T, S>(k, p.head_dim, p.block_tokens, offset, to);
-    quantize_vector<T, S>(v, p.head_dim, p.block_tokens, offset, to + p.value_offset);
+    const float of_k = p.fixed ? p.fixed[h] : 0, of_v = p.fixed ? p.fixed[p.heads + h] : 0;
+    quantize_vector<T, S>(k, p.head_dim, p.block_tokens, offset, to, of_k);
+    quantize_vector<T, S>(v, p.head_dim, p.block_tokens, offset, to + p.value_offset, of_v);
   }
 }
 
@@ -75,9 +78,10 @@ int32_t write_all(QuantizedWrite& p, int32_t dtype) {
 }  // namespace
 
 // The same for a quantized cache (1: int8, 2: e4m3, 3: e5m2, 4: 4 bits) with a float32 scale per token and head (as attention
-// reads it). Strides of k and v
-// count elements, those of kv bytes.
-HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, int8_t* kv, const int64_t* slots, int64_t tokens,
+// reads it). Strides of k and v count elements, those of kv bytes. fixed [2, heads]: the scales of keys and values, e4m3 only;
+// null: found for each token.
+HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, int8_t* kv, const int64_t* slots,
+                                           const float* fixed, int64_t tokens,
                                            int64_t heads, int64_t head_dim, int64_t block_tokens, int64_t num_blocks,
                                            int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
                                            int64_t v_head_stride, int64_t block_stride, int64_t value_offset,
@@ -85,7 +89,8 @@ HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, in
   if (tokens < 0 || block_tokens < 1 || head_dim < 1 || head_dim > 256) return HR_BAD_SHAPE;
   for (int64_t t = 0; t < tokens; ++t)
     if (slots[t] < 0 || slots[t] >= num_blocks * block_tokens) return HR_BAD_INDEX;
-  QuantizedWrite p{k, v, kv, slots, tokens, heads, head_dim, block_tokens, k_token_stride, k_head_stride, v_token_stride,
+  if (fixed != nullptr && form != 2) return HR_BAD_SHAPE;
+  QuantizedWrite p{k, v, kv, slots, fixed, tokens, heads, head_dim, block_tokens, k_token_stride, k_head_stride, v_token_stride,
           v_head_stride, block_stride, value_offset, head_stride};
   if (form == 1) return write_all<int8_t>(p, dtype);
   if (form == 2) return write_all<fp8>(p, dtype);

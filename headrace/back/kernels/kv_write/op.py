@@ -1,16 +1,19 @@
 """Writes the step's keys and values into the paged KV cache.
 
-`bind(problem)` returns `f(k_TKD, v_TKD, kv, slot_T) -> None`. kv [num_blocks, 2, K, block_tokens,
-D] (0 = keys, 1 = values), T tokens, K KV heads, D head_dim. slot_T int64, never negative: block *
-block_tokens + offset. k and v may be strided views; their last dimension is contiguous. Slots of
-one step are distinct, except that padding may hit block 0 many times (the null block, whose content
-means nothing). A quantized cache holds values of a byte or less and scales (`quantized.py`).
+`bind(problem, scales_2K | None)` returns `f(k_TKD, v_TKD, kv, slot_T) -> None`. kv [num_blocks, 2,
+K, block_tokens, D] (0 = keys, 1 = values), T tokens, K KV heads, D head_dim. slot_T int64, never
+negative: block * block_tokens + offset. k and v may be strided views; their last dimension is
+contiguous. Slots of one step are distinct, except that padding may hit block 0 many times (the null
+block, whose content means nothing). A quantized cache holds values of a byte or less and scales
+(`quantized.py`); scales_2K (float32): those of keys and of values, for each KV head, if they are
+`fixed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -21,12 +24,27 @@ from headrace.back.kernels.kv_write.quantized import (
 )
 from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_generator
 
+
+class FixedScales(Protocol):
+    """A problem of a cache whose scales may be fixed."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def fixed(self) -> bool: ...
+
+
 KVWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVWriteProblem:
-    """`dtype` is that of k, v and, unless it is `quantized`, the cache."""
+    """`dtype` is that of k, v and, unless it is `quantized`, the cache. `fixed`: its scales are not
+    those of tokens."""
 
     device: str
     dtype: torch.dtype
@@ -34,11 +52,13 @@ class KVWriteProblem:
     head_dim: int
     block_tokens: int
     quantized: str | None = None
+    fixed: bool = False
 
 
-def bind_reference(problem: KVWriteProblem) -> KVWrite:
+def bind_reference(problem: KVWriteProblem, scales_2K: torch.Tensor | None = None) -> KVWrite:
     """The reference: one indexed write each for keys and values."""
     block_tokens = problem.block_tokens
+    assert (scales_2K is not None) == problem.fixed, problem
 
     def kv_write(
         k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: torch.Tensor, slot_T: torch.Tensor
@@ -48,7 +68,8 @@ def bind_reference(problem: KVWriteProblem) -> KVWrite:
         for half, x_TKD in enumerate((k_TKD, v_TKD)):
             if problem.quantized:
                 quantized, scales = values_and_scales(kv)
-                quantized_TKD, scales_TK = quantize(x_TKD, problem.quantized)
+                fixed_K = None if scales_2K is None else scales_2K[half]
+                quantized_TKD, scales_TK = quantize(x_TKD, problem.quantized, fixed_K)
                 quantized[block_T, half, :, offset_T] = quantized_TKD
                 scales[block_T, half, :, offset_T] = scales_TK
             else:
@@ -73,8 +94,19 @@ def _sample(problem: KVWriteProblem) -> Sample:
         [block_tokens, 2 * block_tokens - 1, 3 * block_tokens - 1], device=problem.device
     )
     return Sample(
-        problem=problem, weights=(), arguments=(both[:, :heads], both[:, heads:], kv, slot)
+        problem=problem,
+        weights=fixed_scales(problem, generator),
+        arguments=(both[:, :heads], both[:, heads:], kv, slot),
     )
+
+
+def fixed_scales(problem: FixedScales, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Random scales [2, K], some so small that values are beyond their range; none if they are not
+    fixed."""
+    if not problem.fixed:
+        return ()
+    scales = torch.rand(2, problem.kv_heads, generator=generator, device=generator.device) / 128
+    return ((scales + 1e-3).to(problem.device),)
 
 
 OP: Op[KVWriteProblem] = Op(

@@ -11,6 +11,10 @@ e4m3 numbers up to 448 ("fp8": Micikevicius et al. 2022, section 3) or e5m2 numb
 ("fp8_e5m2") in the same bytes: three or two bits of mantissa for every size, where int8's steps are
 equal. The scale lets all use their whole range.
 
+With fixed scales (of "fp8"), which belong to keys and values of a head or of all, m is none of the
+token's: values beyond the scale's range become the largest number. They are stored beside each
+token all the same.
+
 "int4" holds numbers 0 .. 15, of dimension i in the lower half of byte i and of D / 2 + i in its
 upper half; a value is number * scale + low, from a token's smallest value to its largest in 15
 steps. Scale and low are float16 numbers, in the four bytes of a scale.
@@ -64,23 +68,30 @@ def dequantize(kv: torch.Tensor, dtype: torch.dtype, form: str) -> torch.Tensor:
     return (values.float() * scales[..., None]).to(dtype)
 
 
-def quantize(x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantized values int8 [..., V] of x [..., D] and scales float32 [...]."""
+def quantize(
+    x: torch.Tensor, form: str, fixed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantized values int8 [..., V] of x [..., D] and scales float32 [...]; `fixed`: those,
+    whatever x holds."""
     x = x.float()
     lost = ~x.isfinite().all(-1)
     x = x.masked_fill(lost[..., None], 0)
     if form == "int4":
         return _four_bits(x, lost)
+    assert fixed is None or form == "fp8", form
     top = x.abs().amax(-1)
     # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
     inverse = torch.where(top > 1e-30, top.new_tensor(LARGEST[form]) / top, 0)
+    scales = top / LARGEST[form]
+    if fixed is not None:
+        inverse, scales = x.new_tensor(1.0) / fixed.expand(top.shape), fixed.expand(top.shape)
     scaled = (x * inverse[..., None]).clamp_(-LARGEST[form], LARGEST[form])
     quantized = (
         scaled.to(FLOATS[form]).view(torch.int8)
         if form in FLOATS
         else scaled.round().to(torch.int8)
     )
-    return quantized, (top / LARGEST[form]).masked_fill(lost, torch.nan)
+    return quantized, scales.masked_fill(lost, torch.nan)
 
 
 def _four_bits(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

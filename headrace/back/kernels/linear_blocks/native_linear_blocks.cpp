@@ -14,6 +14,13 @@ namespace {
 constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192;
 constexpr int kVectors = kPanel / kLanes < 4 ? kPanel / kLanes : 4;
 constexpr int kRows = kRegisters == 32 ? 4 : 1;
+// Vectors of outputs beside each other for several rows: a product of 512 bits takes four cycles, so that eight chains of
+// them keep the units busy while sums are scaled (Zen 4: 1.1 to 1.9 times as fast as four vectors, one after the other).
+#if defined(__AVX512VNNI__)
+constexpr int kWideVectors = 2;
+#else
+constexpr int kWideVectors = 0;
+#endif
 // From so many rows of x on matrix tiles are faster, where there are any.
 #if defined(HR_AMX)
 constexpr int64_t kTileRows = 6;
@@ -105,9 +112,82 @@ void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool f
       __builtin_memcpy(results + i * kPanel + column + j * kLanes, &acc[i][j], sizeof(F));
 }
 
+// The same of MB rows against V vectors side by side: the same bits.
+template <class C, int MB, int V>
+void wide_tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
+  constexpr int parts = C::sub < 32 ? 32 / C::sub : 1, steps = 8 / parts;
+  constexpr int32_t offset = C::wide ? kOffset8 : C::offset;
+  F acc[MB][V] = {};
+  const uint8_t* super = panel;
+  for (int64_t g = 0; g < p.groups;) {
+    F d[V], dmin[V];
+    HR_UNROLL for (int j = 0; j < V; ++j) {
+      d[j] = load(reinterpret_cast<const typename C::Scale*>(super) + column + j * kLanes);
+      if (C::minimum) dmin[j] = load(reinterpret_cast<const typename C::Scale*>(super) + kPanel + column + j * kLanes);
+    }
+    const uint8_t* group = super + header_bytes<C>();
+    constexpr int64_t bytes = C::x_group / 32 * group_bytes<C>();
+    for (int64_t last = g + C::block / C::x_group; g < last; ++g, group += bytes) {
+      if (fetch && column == 0) HR_UNROLL for (int j = 0; j < kVectors; ++j) fetch_ahead<C>(group, j);
+      HR_UNROLL for (int h = 0; h < parts; ++h) {
+        I dot[MB][V];
+        HR_UNROLL for (int i = 0; i < MB; ++i) {
+          const int32_t* sums = p.sums + ((m + i) * p.groups + g) * 2;
+          const I first = I{} - offset * (parts == 1 ? sums[0] + sums[1] : sums[h]);
+          HR_UNROLL for (int j = 0; j < V; ++j) dot[i][j] = first;
+        }
+        HR_UNROLL for (int q = 0; q < C::x_group / 32; ++q) {
+          I b[V][8];
+          HR_UNROLL for (int j = 0; j < V; ++j)
+            load_quantized<C>(group + q * group_bytes<C>() + scale_bytes<C>(), column + j * kLanes, b[j]);
+          const int8_t* x = p.quantized + m * p.stride + g * C::x_group + q * 32;
+          HR_UNROLL for (int s = h * steps; s < (h + 1) * steps; ++s)
+            HR_UNROLL for (int i = 0; i < MB; ++i) {
+              const I a = broadcast(x + i * p.stride + 4 * s);
+              HR_UNROLL for (int j = 0; j < V; ++j)
+                dot[i][j] = C::wide ? dot8(dot[i][j], b[j][s], a) : dot4(dot[i][j], b[j][s], a);
+            }
+        }
+        F scale[V], minimum[V];
+        HR_UNROLL for (int j = 0; j < V; ++j) {
+          const int64_t at = column + j * kLanes;
+          scale[j] = d[j], minimum[j] = dmin[j];
+          if (C::two_level) {
+            scale[j] *= small_floats(group + h * kPanel + at);
+            if (C::minimum) minimum[j] *= small_floats(group + (parts + h) * kPanel + at);
+          }
+        }
+        HR_UNROLL for (int i = 0; i < MB; ++i) {
+          const int64_t fact = (m + i) * p.groups + g;
+          const float x_scale = p.scales[fact];
+          const int32_t* sums = p.sums + fact * 2;
+          const float low = -(x_scale * float(parts == 1 ? sums[0] + sums[1] : sums[h]));
+          HR_UNROLL for (int j = 0; j < V; ++j) {
+            acc[i][j] = fma(__builtin_convertvector(dot[i][j], F), scale[j] * x_scale, acc[i][j]);
+            if (C::minimum) acc[i][j] = fma(minimum[j], splat(low), acc[i][j]);
+          }
+        }
+      }
+    }
+    super += super_bytes<C>();
+  }
+  HR_UNROLL for (int i = 0; i < MB; ++i)
+    HR_UNROLL for (int j = 0; j < V; ++j)
+      __builtin_memcpy(results + i * kPanel + column + j * kLanes, &acc[i][j], sizeof(F));
+}
+
 // One panel against rows [m, m + rows), at most kRows.
 template <class C>
 HR_INLINE void rows_panel(const Gemm& p, const uint8_t* panel, int64_t left, int64_t m, int64_t rows, float* results) {
+  if constexpr (kWideVectors > 0) {
+    if (rows >= 3) {
+      for (int64_t column = 0; column < kPanel && column < left; column += kWideVectors * kLanes) {
+        if (rows == 4) wide_tile<C, 4, kWideVectors>(p, panel, column, m, m == 0, results);
+        else wide_tile<C, 3, kWideVectors>(p, panel, column, m, m == 0, results);
+      }
+      return;
+    }
+  }
   for (int64_t column = 0; column < kPanel && column < left; column += kVectors * kLanes) {
     if (kRows >= 4 && rows == 4) tile<C, kRows >= 4 ? 4 : 1>(p, panel, column, m, m == 0, results);
     if (kRows >= 3 && rows == 3) tile<C, kRows >= 3 ? 3 : 1>(p, panel, column, m, m == 0, results);

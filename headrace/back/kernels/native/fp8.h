@@ -138,10 +138,11 @@ HR_INLINE U to_fp8(F v) {
   return ((I)size < 0x3c800000 ? denormal : normal) | (bits >> 24 & 0x80);
 }
 
-// count values in units of their largest, which becomes `top_code`, and the scale; a NaN or Inf makes it NaN. Writes whole
-// vectors.
+// count values in units of their largest, which becomes `top_code`, and the scale; a NaN or Inf makes it NaN. `fixed`: in
+// units of this scale instead, where it is not 0; larger ones become `top_code`. Writes whole vectors.
 template <class T, class Round>
-HR_INLINE void quantize_bytes(const T* x, int64_t count, uint8_t* quantized, float* scale, float top_code, Round round) {
+HR_INLINE void quantize_bytes(const T* x, int64_t count, uint8_t* quantized, float* scale, float top_code, Round round,
+                              float fixed = 0) {
   F most{};
   I finite = most == 0.0f;
   for (int64_t k = 0; k < count; k += kLanes) {
@@ -153,8 +154,9 @@ HR_INLINE void quantize_bytes(const T* x, int64_t count, uint8_t* quantized, flo
   bool good = true;
   for (int i = 0; i < kLanes; ++i) good = good && finite[i];
   const float top = largest(most);
-  const F inverse = splat(good && top > 1e-30f ? top_code / top : 0.0f);
-  *scale = good ? top / top_code : __builtin_nanf("");
+  const float usual = top > 1e-30f ? top_code / top : 0.0f, unit = fixed > 0 ? fixed : top / top_code;
+  const F inverse = splat(!good ? 0.0f : fixed > 0 ? 1.0f / fixed : usual);
+  *scale = good ? unit : __builtin_nanf("");
   for (int64_t k = 0; k < count; k += kLanes) {
     F v = load_part(x + k, smaller<int64_t>(count - k, kLanes)) * inverse;
     v = good ? vmax(splat(-top_code), vmin(splat(top_code), v)) : F{};
@@ -165,8 +167,8 @@ HR_INLINE void quantize_bytes(const T* x, int64_t count, uint8_t* quantized, flo
   }
 }
 template <class T>
-HR_INLINE void quantize_fp8(const T* x, int64_t count, fp8* quantized, float* scale) {
-  quantize_bytes(x, count, &quantized->bits, scale, kMostFp8, to_fp8);
+HR_INLINE void quantize_fp8(const T* x, int64_t count, fp8* quantized, float* scale, float fixed) {
+  quantize_bytes(x, count, &quantized->bits, scale, kMostFp8, to_fp8, fixed);
 }
 
 }  // namespace

@@ -81,8 +81,6 @@ def _supports(problem: QKRopeWriteProblem) -> str | None:
 KERNEL = Kernel(
     name="native",
     supports=_supports,
-    bind=lambda problem, q_weight_D, k_weight_D: bind_with(
-        loaded(), problem, q_weight_D, k_weight_D
-    ),
+    bind=lambda problem, *weights: bind_with(loaded(), problem, *weights),
     invariant=True,
 )

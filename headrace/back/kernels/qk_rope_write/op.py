@@ -45,6 +45,7 @@ class QKRopeWriteProblem:
     eps          of the norm over each head; None: queries and keys are not normed
     rotary_dim   dimensions rotated, from the first on; 0: none
     layout       which dimensions form a pair, as in kernels/rope
+    fixed        the cache's scales are not those of tokens (kernels/kv_write)
     """
 
     device: str
@@ -57,12 +58,14 @@ class QKRopeWriteProblem:
     layout: str = "half"
     eps: float | None = None
     quantized: str | None = None
+    fixed: bool = False
 
 
 def bind_reference(
     problem: QKRopeWriteProblem,
     q_weight_D: torch.Tensor | None,
     k_weight_D: torch.Tensor | None,
+    scales_2K: torch.Tensor | None = None,
 ) -> QKRopeWrite:
     """The reference: the references of the separate ops, one after the other."""
     write = kv_write.bind_reference(
@@ -73,7 +76,9 @@ def bind_reference(
             head_dim=problem.head_dim,
             block_tokens=problem.block_tokens,
             quantized=problem.quantized,
-        )
+            fixed=problem.fixed,
+        ),
+        scales_2K,
     )
     rotate = _rotation(problem)
     norm_q, norm_k = _norm(problem, q_weight_D), _norm(problem, k_weight_D)
@@ -131,7 +136,7 @@ def _sample(problem: QKRopeWriteProblem) -> Sample:
     qkv = random_tensor(3, (heads + 2 * kv_heads) * head_dim, **new)
     angles = 3 * torch.rand(11, problem.rotary_dim // 2, generator=generator)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(problem.device)
-    weights = (None, None)
+    weights: tuple[torch.Tensor | None, ...] = (None, None)
     if problem.eps is not None:
         weights = (random_tensor(head_dim, **wide), random_tensor(head_dim, **wide))
     positions = torch.tensor([10, 0, 4], device=problem.device)
@@ -145,6 +150,7 @@ def _sample(problem: QKRopeWriteProblem) -> Sample:
     slot = torch.tensor(
         [block_tokens, 2 * block_tokens - 1, 3 * block_tokens - 1], device=problem.device
     )
+    weights = (*weights, *kv_write.fixed_scales(problem, generator))
     return Sample(problem=problem, weights=weights, arguments=(qkv, positions, table, kv, slot))
 
 

@@ -79,6 +79,7 @@ def qk_rope_write_kernel(
     table,
     kv,
     scales,
+    fixed,
     slot,
     qkv_stride,
     table_stride,
@@ -94,6 +95,7 @@ def qk_rope_write_kernel(
     PAIRS: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    FIXED: tl.constexpr,
     LARGEST: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
@@ -162,14 +164,19 @@ def qk_rope_write_kernel(
         b_top = tl.maximum(_top(b_a, m_pair), _top(b_b, m_pair))
         if REST:
             b_top = tl.maximum(b_top, _top(b_c, m_c))
+        b_unit = b_top / LARGEST
         b_inverse = tl.where((b_top > 1e-30) & (b_top < float("inf")), LARGEST / b_top, 0.0)
+        if FIXED:
+            o_fixed = o_cached + tl.where(is_value, KV_HEADS, 0)
+            b_unit = tl.sum(tl.load(fixed + o_fixed, mask=m_cached, other=1.0), axis=1)
+            b_inverse = tl.where(b_top < float("inf"), 1.0 / b_unit, 0.0)
         b_a = b_a * b_inverse[:, None]
         b_b = b_b * b_inverse[:, None]
         b_c = b_c * b_inverse[:, None]
         p_scale = scales + i_slot // BLOCK_TOKENS * (block_stride // 4) + i_slot % BLOCK_TOKENS
         p_scale = p_scale + BLOCK_TOKENS * HEAD_DIM // 4
         p_scale = p_scale + tl.where(is_value, kind_stride // 4, 0) + o_cached * (head_stride // 4)
-        b_scale = tl.where(b_top < float("inf"), b_top / LARGEST, float("nan"))
+        b_scale = tl.where(b_top < float("inf"), b_unit, float("nan"))
         tl.store(p_scale, b_scale[:, None], mask=m_cached)
     tl.store(
         p_out + o_a, _stored(b_a, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_pair
@@ -187,6 +194,7 @@ def bind(
     problem: QKRopeWriteProblem,
     q_weight_D: torch.Tensor | None,
     k_weight_D: torch.Tensor | None,
+    scales_2K: torch.Tensor | None = None,
 ) -> QKRopeWrite:
     """The kernel for one layer's heads."""
     heads, kv_heads, head_dim = problem.heads, problem.kv_heads, problem.head_dim
@@ -201,6 +209,7 @@ def bind(
         "PAIRS": problem.layout == "pairs",
         "NORM": problem.eps is not None,
         "QUANTIZED": problem.quantized is not None,
+        "FIXED": problem.fixed,
         "LARGEST": LARGEST[problem.quantized] if problem.quantized else 0.0,
         "TILE_HEADS": tile_heads,
         "HALF_PADDED": power_of_two(split // 2),
@@ -223,7 +232,7 @@ def bind(
         num_tokens = qkv_TC.shape[0]
         qk_rope_write_kernel[(num_tokens, tiles)](
             qkv_TC, q_weight_D, k_weight_D, positions_T, table_PR, *typed(kv, problem.quantized),
-            slot_T, qkv_TC.stride(0), table_PR.stride(0), *kv.stride()[:3], eps, **constants,
+            scales_2K, slot_T, qkv_TC.stride(0), table_PR.stride(0), *kv.stride()[:3], eps, **constants,
             **launch(qkv_TC.device),
         )  # fmt: skip
         return qkv_TC.view(num_tokens, -1, head_dim)[:, :heads]

@@ -25,6 +25,7 @@ from headrace.back.kernels.native.library import unsupported
 from headrace.back.layers.adapters import AdapterSlots, LentSlots
 from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Ledger
+from headrace.back.models.load.asked import cache_decisions, input_decisions, with_asked_rows
 from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import absent, check, fill
 from headrace.back.models.load.gguf import GGUFSource
@@ -39,11 +40,9 @@ from headrace.back.models.protocol import Loadable, LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.mesh import Mesh
-from headrace.back.quant.activations import AS_THEY_ARE, inputs_of
+from headrace.back.quant.cache_scales import FORM, CacheScales
 from headrace.back.quant.gpu import GPU_SCHEMES
-from headrace.back.quant.kept import with_int8_rows
 from headrace.back.quant.stored import Stored
-from headrace.base.config.quantization_activations import Activations
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import Decision, ModelSpec
 from headrace.base.errors import CheckpointError
@@ -117,6 +116,7 @@ def load_model(
         slots: AdapterSlots | None = None,
         hollow: bool = False,
         offload: Offload | None = None,
+        cache_scales: CacheScales | None = None,
     ) -> LoadableModel:
         named = msgspec.structs.replace(spec, bare=bare)
         return build_model(
@@ -130,6 +130,7 @@ def load_model(
             slots=slots or adapters,
             hollow=hollow,
             offload=offload,
+            cache_scales=cache_scales,
         )
 
     if spec.format == "dummy":
@@ -161,8 +162,11 @@ def _load(
             report.decisions += (_verified(Path(spec.manifest), Path(spec.path)),)
         source = open_source(spec)
     with closing(source):
+        scales = None
         if isinstance(source, QuantizedSource):
-            report.decisions += source.decisions()
+            scales = source.cache_scales()
+            report.decisions += (*source.decisions(), *cache_decisions(spec, scales))
+            build = partial(build, cache_scales=scales)
         stored, why = stored_blocks(spec, source, device)
         with report.phase("check"):
             meta = torch.device("meta")
@@ -173,6 +177,8 @@ def _load(
                 source = separate
                 stored, why = stored_blocks(spec, source, device)
                 plan = build(meta, stored).weights
+            if scales is not None and spec.kv_dtype == FORM:
+                scales.check_all_asked(plan.ignored)
             bare = spec.bare or lacks_prefix(plan, source)
             check(build(meta, stored, bare=True).weights if bare else plan, source)
         with report.phase("build"):
@@ -183,7 +189,7 @@ def _load(
         if why:
             report.decisions += (_kept(model, source, why, spec.quantization or spec.dtype),)
             if spec.quantization is None:
-                report.decisions += _inputs(model, source, stored, device.type)
+                report.decisions += input_decisions(model, source, stored, device.type)
         with report.phase("weights"):
             fill(model.weights, source, scan_finite=options.scan_finite)
     return model
@@ -271,24 +277,11 @@ def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tupl
     if spec.quantization is not None:
         return stored, f"linear weights become {spec.quantization} (--quantization)"
     if device.type == "cuda":
-        return _stored_on_gpu(spec, _with_int8_rows(stored, source))
+        return _stored_on_gpu(spec, with_asked_rows(stored, source))
     reason = unsupported(device.type, DTYPES[spec.dtype])
     if reason is not None:
         return {}, f"the kernel that reads quantized weights {reason}"
     return stored, "read as the file holds them"
-
-
-def _with_int8_rows(stored: Stored, source: Source) -> Stored:
-    """Integers are marked whose checkpoint asks for int8 activations."""
-    asked = {name: source.entries[name].activations for name in stored}
-    return {
-        name: with_int8_rows(scheme) if _is_int8(asked[name]) else scheme
-        for name, scheme in stored.items()
-    }
-
-
-def _is_int8(asked: Activations | None) -> bool:
-    return asked is not None and asked.bits == 8 and not asked.floating
 
 
 def _stored_on_gpu(spec: ModelSpec, stored: Stored) -> tuple[Stored, str]:
@@ -319,28 +312,6 @@ def _kept(model: LoadableModel, source: Source, why: str, dtype: str) -> Decisio
     if rest:
         why += f"; {_counts(rest)}: dequantized to {dtype}"
     return Decision("weights", "auto", _counts(types) or "floats", why)
-
-
-def _inputs(
-    model: LoadableModel, source: Source, stored: Stored, device: str
-) -> tuple[Decision, ...]:
-    """What becomes of the inputs that the checkpoint would have quantized: a decision for each
-    way it asks, and each way that is gone."""
-    kept = {
-        piece.name
-        for param in model.weights.params
-        if param.on_groups is not None
-        for piece in param.pieces
-    }
-    counts: Counter[tuple[str, str]] = Counter()
-    for name, entry in source.entries.items():
-        if entry.activations is not None:
-            found = inputs_of(stored[name], device) if name in kept else AS_THEY_ARE
-            counts[str(entry.activations), found] += 1
-    return tuple(
-        Decision("activations", asked, found, f"of {number} quantized weights")
-        for (asked, found), number in counts.items()
-    )
 
 
 def _counts(types: Counter[str]) -> str:

@@ -14,15 +14,18 @@ import torch
 from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSource
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
+from headrace.back.quant.cache_scales import CacheScales
 from headrace.back.quant.formats import KEPT_READERS, READERS
 from headrace.back.quant.formats.groups import Groups, joined
 from headrace.back.quant.kept import kept_scheme
+from headrace.base.config.cache_scales import CACHE_ZEROS, cache_scale
 from headrace.base.config.quantization import Numbers, StoredQuantization
 from headrace.base.config.quantized_tensors import (
     QuantizedTensor,
     find_quantized,
 )
 from headrace.base.config.resolved import Decision
+from headrace.base.errors import CheckpointError
 
 HOST_ELEMENTS, DEVICE_ELEMENTS = 1 << 20, 1 << 25
 """Values that are floats at once: on the host what a core's cache holds."""
@@ -61,10 +64,38 @@ class QuantizedSource:
 
     def decisions(self) -> tuple[Decision, ...]:
         """What of the checkpoint is not made use of."""
-        if not self._scales:
+        scales = [name for name in self._scales if cache_scale(name) is None]
+        if not scales:
             return ()
-        why = "activations and the KV cache get scales as they come"
-        return (Decision("scales", f"{len(self._scales)} stored", "not used", why),)
+        why = "activations get scales as they come"
+        return (Decision("scales", f"{len(scales)} stored", "not used", why),)
+
+    def cache_scales(self) -> CacheScales | None:
+        """Those of the KV cache; CheckpointError names one that is no positive number. None: there
+        are none."""
+        scales: dict[str, dict[str, torch.Tensor]] = {}
+        for name in sorted(self._scales):
+            if CACHE_ZEROS.fullmatch(name) and bool(self._member(name, (), (), HOST).any()):
+                raise CheckpointError(
+                    f"{self.where}: {name} is not 0; keys and values are quantized without zero "
+                    "points"
+                )
+            of = cache_scale(name)
+            if of is None:
+                continue
+            scale = self._member(name, (), (), HOST).float()
+            if not bool((scale.isfinite() & (scale > 0)).all()):
+                raise CheckpointError(
+                    f"{self.where}: {name} is {scale.flatten()[:4].tolist()}; the scale of a KV "
+                    "cache must be a positive number"
+                )
+            for half in of.half:
+                if scales.setdefault(of.module, {}).setdefault(half, scale) is not scale:
+                    raise CheckpointError(
+                        f"{self.where}: {name} is a second {half} scale of the KV cache of "
+                        f"{of.module}"
+                    )
+        return CacheScales(scales, self.where) if scales else None
 
     def copy(
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import headrace.back.kernels.linear_blocks.layout as linear_blocks
 import headrace.back.kernels.linear_quant.layout as linear_quant
 import headrace.back.models.load as loading
+from headrace.back.kernels.kv_write.quantized import values_and_scales
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.native import library as native
 from headrace.back.models.load import load_model, open_source
@@ -36,7 +37,7 @@ from headrace.launch.model_facts import read_model_facts
 from tests.back.quant.formats.stored_weights import open_weight
 from tests.back.quant.formats.test_formats import awq_words, bit_stream
 from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
-from tests.models.paged import teacher_forced
+from tests.models.paged import PagedRun, teacher_forced
 from tests.models.test_parity import tiny_config
 
 Stored = dict[str, torch.Tensor]
@@ -135,8 +136,10 @@ def quantize_folder(folder: Path, format: str) -> Any:
     return oracle
 
 
-def load(folder: Path, **changes: Any) -> tuple[LoadableModel, tuple[Decision, ...]]:
-    spec = model_spec(folder, **changes)
+def load(
+    folder: Path, kv_dtype: str | None = None, **changes: Any
+) -> tuple[LoadableModel, tuple[Decision, ...]]:
+    spec = replace(model_spec(folder, **changes), kv_dtype=kv_dtype)
     cpu = torch.device("cpu")
     model, report = load_model(spec, mesh=Mesh(), device=cpu, block_tokens=BLOCK_TOKENS)
     return model, report.decisions
@@ -182,6 +185,69 @@ def test_what_a_kernel_reads_is_packed_as_it_is(format: str, tmp_path: Path) -> 
     ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
         assert (row - expected).norm() < 0.05 * expected.norm()
+
+
+CACHE_NAMES = {
+    "in the attention": ("k_scale", "v_scale"),
+    "in its kernel": ("attn.k_scale", "attn.v_scale"),
+    "in the projections": ("k_proj.k_scale", "v_proj.v_scale"),
+    "of their outputs": ("k_proj.output_scale", "v_proj.output_scale"),
+    "of both": ("kv_scale",),
+}
+
+
+def add_tensors(folder: Path, tensors: Stored) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file)
+
+
+@pytest.mark.parametrize("naming", CACHE_NAMES)
+def test_scales_of_the_cache_are_used_under_all_their_names(naming: str, tmp_path: Path) -> None:
+    """QNT-13: the runtime scale is the stored one. One for all heads, or one for each."""
+    quantize_folder(tmp_path, "int8")
+    heads = 2
+    of_head = torch.full((heads, 1, 1), 0.37)
+    of_head[1] = 0.5
+    scales = {}
+    for layer in range(3):
+        stem = f"model.layers.{layer}.self_attn"
+        value = torch.tensor([0.37]) if layer else of_head
+        scales |= {f"{stem}.{name}": value.clone() for name in CACHE_NAMES[naming]}
+    add_tensors(tmp_path, scales)
+    model, decisions = load(tmp_path, kv_dtype="fp8")
+    (decision,) = (one for one in decisions if one.field == "kv_scales")
+    assert (decision.requested, decision.chosen) == ("6 stored", "used")
+    run = PagedRun(model, [[3, 4, 5, 6, 7]], block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    run.step([(0, 5)])
+    block = int(run.tables[0, 0, 0])
+    for layer in range(3):
+        _, written = values_and_scales(run.kv[layer])
+        expected = of_head[:, 0] if layer == 0 else torch.full((heads, 1), 0.37)
+        assert torch.equal(written[block, :, :, :5], expected.expand(2, heads, 5))
+    _, decisions = load(tmp_path)
+    (decision,) = (one for one in decisions if one.field == "kv_scales")
+    assert decision.chosen == "not used" and "--kv-dtype fp8" in decision.why
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"self_attn.k_scale": 0.37}, "for k alone"),
+        ({"self_attn.k_scale": -1.0, "self_attn.v_scale": 1.0}, r"k_scale is \[-1.0\].*positive"),
+        ({"self_attn.k_scale": torch.ones(3), "self_attn.v_scale": 1.0}, "each of 2 KV heads"),
+        ({"self_attn.kv_scale": 1.0, "self_attn.v_scale": 1.0}, "second v scale"),
+        ({"other.k_scale": 1.0, "other.v_scale": 1.0}, "layers.0.other.*no attention"),
+        ({"self_attn.kv_scale": 1.0, "self_attn.k_zero_point": 3.0}, "k_zero_point is not 0"),
+    ],
+)
+def test_tampered_scales_of_the_cache_are_refused(
+    tensors: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    quantize_folder(tmp_path, "int8")
+    values = {name: torch.as_tensor(value).reshape(-1) for name, value in tensors.items()}
+    add_tensors(tmp_path, {f"model.layers.0.{name}": value for name, value in values.items()})
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, kv_dtype="fp8")
 
 
 def as_int8(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -197,7 +197,7 @@ using Attention = int32_t (*)(const void*, const void*, void*, const int32_t*, c
                               const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t,
                               int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float,
                               float, int32_t, int32_t);
-using Write = int32_t (*)(const void*, const void*, int8_t*, const int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t,
+using Write = int32_t (*)(const void*, const void*, int8_t*, const int64_t*, const float*, int64_t, int64_t, int64_t, int64_t, int64_t,
                           int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t, int32_t);
 
 // One decode row of 4 query heads, each with a sink and, if compared, a slope of ALiBi, and 2 KV heads over `length` tokens;
@@ -213,7 +213,7 @@ void check_attention(int type, int form, int64_t length, bool compared) {
   int status = 0;
   if (form)
     status = kernel<Write>("kv_write_quantized")(k.bytes.data(), v.bytes.data(), reinterpret_cast<int8_t*>(cache.data()),
-                                            slots.data(), length, KV, D, B, blocks, KV * D, D, KV * D, D,
+                                            slots.data(), nullptr, length, KV, D, B, blocks, KV * D, D, KV * D, D,
                                             2 * KV * B * width, KV * B * width, B * width, type, form);
   else
     for (int64_t t = 0; t < length; ++t)

@@ -1,0 +1,63 @@
+"""What a quantized checkpoint asks for beside its weights, activations and KV caches of certain
+numbers, and what becomes of it: told as decisions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from headrace.back.models.load.source import Source
+from headrace.back.models.protocol import LoadableModel
+from headrace.back.quant.activations import AS_THEY_ARE, inputs_of
+from headrace.back.quant.cache_scales import FORM, CacheScales
+from headrace.back.quant.kept import with_int8_rows
+from headrace.back.quant.stored import Stored
+from headrace.base.config.quantization_activations import Activations
+from headrace.base.config.resolved import Decision, ModelSpec
+
+
+def input_decisions(
+    model: LoadableModel, source: Source, stored: Stored, device: str
+) -> tuple[Decision, ...]:
+    """What becomes of the inputs that the checkpoint would have quantized: a decision for each
+    way it asks, and each way that is gone."""
+    kept = {
+        piece.name
+        for param in model.weights.params
+        if param.on_groups is not None
+        for piece in param.pieces
+    }
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, entry in source.entries.items():
+        if entry.activations is not None:
+            computed = inputs_of(stored[name], device) if name in kept else AS_THEY_ARE
+            counts[str(entry.activations), computed] += 1
+    return tuple(
+        Decision("activations", asked, computed, f"of {number} quantized weights")
+        for (asked, computed), number in counts.items()
+    )
+
+
+def cache_decisions(spec: ModelSpec, scales: CacheScales | None) -> tuple[Decision, ...]:
+    """Whether the scales that the checkpoint holds for its KV cache are used."""
+    if scales is None:
+        return ()
+    chosen, why = (
+        "not used",
+        f"the cache is {spec.kv_dtype or spec.dtype}; --kv-dtype fp8 uses them",
+    )
+    if spec.kv_dtype == FORM:
+        chosen, why = "used", "keys and values beyond their range become its largest number"
+    return (Decision("kv_scales", f"{len(scales)} stored", chosen, why),)
+
+
+def with_asked_rows(stored: Stored, source: Source) -> Stored:
+    """Integers are marked whose checkpoint asks for int8 activations."""
+    asked = {name: source.entries[name].activations for name in stored}
+    return {
+        name: with_int8_rows(scheme) if _is_int8(asked[name]) else scheme
+        for name, scheme in stored.items()
+    }
+
+
+def _is_int8(asked: Activations | None) -> bool:
+    return asked is not None and asked.bits == 8 and not asked.floating
