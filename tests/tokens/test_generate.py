@@ -272,7 +272,8 @@ def test_vllms_body_is_derendered(bundled: Served) -> None:
     assert alone["usage"]["prompt_tokens"] == 7
     assert "get_weather" in alone["choices"][0]["message"]["content"], "no tools were told of"
     refused = bundled.post("/v1/chat/completions/derender", {"stream": True, **bare})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "generate_chunk", "a stream comes chunk by chunk"
     wrong = {"generate_response": {"choices": [{"token_ids": [10**7]}]}, "chat_request": chat}
     refused = bundled.post("/v1/chat/completions/derender", wrong)
     assert refused.status_code == 400 and "generate_response" in refused.json()["error"]["param"]

@@ -133,7 +133,7 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
                         if isinstance(part, Content):
                             yield head + orjson.dumps(part.text) + tail
                         elif shown := part_delta(part):
-                            yield _event(reply, [_plain_choice(event.index, shown)], extras)
+                            yield _event(reply, [plain_choice(event.index, shown)], extras)
                 case Delta() if plain:
                     if event.text:
                         head, tail = frames[event.index]
@@ -154,7 +154,7 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
                         for index in range(tally.num_choices):
                             yield _event(reply, [_role(reply, index)], extras)
                     for index in range(tally.num_choices if fields.echo else 0):
-                        echoed = _plain_choice(index, {"content": fields.echo})
+                        echoed = plain_choice(index, {"content": fields.echo})
                         yield _event(reply, [echoed], extras)
     if fields.with_usage:
         facts = {"metrics": request_metrics(tally.first_ended)} if fields.metrics else {}
@@ -162,7 +162,7 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
     yield DONE
 
 
-def _envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     tier = reply.fields.service_tier
     head = {"id": reply.id, "object": "chat.completion.chunk", "created": reply.created}
     tier_field = {} if tier is None else {"service_tier": tier}
@@ -171,14 +171,14 @@ def _envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]
 
 def _around_text(reply: ChatReply, index: int, extras: dict[str, Any]) -> tuple[bytes, bytes]:
     """The bytes of a plain delta's chunk before its text, and those behind it."""
-    chunk = _event(reply, [_plain_choice(index, {"content": ""})], extras)
+    chunk = _event(reply, [plain_choice(index, {"content": ""})], extras)
     head, _, tail = chunk.rpartition(b'""')
     return head, tail
 
 
 def _event(reply: ChatReply, choices: list[dict[str, Any]], extras: dict[str, Any]) -> bytes:
     """One chunk; `told` is what it says beside its choices."""
-    return b"data: " + orjson.dumps(_envelope(reply, choices) | extras) + b"\n\n"
+    return b"data: " + orjson.dumps(envelope(reply, choices) | extras) + b"\n\n"
 
 
 def _speaks(event: Delta | Ended, silent: Collection[int]) -> bool:
@@ -193,7 +193,7 @@ def _role(reply: ChatReply, index: int, *, of: Delta | Ended | None = None) -> d
     that begins with a call or with reasoning has no content yet (null)."""
     is_other = isinstance(of, Delta) and not isinstance(parts_of(of)[0], Content)
     content = None if is_other else ""
-    choice = _plain_choice(index, {"role": "assistant", "content": content})
+    choice = plain_choice(index, {"role": "assistant", "content": content})
     if reply.fields.token_ids:
         choice["prompt_token_ids"] = reply.prompt_ids
     if reply.prompt_text is not None:
@@ -230,7 +230,7 @@ def part_delta(part: Part) -> dict[str, Any] | None:
             return None
 
 
-def _plain_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+def plain_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
@@ -240,7 +240,7 @@ def _deltas(reply: ChatReply, event: Delta) -> list[dict[str, Any]]:
         shown = [delta for part in event.parts if (delta := part_delta(part))] or [{}]
     else:
         shown = [{"content": event.text}]
-    choices = [_plain_choice(event.index, delta) for delta in shown]
+    choices = [plain_choice(event.index, delta) for delta in shown]
     if event.scores:
         choices[0]["logprobs"] = _scored(reply, event.scores)
     if reply.fields.token_ids:
@@ -254,7 +254,7 @@ def _scored(reply: ChatReply, scores: list[ScoredToken]) -> dict[str, object]:
 
 
 def _end(event: Ended, last: dict[str, Any] | None) -> dict[str, Any]:
-    choice = _plain_choice(event.index, {}) if last is None else last
+    choice = plain_choice(event.index, {}) if last is None else last
     return choice | {"finish_reason": finish_reason(event), "stop_reason": stop_reason(event)}
 
 

@@ -136,7 +136,7 @@ async def to_chunks(
     tail = _PLAIN_END + (b',"usage":null}\n\n' if with_usage else b"}\n\n")
 
     def chunk(choice: dict[str, Any]) -> bytes:
-        document = _envelope(reply, [choice])
+        document = envelope(reply, [choice])
         if with_usage:
             document["usage"] = usage(tallies) if continuous else None
         return b"data: " + orjson.dumps(document) + b"\n\n"
@@ -167,14 +167,14 @@ async def to_chunks(
                 case Started() if not reply.request.echo and (
                     facts := _prompt_facts(reply, number)
                 ):
-                    yield chunk(_piece(reply, number, 0, "") | facts)
+                    yield chunk(plain_choice(reply, number, 0, "") | facts)
     if with_usage:
-        last_words = _envelope(reply, []) | {"usage": usage(tallies)} | _times(reply, tallies)
+        last_words = envelope(reply, []) | {"usage": usage(tallies)} | _times(reply, tallies)
         yield b"data: " + orjson.dumps(last_words) + b"\n\n"
     yield DONE
 
 
-def _envelope(reply: CompletionReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def envelope(reply: CompletionReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     tier = reply.request.service_tier
     return {
         "id": reply.id,
@@ -186,7 +186,7 @@ def _envelope(reply: CompletionReply, choices: list[dict[str, Any]]) -> dict[str
     }
 
 
-def _piece(reply: CompletionReply, number: int, sample: int, text: str) -> dict[str, Any]:
+def plain_choice(reply: CompletionReply, number: int, sample: int, text: str) -> dict[str, Any]:
     return {
         "index": number * reply.n + sample,
         "text": text,
@@ -197,7 +197,7 @@ def _piece(reply: CompletionReply, number: int, sample: int, text: str) -> dict[
 
 def _delta_head(reply: CompletionReply, index: int) -> bytes:
     """The bytes of a plain delta's chunk up to its text."""
-    whole = orjson.dumps(_envelope(reply, [_piece(reply, 0, index, "")]))
+    whole = orjson.dumps(envelope(reply, [plain_choice(reply, 0, index, "")]))
     return b"data: " + whole.removesuffix(b'""' + _PLAIN_END + b"}")
 
 
@@ -209,7 +209,7 @@ def _echo(
     offsets: TextOffsets,
 ) -> dict[str, Any]:
     prompt = reply.prompts[number]
-    choice = _piece(reply, number, sample, prompt.text)
+    choice = plain_choice(reply, number, sample, prompt.text)
     if reply.request.logprobs is not None and scores is not None:
         choice["logprobs"] = completion_logprobs(
             scores,
@@ -237,7 +237,7 @@ def _prompt_facts(reply: CompletionReply, number: int) -> dict[str, Any]:
 def _delta(
     reply: CompletionReply, number: int, event: Delta, offsets: TextOffsets
 ) -> dict[str, Any]:
-    choice = _piece(reply, number, event.index, event.text)
+    choice = plain_choice(reply, number, event.index, event.text)
     if event.scores:
         scores: list[ScoredToken | None] = list(event.scores)
         choice["logprobs"] = completion_logprobs(
@@ -255,7 +255,7 @@ def _delta(
 def _end(
     reply: CompletionReply, number: int, event: Ended, last: dict[str, Any] | None
 ) -> dict[str, Any]:
-    choice = _piece(reply, number, event.index, "") if last is None else last
+    choice = plain_choice(reply, number, event.index, "") if last is None else last
     return choice | {"finish_reason": finish_reason(event), "stop_reason": stop_reason(event)}
 
 
@@ -276,7 +276,7 @@ async def to_answer(
             choices[number * reply.n]["attn_capture_data"] = await asyncio.to_thread(
                 attention_document, fold.attention, reply.request.attn_capture_dtype
             )
-    document = _envelope(reply, choices) | {"usage": usage(folds), "kv_transfer_params": None}
+    document = envelope(reply, choices) | {"usage": usage(folds), "kv_transfer_params": None}
     return orjson.dumps(document | _times(reply, folds))
 
 
@@ -299,7 +299,7 @@ def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dic
     request, prompt, choice = reply.request, reply.prompts[number], fold.choices[sample]
     assert choice.ended is not None, f"choice {sample} of prompt {number} of {reply.id} never ended"
     text = "".join(choice.text)
-    document = _piece(reply, number, sample, prompt.text + text if request.echo else text)
+    document = plain_choice(reply, number, sample, prompt.text + text if request.echo else text)
     document |= {
         "finish_reason": finish_reason(choice.ended),
         "stop_reason": stop_reason(choice.ended),

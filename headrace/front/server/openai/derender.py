@@ -24,6 +24,9 @@ _VLLM_NAMES = SentNames(names={"response": "generate_response", "token_ids": "pr
 PromptIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 
 
+FinishReason = Literal["stop", "length", "repetition", "abort"]
+
+
 TokenKey = Annotated[str, Meta(pattern=r"^\d{1,9}$")]
 
 
@@ -65,7 +68,7 @@ class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     index: Annotated[int, Meta(ge=0, lt=4096)] = 0
-    finish_reason: Literal["stop", "length", "repetition", "abort"] = "stop"
+    finish_reason: FinishReason = "stop"
     stop_reason: str | int | None = None
     logprobs: TokenScores | None = None
 
@@ -102,7 +105,7 @@ class DerenderRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VllmDerender(msgspec.Struct, frozen=True, kw_only=True):
-    """What vLLM's bodies share; a stream's chunks are not taken."""
+    """What vLLM's bodies of whole answers share."""
 
     model: Name | None = None
     stream: Literal[False] = False
@@ -124,6 +127,71 @@ class VllmDerenderCompletion(VllmDerender, frozen=True, kw_only=True):
     completion_request: Keywords | None = None
     prompt_tokens: list[Count] | None = None
     prompt_token_ids: list[PromptIds | None] | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """What one chunk of a stream of /inference/v1/generate says of a choice."""
+
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)] = []
+    index: Annotated[int, Meta(ge=0, lt=4096 * MAX_PROMPTS)] = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: TokenScores | None = None
+
+
+class ChunkUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The usage of a stream, as its last chunk tells it."""
+
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    prompt_tokens_details: TokenDetails | None = None
+
+
+class GeneratedChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk of a stream of /inference/v1/generate; without a choice it tells the usage."""
+
+    choices: Annotated[list[ChunkChoice], Meta(max_length=1)] = []
+    usage: ChunkUsage | None = None
+    request_id: Annotated[str, Meta(max_length=128)] | None = None
+
+
+class StreamState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client carries from one chunk of a choice to the next: the server keeps nothing.
+    `output_token_ids`: the choice's ids so far; `finish_reason`: how it ended, if it did."""
+
+    id: Annotated[str, Meta(max_length=128)]
+    created: Count
+    output_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)] = []
+    finish_reason: FinishReason | None = None
+
+
+class DerenderChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's body for one chunk of a stream, with the state that came with the chunk before. One
+    choice has one state: with `n` the client carries one for each."""
+
+    stream: Literal[True]
+    generate_chunk: GeneratedChunk
+    stream_state: StreamState | None = None
+    model: Name | None = None
+    prompt_tokens: Count | None = None
+    prompt_token_ids: PromptIds | None = None
+
+
+class DerenderChatChunk(DerenderChunk, frozen=True, kw_only=True):
+    """Of a chat."""
+
+    chat_request: Keywords | None = None
+
+
+class DerenderCompletionChunk(DerenderChunk, frozen=True, kw_only=True):
+    """Of a completion."""
+
+    completion_request: Keywords | None = None
+
+
+def is_chunk(document: Any) -> bool:
+    """Whether a body is one chunk of a stream."""
+    return isinstance(document, dict) and bool(document.get("stream"))
 
 
 def derender_chat(document: Any) -> tuple[DerenderRequest, SentNames]:

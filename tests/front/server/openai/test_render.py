@@ -11,7 +11,7 @@ import pytest
 
 from headrace.base.config.server_options import ServerOptions
 from headrace.front.server.conversation.context import RequestContext
-from headrace.front.server.openai import render
+from headrace.front.server.openai import render, replay
 from headrace.front.server.services import services_over
 from headrace.front.text.threads import WorkStopped
 from headrace.launch.resolve import server_spec
@@ -32,7 +32,7 @@ async def context(connect: Any) -> AsyncIterator[RequestContext]:
 async def test_much_is_derendered_in_a_thread_until_its_client_leaves(
     context: RequestContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, threads = render.checkpoint, set[int]()
+    checkpoint, threads = replay.checkpoint, set[int]()
     begun, left, ended = threading.Event(), threading.Event(), threading.Event()
 
     def look() -> None:
@@ -45,7 +45,7 @@ async def test_much_is_derendered_in_a_thread_until_its_client_leaves(
             ended.set()
             raise
 
-    monkeypatch.setattr(render, "checkpoint", look)
+    monkeypatch.setattr(replay, "checkpoint", look)
     task = asyncio.ensure_future(render.post_derender_completion(context, BODY))
     assert await asyncio.to_thread(begun.wait, 60), "the loop goes on meanwhile"
     task.cancel()
