@@ -28,7 +28,7 @@ from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm, SplitRMSNorm
 from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.position_bias import RelativeBias
 from headrace.back.layers.qk_norm import HeadNorm, QKNorm
-from headrace.back.layers.rope import QueryScale, Rope, RopeSpec
+from headrace.back.layers.rope import QueryScaling, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
@@ -73,7 +73,7 @@ class AttentionSpec:
     clip: float | None = None
     slopes: tuple[float, ...] = ()
     sinks: bool = False
-    query_scale: QueryScale | None = None
+    query_scale: QueryScaling | None = None
     gate: OutputGate | None = None
     out_norm: tuple[str, float] | None = None
     value_dim: int | None = None
@@ -223,7 +223,7 @@ class Attention:
             self._value_norm = RMS_NO_WEIGHT.build(scope, value_dim, eps=spec.value_eps)
         self._rope = Rope(scope, spec.rope) if spec.rope else None
         self._attend = self._write = self._gated = not_loaded
-        self._query_scale_P: torch.Tensor | None = None
+        self._query_scale = spec.query_scale and spec.query_scale.build(scope, spec.heads)
         self._fused: QKRopeWrite | None = None
         scope.on_finish(self._finish)
 
@@ -262,8 +262,8 @@ class Attention:
             q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
         else:
             q_THD = self._separately(qkv_TC, batch, plan, kv)
-        if self._query_scale_P is not None:
-            q_THD = q_THD * self._query_scale_P[batch.positions_T, None, None]
+        if self._query_scale is not None:
+            q_THD = q_THD * self._query_scale.factors(batch.positions_T)
         if batch.probe is not None:
             batch.probe.see(self._layer, self._problem, q_THD, kv, plan)
         index = None if self._chosen is None else self._chosen.queries(x_TE, batch, at_N)
@@ -347,8 +347,6 @@ class Attention:
         }
         if spec.gate is not None:
             self._gated = spec.gate.bind(scope, self._heads, spec.value_dim or spec.head_dim)
-        if spec.query_scale is not None:
-            self._query_scale_P = spec.query_scale.table_in(scope)
         self._fused = self._bind_fused(shape)
         if self._fused is None:
             self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape), *self._cache_scales)

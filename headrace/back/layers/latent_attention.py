@@ -37,7 +37,7 @@ from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, l
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.output_gate import OutputGate
-from headrace.back.layers.rope import HeadLogScale, NoRope, QueryScale, Rope, RopeSpec
+from headrace.back.layers.rope import NoRope, QueryFactors, QueryScaling, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
@@ -67,7 +67,7 @@ class LatentAttentionSpec:
     window     tokens a query sees; then `indexer` chooses them. None: all before it
     key_norm   the norm of the rotated key, before its rotation; None: there is none
     latent_scale  what normed latents are multiplied with
-    log_scale  queries grow with the logarithm of their position, as each head has learned
+    query_scale  how queries grow with their position; None: they do not
     source     the cache of a layer before that is read instead of one of its own; None: its own
     """
 
@@ -82,7 +82,7 @@ class LatentAttentionSpec:
     eps: float = 1e-6
     down_bias: bool = False
     out_bias: bool = False
-    query_scale: QueryScale | None = None
+    query_scale: QueryScaling | None = None
     gate: OutputGate | None = None
     indexer: ChoiceSpec | None = None
     joint_gate: bool = False
@@ -90,7 +90,6 @@ class LatentAttentionSpec:
     sinks: bool = False
     window: int | None = None
     key_norm: str | None = None
-    log_scale: bool = False
     source: int | None = None
     names: LatentNames = LatentNames()
 
@@ -155,7 +154,9 @@ class LatentAttention:
             self._q_norm = RMSNorm(scope / "q_a_layernorm", spec.q_rank, eps=spec.eps)
             self._q_up = self._up_projection(scope, spec.q_rank, q_size)
         self._kv_norm = RMSNorm(scope / "kv_a_layernorm", spec.rank, eps=spec.eps) if owns else None
-        self._log_scale = self._head_scale() if spec.log_scale else None
+        self._query_scale: QueryFactors | None = None
+        if spec.query_scale is not None:
+            self._query_scale = spec.query_scale.build(scope, spec.heads)
         self._key_norm = spec.key_norm and RMSNorm(scope / spec.key_norm, rotary, eps=spec.eps)
         heads = Part("kv_b_proj", spec.heads * (spec.nope + spec.values), spec.heads)
         self._kv_up = scope.param(
@@ -171,14 +172,9 @@ class LatentAttention:
         self._rope = Rope(scope, spec.rope) if rotary else NoRope(scope)
         self._absorb = self._expand = self._write = self._attend = self._gated = not_loaded
         self._attend_chosen = not_loaded
-        self._query_scale_P: torch.Tensor | None = None
         self._attend_expanded: Callable[..., torch.Tensor] | None = None
         self._key_HCN = self._value_HCV = torch.empty(0)
         scope.on_finish(self._finish)
-
-    def _head_scale(self) -> HeadLogScale:
-        name, heads = "softmax_scaling", self._spec.heads
-        return HeadLogScale(self._scope / name, heads, Part(name, heads, heads))
 
     def _sinks_param(self) -> Param:
         heads = Part("sinks", self._spec.heads, self._spec.heads)
@@ -242,9 +238,9 @@ class LatentAttention:
         if first:
             self._absorb(q_THD[:first, :, : spec.nope], q_THW[:first, :, : spec.rank])
         own_THN = q_THD[..., : spec.nope]
-        if self._query_scale_P is not None or self._log_scale is not None:
+        if self._query_scale is not None:
             positions_T = batch.positions_T if at_N is None else batch.positions_T[at_N]
-            scale_TH1 = self._scale_of(positions_T)
+            scale_TH1 = self._query_scale.factors(positions_T)
             q_THW, own_THN = q_THW * scale_TH1, own_THN * scale_TH1
         return LatentQueries(q_THW, own_THN, gate_TX, index)
 
@@ -272,13 +268,6 @@ class LatentAttention:
             latent_TW = torch.cat((latent_TC, self._key_norm.norm(key_TR)), dim=1)
         self._write(q_THD, latent_TW, batch.positions_T, table_PR, kv, plan.slot_T, q_THW)
         return q_THW
-
-    def _scale_of(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """Of the queries at these positions, [T, H or 1, 1]."""
-        if self._log_scale is not None:
-            return self._log_scale.factors(positions_T)
-        assert self._query_scale_P is not None
-        return self._query_scale_P[positions_T, None, None]
 
     def attend_into(
         self, queries: LatentQueries, residual_TE: torch.Tensor, batch: Batch
@@ -361,8 +350,6 @@ class LatentAttention:
             problem = LatentWriteProblem(**facts, **cache, **write)
             weight_C = self._kv_norm.weight_E * spec.latent_scale
             self._write = scope.bind(LATENT_WRITE, problem, weight_C)
-        if spec.query_scale is not None:
-            self._query_scale_P = spec.query_scale.table_in(scope)
         if spec.indexer is not None:
             sparse = SparseLatentProblem(
                 **facts,

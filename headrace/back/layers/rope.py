@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -103,6 +104,22 @@ class NoRope:
         self.table_PR = torch.empty(shape, dtype=torch.float32, device=scope.device)
 
 
+class QueryFactors(Protocol):
+    """What a layer's queries are multiplied by."""
+
+    def factors(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Those of queries at these positions, [T, H or 1, 1] in the model's dtype."""
+        ...
+
+
+class QueryScaling(Protocol):
+    """How queries grow with their position, as a layer's specification says it."""
+
+    def build(self, scope: Scope, heads: int) -> QueryFactors:
+        """The factors of a layer with so many heads, of which a rank holds its share."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class QueryScale:
     """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / length)), so
@@ -118,13 +135,35 @@ class QueryScale:
         passed = position.div_(self.length).floor_()
         return 1 + self.beta * torch.log1p(passed)
 
-    def table_in(self, scope: Scope) -> torch.Tensor:
-        """The table of all positions in the model's dtype; layers with one scale share it."""
+    def build(self, scope: Scope, heads: int) -> QueryFactors:
+        """See QueryScaling; layers with one scale share the table."""
         tables = scope.ledger.tables
         if self not in tables:
             table_P = self.table(scope.max_positions)
             tables[self] = table_P.to(scope.dtype).to(scope.device)
-        return tables[self]
+        return TableFactors(tables[self])
+
+
+class TableFactors:
+    """`QueryFactors` of all heads alike: table_P, a factor for each position."""
+
+    def __init__(self, table_P: torch.Tensor) -> None:
+        self._table_P = table_P
+
+    def factors(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """See QueryFactors."""
+        return self._table_P[positions_T, None, None]
+
+
+@dataclass(frozen=True)
+class LearnedLogScale:
+    """`HeadLogScale`, its parameters under this name."""
+
+    name: str
+
+    def build(self, scope: Scope, heads: int) -> QueryFactors:
+        """See QueryScaling."""
+        return HeadLogScale(scope / self.name, heads, Part(self.name, heads, heads))
 
 
 class HeadLogScale:
@@ -145,7 +184,7 @@ class HeadLogScale:
         scope.on_finish(self._finish)
 
     def factors(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """factor_TH1 in the model's dtype."""
+        """See QueryFactors."""
         return torch.addcmul(self._bias_H, self._log_P[positions_T, None], self._scale_H)[..., None]
 
     def _finish(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from headrace.back.layers.indexer import IndexerSpec, Selection
 from headrace.back.layers.latent_attention import LatentAttentionSpec
 from headrace.back.layers.moe.mixture import MixtureSpec
-from headrace.back.layers.rope import LearnedStretch
+from headrace.back.layers.rope import LearnedLogScale, LearnedStretch
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSizes, DecoderSpec, LayerSpec, read_sizes
 from headrace.back.models.glm5_next import STILL
@@ -101,7 +101,9 @@ def _attentions(
 ) -> dict[bool, tuple[LatentAttentionSpec, IndexerSpec]]:
     """Those that rotate and those that do not, each with its indexer."""
     attention = replace(
-        read_latent_attention(scope, config, sizes, layout="pairs"), eps=sizes.eps, log_scale=True
+        read_latent_attention(scope, config, sizes, layout="pairs"),
+        eps=sizes.eps,
+        query_scale=LearnedLogScale("softmax_scaling"),
     )
     indexer = read_indexer(config, attention, layout="pairs", own_queries=True)
     indexer = replace(indexer, selection=Selection())
