@@ -23,7 +23,7 @@ import torch
 from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem, StepTables
 from headrace.back.kernels.upload import host_buffer, to_device
 from headrace.back.runner.sizes import Bucket
-from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.sampling.in_step import HeadOutput, SamplerInput
 from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 
 LEAD_TOKENS = 64
@@ -246,7 +246,7 @@ class StepShape:
     num_decodes: int
     max_query_len: int
     max_kv_len: int
-    needs: SamplerInput = "logits"
+    needs: SamplerInput = HeadOutput.LOGITS
     every: bool = False
     verifies: bool = False
     slots: np.ndarray | None = None

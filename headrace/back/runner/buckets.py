@@ -40,20 +40,27 @@ from headrace.back.runner.replay import (
     Replay,
     SampleRing,
     StaticTensors,
+    asked_rows,
     step_tables,
 )
 from headrace.back.runner.results import ProposedDrafts, StepEvent
 from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
 from headrace.back.runner.steps import (
     AwaitMasks,
+    Commit,
     StepOutputs,
     StepResources,
     StepTensors,
     TakeMasks,
 )
 from headrace.back.runner.verification import DraftVerification
-from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling, StepSamples
-from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.sampling.in_step import (
+    MOST_WORDS,
+    HeadOutput,
+    InStepSampling,
+    SamplerInput,
+    StepSamples,
+)
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
@@ -85,9 +92,12 @@ class BucketSteps:
     ) -> None:
         device, model = resources.device, resources.model
         self._resources, self._replay = resources, replay
-        shortcuts = {"argmax": model.argmax, "top_candidates": model.top_candidates}
-        self._shortcuts = {name: way for name, way in shortcuts.items() if way is not None}
-        self._lacks = shortcuts.keys() - self._shortcuts.keys()
+        shortcuts = {
+            HeadOutput.ARGMAX: model.argmax,
+            HeadOutput.TOP_CANDIDATES: model.top_candidates,
+        }
+        self._shortcuts = {head: way for head, way in shortcuts.items() if way is not None}
+        self._heads = {HeadOutput.LOGITS, *self._shortcuts}
         buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         self._problem = problem = StepInputsProblem(
             device=device.type,
@@ -149,8 +159,7 @@ class BucketSteps:
         self._usage.save()
         if (bucket := self._next()) is not None:
             self._message.send_padding(bucket)
-            sampling = bucket.sampler_input
-            waits = isinstance(sampling, InStepSampling) and sampling.grammar
+            waits = bucket.sampler_input.grammar
             rest = DeferredSampling(lambda: None, self._sampled) if waits else None
             self._replay.record(bucket, self._step, rest)
 
@@ -162,12 +171,10 @@ class BucketSteps:
         """Whether this model's steps take the bucket's form."""
         if bucket.verifies and self._speculation is None:
             return False
-        sample, sampling = self._resources.sample, bucket.sampler_input
         if _samples_apart(bucket):
             return False
-        if isinstance(sampling, InStepSampling):
-            return sample is not None and sampling.samples == sample.samples
-        return bucket.sampler_input not in self._lacks
+        way = bucket.sampler_input
+        return way.head in self._heads and way.runs_with(self._resources.sample)
 
     def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
         """See Steps."""
@@ -177,9 +184,18 @@ class BucketSteps:
     def commit(
         self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
     ) -> np.ndarray:
-        """See Steps. Drafts are verified on the message and the tables of their step."""
-        if not shape.verifies:
-            return self._exact.commit(shape, token_N, max_logit_N)
+        """See Steps."""
+        return self._exact.commit(shape, token_N, max_logit_N)
+
+    @property
+    def verify(self) -> Commit | None:
+        """See Steps."""
+        return None if self._speculation is None else self._verified
+
+    def _verified(
+        self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
+    ) -> np.ndarray:
+        """Drafts are verified on the message and the tables of their step."""
         assert self._speculation is not None
         ring, slot = self._argmax_ring, self._message.slot
         self._speculation.verify(self._message.words, token_N, max_logit_N, ring.data)
@@ -211,15 +227,11 @@ class BucketSteps:
             return self._exact.run(plan, shape, probe=probe, take_masks=take_masks)
         needs, size = shape.needs, {"tokens": int(shape.query_start[-1]), "rows": shape.rows.size}
         bucket = self.buckets.of(**size)
-        if shape.verifies and isinstance(needs, InStepSampling) and not needs.samples:
-            needs = "logits"  # where steps do not sample, the rows of drafts are not known in them
         if shape.verifies:
-            is_sampled = needs == "argmax" or isinstance(needs, InStepSampling)
+            needs = needs.of_drafts()
             bucket = self.buckets.verifying(**size, queries=shape.max_query_len)
-            bucket = replace(bucket, commits=is_sampled)
-        if needs not in self._lacks and (
-            bucket.decode or shape.verifies or isinstance(needs, InStepSampling)
-        ):
+            bucket = replace(bucket, commits=needs.in_step)
+        if needs.head in self._heads and (bucket.decode or shape.verifies or needs.reads_rows):
             bucket = replace(bucket, sampler_input=needs)
         if (shape.every or self._last_hidden) and not bucket.decode and not shape.verifies:
             bucket = replace(bucket, every=True)
@@ -231,11 +243,12 @@ class BucketSteps:
         self._newest = bucket
         slot = self._message.send(bucket, plan, shape, self.rows)
         sampling = bucket.sampler_input
-        if not isinstance(sampling, InStepSampling):
+        if not sampling.reads_rows:
             out = self._replay.run(bucket, self._step)
             samples = self._read(self._argmax_ring, slot)
-            chosen = samples if needs == "argmax" else None
-            return StepOutputs(out=out, index=shape.place, samples=chosen)
+            return StepOutputs(
+                out=out, index=shape.place, samples=samples if needs.in_step else None
+            )
         rest = DeferredSampling(take_masks, self._sampled) if sampling.grammar else None
         if _samples_apart(bucket):
             out = self._replay.run(replace(bucket, sampler_input=FORWARD), self._step)
@@ -278,7 +291,7 @@ class BucketSteps:
 
     def _follow_newest(self, speculation: DraftVerification, shape: StepShape) -> None:
         if self._newest is not None:
-            plain = {"sampler_input": "logits", "commits": True, "adapted": False}
+            plain = {"sampler_input": HeadOutput.LOGITS, "commits": True, "adapted": False}
             self._replay.run(replace(self._newest, **plain, part="follow"), self._follow)
             return
         batch = self._exact.batch
@@ -312,7 +325,7 @@ class BucketSteps:
         they are written to. Where steps wait for masks, rows keep those that have masks."""
         assert self._speculation is not None
         row_R = self._message.section(0, bucket.rows)
-        if isinstance(bucket.sampler_input, InStepSampling) and bucket.sampler_input.grammar:
+        if bucket.sampler_input.grammar:
             self._speculation.keep_proposed(row_R)
             return
         if self._speculation.follows:
@@ -331,27 +344,36 @@ class BucketSteps:
         self._resources.state.before(frame.batch)
         hidden_TE = model.forward(frame.batch)
         self._resources.state.after(frame.batch, hidden_TE)
-        if bucket.sampler_input == "top_candidates":  # whose tokens the sampler puts into the rows
-            return StepTensors(
-                hidden_TE=hidden_TE, top_candidates=self._shortcuts["top_candidates"](hidden_TE)
-            )
-        if bucket.sampler_input == "argmax":
-            logits_RV, argmax = None, self._shortcuts["argmax"](hidden_TE)
-        else:
-            wanted = hidden_TE.index_select(0, frame.out.last_R) if bucket.every else hidden_TE
-            logits_RV = model.logits(wanted)
-            if isinstance(bucket.sampler_input, InStepSampling):
-                tensors = StepTensors(hidden_TE=hidden_TE, logits_RV=logits_RV)
-                deferred = bucket.sampler_input.grammar
-                return tensors if deferred else self._sampled(bucket, tensors)
-            argmax = self._resources.greedy(logits_RV)
-        self._put(bucket, words, *argmax)
+        return _LEAVE[bucket.sampler_input.head](self, bucket, hidden_TE)
+
+    def leave_candidates(self, bucket: Bucket, hidden_TE: torch.Tensor) -> StepTensors:
+        """Top candidates: the sampler puts the tokens into the rows."""
+        best = self._shortcuts[HeadOutput.TOP_CANDIDATES](hidden_TE)
+        return StepTensors(hidden_TE=hidden_TE, top_candidates=best)
+
+    def leave_argmax(self, bucket: Bucket, hidden_TE: torch.Tensor) -> StepTensors:
+        """The argmax alone, which the rows have."""
+        argmax = self._shortcuts[HeadOutput.ARGMAX](hidden_TE)
+        self._put(bucket, *argmax)
+        return StepTensors(hidden_TE=hidden_TE, argmax=argmax)
+
+    def leave_logits(self, bucket: Bucket, hidden_TE: torch.Tensor) -> StepTensors:
+        """Logits and the argmax; of a step that samples as its rows ask what is left behind that,
+        or before the masks that it waits for."""
+        wanted = hidden_TE
+        if bucket.every:
+            wanted = hidden_TE.index_select(0, self._frame_of(bucket).out.last_R)
+        logits_RV = self._resources.model.logits(wanted)
+        if bucket.sampler_input.in_step:
+            tensors = StepTensors(hidden_TE=hidden_TE, logits_RV=logits_RV)
+            return tensors if bucket.sampler_input.grammar else self._sampled(bucket, tensors)
+        argmax = self._resources.greedy(logits_RV)
+        self._put(bucket, *argmax)
         return StepTensors(hidden_TE=hidden_TE, logits_RV=logits_RV, argmax=argmax)
 
-    def _put(
-        self, bucket: Bucket, words: torch.Tensor, token_R: torch.Tensor, value_R: torch.Tensor
-    ) -> None:
+    def _put(self, bucket: Bucket, token_R: torch.Tensor, value_R: torch.Tensor) -> None:
         """The step's choice goes into the rows and the ring, unless the host's sampler makes it."""
+        words = self._message.words
         if not bucket.queries:
             self._commit(words, token_R, value_R, self._tables, self._argmax_ring.data)
         elif bucket.commits:
@@ -365,44 +387,26 @@ class BucketSteps:
         in_step, logits_RV = bucket.sampler_input, tensors.logits_RV
         assert isinstance(in_step, InStepSampling) and logits_RV is not None
         assert self._resources.sample is not None
-        asked = self._asked(bucket)
+        out, words = self._frame_of(bucket).out, self._message.words
+        asked = asked_rows(
+            bucket,
+            out,
+            self._kv_len(bucket, out),
+            self._tables.tokens_MC,
+            *(self._message.section(i, bucket.rows + (i == 2)) for i in (0, 2, 3)),
+        )
         chosen = self._resources.sample(in_step, logits_RV, asked)
-        words = self._message.words
         if chosen.words_RW is not None:
             self._sampled_ring.data[:, : chosen.words_RW.numel()].index_copy_(
                 0, words[SLOT : SLOT + 1].long(), chosen.words_RW.view(1, -1)
             )
-        self._put(bucket, words, chosen.token_R, chosen.max_logit_R)
+        self._put(bucket, chosen.token_R, chosen.max_logit_R)
         stands_R = asked.sample_R
         if bucket.verifies:
             slot = self._argmax_ring.data[:, 0].index_select(0, words[SLOT : SLOT + 1].long())
             stands_R = (slot[0, : bucket.tokens] >= 0).to(torch.int32)
         self._resources.sample.count(in_step, chosen.token_R, asked, stands_R)
         return tensors
-
-    def _asked(self, bucket: Bucket) -> AskedRows:
-        """The row and position of each sampled token; verified padding is as the last row's."""
-        out = self._frame_of(bucket).out
-        row_R, starts_R1, sample_R = (
-            self._message.section(i, bucket.rows + (i == 2)) for i in (0, 2, 3)
-        )
-        position_R, tokens_MC = self._kv_len(bucket, out), self._tables.tokens_MC
-        if not bucket.verifies:
-            return AskedRows(
-                row_R=row_R, position_R=position_R, sample_R=sample_R, tokens_MC=tokens_MC
-            )
-        place_T = torch.arange(bucket.tokens, dtype=torch.int32, device=row_R.device)
-        index_T = torch.searchsorted(starts_R1[1:], place_T, right=True)
-        index_T = index_T.clamp_(max=bucket.rows - 1)
-        offset_T = place_T.long() - starts_R1.index_select(0, index_T)
-        return AskedRows(
-            row_R=row_R.index_select(0, index_T),
-            position_R=(out.positions_T + 1).to(torch.int32),
-            sample_R=torch.ones_like(place_T),
-            tokens_MC=tokens_MC,
-            offset_R=offset_T,
-            most_drafts=bucket.queries - 1,
-        )
 
     def _kv_len(self, bucket: Bucket, out: StepOut) -> torch.Tensor:
         """Each row's tokens with KV behind the step: the message's, or what its bounds come to."""
@@ -456,12 +460,19 @@ class BucketSteps:
         )
 
 
+_LEAVE = {
+    HeadOutput.LOGITS: BucketSteps.leave_logits,
+    HeadOutput.ARGMAX: BucketSteps.leave_argmax,
+    HeadOutput.TOP_CANDIDATES: BucketSteps.leave_candidates,
+}
+"""What a step leaves, by what the model's head computes."""
+
+
 def _samples_apart(bucket: Bucket) -> bool:
     """Whether sampling is launched behind the step: beside prompts each form with penalties or
     log-probabilities would be one more recording of every mixed size."""
-    sampling = bucket.sampler_input
     mixed = not bucket.decode and not bucket.verifies
-    return mixed and isinstance(sampling, InStepSampling) and sampling.words > 0
+    return mixed and bucket.sampler_input.words > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from headrace.back.runner.steps import (
     StepTensors,
     TakeMasks,
 )
-from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.sampling.in_step import SamplerInput
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
 
@@ -31,6 +31,7 @@ class ExactSteps:
     """`Steps`; see the top of the file."""
 
     max_drafts = 0
+    verify = None
     common_rows: tuple[int, ...] = ()
     distinct_rows: tuple[int, ...] = ()
 

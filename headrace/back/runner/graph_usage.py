@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from headrace.back.runner.sizes import Bucket, Sizes
-from headrace.back.sampling.in_step import InStepSampling
+from headrace.back.sampling.in_step import HeadOutput, InStepSampling, SamplerInput
 from headrace.base import env
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import ConfigError
@@ -81,7 +81,8 @@ class GraphUsage:
         try:
             with self._path.open("rb") as file:
                 data = file.read(MAX_FILE_BYTES)
-            kept = msgspec.json.decode(data, type=list[tuple[Bucket, int]])[:MOST_KEPT]
+            kind = list[tuple[Bucket, int]]
+            kept = msgspec.json.decode(data, type=kind, dec_hook=_sampler_input)[:MOST_KEPT]
         except (OSError, msgspec.DecodeError) as error:
             why = f"{self._path} cannot be read: {error}"
             return Decision("graphs.history", "auto", "ignored", why)
@@ -91,12 +92,18 @@ class GraphUsage:
         return Decision("graphs.history", "auto", f"{len(kept)} sizes", why)
 
 
+def _sampler_input(kind: type, value: object) -> SamplerInput:
+    """A bucket's, as it is written."""
+    assert kind is SamplerInput
+    return msgspec.convert(value, HeadOutput | InStepSampling)
+
+
 def _is_of(sizes: Sizes, bucket: Bucket) -> bool:
     """Whether steps take this bucket. Penalties are read from tables that move when they grow:
     such a recording is made when it is needed."""
     if bucket.tokens > sizes.largest.tokens or not 1 <= bucket.rows <= sizes.largest.rows:
         return False
-    if isinstance(bucket.sampler_input, InStepSampling) and bucket.sampler_input.penalties:
+    if bucket.sampler_input.penalties:
         return False
     size = {"tokens": bucket.tokens, "rows": bucket.rows}
     base = sizes.of(**size)

@@ -17,7 +17,7 @@ from headrace.back.kernels.upload import host_buffer
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import StepTensors, TakeMasks
-from headrace.back.sampling.in_step import StepSamples
+from headrace.back.sampling.in_step import AskedRows, StepSamples
 from headrace.base.config.resolved import Decision
 
 RING = 8
@@ -156,6 +156,32 @@ class StaticTensors:
             if self._lengths is None
             else self._lengths[: groups * bucket.rows].view(groups, bucket.rows),
         )
+
+
+def asked_rows(
+    bucket: Bucket,
+    out: StepOut,
+    kv_len_R: torch.Tensor,
+    tokens_MC: torch.Tensor,
+    row_R: torch.Tensor,
+    starts_R1: torch.Tensor,
+    sample_R: torch.Tensor,
+) -> AskedRows:
+    """The row and position of each token that a step samples, by the sections of its message;
+    verified padding is as the last row's."""
+    if not bucket.verifies:
+        return AskedRows(row_R=row_R, position_R=kv_len_R, sample_R=sample_R, tokens_MC=tokens_MC)
+    place_T = torch.arange(bucket.tokens, dtype=torch.int32, device=row_R.device)
+    index_T = torch.searchsorted(starts_R1[1:], place_T, right=True)
+    index_T = index_T.clamp_(max=bucket.rows - 1)
+    return AskedRows(
+        row_R=row_R.index_select(0, index_T),
+        position_R=(out.positions_T + 1).to(torch.int32),
+        sample_R=torch.ones_like(place_T),
+        tokens_MC=tokens_MC,
+        offset_R=place_T.long() - starts_R1.index_select(0, index_T),
+        most_drafts=bucket.queries - 1,
+    )
 
 
 def step_tables(

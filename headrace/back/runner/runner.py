@@ -279,7 +279,7 @@ class Runner:
             self._score_prompts(shape, outputs.out.hidden_TE) if self._prompts.rows else ([], {})
         )
         if shape.sampled.size:
-            choice = next(choice for choice in self._choices if choice.takes(outputs))
+            choice = next(choice for choice in self._choices if choice.takes(shape, outputs))
             sampled = choice.choose(shape, outputs, masks)
         else:
             sampled = None

@@ -6,8 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.back.sampling.in_step import InStepSampling
-from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.sampling.in_step import HeadOutput, SamplerInput
 
 MIXED_ROWS = 16
 """The smallest number of rows of a bucket with prompts in it; the next are 4 and 16 times as
@@ -29,7 +28,7 @@ class Bucket:
     rows: int
     decode: bool
     updates: int
-    sampler_input: SamplerInput = "logits"
+    sampler_input: SamplerInput = HeadOutput.LOGITS
     every: bool = False
     queries: int = 0
     commits: bool = True
@@ -52,11 +51,7 @@ class Bucket:
         size += ", all hidden states" if self.every else ""
         size += ", with adapters" if self.adapted else ""
         size += f", {self.part}" if self.part else ""
-        return (
-            f"{size}, {self.sampler_input}"
-            if isinstance(self.sampler_input, InStepSampling)
-            else size
-        )
+        return f"{size}, {self.sampler_input}" if self.sampler_input.reads_rows else size
 
 
 class Sizes(Protocol):

@@ -28,9 +28,9 @@ from headrace.back.runner.batch import Rows, StepShape
 from headrace.back.runner.results import ProposedDrafts, SampledTokens, StepEvent
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.features import SampledRows
-from headrace.back.sampling.in_step import StepSampler, StepSamples
+from headrace.back.sampling.in_step import SamplerInput, StepSampler, StepSamples
 from headrace.back.sampling.sampler import Sampled, Sampler
-from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
+from headrace.back.sampling.top_candidates import TopCandidates
 from headrace.back.speculative.network import DraftNetwork
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
@@ -40,6 +40,10 @@ AwaitMasks = Callable[[], memoryview]
 TakeMasks = Callable[[], None]
 """Waits for the grammar masks of a step and puts them where it reads them, behind what the device
 was given so far."""
+
+
+Commit = Callable[[StepShape, torch.Tensor, torch.Tensor], np.ndarray]
+"""See Steps.commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +188,14 @@ class Steps(Protocol):
     def commit(
         self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
     ) -> np.ndarray:
-        """What the host's sampler has chosen goes into the rows; its copy for the host int32 [N],
-        with marks in place of what does not stand (op step_verify). max_logit_N float32: the
-        model's greatest logits."""
+        """What the host's sampler has chosen goes into the rows; its copy for the host int32 [N].
+        max_logit_N float32: the model's greatest logits."""
+        ...
+
+    @property
+    def verify(self) -> Commit | None:
+        """`commit` of a step that verifies drafts: with marks in place of what does not stand (op
+        step_verify). None: these steps have no drafts."""
         ...
 
     def event(self) -> StepEvent:
@@ -203,7 +212,7 @@ class Steps(Protocol):
 class TokenChoice(Protocol):
     """A way to choose the tokens of a step that was launched: a row of `token_choices`."""
 
-    def takes(self, outputs: StepOutputs) -> bool:
+    def takes(self, shape: StepShape, outputs: StepOutputs) -> bool:
         """Whether the step has left what this way needs."""
         ...
 
@@ -218,20 +227,22 @@ def token_choices(
     sampler: Sampler, steps: Steps, logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[TokenChoice, ...]:
     """All ways; the first that takes a step's outputs is the one. `logits`: of hidden states."""
+    by_host = (AmongCandidates(sampler, steps.rows, logits), FromLogits(sampler, steps.rows))
     return (
         ChoiceInStep(sampler),
-        ChoiceAmongCandidates(sampler, steps, logits),
-        ChoiceFromLogits(sampler, steps),
+        *(ChoiceByHost(way, steps.commit) for way in by_host),
+        *(ChoiceByHost(way, steps.verify, verifies=True) for way in by_host if steps.verify),
     )
 
 
 class ChoiceInStep:
-    """The step has chosen, by argmax or as InStepSampling says, and its rows have the tokens."""
+    """The step has chosen, by argmax or as InStepSampling says, and its rows have the tokens; if it
+    verifies drafts, it has done that too."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def takes(self, outputs: StepOutputs) -> bool:
+    def takes(self, shape: StepShape, outputs: StepOutputs) -> bool:
         """See TokenChoice."""
         return outputs.samples is not None
 
@@ -250,45 +261,79 @@ class ChoiceInStep:
         )
 
 
-class ChoiceAmongCandidates:
-    """The host samples among each row's best tokens (sampling/top_candidates.py). No row has a
-    mask: of those the step leaves logits."""
+class ChoiceByHost:
+    """The host samples, and the rows take that by `commit`: as it is, or what stands of it where
+    the step `verifies` drafts."""
+
+    def __init__(self, way: HostSampling, commit: Commit, *, verifies: bool = False) -> None:
+        self._way, self._commit, self._verifies = way, commit, verifies
+
+    def takes(self, shape: StepShape, outputs: StepOutputs) -> bool:
+        """See TokenChoice."""
+        return shape.verifies is self._verifies and self._way.takes(outputs.out)
+
+    def choose(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> SampledTokens:
+        """See TokenChoice."""
+        sampled = self._way.sample(shape, outputs, masks)
+        chosen_logit_N = sampled.chosen_logit_N
+        return SampledTokens(
+            tokens=self._commit(shape, sampled.token_N, sampled.max_logit_N),
+            max_logit=to_host(sampled.max_logit_N).numpy(),
+            chosen_logit=None if chosen_logit_N is None else to_host(chosen_logit_N).numpy(),
+            logprobs=sampled.logprobs,
+            errors=sampled.errors,
+        )
+
+
+class HostSampling(Protocol):
+    """What the host samples from."""
+
+    def takes(self, out: StepTensors) -> bool:
+        """Whether that is there."""
+        ...
+
+    def sample(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> Sampled:
+        """A token for each sampled place."""
+        ...
+
+
+class AmongCandidates:
+    """Each row's best tokens (sampling/top_candidates.py). No row has a mask: of those the step
+    leaves logits. `logits`: of hidden states."""
 
     def __init__(
-        self, sampler: Sampler, steps: Steps, logits: Callable[[torch.Tensor], torch.Tensor]
+        self, sampler: Sampler, rows: Rows, logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        self._sampler, self._steps, self._logits = sampler, steps, logits
+        self._sampler, self._rows, self._logits = sampler, rows, logits
 
-    def takes(self, outputs: StepOutputs) -> bool:
-        """See TokenChoice."""
-        return outputs.out.top_candidates is not None
+    def takes(self, out: StepTensors) -> bool:
+        """See HostSampling."""
+        return out.top_candidates is not None
 
-    def choose(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> SampledTokens:
-        """See TokenChoice."""
-        sampled = self._sampler.sample_candidates(
+    def sample(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> Sampled:
+        """See HostSampling."""
+        return self._sampler.sample_candidates(
             outputs.best(),
             lambda at: self._logits(outputs.hidden(at)),
-            **_sampled_rows(shape, self._steps.rows),
+            **_sampled_rows(shape, self._rows),
         )
-        return _committed(self._steps, shape, sampled)
 
 
-class ChoiceFromLogits:
-    """The host samples from whole rows of logits, whatever the rows ask for."""
+class FromLogits:
+    """Whole rows of logits, whatever the rows ask for."""
 
-    def __init__(self, sampler: Sampler, steps: Steps) -> None:
-        self._sampler, self._steps = sampler, steps
+    def __init__(self, sampler: Sampler, rows: Rows) -> None:
+        self._sampler, self._rows = sampler, rows
 
-    def takes(self, outputs: StepOutputs) -> bool:
-        """See TokenChoice."""
-        return outputs.out.logits_RV is not None
+    def takes(self, out: StepTensors) -> bool:
+        """See HostSampling."""
+        return out.logits_RV is not None
 
-    def choose(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> SampledTokens:
-        """See TokenChoice."""
-        asked = _sampled_rows(shape, self._steps.rows)
+    def sample(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> Sampled:
+        """See HostSampling."""
+        asked = _sampled_rows(shape, self._rows)
         payload = masks()
-        sampled = self._sampler.sample(*outputs.wanted(), masks=payload, **asked)
-        return _committed(self._steps, shape, sampled)
+        return self._sampler.sample(*outputs.wanted(), masks=payload, **asked)
 
 
 def _sampled_rows(shape: StepShape, rows: Rows) -> SampledRows:
@@ -297,15 +342,3 @@ def _sampled_rows(shape: StepShape, rows: Rows) -> SampledRows:
         "positions": shape.sampled_position,
         "tokens": rows.tokens.data,
     }
-
-
-def _committed(steps: Steps, shape: StepShape, sampled: Sampled) -> SampledTokens:
-    """What the host has chosen, which goes into the rows."""
-    chosen_logit_N = sampled.chosen_logit_N
-    return SampledTokens(
-        tokens=steps.commit(shape, sampled.token_N, sampled.max_logit_N),
-        max_logit=to_host(sampled.max_logit_N).numpy(),
-        chosen_logit=None if chosen_logit_N is None else to_host(chosen_logit_N).numpy(),
-        logprobs=sampled.logprobs,
-        errors=sampled.errors,
-    )

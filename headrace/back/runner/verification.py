@@ -24,8 +24,7 @@ from headrace.back.runner.replay import Replay
 from headrace.back.runner.results import ProposedDrafts
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import AwaitMasks, StepTensors
-from headrace.back.sampling.in_step import InStepSampling
-from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.sampling.in_step import SamplerInput
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.grammar import StepMasks, unpack_masks
@@ -82,8 +81,7 @@ class DraftVerification:
         needs its exact positions, which the noise of a sample depends on."""
         if plan.starts or plan.feeds:
             self._forget_proposed(plan)
-        samples = needs == "argmax" or isinstance(needs, InStepSampling)
-        if samples and not self._on_host:
+        if needs.in_step and not self._on_host:
             return plan
         plan = self._exact(plan)
         if not plan.drafts.size:

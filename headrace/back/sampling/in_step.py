@@ -14,7 +14,8 @@ is not finite), then the scores (op token_scores).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from enum import StrEnum, nonmember
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -80,12 +81,72 @@ SCORES = 3
 MOST_WORDS = SCORES + ScoreTable.words(1 + MOST)
 
 
+@runtime_checkable
+class SamplerInput(Protocol):
+    """A way to choose a step's tokens, as far as the step takes part: what it leaves for the
+    sampler, or does itself instead; so which recording it takes.
+
+    head: what it computes of the hidden states. in_step: it chooses the tokens itself. reads_rows:
+    as its rows ask, and beside prompts too, where the other ways leave logits. penalties: slots of
+    the tables that they are read from, which move when they grow; 0: none. masks: rows have masks
+    or biases. grammar: rows have masks of grammars, which come while the step computes. words: W; 0
+    if the tokens and the greatest logits say all."""
+
+    @property
+    def head(self) -> HeadOutput: ...
+    @property
+    def in_step(self) -> bool: ...
+    @property
+    def reads_rows(self) -> bool: ...
+    @property
+    def penalties(self) -> int: ...
+    @property
+    def masks(self) -> bool: ...
+    @property
+    def grammar(self) -> bool: ...
+    @property
+    def words(self) -> int: ...
+
+    def runs_with(self, sampler: StepSampler | None) -> bool:
+        """Whether steps with this sampler take this way."""
+        ...
+
+    def of_drafts(self) -> SamplerInput:
+        """The way of steps that verify drafts."""
+        ...
+
+
+class HeadOutput(StrEnum):
+    """What a model's head gives, and as a `SamplerInput` no more than that: whole rows of logits,
+    the argmax, or each row's best tokens (top_candidates.py)."""
+
+    LOGITS = "logits"
+    ARGMAX = "argmax"
+    TOP_CANDIDATES = "top_candidates"
+
+    reads_rows = nonmember(False)
+    penalties = nonmember(0)
+    masks = nonmember(False)
+    grammar = nonmember(False)
+    words = nonmember(0)
+
+    def __init__(self, name: str) -> None:
+        self.head = self
+        self.in_step = name == "argmax"
+
+    def runs_with(self, sampler: StepSampler | None) -> bool:
+        """See SamplerInput."""
+        return True
+
+    def of_drafts(self) -> SamplerInput:
+        """See SamplerInput."""
+        return self
+
+
 @dataclass(frozen=True, kw_only=True)
 class InStepSampling:
-    """What a step does beyond the argmax, and so which recording it takes. penalties: slots of the
-    tables that they are read from, which move when they grow; 0: none. alternatives: of each row's
-    log-probabilities; None: none. masks: rows have masks or biases. grammar: rows have masks of
-    grammars, which come while the step computes. samples: rows are sampled; else all are greedy."""
+    """What a step does beyond the argmax: see SamplerInput. alternatives: of each row's
+    log-probabilities; None: none. samples: rows are sampled; else all are greedy."""
 
     penalties: int = 0
     alternatives: int | None = None
@@ -94,8 +155,31 @@ class InStepSampling:
     samples: bool = True
 
     @property
+    def head(self) -> HeadOutput:
+        """See SamplerInput."""
+        return HeadOutput.LOGITS
+
+    @property
+    def in_step(self) -> bool:
+        """See SamplerInput."""
+        return True
+
+    @property
+    def reads_rows(self) -> bool:
+        """See SamplerInput."""
+        return True
+
+    def runs_with(self, sampler: StepSampler | None) -> bool:
+        """See SamplerInput."""
+        return sampler is not None and self.samples == sampler.samples
+
+    def of_drafts(self) -> SamplerInput:
+        """See SamplerInput. Where steps do not sample, the rows of drafts are not known in them."""
+        return self if self.samples else HeadOutput.LOGITS
+
+    @property
     def words(self) -> int:
-        """W; 0 if the tokens and the greatest logits say all."""
+        """See SamplerInput."""
         if self.alternatives is not None:
             return SCORES + ScoreTable.words(1 + self.alternatives)
         return SCORES if self.penalties else 0

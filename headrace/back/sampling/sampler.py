@@ -71,7 +71,14 @@ from headrace.back.sampling.features import (
     rows_at,
     zero_failed,
 )
-from headrace.back.sampling.in_step import ALTERNATIVES, DeviceRows, InStepSampler, InStepSampling
+from headrace.back.sampling.in_step import (
+    ALTERNATIVES,
+    DeviceRows,
+    HeadOutput,
+    InStepSampler,
+    InStepSampling,
+    SamplerInput,
+)
 from headrace.back.sampling.logit_masks import (
     AllowedIds,
     BadWords,
@@ -85,12 +92,7 @@ from headrace.back.sampling.penalties import Penalties
 from headrace.back.sampling.processed import ProcessedRows
 from headrace.back.sampling.processors import RowProcessors
 from headrace.back.sampling.random_rows import sample_random
-from headrace.back.sampling.top_candidates import (
-    SamplerInput,
-    TopCandidates,
-    needs,
-    sample_candidates,
-)
+from headrace.back.sampling.top_candidates import TopCandidates, needs, sample_candidates
 from headrace.base.wire.grammar import NOTHING
 from headrace.base.wire.step import RowStart
 
@@ -190,7 +192,7 @@ class Sampler:
     def needs(self, rows: np.ndarray, *, grammar: bool = False) -> SamplerInput:
         """The least a step has to leave for these rows; `grammar`: masks come with it."""
         if not grammar and not np.count_nonzero(self._numbers.use[rows]):
-            return "argmax"
+            return HeadOutput.ARGMAX
         return self._needs(rows, grammar)
 
     def _needs(self, rows: np.ndarray, grammar: bool) -> SamplerInput:
@@ -200,19 +202,19 @@ class Sampler:
         used = int(np.bitwise_or.reduce(use_N))
         masks = grammar or bool(used & MASKED_BY_OP)
         if masks and not self._masks.crowded.isdisjoint(rows.tolist()):
-            return "logits"
+            return HeadOutput.LOGITS
         if self.device_rows is None:
             if masks and not used & ~MASKED_BY_OP:
                 return InStepSampling(masks=True, grammar=grammar, samples=False)
-            return "logits" if grammar else needs(self._numbers, rows)
+            return HeadOutput.LOGITS if grammar else needs(self._numbers, rows)
         if used & ~IN_STEP:
-            return "logits"
+            return HeadOutput.LOGITS
         logprobs = None
         if used & Use.LOGPROBS:
             asked_N = np.where(use_N & Use.LOGPROBS, self._numbers.alternatives[rows], 0)
             most = int(asked_N.max())
             if most == BEYOND:
-                return "logits"
+                return HeadOutput.LOGITS
             logprobs = min(next(count for count in ALTERNATIVES if count >= most), self._width)
         self.device_rows.refresh()
         penalties = self._penalties.num_slots if used & Use.PENALTIES else 0

@@ -10,25 +10,19 @@ N rows, K of them sampled, C = NUM_CANDIDATES.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES
 from headrace.back.sampling.features import SAMPLED_BY_OP, FeatureRows, RowNumbers, Use
-from headrace.back.sampling.in_step import InStepSampling
+from headrace.back.sampling.in_step import HeadOutput
 from headrace.back.sampling.random_rows import Candidates, RandomRows
-
-SamplerInput = Literal["logits", "argmax", "top_candidates"] | InStepSampling
-"""What a step leaves for the sampler: whole rows of logits, the argmax, each row's NUM_CANDIDATES
-best tokens, or nothing: what it does itself instead."""
 
 TopCandidates = tuple[torch.Tensor, torch.Tensor]
 """ids int64 [N, C] and logits float32 [N, C], best first: the order of op linear_top."""
 
 
-def needs(numbers: RowNumbers, rows: np.ndarray) -> SamplerInput:
+def needs(numbers: RowNumbers, rows: np.ndarray) -> HeadOutput:
     """Top candidates, if each of these rows is greedy or has a top_k that these may prove, and asks
     for nothing they do not tell; else logits."""
     use_N = numbers.use[rows]
@@ -37,7 +31,8 @@ def needs(numbers: RowNumbers, rows: np.ndarray) -> SamplerInput:
         & (use_N & ~SAMPLED_BY_OP == 0)
         & (numbers.top_k[rows] < NUM_CANDIDATES)
     )
-    return "top_candidates" if ((use_N == 0) | provable_N).all() else "logits"
+    enough = ((use_N == 0) | provable_N).all()
+    return HeadOutput.TOP_CANDIDATES if enough else HeadOutput.LOGITS
 
 
 def sample_candidates(

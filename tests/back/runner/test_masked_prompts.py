@@ -13,6 +13,7 @@ from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.runner import devices, runner
 from headrace.back.runner.sizes import Buckets
 from headrace.back.sampling import sampler
+from headrace.back.sampling.in_step import HeadOutput
 from headrace.base.wire.request import RowSampling
 from tests.back.runner.test_runner import Calls
 from tests.e2e.test_speculation import Answer, Engine, assert_equal, options, requests_of, run
@@ -70,7 +71,9 @@ def test_masked_rows_beside_prompts_are_sampled_in_their_step(
     monkeypatch.setattr(sampler.Sampler, "sample", sample)
     in_step = answers(engines[0], kinds)
     assert calls == []
-    monkeypatch.setattr(sampler.Sampler, "needs", lambda self, rows, *, grammar=False: "logits")
+    monkeypatch.setattr(
+        sampler.Sampler, "needs", lambda self, rows, *, grammar=False: HeadOutput.LOGITS
+    )
     engines.append(Engine(spec))
     expected = answers(engines[1], kinds)
     assert calls != []

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
 from headrace.back.runner.batch import GrowingTable, Rows
 from headrace.back.runner.verification import DraftVerification
-from headrace.back.sampling.in_step import InStepSampling
-from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.sampling.in_step import HeadOutput, InStepSampling, SamplerInput
 from headrace.back.speculative.ngram import NgramDrafter
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.wire.grammar import NOTHING, MaskBuffer
@@ -63,7 +62,7 @@ def plan_of(*, prompt: bool, drafts: bool) -> StepPlan:
 @pytest.mark.parametrize(
     ("needs", "prompt", "exact", "drafts"),
     [
-        ("argmax", False, False, True),
+        (HeadOutput.ARGMAX, False, False, True),
         (InStepSampling(), False, False, True),
         (InStepSampling(), True, False, False),
         (InStepSampling(penalties=8), False, False, True),
@@ -74,9 +73,9 @@ def plan_of(*, prompt: bool, drafts: bool) -> StepPlan:
         (InStepSampling(penalties=8), True, False, False),
         (InStepSampling(alternatives=5), True, False, False),
         # The noise of what the host samples depends on the exact position.
-        ("logits", True, True, False),
-        ("logits", False, True, True),
-        ("top_candidates", False, True, True),
+        (HeadOutput.LOGITS, True, True, False),
+        (HeadOutput.LOGITS, False, True, True),
+        (HeadOutput.TOP_CANDIDATES, False, True, True),
     ],
 )
 def test_what_the_host_samples_has_exact_positions(
@@ -104,9 +103,9 @@ def test_drafts_that_are_told_are_cut_by_their_masks() -> None:
     buffer.begin(np.array([2, 0], np.int32))[:] = [[1 << 8], [1 << 10]]
     buffer.add(np.array([2], np.int32), offset=1)[:] = [[1 << 10]]
     plan = replace(plan_of(prompt=False, drafts=True), deferred=("grammar",))
-    begun = steps.begin(plan, "logits", buffer.payload)
+    begun = steps.begin(plan, HeadOutput.LOGITS, buffer.payload)
     assert begun.drafts.tolist() == [1, 3] and begun.num_tokens.tolist() == [2, 4]
     assert begun.num_computed.tolist() == [length - 1 for length in LENGTHS]
     feed = RowFeed(row=0, start=39, tokens=np.array([1], np.int32))
-    begun = steps.begin(replace(plan, feeds=[feed]), "logits", buffer.payload)
+    begun = steps.begin(replace(plan, feeds=[feed]), HeadOutput.LOGITS, buffer.payload)
     assert begun.drafts.tolist() == [1, 0], "of a row that was given tokens nothing was told"
