@@ -28,7 +28,8 @@ from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm, SplitRMSNorm
 from headrace.back.layers.output_gate import OutputGate
 from headrace.back.layers.position_bias import RelativeBias
 from headrace.back.layers.qk_norm import HeadNorm, QKNorm
-from headrace.back.layers.rope import QueryScaling, Rope, RopeSpec
+from headrace.back.layers.query_scale import QueryScaling
+from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param

@@ -24,7 +24,8 @@ from headrace.back.kernels.index_write.op import OP as INDEX_WRITE
 from headrace.back.kernels.index_write.op import IndexWriteProblem
 from headrace.back.layers.linear import ColumnLinear
 from headrace.back.layers.norm import LayerNorm
-from headrace.back.layers.rope import HeadLogScale, Rope, RopeSpec
+from headrace.back.layers.query_scale import HeadLogScale
+from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part
 

@@ -37,7 +37,8 @@ from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, l
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.output_gate import OutputGate
-from headrace.back.layers.rope import NoRope, QueryFactors, QueryScaling, Rope, RopeSpec
+from headrace.back.layers.query_scale import QueryFactors, QueryScaling
+from headrace.back.layers.rope import NoRope, Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param

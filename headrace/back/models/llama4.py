@@ -10,7 +10,8 @@ from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
 from headrace.back.layers.moe.weights import TransposedExperts
 from headrace.back.layers.norm import RMS_NO_WEIGHT
-from headrace.back.layers.rope import QueryScale, read_rope
+from headrace.back.layers.query_scale import QueryScale
+from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.rope import QueryScale, read_rope
+from headrace.back.layers.query_scale import QueryScale
+from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
 from headrace.base.config.hf import ConfigReader

@@ -10,7 +10,8 @@ from dataclasses import replace
 from headrace.back.layers.indexer import IndexerSpec, Selection
 from headrace.back.layers.latent_attention import LatentAttentionSpec
 from headrace.back.layers.moe.mixture import MixtureSpec
-from headrace.back.layers.rope import LearnedLogScale, LearnedStretch
+from headrace.back.layers.query_scale import LearnedLogScale
+from headrace.back.layers.rope import LearnedStretch
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSizes, DecoderSpec, LayerSpec, read_sizes
 from headrace.back.models.glm5_next import STILL

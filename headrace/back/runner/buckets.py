@@ -52,6 +52,7 @@ from headrace.back.runner.steps import (
     StepResources,
     StepTensors,
     TakeMasks,
+    head_shortcuts,
 )
 from headrace.back.runner.verification import DraftVerification
 from headrace.back.sampling.in_step import (
@@ -90,13 +91,9 @@ class BucketSteps:
         draft_rows: int = 0,
         usage: GraphUsage | None = None,
     ) -> None:
-        device, model = resources.device, resources.model
+        device = resources.device
         self._resources, self._replay = resources, replay
-        shortcuts = {
-            HeadOutput.ARGMAX: model.argmax,
-            HeadOutput.TOP_CANDIDATES: model.top_candidates,
-        }
-        self._shortcuts = {head: way for head, way in shortcuts.items() if way is not None}
+        self._shortcuts = head_shortcuts(resources.model)
         self._heads = {HeadOutput.LOGITS, *self._shortcuts}
         buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         self._problem = problem = StepInputsProblem(
@@ -169,9 +166,7 @@ class BucketSteps:
 
     def _can(self, bucket: Bucket) -> bool:
         """Whether this model's steps take the bucket's form."""
-        if bucket.verifies and self._speculation is None:
-            return False
-        if _samples_apart(bucket):
+        if bucket.samples_apart or (bucket.verifies and self._speculation is None):
             return False
         way = bucket.sampler_input
         return way.head in self._heads and way.runs_with(self._resources.sample)
@@ -250,7 +245,7 @@ class BucketSteps:
                 out=out, index=shape.place, samples=samples if needs.in_step else None
             )
         rest = DeferredSampling(take_masks, self._sampled) if sampling.grammar else None
-        if _samples_apart(bucket):
+        if bucket.samples_apart:
             out = self._replay.run(replace(bucket, sampler_input=FORWARD), self._step)
             out = self._sampled(bucket, out) if rest is None else rest(bucket, out)
         else:
@@ -466,13 +461,6 @@ _LEAVE = {
     HeadOutput.TOP_CANDIDATES: BucketSteps.leave_candidates,
 }
 """What a step leaves, by what the model's head computes."""
-
-
-def _samples_apart(bucket: Bucket) -> bool:
-    """Whether sampling is launched behind the step: beside prompts each form with penalties or
-    log-probabilities would be one more recording of every mixed size."""
-    mixed = not bucket.decode and not bucket.verifies
-    return mixed and bucket.sampler_input.words > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,13 @@ class Bucket:
         return self.queries > 0
 
     @property
+    def samples_apart(self) -> bool:
+        """Whether sampling is launched behind the step: beside prompts each form with penalties or
+        log-probabilities would be one more recording of every mixed size."""
+        mixed = not self.decode and not self.verifies
+        return mixed and self.sampler_input.words > 0
+
+    @property
     def most_queries(self) -> int:
         """Query tokens of a row at most."""
         return self.queries or (1 if self.decode else self.tokens)

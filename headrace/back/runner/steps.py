@@ -23,12 +23,12 @@ from headrace.back.attention.plan import AttentionProbe
 from headrace.back.kernels.greedy.op import Argmax, Greedy
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.lora.rows import RowSlots
-from headrace.back.models.protocol import CausalModel
+from headrace.back.models.protocol import CausalModel, TopOf
 from headrace.back.runner.batch import Rows, StepShape
 from headrace.back.runner.results import ProposedDrafts, SampledTokens, StepEvent
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.features import SampledRows
-from headrace.back.sampling.in_step import SamplerInput, StepSampler, StepSamples
+from headrace.back.sampling.in_step import HeadOutput, SamplerInput, StepSampler, StepSamples
 from headrace.back.sampling.sampler import Sampled, Sampler
 from headrace.back.sampling.top_candidates import TopCandidates
 from headrace.back.speculative.network import DraftNetwork
@@ -134,6 +134,12 @@ class StepResources:
     spans: tuple[int, ...] = ()
     network: DraftNetwork | None = None
     model_caches: int = 0
+
+
+def head_shortcuts(model: CausalModel) -> dict[HeadOutput, TopOf]:
+    """What the model's head gives without whole rows of logits."""
+    ways = {HeadOutput.ARGMAX: model.argmax, HeadOutput.TOP_CANDIDATES: model.top_candidates}
+    return {head: way for head, way in ways.items() if way is not None}
 
 
 class Steps(Protocol):

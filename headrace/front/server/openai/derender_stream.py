@@ -1,5 +1,5 @@
-"""The derender routes chunk by chunk, as vLLM's clients use them: a chunk of a generation's stream in,
-a chunk of the chat's or the completion's stream out, with the state for the next call.
+"""The derender routes chunk by chunk, as vLLM's clients use them: a chunk of a generation's stream
+in, a chunk of the chat's or the completion's stream out, with the state for the next call.
 
 The server keeps nothing between two calls. What came before is generated anew from the ids in the
 state, through the stages of a real stream, and what that stream had already said is left out: so
@@ -180,8 +180,8 @@ class _Said:
                 answer.finish(ending(choice.finish_reason, choice.stop_reason))
             for event in answer.take(0):
                 if isinstance(event, Delta):
-                    scores_told = scores_of(tokenizer, choice.logprobs)
-                    event = msgspec.structs.replace(event, scores=scores_told)
+                    entries = scores_of(tokenizer, choice.logprobs)
+                    event = msgspec.structs.replace(event, scores=entries)
                 yield event
 
     def _choices_left(self) -> list[ChunkChoice]:
@@ -208,13 +208,13 @@ class _Said:
         """The body of the answer. `silent`: a choice that says nothing."""
         chunk = self._body.generate_chunk
         new = [] if self._num_earlier is None else self._frames[self._num_earlier :]
-        told: list[dict[str, Any]] = []
+        parts: list[dict[str, Any]] = []
         for frame in new:
-            told += orjson.loads(frame.removeprefix(b"data: "))["choices"]
+            parts += orjson.loads(frame.removeprefix(b"data: "))["choices"]
         document: dict[str, Any] = {**envelope, "choices": []}
         for choice in chunk.choices:
             whole = silent
-            for one in told:
+            for one in parts:
                 whole = joined(whole, one)
             document["choices"] = [{**whole, "index": choice.index}]
             state = msgspec.structs.replace(
@@ -227,16 +227,16 @@ class _Said:
         return orjson.dumps({"chunk": document, "stream_state": msgspec.to_builtins(state)})
 
     def _usage(self) -> dict[str, Any]:
-        """The chunk's, with the prompt's length as it was told here; of one choice also how much was
-        reasoning."""
-        told, body = self._body.generate_chunk.usage, self._body
-        assert told is not None
-        prompt = told.prompt_tokens if body.prompt_tokens is None else body.prompt_tokens
+        """The chunk's, with the prompt's length as it was told here; of one choice also how much
+        was reasoning."""
+        usage_sent, body = self._body.generate_chunk.usage, self._body
+        assert usage_sent is not None
+        prompt = usage_sent.prompt_tokens if body.prompt_tokens is None else body.prompt_tokens
         document: dict[str, Any] = usage([self._tally]) | {
             "prompt_tokens": prompt,
-            "completion_tokens": told.completion_tokens,
-            "total_tokens": prompt + told.completion_tokens,
-            "prompt_tokens_details": msgspec.to_builtins(told.prompt_tokens_details),
+            "completion_tokens": usage_sent.completion_tokens,
+            "total_tokens": prompt + usage_sent.completion_tokens,
+            "prompt_tokens_details": msgspec.to_builtins(usage_sent.prompt_tokens_details),
         }
         if self._num_choices > 1:
             document["completion_tokens_details"] = None

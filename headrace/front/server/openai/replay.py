@@ -1,5 +1,5 @@
-"""Generated ids through the detokenizer and the stop strings of a generation, as its events, off the
-event loop where there are many."""
+"""Generated ids through the detokenizer and the stop strings of a generation, as its events, off
+the event loop where there are many."""
 
 from __future__ import annotations
 
