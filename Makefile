@@ -86,7 +86,8 @@ types: lint
 # The end of the output says where the time went and what failed. Bytecode: hundreds of processes are started, and
 # where Python must not write it each would compile anew.
 unit: $(DEV) native-here
-	@$(BIN)/python -m compileall -q headrace tests
+	@$(BIN)/python -m compileall -q -x /test_ headrace tests
+	@$(BIN)/python -m tests.bytecode || echo "    the tests' bytecode is written by each worker"
 	@echo "==> pytest, $(WORKERS) at a time"
 	@$(PYTEST) -m "not slow" $(BESIDE) $(ARGS)
 

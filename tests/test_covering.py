@@ -55,4 +55,4 @@ def test_that_cannot_run_here(number: int) -> None:
 def test_of_what_cannot_run_one_case_says_so(request: pytest.FixtureRequest) -> None:
     name = test_that_cannot_run_here.__name__
     cases = [item for item in request.session.items if item.name.startswith(name)]
-    assert [case.name for case in cases] == [f"{name}[0]"]
+    assert len(cases) <= 1, "none where a part of the tests runs, or one is chosen"

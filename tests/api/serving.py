@@ -98,8 +98,10 @@ class Served:
         return found
 
     def at_rest(self) -> bool:
-        """Whether the first core holds nothing."""
-        core = self.ledger()["engines"][0]
+        """Whether the first core holds nothing. An API process that has just begun may not have heard of it yet."""
+        if not (engines := self.ledger().get("engines")):
+            return False
+        core = engines[0]
         return (
             core["running"] == 0
             and core["waiting"] == 0

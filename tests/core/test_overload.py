@@ -61,6 +61,7 @@ class Offered:
         return [f.error for f in ends if f.error is not None and f.error.kind == kind]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
 @pytest.mark.parametrize("level", [2, 5, 20])
 def test_overload_leaves_the_throughput_as_it_is(level: float, policy: str) -> None:
@@ -106,6 +107,7 @@ def test_the_predicted_wait_is_the_one_that_comes() -> None:
     assert started == pytest.approx(load.wait_s(load.waiting), rel=0.15), begin
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("deadline_s", [2.0, 10.0])
 @pytest.mark.parametrize("level", [1, 2, 5, 20])
 def test_overlapped_steps_lose_one_step_of_a_row_per_request_and_no_more(

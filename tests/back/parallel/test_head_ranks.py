@@ -13,7 +13,7 @@ from tests.rank_processes import run_ranks
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_choose_the_tokens_of_one(ranks: int, tmp_path: Path) -> None:
     """Ties within a rank and across borders go to the lowest id, a NaN counts as the greatest."""
     run_ranks("tests.back.parallel.head_rank", ranks, tmp_path)

@@ -208,6 +208,7 @@ class PricedDriver(Driver):
         return self.spent_s - begin
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("price", [0.0, 0.05, 0.3, 0.9])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
 def test_drafts_never_cost_more_than_they_bring(price: float, rate: float):
@@ -219,6 +220,7 @@ def test_drafts_never_cost_more_than_they_bring(price: float, rate: float):
     assert min(plain, always) / adaptive > 0.85
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("price", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.8])
 def test_delays_by_others_do_not_make_drafts_look_cheap(price: float, rate: float):
