@@ -762,6 +762,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_window_size": 12, "lru_width": 36, "logits_soft_cap": 8.0},
     ),
     "rwkv": ("Rwkv", {}),
+    "zaya": (
+        "Zaya",
+        {
+            **{"head_dim": 8, "num_experts": 5, "moe_intermediate_size": 24, "sliding_window": 12},
+            **{"router_hidden_size": 20, "cca_time0": 3},
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        },
+    ),
     "xlstm": ("xLSTM", {"hidden_size": 128, "num_heads": 4, "autocast_kernel_dtype": "float32"}),
     "hrm-text": ("HrmText", {"head_dim": 8, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2}),
     "zamba2": (

@@ -34,7 +34,7 @@ DELTAS = (
     *("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear"),
     *("bailing-hybrid", "minimax", "lfm3"),
 )
-RARE = ("zamba", "recurrent-gemma", "rwkv", "xlstm")
+RARE = ("zamba", "recurrent-gemma", "rwkv", "xlstm", "zaya")
 FAMILIES = (
     "mamba2",
     "mamba",
@@ -52,7 +52,8 @@ FAMILIES = (
 )
 UNRECORDED = (
     *("zamba2", "falcon-h1", "granite-hybrid-experts", "nemotron-h-experts", "olmo-hybrid"),
-    *("nemotron-h-latent-experts", "zamba", "recurrent-gemma", "rwkv", "xlstm"),
+    "nemotron-h-latent-experts",
+    *RARE,
 )
 """They use operations of PyTorch."""
 RECORDED = [name for name in FAMILIES if name not in UNRECORDED]

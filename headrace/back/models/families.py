@@ -149,6 +149,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "FalconH1ForCausalLM": "falcon_h1",
     "Zamba2ForCausalLM": "zamba2",
     "ZambaForCausalLM": "zamba",
+    "ZayaForCausalLM": "zaya",
     "RecurrentGemmaForCausalLM": "recurrent_gemma",
     "RwkvForCausalLM": "rwkv",
     "xLSTMForCausalLM": "xlstm",

@@ -40,7 +40,7 @@ class RouterSpec:
     what goes into the experts, not what comes out (Llama 4). `expert_scale`: what each expert's
     results are multiplied with, a tensor of the module. `softcap`: logits are bounded by it, c
     tanh(x / c); 0: they are not. `idle`: so many experts, behind the others, give back what they
-    get (LongCat-Flash)."""
+    get (LongCat-Flash), or nothing with `idle_drops`."""
 
     experts: int
     top_k: int
@@ -61,6 +61,7 @@ class RouterSpec:
     expert_scale: str | None = None
     softcap: float = 0.0
     idle: int = 0
+    idle_drops: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +195,7 @@ class Mixture:
         other_T1 = expert_TK.amin(1, keepdim=True).clamp_(max=working - 1)
         kept_TK = weight_TK.masked_fill(is_idle_TK, 0.0)
         y_TE = self._experts(x_TE, torch.where(is_idle_TK, other_T1, expert_TK), kept_TK)
-        if self._scope.mesh.tp.rank:
+        if self._scope.mesh.tp.rank or self._spec.router.idle_drops:
             return y_TE
         idle_T1 = (weight_TK - kept_TK).sum(1, keepdim=True)
         return y_TE + (x_TE.float() * idle_T1).to(y_TE.dtype)
