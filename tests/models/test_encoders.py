@@ -124,6 +124,33 @@ def eurobert(**more: Any) -> transformers.EuroBertConfig:
     )
 
 
+def embedding_gemma2_text(**more: Any) -> transformers.EmbeddingGemma2TextConfig:
+    return transformers.EmbeddingGemma2TextConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=4,
+        sliding_window_pattern=2,
+        hidden_size_per_layer_input=12,
+        embedding_dim=20,
+        max_position_embeddings=40,
+        attn_implementation="eager",
+        **more,
+    )
+
+
+def embedding_gemma2(**more: Any) -> transformers.EmbeddingGemma2Config:
+    text = embedding_gemma2_text().to_dict()
+    return transformers.EmbeddingGemma2Config(
+        text_config=text,
+        vision_config=None,
+        audio_config=None,
+        attn_implementation="eager",
+        **more,
+    )
+
+
 def qwen3(**more: Any) -> transformers.Qwen3Config:
     return transformers.Qwen3Config(
         **SIZES,
@@ -167,6 +194,8 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("GteForSequenceClassification", gte),
     ("EuroBertForMaskedLM", eurobert),
     ("EuroBertForSequenceClassification", eurobert),
+    ("EmbeddingGemma2TextModel", embedding_gemma2_text),
+    ("EmbeddingGemma2Model", embedding_gemma2),
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,7 @@ from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP, PlainMLP
+from headrace.back.layers.norm import RMS_NO_WEIGHT
 from headrace.back.layers.position_bias import CausalBias, RelativeBias
 from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.rope import Rope, RopeSpec
@@ -61,7 +63,8 @@ class SpanAttentionLayer:
 
     `names` are the checkpoint's query, key and value, or the one tensor that holds all three; `out`
     leads back. `window`: tokens seen on each side, None: all. `scale`: of the scores, None:
-    1/sqrt(head_dim). `position_bias`: added to them.
+    1/sqrt(head_dim). `position_bias`: added to them. `value_eps`: of a norm without weight over
+    each value, None: there is none.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class SpanAttentionLayer:
         window: int | None = None,
         scale: float | None = None,
         qk_norm: QKNorm | None = None,
+        value_eps: float | None = None,
         position_bias: RelativeBias | CausalBias | None = None,
     ) -> None:
         merged = names[0] if len(names) == 1 else None
@@ -98,6 +102,9 @@ class SpanAttentionLayer:
             assert qk_norm.over == "head" and not qk_norm.after_rope, qk_norm
             named = zip(qk_norm.names, parts[:2], strict=True)
             self._qk_norms = [qk_norm.build(scope / name, part) for name, part in named]
+        self._value_norm = None
+        if value_eps is not None:
+            self._value_norm = RMS_NO_WEIGHT.build(scope, sizes.head_dim, eps=value_eps)
         self._rope = Rope(scope, rope) if rope else None
         self._attend = not_loaded
         scope.on_finish(self._finish)
@@ -109,6 +116,8 @@ class SpanAttentionLayer:
         if self._qk_norms:
             of_q, of_k = self._qk_norms
             q_THD, k_TKD = of_q.norm(q_THD), of_k.norm(k_TKD)
+        if self._value_norm is not None:
+            v_TKD = self._value_norm.norm(v_TKD)
         if self._rope is not None:
             self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
         assert batch.query_start is not None
@@ -152,7 +161,23 @@ class EncoderLayer:
         return _normed(self.after_mlp, x_TE + _normed(self.behind_mlp, y_TE))
 
 
-def _normed(norm: BlockNorm | None, x_TE: torch.Tensor) -> torch.Tensor:
+class TokenLayer(Protocol):
+    """What an encoder asks of a layer."""
+
+    def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x behind it."""
+        ...
+
+
+class TokenNorm(Protocol):
+    """What an encoder asks of what stands behind its layers."""
+
+    def norm(self, x_TE: torch.Tensor, /) -> torch.Tensor:
+        """What is pooled."""
+        ...
+
+
+def _normed(norm: TokenNorm | None, x_TE: torch.Tensor) -> torch.Tensor:
     return x_TE if norm is None else norm.norm(x_TE)
 
 
@@ -176,8 +201,8 @@ class Encoder:
         sizes: EncoderSizes,
         *,
         embed: Embed,
-        layers: Sequence[EncoderLayer],
-        norm: BlockNorm | None,
+        layers: Sequence[TokenLayer],
+        norm: TokenNorm | None,
         classifier: Classifier | None,
         ignored: tuple[str, ...],
         segments: bool = False,

@@ -18,11 +18,17 @@ ENCODER_DECODERS: Mapping[str, str] = {
 """Architectures whose prompt an encoder reads; their decoder begins with a token of its own."""
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 """Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
+EMBEDDERS: Mapping[str, tuple[str, str]] = {
+    "EmbeddingGemma2Model": ("embedding_gemma2", "language_model"),
+    "EmbeddingGemma2TextModel": ("embedding_gemma2", ""),
+}
+"""Architectures without a head whose names say that they are encoders, and where the text part
+lies."""
 ENCODERS = frozenset(
     {
         *("bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"),
         *("embedding_gemma", "modernvbert", "mpnet", "distilbert", "electra", "gte", "eurobert"),
-        "two_towers",
+        *("two_towers", "embedding_gemma2"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.back.models import vlm_inside
-from headrace.back.models.encoder_families import BIDIRECTIONAL, ENCODER_DECODERS
+from headrace.back.models.encoder_families import BIDIRECTIONAL, EMBEDDERS, ENCODER_DECODERS
 from headrace.back.models.hearing_families import TEXT_OF_HEARING
 from headrace.back.models.media_families import WITH_MEDIA
 from headrace.base import extensions
@@ -301,6 +301,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
+    if names[0] in EMBEDDERS:
+        family, within = EMBEDDERS[names[0]]
+        return Architecture(family=family, head="none", bare=True, within=within)
     if names[0] in vlm_inside.LATE_VISION:
         return Architecture(family=vlm_inside.late_family(config), head="none", media=True)
     if is_two_towers(config):

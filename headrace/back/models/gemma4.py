@@ -18,6 +18,7 @@ from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.shared_attention import SharedAttentionSpec
 from headrace.back.models.blocks import Decoder, DecoderSizes, DecoderSpec, LayerSpec, read_windows
+from headrace.back.models.encoder import EncoderSizes
 from headrace.back.models.gemma2 import embedding_scale, gemma_sizes
 from headrace.base.config.hf import ConfigReader
 
@@ -115,7 +116,7 @@ def _attentions(
     specs = []
     for layer, window in enumerate(windows):
         kind = LOCAL if window else GLOBAL
-        head_dim, kv_heads = _heads(config, sizes, layer, whole=window is None)
+        head_dim, kv_heads = layer_heads(config, sizes, layer, whole=window is None)
         key = kind, head_dim
         if key not in ropes:
             ropes[key] = _rope(config, kind, head_dim, scope.max_positions)
@@ -149,8 +150,8 @@ def _rope(config: ConfigReader, kind: str, head_dim: int, max_positions: int) ->
     return read_rope(config, head_dim=head_dim, max_positions=max_positions, layer_type=kind)
 
 
-def _heads(
-    config: ConfigReader, sizes: DecoderSizes, layer: int, *, whole: bool
+def layer_heads(
+    config: ConfigReader, sizes: DecoderSizes | EncoderSizes, layer: int, *, whole: bool
 ) -> tuple[int, int]:
     """head_dim and KV heads of a layer: those of `per_layer_config`, or the keys of global layers
     (`whole`)."""

@@ -15,7 +15,7 @@ from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily
-from headrace.back.models.encoder_families import BIDIRECTIONAL, ENCODER_DECODERS
+from headrace.back.models.encoder_families import BIDIRECTIONAL, EMBEDDERS, ENCODER_DECODERS
 from headrace.back.models.families import (
     ARCHITECTURES,
     FALLBACK,
@@ -42,6 +42,7 @@ NATIVE = {
     *(*ARCHITECTURES.values(), *TEXT_TYPES.values()),
     *(*BIDIRECTIONAL.values(), *WITH_MEDIA.values()),
     *ENCODER_DECODERS.values(),
+    *(family for family, _ in EMBEDDERS.values()),
     *("late_vision", "two_towers"),
 }
 FAMILIES: Registry[BuildFamily] = Registry(

@@ -11,6 +11,9 @@ from headrace.back.kernels.index_write import native as index_write
 from headrace.back.kernels.index_write import op as index_write_op
 from headrace.back.kernels.index_write.op import IndexWriteProblem
 from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.sparse_attention import native as sparse_heads
+from headrace.back.kernels.sparse_attention import op as sparse_heads_op
+from headrace.back.kernels.sparse_attention.op import SparseAttentionProblem
 from headrace.back.kernels.sparse_latent_attention import native as sparse_attention
 from headrace.back.kernels.sparse_latent_attention import op as sparse_attention_op
 from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
@@ -72,3 +75,18 @@ def test_attention_over_chosen_positions_equals_the_reference(library, heads, ra
         block_tokens=16, scale=(rank + rotary) ** -0.5,
     )  # fmt: skip
     assert sparse_attention_op.OP.error(kernel, problem) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "lists"), [(6, 2, 13, 2), (10, 2, 128, 1), (3, 3, 64, 3)]
+)
+def test_heads_over_chosen_positions_equal_the_reference(
+    library, heads, kv_heads, head_dim, lists, dtype
+):
+    kernel = kernel_of(lambda *given: sparse_heads.bind_with(library, *given))
+    problem = SparseAttentionProblem(
+        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, lists=lists,
+        top_k=21, block_tokens=16, scale=head_dim**-0.5,
+    )  # fmt: skip
+    assert sparse_heads_op.OP.error(kernel, problem) <= BOUND[dtype]

@@ -127,7 +127,10 @@ def _sample(problem: SparseAttentionProblem) -> Sample:
 OP: Op[SparseAttentionProblem] = Op(
     name="sparse_attention",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.sparse_attention.triton_sparse_attention:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.sparse_attention.native:KERNEL",
+        "headrace.back.kernels.sparse_attention.triton_sparse_attention:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )
