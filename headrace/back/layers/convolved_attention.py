@@ -185,8 +185,8 @@ class ConvolvedAttention:
         )
         qk = depth_C1W.shape[0]
         weight_VC = depth_C1W.new_zeros(first + second - 1, self._conv_channels)
-        for tap in range(second):
-            weight_VC[tap : tap + first, tap * qk : (tap + 1) * qk] = depth_C1W[:, 0].t()
+        for place in range(second):
+            weight_VC[place : place + first, place * qk : (place + 1) * qk] = depth_C1W[:, 0].t()
         weight_VC[-2, second * qk :] = 1.0  # the token before
         problem = CausalConvProblem(
             device=self._scope.kind,
