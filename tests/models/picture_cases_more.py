@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,18 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import preprocessed, without_torchvision
-from tests.models.picture_cases import HALF_NORM, IMAGE, VIDEO, PictureCase, Pictures, Theirs
+from tests.models.picture_cases import (
+    HALF_NORM,
+    IMAGE,
+    VIDEO,
+    PictureCase,
+    Pictures,
+    Theirs,
+    as_picture,
+    bind,
+)
 from tests.models.test_towers import CLIP as CLIP_NORM
-from tests.models.test_towers import PIXTRAL, TOWER, text
+from tests.models.test_towers import FLAT_TEXT, FLAT_TOWER, PIXTRAL, TOWER, flat_patches, text
 
 with without_torchvision():
     from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
@@ -34,6 +44,8 @@ with without_torchvision():
     from transformers.models.cohere2_vision.processing_cohere2_vision import (
         Cohere2VisionProcessor,
     )
+    from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
+    from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
     from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
     from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
     from transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni import (
@@ -174,6 +186,45 @@ def with_plain_branches(oracle: Any) -> None:
 
 
 NEMOTRON_FILES: dict[str, Any] = {"patch_size": 4, "min_num_patches": 40, "max_num_patches": 90}
+
+
+def lfm2(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    owner = Lfm2VlImageProcessor
+    ratios = inspect.unwrap(owner._target_ratios)
+    bounds = {"downsample_factor": 2, "max_image_tokens": 40, "encoder_patch_size": 4}
+    self = SimpleNamespace(
+        image_token="I", image_start_token="<|image_start|>", image_end_token="<|image_end|>",
+        image_thumbnail_token="<|img_thumbnail|>",
+    )  # fmt: skip
+    self._target_ratios = lambda least, most: ratios(self, least, most)
+    bind(self, owner, "_get_grid_layout", "smart_resize", "_is_image_too_large")
+    bind(self, Lfm2VlProcessor, "_build_image_tokens")
+    texts, sizes = [], []
+    for one in pictures:
+        size = {"height": one.height, "width": one.width}
+        wide, high = self.smart_resize(**size, **bounds, min_image_tokens=10)
+        columns, rows = 1, 1
+        if self._is_image_too_large(**size, **bounds, max_pixels_tolerance=2.0):
+            columns, rows, *_ = self._get_grid_layout(
+                **size, min_tiles=2, max_tiles=4, tile_size=32
+            )
+            sizes += [(8, 8)] * columns * rows
+        sizes.append((high // 4, wide // 4))
+        texts.append(self._build_image_tokens(rows, columns, 16, high * wide // 64, True, True))
+    inputs = [one for medium in ours for one in medium.inputs]
+    grids = [one.grid[1:] for one in inputs]
+    assert grids == sizes, (grids, sizes)
+    shown = [torch.from_numpy(as_picture(one.rows, one.grid, merge=2))[None] for one in inputs]
+    return Theirs(given=flat_patches([(one / 255 - 0.5) / 0.5 for one in shown]), texts=texts)
+
+
+def got(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = GotOcr2ImageProcessorPil(size={"height": 64, "width": 64})
+    inputs = processor(list(pictures), return_tensors="pt")
+    texts = ["I" * 16 for _ in pictures]
+    return Theirs(given={"pixel_values": inputs["pixel_values"]}, texts=texts)
+
+
 OCR_FILES: dict[str, Any] = {"size": {"height": 128, "width": 128}, "tile_size": 96}
 QWEN_FILES: dict[str, Any] = {
     **{"patch_size": 4, "merge_size": 2},
@@ -192,6 +243,40 @@ QWEN3_5 = {key: value for key, value in text("qwen3_5_text").items() if key != "
 IMAGE_MARKS = {"<|START_OF_IMG|>": 102, "<|END_OF_IMG|>": 103}
 BOTH = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 CASES = {
+    "got-ocr2": PictureCase(
+        name="GotOcr2",
+        config={
+            "vision_config": {
+                **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+                **{"image_size": 64, "patch_size": 4, "global_attn_indexes": [1], "mlp_dim": 24},
+                **{"output_channels": 8, "window_size": 6},
+            },
+            **{"text_config": text("qwen2"), "image_token_index": IMAGE},
+        },
+        process=got,
+    ),
+    "lfm2-vl": PictureCase(
+        name="Lfm2Vl",
+        config={
+            "vision_config": {**FLAT_TOWER, "num_patches": 36, "vision_use_head": False},
+            "text_config": {**FLAT_TEXT, "layer_types": ["full_attention", "full_attention"]},
+            **{"image_token_id": IMAGE, "downsample_factor": 2, "projector_hidden_size": 56},
+        },
+        process=lfm2,
+        files={
+            **{"encoder_patch_size": 4, "tile_size": 32, "max_tiles": 4},
+            **{"min_image_tokens": 10, "max_image_tokens": 40},
+        },
+        marks={
+            **{"<|image_start|>": 102, "<|image_end|>": 103, "<|img_thumbnail|>": 104},
+            **{
+                f"<|img_row_{row}_col_{column}|>": 101 + 4 * row + column
+                for row in range(1, 4)
+                for column in range(1, 5)
+            },
+        },
+        sizes=((40, 24), (100, 70), (10, 30)),
+    ),
     "nemotron-omni": PictureCase(
         name="NemotronH_Omni_Reasoning_V3_",
         model="NemotronH_Omni_Reasoning_V3",

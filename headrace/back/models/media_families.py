@@ -34,6 +34,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2",
     "NemotronH_Omni_Reasoning_V3": "nemotron_omni",
     "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_omni",
+    "GotOcr2ForConditionalGeneration": "got_ocr2",
     "LightOnOcrForConditionalGeneration": "lighton_ocr",
     "Exaone4_5_ForConditionalGeneration": "exaone4_5",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax_vision",

@@ -25,6 +25,17 @@ NECK_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamNames:
+    """Where tensors lie: layers and their norms, the two convolutions of the neck with a norm
+    behind each, the two that halve the sides."""
+
+    layers: str = "blocks"
+    norms: tuple[str, str] = ("norm1", "norm2")
+    neck: tuple[str, str, str, str] = ("neck.0", "neck.1", "neck.2", "neck.3")
+    halving: tuple[str, str] = ("net_2", "net_3")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamSpec:
     """side: patches a side that tables are for. window: of layers but those in `full_layers`.
     middle: channels behind the layers; narrowed: of the two convolutions that halve the sides."""
@@ -42,30 +53,37 @@ class SamSpec:
     middle: int
     narrowed: tuple[int, int]
     bias: bool = True
+    names: SamNames = SamNames()
 
 
 class SamTower:
-    """rows_NB of squares -> [B, narrowed[1], S / 4, S / 4]."""
+    """rows_NB of squares -> [B, narrowed[1], S / 4, S / 4]. `behind`: the scope of the convolutions
+    that halve the sides, where it is another."""
 
-    def __init__(self, scope: Scope, spec: SamSpec) -> None:
+    def __init__(self, scope: Scope, spec: SamSpec, behind: Scope | None = None) -> None:
         self._spec, self._scope = spec, scope
         self._patches = PatchEmbedding(scope, spec.width, spec.patches)
         self._positions = scope.param("pos_embed", (1, spec.side, spec.side, spec.width))
         self._layers = [
-            _SamLayer(scope / f"blocks.{i}", spec, 0 if i in spec.full_layers else spec.window)
+            _SamLayer(
+                scope / spec.names.layers / str(i),
+                spec,
+                0 if i in spec.full_layers else spec.window,
+            )
             for i in range(spec.layers)
         ]
         first, second = spec.narrowed
+        names, behind = spec.names, behind or scope
         self._neck = (
-            scope.param("neck.0.weight", (spec.middle, spec.width, 1, 1)),
-            scope.param("neck.2.weight", (spec.middle, spec.middle, 3, 3)),
+            scope.param(f"{names.neck[0]}.weight", (spec.middle, spec.width, 1, 1)),
+            scope.param(f"{names.neck[2]}.weight", (spec.middle, spec.middle, 3, 3)),
         )
         self._norms = [
-            LAYER.build(scope / name, spec.middle, eps=NECK_EPS) for name in ("neck.1", "neck.3")
+            LAYER.build(scope / name, spec.middle, eps=NECK_EPS) for name in names.neck[1::2]
         ]
         self._halving = (
-            scope.param("net_2.weight", (first, spec.middle, 3, 3)),
-            scope.param("net_3.weight", (second, first, 3, 3)),
+            behind.param(f"{names.halving[0]}.weight", (first, spec.middle, 3, 3)),
+            behind.param(f"{names.halving[1]}.weight", (second, first, 3, 3)),
         )
         self._weights: list[torch.Tensor] = []
         self._table = torch.empty(0)
@@ -108,7 +126,7 @@ class _SamLayer:
         self._window = window
         width = spec.width
         self._before, self._before_mlp = (
-            LAYER.build(scope / name, width, eps=spec.eps) for name in ("norm1", "norm2")
+            LAYER.build(scope / name, width, eps=spec.eps) for name in spec.names.norms
         )
         self._attention = _SamAttention(scope / "attn", spec, window or spec.side)
         place = FeedForwardPlace(width=width, inner=spec.inner, activation=spec.activation)

@@ -258,6 +258,44 @@ def _nemotron(files: CheckpointFiles) -> MediaSpec:
     return msgspec.structs.replace(spec, image_mark=special_token(files.folder, "<image>"))
 
 
+def _lfm2(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    if abs(image.float("max_pixels_tolerance", 2.0) - 2.0) > 1e-6:
+        raise image.wrong("max_pixels_tolerance", "2.0")
+    patch = image.int("encoder_patch_size", 16, ge=1, le=1024)
+    merge = config.int("downsample_factor", 2, ge=1, le=16)
+    pixels = (patch * merge) ** 2
+    splits = image.bool("do_image_splitting", True)
+    bounds = image.int("min_tiles", 2, ge=1), image.int("max_tiles", 10, ge=1, le=256)
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=merge,
+        side=image.int("tile_size", 512, ge=1, le=16_384),
+        image_pixels=(
+            image.int("min_image_tokens", 64, ge=1, le=65_536) * pixels,
+            image.int("max_image_tokens", 256, ge=1, le=65_536) * pixels,
+        ),
+        tiles=bounds if splits else (1, 1),
+        marks=("<|img_thumbnail|>",) if image.bool("use_thumbnail", True) else (),
+        resample=image.int("resample", 2, ge=0, le=5),
+    )
+    return image_only("lfm2", settings, config)
+
+
+def _got(files: CheckpointFiles) -> MediaSpec:
+    """One square, stretched; the text around it is the template's."""
+    image, vision = files.image, vision_section(files.config)
+    if image.bool("crop_to_patches", False):
+        raise image.wrong("crop_to_patches", "false")
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=4,
+        side=side_pixels(vision, 1024),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return image_only("square", settings, files.config)
+
+
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
@@ -270,6 +308,8 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "qianfan_ocr": _qianfan,
     "minicpmv4_6": _minicpm,
     "deepseek_ocr2": _deepseek_ocr,
+    "got_ocr2": _got,
+    "lfm2_vl": _lfm2,
     "nemotron_h_omni": _nemotron,
     "NemotronH_Nano_Omni_Reasoning_V3": _nemotron,
 }

@@ -50,6 +50,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "minicpm": "headrace.front.media.processors.minicpm:MiniCpmProcessor",
         "deepseek_ocr": "headrace.front.media.processors.deepseek_ocr:DeepseekOcrProcessor",
         "radio": "headrace.front.media.processors.radio:RadioProcessor",
+        "lfm2": "headrace.front.media.processors.lfm2:Lfm2Processor",
         "siglip2": "headrace.front.media.processors.siglip2:Siglip2Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
