@@ -36,7 +36,7 @@ void chunk(void* context, int64_t i) {
   if (row.first == row.last) return;
   for (int64_t c = begin; c < end; c += kLanes) {
     const int64_t count = smaller(int64_t(kLanes), end - c);
-    float* state = p.state + row.state * p.state_stride + c;
+    const float* state = p.state + row.state * p.state_stride + c;
     const F decay = load_part(p.decay + c, count), first = load_part(p.first + c, count);
     Sums s{load_part(state, count), load_part(state + p.channels, count), load_part(state + 2 * p.channels, count)};
     s.most = select(s.below == 0.0f, splat(kNever), s.most);
@@ -46,10 +46,12 @@ void chunk(void* context, int64_t i) {
       const Sums now = with(s, k + first, v);
       store_part(static_cast<T*>(p.y) + t * p.channels + c, now.top / now.below, count);
       s = with({s.top, s.below, s.most - decay}, k, v);
+      if (!is_kept(row, t)) continue;
+      float* kept = p.state + behind(row, t) * p.state_stride + c;
+      store_part(kept, s.top, count);
+      store_part(kept + p.channels, s.below, count);
+      store_part(kept + 2 * p.channels, s.most, count);
     }
-    store_part(state, s.top, count);
-    store_part(state + p.channels, s.below, count);
-    store_part(state + 2 * p.channels, s.most, count);
   }
 }
 
@@ -58,10 +60,11 @@ void chunk(void* context, int64_t i) {
 // k, v [tokens, channels] with a row stride in elements; y [tokens, channels] contiguous; decay, first float32 [channels]; state
 // float32 [.., 3, channels], row r at r * state_stride.
 HR_PUBLIC int32_t HR_EXPORT(wkv)(const void* k, const void* v, const float* decay, const float* first, void* y, float* state,
-                                 const void* row, const int32_t* start, int64_t rows, int64_t states, int64_t channels,
-                                 int64_t k_stride, int64_t v_stride, int64_t state_stride, int32_t wide, int32_t dtype) {
+                                 const void* row, const int32_t* start, int64_t rows, int64_t states, int64_t depth,
+                                 int64_t channels, int64_t k_stride, int64_t v_stride, int64_t state_stride, int32_t wide,
+                                 int32_t dtype) {
   if (rows < 0 || channels < 1) return HR_BAD_SHAPE;
-  Average p{k, v, decay, first, y, state, {row, start, rows, states, wide}, channels, k_stride, v_stride, state_stride};
+  Average p{k, v, decay, first, y, state, {row, start, rows, states, depth, wide}, channels, k_stride, v_stride, state_stride};
   const int64_t chunks = rows * ceil_div(channels, kChannels);
   if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
   else if (dtype == HR_F16) hr_parallel(chunk<fp16>, &p, chunks);

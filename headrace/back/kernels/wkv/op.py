@@ -47,18 +47,18 @@ def bind_reference(problem: WkvProblem, decay_C: torch.Tensor, first_C: torch.Te
         k_TC: torch.Tensor, v_TC: torch.Tensor, state_M3C: torch.Tensor, rows: ScanRows
     ) -> torch.Tensor:
         num_tokens = k_TC.shape[0]
-        row_T = rows.row_of_token(num_tokens, state_M3C.shape[0] - 1)
+        from_T, to_T = rows.states_of_tokens(num_tokens, state_M3C)
         y_TC = torch.empty(k_TC.shape, dtype=k_TC.dtype, device=k_TC.device)
         size = num_tokens if rows.decode else 1
         for start in range(0, num_tokens, size):
             part = slice(start, start + size)
             k_NC, v_NC = k_TC[part].float(), v_TC[part].float()
-            top_NC, below_NC, most_NC = state_M3C.index_select(0, row_T[part]).unbind(1)
+            top_NC, below_NC, most_NC = state_M3C.index_select(0, from_T[part]).unbind(1)
             most_NC = most_NC.masked_fill(below_NC == 0, -torch.inf)
             y_top_NC, y_below_NC, _ = _add(top_NC, below_NC, most_NC, k_NC + first_C, v_NC)
             y_TC[part] = (y_top_NC / y_below_NC).to(y_TC.dtype)
             after = _add(top_NC, below_NC, most_NC - decay_C, k_NC, v_NC)
-            state_M3C.index_copy_(0, row_T[part], torch.stack(after, dim=1))
+            state_M3C.index_copy_(0, to_T[part], torch.stack(after, dim=1))
         return y_TC
 
     return wkv

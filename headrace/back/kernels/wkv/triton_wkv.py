@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.gated_scan.op import ScanRows
-from headrace.back.kernels.gated_scan.triton_gated_scan import row_tokens
+from headrace.back.kernels.gated_scan.triton_gated_scan import behind, row_tokens
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, unsupported
@@ -33,6 +33,7 @@ def wkv_kernel(
     state_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -58,9 +59,16 @@ def wkv_kernel(
         b_top = b_top * kept + b_v * taken
         b_below = b_below * kept + taken
         b_most = most
-    tl.store(p_state, b_top, mask=m_c)
-    tl.store(p_state + WIDTH, b_below, mask=m_c)
-    tl.store(p_state + 2 * WIDTH, b_most, mask=m_c)
+        if DEPTH:
+            kept_row = behind(row, t, first, states, tl.program_id(0), DEPTH)
+            p_kept = state + kept_row * state_stride + o_c
+            tl.store(p_kept, b_top, mask=m_c)
+            tl.store(p_kept + WIDTH, b_below, mask=m_c)
+            tl.store(p_kept + 2 * WIDTH, b_most, mask=m_c)
+    if not DEPTH:
+        tl.store(p_state, b_top, mask=m_c)
+        tl.store(p_state + WIDTH, b_below, mask=m_c)
+        tl.store(p_state + 2 * WIDTH, b_most, mask=m_c)
 
 
 def bind(problem: WkvProblem, decay_C: torch.Tensor, first_C: torch.Tensor) -> Wkv:
@@ -78,8 +86,8 @@ def bind(problem: WkvProblem, decay_C: torch.Tensor, first_C: torch.Tensor) -> W
         )
         wkv_kernel[(rows.row_R.shape[0], triton.cdiv(width, TILE))](
             k_TC, v_TC, decay_C, first_C, y_TC, state_M3C, rows.row_R, rows.query_start_R1,
-            state_M3C.shape[0] - 1, k_TC.stride(0), v_TC.stride(0), state_M3C.stride(0),
-            WIDTH=width, BLOCK=TILE, num_warps=4, **launch(k_TC.device),
+            rows.padding(state_M3C), k_TC.stride(0), v_TC.stride(0), state_M3C.stride(0),
+            WIDTH=width, BLOCK=TILE, DEPTH=rows.depth, num_warps=4, **launch(k_TC.device),
         )  # fmt: skip
         return y_TC
 
