@@ -65,10 +65,10 @@ def test_requests_cut_at_random_moments_leave_nothing_behind() -> None:
 
 def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
     """P12; what bystanders wait is the full run's."""
-    report = run("grammars", "--grammars", "30", "--seed", "7", "--calm-s", "0", check=False)
+    report = run("grammars", "--grammars", "15", "--seed", "7", "--calm-s", "0", check=False)
     assert report["problems"] == [] and report["restarts"] == 0
     assert report["bystander_streams"] >= 8 and report["bystander_mismatches"] == 0
-    assert sum(report["statuses"].values()) == 30 and report["statuses"]["400"] > 2
+    assert sum(report["statuses"].values()) == 15 and report["statuses"]["400"] > 2
     assert report["running_waiting"] == [0, 0]
 
 

@@ -3,6 +3,9 @@ GPU, as test_kernels.py; larger there)."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +36,14 @@ LOGITS = {
     "tiny": lambda rng, shape: rng.standard_normal(shape) * 1e-42,
     "huge": lambda rng, shape: rng.standard_normal(shape) * 1e37,
 }
+
+
+def slow_in_the_interpreter(values: Iterable[Any], kept: Container[Any]) -> list[Any]:
+    """As parameters: there all but those that are kept are slow, each takes a second."""
+    slow = pytest.mark.slow if interpreted() else ()
+    return [pytest.param(value, marks=() if value in kept else slow) for value in values]
+
+
 # temperature, top_k, top_p, min_p
 SETTINGS = [
     (0.0, 0, 1.0, 0.0),
@@ -182,7 +193,7 @@ def agree(
 
 
 @pytest.mark.parametrize("room", ROOMS)
-@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("kind", slow_in_the_interpreter(LOGITS, kept=("usual", "ties", "few")))
 def test_rows_longer_than_the_room_are_narrowed_down(
     kind: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,18 +231,18 @@ def one_setting(
     return logits, (token, value), torch.from_numpy(rows).to(DEVICE), row, row + 5
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        (1.0, 3, 1.0, 0.0),
-        (1.0, 300, 1.0, 0.0),
-        (1.0, 299, 0.9, 0.0),
-        (0.5, 0, 0.9, 0.0),
-        (1e3, 0, 0.5, 0.0),
-        (1e-4, 0, 0.99, 0.0),
-        (2.0, 900, 0.4, 0.3),
-    ],
-)
+TIED = [
+    (1.0, 3, 1.0, 0.0),
+    (1.0, 300, 1.0, 0.0),
+    (1.0, 299, 0.9, 0.0),
+    (0.5, 0, 0.9, 0.0),
+    (1e3, 0, 0.5, 0.0),
+    (1e-4, 0, 0.99, 0.0),
+    (2.0, 900, 0.4, 0.3),
+]
+
+
+@pytest.mark.parametrize("setting", slow_in_the_interpreter(TIED, kept=(TIED[2], *TIED[4:7:2])))
 def test_ties_at_the_border_stay(setting: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Levels of many equal logits, -Inf among them: the level in which the cut lies stays whole."""
     small(monkeypatch, room=128)
