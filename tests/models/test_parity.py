@@ -762,6 +762,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_window_size": 12, "lru_width": 36, "logits_soft_cap": 8.0},
     ),
     "rwkv": ("Rwkv", {}),
+    "doge": ("Doge", {"keep_window_size": 128, "attention_bias": True}),
     "zaya": (
         "Zaya",
         {

@@ -150,6 +150,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Zamba2ForCausalLM": "zamba2",
     "ZambaForCausalLM": "zamba",
     "ZayaForCausalLM": "zaya",
+    "DogeForCausalLM": "doge",
     "RecurrentGemmaForCausalLM": "recurrent_gemma",
     "RwkvForCausalLM": "rwkv",
     "xLSTMForCausalLM": "xlstm",
