@@ -60,7 +60,7 @@ def png_bomb(width: int, height: int) -> bytes:
 def wave(samples: np.ndarray, rate: int, *, form: int = 1) -> bytes:
     data = samples.tobytes()
     bits = samples.dtype.itemsize * 8
-    head = struct.pack("<HHIIHH", form, 1, rate, rate * bits // 8, bits // 8, bits)
+    head = struct.pack("<HHIIHH", form, 1, rate, rate * bits // 8 % 2**32, bits // 8, bits)
     body = (
         b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", len(data)) + data
     )
@@ -173,15 +173,17 @@ def measure(seeing: Seeing, count: int, seed: int) -> dict[str, Any]:
     files = itertools.islice(enumerate(hostile_files(seed)), count)
     with ThreadPoolExecutor(BYSTANDERS) as beside, ThreadPoolExecutor(AT_ONCE) as pool:
         asking = [beside.submit(bystand, one) for one in range(BYSTANDERS)]
-        for done in range(0, count, 100):
-            list(pool.map(attack, itertools.islice(files, 100)))
-            if done % 1000 == 0:
-                print(
-                    f"{done + 100} files, {time.monotonic() - start:.0f} s",
-                    dict(statuses),
-                    flush=True,
-                )
-        over.set()
+        try:
+            for done in range(0, count, 100):
+                list(pool.map(attack, itertools.islice(files, 100)))
+                if done % 1000 == 0:
+                    print(
+                        f"{done + 100} files, {time.monotonic() - start:.0f} s",
+                        dict(statuses),
+                        flush=True,
+                    )
+        finally:
+            over.set()
         for one in asking:
             one.result()
     return {

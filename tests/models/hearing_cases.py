@@ -10,7 +10,7 @@ import transformers
 from transformers.models.gemma3n import modeling_gemma3n
 
 from headrace.base.wire.media import SoundSteps
-from tests.models.test_hearing import BANDS, SOUND, TEXT, Case, filled, masks
+from tests.models.test_hearing import BANDS, LINES, SOUND, TEXT, Case, filled, masks
 from tests.models.vision_cases import GEMMA4_TEXT, GEMMA4_TOWER
 
 HALVES = ((3, 2, 1),) * 2
@@ -108,7 +108,73 @@ def without_images(config: Any) -> Any:
         return transformers.Gemma3nForConditionalGeneration(config)
 
 
+def granite_speech_plus_config() -> Any:
+    plain = granite_speech_config()
+    encoder = {**plain.encoder_config.to_dict(), "cat_hidden_layers": [0, 1]}
+    projector = {**plain.projector_config.to_dict(), "encoder_hidden_size": 96}
+    whole = {**plain.to_dict(), "encoder_config": encoder, "projector_config": projector}
+    names = ("model_type", "architectures", "transformers_version")
+    return transformers.GraniteSpeechPlusConfig(
+        **{key: value for key, value in whole.items() if key not in names}
+    )
+
+
+def audioflamingo3_config() -> Any:
+    return transformers.AudioFlamingo3Config(
+        audio_config={
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"intermediate_size": 40, "num_mel_bins": BANDS, "max_source_positions": 50},
+        },
+        text_config={**TEXT, "model_type": "qwen2"},
+        audio_token_id=SOUND,
+        tie_word_embeddings=False,
+    )
+
+
+def windows_of_silence(
+    sounds: list[torch.Tensor], length: int, *, margin: int = 2
+) -> dict[str, torch.Tensor]:
+    """The margin is silence, which goes on to the end of the window."""
+    last = [torch.cat([one, one[-1:].expand(length - len(one), -1)]) for one in sounds]
+    own = [len(one) - margin for one in sounds]
+    return {"input_features": filled(last, length), "input_features_mask": masks(own, length)}
+
+
+def glm_asr_config() -> Any:
+    return transformers.GlmAsrConfig(
+        audio_config={
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"intermediate_size": 128, "num_mel_bins": BANDS},
+        },
+        text_config={**TEXT, "model_type": "llama", "head_dim": 12},
+        audio_token_id=SOUND,
+        tie_word_embeddings=False,
+    )
+
+
 CASES = {
+    "granite-speech-plus": Case(
+        config=granite_speech_plus_config,
+        model="GraniteSpeechPlus",
+        steps=SoundSteps(chunk=6, per_chunk=3),
+        lengths=(37, 37),
+        inputs=one_after_another,
+        bands=160,
+    ),
+    "audioflamingo3": Case(
+        config=audioflamingo3_config,
+        model="AudioFlamingo3",
+        steps=SoundSteps(strides=LINES, pool=2, margin=2),
+        lengths=(39, 62),
+        inputs=lambda sounds: windows_of_silence(sounds, 100),
+    ),
+    "glm-asr": Case(
+        config=glm_asr_config,
+        model="GlmAsr",
+        steps=SoundSteps(strides=LINES, pool=4, margin=3),
+        lengths=(39, 62),
+        inputs=lambda sounds: windows_of_silence(sounds, 3000, margin=3),
+    ),
     "gemma3n": Case(
         config=gemma3n_config,
         model="Gemma3n",

@@ -26,7 +26,7 @@ UNREAD = r"encoder\.layers\.\d+\.conv\.batch_norm\.num_batches_tracked"
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """GraniteSpeechForConditionalGeneration."""
+    """GraniteSpeechForConditionalGeneration, GraniteSpeechPlusForConditionalGeneration."""
     text = ConfigReader(text_config(config.raw), f"{config.where}: text_config")
     encoder, queries = _section(config, "encoder_config"), _section(config, "projector_config")
     window, kept = config.int("window_size", 15, ge=1), config.int("downsample_rate", 5, ge=1)
@@ -34,7 +34,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         raise config.wrong("downsample_rate", f"a divisor of window_size ({window})")
     conformer = _conformer(encoder)
     reader = QueryWindowsSpec(
-        inputs=conformer.width,
+        inputs=conformer.outputs,
         width=queries.int("hidden_size", 768, ge=1),
         inner=queries.int("intermediate_size", 3072, ge=1),
         heads=queries.int("num_attention_heads", 12, ge=1),
@@ -66,11 +66,15 @@ def _conformer(encoder: ConfigReader) -> ShawConformerSpec:
     )
     if block > places:
         raise encoder.wrong("context_size", f"at most max_pos_emb ({places})")
+    layers = encoder.int("num_layers", 10, ge=1)
+    shown = encoder.list("cat_hidden_layers", None, of=int) or ()
+    if any(not 0 <= layer < layers for layer in shown):
+        raise encoder.wrong("cat_hidden_layers", f"numbers from 0 to {layers - 1}")
     return ShawConformerSpec(
         inputs=encoder.int("input_dim", 160, ge=1),
         width=width,
         inner=width * encoder.int("feedforward_mult", 4, ge=1),
-        layers=encoder.int("num_layers", 10, ge=1),
+        layers=layers,
         heads=heads,
         head_dim=encoder.int("dim_head", width // heads, ge=1),
         block=block,
@@ -78,6 +82,7 @@ def _conformer(encoder: ConfigReader) -> ShawConformerSpec:
         taps=encoder.int("conv_kernel_size", 15, ge=1),
         expansion=encoder.int("conv_expansion_factor", 2, ge=1),
         labels=encoder.int("output_dim", 42, ge=1),
+        shown=tuple(sorted(set(shown))),
     )
 
 

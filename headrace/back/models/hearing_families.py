@@ -11,6 +11,9 @@ HEARING: Mapping[str, str] = {
     "Qwen2_5OmniThinkerForConditionalGeneration": "qwen2_5_omni",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen3_omni",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
+    "GraniteSpeechPlusForConditionalGeneration": "granite_speech",
+    "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",
+    "GlmAsrForConditionalGeneration": "glm_asr",
     "Gemma3nForConditionalGeneration": "gemma3n_audio",
 }
 """Their families."""

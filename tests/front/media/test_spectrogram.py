@@ -195,3 +195,21 @@ def test_gemma_3n(tmp_path: Path, seconds: float) -> None:
     assert num_tokens == 188 and ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() < BOUND
     assert medium.layout == ("\n\n<begin>", 0, "<end>\n\n")
+
+
+@pytest.mark.parametrize("seconds", [0.5, 7.777, 30.0])
+def test_audio_flamingo_and_glm_asr(tmp_path: Path, seconds: float) -> None:
+    samples = sound(seconds)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=BANDS)
+    theirs = extractor(
+        samples / 32768.0, sampling_rate=RATE, padding="max_length", return_attention_mask=True
+    )
+    length = int(theirs["attention_mask"].sum())
+    conv = (length - 1) // 2 + 1
+    for kind, tokens in (("audioflamingo3", (conv - 2) // 2 + 1), ("glmasr", (conv - 4) // 4 + 1)):
+        ours, num_tokens = frames_of(spectrogram(samples, spec_of(tmp_path, kind)))
+        assert num_tokens == tokens, kind
+        seen = min(len(ours), 3000)
+        assert np.abs(ours[:seen] - theirs["input_features"][0].T[:seen]).max() < BOUND
+    silence = theirs["input_features"][0].T[seen:]  # GLM-ASR's window is filled up with its last
+    assert np.abs(silence - ours[-1]).max(initial=0.0) < BOUND

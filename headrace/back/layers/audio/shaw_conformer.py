@@ -28,7 +28,8 @@ EPS = 1e-5
 class ShawConformerSpec:
     """inputs: of a position. block: positions that attend to each other; places: how far apart
     relative places are told apart. expansion: of the convolution's width, taps: of its kernel.
-    labels: of the head half way through."""
+    labels: of the head half way through. shown: layers whose outputs stand before the last one's,
+    0: what goes into the first."""
 
     inputs: int
     width: int
@@ -41,6 +42,12 @@ class ShawConformerSpec:
     taps: int
     expansion: int
     labels: int
+    shown: tuple[int, ...] = ()
+
+    @property
+    def outputs(self) -> int:
+        """Of a position."""
+        return self.width * (len(self.shown) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ def position_blocks(sizes: Sequence[int], block: int, device: torch.device) -> P
 
 
 class ShawConformer:
-    """x_TI -> x_TE."""
+    """x_TI -> x_TE, or with `shown` several of them side by side."""
 
     def __init__(self, scope: Scope, spec: ShawConformerSpec) -> None:
         self._spec = spec
@@ -87,11 +94,14 @@ class ShawConformer:
         """`sizes`: positions of each input."""
         blocks = position_blocks(sizes, self._spec.block, x_TI.device)
         x_TE = self._into.project(x_TI)
+        shown = [x_TE] if 0 in self._spec.shown else []
         for number, layer in enumerate(self._layers, start=1):
             x_TE = layer.forward(x_TE, blocks)
             if number == self._spec.layers // 2:
                 x_TE = x_TE + self._back.project(self._out.project(x_TE).softmax(-1))
-        return x_TE
+            if number in self._spec.shown:
+                shown.append(x_TE)
+        return torch.cat([*shown, x_TE], dim=1) if shown else x_TE
 
 
 class ShawConformerLayer:

@@ -64,9 +64,11 @@ class FrameReaderSpec(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class LinePair:
     """Two convolutions along time, the second of which halves it, and a place for each position:
-    `table` rows of the checkpoint, or sines (0: as many as there are)."""
+    `table` rows of the checkpoint, or sines (0: as many as there are). `placed`: else there is
+    none."""
 
     table: int = 0
+    placed: bool = True
 
     def build(self, scope: Scope, bands: int, width: int) -> FrameReader:
         """See FrameReaderSpec."""
@@ -77,7 +79,7 @@ class LinePairReader:
     """`FrameReader` by LinePair: `conv1`, `conv2` [E, inputs, 3] and `embed_positions`."""
 
     def __init__(self, scope: Scope, spec: LinePair, bands: int, width: int) -> None:
-        self._scope, self._width = scope, width
+        self._scope, self._width, self._placed = scope, width, spec.placed
         self._convolutions = [
             (
                 scope.param(f"{name}.weight", (width, inputs, FRAME_WIDTH)),
@@ -101,7 +103,8 @@ class LinePairReader:
             inside_BN = torch.arange(x_BEN.shape[2], device=x_BEN.device) < length_B[:, None]
             x_BEN = x_BEN * inside_BN[:, None]
         x_BES = F.gelu(F.conv1d(x_BEN, second, second_bias, stride=2, padding=1))
-        return x_BES.transpose(1, 2) + self._places(x_BES.shape[2])
+        x_BSE = x_BES.transpose(1, 2)
+        return x_BSE + self._places(x_BSE.shape[1]) if self._placed else x_BSE
 
     def _places(self, count: int) -> torch.Tensor:
         if self._table is None and count > self._positions_PE.shape[0]:
@@ -203,7 +206,9 @@ class AudioTowerSpec:
     """steps: how frames become tokens; their `chunk`s are read apart from each other. window:
     positions that attend to each other, 0: all of an input. pools: two positions are averaged
     before the norm. norm: its name. max_frames: of an input. fills: an input shorter than a chunk
-    is filled up to one too."""
+    is filled up to one too. silence: an input is filled up to so many frames by its last one, and
+    what they became is left out in the end; 0: it is not. theta: of places that turn, where layers
+    rotate. beside: positions that the projector takes side by side."""
 
     bands: int
     steps: SoundSteps
@@ -216,6 +221,9 @@ class AudioTowerSpec:
     pools: bool = False
     max_frames: int = 60_000
     fills: bool = True
+    silence: int = 0
+    theta: float = 10_000.0
+    beside: int = 1
 
 
 class AudioTower:
@@ -252,18 +260,27 @@ class AudioTower:
         spec, steps = self._spec, self._spec.steps
         frames_NM = rows_NB.view(torch.float32).to(self.dtype)
         inputs = frames_NM.split([t * h * w for t, h, w in grids])
+        tokens = [steps.tokens(one.shape[0]) for one in inputs]
+        if spec.silence:
+            inputs = tuple(with_silence(one, spec.silence) for one in inputs)
         if spec.fills or min(one.shape[0] for one in inputs) >= steps.chunk:
             x_SE = self._read(inputs)
         else:  # so that none depends on the others
             x_SE = torch.cat([self._read([one]) for one in inputs])
         sizes = [self._positions(one.shape[0]) for one in inputs]
         spans = TokenSpans(starts=_windows(sizes, spec.window))
+        if spec.layer.rotary:
+            spans = replace(spans, **_rotation(sizes, spec, x_SE.device))
         for layer in self._layers:
             x_SE = layer.forward(x_SE, spans)
         if spec.pools:
             pairs = [one[: len(one) // 2 * 2] for one in x_SE.split(sizes)]
             x_SE = torch.cat(pairs).unflatten(0, (-1, 2)).mean(1)
-        return self._projector.merge(self._norm.norm(x_SE))
+        x_SE = self._norm.norm(x_SE)
+        if spec.silence:
+            kept = zip(x_SE.split(sizes), tokens, strict=True)
+            x_SE = torch.cat([one[: count * spec.beside] for one, count in kept])
+        return self._projector.merge(x_SE.reshape(-1, spec.beside * x_SE.shape[1]))
 
     def _read(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """x_SE of spectrograms, whose pieces are filled up to the same length."""
@@ -275,16 +292,36 @@ class AudioTower:
             frames_BNM = F.pad(frames_BNM, (0, 0, 0, steps.chunk - frames_BNM.shape[1]))
         x_BSE = self._reader.read(frames_BNM, lengths)
         return torch.cat(
-            [x_SE[: steps.positions(n)] for x_SE, n in zip(x_BSE, lengths, strict=True)]
+            [x_SE[: self._positions(n)] for x_SE, n in zip(x_BSE, lengths, strict=True)]
         )
 
     def _positions(self, frames: int) -> int:
         """Of an input, in all its pieces."""
         steps = self._spec.steps
+        if self._spec.silence:  # which has positions too
+            return steps.positions(frames + steps.margin)
         if not steps.chunk:
             return steps.positions(frames)
         whole, rest = divmod(frames, steps.chunk)
         return whole * steps.positions(steps.chunk) + (steps.positions(rest) if rest else 0)
+
+
+def with_silence(frames_NM: torch.Tensor, length: int) -> torch.Tensor:
+    """Filled up to so many frames by the last, which is silence."""
+    missing = max(0, length - frames_NM.shape[0])
+    return torch.cat((frames_NM, frames_NM[-1:].expand(missing, -1)))[:length]
+
+
+def _rotation(
+    sizes: Sequence[int], spec: AudioTowerSpec, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """What TokenSpans has of places that are counted from each input's first position."""
+    dims = spec.layer.rotary_dims or spec.layer.head_dim
+    exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
+    angles = torch.arange(max(sizes))[:, None] * (1.0 / spec.theta**exponents)
+    table_PR = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    place_N = torch.cat([torch.arange(size) for size in sizes]).to(device)
+    return {"table_NR": table_PR, "place_N": place_N}
 
 
 def _windows(sizes: Sequence[int], window: int) -> list[int]:

@@ -51,7 +51,7 @@ class VisionLayerSpec:
     query, key, value and what leads back; `mlp_bias`: of the MLP. `scaled`: a learned factor for
     each column of what a branch adds (Touvron et al. 2021), under these names. `qk_norm`: norms
     over the whole width of queries and of keys, with `qk_per_head` over each head. `kv_heads`: 0:
-    as many as of queries."""
+    as many as of queries. `rotary_dims`: of a head, 0: all."""
 
     width: int
     inner: int
@@ -70,6 +70,7 @@ class VisionLayerSpec:
     qk_norm_kind: NormSpec = RMS
     qk_per_head: bool = False
     kv_heads: int = 0
+    rotary_dims: int = 0
     names: VisionLayerNames = VisionLayerNames()
 
 
@@ -172,7 +173,7 @@ class VisionAttention:
             problem = RopeProblem(
                 **shape,
                 head_dim=spec.head_dim,
-                rotary_dim=spec.head_dim,
+                rotary_dim=spec.rotary_dims or spec.head_dim,
                 layout=spec.rotary_layout,
             )
             self._rotate = self._scope.bind(ROPE, problem)

@@ -55,6 +55,18 @@ def _qwen2_audio(folder: Path, config: ConfigReader) -> MediaSpec:
     return _audio_only(config, sound)
 
 
+def _glm_asr(folder: Path, config: ConfigReader) -> MediaSpec:
+    audio = _audio(config)
+    sound = SoundSettings(
+        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
+        most=2 * audio.int("max_position_embeddings", 1500, ge=1, le=1 << 16),
+        strides=LINES,
+        pool=4,
+        margin=3,
+    )
+    return _audio_only(config, sound)
+
+
 def _voxtral(folder: Path, config: ConfigReader) -> MediaSpec:
     audio = _audio(config)
     positions = audio.int("max_source_positions", 1500, ge=1, le=1 << 16)
@@ -183,6 +195,9 @@ HEARING = {
     "voxtral": _voxtral,
     "qwen3_asr": _qwen3_asr,
     "granite_speech": _granite_speech,
+    "granite_speech_plus": _granite_speech,
+    "audioflamingo3": _qwen2_audio,
+    "glmasr": _glm_asr,
     "gemma3n": _gemma3n,
 }
 """Those that hear and do not see."""
