@@ -3,7 +3,12 @@ bundled model, beside bf16.
 
     python -m benchmarks.cpu.quality --count 100 --out benchmarks/cpu/quality.json [--types= to leave files out]
 
-What --out holds for the same count already is not run again, so that it can be made in pieces.
+What --out holds for the same count already is not run again, so that it can be made in pieces. `--demo mixture` asks
+the bundled mixture instead; `--kv` the bundled model with every KV cache type too. `--docs` writes both models' tables
+(`tasks_text.json`, `tasks_mixture.json`) into docs/QUANTIZATION.md:
+
+    for demo in text mixture; do python -m benchmarks.cpu.quality --demo $demo --count 20 --types= --kv \\
+        --out benchmarks/cpu/tasks_$demo.json; done; python -m benchmarks.cpu.quality --docs
 
 The bundled model is written as GGUF by the `gguf` library; Q4_K where rows have 256-input blocks, Q5_0 elsewhere, as
 converters do.
@@ -50,6 +55,13 @@ def write(folder: Path, kind: str) -> Path:
     )
 
 
+KV = ("int8", "fp8", "fp8_e5m2", "int4")
+FOLDER = Path(__file__).resolve().parent
+DOCS = FOLDER.parents[1] / "docs" / "QUANTIZATION.md"
+BEGIN, END = "<!-- tasks: benchmarks/cpu/quality.py --docs -->\n", "<!-- end of tasks -->\n"
+MODELS = {"text": "bundled model", "mixture": "bundled mixture"}
+
+
 def evaluate(model: Path, *options: str, count: int) -> dict[str, float]:
     """Share of right answers by task."""
     command = [
@@ -90,15 +102,23 @@ def main() -> None:
     parser.add_argument("--types", default=",".join(FILES))
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--demo", default="text", choices=tuple(MODELS))
+    parser.add_argument("--kv", action="store_true", help="every KV cache type too")
+    parser.add_argument("--docs", action="store_true", help="write the tables, run nothing")
     own = parser.parse_args()
+    if own.docs:
+        write_docs()
+        return
     transformers.utils.logging.disable_progress_bar()
     results = stored(own.out, own.count)
     options: dict[str, tuple[str, ...]] = {"bf16": ()}
     options |= {name: ("--quantization", name) for name in filter(None, own.schemes.split(","))}
-    options["bf16, int8 KV"] = ("--kv-dtype", "int8")
+    if own.demo == "text":  # the mixture's latents have no quantized cache
+        kinds = KV if own.kv else ("int8",)
+        options |= {f"bf16, {kind} KV": ("--kv-dtype", kind) for kind in kinds}
     for name, words in options.items():
         if name not in results:
-            results[name] = evaluate(bundled_model(), *words, count=own.count)
+            results[name] = evaluate(bundled_model(own.demo), *words, count=own.count)
             keep(own.out, own.count, results)
     with tempfile.TemporaryDirectory() as folder:
         for kind in filter(None, own.types.split(",")):
@@ -109,6 +129,34 @@ def main() -> None:
         mean = sum(shares.values()) / len(shares)
         cells = " | ".join(f"{share:.2f}" for share in shares.values())
         print(f"| {name} | {mean:.3f} | {cells} |")
+
+
+def write_docs() -> None:
+    """What is lossy -> right answers over all tasks, of both models, and of the task that lost most."""
+    found = {demo: json.loads((FOLDER / f"tasks_{demo}.json").read_text()) for demo in MODELS}
+    counts = {one["count"] for one in found.values()}
+    tasks = {len(one["shares"]["bf16"]) for one in found.values()}
+    titles = [f"{MODELS[demo]} | most lost there" for demo in MODELS]
+    lines = [f"| what is lossy | {' | '.join(titles)} |", "|---" * (1 + 2 * len(MODELS)) + "|"]
+    names = dict.fromkeys(name for one in found.values() for name in one["shares"])
+    for name in names:
+        cells = [cell for one in found.values() for cell in _cells(one["shares"], name)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    (count,), (number,) = counts, tasks
+    head = f"Right answers of {number} tasks, {count} held-out items each, greedy:\n\n"
+    before, _, rest = DOCS.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOCS.write_text(before + BEGIN + head + "\n".join(lines) + "\n" + END + after)
+
+
+def _cells(shares: Results, name: str) -> tuple[str, str]:
+    if name not in shares:
+        return "", ""
+    mine, plain = shares[name], shares["bf16"]
+    mean = 100 * sum(mine.values()) / len(mine)
+    task = min(mine, key=lambda one: mine[one] - plain[one])
+    lost = 100 * (mine[task] - plain[task])
+    return f"{mean:.1f} %", f"{task} {lost:+.0f} %" if lost < 0 else "none"
 
 
 if __name__ == "__main__":

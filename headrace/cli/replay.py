@@ -1,5 +1,5 @@
-"""`headrace replay MODEL --module NAME`: runs one linear layer again on what went into it, as other
-schemes hold it."""
+"""`headrace replay MODEL --module NAME`: runs a linear layer, or all of a module, again on what went
+into it, as other schemes hold it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ def main(argv: Sequence[str]) -> int:
     """Prints the errors of the layer's outputs by scheme."""
     line = CommandLine(
         "headrace replay",
-        "Captures what goes into a linear layer and comes out, and compares schemes on it. CPU.",
+        "Captures what the linear layers of a module give for a text, and compares schemes on it. CPU.",
         groups=("model",),
         own=("quantization",),
     )
     line.parser.add_argument("path", nargs="?", metavar="MODEL", help="folder or hub id")
-    line.parser.add_argument("--module", help="such as model.layers.0.mlp.down_proj")
+    line.parser.add_argument(
+        "--module", help="such as model.layers.0.mlp.down_proj, or model.layers.0.self_attn"
+    )
     line.parser.add_argument(
         "--prompt", default="The mill stands by the water.", help="text that the model reads"
     )
@@ -37,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     own, options = line.parse(argv)
     if own.module is None:
         raise ConfigError(
-            "--module: which layer? such as model.layers.0.mlp.down_proj", field="module"
+            "--module: which? such as model.layers.0.mlp.down_proj or model.layers.0",
+            field="module",
         )
     resolved = resolve_options(
         msgspec.structs.replace(
@@ -58,10 +61,11 @@ def main(argv: Sequence[str]) -> int:
     if tokenizer is None:
         raise ConfigError("headrace replay: the model has no tokenizer", field="MODEL")
     captured = capture(spec, own.module, load_tokenizer(tokenizer).encode(own.prompt))
-    table = Table("scheme", "largest error", "mean error", "relative")
+    table = Table("scheme", "layer", "largest error", "mean error", "relative")
     for scheme in (None, *schemes):
-        errors = replay(spec, captured, scheme)
-        figures = (f"{errors.largest:.3g}", f"{errors.mean:.3g}", f"{errors.relative:.3%}")
-        table.add_row(scheme or AS_STORED, *figures)
+        for names, errors in replay(spec, captured, scheme).items():
+            layer = "+".join(name.removesuffix(".weight").rpartition(".")[2] for name in names)
+            figures = (f"{errors.largest:.3g}", f"{errors.mean:.3g}", f"{errors.relative:.3%}")
+            table.add_row(scheme or AS_STORED, layer, *figures)
     Console().print(table)
     return 0

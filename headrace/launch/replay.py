@@ -1,7 +1,8 @@
-"""Replays one linear layer of a run: what went into it and came out of it is captured while a text
-goes through the model, and goes through the same layer again as other schemes hold it.
+"""Replays a module of a run, a linear layer or all below a name (an attention, a layer): what goes
+into its linear layers and comes out is captured while a text goes through the model, and the text
+goes through the same model again with these layers as other schemes hold them.
 
-Only that layer differs, so the errors are its own and not those of what stands before it.
+All that stands before the module is as it was, so the errors are its own.
 """
 
 from __future__ import annotations
@@ -24,62 +25,88 @@ from headrace.base.errors import ConfigError
 BLOCK_TOKENS = 16
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerRun:
-    """A layer's inputs x_TI and outputs y_TO of one text. `names`: the weights whose outputs lie
-    side by side."""
+Layers = dict[tuple[str, ...], torch.Tensor]
+"""Outputs y_TO of linear layers, by the names of the weights whose outputs lie side by side, in
+their order."""
 
-    names: tuple[str, ...]
-    x_TI: torch.Tensor
-    y_TO: torch.Tensor
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModuleRun:
+    """What the linear layers of a module gave for a text."""
+
+    ids: tuple[int, ...]
+    outputs: Layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """Errors of the outputs: the largest and the mean magnitude, and the Euclidean norm relative to
-    the captured outputs'."""
+    """Errors of a linear layer's outputs: the largest and the mean magnitude, and the Euclidean
+    norm relative to the captured outputs'."""
 
     largest: float
     mean: float
     relative: float
 
 
-def capture(spec: ModelSpec, module: str, ids: Sequence[int]) -> LayerRun:
-    """The layer whose weights `module` names ("model.layers.0.mlp.down_proj"), over a text.
-    ConfigError if the model has none, with the names that it has."""
-    seen: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+def capture(spec: ModelSpec, module: str, ids: Sequence[int]) -> ModuleRun:
+    """The linear layer of that name ("model.layers.0.mlp.down_proj"), or all below it
+    ("model.layers.0.self_attn"), over a text. ConfigError if the model has none, with the names
+    that it has."""
+    outputs: Layers = {}
 
     def see(names: tuple[str, ...], x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
-        if f"{module}.weight" in names:
-            seen[names] = x_TI.clone(), y_TO.clone()
+        if any(_belongs(name, module) for name in names):
+            outputs[names] = y_TO.clone()
 
     observed = ObservedLinears(see)
     model = _loaded(spec, observed)
     known = [name.removesuffix(".weight") for names in observed.gemms for name in names]
-    if module not in known:
+    if not any(_belongs(f"{name}.weight", module) for name in known):
         last = module.rsplit(".", 1)[-1]
         near = [name for name in known if name.endswith(last)] or known
         raise ConfigError(
-            f"--module {module}: not among the {len(known)} linear layers, such as {', '.join(near[:4])}",
+            f"--module {module}: not among the {len(known)} linear layers, such as "
+            f"{', '.join(near[:4])}, nor above one",
             field="--module",
         )
+    _run(spec, model, ids)
+    return ModuleRun(ids=tuple(ids), outputs=outputs)
+
+
+def replay(
+    spec: ModelSpec, captured: ModuleRun, scheme: str | None
+) -> dict[tuple[str, ...], Replayed]:
+    """The module's linear layers as `scheme` holds them, all else as it ran; None: they too. Errors
+    by the names of their weights."""
+    outputs: Layers = {}
+
+    def see(names: tuple[str, ...], x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
+        if names in captured.outputs:
+            outputs[names] = y_TO.clone()
+
+    observed, others = ObservedLinears(see), ObservedLinears(lambda names, x_TI, y_TO: None)
+    model = _loaded(spec, observed)
+    _loaded(msgspec.structs.replace(spec, quantization=scheme), others)
+    observed.gemms.update({names: others.gemms[names] for names in captured.outputs})
+    _run(spec, model, captured.ids)
+    return {names: _errors(outputs[names], y_TO) for names, y_TO in captured.outputs.items()}
+
+
+def _belongs(name: str, module: str) -> bool:
+    return name == f"{module}.weight" or name.startswith(f"{module}.")
+
+
+def _run(spec: ModelSpec, model: LoadableModel, ids: Sequence[int]) -> None:
     run = WholeTexts(model, most=len(ids), block_tokens=BLOCK_TOKENS, dtype=DTYPES[spec.dtype])
     run.forward(ids)
-    ((names, (x_TI, y_TO)),) = seen.items()
-    return LayerRun(names=names, x_TI=x_TI, y_TO=y_TO)
 
 
-def replay(spec: ModelSpec, captured: LayerRun, scheme: str | None) -> Replayed:
-    """The captured inputs through the layer as `scheme` holds it; None: as it was."""
-    observed = ObservedLinears(lambda names, x_TI, y_TO: None)
-    _loaded(msgspec.structs.replace(spec, quantization=scheme), observed)
-    with torch.inference_mode():
-        y_TO = observed.gemms[captured.names](captured.x_TI.clone())
-    error_TO = (y_TO.float() - captured.y_TO.float()).abs()
+def _errors(ours_TO: torch.Tensor, captured_TO: torch.Tensor) -> Replayed:
+    error_TO = (ours_TO.float() - captured_TO.float()).abs()
     return Replayed(
         largest=float(error_TO.max()),
         mean=float(error_TO.mean()),
-        relative=float(error_TO.norm() / captured.y_TO.float().norm()),
+        relative=float(error_TO.norm() / captured_TO.float().norm()),
     )
 
 

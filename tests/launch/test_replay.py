@@ -29,13 +29,33 @@ def test_the_same_configuration_is_exact_and_schemes_lose_what_they_lose(
     oracle_logits(oracle, [IDS])
     spec = model_spec(tmp_path)
     captured = capture(spec, module, IDS)
-    assert captured.names == (f"{module}.weight",)
-    torch.testing.assert_close(captured.x_TI, seen[0][0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(captured.y_TO, seen[0][1], rtol=1e-4, atol=1e-5)
-    assert replay(spec, captured, None).largest == 0.0
-    int8, int4 = replay(spec, captured, "int8"), replay(spec, captured, "int4")
+    ((names, y_TO),) = captured.outputs.items()
+    assert names == (f"{module}.weight",)
+    torch.testing.assert_close(y_TO, seen[0][1], rtol=1e-4, atol=1e-5)
+    plain, int8, int4 = (replay(spec, captured, scheme)[names] for scheme in (None, "int8", "int4"))
+    assert plain.largest == 0.0
     assert 0 < int8.mean <= int8.largest and 0 < int8.relative < 0.03
     assert int8.relative < int4.relative < 0.3
+
+
+@pytest.mark.parametrize("module", ["self_attn", "mlp"])
+def test_a_whole_module_is_replayed_and_what_stands_before_it_is_as_it_was(
+    module: str, tmp_path: Path
+) -> None:
+    """Its first layer reads the same inputs, so it loses what it loses alone; latent attention too."""
+    save_oracle(tiny_config("deepseek-v3"), tmp_path)
+    spec, layer = model_spec(tmp_path), "model.layers.0"
+    captured = capture(spec, f"{layer}.{module}", IDS)
+    assert len(captured.outputs) > 1
+    assert all(
+        name.startswith(f"{layer}.{module}.") for names in captured.outputs for name in names
+    )
+    assert all(errors.largest == 0.0 for errors in replay(spec, captured, None).values())
+    errors = replay(spec, captured, "int4")
+    first, *_, last = errors
+    alone = replay(spec, capture(spec, first[0].removesuffix(".weight"), IDS), "int4")
+    assert alone[first] == errors[first] and 0 < errors[first].relative < 0.3
+    assert 0 < errors[last].relative < 0.6
 
 
 def test_a_layer_that_is_not_there_is_refused_with_names(tmp_path: Path) -> None:

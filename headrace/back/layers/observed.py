@@ -19,7 +19,7 @@ See = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None]
 
 class ObservedLinears(AdapterSlots):
     """All linear layers of a model that takes adapters. `gemms`: their products, by the names of
-    their weights, once the model is loaded."""
+    their weights, once the model is loaded; others may be put in their place."""
 
     def __init__(self, see: See) -> None:
         super().__init__(count=0, max_rank=0)
@@ -47,7 +47,7 @@ class ObservedLinear:
         self._gemms[self._names] = gemm
 
         def project(x_TI: torch.Tensor) -> torch.Tensor:
-            y_TO = gemm(x_TI)
+            y_TO = self._gemms[self._names](x_TI)
             self._see(self._names, x_TI, y_TO)
             return y_TO
 
