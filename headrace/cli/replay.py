@@ -1,5 +1,5 @@
-"""`headrace replay MODEL --module NAME`: runs a linear layer, or all of a module, again on what went
-into it, as other schemes hold it."""
+"""`headrace replay MODEL --module NAME`: runs a linear layer, or all of a module, again on what
+went into it, as other schemes hold it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the errors of the layer's outputs by scheme."""
     line = CommandLine(
         "headrace replay",
-        "Captures what the linear layers of a module give for a text, and compares schemes on it. CPU.",
+        "Captures what a module's linear layers give for a text, and compares schemes. CPU.",
         groups=("model",),
         own=("quantization",),
     )

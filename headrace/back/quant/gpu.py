@@ -12,11 +12,11 @@ from headrace.back.kernels.linear_fp8.layout import FLOAT8, Fp8Weight
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.kept import BLOCKS, KeptSchemes
+from headrace.back.quant.kept import BLOCKS, MICROSCALED, KeptSchemes
 from headrace.back.quant.scheme import SCHEMES
 from headrace.base.config.quantization import Numbers
 
-GPU_SCHEMES: dict[str, int | None] = {"fp8": None, BLOCKS: 128}
+GPU_SCHEMES: dict[str, int | None] = {"fp8": None, BLOCKS: 128, MICROSCALED: 32}
 """Scheme -> inputs that share a scale; None: all of them."""
 UNIT = 16
 """Inputs of a weight are a multiple of it, for the kernels."""

@@ -89,13 +89,18 @@ def _q4_1(blocks_RBN: torch.Tensor) -> Unpacked:
     )
 
 
-def _q4_k(blocks_RBN: torch.Tensor) -> Unpacked:
-    """Two scales, eight 6-bit multipliers of each (the last four's upper bits beside the first
-    four), then four times 32 bytes, of two groups of 32 each."""
-    small = blocks_RBN[..., 4:16]
-    first, second, third = small[..., :4], small[..., 4:8], small[..., 8:]
+def six_bits(bytes_RBN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight multipliers of scales and eight of minima, float32, of twelve bytes: the last four's
+    upper bits lie beside the first four."""
+    first, second, third = bytes_RBN[..., :4], bytes_RBN[..., 4:8], bytes_RBN[..., 8:]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), -1).float()
-    minima = torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), -1).float()
+    return scales, torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), -1).float()
+
+
+def _q4_k(blocks_RBN: torch.Tensor) -> Unpacked:
+    """Two scales, eight 6-bit multipliers of each, then four times 32 bytes, of two groups of 32
+    each."""
+    scales, minima = six_bits(blocks_RBN[..., 4:16])
     outer = _float16(blocks_RBN[..., :4])
     values = _halves(blocks_RBN[..., 16:].unflatten(-1, (4, 32)))
     return (

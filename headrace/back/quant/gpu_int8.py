@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.back.kernels.linear_blocks.layout import LEVELS
 from headrace.back.kernels.linear_int8.layout import Int8Weight, empty, packed_bytes
 from headrace.back.parallel.bundle import CutGroup
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.gpu_int4 import group_columns
+from headrace.back.quant.gpu_int4 import group_columns, six_bits
 from headrace.back.quant.kept import INT8_ROWS, KeptSchemes, check_order, normal_values
 from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
@@ -29,19 +30,20 @@ UNIT = 16
 """Inputs of a weight are a multiple of it, for the kernels."""
 ONLINE_ELEMENTS = 1 << 25
 """Values quantized at a time."""
-Unpacked = tuple[torch.Tensor, torch.Tensor]
-"""Of some rows: integers, and scales [R, G]."""
+Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Of some rows: integers, scales [R, G], and minima where there are some."""
 
 
 @dataclass(frozen=True)
 class ByteBlocks:
     """A type of GGUF: `block` inputs in `size` bytes, `group` of which share a scale. `unpack`
-    takes uint8 [R, B, size]."""
+    takes uint8 [R, B, size]; `minima`: it gives some."""
 
     block: int
     size: int
     group: int
     unpack: Callable[[torch.Tensor], Unpacked]
+    minima: bool = False
 
 
 def _float16(bytes_RBN: torch.Tensor) -> torch.Tensor:
@@ -57,15 +59,59 @@ def _planes(bytes_RBN: torch.Tensor, bits: int) -> torch.Tensor:
 def _q8_0(blocks_RBN: torch.Tensor) -> Unpacked:
     """A scale, then the integers."""
     values = blocks_RBN[..., 2:].contiguous().view(torch.int8)
-    return values.flatten(1), _float16(blocks_RBN[..., :2]).flatten(1)
+    return values.flatten(1), _float16(blocks_RBN[..., :2]).flatten(1), None
+
+
+def _fifth_bits(bytes_RBN: torch.Tensor) -> torch.Tensor:
+    """32 bits, as 0 or 16."""
+    at = torch.arange(8, device=bytes_RBN.device)
+    return (bytes_RBN[..., None] >> at & 1).flatten(-2) << 4
 
 
 def _q5_0(blocks_RBN: torch.Tensor) -> Unpacked:
     """A scale, the fifth bits of 32 values, and their low halves, all less 16: the first sixteen in
     the low halves of the bytes."""
-    high = (blocks_RBN[..., 2:6, None] >> torch.arange(8, device=blocks_RBN.device) & 1).flatten(-2)
-    values = (_planes(blocks_RBN[..., 6:], 4) | high << 4).to(torch.int8) - 16
-    return values.flatten(1), _float16(blocks_RBN[..., :2]).flatten(1)
+    values = (_planes(blocks_RBN[..., 6:], 4) | _fifth_bits(blocks_RBN[..., 2:6])).to(torch.int8)
+    return (values - 16).flatten(1), _float16(blocks_RBN[..., :2]).flatten(1), None
+
+
+def _q5_1(blocks_RBN: torch.Tensor) -> Unpacked:
+    """A scale, what is added, then as Q5_0 without the 16."""
+    values = (_planes(blocks_RBN[..., 8:], 4) | _fifth_bits(blocks_RBN[..., 4:8])).to(torch.int8)
+    scales, added = (_float16(blocks_RBN[..., at : at + 2]).flatten(1) for at in (0, 2))
+    return values.flatten(1), scales, -added
+
+
+def _q5_k(blocks_RBN: torch.Tensor) -> Unpacked:
+    """Two scales and eight multipliers of each as Q4_K has them, a bit for each of 8 x 32 inputs,
+    then four times 32 bytes of two halves."""
+    outer = _float16(blocks_RBN[..., :4])
+    scales, minima = six_bits(blocks_RBN[..., 4:16])
+    high = _planes(blocks_RBN[..., 16:48], 1).unflatten(-1, (8, 32))
+    low = _planes(blocks_RBN[..., 48:].unflatten(-1, (4, 32)), 4).flatten(-2).unflatten(-1, (8, 32))
+    values = (low | high << 4).to(torch.int8).flatten(1)
+    return values, (scales * outer[..., :1]).flatten(1), (minima * outer[..., 1:]).flatten(1)
+
+
+def _levels(indices: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(LEVELS, dtype=torch.int8, device=indices.device)[indices.long()]
+
+
+def _iq4_nl(blocks_RBN: torch.Tensor) -> Unpacked:
+    """A scale, then indices of levels."""
+    values = _levels(_planes(blocks_RBN[..., 2:], 4))
+    return values.flatten(1), _float16(blocks_RBN[..., :2]).flatten(1), None
+
+
+def _iq4_xs(blocks_RBN: torch.Tensor) -> Unpacked:
+    """A scale, upper bits of eight multipliers, their lower ones, all less 32, then eight times 16
+    bytes of indices."""
+    at = torch.arange(0, 8, 2, device=blocks_RBN.device)
+    high = (blocks_RBN[..., 2:4, None] >> at & 3).flatten(-2)
+    low = torch.stack((blocks_RBN[..., 4:8] & 15, blocks_RBN[..., 4:8] >> 4), -1).flatten(-2)
+    scales = ((low | high << 4).float() - 32) * _float16(blocks_RBN[..., :2])
+    values = _levels(_planes(blocks_RBN[..., 8:].unflatten(-1, (8, 16)), 4))
+    return values.flatten(1), scales.flatten(1), None
 
 
 def _q6_k(blocks_RBN: torch.Tensor) -> Unpacked:
@@ -75,7 +121,7 @@ def _q6_k(blocks_RBN: torch.Tensor) -> Unpacked:
     high = _planes(blocks_RBN[..., 128:192].unflatten(-1, (2, 32)), 2)
     values = (low | high << 4).to(torch.int8) - 32
     small = blocks_RBN[..., 192:208].contiguous().view(torch.int8).float()
-    return values.flatten(1), (small * _float16(blocks_RBN[..., 208:210])).flatten(1)
+    return values.flatten(1), (small * _float16(blocks_RBN[..., 208:210])).flatten(1), None
 
 
 def _q3_k(blocks_RBN: torch.Tensor) -> Unpacked:
@@ -86,12 +132,16 @@ def _q3_k(blocks_RBN: torch.Tensor) -> Unpacked:
     values = low.to(torch.int8) - (1 - high.to(torch.int8)) * 4
     scales = _planes(blocks_RBN[..., 96:104], 4) | _planes(blocks_RBN[..., 104:108], 2) << 4
     whole = (scales.float() - 32) * _float16(blocks_RBN[..., 108:110])
-    return values.flatten(1), whole.flatten(1)
+    return values.flatten(1), whole.flatten(1), None
 
 
 BYTE_TYPES = {
     "Q8_0": ByteBlocks(32, 34, 32, _q8_0),
     "Q5_0": ByteBlocks(32, 22, 32, _q5_0),
+    "Q5_1": ByteBlocks(32, 24, 32, _q5_1, minima=True),
+    "Q5_K": ByteBlocks(256, 176, 32, _q5_k, minima=True),
+    "IQ4_NL": ByteBlocks(32, 18, 32, _iq4_nl),
+    "IQ4_XS": ByteBlocks(256, 136, 32, _iq4_xs),
     "Q6_K": ByteBlocks(256, 210, 16, _q6_k),
     "Q3_K": ByteBlocks(256, 110, 16, _q3_k),
 }
@@ -140,8 +190,9 @@ class StoredInt8Weight:
         self._name, self._group, self._param = name, _group(name), param
         outputs, self._inputs = param.tensor.shape
         self._weight: Int8Weight | None = empty(
-            outputs, self._inputs, self._group, device=param.tensor.device, int8_rows=int8_rows
-        )
+            outputs, self._inputs, self._group, device=param.tensor.device, int8_rows=int8_rows,
+            minima=name in BYTE_TYPES and BYTE_TYPES[name].minima,
+        )  # fmt: skip
         param.groups_on = param.tensor.device
         param.packed_bytes = self._weight.num_bytes
         param.tensor = None
@@ -164,7 +215,7 @@ class StoredInt8Weight:
         scales = scales if scales.shape[1] == 1 else scales[:, source]
         values, _ = normal_values(groups, scales, source, scheme, numbers, copy.name)
         check_order(groups, copy, scheme)
-        return self._keep(copy, target, (values, scales))
+        return self._keep(copy, target, (values, scales, None))
 
     def _write_blocks(self, copy: Copy, rows: StoredRows) -> int | None:
         """The same of blocks: their bytes are taken apart on the device."""
@@ -179,10 +230,14 @@ class StoredInt8Weight:
     def _keep(self, copy: Copy, groups: slice, unpacked: Unpacked) -> int | None:
         assert self._weight is not None, copy
         rows, columns = copy.target
-        values, scales = unpacked
+        values, scales, minima = unpacked
         self._weight.values_OI[rows, columns] = values.to(self._weight.values_OI)
         self._weight.scales_OG[rows, groups] = scales.to(self._weight.scales_OG)
         bad = ~scales.isfinite().all(1)
+        if minima is not None:
+            assert self._weight.minima_OG is not None, self._name
+            self._weight.minima_OG[rows, groups] = minima.to(self._weight.minima_OG)
+            bad = bad | ~minima.isfinite().all(1)
         return int(bad.nonzero()[0]) if bad.any() else None
 
 

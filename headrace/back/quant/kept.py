@@ -36,6 +36,8 @@ KeptSchemes = Mapping[str, str]
 BLOCKS = "fp8-g128"
 """e4m3 with a scale for each output and 128 inputs, or for blocks of 128 outputs: GPUs only
 (gpu.py)."""
+MICROSCALED = "fp8-g32"
+"""MXFP8: e4m3 with a power of two for each output and 32 inputs; GPUs only (gpu.py)."""
 WHOLE_INT4 = {False: "int4-whole", True: "int4-asym-whole"}
 """4-bit integers with a scale (True: and a minimum) for each output: GPUs only (gpu_int4.py)."""
 NVFP4 = "nvfp4"
@@ -85,8 +87,8 @@ def _ordered(scheme: Scheme, group_I: torch.Tensor) -> str | None:
 
 def _plain_scheme(tensor: QuantizedTensor) -> str | None:
     numbers = tensor.numbers
-    if _in_blocks(tensor):
-        return BLOCKS
+    if (in_groups := _in_groups(tensor)) is not None:
+        return in_groups
     if numbers.arrangement in ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks"):
         return "mxfp4"
     if numbers.arrangement in ("nvfp4", "nvfp4-packed"):
@@ -108,10 +110,15 @@ def _plain_scheme(tensor: QuantizedTensor) -> str | None:
     return WHOLE_INT4[asymmetric] if whole and tensor.kept_bits == 4 and not floating else None
 
 
-def _in_blocks(tensor: QuantizedTensor) -> bool:
+def _in_groups(tensor: QuantizedTensor) -> str | None:
     plain = len(tensor.shape) == 2 and "zeros" not in tensor.members
     e4m3 = tensor.floating and tensor.numbers.arrangement in ("scaled", "fp8-blocks")
-    return plain and e4m3 and tensor.numbers.group in ((1, 128), (128, 128))
+    if not plain or not e4m3 or tensor.numbers.group is None:
+        return None
+    return _FP8_GROUPS.get(tensor.numbers.group)
+
+
+_FP8_GROUPS = {(1, 128): BLOCKS, (128, 128): BLOCKS, (1, 32): MICROSCALED}
 
 
 def with_int8_rows(name: str) -> str:

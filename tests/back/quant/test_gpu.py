@@ -22,7 +22,7 @@ from headrace.back.parallel.param import Param, WeightPiece, copies
 from headrace.back.parallel.shard import Part, Shard, Span
 from headrace.back.platforms.detect import FAKES
 from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, stored_scheme
-from headrace.back.quant.kept import BLOCKS
+from headrace.back.quant.kept import BLOCKS, MICROSCALED
 from headrace.back.quant.scheme import SCHEMES
 from headrace.launch.performance_model import ModelCost
 from headrace.launch.plan import (
@@ -56,7 +56,21 @@ def block_scales(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     return values, scales, values.float() * spread
 
 
+def micro_scales(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of 32 inputs, powers of two by their exponents (QNT-02)."""
+    exponents = torch.randint(115, 122, (weight.shape[0], weight.shape[1] // 32))
+    spread = torch.exp2(exponents - 127.0).repeat_interleave(32, 1)
+    values = (weight / spread).clamp(-448, 448).to(E4M3)
+    return values, exponents.to(torch.uint8), values.float() * spread
+
+
 FORMATS = {
+    "micro": (
+        micro_scales,
+        "weight_scale",
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        MICROSCALED,
+    ),
     "tensor": (tensor_scale, "weight_scale", {"quant_method": "fp8"}, "fp8"),
     "blocks": (
         block_scales,

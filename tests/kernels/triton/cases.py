@@ -675,6 +675,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("int8 one of 16", _int8(1, 16, activation="silu", eps=1e-6)),
     ("int8 16 of 32", _int8(16, 32, add=True)),
     ("int8 64", _int8(64, None, bias=True)),
+    ("int8 one with minima", _int8(1, 32, minima=True, activation="silu", eps=1e-6)),
+    ("int8 32 with minima", _int8(32, 32, minima=True)),
     ("int8 by int8", _int8(100, None, eps=1e-6, int8_rows=True)),
     ("int8 by int8 of 128", _int8(100, 128, int8_rows=True)),
     ("int4 by int8", _int4(300, 128, int8_rows=True)),

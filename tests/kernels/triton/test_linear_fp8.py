@@ -147,7 +147,7 @@ def test_a_nan_stays_in_its_token():
 
 @pytest.mark.parametrize("tokens", [1, 70, 130])
 @pytest.mark.parametrize("outputs, inputs", [(40, 256), (136, 400)])
-@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("group", [None, 32, 128])
 def test_many_tokens_by_our_kernel(tokens, outputs, inputs, group):
     problem = problem_of(outputs, inputs, group=group, bias=True)
     sample = op.sample_of(problem, (tokens,))
@@ -164,6 +164,7 @@ def test_many_tokens_by_our_kernel(tokens, outputs, inputs, group):
     [
         {"eps": 1e-6},
         {"eps": 1e-6, "activation": "silu", "group": 128},
+        {"eps": 1e-6, "bias": True, "group": 32},
         {"add": True, "bias": True},
         {"group": 128, "wide": True},
     ],

@@ -31,8 +31,12 @@ def _part(p_weight, m_n, o_k, k: tl.constexpr, INPUTS: tl.constexpr, K: tl.const
 
 
 @triton.jit
-def _sums(b_products, p_scale, m_n, k: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr):
-    """What is added of a step's products [N, K]: themselves, or the sums of groups, scaled."""
+def _sums(
+    b_products, b_x, p_scale, p_minimum, m_n, k: tl.constexpr, INPUTS: tl.constexpr,
+    GROUP: tl.constexpr, MINIMA: tl.constexpr,
+):  # fmt: skip
+    """What is added of a step's products [N, K]: themselves, or the sums of groups, scaled, less
+    those of x times their minima."""
     if GROUP == 0 or GROUP >= INPUTS:
         return b_products
     else:
@@ -41,7 +45,12 @@ def _sums(b_products, p_scale, m_n, k: tl.constexpr, INPUTS: tl.constexpr, GROUP
         o_group = k // GROUP + tl.arange(0, COUNT)
         m_scale = m_n[:, None] & (o_group * GROUP < INPUTS)[None, :]
         b_scale = tl.load(p_scale[:, None] + o_group[None, :], mask=m_scale, other=0.0)
-        return tl.sum(tl.reshape(b_products, [N, COUNT, GROUP]), axis=2) * b_scale
+        b_sums = tl.sum(tl.reshape(b_products, [N, COUNT, GROUP]), axis=2) * b_scale
+        if MINIMA:
+            p_minima = p_minimum[:, None] + o_group[None, :]
+            b_minimum = tl.load(p_minima, mask=m_scale, other=0.0)
+            b_sums -= tl.sum(tl.reshape(b_x, [1, COUNT, GROUP]), axis=2) * b_minimum
+        return b_sums
 
 
 @triton.jit
@@ -49,6 +58,7 @@ def gemv_kernel(
     x,
     weight,
     scales,
+    minima,
     bias,
     norm_weight,
     y,
@@ -67,7 +77,7 @@ def gemv_kernel(
 ):
     """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With
     ADD y is the residual. GROUP inputs of a row share one of `scales` (float32 [rows, groups]), a
-    divisor of K or all of them; 0: there are none."""
+    divisor of K or all of them; 0: there are none. `minima`: of groups, as the scales; None: 0."""
     o_n = tl.program_id(0) * N + tl.arange(0, N)
     o_k = tl.arange(0, K)
     m_n = o_n < OUTPUTS
@@ -90,6 +100,9 @@ def gemv_kernel(
     SUMS: tl.constexpr = K // GROUP if GROUPED else K
     p_scale = scales + o_n * GROUPS if GROUPED else scales
     p_scale_up = p_scale + OUTPUTS * GROUPS if GROUPED else scales
+    MINIMA: tl.constexpr = minima is not None
+    p_minimum = minima + o_n * GROUPS if MINIMA else p_scale
+    p_minimum_up = p_minimum + OUTPUTS * GROUPS if MINIMA else p_scale
     b_acc = tl.zeros([N, SUMS], tl.float32)
     b_acc_up = tl.zeros([N, SUMS], tl.float32)
     b_squares = tl.zeros([1, K], tl.float32)
@@ -106,9 +119,11 @@ def gemv_kernel(
         if NORM:
             b_squares += b_x * b_x
             b_x = b_x * tl.load(norm_weight + k + o_k[None, :], mask=m_k, other=0.0)
-        b_acc += _sums(b_x * b_weight, p_scale, m_n, k, INPUTS, GROUP)
+        b_acc += _sums(b_x * b_weight, b_x, p_scale, p_minimum, m_n, k, INPUTS, GROUP, MINIMA)
         if GATED:
-            b_acc_up += _sums(b_x * b_weight_up, p_scale_up, m_n, k, INPUTS, GROUP)
+            b_acc_up += _sums(
+                b_x * b_weight_up, b_x, p_scale_up, p_minimum_up, m_n, k, INPUTS, GROUP, MINIMA
+            )
     b_y = tl.sum(b_acc, axis=1)
     if (GROUP > 0) & (not GROUPED):
         b_y *= tl.load(scales + o_n, mask=m_n, other=0.0)

@@ -40,14 +40,24 @@ def _times(b_x, b_weight, b_acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _times_scaled(b_x, b_weight, b_acc, p_scale, m_scale, SWAP: tl.constexpr):
-    """Adds the same times a scale for each output."""
+def _times_scaled(
+    b_x, b_weight, b_acc, p_scale, p_minimum, m_scale, SWAP: tl.constexpr, MINIMA: tl.constexpr
+):
+    """Adds the same times a scale for each output, less the sum of x times its minimum."""
     b_scale = tl.load(p_scale, mask=m_scale, other=0.0)
     b_part = _times(b_x, b_weight, tl.zeros_like(b_acc), SWAP)
     if SWAP:
-        return b_acc + b_part * b_scale[:, None]
+        b_part = b_part * b_scale[:, None]
     else:
-        return b_acc + b_part * b_scale[None, :]
+        b_part = b_part * b_scale[None, :]
+    if MINIMA:
+        b_minimum = tl.load(p_minimum, mask=m_scale, other=0.0)
+        b_sum = tl.sum(b_x.to(tl.float32), axis=1)
+        if SWAP:
+            b_part -= b_minimum[:, None] * b_sum[None, :]
+        else:
+            b_part -= b_sum[:, None] * b_minimum[None, :]
+    return b_acc + b_part
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -56,6 +66,7 @@ def skinny_kernel(
     x_scales,
     weight,
     scales,
+    minima,
     bias,
     y,
     partial,
@@ -79,7 +90,8 @@ def skinny_kernel(
 ):
     """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With
     ADD y is the residual. GROUP inputs of a row share one of `scales` (float32 [rows, groups]), a
-    multiple of K or all of them; 0: there are none. `x_scales` float32 [T] where x is of e4m3
+    multiple of K or all of them; 0: there are none. `minima`: as the scales of groups; None: 0.
+    `x_scales` float32 [T] where x is of e4m3
     numbers, as the weight then is. `partial` float32 [N tiles, SPLIT, 1 or 2, M, N]."""
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -107,6 +119,7 @@ def skinny_kernel(
     b_acc = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
     b_acc_up = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
     EVEN: tl.constexpr = SHARE * SPLIT == INPUTS
+    MINIMA: tl.constexpr = minima is not None
     for k in range(0, SHARE, K):
         if EVEN:
             b_x = tl.load(p_x + k, mask=m_m[:, None], other=0.0)
@@ -122,12 +135,17 @@ def skinny_kernel(
                     p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
                 )
         if GROUPED:
-            p_scale = scales + o_row * GROUPS + (begin + k) // GROUP
+            o_scale = o_row * GROUPS + (begin + k) // GROUP
             m_scale = m_n & (begin + k < INPUTS)
-            b_acc = _times_scaled(b_x, b_weight, b_acc, p_scale, m_scale, SWAP)
+            p_scale = scales + o_scale
+            p_minimum = minima + o_scale if MINIMA else p_scale
+            b_acc = _times_scaled(b_x, b_weight, b_acc, p_scale, p_minimum, m_scale, SWAP, MINIMA)
             if GATED:
                 p_scale += OUTPUTS * GROUPS
-                b_acc_up = _times_scaled(b_x, b_weight_up, b_acc_up, p_scale, m_scale, SWAP)
+                p_minimum += OUTPUTS * GROUPS
+                b_acc_up = _times_scaled(
+                    b_x, b_weight_up, b_acc_up, p_scale, p_minimum, m_scale, SWAP, MINIMA
+                )
         else:
             b_acc = _times(b_x, b_weight, b_acc, SWAP)
             if GATED:

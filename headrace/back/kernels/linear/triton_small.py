@@ -57,11 +57,12 @@ class LaunchScaled(Protocol):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gemm:
     """y = act(norm(x) W^T + b), with `add` added to what y holds. `activation` "" and `norm_I`
-    None: none. A weight of e4m3 numbers has `scales_OG` (float32), one for each `group` inputs of
-    an output."""
+    None: none. A weight of e4m3 numbers or integers has `scales_OG` (float32), one for each `group`
+    inputs of an output, and `minima_OG` where groups have them."""
 
     weight_OI: torch.Tensor
     scales_OG: torch.Tensor | None = None
+    minima_OG: torch.Tensor | None = None
     group: int = 0
     bias_O: torch.Tensor | None = None
     norm_I: torch.Tensor | None = None
@@ -225,8 +226,8 @@ def _gemv(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
         gemv_kernel[grid](
-            x_TI, gemm.weight_OI, gemm.scales_OG, gemm.bias_O, gemm.norm_I, y_TY, gemm.eps,
-            **constants, num_warps=plan.warps, **launch(x_TI.device),
+            x_TI, gemm.weight_OI, gemm.scales_OG, gemm.minima_OG, gemm.bias_O, gemm.norm_I, y_TY,
+            gemm.eps, **constants, num_warps=plan.warps, **launch(x_TI.device),
         )  # fmt: skip
 
     return run
@@ -255,8 +256,8 @@ def skinny_launcher(gemm: Gemm, plan: GemmPlan, tokens: int) -> LaunchScaled:
         if split > 1:
             partial = torch.empty(parts, dtype=torch.float32, device=x_TI.device)
         skinny_kernel[(tiles, split)](
-            x_TI, x_scales_T, gemm.weight_OI, gemm.scales_OG, gemm.bias_O, y_TY, partial,
-            counters(x_TI.device),
+            x_TI, x_scales_T, gemm.weight_OI, gemm.scales_OG, gemm.minima_OG, gemm.bias_O, y_TY,
+            partial, counters(x_TI.device),
             len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps,
             num_stages=stages, **launch(x_TI.device),
         )  # fmt: skip

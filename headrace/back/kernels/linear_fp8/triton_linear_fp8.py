@@ -44,7 +44,8 @@ from headrace.back.kernels.triton.wrap import capability, interpreted
 log = logging.getLogger(__name__)
 
 GROUP = 128
-"""Inputs that share a scale, where not all do."""
+"""Inputs of a step, and that share a scale, where not all do; or MICROSCALED."""
+MICROSCALED = 32
 Multiply = Callable[[ScaledRows], torch.Tensor]
 
 
@@ -94,7 +95,10 @@ def bind(
     def planned(tokens: int) -> GemmPlan:
         sms = gemm_device_of(weight.values_OI.device).sms
         gated = problem.activation is not None
-        return plan_of(weight.outputs, weight.inputs, tokens, gated=gated, sms=sms)
+        plan = plan_of(weight.outputs, weight.inputs, tokens, gated=gated, sms=sms)
+        if tokens == 1 or weight.group is None:
+            return plan
+        return replace(plan, k=weight.group, prefetch=plan.prefetch * plan.k // weight.group)
 
     @cache
     def launch_of(tokens: int) -> Launch:
@@ -189,7 +193,7 @@ def plans(problem: LinearFp8Problem) -> list[PlanCheck]:
 
 
 def _supports(problem: LinearFp8Problem) -> str | None:
-    reason = refusal_of(problem, (GROUP,))
+    reason = refusal_of(problem, (MICROSCALED, GROUP))
     if reason is not None:
         return reason
     if torch.version.hip is not None:

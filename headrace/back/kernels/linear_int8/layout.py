@@ -17,17 +17,19 @@ GROUPS = (16, 32, 64, 128)
 class Int8Weight:
     """values_OI (int8) times scales_OG (float32, contiguous). `group` inputs of an output share a
     scale, None: all of them, and G is 1; I is a multiple of it. `int8_rows`: many tokens are
-    multiplied as int8 too."""
+    multiplied as int8 too. `minima_OG` (as the scales; None: 0) are what products with scales are
+    above a weight."""
 
     values_OI: torch.Tensor
     scales_OG: torch.Tensor
     group: int | None
     int8_rows: bool = False
+    minima_OG: torch.Tensor | None = None
 
     @property
     def facts(self) -> dict[str, bool]:
         """What a problem says of it beside its sizes."""
-        return {"int8_rows": self.int8_rows}
+        return {"int8_rows": self.int8_rows, "minima": self.minima_OG is not None}
 
     @property
     def outputs(self) -> int:
@@ -47,7 +49,8 @@ class Int8Weight:
     @property
     def num_bytes(self) -> int:
         """In memory."""
-        return self.values_OI.nbytes + self.scales_OG.nbytes
+        minima = 0 if self.minima_OG is None else self.minima_OG.nbytes
+        return self.values_OI.nbytes + self.scales_OG.nbytes + minima
 
 
 def packed_bytes(outputs: int, inputs: int, group: int | None) -> int:
@@ -62,28 +65,36 @@ def empty(
     *,
     device: torch.device | str,
     int8_rows: bool = False,
+    minima: bool = False,
 ) -> Int8Weight:
     """A weight to be filled."""
     assert group is None or inputs % group == 0, (inputs, group)
     groups = 1 if group is None else inputs // group
+    assert group is not None or not minima, "minima are of groups"
+    numbers = [
+        torch.empty(outputs, groups, dtype=torch.float32, device=device)
+        for _ in range(2 if minima else 1)
+    ]
     return Int8Weight(
         torch.empty(outputs, inputs, dtype=torch.int8, device=device),
-        torch.empty(outputs, groups, dtype=torch.float32, device=device),
+        numbers[0],
         group,
         int8_rows,
+        numbers[1] if minima else None,
     )
 
 
 def dequantize(weight: Int8Weight) -> torch.Tensor:
     """float32 [O, I]."""
-    scales = weight.scales_OG
-    if weight.group is not None:
-        scales = scales.repeat_interleave(weight.group, 1)
-    return weight.values_OI.float() * scales
+    y_OI = torch.empty(weight.values_OI.shape, dtype=torch.float32, device=weight.device)
+    dequantize_into(weight, y_OI)
+    return y_OI
 
 
 def dequantize_into(weight: Int8Weight, y_OI: torch.Tensor) -> None:
-    """Writes the whole weight, which is dense, in one pass over it."""
+    """Writes the whole weight, which is dense; with minima in two passes over it."""
     outputs, inputs = weight.outputs, weight.inputs
     shape = outputs, -1, weight.group or inputs
     torch.mul(weight.values_OI.view(shape), weight.scales_OG[..., None], out=y_OI.view(shape))
+    if weight.minima_OG is not None:
+        y_OI.view(shape).sub_(weight.minima_OG[..., None])

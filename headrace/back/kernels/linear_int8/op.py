@@ -34,9 +34,11 @@ CHECKED_ROWS = (1, 5, 20, 40, STREAMED_TOKENS + 16)
 
 @dataclass(frozen=True, kw_only=True)
 class LinearInt8Problem(QuantizedLayerProblem):
-    """The layer, and the groups of its weight; `int8_rows`: many tokens become int8."""
+    """The layer, and the groups of its weight; `int8_rows`: many tokens become int8. `minima`:
+    groups have them."""
 
     int8_rows: bool = False
+    minima: bool = False
 
 
 def int8_refusal(dtype: torch.dtype) -> str | None:
@@ -65,7 +67,7 @@ def random_weight(problem: LinearInt8Problem, generator: torch.Generator) -> Int
     """Integers over their whole range; products are about 1."""
     weight = empty(
         problem.outputs, problem.inputs, problem.group, device=problem.device,
-        int8_rows=problem.int8_rows,
+        int8_rows=problem.int8_rows, minima=problem.minima,
     )  # fmt: skip
     new = {"dtype": torch.float32, "device": problem.device, "generator": generator}
     step = 1 + (1 << 24) // problem.inputs
@@ -74,6 +76,9 @@ def random_weight(problem: LinearInt8Problem, generator: torch.Generator) -> Int
         values.copy_((random_tensor(*values.shape, **new) * 40).round_().clamp_(-128, 127))
     spread = random_tensor(*weight.scales_OG.shape, **new).abs_().add_(0.5)
     weight.scales_OG.copy_(spread / (40 * problem.inputs**0.5))
+    if weight.minima_OG is not None:
+        middle = random_tensor(*weight.scales_OG.shape, **new) * 40
+        weight.minima_OG.copy_(weight.scales_OG * middle)
     return weight
 
 

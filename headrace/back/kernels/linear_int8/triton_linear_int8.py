@@ -50,6 +50,7 @@ def bind(
     several = Gemm(
         weight_OI=weight.values_OI,
         scales_OG=weight.scales_OG,
+        minima_OG=weight.minima_OG,
         group=weight.group or weight.inputs,
         bias_O=bias_O,
         activation=problem.activation or "",
@@ -103,8 +104,10 @@ def _supports(problem: LinearInt8Problem) -> str | None:
         return reason
     if problem.group is not None and problem.inputs % problem.group:
         return f"{problem.inputs} inputs are no multiple of {problem.group}"
-    if problem.int8_rows and problem.group == 16:
-        return "multiplies int8 tokens by integers of which at least 32 share a scale"
+    if problem.int8_rows and (problem.group == 16 or problem.minima):
+        return (
+            "multiplies int8 tokens by integers without minima, of at least 32 that share a scale"
+        )
     return None
 
 
