@@ -13,6 +13,9 @@ from transformers.image_utils import SizeDict
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
     DeepseekOcr2ImageProcessorPil,
 )
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import (
+    DeepseekVLImageProcessorPil,
+)
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
@@ -20,6 +23,9 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import (
+    VideoLlama3ImageProcessorPil,
+)
 
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import preprocessed, without_torchvision
@@ -225,6 +231,28 @@ def got(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     return Theirs(given={"pixel_values": inputs["pixel_values"]}, texts=texts)
 
 
+def deepseek_vl(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = DeepseekVLImageProcessorPil(size=SQUARE, min_size=5, **HALF_NORM)
+    inputs = processor(list(pictures), return_tensors="pt")
+    return Theirs(given=dict(inputs), texts=["I" * 16 for _ in pictures])
+
+
+def janus(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    theirs = deepseek_vl(pictures, ours)
+    texts = [f"<begin_of_image>{one}<end_of_image>" for one in theirs.texts]
+    return Theirs(given=theirs.given, texts=texts)
+
+
+def video_llama(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = VideoLlama3ImageProcessorPil(**VIDEO_LLAMA_FILES)(list(pictures), return_tensors="pt")
+    texts = ["I" * int(grid.prod()) for grid in inputs["image_grid_thw"]]
+    return Theirs(given=dict(inputs), texts=texts)
+
+
+VIDEO_LLAMA_FILES: dict[str, Any] = {
+    "patch_size": 4,
+    "size": {"shortest_edge": 64, "longest_edge": 500},
+}
 OCR_FILES: dict[str, Any] = {"size": {"height": 128, "width": 128}, "tile_size": 96}
 QWEN_FILES: dict[str, Any] = {
     **{"patch_size": 4, "merge_size": 2},
@@ -243,6 +271,41 @@ QWEN3_5 = {key: value for key, value in text("qwen3_5_text").items() if key != "
 IMAGE_MARKS = {"<|START_OF_IMG|>": 102, "<|END_OF_IMG|>": 103}
 BOTH = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 CASES = {
+    "deepseek-vl": PictureCase(
+        name="DeepseekVL",
+        config={"vision_config": SIGLIP, "text_config": text("llama"), "image_token_id": IMAGE},
+        process=deepseek_vl,
+        files={**HALF_NORM, "min_size": 5},
+        sizes=((40, 24), (10, 90)),
+    ),
+    "janus": PictureCase(
+        name="Janus",
+        config={
+            "vision_config": {**TOWER, "mlp_ratio": 1.5, "projection_dim": 48},
+            **{"text_config": text("llama"), "image_token_id": IMAGE},
+            "vq_config": {
+                **{"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
+                **{"latent_channels": 32, "num_embeddings": 8, "projection_dim": 48},
+                **{"image_token_embed_dim": 48, "embed_dim": 4},
+            },
+        },
+        process=janus,
+        files={**HALF_NORM, "min_size": 5},
+        marks={"<begin_of_image>": 102, "<end_of_image>": 103},
+        sizes=((40, 24), (10, 90)),
+    ),
+    "video-llama3": PictureCase(
+        name="VideoLlama3",
+        config={
+            "vision_config": {
+                **{key: value for key, value in TOWER.items() if key != "image_size"},
+                "model_type": "video_llama_3_vision",
+            },
+            **{"text_config": text("qwen2"), **BOTH},
+        },
+        process=video_llama,
+        files=VIDEO_LLAMA_FILES,
+    ),
     "got-ocr2": PictureCase(
         name="GotOcr2",
         config={

@@ -53,9 +53,9 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     `max_duration_s`: from where on a longer video has no more frames.
 
     Of models with inputs of one size: `side` of the square in pixels, `fit` of an image to it
-    (crop, pad, stretch), `tiles`: the least and the most squares of an image. `longest`: the
-    longest side of a resized image. `resample`: Pillow's number of a filter (1 Lanczos, 2
-    bilinear, 3 bicubic).
+    (crop, pad, stretch; inside: made to fit, then padded, `shortest` pixels of a side at least),
+    `tiles`: the least and the most squares of an image. `longest`: the longest side of a resized
+    image. `resample`: Pillow's number of a filter (1 Lanczos, 2 bilinear, 3 bicubic).
     `pad_color`: what fills a padded square. `around`: text before and behind an image.
 
     `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares.
@@ -78,6 +78,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_duration_s: int = 300
     side: int = 0
     fit: str = "stretch"
+    shortest: int = 1
     tiles: tuple[int, int] = (1, 1)
     longest: int = 0
     resample: int = 3

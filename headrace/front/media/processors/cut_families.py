@@ -15,6 +15,7 @@ from headrace.front.media.processors.files import read_keys, special_token
 from headrace.front.media.processors.reading import (
     image_only,
     patch_pixels,
+    pixel_bounds,
     side_pixels,
     vision_section,
     with_video,
@@ -296,6 +297,37 @@ def _got(files: CheckpointFiles) -> MediaSpec:
     return image_only("square", settings, files.config)
 
 
+def _deepseek_vl(files: CheckpointFiles) -> MediaSpec:
+    """One square that a picture is fitted into; Janus has marks around it."""
+    image, vision = files.image, vision_section(files.config)
+    mean = image.list("image_mean", [0.48145466, 0.4578275, 0.40821073], of=float, length=3)
+    janus = files.config.raw["model_type"] == "janus"
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=1,
+        side=side_pixels(vision, 384),
+        fit="inside",
+        shortest=image.int("min_size", 14, ge=1, le=1024),
+        pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
+        around=("<begin_of_image>", "<end_of_image>") if janus else ("", ""),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return image_only("square", settings, files.config)
+
+
+def _video_llama(files: CheckpointFiles) -> MediaSpec:
+    image, vision = files.image, vision_section(files.config)
+    if image.int("merge_size", 1) != 1:
+        raise image.wrong("merge_size", "1")
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=1,
+        temporal=1,
+        image_pixels=pixel_bounds(image, (56 * 56, 28 * 28 * 1280)),
+    )
+    return image_only("qwen_vl", settings, files.config)
+
+
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
@@ -308,6 +340,9 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "qianfan_ocr": _qianfan,
     "minicpmv4_6": _minicpm,
     "deepseek_ocr2": _deepseek_ocr,
+    "deepseek_vl": _deepseek_vl,
+    "janus": _deepseek_vl,
+    "video_llama_3": _video_llama,
     "got_ocr2": _got,
     "lfm2_vl": _lfm2,
     "nemotron_h_omni": _nemotron,

@@ -34,12 +34,23 @@ class SquareProcessor:
         settings, side = self._settings, self._settings.side
         if settings.fit == "crop":
             return self._middle(picture)
+        if settings.fit == "inside":
+            return self._inside(picture)
         if settings.fit == "pad":
             longest = max(picture.size)
             ground = Image.new("RGB", (longest, longest), settings.pad_color)
             ground.paste(picture, ((longest - picture.width) // 2, (longest - picture.height) // 2))
             picture = ground
         return resized(picture, height=side, width=side, resample=settings.resample)
+
+    def _inside(self, picture: Image.Image) -> Image.Image:
+        settings, side = self._settings, self._settings.side
+        scale = side / max(picture.size)
+        width, height = (max(round(one * scale), settings.shortest) for one in picture.size)
+        picture = resized(picture, height=height, width=width, resample=settings.resample)
+        ground = Image.new("RGB", (side, side), settings.pad_color)
+        ground.paste(picture, ((side - width) // 2, (side - height) // 2))
+        return ground
 
     def _middle(self, picture: Image.Image) -> Image.Image:
         settings, side = self._settings, self._settings.side
