@@ -1,26 +1,28 @@
 """Writes a plain checkpoint with a low-rank adapter merged into its weights: W + s B A, summed in
-float32 and rounded once. Everything else of the base is copied as it is."""
+float32 and rounded once; magnitudes, experts, tables and whole tensors too (back/lora/whole.py).
+Everything else of the base is copied as it is. A table of more tokens than the base's comes with
+its number in config.json, and with the adapter's tokenizer."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
-from headrace.back.layers.adapters import AdaptedModule, LowRank
-from headrace.back.lora.peft import read_adapter
+from headrace.back.lora.whole import Change, WholeAdapter, changes_of, read_whole
 from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.models.load.source import name_of
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import AdapterSpec, ModelSpec
-from headrace.base.errors import ConfigError
+from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.plan import build_without_memory
 from headrace.launch.quantize import Progress, Shards, check_out, copy_rest, tensors_of
-
-MAX_RANK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,44 +46,83 @@ def merge_adapter(
             field="MODEL",
         )
     check_out(out)
-    modules, renamed = _modules(spec)
-    pairs = dict(read_adapter(adapter, modules, max_rank=MAX_RANK).pairs)
-    rank, count, num_bytes = max(len(pair.a_RI) for pair in pairs.values()), len(pairs), 0
-    out.mkdir(parents=True, exist_ok=True)
-    shards = Shards(out)
+    transposed, renamed = _modules(spec)
+    stored = read_whole(adapter)
+    count, tokens, num_bytes = 0, 0, 0
     with closing(SafetensorsSource(Path(spec.path))) as source:
+        names = {name_of(name, renamed): name for name in source.entries}
+        changes = _changes(spec, stored, transposed, names)
+        out.mkdir(parents=True, exist_ok=True)
+        shards = Shards(out)
         for name, tensor in tensors_of(source):
-            module = name_of(name, renamed).removesuffix(".weight")
-            if (pair := pairs.pop(module, None)) is not None:
-                tensor = _merged(tensor, pair, modules[module])
+            before = tensor.shape
+            for change in changes.get(name_of(name, renamed), ()):
+                tensor = change(tensor)
+            if tensor.shape != before:
+                tokens = _grown(name, before, tensor.shape)
+            count += name_of(name, renamed) in changes
             shards.add(name, tensor)
             num_bytes += tensor.nbytes
             progress(name, tensor.nbytes)
-    if pairs:
-        raise ConfigError(
-            f"{spec.path}: holds no tensor of its own for {', '.join(sorted(pairs)[:4])}",
+    shards.close()
+    copy_rest(Path(spec.path), out, **({"vocab_size": tokens} if tokens else {}))
+    _copy_tokenizer(adapter, out)
+    return Merged(num_matrices=count, rank=stored.rank, num_bytes=num_bytes)
+
+
+def _changes(
+    spec: ModelSpec, adapter: WholeAdapter, transposed: frozenset[str], names: Collection[str]
+) -> dict[str, list[Change]]:
+    """What becomes of the base's tensors, each of which must be there."""
+    changes = changes_of(adapter, transposed=transposed, experts=_experts(spec.config))
+    lone = {
+        name
+        for parameter in adapter.experts
+        for name in changes
+        if name.startswith(f"{parameter.rpartition('.')[0]}.") and name not in names
+    }  # experts lie in one tensor or one by one
+    missing = sorted(name for name in changes.keys() - set(names) if name not in lone)
+    if missing or len(lone) == len(changes):
+        raise CheckpointError(
+            f"{spec.path}: holds no tensor of its own for {', '.join(missing[:4] or sorted(lone)[:4])} "
+            "(the adapter may be made for another base)",
             field="ADAPTER",
         )
-    shards.close()
-    copy_rest(Path(spec.path), out)
-    return Merged(num_matrices=count, rank=rank, num_bytes=num_bytes)
+    return changes
 
 
-def _modules(
-    spec: ModelSpec,
-) -> tuple[dict[str, AdaptedModule], tuple[tuple[str, str], ...]]:
-    """The linear layers that take adapters, and what the model calls tensors of other names."""
+def _experts(config: Mapping[str, Any]) -> int:
+    text = config.get("text_config") or config
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((int(text[key]) for key in keys if text.get(key)), 0)
+
+
+def _grown(name: str, before: torch.Size, after: torch.Size) -> int:
+    """The tokens of a table that was replaced by a longer one."""
+    if len(before) != 2 or before[1:] != after[1:]:
+        raise CheckpointError(
+            f"{name}: the adapter replaces {list(before)} by {list(after)}", field="ADAPTER"
+        )
+    return after[0]
+
+
+def _copy_tokenizer(adapter: Path, out: Path) -> None:
+    """That of the adapter, where it has one: it may know more tokens."""
+    if (adapter / "tokenizer.json").is_file():
+        for path in adapter.glob("*token*.json"):
+            shutil.copyfile(path, out / path.name)
+
+
+def _modules(spec: ModelSpec) -> tuple[frozenset[str], tuple[tuple[str, str], ...]]:
+    """The linear layers whose weights lie [I, O], and what the model calls tensors of other
+    names."""
     slots = AdapterSpec(slots=1, max_rank=1, kept=1, roots=(), modules=())
     model = build_without_memory(msgspec.structs.replace(spec, adapters=slots), block_tokens=16)
-    assert model.adapters is not None
-    modules = {
-        name: module for one in model.adapters.linears for name, module in one.modules.items()
-    }
-    return modules, model.weights.renamed
-
-
-def _merged(weight: torch.Tensor, pair: LowRank, module: AdaptedModule) -> torch.Tensor:
-    """`weight` [O, I], or [I, O] where the checkpoint holds it so."""
-    more_OI = (pair.b_OR.float() @ pair.a_RI.float()) * pair.scale
-    more = more_OI.t() if module.pieces[0].transposed else more_OI
-    return (weight.float() + more).to(weight.dtype)
+    linears = () if model.adapters is None else model.adapters.linears
+    turned = frozenset(
+        name
+        for one in linears
+        for name, module in one.modules.items()
+        if module.pieces[0].transposed
+    )
+    return turned, model.weights.renamed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -89,19 +89,14 @@ def read_adapter(
 ) -> PeftAdapter:
     """The adapter in `folder` for a model with these `modules`; CheckpointError with the names and
     numbers of everything that does not fit."""
-    config = read_config(folder)
-    path = folder / WEIGHTS
-    if not path.is_file():
-        pickled = folder / "adapter_model.bin"
-        also = "; adapter_model.bin is a pickle and never read" if pickled.exists() else ""
-        raise CheckpointError(f"{folder} has no {WEIGHTS}{also}")
-    stored = read_safetensors_header(path)
+    config, path = read_config(folder), folder / WEIGHTS
+    stored = stored_tensors(folder)
     halves = _halves(path, stored)
     _check_modules(path, config, halves, modules, max_rank)
     pairs = {
         module: LowRank(
-            a_RI=_tensor(pair["A"]),
-            b_OR=_tensor(pair["B"]),
+            a_RI=tensor_of(pair["A"]),
+            b_OR=tensor_of(pair["B"]),
             scale=config.scale_of(module, pair["A"].shape[0]),
         )
         for module, pair in halves.items()
@@ -110,12 +105,23 @@ def read_adapter(
     return PeftAdapter(pairs=pairs, num_bytes=num_bytes)
 
 
-def read_config(folder: Path) -> LoraConfig:
-    """adapter_config.json; a key that asks for what is not done here is refused by name."""
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The adapter's tensors, by name, where they lie in its file."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = folder / "adapter_model.bin"
+        also = "; adapter_model.bin is a pickle and never read" if pickled.exists() else ""
+        raise CheckpointError(f"{folder} has no {WEIGHTS}{also}")
+    return dict(read_safetensors_header(path))
+
+
+def read_config(folder: Path, *, beside: Collection[str] = ()) -> LoraConfig:
+    """adapter_config.json; a key that asks for what is not done here is refused by name, but for
+    those that the caller reads `beside`."""
     path = folder / CONFIG
     reader = ConfigReader(read_json(path), str(path))
     reader.choice("peft_type", ("LORA",))
-    _refuse_variants(reader)
+    _refuse_variants(reader, beside)
     config = LoraConfig(
         rank=reader.int("r", 8, ge=1),
         alpha=reader.float("lora_alpha", 8.0),
@@ -133,14 +139,18 @@ def read_config(folder: Path) -> LoraConfig:
     return config
 
 
+INSTEAD = "; `headrace merge-adapter` merges them into the base"
 _OFF: Final[Mapping[str, tuple[object, str]]] = {
     "bias": ("none", "biases of the base are not adapted"),
-    "use_dora": (False, "adapters with magnitudes (DoRA) are not applied"),
+    "use_dora": (False, f"adapters with magnitudes (DoRA) are not applied{INSTEAD}"),
     "lora_bias": (False, "adapters with biases are not applied"),
     "use_qalora": (False, "QALoRA is not applied"),
-    "modules_to_save": (None, "whole modules beside the adapter are not replaced"),
-    "trainable_token_indices": (None, "embeddings of tokens are not replaced"),
-    "target_parameters": (None, "adapters of parameters that are no linear layers are not applied"),
+    "modules_to_save": (None, f"whole modules beside the adapter are not replaced{INSTEAD}"),
+    "trainable_token_indices": (None, f"embeddings of tokens are not replaced{INSTEAD}"),
+    "target_parameters": (
+        None,
+        f"adapters of parameters that are no linear layers are not applied{INSTEAD}",
+    ),
     "layer_replication": (None, "layers are not replicated"),
     "alora_invocation_tokens": (None, "adapters that begin within a prompt are not applied"),
     "arrow_config": (None, "adapters are not routed between"),
@@ -150,10 +160,10 @@ _OFF: Final[Mapping[str, tuple[object, str]]] = {
 """Keys that must be off, and why."""
 
 
-def _refuse_variants(reader: ConfigReader) -> None:
+def _refuse_variants(reader: ConfigReader, beside: Collection[str]) -> None:
     for key, (off, why) in _OFF.items():
         value = reader.raw.get(key)
-        if value and value != off:
+        if value and value != off and key not in beside:
             raise CheckpointError(f"{reader.where}: {key} is {value!r}: {why}", field=key)
     start = reader.raw.get("init_lora_weights", True)
     if start is not None and start not in _PLAIN_STARTS:
@@ -213,7 +223,7 @@ def _halves(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[st
             continue
         halves.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = tensor
     if others:
-        raise CheckpointError(f"{path}: {_listed(others)}: no matrices of a linear layer's adapter")
+        raise CheckpointError(f"{path}: {listed(others)}: no matrices of a linear layer's adapter")
     if not halves:
         raise CheckpointError(f"{path} holds no adapter")
     for module, pair in halves.items():
@@ -234,7 +244,7 @@ def _check_modules(
     unknown = [name for name in halves if name not in modules]
     if unknown:
         raise CheckpointError(
-            f"{path}: {_listed(unknown)}: this model has no linear layer of that name that takes an "
+            f"{path}: {listed(unknown)}: this model has no linear layer of that name that takes an "
             "adapter (it may be made for another base)"
         )
     for name, pair in halves.items():
@@ -248,7 +258,7 @@ def _check_modules(
         missing = [name for name in wanted if name not in halves]
         if missing:
             raise CheckpointError(
-                f"{path}: {_listed(missing)}: target_modules names them, and their tensors are missing"
+                f"{path}: {listed(missing)}: target_modules names them, and their tensors are missing"
             )
 
 
@@ -278,8 +288,12 @@ def _check_pair(
             )
 
 
-def _tensor(stored: StoredTensor) -> torch.Tensor:
+def tensor_of(stored: StoredTensor) -> torch.Tensor:
     """The tensor, which holds no NaN or Inf."""
+    if stored.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{stored.path}: {stored.name} has the dtype {stored.dtype}, not {', '.join(_DTYPES)}"
+        )
     with stored.path.open("rb") as file:
         file.seek(stored.offset)
         data = bytearray(file.read(stored.num_bytes))
@@ -291,6 +305,7 @@ def _tensor(stored: StoredTensor) -> torch.Tensor:
     return values
 
 
-def _listed(names: list[str], shown: int = 4) -> str:
+def listed(names: list[str], shown: int = 4) -> str:
+    """The first of them, and how many there are more."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(sorted(names)[:shown]) + more
