@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.covering import mark_rest_slow, one_of_skipped
 from tests.cpu_report import CpuReport
 from tests.frozen import Frozen
 from tests.parts import Part
+from tests.scopes import FEW, FolderScheduling, comes_first
 
 # Before anything imports torch. Its threads wait for each other by spinning: where tests run beside each other, an
 # operation of 0.1 ms then takes as long as the system leaves the other thread without a core.
@@ -46,14 +48,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Part(part))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several workers only."""
+    few = config.getoption("dist") == "loadfile" and len(config.getoption("tx")) <= FEW
+    return FolderScheduling(config, log) if few else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of what cannot run here one case says so; of large products of parameters the cases that cover pairs stay. Files
-    that take long come first: beside each other, workers then end at about the same time."""
+    """Of what cannot run here one case says so; of large products of parameters the cases that cover pairs stay. What
+    takes long comes first: beside each other, workers then end at about the same time."""
     kept = one_of_skipped(items)
     config.hook.pytest_deselected(items=[*{*items} - {*kept}])
     items[:] = kept
     mark_rest_slow(items)
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    items.sort(key=lambda item: not comes_first(item))
 
 
 @pytest.hookimpl(trylast=True)
