@@ -4,6 +4,7 @@ memory, and what this machine reads and multiplies per second.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -119,7 +120,8 @@ def _kv_layers(model: LoadableModel, dtype: torch.dtype) -> tuple[tuple[int, int
     """See ModelCost. The state of a recurrence belongs to the inputs kept right before it."""
     layers: list[tuple[int, int | None]] = []
     for form in model.kv_forms:
-        num_bytes, span = form.block_bytes(1, dtype), form.span
+        num_bytes = math.ceil(form.block_bytes(1, dtype) / form.block_ratio(1))
+        span = form.span
         if isinstance(form, StateForm):
             span = STATE
             if form.dtype is not None and layers and layers[-1][1] == STATE:

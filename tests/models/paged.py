@@ -27,7 +27,7 @@ def _poisoned(
 ) -> torch.Tensor:
     stored = form.storage_dtype(dtype)
     value = 77 if stored is torch.int8 else float("nan")
-    kv = torch.full((num_blocks, *form.block_shape(block_tokens)), value, dtype=stored)
+    kv = torch.full((num_blocks, *form.shape_beside(block_tokens)), value, dtype=stored)
     form.floats(kv).fill_(float("nan"))
     return kv
 

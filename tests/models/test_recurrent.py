@@ -106,6 +106,24 @@ def test_greedy_tokens_equal_transformers_in_chunks_and_behind_a_snapshot(
     core.executor.close()
 
 
+def test_entries_of_long_groups_have_larger_blocks_in_the_same_budget(tmp_path: Path) -> None:
+    """ENG-11: an entry for 32 positions takes a block of 32, in chunks of 16 and behind a prefix."""
+    config = tiny_config("deepseek-v4")
+    config.compress_rates["heavily_compressed_attention"] = 2 * BLOCK
+    oracle, core = save_oracle(config, tmp_path), engine(tmp_path)
+    runner = core.executor._resident.runner
+    assert {group.block_ratio for group in runner.facts.groups} == {1, 2}
+    sizes = {group.tokens for group in runner._steps.rows.groups}
+    assert sizes == {BLOCK, 2 * BLOCK}
+    first, second = prompts_of(75, 39)
+    prompts = {1: first, 2: second}
+    expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
+    assert answers(core, prompts) == (expected, 0)
+    follow_up = [*first, *second[:5]]
+    assert answers(core, {3: follow_up}) == ({3: greedy(oracle, follow_up)}, 64)
+    core.executor.close()
+
+
 @pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
 )

@@ -32,8 +32,16 @@ class CacheForm:
     kind: str = "full"
     span: int | None = None
 
+    def block_ratio(self, block_tokens: int) -> int:
+        """Its blocks hold this many times the tokens of a plain block."""
+        return 1
+
+    def shape_beside(self, block_tokens: int) -> tuple[int, ...]:
+        """The shape of its blocks where plain ones hold so many tokens."""
+        return self.block_shape(block_tokens * self.block_ratio(block_tokens))
+
     def block_shape(self, block_tokens: int) -> tuple[int, ...]:
-        """The shape of one block (of a row, for recurrent state)."""
+        """The shape of one block of so many tokens (of a row, for recurrent state)."""
         raise NotImplementedError
 
     def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -45,8 +53,8 @@ class CacheForm:
         return cache
 
     def block_bytes(self, block_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of one block."""
-        return math.prod(self.block_shape(block_tokens)) * self.storage_dtype(dtype).itemsize
+        """Bytes of one of its blocks where plain ones hold so many tokens."""
+        return math.prod(self.shape_beside(block_tokens)) * self.storage_dtype(dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +111,20 @@ class LatentForm(CacheForm):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupForm(CacheForm):
-    """One vector for each `group` of neighbouring positions, in the block of the last of them:
-    blocks [places, width]. A group divides a block or is whole blocks."""
+    """One vector for each `group` of neighbouring positions: blocks [places, width]. A group
+    divides a block or is whole blocks; then it has a larger block to itself."""
 
     width: int
     group: int
     kind: str = "latent"
 
+    def block_ratio(self, block_tokens: int) -> int:
+        """See CacheForm."""
+        return max(1, self.group // block_tokens)
+
     def block_shape(self, block_tokens: int) -> tuple[int, ...]:
         """See CacheForm."""
-        return (max(1, block_tokens // self.group), self.width)
+        return (block_tokens // self.group, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)

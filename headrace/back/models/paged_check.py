@@ -48,7 +48,7 @@ def _paged_logits(model: CausalModel, rows: list[list[int]], scope: Scope) -> li
     block_tokens, blocks = scope.block_tokens, -(-max(LENGTHS) // scope.block_tokens)
     kv = tuple(
         torch.zeros(
-            (1 + len(rows) * blocks, *form.block_shape(block_tokens)),
+            (1 + len(rows) * blocks, *form.shape_beside(block_tokens)),
             dtype=form.storage_dtype(scope.dtype),
             device=scope.device,
         )

@@ -20,7 +20,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem, StepTables
+from headrace.back.kernels.step_inputs.op import (
+    HEADER,
+    GroupBlocks,
+    StepInputsProblem,
+    StepTables,
+)
 from headrace.back.kernels.upload import host_buffer, to_device
 from headrace.back.runner.sizes import Bucket
 from headrace.back.sampling.in_step import HeadOutput, SamplerInput
@@ -76,12 +81,13 @@ class Rows:
     """Tokens, block tables and prompt lengths of all rows.
 
     tokens [max_rows, columns]: column p is the token at position p.
-    tables: one per KV group; [max_rows, columns]: column i is the block of tokens i*block_tokens
+    tables: one per KV group; [max_rows, columns]: column i is the block from token i * S on, S the
+    tokens of the group's blocks
     num_prompt int32 [max_rows] on the host.
     step_tables: those of the steps' kernels, whose lengths and predictions are kept here too.
-    spans: of each group the most outputs of an encoder that its cross caches hold, 0: they grow
-    with the row; empty: all do. cross_tokens int32 [max_rows] on the host: how many each row has,
-    where there are such groups; the steps' tables have them too.
+    groups: the blocks of each; empty: all grow with the row and are of `block_tokens`. cross_tokens
+    int32 [max_rows] on the host: outputs of an encoder that each row has, where there are cross
+    caches; the steps' tables have them too.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class Rows:
         *,
         block_tokens: int,
         step_tables: StepTables | None = None,
-        spans: tuple[int, ...] = (),
+        groups: tuple[GroupBlocks, ...] = (),
     ) -> None:
         self.device = tokens.data.device
         self.block_tokens = block_tokens
@@ -100,7 +106,8 @@ class Rows:
         self._length_M = None if step_tables is None else step_tables.length_M
         self._predicted_M = None if step_tables is None else step_tables.predicted_M
         self._cross_M = None if step_tables is None else step_tables.cross_M
-        self.spans = spans or (0,) * len(tables)
+        self.groups = groups or (GroupBlocks(tokens=block_tokens),) * len(tables)
+        self._crosses = any(group.span for group in self.groups)
         self.cross_tokens = np.zeros(tokens.data.shape[0], np.int32)
         self.num_prompt = np.zeros(tokens.data.shape[0], np.int32)
 
@@ -111,23 +118,23 @@ class Rows:
         num_groups: int,
         block_tokens: int,
         device: torch.device,
-        spans: tuple[int, ...] = (),
+        groups: tuple[GroupBlocks, ...] = (),
     ) -> Rows:
         """Empty rows whose tables grow."""
         new = {"rows": max_rows, "device": device}
         tables = (GrowingTable.zeros(**new, columns=256 // block_tokens) for _ in range(num_groups))
         tokens = GrowingTable.zeros(**new, columns=256)
-        return Rows(tokens, tuple(tables), block_tokens=block_tokens, spans=spans)
+        return Rows(tokens, tuple(tables), block_tokens=block_tokens, groups=groups)
 
     @staticmethod
-    def over(tables: StepTables, spans: tuple[int, ...], *, block_tokens: int) -> Rows:
+    def over(tables: StepTables, groups: tuple[GroupBlocks, ...], *, block_tokens: int) -> Rows:
         """The rows whose tables these are."""
         return Rows(
             GrowingTable(tables.tokens_MC),
             tuple(GrowingTable(blocks_MB) for blocks_MB in tables.blocks_GMB),
             block_tokens=block_tokens,
             step_tables=tables,
-            spans=spans,
+            groups=groups,
         )
 
     def apply(self, plan: StepPlan) -> None:
@@ -157,7 +164,7 @@ class Rows:
         if self._predicted_M is not None:
             for start in starts:
                 self._predict(start, self._predicted_M)
-        if starts and any(self.spans):
+        if starts and self._crosses:
             self._set_cross(starts)
 
     def _predict(self, start: RowStart, predicted_M: torch.Tensor) -> None:

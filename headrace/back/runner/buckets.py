@@ -26,7 +26,6 @@ from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.kernels.step_inputs.op import (
     ROWS,
     SLOT,
-    GroupBlocks,
     StepInputsProblem,
     StepOut,
 )
@@ -101,7 +100,7 @@ class BucketSteps:
             block_tokens=block_tokens,
             max_rows=max_rows,
             speculates=drafter is not None,
-            groups=tuple(GroupBlocks(tokens=block_tokens, span=s) for s in resources.spans),
+            groups=resources.groups,
         )
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
@@ -111,12 +110,12 @@ class BucketSteps:
         self._tables = step_tables(
             max_rows=max_rows,
             max_model_len=max_model_len,
-            spans=resources.spans or (0,) * num_groups,
+            groups=problem.groups_of(num_groups),
             block_tokens=block_tokens,
             device=device,
             speculates=drafter is not None,
         )
-        self.rows = Rows.over(self._tables, resources.spans, block_tokens=block_tokens)
+        self.rows = Rows.over(self._tables, resources.groups, block_tokens=block_tokens)
         self._speculation: DraftVerification | None = None
         if drafter is not None:
             self._speculation = DraftVerification(

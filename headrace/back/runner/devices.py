@@ -42,7 +42,7 @@ def make_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -
             num_groups=num_groups,
             block_tokens=spec.kv.block_tokens,
             device=resources.device,
-            spans=resources.spans,
+            groups=resources.groups,
         )
         return ExactSteps(resources, rows, why)
     if resources.device.type == "cpu":

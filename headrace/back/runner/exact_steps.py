@@ -153,14 +153,16 @@ def _plans(shape: StepShape, rows: Rows, row_R: torch.Tensor) -> tuple[Attention
     """One attention plan per KV group; what does not depend on the group is shared between them."""
     query_start_R1 = to_device(shape.query_start, rows.device)
     kv_len_R = to_device(shape.kv_len, rows.device)
-    num_blocks = -(-shape.max_kv_len // rows.block_tokens)
-    block_T = shape.position_T // rows.block_tokens
-    offset_T = to_device(shape.position_T - block_T * rows.block_tokens, rows.device)
+    places = {
+        group.tokens: _places(shape.position_T, group.tokens, rows.device) for group in rows.groups
+    }
     plans = []
-    for table, span in zip(rows.tables, rows.spans, strict=True):
-        if span:
+    for table, group in zip(rows.tables, rows.groups, strict=True):
+        if group.span:
             plans.append(_cross_plan(shape, rows, table, row_R, query_start_R1))
             continue
+        num_blocks = -(-shape.max_kv_len // group.tokens)
+        block_T, offset_T = places[group.tokens]
         table.reserve(num_blocks)
         block_id_T = table.take(shape.row_T, block_T)
         plans.append(
@@ -168,7 +170,7 @@ def _plans(shape: StepShape, rows: Rows, row_R: torch.Tensor) -> tuple[Attention
                 query_start_R1=query_start_R1,
                 kv_len_R=kv_len_R,
                 block_table_RB=table.data[:, :num_blocks].index_select(0, row_R),
-                slot_T=torch.add(offset_T, block_id_T, alpha=rows.block_tokens),
+                slot_T=torch.add(offset_T, block_id_T, alpha=group.tokens),
                 host_query_start=shape.query_start,
                 host_kv_len=shape.kv_len,
                 num_decodes=shape.num_decodes,
@@ -177,6 +179,14 @@ def _plans(shape: StepShape, rows: Rows, row_R: torch.Tensor) -> tuple[Attention
             )
         )
     return tuple(plans)
+
+
+def _places(
+    position_T: np.ndarray, block_tokens: int, device: torch.device
+) -> tuple[np.ndarray, torch.Tensor]:
+    """The column of each position in block tables, and on the device its place in the block."""
+    block_T = position_T // block_tokens
+    return block_T, to_device(position_T - block_T * block_tokens, device)
 
 
 def _cross_plan(

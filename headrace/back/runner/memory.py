@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.kernels.gated_scan.op import StateTrail
+from headrace.back.kernels.step_inputs.op import GroupBlocks
 from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
 from headrace.base.wire.step import KVGroup
@@ -80,10 +81,16 @@ class KVLayout:
         return sum(group.block_bytes for group in self.groups if group.kind == "state")
 
     @property
-    def cross_spans(self) -> tuple[int, ...]:
-        """Of each group the span of its cross caches, 0 for others; empty if there are none."""
-        spans = tuple(group.span or 0 if group.kind == "cross" else 0 for group in self.groups)
-        return spans if any(spans) else ()
+    def group_blocks(self) -> tuple[GroupBlocks, ...]:
+        """The blocks of each group; empty if all grow with the row and are of `block_tokens`."""
+        blocks = tuple(
+            GroupBlocks(
+                tokens=self.block_tokens * group.block_ratio,
+                span=group.span or 0 if group.kind == "cross" else 0,
+            )
+            for group in self.groups
+        )
+        return blocks if set(blocks) - {GroupBlocks(tokens=self.block_tokens)} else ()
 
     @property
     def group_of_cache(self) -> tuple[int, ...]:
@@ -99,10 +106,11 @@ def lay_out(forms: Sequence[CacheForm], *, block_tokens: int, dtype: torch.dtype
     sizes = {
         form.cache: _aligned(form.block_bytes(block_tokens, dtype), ALIGNMENT) for form in ordered
     }
-    kinds: dict[tuple[int, int], list[int]] = {}
+    kinds: Kinds = {}
     for form in ordered:
-        kinds.setdefault((KIND_ORDER.index(form.kind), form.span or 0), []).append(form.cache)
-    states = kinds.pop((KIND_ORDER.index("state"), 0), [])
+        kind = KIND_ORDER.index(form.kind), form.span or 0, form.block_ratio(block_tokens)
+        kinds.setdefault(kind, []).append(form.cache)
+    states = kinds.pop((KIND_ORDER.index("state"), 0, 1), [])
     layout = _by_position(kinds, sizes)
     if _waste(layout) > MAX_WASTE:
         layout = min(layout, _packed(kinds, sizes), key=_waste)
@@ -119,26 +127,26 @@ def lay_out(forms: Sequence[CacheForm], *, block_tokens: int, dtype: torch.dtype
     )
 
 
-Kinds = dict[tuple[int, int], list[int]]
+Kinds = dict[tuple[int, int, int], list[int]]
+"""Caches by kind (its place in KIND_ORDER), span and block ratio."""
 Layout = tuple[list[KVGroup], list[int], dict[int, CachePlace]]
 
 
 def _by_position(kinds: Kinds, sizes: dict[int, int]) -> Layout:
     """Groups of nearly equal numbers of caches, the largest caches first; a slab is a block."""
     count = _group_size([len(caches) for caches in kinds.values()])
-    members: list[tuple[str, int, list[int]]] = []
-    for (kind, span), caches in sorted(kinds.items()):
+    members: list[tuple[tuple[int, int, int], list[int]]] = []
+    for kind, caches in sorted(kinds.items()):
         ordered = sorted(caches, key=lambda cache: -sizes[cache])
         members += [
-            (KIND_ORDER[kind], span, ordered[start : start + count])
-            for start in range(0, len(ordered), count)
+            (kind, ordered[start : start + count]) for start in range(0, len(ordered), count)
         ]
     tensor_bytes = [
-        max(sizes[caches[i]] for _, _, caches in members if i < len(caches)) for i in range(count)
+        max(sizes[caches[i]] for _, caches in members if i < len(caches)) for i in range(count)
     ]
     groups, places = [], {}
-    for kind, span, caches in members:
-        groups.append(_group(kind, span, caches, sizes))
+    for kind, caches in members:
+        groups.append(_group(kind, caches, sizes))
         for i, cache in enumerate(caches):
             places[cache] = CachePlace(tensor=i, offset=0, stride=tensor_bytes[i])
     return groups, tensor_bytes, places
@@ -165,10 +173,7 @@ def _waste(layout: Layout) -> float:
 
 def _packed(kinds: Kinds, sizes: dict[int, int]) -> Layout:
     """One group for each kind, a block of which holds all its caches one behind the other."""
-    groups = [
-        _group(KIND_ORDER[kind], span, caches, sizes)
-        for (kind, span), caches in sorted(kinds.items())
-    ]
+    groups = [_group(kind, caches, sizes) for kind, caches in sorted(kinds.items())]
     slab, per_slab = slab_of([group.block_bytes for group in groups])
     places: dict[int, CachePlace] = {}
     for group, count in zip(groups, per_slab, strict=True):
@@ -218,7 +223,7 @@ def _waste_of(slab: int, size: int) -> float:
 def _state_group(
     states: list[int], sizes: dict[int, int], places: dict[int, CachePlace]
 ) -> KVGroup:
-    group = _group("state", 0, states, sizes)
+    group = _group((KIND_ORDER.index("state"), 0, 1), states, sizes)
     offset = 0
     for cache in states:
         places[cache] = CachePlace(tensor=0, offset=offset, stride=group.block_bytes)
@@ -226,11 +231,12 @@ def _state_group(
     return group
 
 
-def _group(kind: str, span: int, caches: list[int], sizes: dict[int, int]) -> KVGroup:
+def _group(kind: tuple[int, int, int], caches: list[int], sizes: dict[int, int]) -> KVGroup:
     return KVGroup(
-        kind=kind,
+        kind=KIND_ORDER[kind[0]],
         caches=tuple(caches),
-        span=span or None,
+        span=kind[1] or None,
+        block_ratio=kind[2],
         block_bytes=sum(sizes[cache] for cache in caches),
     )
 
@@ -290,7 +296,7 @@ def _least_of(group: KVGroup, block_tokens: int) -> int:
     if group.kind == "state":
         return 0
     tokens = group.span if group.kind == "cross" and group.span else 1
-    return math.ceil(tokens / (block_tokens * group.blocks_per_slab))
+    return math.ceil(tokens / (block_tokens * group.block_ratio * group.blocks_per_slab))
 
 
 def least_bytes(layout: KVLayout, *, max_rows: int, drafting: tuple[int, int] = (0, 0)) -> int:
@@ -414,7 +420,7 @@ class KVMemory:
             raw = self.tensors[place.tensor]
             count = self.counts.num_blocks * group.blocks_per_slab
         dtype = form.storage_dtype(layout.dtype)
-        shape = form.block_shape(layout.block_tokens)
+        shape = form.shape_beside(layout.block_tokens)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         size = dtype.itemsize
         return torch.as_strided(

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headrace.back.kernels.step_inputs.op import StepOut, StepTables
+from headrace.back.kernels.step_inputs.op import GroupBlocks, StepOut, StepTables
 from headrace.back.kernels.upload import host_buffer
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket
@@ -188,12 +188,14 @@ def step_tables(
     *,
     max_rows: int,
     max_model_len: int,
-    spans: tuple[int, ...],
+    groups: tuple[GroupBlocks, ...],
     block_tokens: int,
     device: torch.device,
     speculates: bool,
 ) -> StepTables:
-    """Empty tables for all rows. `spans`: see Rows, one for each group."""
+    """Empty tables for all rows; `groups`: the blocks of each. No block is smaller than
+    `block_tokens`."""
+    spans = [group.span for group in groups]
     columns = -(-max(max_model_len, *spans) // block_tokens) if spans else 1
     return StepTables(
         tokens_MC=zero_table((max_rows + 1, max_model_len + 1), device),

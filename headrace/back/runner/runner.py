@@ -116,7 +116,7 @@ class Runner:
             kv=self._kv.caches,
             group_of_layer=plan.layout.group_of_cache,
             device=device,
-            spans=plan.layout.cross_spans,
+            groups=plan.layout.group_blocks,
             slots=self._slots,
             network=plan.network,
             model_caches=len(model.kv_forms),

@@ -21,6 +21,7 @@ import torch
 
 from headrace.back.attention.plan import AttentionProbe
 from headrace.back.kernels.greedy.op import Argmax, Greedy
+from headrace.back.kernels.step_inputs.op import GroupBlocks
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel, TopOf
@@ -119,7 +120,7 @@ class StepOutputs:
 @dataclass(frozen=True, kw_only=True)
 class StepResources:
     """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV
-    group. sample: samples within steps; None: this device's steps only take the argmax. spans: see
+    group. sample: samples within steps; None: this device's steps only take the argmax. groups: see
     Rows. slots: of the rows' adapters, where the model takes any. network: what drafts, where that
     has weights: its caches lie in `kv` behind the model's, from `model_caches` on."""
 
@@ -131,7 +132,7 @@ class StepResources:
     device: torch.device
     slots: RowSlots | None = None
     sample: StepSampler | None = None
-    spans: tuple[int, ...] = ()
+    groups: tuple[GroupBlocks, ...] = ()
     network: DraftNetwork | None = None
     model_caches: int = 0
 

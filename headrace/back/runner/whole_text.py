@@ -26,7 +26,7 @@ class WholeTexts:
         self._groups = len(kinds)
         self._kv = tuple(
             torch.zeros(
-                (2 if form.kind == "state" else self._blocks + 1, *form.block_shape(block_tokens)),
+                (2 if form.kind == "state" else self._blocks + 1, *form.shape_beside(block_tokens)),
                 dtype=form.storage_dtype(dtype),
             )
             for form in model.kv_forms

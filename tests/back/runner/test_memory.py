@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.back.attention.forms import CacheForm, HeadsForm, LatentForm, StateForm
+from headrace.back.attention.forms import CacheForm, GroupForm, HeadsForm, LatentForm, StateForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.upload import to_device
 from headrace.back.runner.batch import GrowingTable
@@ -119,13 +119,15 @@ def form(cache: int, kind: str, width: int) -> CacheForm:
         return StateForm(cache=cache, shape=(width, 3), dtype=torch.float32)
     if kind == "latent":
         return LatentForm(cache=cache, width=width)
+    if kind == "entries":
+        return GroupForm(cache=cache, width=width // 8 * 8, group=64)
     span = {"full": None, "window": 40, "chunked": 32, "cross": 20}[kind]
     return HeadsForm(cache=cache, kind=kind, span=span, kv_heads=1, head_dim=width)
 
 
 FORMS = st.lists(
     st.tuples(
-        st.sampled_from(["full", "latent", "window", "chunked", "cross", "state"]),
+        st.sampled_from(["full", "latent", "entries", "window", "chunked", "cross", "state"]),
         st.sampled_from([8, 24, 64, 132, 576]),
     ),
     min_size=1,
@@ -192,6 +194,19 @@ def test_latents_and_the_keys_of_their_indexer_are_one_group() -> None:
     assert layout.slab_bytes == group.block_bytes == 2 * 16 * (8 * 576 + 2 * 128)
     memory = memory_of(layout, 3)
     assert memory.caches[8].shape == (3, 16, 128) and memory.caches[8].is_contiguous()
+
+
+def test_entries_of_groups_larger_than_a_block_waste_nothing() -> None:
+    """One entry for 128 positions has a block of 128: in blocks of 16 it would lie there eight times."""
+    forms = [LatentForm(cache=0, width=64, kind="window", span=128)]
+    forms += [GroupForm(cache=1, width=64, group=128)]
+    layout = lay_out(forms, block_tokens=16, dtype=torch.bfloat16)
+    entries, window = layout.groups
+    assert (entries.block_ratio, entries.block_bytes) == (8, 128)
+    assert (window.block_ratio, window.block_bytes) == (1, 16 * 128)
+    assert [group.tokens for group in layout.group_blocks] == [128, 16]
+    for group in layout.groups:
+        assert group.blocks_per_slab * group.block_bytes >= (1 - MAX_WASTE) * layout.slab_bytes
 
 
 def test_state_lies_by_row_and_snapshots_take_a_small_part() -> None:

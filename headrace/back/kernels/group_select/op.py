@@ -5,8 +5,8 @@ group s // `group`.
 heads of the indexer, I `dim`, K `top_k`; scores are float32. Two ways to score a group:
 
 of its entry (`best_key` False): each complete group has one, entries [num_blocks, E, I], which lies
-in the block of the group's last position (kernels/group_write). A query at position p chooses among
-the (p + 1) // group complete ones, G = 1 list for all heads:
+as kernels/group_write says. A query at position p chooses among the (p + 1) // group complete ones,
+G = 1 list for all heads:
 
     score[g] = sum over j of weight[j] * relu(q[j] . entry[g])
 
@@ -64,10 +64,10 @@ class GroupSelectProblem:
 
 
 def entry_places(groups_S: torch.Tensor, group: int, block_tokens: int) -> tuple[torch.Tensor, ...]:
-    """Where the entries of groups lie: the column of the block table, and the place in the
-    block."""
-    last_S = (groups_S + 1) * group - 1
-    return last_S // block_tokens, last_S % block_tokens // group
+    """Where the entries of groups lie: the column of the block table, and the place in the block.
+    Entries of groups larger than a block have a block each."""
+    size, last_S = max(block_tokens, group), (groups_S + 1) * group - 1
+    return last_S // size, last_S % size // group
 
 
 def bind_reference(problem: GroupSelectProblem) -> GroupSelect:

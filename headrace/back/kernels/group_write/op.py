@@ -4,8 +4,9 @@ as the last of them is there (GLM-5, Qwen 4, DeepSeek V4).
 `bind(problem, bias_GX, weight_I)` returns `f(tokens, entries, table_PR, plan, entry_plan) -> None`.
 I `width`, X = `series` * I, G `group`. tokens [num_blocks, block_tokens, Z]: of each token its
 values [X], and, with `gated`, their gates [X]; entries [num_blocks, places, I], where the entry of
-a group lies in the block of the group's last position; each cache has a plan of its own
-(kernels/attention). Every group whose last token is of this step gets its entry:
+a group lies in the block of the group's last position, or has one to itself where groups are
+larger; each cache has a plan of its own (kernels/attention). Every group whose last token is of
+this step gets its entry:
 
     entry = mean of values                                       without gates
     entry = sum over s in g of softmax over s (gate[s] + bias[s - first]) * value[s]      with them
