@@ -35,7 +35,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     groups = config.int("num_attention_groups", None, ge=1)
     sizes = read_sizes(config, eps=1e-5, kv_heads=groups)
     windows = read_windows(
-        config,
+        _trunk(config, sizes.layers),
         sizes.layers,
         window=config.int("sliding_window", None, ge=1),
         sliding=lambda layer: False,
@@ -69,6 +69,16 @@ def _draft_layer(scope: Scope, config: ConfigReader, sizes: DecoderSizes) -> Lay
         window = config.int("sliding_window", None, ge=1)
     of_layer = _of_layer(config, sizes.layers, window)
     return LayerSpec(mixer=_attention(scope, of_layer, sizes, window))
+
+
+def _trunk(config: ConfigReader, layers: int) -> ConfigReader:
+    """The config without the kinds of layers that only draft tokens, with which the list may go
+    on."""
+    types = config.raw.get("layer_types")
+    drafts = config.int("num_nextn_predict_layers", 0, ge=0)
+    if not isinstance(types, list) or len(types) != layers + drafts:
+        return config
+    return ConfigReader({**config.raw, "layer_types": types[:layers]}, config.where)
 
 
 def _sparse(config: ConfigReader, layers: int) -> list[bool]:

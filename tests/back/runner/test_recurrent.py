@@ -444,9 +444,14 @@ def test_recurrent_state_in_cpu_graphs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_recurrent_state_in_cuda_graphs() -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_recurrent_state_in_cuda_graphs(drafts: int) -> None:
     device = torch.device("cuda")
     model, spec = RecurrentModel(attends=False, device=device), spec_of()
+    if drafts:
+        ngram = {"method": "ngram", "min_match": 1, "max_match": 2, "adaptive": False}
+        speculation = SpeculationSpec(**ngram, num_tokens=drafts, max_rows=8)
+        spec = msgspec.structs.replace(spec, speculation=speculation)
     runner = start_runner(spec, model, device=device).runner
     driver = RunnerDriver(runner, spec, max_step_tokens=24)
     requests = requests_of(1)

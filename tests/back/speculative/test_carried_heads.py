@@ -62,10 +62,56 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+STEP: dict[str, Any] = {
+    **{"pad_token_id": 1, "head_dim": 8, "layer_types": [SLIDING, FULL, SLIDING, SLIDING]},
+    **{"sliding_window": 12, "num_sliding_attention_heads": 8, "query_pre_attn_scalar": 8},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{"share_expert_dim": 20, "moe_router_scaling_factor": 1.5},
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": base}
+        for kind, base in ((FULL, 500.0), (SLIDING, 100.0))
+    },
+}
+PUBLISHED_STEP: dict[str, Any] = {
+    **{"architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": 4096},
+    **{"hidden_size": 48, "intermediate_size": 40, "max_position_embeddings": 512, "head_dim": 8},
+    **{"num_attention_heads": 6, "num_attention_groups": 2, "rms_norm_eps": 1e-5},
+    "attention_other_setting": {"attention_type": SLIDING, "num_attention_heads": 8},
+    **{"rope_theta": [100.0, 500.0, 100.0, 100.0], "sliding_window": 12},
+    **{"layer_types": STEP["layer_types"], "moe_layers_enum": "1,2", "moe_num_experts": 6},
+    **{"moe_top_k": 2, "moe_router_scaling_factor": 1.5, "moe_intermediate_size": 24},
+    **{"share_expert_dim": 20, "num_nextn_predict_layers": 1, "num_hidden_layers": LAYERS},
+}
+
+
+def save_step(folder: Path) -> None:
+    """Step 3.5 as it is published: heads are layers behind the last, with output heads of their own."""
+    import transformers
+
+    torch.manual_seed(3)
+    vision = {"width": 32, "layers": 1, "heads": 2, "patch_size": 14, "image_size": 28}
+    text = transformers.Step3p7TextConfig(**(SIZES | STEP))
+    config = transformers.Step3p7Config(vision_config=vision, text_config=text)
+    transformers.Step3p7ForConditionalGeneration(config).save_pretrained(folder)
+    tensors, width = load_file(folder / "model.safetensors"), SIZES["hidden_size"]
+    own = {"eh_proj": (width, 2 * width), "enorm": (width,), "hnorm": (width,)}
+    own |= {"transformer.shared_head.norm": (width,), "embed_tokens": (4096, width)}
+    own |= {"transformer.shared_head.output": (4096, width)}
+    head = f"model.layers.{LAYERS}."
+    tensors |= {f"{head}{name}.weight": torch.rand(shape) * 0.3 for name, shape in own.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(PUBLISHED_STEP))
+
+
 def save_model(family: str, folder: Path) -> None:
     """A tiny model whose last layer is the head's."""
     import transformers
 
+    if family == "step3p5":
+        save_step(folder)
+        return
     name, changes = FAMILIES[family]
     torch.manual_seed(3)
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
@@ -100,8 +146,6 @@ def save_model(family: str, folder: Path) -> None:
     save_file(
         {name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors"
     )
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL / file, folder / file)
 
 
 @pytest.fixture
@@ -116,6 +160,7 @@ def engines() -> Iterator[list[Engine]]:
     "family",
     [
         "qwen3-next",
+        pytest.param("step3p5", marks=pytest.mark.slow),
         *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES if one != "qwen3-next"),
     ],
 )
@@ -123,6 +168,8 @@ def test_auto_drafts_with_the_head_that_the_checkpoint_carries(
     family: str, tmp_path: Path, engines: list[Engine]
 ) -> None:
     save_model(family, tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / file, tmp_path / file)
     how = SpeculationOptions(method="auto", num_speculative_tokens=3, adaptive=False)
     for speculation in (None, how):
         tree = Options(
