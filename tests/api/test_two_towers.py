@@ -47,7 +47,7 @@ class Towers:
 
     def text(self, text: str) -> np.ndarray:
         ids = self.tokenizer.encode(text)
-        if self.name != "clip":
+        if "clip" not in self.name:
             ids += [self.eos] * (LONGEST - len(ids))
         with torch.inference_mode():
             return unit(self.oracle.get_text_features(input_ids=torch.tensor([ids])))
@@ -63,6 +63,9 @@ class Towers:
         return np.array([one.get("embedding", one.get("data")) for one in answer.json()["data"]])
 
 
+SLOW = ("siglip", "metaclip2")
+
+
 def unit(features: Any) -> np.ndarray:
     features = features if isinstance(features, torch.Tensor) else features.pooler_output
     return torch.nn.functional.normalize(features[0], dim=-1).numpy()
@@ -75,13 +78,19 @@ def write(folder: Path, name: str) -> tuple[Any, Any, int]:
     file = str(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
     around = [(one, ids[one]) for one in ("<|im_start|>", "<|vision_end|>")]
-    form = "<|im_start|> $A <|vision_end|>" if name == "clip" else "$A <|vision_end|>"
+    form = "<|im_start|> $A <|vision_end|>" if "clip" in name else "$A <|vision_end|>"
     tokenizer.post_processor = TemplateProcessing(single=form, special_tokens=around)
     tokenizer.save(file)
     text = {**SIZES, "vocab_size": ids[""], "max_position_embeddings": LONGEST}
     text |= {"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None}
     vision = {**SIZES, "image_size": 16, "patch_size": 4}
-    if name == "clip":
+    if name == "metaclip2":
+        config = transformers.MetaClip2Config(
+            text_config=text, vision_config=vision, projection_dim=20
+        )
+        files = {"size": {"shortest_edge": 16}, "crop_size": SQUARE}
+        model, processor = transformers.MetaClip2Model, CLIPImageProcessorPil(**files)
+    elif name == "clip":
         config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=20)
         files = {"size": {"shortest_edge": 16}, "crop_size": SQUARE}
         model, processor = transformers.CLIPModel, CLIPImageProcessorPil(**files)
@@ -99,7 +108,8 @@ def write(folder: Path, name: str) -> tuple[Any, Any, int]:
 
 
 @pytest.fixture(
-    scope="module", params=["clip", "siglip2", pytest.param("siglip", marks=pytest.mark.slow)]
+    scope="module",
+    params=["clip", "siglip2", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
 )
 def towers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

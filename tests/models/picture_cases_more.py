@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers.image_utils import SizeDict
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
     DeepseekOcr2ImageProcessorPil,
 )
@@ -30,14 +31,17 @@ from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import preprocessed, without_torchvision
 from tests.models.picture_cases import (
+    CLIP,
     HALF_NORM,
     IMAGE,
+    NEXT,
     VIDEO,
     PictureCase,
     Pictures,
     Theirs,
     as_picture,
     bind,
+    llava_next,
 )
 from tests.models.test_towers import CLIP as CLIP_NORM
 from tests.models.test_towers import FLAT_TEXT, FLAT_TOWER, PIXTRAL, TOWER, flat_patches, text
@@ -231,6 +235,12 @@ def got(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     return Theirs(given={"pixel_values": inputs["pixel_values"]}, texts=texts)
 
 
+def vipllava(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    files = {"size": {"shortest_edge": 16}, "crop_size": SQUARE}
+    inputs = CLIPImageProcessorPil(**files)(list(pictures), return_tensors="pt")
+    return Theirs(given=dict(inputs), texts=["I" * 16] * len(pictures))
+
+
 def deepseek_vl(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     processor = DeepseekVLImageProcessorPil(size=SQUARE, min_size=5, **HALF_NORM)
     inputs = processor(list(pictures), return_tensors="pt")
@@ -271,6 +281,21 @@ QWEN3_5 = {key: value for key, value in text("qwen3_5_text").items() if key != "
 IMAGE_MARKS = {"<|START_OF_IMG|>": 102, "<|END_OF_IMG|>": 103}
 BOTH = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 CASES = {
+    "vipllava": PictureCase(
+        name="VipLlava",
+        config={
+            "vision_config": CLIP,
+            "text_config": text("llama"),
+            "image_token_index": IMAGE,
+            "vision_feature_layer": [-1, 1],
+        },
+        process=vipllava,
+    ),
+    "llava-next-video": PictureCase(
+        name="LlavaNextVideo",
+        config={**NEXT, "text_config": text("llama"), "video_token_index": VIDEO},
+        process=llava_next,
+    ),
     "deepseek-vl": PictureCase(
         name="DeepseekVL",
         config={"vision_config": SIGLIP, "text_config": text("llama"), "image_token_id": IMAGE},

@@ -1,13 +1,14 @@
-"""LLaVA 1.5, NeXT and OneVision, Pixtral in its clothes, and Mistral 3: a decoder of another family
-behind CLIP's, SigLIP's or Pixtral's tower and two linear layers (Liu et al. 2023, 2024; Li et al.
-2024; Agrawal et al. 2024). The later LLaVAs show pictures as tiles put together again, a learned
-row behind each row of patches."""
+"""LLaVA 1.5, NeXT and OneVision, ViP-LLaVA, Pixtral in its clothes, and Mistral 3: a decoder of
+another family behind CLIP's, SigLIP's or Pixtral's tower and two linear layers (Liu et al. 2023,
+2024; Cai et al. 2024; Li et al. 2024; Agrawal et al. 2024). ViP-LLaVA's project outputs of several
+layers. The later LLaVAs show pictures as tiles put together again, a learned row behind each row of
+patches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.back.layers.norm import LAYER, RMS
+from headrace.back.layers.norm import LAYER, RMS, NormSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.layer import VisionLayerNames, VisionLayerSpec
 from headrace.back.layers.vision.merger import TwoLayers
@@ -28,11 +29,11 @@ from headrace.back.models.vision import (
     with_media,
 )
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import Packing
 
 TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 PIXTRAL_EPS = 1e-5
+VIP_LAYERS = (-2, -5, -8, -11, 6)
 PIXTRAL_NAMES = VisionLayerNames(
     before_attention="attention_norm",
     before_mlp="ffn_norm",
@@ -46,7 +47,8 @@ PIXTRAL_NAMES = VisionLayerNames(
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """LlavaForConditionalGeneration, LlavaNextForConditionalGeneration,
-    LlavaOnevisionForConditionalGeneration, Mistral3ForConditionalGeneration."""
+    LlavaNextVideoForConditionalGeneration, LlavaOnevisionForConditionalGeneration,
+    Mistral3ForConditionalGeneration, VipLlavaForConditionalGeneration."""
     text, vision = parts_of(config)
     inside = scope / "language_model"
     kind = vision.str("model_type", "")
@@ -54,7 +56,10 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         return text_alone(inside, text, f"of towers {', '.join(TOWERS)} are known, not {kind!r}")
     if kind == "pixtral":
         projector = _projector(config, text, vision.int("hidden_size", 1024, ge=1))
-        spec = pixtral_tower(vision, projector, _num_layers(config, vision))
+        taken = _taken(config, vision)
+        if len(taken) > 1:
+            raise config.wrong("vision_feature_layer", "one layer of Pixtral's tower")
+        spec = pixtral_tower(vision, projector, taken[0])
     else:
         spec = _still(config, text, vision)
     tower = PlainTower(scope, scope / "vision_tower", spec)
@@ -69,6 +74,7 @@ def _projector(config: ConfigReader, text: ConfigReader, width: int) -> TwoLayer
             outputs=text.int("hidden_size", ge=1),
             bias=config.bool("multimodal_projector_bias", True),
             activation=ACTIVATIONS[activation],
+            norm=_norm_before(config),
         )
     return TwoLayers(
         width=width,
@@ -81,17 +87,26 @@ def _projector(config: ConfigReader, text: ConfigReader, width: int) -> TwoLayer
     )
 
 
-def _num_layers(config: ConfigReader, vision: ConfigReader) -> int:
-    """Those up to the one whose output is taken."""
-    if isinstance(config.raw.get("vision_feature_layer"), list):
-        raise CheckpointError(
-            f"{config.where}: vision_feature_layer is a list; one layer is supported",
-            field="vision_feature_layer",
-        )
+def _norm_before(config: ConfigReader) -> tuple[str, NormSpec, float] | None:
+    """ViP-LLaVA's, of all that is projected."""
+    if config.str("model_type", "") != "vipllava":
+        return None
+    return "projector_layernorm", LAYER, config.float("projector_layernorm_eps", 1e-5, ge=0.0)
+
+
+def _taken(config: ConfigReader, vision: ConfigReader) -> tuple[int, ...]:
+    """Behind how many layers outputs are taken."""
     layers = vision.int("num_hidden_layers", ge=1)
-    default = -1 if vision.str("model_type") == "pixtral" else -2
-    taken = config.int("vision_feature_layer", default, ge=-layers, le=layers)
-    return taken if taken >= 0 else layers + 1 + taken
+    several = config.str("model_type", "") == "vipllava"
+    taken: tuple[int, ...]
+    if isinstance(config.raw.get("vision_feature_layer", [] if several else 0), list):
+        taken = config.list("vision_feature_layer", VIP_LAYERS, of=int)
+    else:
+        default = -1 if vision.str("model_type") == "pixtral" else -2
+        taken = (config.int("vision_feature_layer", default),)
+    if not taken or any(not -layers - 1 <= one <= layers for one in taken):
+        raise config.wrong("vision_feature_layer", f"layers of the {layers} there are")
+    return tuple(one if one >= 0 else layers + 1 + one for one in taken)
 
 
 def pixtral_tower(vision: ConfigReader, projector: TwoLayers, layers: int) -> PlainTowerSpec:
@@ -156,6 +171,7 @@ def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
         names=SIGLIP_NAMES,
     )
     rows = side**2 + clip
+    taken = _taken(config, vision)
     packings = _packings(config, side)
     return PlainTowerSpec(
         patches=PatchSpec(
@@ -166,8 +182,9 @@ def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
             name="embeddings.patch_embedding",
         ),
         layer=layer,
-        layers=_num_layers(config, vision),
-        projector=_projector(config, text, width),
+        layers=max(taken),
+        taken=taken if len(taken) > 1 else (),
+        projector=_projector(config, text, width * len(taken)),
         side=side,
         positions=("embeddings.position_embedding.weight", (rows, width)),
         class_token=("embeddings.class_embedding", (width,)) if clip else None,

@@ -24,6 +24,8 @@ WITH_MEDIA: Mapping[str, str] = {
     "KimiK25ForConditionalGeneration": "kimi_k25",
     "Llama4ForConditionalGeneration": "llama4_vision",
     "LlavaNextForConditionalGeneration": "llava",
+    "LlavaNextVideoForConditionalGeneration": "llava",
+    "VipLlavaForConditionalGeneration": "llava",
     "LlavaOnevisionForConditionalGeneration": "llava",
     "Ovis2ForConditionalGeneration": "ovis2",
     "Step3p7ForConditionalGeneration": "step3p7",

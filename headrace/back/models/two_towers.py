@@ -1,6 +1,6 @@
-"""CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023) and SigLIP 2 (Tschannen et al. 2025): a
-tower for texts and one for images, whose vectors can be compared. An image is a prompt of one
-token, in whose place its vector stands behind the text's layers."""
+"""CLIP (Radford et al. 2021), MetaCLIP 2 (Chuang et al. 2025), SigLIP (Zhai et al. 2023) and SigLIP
+2 (Tschannen et al. 2025): a tower for texts and one for images, whose vectors can be compared. An
+image is a prompt of one token, in whose place its vector stands behind the text's layers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from headrace.back.models.vision import (
 )
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
+from headrace.base.config.two_towers import is_clip
 
 MLP = PlainMLPSpec(up="fc1", down="fc2", bias=True)
 UNREAD = (r"logit_scale", r"logit_bias", r".*\.embeddings\.position_ids")
@@ -40,9 +41,9 @@ RENAMED = ((r"(.*\.head\.attention)\.in_proj_(weight|bias)", r"\1.qkv.\2"),)
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
-    """CLIPModel, SiglipModel, Siglip2Model."""
+    """CLIPModel, MetaClip2Model, SiglipModel, Siglip2Model."""
     text, vision = parts_of(config)
-    clip = config.raw["architectures"][0] == "CLIPModel"
+    clip = is_clip(config.raw)
     within = scope / "vision_model"
     if clip:
         tower = PlainTower(scope, within, _clip_tower(config, vision))

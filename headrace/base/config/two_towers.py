@@ -1,5 +1,5 @@
-"""CLIP, SigLIP and SigLIP 2 as their config.json has them: what it leaves out, and how a text and
-an image become what the two towers read. Without torch, so that launch can ask."""
+"""CLIP, MetaCLIP 2, SigLIP and SigLIP 2 as their config.json has them: what it leaves out, and how
+a text and an image become what the two towers read. Without torch, so that launch can ask."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _SIGLIP_VISION = {
 }
 TWO_TOWERS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "CLIPModel": (_CLIP_TEXT, _CLIP_VISION),
+    "MetaClip2Model": (_CLIP_TEXT, _CLIP_VISION),
     "SiglipModel": (_SIGLIP_TEXT, _SIGLIP_VISION),
     "Siglip2Model": (_SIGLIP_TEXT, {**_SIGLIP_VISION, "image_size": None, "num_patches": 256}),
 }
@@ -37,6 +38,11 @@ TWO_TOWERS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 def is_two_towers(config: Mapping[str, Any]) -> bool:
     """Whether a config is of such a model."""
     return (config.get("architectures") or [""])[0] in TWO_TOWERS
+
+
+def is_clip(config: Mapping[str, Any]) -> bool:
+    """Whether such a model's texts are read left to right, and its images have a class token."""
+    return config["architectures"][0] in ("CLIPModel", "MetaClip2Model")
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def _defaults(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str
 def padding_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """To how many tokens a text is filled up, and with which; (0, 0): it is not. SigLIP's texts
     were filled up in training, and the filling is seen (Zhai et al. 2023, section 4)."""
-    if config["architectures"][0] == "CLIPModel":
+    if is_clip(config):
         return 0, 0
     text = config["text_config"]
     return text["max_position_embeddings"], text.get("pad_token_id", 1)

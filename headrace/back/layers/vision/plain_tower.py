@@ -86,7 +86,8 @@ class PlainTowerSpec:
     layers_name: where the layers lie. frames: whether an input may have several t, each an image
     of its own (tiles). mutual: see MediaForm. embedded: a norm of the patches alone. packings: of
     the kinds whose inputs are cut; learned: the names of the row that ends rows and of the one that
-    ends an input, of the checkpoint, in the decoder's width."""
+    ends an input, of the checkpoint, in the decoder's width. taken: behind how many layers
+    outputs are taken, side by side; empty: behind the last."""
 
     patches: PatchSpec
     layer: VisionLayerSpec
@@ -114,6 +115,7 @@ class PlainTowerSpec:
     embedded: TowerNorm | None = None
     packings: Mapping[str, Packing] = field(default_factory=dict)
     learned: tuple[str, ...] = ()
+    taken: tuple[int, ...] = ()
 
 
 class PlainTower:
@@ -191,8 +193,7 @@ class PlainTower:
             spans = replace(spans, **self._rotation(at_2N, len(lengths)))
         if self._before is not None:
             x_NE = self._before.norm(x_NE)
-        for layer in self._layers:
-            x_NE = layer.forward(x_NE, spans)
+        x_NE = self._through(x_NE, spans)
         if first:
             own = slice(0, 1) if spec.class_alone else slice(first, None)
             images = x_NE.split([first + length for length in lengths])
@@ -207,6 +208,15 @@ class PlainTower:
         if isinstance(self._projector, MarkingProjector):
             parts.append(self._projector.marks)
         return torch.cat(parts) if len(parts) > 1 else y_MF
+
+    def _through(self, x_NE: torch.Tensor, spans: TokenSpans) -> torch.Tensor:
+        taken = self._spec.taken
+        outputs = {0: x_NE.clone()} if 0 in taken else {}
+        for count, layer in enumerate(self._layers, 1):
+            x_NE = layer.forward(x_NE, spans)
+            if count in taken:
+                outputs[count] = x_NE.clone()
+        return torch.cat([outputs[count] for count in taken], dim=1) if taken else x_NE
 
     def _resized(self, grid: Grid) -> torch.Tensor:
         """The table at the size of an image, its patches in the order of rows (bilinear, with

@@ -330,6 +330,7 @@ def _video_llama(files: CheckpointFiles) -> MediaSpec:
 
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
+    "llava_next_video": _llava_next,
     "llava_onevision": _llava_onevision,
     "llama4": _llama4,
     "kimi_k25": _kimi,

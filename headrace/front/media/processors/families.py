@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
-from headrace.base.config.two_towers import is_two_towers
+from headrace.base.config.two_towers import is_clip, is_two_towers
 from headrace.base.registry import Registry
 from headrace.front.media.processing import Processor
 from headrace.front.media.processors.cut_families import CUT_FAMILIES, CheckpointFiles
@@ -198,7 +198,7 @@ def _two_towers(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
             pooled=True,
         )
         return image_only("siglip2", settings, reader)
-    clip = config["architectures"][0] == "CLIPModel"
+    clip = is_clip(config)
     settings = ProcessorSettings(
         patch=patch,
         merge=1,
@@ -361,6 +361,7 @@ def _paddleocr(image: ConfigReader, config: ConfigReader) -> MediaSpec:
 
 _STILL = {
     "llava": _llava,
+    "vipllava": _llava,
     "mistral3": _pixtral,
     "lighton_ocr": _lighton,
     "idefics3": _idefics3,
