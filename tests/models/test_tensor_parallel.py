@@ -28,10 +28,11 @@ NAMES = (
     "bloom", "falcon-alibi",
     "opt", "codegen", "gpt-bigcode", "dbrx",
     "hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note", "jais2", "hyperclovax", "jetmoe",
+    "zamba", "recurrent-gemma", "rwkv", "xlstm", "hrm-text", "modernbert-decoder",
 )  # fmt: skip
 
 
-TWO_ALONE = ("zamba2", "gemma4-shared", "gemma4-experts", "laguna", "jetmoe")
+TWO_ALONE = ("zamba", "zamba2", "gemma4-shared", "gemma4-experts", "laguna", "jetmoe")
 """Heads of several sizes or numbers, or of one that follows from the width, are not halved by a key."""
 BOUND = 1e-5
 BOUNDS = {"zamba2": 1e-4}

@@ -7,6 +7,7 @@ namespace {
 
 constexpr int64_t kChannels = 16;  // of one task
 constexpr int kSide = 4;           // of them side by side: b and c are loaded once for all, sums are chains of their own
+constexpr int kAtOnce = kLanes >= 16 ? 4 : 2;  // tokens for which a state is loaded once; their sums fill the registers
 
 struct Ssd {
   const void *x, *dt, *b, *c;
@@ -26,42 +27,68 @@ HR_INLINE void store_some(float* p, F v, int64_t count) {
   else store_part(p, v, count);
 }
 
-// One token's step of R channels, whose states lie one behind the other from s on.
-template <class T, int R>
-HR_INLINE void step(const Ssd& p, const T* x, const T* b, const T* c, float* s, T* y, float keep, float dt, float skip) {
-  F total[R]{};
-  float in[R];
-  HR_UNROLL for (int r = 0; r < R; ++r) in[r] = to_float(x[r]) * dt;
+// What a step of S tokens reads: their first token's rows, and of each token how much is kept and the size of its step.
+template <class T, int S>
+struct Tokens {
+  const T *x, *b, *c;
+  T* y;
+  float keep[S], dt[S];
+};
+
+// A step of R channels, whose states lie one behind the other from s on. A state is loaded and stored once for all S tokens; each
+// token's sums are what they are alone.
+template <class T, int R, int S>
+HR_INLINE void step(const Ssd& p, const Tokens<T, S>& tokens, int64_t e, float* s, float skip) {
+  F total[S][R]{};
+  float in[S][R];
+  HR_UNROLL for (int t = 0; t < S; ++t)
+    HR_UNROLL for (int r = 0; r < R; ++r) in[t][r] = to_float(tokens.x[t * p.x_stride + e + r]) * tokens.dt[t];
   for (int64_t n = 0; n < p.state_dim; n += kLanes) {
     const int64_t count = smaller(int64_t(kLanes), p.state_dim - n);
-    const F b_n = load_some(b + n, count), c_n = load_some(c + n, count);
-    HR_UNROLL for (int r = 0; r < R; ++r) {
-      float* at = s + r * p.state_dim + n;
-      const F now = fma(b_n, in[r], load_some(at, count) * keep);
-      store_some(at, now, count);
-      total[r] = fma(now, c_n, total[r]);
+    F now[R];
+    HR_UNROLL for (int r = 0; r < R; ++r) now[r] = load_some(s + r * p.state_dim + n, count);
+    HR_UNROLL for (int t = 0; t < S; ++t) {
+      const F b_n = load_some(tokens.b + t * p.b_stride + n, count), c_n = load_some(tokens.c + t * p.c_stride + n, count);
+      HR_UNROLL for (int r = 0; r < R; ++r) {
+        now[r] = fma(b_n, in[t][r], now[r] * tokens.keep[t]);
+        total[t][r] = fma(now[r], c_n, total[t][r]);
+      }
     }
+    HR_UNROLL for (int r = 0; r < R; ++r) store_some(s + r * p.state_dim + n, now[r], count);
   }
-  HR_UNROLL for (int r = 0; r < R; ++r) put(y + r, sum(total[r]) + skip * to_float(x[r]));
+  HR_UNROLL for (int t = 0; t < S; ++t)
+    HR_UNROLL for (int r = 0; r < R; ++r)
+      put(tokens.y + t * p.heads * p.head_dim + e + r,
+          sum(total[t][r]) + skip * to_float(tokens.x[t * p.x_stride + e + r]));
+}
+
+// S tokens from t on, of channels [first, last) of a head.
+template <class T, int S>
+HR_INLINE void at_once(const Ssd& p, int64_t t, int64_t head, float* state, int64_t first, int64_t last) {
+  const int64_t group = head / (p.heads / p.groups);
+  Tokens<T, S> tokens{static_cast<const T*>(p.x) + t * p.x_stride + head * p.head_dim,
+                      static_cast<const T*>(p.b) + t * p.b_stride + group * p.state_dim,
+                      static_cast<const T*>(p.c) + t * p.c_stride + group * p.state_dim,
+                      static_cast<T*>(p.y) + (t * p.heads + head) * p.head_dim, {}, {}};
+  float raw[kLanes]{};
+  HR_UNROLL for (int i = 0; i < S; ++i) raw[i] = to_float(static_cast<const T*>(p.dt)[(t + i) * p.dt_stride + head]);
+  const F dt = vmin(vmax(vsoftplus(load(raw) + p.bias[head]), splat(p.low)), splat(p.high)), keep = vexp(dt * p.decay[head]);
+  HR_UNROLL for (int i = 0; i < S; ++i) tokens.dt[i] = dt[i], tokens.keep[i] = keep[i];
+  const float skip = p.skip[head];
+  int64_t e = first;
+  for (; e + kSide <= last; e += kSide) step<T, kSide, S>(p, tokens, e, state + e * p.state_dim, skip);
+  for (; e < last; ++e) step<T, 1, S>(p, tokens, e, state + e * p.state_dim, skip);
 }
 
 template <class T>
 HR_INLINE void channels(const Ssd& p, const RowTokens& row, int64_t head, int64_t first, int64_t last) {
-  const int64_t group = head / (p.heads / p.groups);
   float* state = p.state + row.state * p.state_stride + head * p.head_dim * p.state_dim;
-  for (int64_t t = row.first; t < row.last; ++t) {
+  int64_t t = row.first;
+  if (row.trail < 0)
+    for (; t + kAtOnce <= row.last; t += kAtOnce) at_once<T, kAtOnce>(p, t, head, state, first, last);
+  for (; t < row.last; ++t) {
     if (row.trail >= 0) state = next_state(state, row, t, p.state_stride, first * p.state_dim, last * p.state_dim);
-    const float raw = to_float(static_cast<const T*>(p.dt)[t * p.dt_stride + head]);
-    const float dt = smaller(larger(softplus(raw + p.bias[head]), p.low), p.high);
-    const float keep = __builtin_expf(dt * p.decay[head]), skip = p.skip[head];
-    const T* b = static_cast<const T*>(p.b) + t * p.b_stride + group * p.state_dim;
-    const T* c = static_cast<const T*>(p.c) + t * p.c_stride + group * p.state_dim;
-    const T* x = static_cast<const T*>(p.x) + t * p.x_stride + head * p.head_dim;
-    T* y = static_cast<T*>(p.y) + (t * p.heads + head) * p.head_dim;
-    int64_t e = first;
-    for (; e + kSide <= last; e += kSide)
-      step<T, kSide>(p, x + e, b, c, state + e * p.state_dim, y + e, keep, dt, skip);
-    for (; e < last; ++e) step<T, 1>(p, x + e, b, c, state + e * p.state_dim, y + e, keep, dt, skip);
+    at_once<T, 1>(p, t, head, state, first, last);
   }
 }
 
