@@ -70,6 +70,9 @@ def locate(options: ModelOptions) -> LocatedModel:
     path = Path(model).expanduser()
     if path.exists():
         return _at(path, path.resolve().stem if path.is_file() else path.resolve().name, options)
+    for demo, (name, _, _) in BUNDLED.items():
+        if model == name:
+            return _at(bundled_model(demo), name, options)
     if not is_hub_id(model):
         raise ConfigError(f"--model {model}: there is no such folder or file", field="model")
     return _from_hub(options)

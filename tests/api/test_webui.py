@@ -76,6 +76,26 @@ def say(page: Any, text: str) -> None:
     page.locator(".message.assistant .actions").nth(answers).wait_for(timeout=60_000)
 
 
+def test_no_icon_is_a_character_of_a_symbol_font(served: Served) -> None:
+    """Arrows, technical signs, shapes, dingbats and emoji are missing on machines without such a font."""
+    ranges = [
+        (0x2190, 0x21FF),
+        (0x2300, 0x23FF),
+        (0x25A0, 0x27BF),
+        (0x2B00, 0x2BFF),
+        (0x1F000, 0x1FAFF),
+    ]
+    pages = {path: served.get(path).text for path in PAGES}
+    symbols = {
+        (path, char)
+        for path, text in pages.items()
+        for char in text
+        if any(first <= ord(char) <= last for first, last in ranges)
+    }
+    assert symbols == set()
+    assert pages["/"].count("<svg") >= 5, "the icons are drawn"
+
+
 def test_a_chat_streams_and_can_be_copied(page: Any) -> None:
     page.fill("#temperature", "0")
     say(page, "What is 17 + 25?")

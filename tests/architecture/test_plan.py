@@ -61,6 +61,19 @@ def test_the_index_of_benchmarks_names_every_script_and_only_what_exists() -> No
         assert (folder / link).exists(), link
 
 
+def test_the_commands_that_send_json_say_so() -> None:
+    """curl calls a body a form unless it is told, and forms are answered 415."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "demo").glob("*.md")]
+    commands = [
+        command
+        for page in pages
+        for command in re.findall(r"curl (?:[^\n]*\\\n)*[^\n]*", page.read_text())
+        if re.search(r"-d '?[{@]", command)
+    ]
+    assert len(commands) > 3
+    assert [c for c in commands if "application/json" not in c] == []
+
+
 def test_the_tests_that_the_page_of_clients_names_exist() -> None:
     rows = re.findall(
         r"(tests/[\w/]+\.py) ((?:`test_\w+`(?:, )?)+)", (ROOT / "docs/CLIENTS.md").read_text()

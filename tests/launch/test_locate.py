@@ -49,6 +49,12 @@ def test_each_bundled_model_is_found_by_its_name(demo: str) -> None:
     assert found.name == BUNDLED[demo][0] and (found.path / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("demo", BUNDLED)
+def test_a_bundled_model_may_be_named_as_it_is_listed(demo: str) -> None:
+    """`headrace list` shows these names."""
+    assert find(BUNDLED[demo][0]) == find(demo=demo)
+
+
 def test_a_bundled_model_and_another_are_not_named_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--demo vision: goes without --model") as caught:
         find(make_model(tmp_path / "tiny"), demo="vision")
