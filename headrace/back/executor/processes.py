@@ -58,7 +58,7 @@ from headrace.base.wire.weights import WeightOrder, WeightReply
 
 log = logging.getLogger(__name__)
 
-WORKER = "headrace.back.executor.worker"
+WORKER = "headrace.back.executor.worker_entry"
 LOADER = "headrace.back.models.load:load_model"
 SEND_TIMEOUT_S = 10.0
 """A worker reads all the time; one that lets a plan wait so long is stopped or stuck."""

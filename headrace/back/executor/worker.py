@@ -1,8 +1,8 @@
 """A worker in a process of its own, one of the ranks of a model.
 
-The process (`python -m headrace.back.executor.worker FD RANK LOG_LEVEL`) takes its orders from the
-socket it inherited as FD. It ends as soon as its parent is gone or a step fails: other ranks
-may wait in a collective for ever, and are ended by the parent.
+The process (worker_entry.py) takes its orders from the socket it inherited as FD. It ends as soon
+as its parent is gone or a step fails: other ranks may wait in a collective for ever, and are ended
+by the parent.
 """
 
 from __future__ import annotations
@@ -213,7 +213,3 @@ def main() -> None:
     finally:
         logging.shutdown()
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
