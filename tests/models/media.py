@@ -274,6 +274,45 @@ def compare_answers(ours: Answer, oracle: Answer, bound: float = 1e-4) -> None:
     assert ours.tokens == oracle.tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family's oracle and our engine over one checkpoint; patches have 4 pixels a side, windows 2 patches."""
+
+    folder: Path
+    oracle: Any
+    engine: SeeingEngine
+
+    def pixels(self, seed: int, grid: tuple[int, int, int], **more: Any) -> Pixels:
+        return image(seed, grid, patch=4, merge=2, **more)
+
+    def inputs(self, prompt: Prompt) -> dict[str, Any]:
+        """What transformers' processor would give."""
+        raise NotImplementedError
+
+    def expected(self, prompt: Prompt, max_tokens: int = 5) -> Answer:
+        return answer_of(self.oracle, prompt, self.inputs(prompt), max_tokens)
+
+
+def patches_of(
+    prompt: Prompt, norm: tuple[Sequence[float], Sequence[float]], *, apart: bool = False
+) -> dict[str, Any]:
+    """The patches and grids of a prompt's images and video as Qwen2-VL's processor gives them; `apart`: each step of
+    a video is an input of its own."""
+    given: dict[str, Any] = {}
+    for kind, pixels, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        inputs = [one for one in prompt.inputs if one.kind == kind]
+        if inputs:
+            given[pixels] = torch.cat([one.normalized(*norm, 2) for one in inputs])
+            grids = [one.grid for one in inputs]
+            if kind == "video" and apart:
+                grids = [(len(grids), *grids[0][1:])]
+            given[grid] = torch.tensor(grids)
+    return given
+
+
 def scored_by_runner(
     folder: Path,
     prompts: Sequence[Prompt],

@@ -17,13 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.wire.media import SoundSteps
 from tests.models.media import (
-    Answer,
-    Pixels,
+    Family,
     Prompt,
     SeeingEngine,
-    answer_of,
     compare_answers,
-    image,
+    patches_of,
     save_media_oracle,
 )
 from tests.models.test_hearing import BANDS, ENCODER, LINES, PLANES, Sound
@@ -73,33 +71,17 @@ CASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Omni:
-    """A family's oracle and our engine over the same checkpoint."""
-
+class Omni(Family):
     case: Case
-    folder: Path
-    oracle: Any
-    engine: SeeingEngine
-
-    def pixels(self, seed: int, grid: tuple[int, int, int], **more: Any) -> Pixels:
-        return image(seed, grid, patch=4, merge=2, **more)
 
     def sound(self, seed: int, length: int) -> Any:
         frames = np.random.default_rng(seed).normal(size=(length, BANDS)).astype(np.float32)
         return Sound(frames=frames, num_tokens=self.case.steps.tokens(length))
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:
-        """What transformers' processor would give."""
         ids = torch.tensor([prompt.ids])
         more: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        for kind, pixels, grid in (
-            ("image", "pixel_values", "image_grid_thw"),
-            ("video", "pixel_values_videos", "video_grid_thw"),
-        ):
-            inputs = [one for one in prompt.inputs if one.kind == kind]
-            if inputs:
-                more[pixels] = torch.cat([one.normalized(*self.case.norm, 2) for one in inputs])
-                more[grid] = torch.tensor([one.grid for one in inputs])
+        more |= patches_of(prompt, self.case.norm)
         if seconds := [one.step_s for one in prompt.inputs if one.kind == "video"]:
             more["video_second_per_grid"] = torch.tensor(seconds)
         sounds: list[Any] = [one for one in prompt.inputs if one.kind == "audio"]
@@ -111,9 +93,6 @@ class Omni:
             more["input_features"] = torch.stack(filled)
             more["feature_attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
         return more
-
-    def expected(self, prompt: Prompt, max_tokens: int = 5) -> Answer:
-        return answer_of(self.oracle, prompt, self.inputs(prompt), max_tokens)
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -15,13 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.media import (
-    Answer,
-    Pixels,
+    Family,
     Prompt,
     SeeingEngine,
-    answer_of,
     compare_answers,
-    image,
+    patches_of,
     save_media_oracle,
 )
 
@@ -158,19 +156,10 @@ CASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A family's oracle and our engine over the same checkpoint."""
-
+class Seen(Family):
     case: Case
-    folder: Path
-    oracle: Any
-    engine: SeeingEngine
-
-    def pixels(self, seed: int, grid: tuple[int, int, int], **more: Any) -> Pixels:
-        return image(seed, grid, patch=4, merge=2, **more)
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:
-        """What transformers' processor would give."""
         ids = torch.tensor([prompt.ids])
         more: dict[str, Any] = {
             "input_ids": ids,
@@ -179,24 +168,11 @@ class Seen:
         for one, at in zip(prompt.inputs, prompt.offsets, strict=bool(prompt.offsets)):
             kind = 1 + (one.kind == "video")
             more["mm_token_type_ids"][0, at : at + one.num_tokens] = kind
-        for kind, pixels, grid in (
-            ("image", "pixel_values", "image_grid_thw"),
-            ("video", "pixel_values_videos", "video_grid_thw"),
-        ):
-            inputs = [one for one in prompt.inputs if one.kind == kind]
-            if inputs:
-                more[pixels] = torch.cat([one.normalized(*self.case.norm, 2) for one in inputs])
-                grids = [one.grid for one in inputs]
-                if kind == "video" and self.case.apart:
-                    grids = [(len(grids), *grids[0][1:])]
-                more[grid] = torch.tensor(grids)
+        more |= patches_of(prompt, self.case.norm, apart=self.case.apart)
         seconds = [one.step_s for one in prompt.inputs if one.kind == "video"]
         if seconds and "tokens_per_second" in self.case.vision:
             more["second_per_grid_ts"] = torch.tensor(seconds)
         return more
-
-    def expected(self, prompt: Prompt, max_tokens: int = 5) -> Answer:
-        return answer_of(self.oracle, prompt, self.inputs(prompt), max_tokens)
 
 
 def save_case(case: Case, folder: Path) -> Any:
