@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -121,7 +122,7 @@ class Control:
             "unload_adapter": _unload_adapter,
             "adapters": _list_adapters,
             "profile": _profile,
-            "weights": _weigh,
+            "weights": partial(_weigh, lifecycle),
             "weights_version": _name_weights,
             "reload": lifecycle.reload,
             "sleep": lifecycle.sleep,
@@ -342,12 +343,16 @@ def _unload_adapter(engine: ControlledEngine, call: Call) -> Document:
     return {"unloaded": True}
 
 
-def _weigh(engine: ControlledEngine, call: Call) -> None:
+def _weigh(
+    lifecycle: ExecutorLifecycle, engine: ControlledEngine, call: Call
+) -> dict[str, object] | None:
     """Has the workers carry out an order about the weights; `version`: of those it ends with."""
     order = order_of(str(call.arguments.get("order", "")))
+    number, version = call.number, str(call.arguments.get("version") or "")
+    if engine.service.asleep and order.action == "push":
+        return lifecycle.push_asleep(engine, order, version)
     paused = engine.is_still or engine.is_frozen
     check_state(order, can_run=engine.service.has_executor, is_paused=paused)
-    number, version = call.number, str(call.arguments.get("version") or "")
 
     def on_done(result: dict[str, object] | HeadraceError) -> None:
         if isinstance(result, HeadraceError):
@@ -360,6 +365,7 @@ def _weigh(engine: ControlledEngine, call: Call) -> None:
         engine.output_buffer.add_reply(reply)
 
     engine.weights.start(order, version, on_done)
+    return None
 
 
 def _name_weights(engine: ControlledEngine, call: Call) -> Document:

@@ -26,8 +26,10 @@ from headrace.base.errors import (
 )
 from headrace.base.wire.request import Call
 from headrace.base.wire.step import RecordedGraphs
+from headrace.base.wire.weights import WeightOrder
 from headrace.core.ports import Executor, ExecutorSource
 from headrace.core.service_state import DROPPED, KEPT, ServiceState
+from headrace.core.weights import Weights
 
 LEVELS = (KEPT, DROPPED)
 PARTS = frozenset({"weights", "kv_cache"})
@@ -39,6 +41,7 @@ class ExecutorHost(Protocol):
     """What reload, sleep and wake need of the engine core."""
 
     graphs: RecordedGraphs
+    weights: Weights
 
     @property
     def service(self) -> ServiceState:
@@ -88,6 +91,7 @@ class ExecutorLifecycle:
     def __init__(self, source: ExecutorSource | None) -> None:
         self._source = source
         self._awaited = PARTS
+        self._loaded_before: str | None = None
 
     def reload(self, host: ExecutorHost, call: Call) -> dict[str, object]:
         """Weights from `model` (a folder or GGUF file; "" for the present ones), of the same
@@ -131,6 +135,29 @@ class ExecutorLifecycle:
         source.rests(facts)
         return {"asleep": True, "level": service.sleep_level}
 
+    def push_asleep(
+        self, host: ExecutorHost, order: WeightOrder, version: str
+    ) -> dict[str, object]:
+        """New weights while the engine sleeps: those of a whole checkpoint's folder, which waking
+        loads. What waits in host memory is given back. Other orders are a Conflict."""
+        if (order.action, order.way) != ("push", "files") or not order.last:
+            raise Conflict("the engine is asleep: wake its weights first, or name a folder")
+        source = self._source_of(host)
+        try:
+            source.check(order.path)
+        except StartError as error:
+            raise InvalidRequest(
+                f"the engine is asleep, and takes whole checkpoints alone: {error.message}",
+                field="model_path",
+            ) from None
+        service = host.service
+        if service.sleep_level == KEPT and not service.lost:
+            host.executor.close()
+        service.sleep_level = DROPPED
+        source.turn_to(order.path)
+        self._loaded_before = self._loaded_before or host.weights.loads
+        return host.weights.turn_to(version)
+
     def wake(self, host: ExecutorHost, call: Call) -> dict[str, object]:
         """Brings the weights back or loads them, once all `parts` (all of them by default) have
         been called: they come together."""
@@ -142,7 +169,13 @@ class ExecutorLifecycle:
         source = self._source_of(host)
         self._awaited = self._awaited.difference(str(part) for part in parts)
         if not self._awaited:
-            _install(host, source, _unparked(host))
+            before, self._loaded_before = self._loaded_before, None
+            try:
+                _install(host, source, _unparked(host))
+            except EngineError:
+                if before is not None:  # the next to wake it loads what there was
+                    host.weights.turn_to(before)
+                raise
         return {"asleep": not host.service.has_executor, "awaited": sorted(self._awaited)}
 
     def _source_of(self, host: ExecutorHost) -> ExecutorSource:

@@ -155,6 +155,11 @@ class ExecutorSource(Protocol):
         it is made, a restarted core begins with them too."""
         ...
 
+    def turn_to(self, model: str) -> None:
+        """Nothing is loaded: the next executor of "" is one of the weights at `model`, which
+        `check` has let pass; should that fail, the one behind it is as the last."""
+        ...
+
     def rests(self, facts: WorkerFacts) -> None:
         """The executor of these facts is asleep: a core that is started in this one's place begins
         without one, and knows them."""

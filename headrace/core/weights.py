@@ -86,6 +86,19 @@ class Weights:
         self._running = _Running(order, pending, version, on_done)
         self.poll_at = self._clock()
 
+    @property
+    def loads(self) -> str:
+        """The version of the weights that new workers load."""
+        return self._first
+
+    def turn_to(self, version: str) -> dict[str, object]:
+        """New workers load others, of this version, or ("") of the next number; nothing runs until
+        then."""
+        if not version:
+            self._count += 1
+        self._first = version or str(self._count)
+        return {**self._state(WeightReply()), "version": self._first}
+
     def loaded(self) -> None:
         """Other workers have loaded the model's own weights."""
         self.mixed = self._is_open = False

@@ -33,6 +33,7 @@ class WeightsSource:
     def __init__(self, spec: EngineSpec, spec_path: Path) -> None:
         self._spec = spec
         self._spec_path = spec_path
+        self._before: EngineSpec | None = None
 
     def check(self, model: str) -> None:
         """See ExecutorSource."""
@@ -40,12 +41,26 @@ class WeightsSource:
 
     def make(self, model: str) -> Executor:
         """See ExecutorSource."""
-        spec = self._for(model)
-        executor = make_executor(spec)
+        spec, before, self._before = self._for(model), self._before, None
+        try:
+            executor = make_executor(spec)
+        except BaseException:
+            if before is not None:
+                self._set(before)
+            raise
         if spec is not self._spec:
-            self._spec = spec
-            self._write(self._spec_path, spec)
+            self._set(spec)
         return executor
+
+    def turn_to(self, model: str) -> None:
+        """See ExecutorSource."""
+        before = self._before or self._spec
+        self._set(self._for(model))
+        self._before = before
+
+    def _set(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._write(self._spec_path, spec)
 
     def rests(self, facts: WorkerFacts) -> None:
         """See ExecutorSource."""

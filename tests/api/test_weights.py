@@ -119,6 +119,71 @@ def test_weights_of_a_folder_take_over_and_are_told_by_version(
     assert server.get("/get_weight_version", **ADMIN).json() == {"weight_version": "step-1"}
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_are_replaced_while_it_sleeps(
+    server: Served, versions: Versions, level: int
+) -> None:
+    """What is asked meanwhile waits, and is answered by the new ones; those that do not fit change nothing."""
+    assert administer(server, f"/sleep?level={level}&mode=wait", {}).status_code == 200
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(said, server)
+        told = update(server, versions, 1, weight_version="asleep")
+        assert told["success"] and told["weight_version"] == "asleep"
+        held = administer(server, "/update_weights_from_disk", {"model_path": "/nowhere"})
+        assert held.status_code == 400 and "asleep" in held.text
+        wake = administer(server, "/wake_up", {})
+        assert wake.status_code == 200, wake.text
+        answer = waiting.result(60)
+    assert answer["choices"][0]["token_ids"] == versions.tokens(1)
+    assert answer["usage"]["weights_version"] == "asleep"
+    assert said(server)["header"] == "asleep"
+    update(server, versions, 0, weight_version="back")
+    assert tokens(server) == versions.tokens(0)
+
+
+def test_a_folder_that_cannot_be_loaded_leaves_the_weights_of_before(
+    server: Served, versions: Versions, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(versions.folders[1], broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    assert administer(server, "/sleep?level=2&mode=wait", {}).status_code == 200
+    update(server, versions, 2, weight_version="before")
+    assert administer(server, "/wake_up", {}).status_code == 200
+    assert administer(server, "/sleep?level=2&mode=wait", {}).status_code == 200
+    body = {"model_path": str(broken), "weight_version": "broken"}
+    assert administer(server, "/update_weights_from_disk", body).status_code == 200
+    failed = administer(server, "/wake_up", {})
+    assert failed.status_code >= 500 and "model.norm.weight" in failed.text
+    assert administer(server, "/wake_up", {}).status_code == 200
+    assert said(server)["header"] == "before" and tokens(server) == versions.tokens(2)
+
+
+SAID = [{"role": "user", "content": "hi"}]
+FEW = {"max_tokens": 2}
+DIALECTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, **FEW},
+    "/v1/chat/completions": {"messages": SAID, **FEW},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 16},
+    "/v1/messages": {"messages": SAID, **FEW},
+    "/v2/chat": {"messages": SAID, **FEW},
+    "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}},
+}
+
+
+def test_every_dialect_tells_the_version(server: Served, versions: Versions) -> None:
+    """Whole and streamed, before and behind an update."""
+    for number, version in ((1, "one"), (0, "two")):
+        update(server, versions, number, weight_version=version)
+        for path, body in DIALECTS.items():
+            for stream in (False, True):
+                answer = server.post(path, {"model": "m", **body, "stream": stream})
+                assert answer.status_code == 200, (path, answer.text)
+                assert answer.headers["x-weights-version"] == version, (path, stream)
+
+
 def test_prefixes_of_other_weights_are_not_used(server: Served, versions: Versions) -> None:
     long = {"prompt": PROMPT * 10}
     assert said(server, **long)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
