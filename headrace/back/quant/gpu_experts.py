@@ -24,7 +24,7 @@ from headrace.back.quant.experts import Floats, MatricesOf, cuts, part_of
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.gpu import GPU_SCHEMES
 from headrace.back.quant.gpu_int4 import BLOCK_TYPES, INT4_SCHEMES, made_of, unpacked_of
-from headrace.back.quant.kept import INT8_ROWS, MICROSCALED
+from headrace.back.quant.kept import INT8_ROWS, LEVELLED, MICROSCALED
 from headrace.back.quant.scheme import SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization import Numbers
@@ -137,7 +137,7 @@ class KeptInt4:
 
 def kept_of(scheme: str) -> Kept | None:
     """What keeps a scheme's or type's numbers, None: nothing does."""
-    if scheme == MICROSCALED:
+    if scheme == MICROSCALED or scheme in LEVELLED:
         return None
     if scheme in GPU_SCHEMES:
         return KeptFp8(GPU_SCHEMES[scheme])

@@ -28,6 +28,7 @@ from headrace.back.parallel.param import Copy, Param, StoredRows, copies
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.kept import (
     INT8_ROWS,
+    LEVELLED,
     NVFP4,
     ORDERED,
     WHOLE_INT4,
@@ -45,6 +46,7 @@ INT4_SCHEMES: dict[str, Scheme] = {
     **{name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()},
     NVFP4: Scheme(NVFP4, 4, 16, floating=True),
     _FINE: Scheme(_FINE, 4, 16, asymmetric=True),
+    **{name: Scheme(name, 4, size, floating=True) for name, (_, size) in LEVELLED.items()},
 }
 """What is kept as it is, by name."""
 UNIT = 16
@@ -272,6 +274,8 @@ class StoredInt4Weight:
         waiting, self._waiting = self._waiting, None
         assert waiting is not None, self._param.name
         packed = _packed(waiting, self._scheme, self._dtype)
+        levels, _ = LEVELLED.get(self._scheme.name, ("e2m1", 0))
+        packed = replace(packed, levels=levels)
         self._weight = replace(packed, order_I=self._order_I, int8_rows=self._int8_rows)
 
 

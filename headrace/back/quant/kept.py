@@ -43,6 +43,9 @@ WHOLE_INT4 = {False: "int4-whole", True: "int4-asym-whole"}
 NVFP4 = "nvfp4"
 """e2m1 numbers with a scale for 16 inputs, itself an e4m3 number times one for all: GPUs only
 (gpu_int4.py)."""
+LEVELLED = {f"{kind}-g{size}": (kind, size) for kind in ("nf4", "fp4") for size in (64, 128)}
+"""Scheme -> the levels of its numbers, and the inputs that share a scale (bitsandbytes): GPUs only
+(gpu_int4.py)."""
 ORDERED = "+order-"
 """Behind the name of a scheme whose inputs belong to groups by an index (act-order), before a mark
 of that index: weights of one mark lie side by side. GPUs only (gpu_int4.py)."""
@@ -54,6 +57,18 @@ _KEPT = (
     "torchao-int4", "hqq",
 )  # fmt: skip
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
+
+
+def levelled_scheme(tensor: QuantizedTensor, num_scales: int) -> str | None:
+    """The scheme of bitsandbytes' 4-bit numbers, of which as many share a scale as there are; None:
+    runs that share one begin within a row, or have another length."""
+    if tensor.numbers.arrangement != "bnb-4bit" or len(tensor.shape) != 2 or num_scales < 1:
+        return None
+    outputs, inputs = tensor.shape
+    size = outputs * inputs // num_scales
+    name = f"{'nf4' if 'nf4' in tensor.members else 'fp4'}-g{size}"
+    whole = inputs % max(1, size) == 0 and num_scales * size == outputs * inputs
+    return name if whole and name in LEVELLED else None
 
 
 def kept_scheme(

@@ -37,6 +37,7 @@ from headrace.back.quant.gpu_int4 import (
     stored_int4,
 )
 from headrace.back.quant.scheme import SCHEMES
+from headrace.base.errors import CheckpointError
 from headrace.launch.plan import (
     build_without_memory,
     cost_of,
@@ -430,3 +431,52 @@ def test_rows_are_quantized_as_a_whole_weight_is() -> None:
     kept = quantize_int4(weight, INT4_SCHEMES["int4-asym-g64"])
     part = quantize_int4(weight[:64], INT4_SCHEMES["int4-asym-g64"])
     assert torch.equal(kept.words_NBW[:1], part.words_NBW)
+
+
+def turned(case: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]:
+    """What bitsandbytes has written, as if its weight had rows of 64: a run shares a scale."""
+    config, stored, expected = golden(case)
+    rows = expected.numel() // 64
+    expected = expected.flatten()[: rows * 64].view(rows, 64)
+    name = f"module.weight.quant_state.bitsandbytes__{case}"
+    state = json.loads(bytes(stored[name].tolist())) | {"shape": [rows, 64]}
+    data = json.dumps(state).encode()
+    stored = dict(stored) | {name: torch.tensor(list(data), dtype=torch.uint8)}
+    stored["module.weight"] = stored["module.weight"].flatten()[: rows * 32, None]
+    stored["module.weight.absmax"] = stored["module.weight.absmax"][:rows]
+    return config, stored, expected
+
+
+@pytest.mark.parametrize("case", ["nf4", "fp4"])
+def test_levels_of_bitsandbytes_are_kept_with_their_scales(case: str, tmp_path: Path) -> None:
+    config, stored, expected = turned(case)
+    param = Param(
+        name="m", shape=tuple(expected.shape), dtype=torch.float32,
+        pieces=(WeightPiece(name="module.weight", shape=tuple(expected.shape)),),
+        tensor=torch.empty(expected.shape),
+    )  # fmt: skip
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        entry = source.entries["module.weight"]
+        assert stored_int4(param, {"module.weight": entry.scheme}) == entry.scheme == f"{case}-g64"
+
+        def fill(param: Param) -> None:
+            (copy,) = copies(param)
+            assert param.on_groups is not None
+            assert param.on_groups(copy, *source.groups("module.weight", copy.source)) is None
+
+        weight = taken(param, entry.scheme, fill)
+    assert weight.levels == case
+    torch.testing.assert_close(dequantize(weight, torch.float32), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_other_levels_are_refused_and_runs_across_rows_become_floats(tmp_path: Path) -> None:
+    config, stored, expected = turned("nf4")
+    stored["module.weight.quant_map"] = stored["module.weight.quant_map"] * 1.01
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with closing(open_weight(tmp_path / "a", config, stored)) as source:
+        whole = tuple(slice(0, size) for size in expected.shape)
+        with pytest.raises(CheckpointError, match="quant_map: holds other levels than nf4"):
+            source.groups("module.weight", whole)
+    with closing(open_weight(tmp_path / "b", *golden("nf4")[:2])) as source:
+        assert source.entries["module.weight"].scheme == ""

@@ -679,6 +679,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("int8 32 with minima", _int8(32, 32, minima=True)),
     ("int8 by int8", _int8(100, None, eps=1e-6, int8_rows=True)),
     ("int8 by int8 of 128", _int8(100, 128, int8_rows=True)),
+    ("nf4 16", _int4(16, 64, floats=True, levels="nf4")),
     ("int4 by int8", _int4(300, 128, int8_rows=True)),
     ("int4 stream one", _int4_stream(1, eps=1e-6, activation="silu")),
     ("int4 stream one of 32", _int4_stream(1, 32, minima=True, add=True, bias=True)),

@@ -171,6 +171,8 @@ def test_rows(group, minima, per_sm, depth, pair, outputs, inputs, bias, activat
         {"group": 64, "wide": True},
         {"group": 32, "floats": True, "eps": 1e-6, "activation": "silu"},
         {"group": 16, "floats": True, "add": True},
+        {"group": 64, "floats": True, "levels": "nf4", "bias": True},
+        {"group": 64, "floats": True, "levels": "fp4", "eps": 1e-6, "activation": "silu"},
         {"group": 16, "minima": True, "bias": True},
         {"group": 64, "ordered": True, "eps": 1e-6, "activation": "silu"},
     ],

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from headrace.base.config.levels import LEVELS
+
 ROWS = 64
 """Outputs of a tile."""
 BLOCK = 128
 """Inputs of a block. Inputs are padded to a multiple, with scale 0."""
 OFFSET = 8
 """What a symmetric value is stored above itself."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of e2m1 bits."""
 LIFT = 2.0**110
 """What bfloat16 scales of e2m1 numbers are stored times: their bits, moved to where a bfloat16
 number has its own, are 2 ** 126 too small, and one product brings them near enough
@@ -32,8 +32,8 @@ GROUPS = (16, 32, 64, 128)
 @dataclass(frozen=True, eq=False)
 class Int4Weight:
     """A weight [O, I]: (q - 8) * scale, or with minima q * scale - minimum, of integers q in 0 ..
-    15; if `floats`, e2m1 numbers of bits q times scale. `group` inputs of an output share a scale
-    (and minimum), None: all of them.
+    15; if `floats`, the `levels` (see LEVELS) of bits q times scale. `group` inputs of an output
+    share a scale (and minimum), None: all of them.
 
     words_NBW    int32 [O / 64, I / 128, 1024], rounded up: a tile's block is two halves of 64
                  inputs, and each 128 threads' four words, one for each sixteen inputs. Thread t of
@@ -57,6 +57,7 @@ class Int4Weight:
     floats: bool = False
     order_I: torch.Tensor | None = None
     int8_rows: bool = False
+    levels: str = "e2m1"
 
     @property
     def device(self) -> torch.device:
@@ -64,11 +65,11 @@ class Int4Weight:
         return self.words_NBW.device
 
     @property
-    def facts(self) -> dict[str, bool]:
+    def facts(self) -> dict[str, bool | str]:
         """What a problem says of it beside its sizes."""
         ordered = self.order_I is not None
         facts = {"minima": self.minima, "floats": self.floats, "ordered": ordered}
-        return {**facts, "int8_rows": self.int8_rows}
+        return {**facts, "int8_rows": self.int8_rows, "levels": self.levels}
 
     @property
     def num_bytes(self) -> int:
@@ -168,7 +169,7 @@ def dequantize(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     by_row = _by_row(weight)
     spread = by_row.repeat_interleave(values.shape[1] // by_row.shape[2], 2)
     if weight.floats:
-        plain = torch.tensor(E2M1, device=values.device)[values.int()]
+        plain = torch.tensor(LEVELS[weight.levels], device=values.device)[values.int()]
         plain = plain * (spread[0] / lift_of(weight.scales_NBSR.dtype))
     elif weight.minima:
         plain = values.float() * spread[0] - spread[1]

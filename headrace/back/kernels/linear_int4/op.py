@@ -35,14 +35,15 @@ INT8_FROM = 257
 @dataclass(frozen=True, kw_only=True)
 class LinearInt4Problem(QuantizedLayerProblem):
     """The layer; `dtype` is that of scales too. `minima`: each scale has one. `floats`: numbers are
-    e2m1, not integers. `ordered`: inputs lie in another order than in x. `int8_rows`: many tokens
-    become int8."""
+    e2m1, or others of `levels`, not integers. `ordered`: inputs lie in another order than in x.
+    `int8_rows`: many tokens become int8."""
 
     group: int | None = 128
     minima: bool = False
     floats: bool = False
     ordered: bool = False
     int8_rows: bool = False
+    levels: str = "e2m1"
 
 
 def int4_refusal(dtype: torch.dtype) -> str | None:
@@ -91,7 +92,7 @@ def random_weight(problem: LinearInt4Problem, generator: torch.Generator) -> Int
     if problem.ordered:
         order_I = torch.randperm(inputs, generator=generator, device=generator.device)
         weight = replace(weight, order_I=order_I.to(weight.device, torch.int32))
-    return replace(weight, int8_rows=problem.int8_rows)
+    return replace(weight, int8_rows=problem.int8_rows, levels=problem.levels)
 
 
 def sample_of(problem: LinearInt4Problem, rows: tuple[int, ...]) -> Sample:

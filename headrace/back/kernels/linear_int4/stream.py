@@ -76,6 +76,8 @@ def unfit_sizes(gemm: Int4Gemm) -> str | None:
         return f"knows bfloat16 and float16, not {gemm.weight.scales_NBSR.dtype}"
     if gemm.weight.floats and gemm.weight.scales_NBSR.dtype is not torch.bfloat16:
         return "multiplies e2m1 numbers in bfloat16"
+    if gemm.weight.levels != "e2m1":
+        return f"unpacks e2m1 numbers and integers, not {gemm.weight.levels}"
     if gemm.activation not in (None, "silu"):
         return f"gates by silu, not {gemm.activation}"
     if gemm.activation and gemm.results % ROWS:

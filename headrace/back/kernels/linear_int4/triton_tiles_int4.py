@@ -16,11 +16,13 @@ from headrace.back.kernels.linear_int4.layout import BLOCK, LIFT, Int4Weight, bl
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import launch, power_of_two
+from headrace.base.config.levels import LEVELS
 
 LEAST_TOKENS = 16
 MOST_TOKENS = 64
 """Of a program."""
 LOWER = tl.constexpr(1 / LIFT)
+NF4, FP4 = tl.constexpr(LEVELS["nf4"]), tl.constexpr(LEVELS["fp4"])
 
 
 @triton.jit
@@ -47,6 +49,24 @@ def e2m1(b_bits):
 
 
 @triton.jit
+def _half_of_levels(b_bits, TABLE: tl.constexpr):
+    """Of 16 levels those of bits 8 to 15 at 0 to 7."""
+    b = tl.zeros_like(b_bits).to(tl.float32)
+    for i in tl.static_range(8):
+        b = tl.where(b_bits == i, TABLE[8 + i], b)
+    return b
+
+
+@triton.jit
+def levels(b_bits, TABLE: tl.constexpr):
+    """The levels of a table at bits 0 .. 15 (int32)."""
+    b = _half_of_levels(b_bits - 8, TABLE)
+    for i in tl.static_range(8):
+        b = tl.where(b_bits == i, TABLE[i], b)
+    return b
+
+
+@triton.jit
 def numbers_of(p_words):
     """The numbers 0 .. 15 of a block [64, 128], int32."""
     b_words = tl.reshape(tl.load(p_words + tl.arange(0, 1024)), [2, 4, 8, 4, 4, 1, 1, 1])
@@ -63,13 +83,18 @@ def numbers_of(p_words):
 def block_of(
     p_words, p_scales, GROUPS: tl.constexpr, MINIMA: tl.constexpr, FLOATS: tl.constexpr = False
 ):
-    """The weights of a block [64, 128], float32."""
+    """The weights of a block [64, 128], float32. FLOATS: 0, or the place in LEVELS plus one."""
     b_values = numbers_of(p_words)
     b_scales = _spread(p_scales, 128, GROUPS)
     if FLOATS:
         if p_scales.dtype.element_ty == tl.bfloat16:
             b_scales = b_scales * LOWER
-        return e2m1(b_values) * b_scales
+        if FLOATS == 2:
+            return levels(b_values, NF4) * b_scales
+        elif FLOATS == 3:
+            return levels(b_values, FP4) * b_scales
+        else:
+            return e2m1(b_values) * b_scales
     b_values = b_values.to(tl.float32)
     if MINIMA:
         return b_values * b_scales - _spread(p_scales + GROUPS * 64, 128, GROUPS)
@@ -182,7 +207,7 @@ def _constants(weight: Int4Weight) -> dict[str, int | bool]:
         "GROUPS": block_groups(weight.group),
         "WHOLE": weight.group is None,
         "MINIMA": weight.minima,
-        "FLOATS": weight.floats,
+        "FLOATS": 1 + list(LEVELS).index(weight.levels) if weight.floats else 0,
     }
 
 

@@ -6,6 +6,7 @@ On a device the stored tensors are brought there first, and become floats there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import product
 
@@ -17,7 +18,7 @@ from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.cache_scales import CacheScales
 from headrace.back.quant.formats import KEPT_READERS, READERS
 from headrace.back.quant.formats.groups import Groups, joined
-from headrace.back.quant.kept import kept_scheme
+from headrace.back.quant.kept import kept_scheme, levelled_scheme
 from headrace.base.config.cache_scales import CACHE_ZEROS, cache_scale
 from headrace.base.config.quantization import Numbers, StoredQuantization
 from headrace.base.config.quantized_tensors import (
@@ -54,9 +55,15 @@ class QuantizedSource:
             where=values.where,
             order=values.order,
             dequantized=True,
-            scheme=kept_scheme(weight, lambda: self._order(weight)) or "",
+            scheme=self._scheme(weight),
             activations=weight.numbers.activations,
         )
+
+    def _scheme(self, weight: QuantizedTensor) -> str:
+        if weight.numbers.arrangement == "bnb-4bit":
+            scales = self._files.entries[weight.members["scales"]]
+            return levelled_scheme(weight, math.prod(scales.shape)) or ""
+        return kept_scheme(weight, lambda: self._order(weight)) or ""
 
     def _order(self, weight: QuantizedTensor) -> torch.Tensor:
         """The group of each input, where it is stored."""

@@ -57,5 +57,6 @@ KEPT_READERS: Mapping[str, Reader] = {
     "mxfp4-packed": floats4.bits,
     "mxfp4-quark": floats4.bits,
     "mxfp4-blocks": floats4.gpt_oss_bits,
+    "bnb-4bit": bitsandbytes.bits,
 }
 """The same for weights that are kept as they are stored: values are their bits."""

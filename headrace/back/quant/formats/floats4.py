@@ -11,9 +11,10 @@ import torch
 
 from headrace.back.quant.formats.groups import Groups, Read, column_groups
 from headrace.back.quant.formats.scaled import powers_of_two
+from headrace.base.config.levels import LEVELS
 from headrace.base.config.quantized_tensors import QuantizedTensor
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = LEVELS["e2m1"]
 
 
 def modelopt(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:

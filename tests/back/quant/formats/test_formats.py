@@ -181,7 +181,9 @@ def test_modelopt_nvfp4_multiplies_by_its_outer_scale(tmp_path: Path) -> None:
     with closing(open_weight(tmp_path, config, stored)) as source:
         assert list(source.entries) == ["module.weight"]
         assert_rectangles(source, "module.weight", expected)
-        assert [one.requested for one in source.decisions()] == ["2 stored"]
+        assert [one.requested for one in source.decisions()] == ["1 stored"]
+        scales = source.cache_scales()
+        assert scales is not None and len(scales) == 1
 
 
 def test_int8_of_bitsandbytes(tmp_path: Path) -> None:
