@@ -128,14 +128,24 @@ def qwen(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
 
 
 def minicpm(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
-    inputs = MiniCPMV4_6ImageProcessorPil(**MINICPM_FILES)(list(pictures), return_tensors="pt")
+    return sliced(pictures, 16)
+
+
+def minicpm_ocr(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    """Where nothing small is kept small, it is cut as MiniCPM-V's."""
+    return sliced(pictures, 4, downsample_mode="4x")
+
+
+def sliced(pictures: Pictures, patches: int, **more: Any) -> Theirs:
+    processor = MiniCPMV4_6ImageProcessorPil(**MINICPM_FILES, **more)
+    inputs = processor(list(pictures), return_tensors="pt")
     self = SimpleNamespace(
         slice_mode=True, image_token="I", image_start_token="<image>", image_end_token="</image>",
         slice_start_token="<slice>", slice_end_token="</slice>",
         image_id_start_token="<image_id>", image_id_end_token="</image_id>",
     )  # fmt: skip
     texts = [
-        MiniCPMV4_6Processor.replace_image_token(self, inputs, i, image_token_divisor=16)
+        MiniCPMV4_6Processor.replace_image_token(self, inputs, i, image_token_divisor=patches)
         for i in range(len(pictures))
     ]
     texts = MiniCPMV4_6Processor._prepend_local_ids(self, ["I" * len(texts)], texts, "I")
@@ -269,6 +279,10 @@ QWEN_FILES: dict[str, Any] = {
     "size": {"shortest_edge": 64, "longest_edge": 900},
 }
 MINICPM_FILES: dict[str, Any] = {"patch_size": 4, "scale_resolution": 40, "max_slice_nums": 5}
+SLICES = {
+    **{"<image>": 102, "</image>": 103, "<slice>": 104, "</slice>": 105},
+    **{"<image_id>": 106, "</image_id>": 107},
+}
 WINDOWED: dict[str, Any] = {
     **{"depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "patch_size": 4},
     **{"out_hidden_size": 48, "window_size": 16, "fullatt_block_indexes": [1]},
@@ -280,6 +294,17 @@ GLM_OCR: dict[str, Any] = {
 QWEN3_5 = {key: value for key, value in text("qwen3_5_text").items() if key != "head_dim"}
 IMAGE_MARKS = {"<|START_OF_IMG|>": 102, "<|END_OF_IMG|>": 103}
 BOTH = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+MINICPM = {
+    "vision_config": {**TOWER, "image_size": 24},
+    "text_config": {
+        **QWEN3_5,
+        "layer_types": ["full_attention"] * 2,  # the other kind amplifies rounding
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
+    },
+    **BOTH,
+    "insert_layer_id": 1,
+}
 CASES = {
     "vipllava": PictureCase(
         name="VipLlava",
@@ -490,26 +515,18 @@ CASES = {
     ),
     "minicpm-v4.6": PictureCase(
         name="MiniCPMV4_6",
-        config={
-            "vision_config": {**TOWER, "image_size": 24},
-            "text_config": {
-                **QWEN3_5,
-                "layer_types": [
-                    "full_attention",
-                    "full_attention",
-                ],  # the other kind amplifies rounding
-                **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-                **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
-            },
-            **BOTH,
-            "insert_layer_id": 1,
-        },
+        config=MINICPM,
         process=minicpm,
         files=MINICPM_FILES,
-        marks={
-            **{"<image>": 102, "</image>": 103, "<slice>": 104, "</slice>": 105},
-            **{"<image_id>": 106, "</image_id>": 107},
-        },
+        marks=SLICES,
         sizes=((40, 24), (70, 90)),
+    ),
+    "minicpm-ocr": PictureCase(
+        name="MiniCPMOcr",
+        config=MINICPM,
+        process=minicpm_ocr,
+        files=MINICPM_FILES,
+        marks=SLICES,
+        sizes=((30, 24), (50, 70)),
     ),
 }

@@ -33,6 +33,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "AyaVisionForConditionalGeneration": "aya_vision",
     "Cohere2VisionForConditionalGeneration": "aya_vision",
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv",
+    "MiniCPMOcrForConditionalGeneration": "minicpmv",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2",
     "NemotronH_Omni_Reasoning_V3": "nemotron_omni",
     "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_omni",

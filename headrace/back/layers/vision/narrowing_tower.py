@@ -3,8 +3,7 @@ window attend to each other, and their mean with an MLP's output stays (MiniCPM-
 windows of what is left are merged again.
 
 N patches, E width, F of the decoder. Rows lie in nested windows: four that are merged stand
-together.
-"""
+together."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ MERGER_EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowingTowerSpec:
-    """side: of the table of places. narrowed: behind which layer windows are merged. rounds: how
-    often they are merged behind the tower. outputs: F."""
+    """side: of the table of places. narrowed: behind which layer windows are merged; None: all
+    patches go through. rounds: how often they are merged behind the tower. outputs: F."""
 
     patches: PatchSpec
     layer: VisionLayerSpec
     layers: int
     side: int
-    narrowed: int
+    narrowed: int | None
     rounds: int
     outputs: int
 
@@ -67,18 +66,16 @@ class NarrowingTower:
             VisionLayer(scope / "encoder.layers" / str(index), spec.layer)
             for index in range(spec.layers)
         ]
-        inside = scope / "vit_merger"
-        self._window_norm = LAYER.build(inside / "layer_norm1", width, eps=eps)
-        self._window_attention = VisionAttention(inside / "self_attn", spec.layer)
-        inner = WINDOW * spec.layer.inner
-        self._window_merger = _Merger(inside, width, inner, width, "gelu_tanh", eps)
+        self._narrowing = None
+        if spec.narrowed is not None:
+            self._narrowing = _Narrowing(scope / "vit_merger", spec.layer)
         self._behind = LAYER.build(scope / "post_layernorm", width, eps=eps)
         sizes = [width] * (spec.rounds - 1) + [spec.outputs]
         self._mergers = [
             _Merger(whole / f"merger.mlp.{i}", width, WINDOW * width, size, "gelu", MERGER_EPS)
             for i, size in enumerate(sizes)
         ]
-        self._merge = 2 ** (1 + spec.rounds)
+        self._merge = 2 ** (spec.rounds + (self._narrowing is not None))
         self.forms = (
             MediaForm(
                 kind="image",
@@ -110,19 +107,29 @@ class NarrowingTower:
         spans = TokenSpans(starts=starts_of(lengths))
         for index, layer in enumerate(self._layers):
             x_NE = layer.forward(x_NE, spans)
-            if index == spec.narrowed:
-                x_NE = self._narrowed(x_NE)
+            if index == spec.narrowed and self._narrowing is not None:
+                x_NE = self._narrowing.forward(x_NE)
                 spans = TokenSpans(starts=starts_of([length // WINDOW for length in lengths]))
         x_NE = self._behind.norm(x_NE)
         for merger in self._mergers:
             x_NE = merger.forward(x_NE)
         return x_NE
 
-    def _narrowed(self, x_NE: torch.Tensor) -> torch.Tensor:
-        """A row for each window."""
+
+class _Narrowing:
+    """x_NE -> y_ME: a row for each window."""
+
+    def __init__(self, scope: Scope, layer: VisionLayerSpec) -> None:
+        width, inner = layer.width, WINDOW * layer.inner
+        self._norm = LAYER.build(scope / "layer_norm1", width, eps=layer.eps)
+        self._attention = VisionAttention(scope / "self_attn", layer)
+        self._merger = _Merger(scope, width, inner, width, "gelu_tanh", layer.eps)
+
+    def forward(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
         windows = TokenSpans(starts=range(0, x_NE.shape[0] + 1, WINDOW))
-        x_NE = x_NE + self._window_attention.forward(self._window_norm.norm(x_NE), windows)
-        return self._window_merger.forward(x_NE) + x_NE.unflatten(0, (-1, WINDOW)).mean(1)
+        x_NE = x_NE + self._attention.forward(self._norm.norm(x_NE), windows)
+        return self._merger.forward(x_NE) + x_NE.unflatten(0, (-1, WINDOW)).mean(1)
 
 
 class _Merger:

@@ -211,12 +211,15 @@ def _qianfan(files: CheckpointFiles) -> MediaSpec:
 
 def _minicpm(files: CheckpointFiles) -> MediaSpec:
     image, config = files.image, files.config
-    image.choice("downsample_mode", ("16x",), "16x")
+    mode = "4x" if config.str("model_type") == "minicpm_ocr" else "16x"
+    mode = config.choice("downsample_mode", ("4x", "16x"), mode)
+    image.choice("downsample_mode", (mode,), mode)
+    image.choice("small_image_upsize", ("always",), "always")
     numbered = ("<image_id>", "</image_id>") if image.bool("use_image_id", True) else None
     slices = image.int("max_slice_nums", 9, ge=1, le=256)
     settings = ProcessorSettings(
         patch=image.int("patch_size", 14, ge=1, le=1024),
-        merge=2 ** (1 + config.int("merger_times", 1, ge=1, le=4)),
+        merge=2 ** ((mode == "16x") + config.int("merger_times", 1, ge=1, le=4)),
         side=image.int("scale_resolution", 448, ge=1, le=16_384),
         tiles=(1, slices if image.bool("slice_mode", True) else 1),
         resample=image.int("resample", 3, ge=0, le=5),
@@ -340,6 +343,7 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "cohere2_vision": _command,
     "qianfan_ocr": _qianfan,
     "minicpmv4_6": _minicpm,
+    "minicpm_ocr": _minicpm,
     "deepseek_ocr2": _deepseek_ocr,
     "deepseek_vl": _deepseek_vl,
     "janus": _deepseek_vl,

@@ -1,7 +1,7 @@
-"""MiniCPM-V 4.6: the whole picture, and behind it slices on a grid that follows its ratio.
+"""MiniCPM-V 4.6 and MiniCPM-OCR: the whole picture, and behind it slices on a grid that follows its
+ratio.
 
-As transformers 5.23 (image_processing_pil_minicpmv4_6.py, processing_minicpmv4_6.py).
-"""
+As transformers 5.23 (image_processing_pil_minicpmv4_6.py, processing_minicpmv4_6.py)."""
 
 from __future__ import annotations
 
