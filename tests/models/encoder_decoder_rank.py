@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from headrace.back.attention.plan import AttentionPlan, Batch, EncoderBatch
 from headrace.back.parallel.mesh import tensor_parallel_mesh
-from headrace.back.runner.memory import KVCounts, KVMemory, lay_out
+from headrace.back.runner.kv_layout import lay_out
+from headrace.back.runner.memory import KVCounts, KVMemory
 from headrace.base.config.resolved import ModelSpec
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, randomize
 

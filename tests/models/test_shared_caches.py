@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.back.executor.inline import InlineExecutor
-from headrace.back.runner.memory import lay_out
+from headrace.back.runner.kv_layout import lay_out
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
 from headrace.base.errors import CheckpointError
 from headrace.core.core import EngineCore

@@ -35,7 +35,8 @@ from headrace.back.runner.capture import (
     wanted_of,
 )
 from headrace.back.runner.devices import StepsFactory
-from headrace.back.runner.memory import KVCounts, KVLayout, KVMemory
+from headrace.back.runner.kv_layout import KVLayout
+from headrace.back.runner.memory import KVCounts, KVMemory
 from headrace.back.runner.pooler import Pooler
 from headrace.back.runner.results import LaunchedStep
 from headrace.back.runner.states import StateFactory

@@ -24,14 +24,8 @@ from headrace.back.models.load.dense import load_projection
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.devices import StepsFactory, compiles_kernels, make_steps, profile_step
 from headrace.back.runner.fit import fit_kv
-from headrace.back.runner.memory import (
-    KVCounts,
-    KVLayout,
-    count_kv,
-    lay_out,
-    least_blocks,
-    least_bytes,
-)
+from headrace.back.runner.kv_layout import KVLayout, lay_out
+from headrace.back.runner.memory import KVCounts, count_kv, least_blocks, least_bytes
 from headrace.back.runner.runner import Runner, RunnerPlan
 from headrace.back.runner.states import StateFactory, state_of
 from headrace.back.runner.warmup import run_largest, warm_up

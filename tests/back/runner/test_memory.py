@@ -17,17 +17,15 @@ from headrace.back.attention.plan import Batch
 from headrace.back.kernels.upload import to_device
 from headrace.back.runner.batch import GrowingTable
 from headrace.back.runner.fit import GRAPH_BYTES, Profile, fit_kv
-from headrace.back.runner.memory import (
+from headrace.back.runner.kv_layout import (
     ALIGNMENT,
     MAX_GROUPS,
     MAX_WASTE,
     KVLayout,
-    KVMemory,
-    count_kv,
     lay_out,
-    least_blocks,
     slab_of,
 )
+from headrace.back.runner.memory import KVMemory, count_kv, least_blocks
 from headrace.back.runner.start import start_runner
 from headrace.back.sampling import in_step, penalties
 from headrace.back.sampling.sampler import Sampler

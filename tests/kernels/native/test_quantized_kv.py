@@ -235,7 +235,7 @@ def test_the_self_checks_accept_it(newest, dtype, code):
 
 def test_memory_is_about_half(newest):
     from headrace.back.attention.forms import HeadsForm
-    from headrace.back.runner.memory import lay_out
+    from headrace.back.runner.kv_layout import lay_out
 
     def block_bytes(quantized, head_dim):
         forms = [
@@ -250,7 +250,8 @@ def test_memory_is_about_half(newest):
 
 def test_a_failed_rows_blocks_are_clean_for_their_next_owner():
     from headrace.back.attention.forms import HeadsForm
-    from headrace.back.runner.memory import KVCounts, KVMemory, lay_out
+    from headrace.back.runner.kv_layout import lay_out
+    from headrace.back.runner.memory import KVCounts, KVMemory
 
     forms = [HeadsForm(cache=0, kv_heads=2, head_dim=16, quantized="int8")]
     layout = lay_out(forms, block_tokens=8, dtype=torch.bfloat16)
