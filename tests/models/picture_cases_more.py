@@ -57,6 +57,9 @@ with without_torchvision():
     from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
     from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
     from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
+    from transformers.models.llava_next_video.processing_llava_next_video import (
+        LlavaNextVideoProcessor,
+    )
     from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
     from transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni import (
         NemotronH_Omni_Reasoning_V3ImageProcessor,
@@ -251,6 +254,15 @@ def vipllava(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     return Theirs(given=dict(inputs), texts=["I" * 16] * len(pictures))
 
 
+def next_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
+    files = {"size": {"shortest_edge": 16}, "crop_size": SQUARE}
+    inputs = CLIPImageProcessorPil(**files)(list(frames), return_tensors="pt")
+    values = inputs["pixel_values"][None]
+    self = SimpleNamespace(patch_size=4, video_token="V")
+    text = LlavaNextVideoProcessor.replace_video_token(self, {"pixel_values_videos": values}, 0)
+    return Theirs(given={"pixel_values_videos": values}, texts=[text])
+
+
 def deepseek_vl(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     processor = DeepseekVLImageProcessorPil(size=SQUARE, min_size=5, **HALF_NORM)
     inputs = processor(list(pictures), return_tensors="pt")
@@ -320,6 +332,7 @@ CASES = {
         name="LlavaNextVideo",
         config={**NEXT, "text_config": text("llama"), "video_token_index": VIDEO},
         process=llava_next,
+        clip=next_clip,
     ),
     "deepseek-vl": PictureCase(
         name="DeepseekVL",

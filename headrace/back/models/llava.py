@@ -192,7 +192,17 @@ def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
         frames=bool(packings),
         packings=packings,
         learned=("image_newline",) if packings else (),
+        averaged=_averaged(config, side),
     )
+
+
+def _averaged(config: ConfigReader, side: int) -> tuple[str, ...]:
+    if config.str("model_type", "") != "llava_next_video":
+        return ()
+    config.choice("spatial_pool_mode", ("average",), "average")
+    if config.int("spatial_pool_stride", 2) != 2 or side % 2:
+        raise config.wrong("spatial_pool_stride", "2, of a square of an even number of patches")
+    return ("video",)
 
 
 def _packings(config: ConfigReader, side: int) -> Mapping[str, Packing]:

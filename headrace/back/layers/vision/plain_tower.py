@@ -87,7 +87,8 @@ class PlainTowerSpec:
     of its own (tiles). mutual: see MediaForm. embedded: a norm of the patches alone. packings: of
     the kinds whose inputs are cut; learned: the names of the row that ends rows and of the one that
     ends an input, of the checkpoint, in the decoder's width. taken: behind how many layers
-    outputs are taken, side by side; empty: behind the last."""
+    outputs are taken, side by side; empty: behind the last. averaged: kinds of whose windows of
+    2 x 2 patches the means are projected."""
 
     patches: PatchSpec
     layer: VisionLayerSpec
@@ -116,6 +117,7 @@ class PlainTowerSpec:
     packings: Mapping[str, Packing] = field(default_factory=dict)
     learned: tuple[str, ...] = ()
     taken: tuple[int, ...] = ()
+    averaged: tuple[str, ...] = ()
 
 
 class PlainTower:
@@ -173,7 +175,8 @@ class PlainTower:
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
-        spec, merge = self._spec, self._spec.projector.merge
+        spec = self._spec
+        merge = 2 if kind in spec.averaged else spec.projector.merge
         x_NE = self._patches.embed(rows_NB)
         if self._embedded is not None:
             x_NE = self._embedded.norm(x_NE)
@@ -200,6 +203,8 @@ class PlainTower:
             x_NE = torch.cat([one[own] for one in images])
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
+        if kind in spec.averaged:
+            x_NE = x_NE.unflatten(0, (-1, merge**2)).mean(1)
         if isinstance(self._projector, GridProjector):
             y_MF = self._projector.merge_grids(x_NE, grids)
         else:
@@ -259,4 +264,7 @@ def _forms(spec: PlainTowerSpec) -> tuple[MediaForm, ...]:
         msgspec.structs.replace(image, kind=kind, packing=packing)
         for kind, packing in spec.packings.items()
     )
-    return (*cut,) if spec.packings else (image,)
+    means = (
+        msgspec.structs.replace(image, kind=kind, merge=2, max_t=65_536) for kind in spec.averaged
+    )
+    return (*(cut if spec.packings else (image,)), *means)

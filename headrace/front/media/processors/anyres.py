@@ -2,7 +2,8 @@
 part without padding is shown.
 
 As transformers 5.23 (image_processing_pil_llava_next.py, image_processing_pil_llava_onevision.py,
-processing_llava_next.py, processing_llava_onevision.py).
+processing_llava_next.py, processing_llava_onevision.py,
+processing_llava_next_video.py).
 """
 
 from __future__ import annotations
@@ -88,6 +89,19 @@ class AnyResolutionProcessor(SquareProcessor):
             cut=MediaCut(tail=True),
             num_tokens=len(squares) * half**2 + 1,
         )
+        return ProcessedMedia(inputs=(one,), layout=(0,))
+
+
+class AveragedFramesProcessor(AnyResolutionProcessor):
+    """LLaVA-NeXT-Video's: of a frame's square each 2 x 2 patches make one token."""
+
+    def video(
+        self, frames: Iterable[Image.Image], indices: Sequence[int], video: Sampling
+    ) -> ProcessedMedia:
+        """One input of all frames."""
+        squares = np.stack([channels_of(self.fitted(frame)) for frame in frames])
+        grid, rows = patches_of(squares, self._settings.patch, merge=2)
+        one = TowerInput(kind="video", grid=grid, rows=rows, num_tokens=len(rows) // 4)
         return ProcessedMedia(inputs=(one,), layout=(0,))
 
 

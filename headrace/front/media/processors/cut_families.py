@@ -45,6 +45,17 @@ def _llava_next(files: CheckpointFiles) -> MediaSpec:
     return image_only("anyres", settings, config)
 
 
+def _llava_next_video(files: CheckpointFiles) -> MediaSpec:
+    """Of video the middle square of each frame."""
+    spec, config = _llava_next(files), files.config
+    most = files.video.int("num_frames", 32, ge=1, le=100_000)
+    settings = msgspec.structs.replace(spec.settings, fit="crop", max_frames=most)
+    token = config.int("video_token_id", None, aliases=("video_token_index",), ge=0)
+    return msgspec.structs.replace(
+        spec, processor="anyres_frames", settings=settings, video_token=token
+    )
+
+
 def _llava_onevision(files: CheckpointFiles) -> MediaSpec:
     image, config, video = files.image, files.config, files.video
     vision = vision_section(config)
@@ -333,7 +344,7 @@ def _video_llama(files: CheckpointFiles) -> MediaSpec:
 
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
-    "llava_next_video": _llava_next,
+    "llava_next_video": _llava_next_video,
     "llava_onevision": _llava_onevision,
     "llama4": _llama4,
     "kimi_k25": _kimi,

@@ -40,6 +40,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "glm_46v": "headrace.front.media.processors.glm_v:Glm46VisionProcessor",
         "gemma4": "headrace.front.media.processors.gemma4:Gemma4Processor",
         "anyres": "headrace.front.media.processors.anyres:AnyResolutionProcessor",
+        "anyres_frames": "headrace.front.media.processors.anyres:AveragedFramesProcessor",
         "kimi": "headrace.front.media.processors.kimi:KimiProcessor",
         "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
         "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
