@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from headrace.back.attention.plan import Batch
 from headrace.back.models.encoder_families import ENCODERS
@@ -282,6 +283,20 @@ def test_token_types_of_a_pair_reach_bert(tmp_path: Path) -> None:
         types = torch.tensor([segments])
         wanted = oracle(torch.tensor(TEXTS[:1]), token_type_ids=types).last_hidden_state[0]
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_gte_as_its_authors_store_it(tmp_path: Path) -> None:
+    """NewModel, whose "ntk" is a base as many times as great, and frequencies divided by factor^(2 / head_dim)."""
+    oracle, spec = saved(tmp_path, "GteModel", gte())
+    raw = {key: value for key, value in spec.config.items() if key != "rope_parameters"}
+    raw |= {"architectures": ["NewModel"], "model_type": "new", "rope_theta": 20.0}
+    raw |= {"rope_scaling": {"type": "ntk", "factor": 8.0}}
+    speed = (20.0 * 8.0) ** (-torch.arange(0, 8, 2) / 8) / 8.0 ** (2 / 8)
+    oracle.rotary_emb.inv_freq = speed
+    model = loaded(replace(spec, config=raw, family=architecture_of(raw).family))
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor(TEXTS[:1])).last_hidden_state[0]
+        torch.testing.assert_close(model.forward(batch_of(TEXTS[:1])), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_the_context_of_roberta_leaves_out_what_lies_before_its_first_position() -> None:
