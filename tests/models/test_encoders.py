@@ -125,6 +125,20 @@ def eurobert(**more: Any) -> transformers.EuroBertConfig:
     )
 
 
+def deberta(**more: Any) -> transformers.DebertaV2Config:
+    return transformers.DebertaV2Config(
+        **SIZES,
+        max_position_embeddings=40,
+        relative_attention=True,
+        position_buckets=8,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        pos_att_type="p2c|c2p",
+        position_biased_input=False,
+        **more,
+    )
+
+
 def embedding_gemma2_text(**more: Any) -> transformers.EmbeddingGemma2TextConfig:
     return transformers.EmbeddingGemma2TextConfig(
         **SIZES,
@@ -195,6 +209,8 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("GteForSequenceClassification", gte),
     ("EuroBertForMaskedLM", eurobert),
     ("EuroBertForSequenceClassification", eurobert),
+    ("DebertaV2Model", deberta),
+    ("DebertaV2ForSequenceClassification", deberta),
     ("EmbeddingGemma2TextModel", embedding_gemma2_text),
     ("EmbeddingGemma2Model", embedding_gemma2),
 ]

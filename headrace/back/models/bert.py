@@ -25,6 +25,7 @@ from headrace.back.models.encoder import (
     EncoderLayer,
     EncoderSizes,
     SpanAttentionLayer,
+    TokenLayer,
     read_encoder_sizes,
 )
 from headrace.base.config.hf import ConfigReader
@@ -33,6 +34,7 @@ IGNORED = (
     r"(.*\.)?embeddings\.position_ids",
     r"cls\..*",
     r"(lm_head|(discriminator|generator)_predictions|generator_lm_head)\..*",
+    r"(lm|mask)_predictions\..*",
     r"vocab_(transform|layer_norm|projector)\..*",
     r"linear\.weight",  # ColBERT's projection, which load/dense.py reads
 )
@@ -72,14 +74,16 @@ def build_bert(
     config: ConfigReader,
     *,
     prefix: str,
-    first_position: int,
+    first_position: int | None,
     head: Callable[[Scope, Scope, int], Classifier | None],
     names: BertNames = BERT,
     bias_of: Callable[[Scope, EncoderSizes], RelativeBias] | None = None,
+    attention_of: Callable[[Scope, EncoderSizes], Callable[[Scope], TokenLayer]] | None = None,
 ) -> Encoder:
     """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at
-    `first_position`. `head` makes the classification head from the outer and the inner scope and
-    the width, `bias_of` what all layers add to scores."""
+    `first_position`, None: positions have no embeddings. `head` makes the classification head from
+    the outer and the inner scope and the width, `bias_of` what all layers add to scores,
+    `attention_of` what makes the attention of a layer, where it is another."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix
@@ -94,8 +98,10 @@ def build_bert(
         wide=None if names.wide is None else inside / names.wide,
     )
     bias = None if bias_of is None else bias_of(inside, sizes)
+    attention = None if attention_of is None else attention_of(inside, sizes)
     layers = [
-        _layer(inside / names.layers / str(i), sizes, names, bias) for i in range(sizes.layers)
+        _layer(inside / names.layers / str(i), sizes, names, bias, attention)
+        for i in range(sizes.layers)
     ]
     classifier = head(scope, inside, sizes.width)
     pooled = scope.head.kind == "sequence" and prefix == "bert"
@@ -124,16 +130,24 @@ def pooler_head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
 
 
 def _layer(
-    scope: Scope, sizes: EncoderSizes, names: BertNames, bias: RelativeBias | None
+    scope: Scope,
+    sizes: EncoderSizes,
+    names: BertNames,
+    bias: RelativeBias | None,
+    attention_of: Callable[[Scope], TokenLayer] | None,
 ) -> EncoderLayer:
     def norm(name: str) -> LayerNorm:
         return LayerNorm(scope / name, sizes.width, eps=sizes.eps)
 
     activation = ElementwiseActivation(scope, sizes.activation)
-    return EncoderLayer(
-        attention=SpanAttentionLayer(
+    if attention_of is None:
+        attention: TokenLayer = SpanAttentionLayer(
             scope, sizes, names=names.projections, out=names.out, position_bias=bias
-        ),
+        )
+    else:
+        attention = attention_of(scope)
+    return EncoderLayer(
+        attention=attention,
         after_attention=norm(names.after_attention),
         mlp=PlainMLP(scope, names.mlp, sizes.feed_forward, activation),
         after_mlp=norm(names.after_mlp),

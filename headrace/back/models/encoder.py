@@ -144,7 +144,7 @@ class EncoderLayer:
     """One layer. `before_*` norms come before their branch, `behind_*` ones after it, `after_*`
     ones after the sum with the residual."""
 
-    attention: SpanAttentionLayer
+    attention: TokenLayer
     mlp: PlainMLP | GatedMLP
     before_attention: BlockNorm | None = None
     behind_attention: BlockNorm | None = None

@@ -28,7 +28,7 @@ ENCODERS = frozenset(
     {
         *("bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"),
         *("embedding_gemma", "modernvbert", "mpnet", "distilbert", "electra", "gte", "eurobert"),
-        *("two_towers", "embedding_gemma2"),
+        *("two_towers", "embedding_gemma2", "deberta_v2"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""

@@ -179,6 +179,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "XLMRobertaForMaskedLM": "roberta",
     "CamembertForMaskedLM": "roberta",
     "MPNetForMaskedLM": "mpnet",
+    "DebertaV2ForMaskedLM": "deberta_v2",
     "DistilBertForMaskedLM": "distilbert",
     "ElectraForMaskedLM": "electra",
     "GteForMaskedLM": "gte",
