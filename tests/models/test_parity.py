@@ -767,7 +767,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Zaya",
         {
             **{"head_dim": 8, "num_experts": 5, "moe_intermediate_size": 24, "sliding_window": 12},
-            **{"router_hidden_size": 20, "cca_time0": 3},
+            **{"router_hidden_size": 24, "cca_time0": 3},
             "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
         },
     ),
