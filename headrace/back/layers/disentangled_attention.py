@@ -39,7 +39,7 @@ class DistanceBuckets:
 
 
 class DistanceEmbeddings:
-    """The embeddings of distances, [P, E], normed unless `eps` is None. `scope` is the encoder's."""
+    """The embeddings of distances, [P, E], normed unless `eps` is None. `scope`: the encoder's."""
 
     def __init__(
         self, scope: Scope, buckets: DistanceBuckets, width: int, *, eps: float | None
