@@ -18,7 +18,7 @@ import headrace.back.models.load as loading
 from headrace.back.kernels.experts_fp8 import op as experts_fp8
 from headrace.back.kernels.experts_fp8.layout import Fp8Experts
 from headrace.back.kernels.experts_int4.layout import Int4Experts
-from headrace.back.kernels.linear_int4.layout import E2M1, dequantize
+from headrace.back.kernels.linear_int4.layout import dequantize
 from headrace.back.layers.scope import Scope
 from headrace.back.models.load import load_model
 from headrace.back.models.load.fill import _matrices as each_matrix
@@ -37,6 +37,7 @@ from headrace.back.quant.gpu_experts import (
 )
 from headrace.back.quant.gpu_int4 import check_scales
 from headrace.back.quant.scheme import SCHEMES
+from headrace.base.config.levels import LEVELS
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 from headrace.launch.plan import (
@@ -77,6 +78,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any], s
     **{
         format: (fp8_members(format), config, "experts_fp8")
         for format, (_, _, config, _) in FP8_FORMATS.items()
+        if format != "micro"  # experts become floats
     },
     **{
         format: (int4_members(format), INT4_FORMATS[format][3], "experts_int4")
@@ -168,7 +170,7 @@ def gpt_oss_folder(folder: Path) -> Any:
     config.update({"hidden_size": 128, "intermediate_size": 96, "head_dim": 16})
     oracle = save_oracle(config, folder)
     stored, back = load_file(folder / "model.safetensors"), oracle.state_dict()
-    levels = torch.tensor(E2M1)
+    levels = torch.tensor(LEVELS["e2m1"])
     for name in list(stored):
         if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
             continue
@@ -301,9 +303,9 @@ def test_a_rank_keeps_the_scales_of_its_own_inputs(tmp_path: Path) -> None:
     blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
     bits = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    plain = (torch.tensor(E2M1)[bits.int()] * torch.exp2(scales.float() - 127)[..., None]).flatten(
-        -2
-    )
+    plain = (
+        torch.tensor(LEVELS["e2m1"])[bits.int()] * torch.exp2(scales.float() - 127)[..., None]
+    ).flatten(-2)
     name = "mlp.experts.down_proj"
     whole, half = (experts, inputs, outputs), inputs // 2
     param = Param(
