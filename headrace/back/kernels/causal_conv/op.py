@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows
+from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows, with_trail
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -86,10 +86,12 @@ def _sample(problem: CausalConvProblem) -> Sample:
     x = random_tensor(10, problem.channels + 8, dtype=problem.dtype, **new)[:, : problem.channels]
     shape = (6, problem.taps - 1, problem.channels)
     state = random_tensor(*shape, dtype=problem.dtype, **new)
+    arguments = (x, state, sample_rows(device))
     return Sample(
         problem=problem,
         weights=(weight, bias[0] if problem.bias else None),
-        arguments=(x, state, sample_rows(device)),
+        arguments=arguments,
+        further=with_trail(arguments),
     )
 
 

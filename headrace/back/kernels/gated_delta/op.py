@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows
+from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows, with_trail
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -127,18 +127,20 @@ def _sample(problem: GatedDeltaProblem) -> Sample:
     shape = (6, problem.heads, problem.key_dim, problem.value_dim)
     wide = {**new, "dtype": torch.float32}
     decay, bias = random_tensor(problem.heads, **wide), random_tensor(gates, **wide)
+    arguments = (
+        q.unflatten(1, (problem.key_heads, -1)),
+        k.unflatten(1, (problem.key_heads, -1)),
+        v.unflatten(1, (problem.heads, -1)),
+        ab[:, :gates].unflatten(1, problem.bias_shape),
+        ab[:, gates:],
+        random_tensor(*shape, **wide),
+        sample_rows(device),
+    )
     return Sample(
         problem=problem,
         weights=(-decay.exp(), bias.view(problem.bias_shape)),
-        arguments=(
-            q.unflatten(1, (problem.key_heads, -1)),
-            k.unflatten(1, (problem.key_heads, -1)),
-            v.unflatten(1, (problem.heads, -1)),
-            ab[:, :gates].unflatten(1, problem.bias_shape),
-            ab[:, gates:],
-            random_tensor(*shape, **wide),
-            sample_rows(device),
-        ),
+        arguments=arguments,
+        further=with_trail(arguments),
     )
 
 

@@ -12,7 +12,8 @@ T query tokens, R rows of the step, M rows of the runner.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -122,6 +123,23 @@ def sample_rows(device: str) -> ScanRows:
     )
 
 
+def with_trail(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
+    """Calls that go another way, for a sample's check: the same step with drafts, and one that goes
+    on from each state that it has left behind the rows' own."""
+    *inputs, state, rows = arguments
+    first, depth = state.shape[0], 4
+    wide = torch.cat((state, torch.zeros_like(state[:1]).expand(3 * depth + 1, *state.shape[1:])))
+    drafted = replace(rows, trail=StateTrail(first=first, depth=depth))
+    left = [first + depth + j for j in range(3)] + [first + 2 * depth + j for j in range(4)]
+    numbers = {"dtype": torch.int32, "device": state.device}
+    after = ScanRows(
+        row_R=torch.tensor(left, **numbers),
+        query_start_R1=torch.arange(len(left) + 1, **numbers),
+        decode=True,
+    )
+    return (*inputs, wide, drafted), (*(one[: len(left)] for one in inputs), wide, after)
+
+
 def _sample(problem: GatedScanProblem) -> Sample:
     device, generator = problem.device, sample_generator()
     x_TE, gate_TE, state_ME = (
@@ -129,7 +147,7 @@ def _sample(problem: GatedScanProblem) -> Sample:
         for count in (10, 10, 6)
     )
     arguments = gate_TE.sigmoid(), x_TE, state_ME, sample_rows(device)
-    return Sample(problem=problem, weights=(), arguments=arguments)
+    return Sample(problem=problem, weights=(), arguments=arguments, further=with_trail(arguments))
 
 
 OP: Op[GatedScanProblem] = Op(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows
+from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows, with_trail
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -103,10 +103,12 @@ def _sample(problem: SelectiveScanProblem) -> Sample:
     decay = random_tensor(channels, state_dim, **wide)
     bias, skip = (random_tensor(channels, **wide) for _ in range(2))
     state = random_tensor(6, channels, state_dim, **wide)
+    arguments = (x, random_tensor(10, channels, **new), b, c, gate, state, sample_rows(device))
     return Sample(
         problem=problem,
         weights=(-decay.exp(), bias, skip),
-        arguments=(x, random_tensor(10, channels, **new), b, c, gate, state, sample_rows(device)),
+        arguments=arguments,
+        further=with_trail(arguments),
     )
 
 

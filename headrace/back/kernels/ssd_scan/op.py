@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows
+from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows, with_trail
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -100,17 +100,19 @@ def _sample(problem: SsdScanProblem) -> Sample:
     x, b, c = random_tensor(10, sum(sizes), **new).split(sizes, dim=1)
     decay, bias, skip = (random_tensor(problem.heads, **wide) for _ in range(3))
     shape = (6, problem.heads, problem.head_dim, problem.state_dim)
+    arguments = (
+        x.unflatten(1, (problem.heads, -1)),
+        random_tensor(10, problem.heads, **new),
+        b.unflatten(1, (problem.groups, -1)),
+        c.unflatten(1, (problem.groups, -1)),
+        random_tensor(*shape, **wide),
+        sample_rows(device),
+    )
     return Sample(
         problem=problem,
         weights=(-decay.exp(), bias, skip),
-        arguments=(
-            x.unflatten(1, (problem.heads, -1)),
-            random_tensor(10, problem.heads, **new),
-            b.unflatten(1, (problem.groups, -1)),
-            c.unflatten(1, (problem.groups, -1)),
-            random_tensor(*shape, **wide),
-            sample_rows(device),
-        ),
+        arguments=arguments,
+        further=with_trail(arguments),
     )
 
 

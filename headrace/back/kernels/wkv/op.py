@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows
+from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows, with_trail
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -88,8 +88,12 @@ def _sample(problem: WkvProblem) -> Sample:
     state = random_tensor(6, 3, problem.channels, **wide)
     state[:, 1] = state[:, 1].exp()  # a sum of weights, which for one row are none
     state[3] = 0
+    arguments = k, v, state, sample_rows(device)
     return Sample(
-        problem=problem, weights=(decay.exp(), first), arguments=(k, v, state, sample_rows(device))
+        problem=problem,
+        weights=(decay.exp(), first),
+        arguments=arguments,
+        further=with_trail(arguments),
     )
 
 
