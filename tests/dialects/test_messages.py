@@ -64,6 +64,8 @@ def test_a_stream_folds_to_the_full_message(
 
     def shown(message: Any) -> Any:
         found = message.model_dump(exclude={"id", "parsed_output"}, exclude_none=True)
+        if "output_tokens_details" not in type(message.usage).model_fields:
+            found["usage"].pop("output_tokens_details", None)  # lower clients fold what they know
         for block in found["content"]:
             block.pop("id", None)
             if asked.get("thinking", {}).get("display"):
@@ -166,8 +168,8 @@ def test_thinking_comes_first_signed_and_goes_back(claude: anthropic.Anthropic) 
     thought, text = answer.content
     assert thought.type == "thinking" and thought.thinking and thought.signature
     assert text.type == "text" and "42" in text.text
-    details = answer.usage.output_tokens_details
-    assert details is not None and 0 < details.thinking_tokens < answer.usage.output_tokens
+    details = answer.usage.model_dump()["output_tokens_details"]
+    assert 0 < details["thinking_tokens"] < answer.usage.output_tokens
     history = [*ADD, {"role": "assistant", "content": answer.content}]
     again = ask(claude, [*history, {"role": "user", "content": "What is 3 + 4?"}])
     assert "7" in str(again.content)
