@@ -173,3 +173,31 @@ def test_a_chunk_that_does_not_fit_is_refused(bundled: Served) -> None:
         refused = bundled.post(CHAT_PATH, body)
         assert refused.status_code == 400, change
         assert field in (refused.json()["error"]["param"] or ""), refused.text
+
+
+BAD: list[Any] = [None, True, -1, 10**30, 1.5, "x" * 200, [], {}, [None], [-1], {"choices": 1}]
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION_PATH])
+def test_no_value_of_a_field_breaks_the_server(bundled: Served, path: str) -> None:
+    asked = {"chat_request": {"messages": [{"role": "user", "content": "x"}]}}
+    if path == COMPLETION_PATH:
+        asked = {"completion_request": {"prompt": "x"}}
+    choice = {"index": 0, "token_ids": [5], "finish_reason": None, "logprobs": None}
+    state = {"id": "a", "created": 1, "output_token_ids": [7], "finish_reason": None}
+    chunk = {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+    whole = {"generate_chunk": chunk, "stream_state": state, "prompt_token_ids": [5], **asked}
+    assert post(bundled, path, {"stream": True, **whole})["stream_state"]["output_token_ids"] == [
+        7,
+        5,
+    ]
+    bodies = [{**whole, name: value} for name in whole for value in BAD]
+    for value in BAD:
+        bodies += [{**whole, "stream_state": {**state, name: value}} for name in state]
+        changed = [{**choice, name: value} for name in choice]
+        bodies += [{**whole, "generate_chunk": {**chunk, "choices": [one]}} for one in changed]
+        bodies += [{**whole, "generate_chunk": {**chunk, name: value}} for name in chunk]
+    for body in bodies:
+        answer = bundled.post(path, {"stream": True, **body})
+        assert answer.status_code in (200, 400), (body, answer.text)
+        assert answer.status_code == 200 or answer.json()["error"]["message"], body

@@ -44,7 +44,7 @@ from headrace.front.server.http.sse import until_gone
 from headrace.front.server.native import health, requests, tokenize
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
 from headrace.front.server.openai import audio, batch, chat, completions, generate, models, render
-from headrace.front.server.openai.derender import DerenderRequest
+from headrace.front.server.openai.derender import DERENDER_CHAT, DERENDER_COMPLETION
 from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.pooling import generative, scoring
 from headrace.front.server.pooling import routes as pooling
@@ -157,11 +157,11 @@ def _tokens() -> list[ApiRoute]:
         _posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
         _posts("/inference/v1/abort_requests", requests.post_abort, requests.AbortRequest),
         _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
-        _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
+        _posts("/v1/chat/completions/derender", render.post_derender_chat, *DERENDER_CHAT),
         _posts("/v1/messages/render", anthropic.post_render_messages, MessagesRequest),
         _posts("/v1/responses/render", responses.post_render_responses, ResponsesRequest),
         _posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
-        _posts("/v1/completions/derender", render.post_derender_completion, DerenderRequest),
+        _posts("/v1/completions/derender", render.post_derender_completion, *DERENDER_COMPLETION),
         _route("/tokenizer_info", tokenize.get_tokenizer_info),
         _posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
         _posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),

@@ -189,6 +189,11 @@ class DerenderCompletionChunk(DerenderChunk, frozen=True, kw_only=True):
     completion_request: Keywords | None = None
 
 
+DERENDER_CHAT = (DerenderRequest, VllmDerenderChat, DerenderChatChunk)
+DERENDER_COMPLETION = (DerenderRequest, VllmDerenderCompletion, DerenderCompletionChunk)
+"""The bodies that the routes take."""
+
+
 def is_chunk(document: Any) -> bool:
     """Whether a body is one chunk of a stream."""
     return isinstance(document, dict) and bool(document.get("stream"))
