@@ -2,6 +2,9 @@
 one.
 
     python -m demo.reinforce --steps 30
+    python -m demo.reinforce --steps 24 --problems 16 --noise 0.35 --learning-rate 2e-4
+
+The second begins with a model that has lost a part of what it knew.
 
 The engine samples answers and tells their log-probabilities; a copy of the model in PyTorch takes a
 step of gradient ascent on the reward; its weights go back into the engine, and the next answers come
@@ -128,6 +131,16 @@ def learn(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, rollout: Ro
     return float(apart_BT[rollout.sampled_BT].max())
 
 
+@torch.no_grad()
+def weaken(policy: torch.nn.Module, noise: float, seed: int) -> None:
+    """Adds to each matrix normal noise of so many times its own deviation."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in policy.parameters():
+        if weight.dim() == 2:
+            values = torch.randn(weight.shape, generator=generator).to(weight)
+            weight += noise * weight.std() * values
+
+
 def train(
     *,
     steps: int,
@@ -137,12 +150,16 @@ def train(
     seed: int,
     dtype: str,
     device: str,
+    noise: float = 0.0,
 ) -> Iterator[dict[str, object]]:
     """Runs the loop; a record for each step."""
     rng = Random(seed)
     policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(device)
+    weaken(policy, noise, seed)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, weight_decay=0.0)
     with LLM(str(MODEL), device=device, dtype=dtype) as llm:
+        if noise:
+            llm.update_weights(policy.state_dict(), version="weakened")
         for step in range(steps):
             rollout = ask(llm, rng, problems=problems, answers=answers)
             version = llm.weights_version
@@ -166,6 +183,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--noise", type=float, default=0.0, help="weakens the model first")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of the engine")
     arguments = parser.parse_args()

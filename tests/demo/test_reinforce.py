@@ -21,8 +21,9 @@ def test_each_step_answers_with_the_weights_of_the_step_before() -> None:
             seed=1,
             dtype="float32",
             device="cpu",
+            noise=0.35,
         )
     )
-    assert [record["weights"] for record in records] == ["", "step-1", "step-2"]
+    assert [record["weights"] for record in records] == ["weakened", "step-1", "step-2"]
     assert all(0 <= record["score"] <= 1 for record in records)
     assert max(record["logprob_error"] for record in records) < 1e-4
