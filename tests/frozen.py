@@ -25,6 +25,7 @@ class Frozen:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:
         """In the process that only shows results too."""
+        _begin_hypothesis()
         gc.freeze()
         gc.enable()
         for name, logger in logging.root.manager.loggerDict.items():
@@ -37,3 +38,18 @@ class Frozen:
         if nextitem is None or nextitem.path != item.path:
             gc.collect()
             gc.freeze()
+
+
+def _begin_hypothesis() -> None:
+    """With its first example Hypothesis registers its source of numbers, which warns if nothing refers to that; it asks
+    the collector, which does not know what is frozen."""
+    try:
+        from hypothesis import given, strategies
+    except ImportError:  # `make test-gpu` does without it
+        return
+
+    @given(strategies.none())
+    def first(_: None) -> None:
+        pass
+
+    first()
