@@ -17,6 +17,9 @@ from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import (
     DeepseekVLImageProcessorPil,
 )
+from transformers.models.glm5_next.image_processing_pil_glm5_next import (
+    Glm5NextImageProcessorPil,
+)
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
@@ -45,6 +48,7 @@ from tests.models.picture_cases import (
 )
 from tests.models.test_towers import CLIP as CLIP_NORM
 from tests.models.test_towers import FLAT_TEXT, FLAT_TOWER, PIXTRAL, TOWER, flat_patches, text
+from tests.models.test_wrappers import CASES as WRAPPED
 
 with without_torchvision():
     from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
@@ -160,6 +164,13 @@ def glm(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     inputs = Glm46VImageProcessorPil(**QWEN_FILES)(list(pictures), return_tensors="pt")
     texts = ["I" * (int(grid.prod()) // 4) for grid in inputs["image_grid_thw"]]
     return Theirs(given=dict(inputs), texts=texts, typed=True)
+
+
+def glm_next(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = Glm5NextImageProcessorPil(patch_size=4, **GLM_NEXT_FILES)
+    given = dict(inputs(list(pictures), return_tensors="pt"))
+    texts = ["I" * (int(grid.prod()) // 4) for grid in given["image_grid_thw"]]
+    return Theirs(given=given, texts=texts)
 
 
 def deepseek_ocr(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
@@ -306,6 +317,12 @@ GLM_OCR: dict[str, Any] = {
 QWEN3_5 = {key: value for key, value in text("qwen3_5_text").items() if key != "head_dim"}
 IMAGE_MARKS = {"<|START_OF_IMG|>": 102, "<|END_OF_IMG|>": 103}
 BOTH = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+GLM_NEXT_FILES = {"min_image_tokens": 4, "max_image_tokens": 9}
+GLM_NEXT_TEXT = {
+    **text("glm5_next_text"),
+    **WRAPPED["Glm5Next"][2],
+    **{"num_key_value_heads": 4, "head_dim": 0},
+}
 MINICPM = {
     "vision_config": {**TOWER, "image_size": 24},
     "text_config": {
@@ -510,6 +527,17 @@ CASES = {
         },
         process=qwen,
         files=QWEN_FILES,
+    ),
+    "glm5-next": PictureCase(
+        name="Glm5Next",
+        config={
+            "vision_config": {**GLM_OCR, "projection_intermediate_size": 24, "swiglu_limit": 0.7},
+            "text_config": GLM_NEXT_TEXT,
+            "image_token_id": IMAGE,
+        },
+        process=glm_next,
+        files=GLM_NEXT_FILES,
+        sizes=((40, 24), (13, 9)),
     ),
     "glm-ocr": PictureCase(
         name="GlmOcr",

@@ -56,6 +56,7 @@ OWN_VISION: dict[str, dict[str, Any]] = {
 SEES: dict[str, dict[str, Any]] = {
     "Gemma3": {"mm_tokens_per_image": 4},
     "Gemma4": {},
+    "Glm5Next": {},
     "Llama4": {},
     "Step3p7": {},
 }

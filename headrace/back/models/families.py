@@ -237,7 +237,6 @@ WRAPPERS: Mapping[str, str] = {
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "MistralLarge4ForConditionalGeneration": "model",
-    "Glm5NextForConditionalGeneration": "model.language_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
     "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }

@@ -35,7 +35,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     ocr = config.raw["architectures"][0] == "GlmOcrForConditionalGeneration"
     text = ConfigReader({"attention_bias": not ocr, **text.raw}, text.where)
     rope = _rope(scope, text, vision, default_share=1.0 if ocr else 0.5)
-    spec = _ocr_tower(vision) if ocr else _tower(vision)
+    spec = ocr_tower(vision) if ocr else _tower(vision)
     tower = VisionTower(scope / "model.visual", spec, rope)
     inside = replace(scope, base_within="model.language_model")
     decoder = (glm4_moe if mixes else glm4).build(inside, text)
@@ -60,7 +60,7 @@ def _rope(
     return AxesRope(scope, spec, axis_of_pair=sections(lengths), merge=merge)
 
 
-def _ocr_tower(vision: ConfigReader) -> TowerSpec:
+def ocr_tower(vision: ConfigReader) -> TowerSpec:
     """GLM-OCR's: norms over heads, biases, no learned places."""
     whole = _tower(vision)
     bias = vision.bool("attention_bias", True)

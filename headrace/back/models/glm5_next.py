@@ -27,7 +27,8 @@ RENAMED = (
     (r"\.hc_attn_(fn|base|scale)", r".attn_hc.\1"),
     (r"\.hc_ffn_(fn|base|scale)", r".ffn_hc.\1"),
 )
-IGNORED = (r".*layers\.\d+\.shared_head\..*", r"model\.visual\..*")
+VISUAL = r"model\.visual\..*"
+IGNORED = (r".*layers\.\d+\.shared_head\..*", VISUAL)
 STILL = RopeSpec(kind="default", head_dim=0, frequencies=())
 """No dimension turns."""
 

@@ -45,6 +45,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Exaone4_5_ForConditionalGeneration": "exaone4_5",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax_vision",
     "GlmOcrForConditionalGeneration": "glm4v",
+    "Glm5NextForConditionalGeneration": "glm5_vision",
     "QianfanOCRForConditionalGeneration": "internvl",
     "InternVLForConditionalGeneration": "internvl",
     "InternVLChatModel": "internvl",

@@ -26,6 +26,7 @@ from headrace.back.layers.mlp import (
 from headrace.back.layers.norm import RMS, NormSpec
 from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.layers.vision.bounded_mlp import BoundedMLP
 from headrace.back.parallel.shard import Part
 
 
@@ -71,6 +72,7 @@ class VisionLayerSpec:
     qk_per_head: bool = False
     kv_heads: int = 0
     rotary_dims: int = 0
+    bound: float = 0.0
     names: VisionLayerNames = VisionLayerNames()
 
 
@@ -113,9 +115,11 @@ class VisionLayer:
         self._scales = [factor.take() for factor in self._factors]
 
 
-def _mlp(scope: Scope, spec: VisionLayerSpec) -> PlainMLP | GatedMLP:
+def _mlp(scope: Scope, spec: VisionLayerSpec) -> PlainMLP | GatedMLP | BoundedMLP:
     place = FeedForwardPlace(width=spec.width, inner=spec.inner, activation=spec.activation)
     names = spec.names.mlp
+    if spec.bound:
+        return BoundedMLP(scope, place, bound=spec.bound, bias=spec.mlp_bias)
     if len(names) == 3:
         return GatedMLP(scope, place, bias=spec.mlp_bias, names=(names[0], names[1], names[2]))
     plain = PlainMLPSpec(up=names[0], down=names[1], bias=spec.mlp_bias)

@@ -14,19 +14,22 @@ from headrace.back.layers.linear import WholeLinear, bind_linear
 from headrace.back.layers.mlp import ElementwiseActivation, FeedForwardPlace, GatedMLP
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.layers.vision.bounded_mlp import BoundedMLP
 
 EPS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerSpec:
-    """`merge` patches a side of a window; `inner` of the gated MLP, whose activation it is."""
+    """`merge` patches a side of a window; `inner` of the gated MLP, whose activation it is;
+    `bound`: of its inputs, see BoundedMLP."""
 
     width: int
     outputs: int
     merge: int
     inner: int
     activation: str
+    bound: float = 0.0
 
     def build(self, scope: Scope, name: str, *, norm_merged: bool = False) -> WindowReducer:
         """Within the tower's scope. It has one form."""
@@ -49,7 +52,11 @@ class WindowReducer:
         self._norm = LAYER.build(inside / "post_projection_norm", spec.outputs, eps=EPS)
         self._activation = ElementwiseActivation(scope, "gelu")
         place = FeedForwardPlace(width=spec.outputs, inner=spec.inner, activation=spec.activation)
-        self._mlp = GatedMLP(inside, place)
+        self._mlp: GatedMLP | BoundedMLP
+        if spec.bound:
+            self._mlp = BoundedMLP(inside, place, bound=spec.bound)
+        else:
+            self._mlp = GatedMLP(inside, place)
         scope.on_finish(self._finish)
 
     def merge(self, x_NE: torch.Tensor) -> torch.Tensor:

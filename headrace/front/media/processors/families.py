@@ -37,6 +37,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
     {
         "qwen_vl": "headrace.front.media.processors.qwen_vl:QwenVisionProcessor",
         "glm_v": "headrace.front.media.processors.glm_v:GlmVisionProcessor",
+        "glm_next": "headrace.front.media.processors.glm_next:GlmNextProcessor",
         "glm_46v": "headrace.front.media.processors.glm_v:Glm46VisionProcessor",
         "gemma4": "headrace.front.media.processors.gemma4:Gemma4Processor",
         "anyres": "headrace.front.media.processors.anyres:AnyResolutionProcessor",
@@ -349,6 +350,19 @@ def _glm(image: ConfigReader, config: ConfigReader, video: ConfigReader) -> Medi
     return with_video(spec, mark)
 
 
+def _glm_next(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    vision = vision_section(config)
+    patch = vision.int("patch_size", 14, ge=1, le=1024)
+    merge = vision.int("spatial_merge_size", 2, ge=1, le=16)
+    window = (patch * merge) ** 2
+    least = image.int("min_image_tokens", 16, ge=1, le=65_536)
+    most = image.int("max_image_tokens", 8000, ge=least, le=65_536)
+    settings = ProcessorSettings(
+        patch=patch, merge=merge, temporal=1, image_pixels=(least * window, most * window)
+    )
+    return image_only("glm_next", settings, config)
+
+
 def _paddleocr(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     vision = vision_section(config)
     settings = ProcessorSettings(
@@ -364,6 +378,7 @@ _STILL = {
     "llava": _llava,
     "vipllava": _llava,
     "mistral3": _pixtral,
+    "glm5_next": _glm_next,
     "lighton_ocr": _lighton,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
