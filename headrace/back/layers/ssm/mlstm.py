@@ -117,7 +117,7 @@ class MLstm:
         if at_N is not None:
             y_THV, open_TX = y_THV.index_select(0, at_N), open_TX.index_select(0, at_N)
         sums_THV, weight_TH1 = y_THV.split_with_sizes((spec.value_dim, 1), dim=2)
-        read_THV = (sums_THV / weight_TH1.abs().clamp_min(1.0)).to(x_TE.dtype)
+        read_THV = (sums_THV / weight_TH1.abs().clamp_min(1.0)).to(open_TX.dtype)
         return self._gate.apply(self._norm.norm(read_THV).flatten(1), open_TX)
 
     def attend_into(

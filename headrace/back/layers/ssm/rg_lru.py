@@ -107,7 +107,7 @@ class RgLru:
         gate_TC, x_TC = self._in.project(x_TE).split_with_sizes(self._in.sizes, dim=1)
         x_TC = self._conv.apply(x_TC, batch, rows)
         keep_TC, in_TC = self._gated(x_TC, batch.positions_T)
-        y_TC = self._scan(keep_TC, in_TC, batch.kv[self._cache + 1], rows).to(x_TE.dtype)
+        y_TC = self._scan(keep_TC, in_TC, batch.kv[self._cache + 1], rows).to(x_TC.dtype)
         if at_N is not None:
             y_TC, gate_TC = y_TC.index_select(0, at_N), gate_TC.index_select(0, at_N)
         return self._product.apply(y_TC, self._activation.apply(gate_TC.contiguous()))
