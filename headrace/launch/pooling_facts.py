@@ -37,7 +37,7 @@ def read_pooling(
     mean, unless the checkpoint says otherwise; classifiers by the token they were trained on."""
     activation = _activation(config, head, labels)
     if head == "sequence":
-        how = config.choice("classifier_pooling", ("cls", "mean"), "cls") if encodes else "last"
+        how = _judged(config) if encodes else "last"
         return PoolingSpec(how=how, head=head, labels=labels, activation=activation)
     stated = modules or Modules(how="mean" if encodes else "last", normalize=True)
     return PoolingSpec(
@@ -53,6 +53,12 @@ def read_pooling(
         padded=stated.padded,
         judge=None if encodes or head in ("sequence", "token") else _judge(whole),
     )
+
+
+def _judged(config: ConfigReader) -> str:
+    """What an encoder's classifier reads; EuroBERT calls the first token "bos"."""
+    stated = config.choice("classifier_pooling", ("cls", "mean", "bos"), "cls")
+    return "cls" if stated == "bos" else stated
 
 
 def _judge(config: ConfigReader) -> tuple[str, str] | None:

@@ -19,8 +19,9 @@ from headrace.back.models.encoder_families import ENCODERS
 from headrace.back.models.families import architecture_of, reserved_positions
 from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
-from headrace.base.config.hf import read_json
+from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import ModelSpec
+from headrace.launch.pooling_facts import read_pooling
 
 SIZES = {
     "vocab_size": 96,
@@ -313,6 +314,13 @@ def test_gte_as_its_authors_store_it(tmp_path: Path) -> None:
     with torch.inference_mode():
         wanted = oracle(torch.tensor(TEXTS[:1])).last_hidden_state[0]
         torch.testing.assert_close(model.forward(batch_of(TEXTS[:1])), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("stated", "how"), [("bos", "cls"), ("mean", "mean"), (None, "cls")])
+def test_classifiers_read_the_token_that_the_config_names(stated: str | None, how: str) -> None:
+    config = ConfigReader({"classifier_pooling": stated}, "config.json")
+    facts = {"encodes": True, "whole": config}
+    assert read_pooling(None, config, "sequence", ("a", "b"), **facts).how == how
 
 
 def test_the_context_of_roberta_leaves_out_what_lies_before_its_first_position() -> None:
