@@ -21,7 +21,7 @@ import torch
 from benchmarks.h200.offline import make_engine
 from benchmarks.h200.shapes import write_model
 from headrace.back.kernels.attention import op as attention
-from headrace.back.kernels.attention.triton_fixed import FixedTile as FixedAttention
+from headrace.back.kernels.attention.triton_fixed import FixedAttentionTile
 from headrace.back.kernels.attention.triton_fixed import bind as fixed_attention
 from headrace.back.kernels.fused_linear import op as fused_linear
 from headrace.back.kernels.linear import op as linear
@@ -121,13 +121,13 @@ large tile and for attention in parts of 512 positions; 256 rows for products wh
 """
 CONTEXTS = ((64, 192), (64, 1152), (256, 192), (1, 8192))
 DECODE_TILES = (
-    FixedAttention(m=64, n=64, warps=4, stages=3),
-    FixedAttention(m=64, n=64, warps=4, stages=2),
-    FixedAttention(m=16, n=64, warps=1, stages=2),
-    FixedAttention(m=16, n=64, warps=1, stages=3),
-    FixedAttention(m=16, n=64, warps=2, stages=2),
-    FixedAttention(m=16, n=64, warps=2, stages=3),
-    FixedAttention(m=16, n=64, warps=4, stages=2),
+    FixedAttentionTile(m=64, n=64, warps=4, stages=3),
+    FixedAttentionTile(m=64, n=64, warps=4, stages=2),
+    FixedAttentionTile(m=16, n=64, warps=1, stages=2),
+    FixedAttentionTile(m=16, n=64, warps=1, stages=3),
+    FixedAttentionTile(m=16, n=64, warps=2, stages=2),
+    FixedAttentionTile(m=16, n=64, warps=2, stages=3),
+    FixedAttentionTile(m=16, n=64, warps=4, stages=2),
 )
 
 
