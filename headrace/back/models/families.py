@@ -245,14 +245,16 @@ RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv", "recurrent"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
-CHOICES_SHARED = {"glm_moe_dsa": 1, "glm5_next": 1, "hy_v4": 4, "mistral_large4": 1}
+CHOICES_SHARED = {
+    **{"glm_moe_dsa": 1, "glm5_next": 1, "glm5_vision": 1, "hy_v4": 4, "mistral_large4": 1},
+}
 """Families whose layers may read what the indexer of one before them chose, and every how manieth
 has one of its own unless the config says."""
 CHOOSING = "minimax_m3_sparse"
 """What MiniMax calls layers with an indexer, where others have none."""
 TWO_ATTENTIONS = frozenset({"longcat_flash"})
 """Families of which each layer has two attentions."""
-SHARING = frozenset({"gemma3n", "gemma4", "gemma4_unified"})
+SHARING = {"gemma3n", "gemma3n_audio", "gemma4", "gemma4_unified", "gemma4_vision"}
 """Families whose upper layers may read the caches of lower ones."""
 FIRST_POSITION = {"roberta": "pad_token_id", "mpnet": "pad_token_id"}
 """Families whose positions begin one behind the id under this key: fewer than are stated."""
