@@ -187,16 +187,20 @@ class Media:
 
     def end(self, rows: np.ndarray) -> None:
         """See ModelState."""
+        self._forget(rows)
+        self._base.end(rows)
+
+    def _forget(self, rows: np.ndarray) -> None:
         assert self.host_until is not None
         self.host_until[rows] = 0
         for row in rows.tolist():
             if self._rows.pop(row, None) is not None:
                 self._delta_M[row] = 0
-        self._base.end(rows)
 
     def start(self, start: RowStart) -> None:
-        """See ModelState."""
+        """See ModelState. Another core may have left the row without its end."""
         self._base.start(start)
+        self._forget(np.asarray([start.row]))
         if not start.media and not self._whole_prompts:
             return
         assert self.host_until is not None
