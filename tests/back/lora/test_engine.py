@@ -228,7 +228,7 @@ def test_cached_prefixes_are_apart_by_adapter(tiny: Tiny, engine: Any) -> None:
 
 
 def test_a_preempted_request_goes_on_with_its_adapter(tiny: Tiny, engine: Any) -> None:
-    one, requests = engine(num_blocks=8), mixed(8, lengths=(14, 13, 15, 12))
+    one, requests = engine(num_blocks=4), mixed(8, lengths=(14, 13, 15, 12))
     assert one.run(requests) == expected(tiny, requests)
     assert one.core.scheduler.num_preemptions > 0
 
