@@ -26,14 +26,8 @@ class PipeProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # A Ctrl-C in the terminal is not the child's. A session of its own would take it out of
-            # reach of its niceness: the kernel shares time between sessions first (autogroups).
-            process_group=0,
-            env=env.child_environment(
-                HEADRACE_API_KEYS="",
-                HEADRACE_ADMIN_KEY="",
-                MALLOC_ARENA_MAX="1",  # an arena of a thread is address space, which is bounded
-            ),
+            start_new_session=True,
+            env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY=""),
         )
         assert process.stdin is not None and process.stdout is not None
         self._process, self._input = process, process.stdin
@@ -57,20 +51,6 @@ class PipeProcess:
         """Sends all of it; OSError if the process is gone."""
         self._input.write(frame)
         self._input.flush()
-
-    def answers_within(self, seconds: float) -> bool:
-        """Waits for the first byte of a reply, or the end of the process."""
-        poller = select.poll()
-        poller.register(self.output, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
-
-    def renice_threads(self, niceness: int) -> None:
-        """Gives every thread but the first this niceness; it may only go up."""
-        pid = self._process.pid
-        with contextlib.suppress(OSError):  # one of them, or the process, has ended meanwhile
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                if int(thread) != pid:
-                    os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
 
     def read(self, size: int, deadline: float) -> bytes:
         """Exactly so many bytes. TimeoutError at `deadline` of the monotonic clock, EOFError if the

@@ -12,27 +12,22 @@ import resource
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, Unavailable
 from headrace.base.pipe_process import PipeProcess
 from headrace.base.wire.codec import HEADER, Codec
 from headrace.base.wire.grammar import Node, Vocabulary
 from headrace.core.grammar.backends import make_backend
-from headrace.core.ports import GrammarBackend
 
 START_S = 60.0
-NICENESS, LONG_NICENESS = 10, 14
+NICENESS = 5
 """Whoever streams goes first: as many sandboxes as there are processors, busy with hostile
-grammars, took turns with the engine. A grammar that is not compiled within BRIEF_S goes behind
-everything else: the next one, in a thread of its own, begins with NICENESS again."""
-BRIEF_S = 0.1
-PATIENCE = 30
+grammars, took turns with the engine."""
+PATIENCE = 12
 """Seconds waited for each second of processor time that a grammar may take: beside others it is
 slower, and that is not its fault."""
 
@@ -87,8 +82,6 @@ class CompileSandbox:
         processor."""
         try:
             self._send(CompileJob(node, limit_s))
-            if not self._child.answers_within(BRIEF_S):
-                self._child.renice_threads(LONG_NICENESS)
             outcome = self._receive(time.monotonic() + PATIENCE * limit_s)
         except TimeoutError:
             self.close()
@@ -139,22 +132,16 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
         assert isinstance(request, CompileJob), request
         signal.setitimer(signal.ITIMER_PROF, request.limit_s)
         before = _bytes("VmRSS")
-        with ThreadPoolExecutor(1) as thread:
-            error = thread.submit(_problem, backend, request.node, masks).result()
+        try:
+            matcher = backend.compile(request.node)
+            matcher.forced()
+            error = backend.fill([matcher], masks)[0]
+        except HeadraceError as refused:
+            error = refused.message
+        except Exception as failed:
+            error = f"it cannot be compiled ({type(failed).__name__})"
         signal.setitimer(signal.ITIMER_PROF, 0)
         _answer(sink, CompileOutcome(error, max(0, _bytes("VmRSS") - before)))
-
-
-def _problem(backend: GrammarBackend, node: Node, masks: npt.NDArray[np.int32]) -> str | None:
-    """Compiles it and asks for its first mask; what is wrong with it."""
-    try:
-        matcher = backend.compile(node)
-        matcher.forced()
-        return backend.fill([matcher], masks)[0]
-    except HeadraceError as refused:
-        return refused.message
-    except Exception as failed:
-        return f"it cannot be compiled ({type(failed).__name__})"
 
 
 def _next(source: BinaryIO) -> SandboxStart | CompileJob | None:
