@@ -197,13 +197,13 @@ def place_turn(rng: Random, scene: Scene, places: list[str]) -> Turn:
     kind = rng.random()
     number = rng.randrange(len(places))
     one, place = scene.things[number], places[number]
-    if kind < 0.4:
+    if kind < 0.3:
         forms = (
             "Where is the {}?", "Where in the image is the {}?", "Where do you see the {}?",
             "In which part of the image is the {}?", "Where is the {} in the picture?",
         )  # fmt: skip
         return Turn(task="place", question=rng.choice(forms).format(one.name), answer=place)
-    if kind < 0.65:
+    if kind < 0.5:
         spot = "in the " + place if place != "center" else "in the center"
         spot = spot if place not in ("top", "bottom", "left", "right") else f"at the {place}"
         forms = (

@@ -189,7 +189,7 @@ def reading(rng: Random, fonts: Fonts, *, held_out: bool = False) -> Showing:
         elif kind < 0.42:
             text, task, questions = word(rng), "read_word", (*WORD_QUESTIONS, *QUESTIONS[:8])
         else:
-            lines = rng.choice((1, 1, 1, 2, 3))
+            lines = rng.choice((1, 1, 2, 2, 3, 3))
             text = "\n".join(line(rng, 26) for _ in range(lines))
             task, questions = "read_line" if lines == 1 else "read_lines", QUESTIONS
         if not text.strip() or is_held_out(text) is not held_out:
