@@ -1,12 +1,15 @@
-"""Trains the two drafters that come with the bundled model: an EAGLE-3 head and a head for
-multi-token prediction.
+"""Trains the drafters that come with the bundled model: an EAGLE-3 head, a head for multi-token
+prediction and a block drafter (block_drafter.py).
 
-    python -m demo.train_drafters --out demo/drafters [--minutes 4] [--kinds eagle3 mtp]
+    python -m demo.train_drafters --out demo/drafters [--minutes 4] [--kinds eagle3 mtp dflash]
 
-The bundled model stays as it is and is the teacher: a head learns its distribution at each place of
-the conversations of demo/tasks. Each step unrolls the head over its own states, as it will draft
+The bundled model stays as it is and is the teacher: a drafter learns its distribution at each place
+of the conversations of demo/tasks. Each step unrolls a head over its own states, as it will draft
 (Li et al. 2025, "EAGLE-3", section 3.2): at unrolled pass j a query sees keys made of the model's
 states up to j places back, and behind them its own. Embedding and output rows are the model's.
+
+Each drafter is written every half minute, and at the end, when held-out rows say how many of four
+drafts stand where the assistant speaks. `--weights` goes on from what an earlier run has written.
 
 B rows, T tokens, C hidden, V vocabulary, D tokens a head knows, J passes.
 """
@@ -17,9 +20,10 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +32,21 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from demo.attention import ATTENTIONS, Batch
+from demo.block_drafter import MASK, PLACES, DFlash, block_loss, deep
 from demo.decoder import MLP, Norm, Qwen3, Shape, rope, rotate
+from demo.optimizer import Muon, adamw
 from demo.packing import Rows, start_workers, stream
-from demo.train import to_device
+from demo.train import held_out_rows, to_device
 
 MODEL = Path(__file__).parent / "model"
 PASSES = 5
 KNOWN_TOKENS = 1024
 TAPS = (2, 5, 7)
 """In front of these layers an EAGLE-3 head sees the model."""
+BLOCK_TAPS = {"dflash": (4, 7), "dflash_deep": (7,)}
+"""And a block drafter."""
+DRAFTS = 4
+SAVE_S = 30.0
 SHAPE = Shape()
 SHAPES = {
     "eagle3": replace(
@@ -189,8 +199,13 @@ class Mtp(nn.Module):
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
-KINDS = {"eagle3": Eagle3, "mtp": Mtp}
-PREFIXES = {"eagle3": "", "mtp": "mtp."}
+BUILD: dict[str, Callable[[], nn.Module]] = {
+    "eagle3": lambda: Eagle3(SHAPES["eagle3"]),
+    "mtp": lambda: Mtp(SHAPES["mtp"]),
+    "dflash": lambda: DFlash(SHAPES["mtp"], BLOCK_TAPS["dflash"]),
+    "dflash_deep": lambda: DFlash(deep(SHAPES["mtp"]), BLOCK_TAPS["dflash_deep"]),
+}
+PREFIXES = {"mtp": "mtp."}
 
 
 class Teacher:
@@ -204,15 +219,15 @@ class Teacher:
         self.table = self.model.model.embed_tokens.weight
 
     @torch.no_grad()
-    def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What is seen in front of TAPS [B, T, 3C], and the last hidden state [B, T, C]."""
+    def states(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What is seen in front of these layers, side by side [B, T, X], and the last hidden state [B, T, C]."""
         attention = ATTENTIONS["dense"]
         attend = attention.attend(batch, attention.prepare(batch))
         trunk, seen = self.model.model, []
         x = trunk.embed_tokens(batch.tokens)
         cos, sin = rope(batch.positions, SHAPE)
         for number, layer in enumerate(trunk.layers):
-            if number in TAPS:
+            if number in taps:
                 seen.append(x)
             x = layer(x, cos, sin, attend)
         return torch.cat(seen, dim=-1), trunk.norm(x)
@@ -221,9 +236,9 @@ class Teacher:
 def head_loss(
     head: nn.Module, teacher: Teacher, batch: Batch, known: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss over all passes, and of each pass how often its best token is the teacher's, where
-    the assistant speaks [J, 2] (right, all). `known`: the head's tokens [D]."""
-    seen, last = teacher.states(batch)
+    """The loss over all passes, and right [B, T, 4] of drafts that begin at each place (the first wrong
+    one, and all behind it, false), -1 where the assistant does not speak. `known`: the head's tokens [D]."""
+    seen, last = teacher.states(batch, TAPS)
     document, table = batch.document, teacher.table
     same = document[:, :, None] == document[:, None, :]
     angles = rope(batch.positions, SHAPE)
@@ -237,20 +252,20 @@ def head_loss(
     usable[:, -2:] = False
     learnt = torch.roll(batch.targets, -1, 1) >= 0
     weight = usable * torch.where(learnt, 1.0, 0.2) * covered[best]
-    hidden, passes, loss, counts = head.first(seen, last), Passes(), 0.0, []
-    standing = usable & learnt
+    hidden, passes, loss, rights = head.first(seen, last), Passes(), 0.0, list[Tensor]()
     for j in range(PASSES):
         hidden = head(embedded, hidden, angles, same, passes)
         scores = F.linear(head.norm(hidden), table[known]).log_softmax(-1)
         divergence = (wanted.exp() * (wanted - scores)).sum(-1)
         loss = loss + 0.85**j * (divergence * weight).sum() / weight.sum().clamp(min=1)
         right = known[scores.argmax(-1)] == best
-        if j:
-            standing = standing & (later(document[..., None], j)[..., 0] == document)
-        counts.append(torch.stack([(standing & right).sum(), standing.sum()]))
+        rights.append(torch.roll(right, -j, 1))
         weight = weight * (later(document[..., None], j + 1)[..., 0] == document)
         hidden = later(hidden, 1)
-    return loss, torch.stack(counts)
+    chain = torch.stack(rights[:DRAFTS], dim=-1).long().cumprod(-1)
+    whole = usable & learnt & (document == torch.roll(document, -1 - DRAFTS, 1))
+    whole[:, -1 - DRAFTS :] = False
+    return loss, torch.where(whole[..., None], chain, -1)
 
 
 def known_tokens(tokenizer: Tokenizer, count: int) -> Tensor:
@@ -280,11 +295,64 @@ def batches(arguments: argparse.Namespace) -> Iterator[Rows]:
                      .astype(parts[0].dtype) for parts in zip(*rows, strict=True)))  # fmt: skip
 
 
-def train(kind: str, source: Iterator[Rows], arguments: argparse.Namespace, minutes: float) -> None:
-    """One head, for so long; writes its folder."""
+Loss = Callable[[Batch], tuple[Tensor, Tensor]]
+"""The loss of a batch, and right [..., drafts]: 1, 0 or, where nothing was drafted, -1."""
+
+
+def loss_of(kind: str, head: nn.Module, teacher: Teacher, known: Tensor) -> Loss:
+    """How a kind learns."""
+    if not isinstance(head, DFlash):
+        return lambda batch: head_loss(head, teacher, batch, known)
+    rng = Random(kind)
+
+    def loss(batch: Batch) -> tuple[Tensor, Tensor]:
+        return block_loss(head, teacher.states(batch, head.taps), teacher.table, batch, rng)
+
+    return loss
+
+
+def shares(right: Tensor) -> Tensor:
+    """[drafts, 2]: how many stand, of how many."""
+    flat = right.reshape(-1, right.shape[-1])
+    flat = F.pad(flat, (0, DRAFTS - flat.shape[-1]), value=-1)
+    return torch.stack([(flat > 0).sum(0), (flat >= 0).sum(0)], dim=-1)
+
+
+class Held:
+    """Held-out rows of each task, and what stands of a drafter's four drafts in them."""
+
+    def __init__(self, each: int, row_tokens: int, device: torch.device) -> None:
+        tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+        rows = held_out_rows(tokenizer, each=each, row_tokens=row_tokens)
+        self.batches = {task: to_device(found, device) for task, found in rows.items()}
+
+    @torch.no_grad()
+    def accepted(self, loss: Loss) -> dict[str, float]:
+        """Mean drafts that stand, by task and over all."""
+        found, sums = {}, torch.zeros(DRAFTS, 2)
+        for task, batch in self.batches.items():
+            parts = [
+                shares(loss(Batch(*(x[i : i + 1] for x in batch)))[1])
+                for i in range(len(batch.tokens))
+            ]
+            counts = torch.stack(parts).sum(0).cpu()
+            found[task] = mean_accepted(counts)
+            sums += counts
+        return found | {"all": mean_accepted(sums)}
+
+
+def mean_accepted(counts: Tensor) -> float:
+    """Drafts that stand of four."""
+    return round(float((counts[:, 0] / counts[:, 1].clamp(min=1)).sum()), 3)
+
+
+def train(
+    kind: str, source: Iterator[Rows], held: Held, arguments: argparse.Namespace, minutes: float
+) -> None:
+    """One drafter, for so long; writes its folder."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    teacher, head = Teacher(device), KINDS[kind](SHAPES[kind]).to(device)
+    teacher, head = Teacher(device), BUILD[kind]().to(device)
     known = torch.arange(SHAPE.vocab_size)
     if kind == "eagle3":
         tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -293,45 +361,64 @@ def train(kind: str, source: Iterator[Rows], arguments: argparse.Namespace, minu
     for parameter in head.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=arguments.rate, betas=(0.9, 0.95), weight_decay=0.01
-    )
+    if arguments.weights and (arguments.weights / kind).is_dir():
+        head.load_state_dict(read(kind, arguments.weights / kind))
+    loss_function = loss_of(kind, head, teacher, known)
+    muon, adam = Muon(head), adamw(head, rate=arguments.rate)
     began, step, progress = time.monotonic(), 0, 0.0
-    recent = torch.zeros(PASSES, 2, device=device)
+    told, saved = began, began
+    recent = torch.zeros(DRAFTS, 2, device=device)
     while progress < 1.0:
         rate = arguments.rate * min(1.0, (step + 1) / 100, max(0.01, (1.0 - progress) / 0.6))
-        for group in optimizer.param_groups:
+        for group in adam.param_groups:
             group["lr"] = rate
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss, counts = head_loss(head, teacher, to_device(next(source), device), known)
-        optimizer.zero_grad()
+            loss, right = loss_function(to_device(next(source), device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        recent = 0.98 * recent + counts
+        adam.step()
+        muon.step(rate)
+        head.zero_grad(set_to_none=True)
+        recent = 0.98 * recent + shares(right)
         step += 1
-        spent = (time.monotonic() - began) / 60
+        now = time.monotonic()
+        spent = (now - began) / 60
         progress = step / arguments.steps if arguments.steps else spent / minutes
-        if step % arguments.log_every == 0 or progress >= 1.0:
-            shares = (recent[:, 0] / recent[:, 1].clamp(min=1)).tolist()
+        if now - told > 5.0 or progress >= 1.0:
             line = {
-                "head": kind,
+                "drafter": kind,
                 "step": step,
                 "loss": round(loss.item(), 4),
                 "minutes": round(spent, 2),
             }
-            print(json.dumps(line | {"right": [round(one, 3) for one in shares]}), flush=True)
+            print(json.dumps(line | {"accepted": mean_accepted(recent)}), flush=True)
+            told = now
+        if now - saved > SAVE_S:
+            write(kind, head, known, arguments.out / kind)
+            saved = now
     write(kind, head, known, arguments.out / kind)
+    accepted = held.accepted(loss_function)
+    print(
+        json.dumps({"drafter": kind, "steps": step, "held_out_accepted_of_4": accepted}), flush=True
+    )
+
+
+def read(kind: str, folder: Path) -> dict[str, Tensor]:
+    """The weights that `write` has written."""
+    found = load_file(folder / "model.safetensors")
+    prefix = PREFIXES.get(kind, "")
+    return {name.removeprefix(prefix): x.float() for name, x in found.items() if name != "d2t"}
 
 
 def write(kind: str, head: nn.Module, known: Tensor, folder: Path) -> None:
     """config.json and model.safetensors, bf16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        PREFIXES[kind] + name: weight.detach().cpu().bfloat16().contiguous()
+        PREFIXES.get(kind, "") + name: weight.detach().cpu().bfloat16().contiguous()
         for name, weight in head.state_dict().items()
     }
-    config = SHAPES[kind].hub_config(eos=4089, pad=4087)
+    shape = head.shape if isinstance(head, DFlash) else SHAPES[kind]
+    config = shape.hub_config(eos=4089, pad=4087)
     if kind == "eagle3":
         known = known.cpu()
         tensors["d2t"] = known - torch.arange(known.numel())
@@ -340,6 +427,15 @@ def write(kind: str, head: nn.Module, known: Tensor, folder: Path) -> None:
             "model_type": "llama",
             "draft_vocab_size": known.numel(),
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)},
+        }
+    elif isinstance(head, DFlash):
+        config |= {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": PLACES,
+            "dflash_config": {
+                "mask_token_id": MASK,
+                "target_layer_ids": [tap - 1 for tap in head.taps],
+            },
         }
     else:
         config["architectures"] = ["Qwen3MTP"]
@@ -351,18 +447,23 @@ def main() -> None:
     """Reads the flags and trains."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=sorted(KINDS))
+    parser.add_argument(
+        "--kinds", nargs="+", choices=sorted(BUILD), default=["eagle3", "mtp", "dflash"]
+    )
     parser.add_argument("--minutes", type=float, default=4.0, help="of all heads together")
     parser.add_argument("--steps", type=int, default=0, help="of each head, instead of minutes")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--row-tokens", type=int, default=1024)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--workers", type=int, default=12, help="processes that make data")
-    parser.add_argument("--log-every", type=int, default=100)
+    parser.add_argument("--weights", type=Path, help="a folder of drafters to go on from")
+    parser.add_argument("--held-out", type=int, default=48, help="conversations of each task")
     arguments = parser.parse_args()
     source = batches(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    held = Held(arguments.held_out, arguments.row_tokens, device)
     for kind in arguments.kinds:
-        train(kind, source, arguments, arguments.minutes / len(arguments.kinds))
+        train(kind, source, held, arguments, arguments.minutes / len(arguments.kinds))
 
 
 if __name__ == "__main__":
