@@ -35,7 +35,7 @@ class Scheme:
         if self.floating:
             return _floating(weight_OI) if self.group is None else _microscaled(weight_OI)
         if self.group is None:
-            scales = weight_OI.abs().amax(1, keepdim=True) / 127
+            scales = _divided(weight_OI.abs().amax(1, keepdim=True), 127)
             return _round(weight_OI, scales, -127, 127), scales, None
         outputs, inputs = weight_OI.shape
         groups = F.pad(weight_OI, (0, -inputs % self.group)).view(outputs, -1, self.group)
@@ -67,7 +67,7 @@ def _floating(weight_OI: torch.Tensor) -> Quantized:
     """The nearest e4m3 numbers, ties to even, of a row whose largest magnitude becomes 448, the
     largest there is. A row that is not finite has scale NaN; one whose scale has no reciprocal
     counts as zeros."""
-    scales = weight_OI.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    scales = _divided(weight_OI.abs().amax(1, keepdim=True), torch.finfo(torch.float8_e4m3fn).max)
     good = scales.isfinite()
     inverse = torch.where(scales < torch.finfo(torch.float32).tiny, 0, 1 / scales)
     values = torch.where(good, (weight_OI * inverse).clamp_(-448, 448), 0)
@@ -111,7 +111,7 @@ def _grouped(groups_OGI: torch.Tensor, scheme: Scheme) -> Quantized:
     if scheme.asymmetric:
         return _asymmetric(groups_OGI)
     if scheme.bits == 8:
-        scales = (groups_OGI.abs().amax(2, keepdim=True) / 127).bfloat16().float()
+        scales = _divided(groups_OGI.abs().amax(2, keepdim=True), 127).bfloat16().float()
         return _round(groups_OGI, scales, -127, 127), scales, None
     # The value of the largest magnitude becomes -8, whatever its sign: all 16 quantized values are
     # used, where a scale of max / 7 would leave one idle.
@@ -124,8 +124,14 @@ def _asymmetric(groups_OGI: torch.Tensor) -> Quantized:
     """The range from the smallest value to the largest, zero included, in 15 steps."""
     low = groups_OGI.amin(2, keepdim=True).clamp(max=0)
     high = groups_OGI.amax(2, keepdim=True).clamp(min=0)
-    scales, minima = ((high - low) / 15).bfloat16().float(), (-low).bfloat16().float()
+    scales, minima = _divided(high - low, 15).bfloat16().float(), (-low).bfloat16().float()
     return _round(groups_OGI + minima, scales, 0, 15), scales, minima
+
+
+def _divided(values: torch.Tensor, by: float) -> torch.Tensor:
+    """values / by, rounded once on every device: PyTorch multiplies by the reciprocal of a number
+    on GPUs, and a model would be quantized to other bits there than on CPUs."""
+    return values / values.new_full((), by)
 
 
 def _round(weight: torch.Tensor, scales: torch.Tensor, low: int, high: int) -> torch.Tensor:

@@ -168,8 +168,8 @@ def test_layers_are_spread_over_the_model() -> None:
 @pytest.mark.parametrize("what", ["layers", "experts"])
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_gpu_says_the_same_and_holds_less(what: str, quantization: str | None) -> None:
-    """Dummy weights of 1.1 GB, of which half lie in host memory; recorded steps, with tokens that are fed back. What is
-    quantized on another device may be rounded otherwise: its scores stay near."""
+    """Dummy weights of 1.1 GB, of which half lie in host memory; recorded steps, with tokens that are fed back. What
+    is quantized in host memory has the bits that the device gives it."""
     config = {
         **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
         **{"hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 512},
@@ -199,11 +199,11 @@ def test_a_gpu_says_the_same_and_holds_less(what: str, quantization: str | None)
         del executor
         gc.collect()
     distance = float(np.mean([np.abs(a - b).mean() for a, b in zip(*scores, strict=True)]))
-    assert distance < (1e-6 if quantization is None else 0.02), distance
+    assert distance < 1e-6, distance
     sizes = choice_of(plain, OffloadSpec(what=what, count=6))
     saved = sizes.host_bytes - sizes.slot_bytes
+    assert tokens[0] == tokens[1]
     if quantization is None:
-        assert tokens[0] == tokens[1]
         assert held[0] - held[1] > 0.9 * saved, (held, sizes)
 
 

@@ -107,7 +107,11 @@ def gated_delta_kernel(
         b_keep = keep_of(b_a, b_decay, bound, BOUNDED)
         b_s *= b_keep[:, None] if CHANNELS else b_keep
         b_delta = (b_v - tl.sum(b_s * b_k[:, None], axis=0)) * b_beta
-        b_s += b_k[:, None] * b_delta[None, :]
+        # One rounding of the sum, by name: the compiler may fuse either product into it, and does
+        # so differently in steps that keep the states behind their tokens.
+        b_s = tl.fma(
+            b_k[:, None].broadcast_to(b_s.shape), b_delta[None, :].broadcast_to(b_s.shape), b_s
+        )
         b_y = tl.sum(b_s * b_q[:, None], axis=0)
         p_y = y + (t * HEADS + i_h) * V + o_v
         tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v)
