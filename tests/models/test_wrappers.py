@@ -47,6 +47,8 @@ VISION = {
     "patch_size": 16,
 }
 STEP_VISION = {**VISION, "width": 32, "layers": 1, "heads": 2}
+PIXTRAL = {**VISION, "model_type": "pixtral", "hidden_act": "silu"}
+OTHER_VISION = {"Step3p7": STEP_VISION, "MistralLarge4": PIXTRAL}
 OWN_VISION: dict[str, dict[str, Any]] = {
     "Llama4": {
         **{"intermediate_size": 128, "projector_input_dim": 28, "projector_output_dim": 28},
@@ -58,6 +60,7 @@ SEES: dict[str, dict[str, Any]] = {
     "Gemma4": {},
     "Glm5Next": {},
     "Llama4": {},
+    "MistralLarge4": {},
     "Step3p7": {},
 }
 """Those whose images are served too, and what that asks of their configs."""
@@ -138,7 +141,7 @@ def whole_oracle(name: str, folder: Path) -> Any:
             **VISION | OWN_VISION.get(name, {})
         )
         if vision
-        else STEP_VISION,
+        else OTHER_VISION[name],
         text_config=getattr(transformers, f"{text}Config")(**(SIZES | changes)),
         tie_word_embeddings=False,
         **SEES.get(name, {}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.models.test_towers import HALF, TOWER, Case, text
+from tests.models.test_towers import CLIP, HALF, PIXTRAL, TOWER, Case, text
 
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 
@@ -40,7 +40,26 @@ def images_as_mm_types(ids: torch.Tensor, token: int) -> dict[str, Any]:
     return {"mm_token_type_ids": (ids == token).long()}
 
 
+LARGE4_TEXT = text(
+    "mistral_large4_text",
+    **{"num_key_value_heads": 4, "kv_lora_rank": 24, "v_head_dim": 12, "qk_nope_head_dim": 10},
+    **{"qk_rope_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+    **{"topk_group": 1, "moe_intermediate_size": 24, "index_n_heads": 16, "index_head_dim": 12},
+    **{"index_topk": 12, "no_rope_layers": [1, 0], "kv_source_layers": [0, 1]},
+    **{"indexer_types": ["full", "full"], "final_logit_softcapping": 5.0},
+)
 CASES = {
+    "mistral-large4": Case(
+        name="MistralLarge4",
+        vision=PIXTRAL,
+        text=LARGE4_TEXT,
+        norm=CLIP,
+        config={"image_token_index": 100, "spatial_merge_size": 2},
+        merge=2,
+        grids=((1, 6, 4), (1, 2, 8)),
+        breaks=1,
+        sized=True,
+    ),
     "gemma4": Case(
         name="Gemma4",
         vision={**GEMMA4_TOWER, "use_clipped_linears": True},

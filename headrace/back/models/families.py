@@ -236,7 +236,6 @@ WRAPPERS: Mapping[str, str] = {
 """Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
-    "MistralLarge4ForConditionalGeneration": "model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
     "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }
@@ -247,6 +246,7 @@ RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv", "recurrent"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
 CHOICES_SHARED = {
     **{"glm_moe_dsa": 1, "glm5_next": 1, "glm5_vision": 1, "hy_v4": 4, "mistral_large4": 1},
+    "mistral_large4_vision": 1,
 }
 """Families whose layers may read what the indexer of one before them chose, and every how manieth
 has one of its own unless the config says."""

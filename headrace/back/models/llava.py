@@ -55,8 +55,8 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     if kind not in TOWERS:
         return text_alone(inside, text, f"of towers {', '.join(TOWERS)} are known, not {kind!r}")
     if kind == "pixtral":
-        projector = _projector(config, text, vision.int("hidden_size", 1024, ge=1))
-        taken = _taken(config, vision)
+        projector = read_projector(config, text, vision.int("hidden_size", 1024, ge=1))
+        taken = taken_layers(config, vision)
         if len(taken) > 1:
             raise config.wrong("vision_feature_layer", "one layer of Pixtral's tower")
         spec = pixtral_tower(vision, projector, taken[0])
@@ -66,7 +66,8 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     return with_media(scope, text_decoder(inside, text), tower, renamed=OLDER_TOWER)
 
 
-def _projector(config: ConfigReader, text: ConfigReader, width: int) -> TwoLayers:
+def read_projector(config: ConfigReader, text: ConfigReader, width: int) -> TwoLayers:
+    """What leads to the decoder, of rows this wide."""
     activation = config.choice("projector_hidden_act", ACTIVATIONS, "gelu")
     if "spatial_merge_size" not in config:
         return TwoLayers(
@@ -94,8 +95,8 @@ def _norm_before(config: ConfigReader) -> tuple[str, NormSpec, float] | None:
     return "projector_layernorm", LAYER, config.float("projector_layernorm_eps", 1e-5, ge=0.0)
 
 
-def _taken(config: ConfigReader, vision: ConfigReader) -> tuple[int, ...]:
-    """Behind how many layers outputs are taken."""
+def taken_layers(config: ConfigReader, vision: ConfigReader) -> tuple[int, ...]:
+    """Behind how many of the tower's layers outputs are taken."""
     layers = vision.int("num_hidden_layers", ge=1)
     several = config.str("model_type", "") == "vipllava"
     taken: tuple[int, ...]
@@ -171,7 +172,7 @@ def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
         names=SIGLIP_NAMES,
     )
     rows = side**2 + clip
-    taken = _taken(config, vision)
+    taken = taken_layers(config, vision)
     packings = _packings(config, side)
     return PlainTowerSpec(
         patches=PatchSpec(
@@ -184,7 +185,7 @@ def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
         layer=layer,
         layers=max(taken),
         taken=taken if len(taken) > 1 else (),
-        projector=_projector(config, text, width * len(taken)),
+        projector=read_projector(config, text, width * len(taken)),
         side=side,
         positions=("embeddings.position_embedding.weight", (rows, width)),
         class_token=("embeddings.class_embedding", (width,)) if clip else None,

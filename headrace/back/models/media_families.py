@@ -30,6 +30,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Ovis2ForConditionalGeneration": "ovis2",
     "Step3p7ForConditionalGeneration": "step3p7",
     "Mistral3ForConditionalGeneration": "llava",
+    "MistralLarge4ForConditionalGeneration": "mistral_large4_vision",
     "AyaVisionForConditionalGeneration": "aya_vision",
     "Cohere2VisionForConditionalGeneration": "aya_vision",
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv",

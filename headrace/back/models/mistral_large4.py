@@ -25,10 +25,8 @@ from headrace.base.config.latent_sources import latent_sources
 EVERY = 4
 """Of so many layers the last does not rotate, unless the config says."""
 BASE = "model"
-IGNORED = (
-    r".*mtp_dspark\..*",
-    r"(vision_encoder|vision_language_adapter|pre_mm_projector_norm|patch_merger)\..*",
-)
+VISION = r"(vision_encoder|vision_language_adapter|pre_mm_projector_norm|patch_merger)\..*"
+IGNORED = (r".*mtp_dspark\..*", VISION)
 RENAMED = (
     (r"^tok_embeddings\.", f"{BASE}.embed_tokens."),
     (r"^norm\.", f"{BASE}.norm."),

@@ -378,6 +378,7 @@ _STILL = {
     "llava": _llava,
     "vipllava": _llava,
     "mistral3": _pixtral,
+    "mistral_large4": _pixtral,
     "glm5_next": _glm_next,
     "lighton_ocr": _lighton,
     "idefics3": _idefics3,
