@@ -27,8 +27,9 @@ from tests.models.media import Answer, SeeingEngine, answer_of, compare_answers,
 from tests.models.picture_cases import CASES as FIRST
 from tests.models.picture_cases import IMAGE, VIDEO, PictureCase, Theirs
 from tests.models.picture_cases_more import CASES as MORE
+from tests.models.picture_cases_ratio import CASES as RATIO
 
-CASES = {**FIRST, **MORE}
+CASES = {**FIRST, **MORE, **RATIO}
 BEFORE, BETWEEN, BEHIND = (5, 6, 7), (8, 9), (10, 11, 12)
 
 

@@ -58,6 +58,7 @@ OWN_VISION: dict[str, dict[str, Any]] = {
 SEES: dict[str, dict[str, Any]] = {
     "Gemma3": {"mm_tokens_per_image": 4},
     "Gemma4": {},
+    "Gemma4Unified": {},
     "Glm5Next": {},
     "Llama4": {},
     "MistralLarge4": {},

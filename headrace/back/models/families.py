@@ -229,17 +229,12 @@ TEXT_TYPES: Mapping[str, str] = {
     "qwen4_exp_text": "qwen4",
 }
 """Families of the text part of models with several, by its `model_type`."""
-WRAPPERS: Mapping[str, str] = {
-    "MiniMaxM3SparseForConditionalGeneration": "language_model",
-    "MiniMaxM3VLForConditionalGeneration": "language_model",
-}
-"""Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
-    "Gemma4UnifiedForConditionalGeneration": "model.language_model",
 }
-"""The same, where the head stands apart from the rest of the text part, which lies here."""
+"""Architectures with several parts, of which the text part is served, and where all of it but the
+head lies."""
 RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv", "recurrent"})
@@ -254,7 +249,10 @@ CHOOSING = "minimax_m3_sparse"
 """What MiniMax calls layers with an indexer, where others have none."""
 TWO_ATTENTIONS = frozenset({"longcat_flash"})
 """Families of which each layer has two attentions."""
-SHARING = {"gemma3n", "gemma3n_audio", "gemma4", "gemma4_unified", "gemma4_vision"}
+SHARING = {
+    *("gemma3n", "gemma3n_audio", "gemma4", "gemma4_unified", "gemma4_unified_vision"),
+    "gemma4_vision",
+}
 """Families whose upper layers may read the caches of lower ones."""
 FIRST_POSITION = {"roberta": "pad_token_id", "mpnet": "pad_token_id"}
 """Families whose positions begin one behind the id under this key: fewer than are stated."""
@@ -314,10 +312,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if names[0] in WITH_MEDIA:
         return Architecture(family=WITH_MEDIA[names[0]], media=True)
     text = config.get("text_config")
-    within, base = WRAPPERS.get(names[0], ""), BASES_WITHIN.get(names[0], "")
-    if (within or base) and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:
-        family = TEXT_TYPES[text["model_type"]]
-        return Architecture(family=family, within=within, base_within=base)
+    base = BASES_WITHIN.get(names[0], "")
+    if base and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:
+        return Architecture(family=TEXT_TYPES[text["model_type"]], base_within=base)
     for suffix, head in _HEADS.items():
         base = names[0].removesuffix(suffix)
         if base != names[0] and base in _BASES:

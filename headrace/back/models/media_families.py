@@ -33,6 +33,8 @@ WITH_MEDIA: Mapping[str, str] = {
     "MistralLarge4ForConditionalGeneration": "mistral_large4_vision",
     "AyaVisionForConditionalGeneration": "aya_vision",
     "Cohere2VisionForConditionalGeneration": "aya_vision",
+    "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vision",
+    "MiniMaxM3VLForConditionalGeneration": "minimax_m3_vision",
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv",
     "MiniCPMOcrForConditionalGeneration": "minicpmv",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr2",
@@ -56,5 +58,6 @@ WITH_MEDIA: Mapping[str, str] = {
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
     "PaliGemmaForConditionalGeneration": "paligemma",
     "Gemma4ForConditionalGeneration": "gemma4_vision",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_vision",
 }
 """Architectures that take images or more beside text: the family reads the whole config."""

@@ -23,7 +23,8 @@ def without_torchvision() -> Iterator[None]:
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
     modules = {name: ModuleType(name) for name in (*names, names[-1] + ".functional")}
     modules[names[-1]].functional = modules[names[-1] + ".functional"]
-    vars(modules[names[-1] + ".functional"])["pad"] = padded
+    functional = vars(modules[names[-1] + ".functional"])
+    functional |= {"pad": padded, "InterpolationMode": object}
     sys.modules.update(modules)
     try:
         yield

@@ -43,6 +43,13 @@ def alternating(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Te
     return (place_2N[..., None] * frequencies_2F[:, None]).permute(1, 0, 2).flatten(1)
 
 
+def still_rows_columns(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
+    """Of a third of the head each: the time's, which is none in a picture, the row's and the
+    column's (MiniMax-M3)."""
+    angles_2NF = place_2N[..., None] * _frequencies(place_2N, 2 * (head_dim // 3 // 2), theta)
+    return torch.cat((torch.zeros_like(angles_2NF[0]), angles_2NF[0], angles_2NF[1]), dim=1)
+
+
 def _frequencies(place_2N: torch.Tensor, dims: int, theta: float) -> torch.Tensor:
     exponents = torch.arange(0, dims, 2, dtype=torch.float32, device=place_2N.device) / dims
     return 1.0 / theta**exponents

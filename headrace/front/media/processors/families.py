@@ -18,9 +18,9 @@ from headrace.front.media.processors.cut_families import CUT_FAMILIES, Checkpoin
 from headrace.front.media.processors.files import (
     first_special,
     read_keys,
-    special_text,
     special_token,
 )
+from headrace.front.media.processors.ratio_families import RATIO_FAMILIES
 from headrace.front.media.processors.reading import (
     image_norm,
     image_only,
@@ -65,6 +65,7 @@ _SPACED = (
     *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("exaone4_5", "hyperclovax_vision_v2"),
 )
+_READERS = {**CUT_FAMILIES, **RATIO_FAMILIES}
 _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
@@ -104,11 +105,9 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     image, video = _processor_files(folder)
     if kind in _STILL:
         return _STILL[kind](image, reader)
-    if kind in CUT_FAMILIES:
+    if kind in _READERS:
         files = CheckpointFiles(folder=folder, config=reader, image=image, video=video)
-        return CUT_FAMILIES[str(kind)](files)
-    if kind == "gemma4":
-        return _gemma4(image, reader, folder)
+        return _READERS[str(kind)](files)
     if kind in _MOVING:
         return _MOVING[kind](image, reader, video)
     if kind == "internvl":
@@ -304,23 +303,6 @@ def _gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     return msgspec.structs.replace(spec, image_mark=mark, joins_newlines=True)
 
 
-def _gemma4(image: ConfigReader, config: ConfigReader, folder: Path) -> MediaSpec:
-    """The marks around an image are the tokenizer's."""
-    vision = vision_section(config)
-    patch, merge = vision.int("patch_size", 16, ge=1), vision.int("pooling_kernel_size", 3, ge=1)
-    tokens = image.int("max_soft_tokens", 280, ge=1, le=16_384)
-    most = tokens * (patch * merge) ** 2
-    marks = {name: config.int(f"{name}_token_id", None, ge=0) for name in ("boi", "eoi")}
-    settings = ProcessorSettings(
-        patch=patch,
-        merge=merge,
-        image_pixels=(min(most, (patch * merge) ** 2), most),
-        resample=image.int("resample", 3, ge=0, le=5),
-        around=(special_text(folder, marks["boi"]), special_text(folder, marks["eoi"])),
-    )
-    return image_only("gemma4", settings, config)
-
-
 def _paligemma(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     """The text's begin token stands behind the image."""
     vision = vision_section(config)
@@ -350,43 +332,17 @@ def _glm(image: ConfigReader, config: ConfigReader, video: ConfigReader) -> Medi
     return with_video(spec, mark)
 
 
-def _glm_next(image: ConfigReader, config: ConfigReader) -> MediaSpec:
-    vision = vision_section(config)
-    patch = vision.int("patch_size", 14, ge=1, le=1024)
-    merge = vision.int("spatial_merge_size", 2, ge=1, le=16)
-    window = (patch * merge) ** 2
-    least = image.int("min_image_tokens", 16, ge=1, le=65_536)
-    most = image.int("max_image_tokens", 8000, ge=least, le=65_536)
-    settings = ProcessorSettings(
-        patch=patch, merge=merge, temporal=1, image_pixels=(least * window, most * window)
-    )
-    return image_only("glm_next", settings, config)
-
-
-def _paddleocr(image: ConfigReader, config: ConfigReader) -> MediaSpec:
-    vision = vision_section(config)
-    settings = ProcessorSettings(
-        patch=vision.int("patch_size", 14, ge=1, le=1024),
-        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
-        temporal=1,
-        image_pixels=pixel_bounds(image, (384 * 384, 1536 * 1536)),
-    )
-    return image_only("paddleocr", settings, config)
-
-
 _STILL = {
     "llava": _llava,
     "vipllava": _llava,
     "mistral3": _pixtral,
     "mistral_large4": _pixtral,
-    "glm5_next": _glm_next,
     "lighton_ocr": _lighton,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "gemma3": _gemma3,
     "paligemma": _paligemma,
     "modernvbert": _modernvbert,
-    "paddleocr_vl": _paddleocr,
 }
 """Those that take images alone."""
 _MOVING = {

@@ -38,12 +38,14 @@ class QwenVisionProcessor:
         self._factor = settings.patch * settings.merge
 
     def image(self, picture: Image.Image) -> ProcessedMedia:
-        """One input of grid (1, h, w)."""
+        """One input of grid (1, h, w), between the image's marks if there are any."""
         height, width = self.image_size(picture.height, picture.width)
         channels = channels_of(resized(picture, height=height, width=width))
         grid, rows = self._patches(channels[None])
         one = TowerInput(kind=IMAGE_ROWS, grid=grid, rows=rows)
-        return ProcessedMedia(inputs=(one,), layout=(0,))
+        before, behind = self._settings.around
+        layout = (*((before,) if before else ()), 0, *((behind,) if behind else ()))
+        return ProcessedMedia(inputs=(one,), layout=layout)
 
     def image_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of the resized image: multiples of the factor, within the bounds, and

@@ -1,0 +1,91 @@
+"""What the files of checkpoints say whose images keep their ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.front.media.processors.cut_families import CheckpointFiles
+from headrace.front.media.processors.files import special_text
+from headrace.front.media.processors.reading import image_only, pixel_bounds, vision_section
+
+
+def _gemma4(files: CheckpointFiles) -> MediaSpec:
+    """The marks around an image are the tokenizer's."""
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    patch, merge = vision.int("patch_size", 16, ge=1), vision.int("pooling_kernel_size", 3, ge=1)
+    tokens = image.int("max_soft_tokens", 280, ge=1, le=16_384)
+    most = tokens * (patch * merge) ** 2
+    marks = {name: config.int(f"{name}_token_id", None, ge=0) for name in ("boi", "eoi")}
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=merge,
+        image_pixels=(min(most, (patch * merge) ** 2), most),
+        resample=image.int("resample", 3, ge=0, le=5),
+        around=(special_text(files.folder, marks["boi"]), special_text(files.folder, marks["eoi"])),
+    )
+    return image_only("gemma4", settings, config)
+
+
+def _gemma4_unified(files: CheckpointFiles) -> MediaSpec:
+    """A window is one patch."""
+    spec = _gemma4(files)
+    settings = spec.settings
+    side = settings.patch * settings.merge
+    settings = msgspec.structs.replace(settings, patch=side, merge=1)
+    return msgspec.structs.replace(spec, settings=settings)
+
+
+def _glm_next(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    patch = vision.int("patch_size", 14, ge=1, le=1024)
+    merge = vision.int("spatial_merge_size", 2, ge=1, le=16)
+    window = (patch * merge) ** 2
+    least = image.int("min_image_tokens", 16, ge=1, le=65_536)
+    most = image.int("max_image_tokens", 8000, ge=least, le=65_536)
+    settings = ProcessorSettings(
+        patch=patch, merge=merge, temporal=1, image_pixels=(least * window, most * window)
+    )
+    return image_only("glm_next", settings, config)
+
+
+def _paddleocr(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
+        temporal=1,
+        image_pixels=pixel_bounds(image, (384 * 384, 1536 * 1536)),
+    )
+    return image_only("paddleocr", settings, config)
+
+
+def _minimax(files: CheckpointFiles) -> MediaSpec:
+    """Published files state a size of 672 x 672, which the reference does not follow."""
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    if isinstance(image.raw.get("size"), list):
+        image = ConfigReader({**image.raw, "size": None}, image.where)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
+        image_pixels=pixel_bounds(image, (4 * 28 * 28, 451_584)),
+        around=("]<]start of image[>[", "]<]end of image[>["),
+    )
+    return image_only("qwen_vl", settings, config)
+
+
+RATIO_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
+    "gemma4": _gemma4,
+    "gemma4_unified": _gemma4_unified,
+    "glm5_next": _glm_next,
+    "minimax_m3_vl": _minimax,
+    "paddleocr_vl": _paddleocr,
+}
+"""By `model_type`."""
