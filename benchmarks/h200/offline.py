@@ -52,6 +52,8 @@ def make_engine(
     kv_memory: Any = "auto",
     deterministic: bool = False,
     quantization: Any = "none",
+    gpu_memory: Any = "auto",
+    offload_experts: Any = 0,
 ) -> OfflineEngine:
     """The engine under test: the peers' limits."""
     options = Options(
@@ -64,7 +66,9 @@ def make_engine(
         ),
         kv=KVOptions(prefix_caching=False, kv_dtype=kv_dtype, kv_memory=kv_memory),
         scheduler=SchedulerOptions(max_running=512, max_step_tokens=16384),
-        device=DeviceOptions(tensor_parallel=tensor_parallel),
+        device=DeviceOptions(
+            tensor_parallel=tensor_parallel, gpu_memory=gpu_memory, offload_experts=offload_experts
+        ),
     )
     return OfflineEngine(resolve_options(options))
 
@@ -248,6 +252,8 @@ def main() -> None:
     )
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--gpu-memory", default="auto")
+    parser.add_argument("--offload-experts", default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     extra = [tuple(map(int, one.split("x"))) for one in given.extra.split(",") if one]
@@ -261,6 +267,10 @@ def main() -> None:
             tensor_parallel=given.tensor_parallel,
             kv_dtype=given.kv_dtype,
             quantization=QUANTIZATION.get(given.shape, "none"),
+            gpu_memory=given.gpu_memory,
+            offload_experts=int(given.offload_experts)
+            if str(given.offload_experts).isdigit()
+            else "auto",
         )
     for batch, _ in STEP_BARS[given.shape]:
         print("distinct experts of a layer,", batch, "rows:", distinct_experts(given.shape, batch))
