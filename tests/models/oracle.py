@@ -39,10 +39,13 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
         Emu3TextConfig,
         Mistral4Config,
         Mistral4ForCausalLM,
+        MllamaForCausalLM,
+        MllamaTextConfig,
     )
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(MllamaTextConfig, MllamaForCausalLM, exist_ok=True)
 
     torch.manual_seed(seed)
     config.architectures = None

@@ -643,6 +643,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, **rope(rope_type="dynamic", alpha=50.0, factor=1.0)},
     ),
     "gpt2": ("GPT2", {"n_inner": 80, "scale_attn_by_inverse_layer_idx": True}),
+    "openai-gpt": ("OpenAIGPT", {}),
+    "ctrl": ("CTRL", {"dff": 80}),
+    "mllama": (
+        "MllamaText",
+        {
+            **{"pad_token_id": 0, "bos_token_id": 1, "cross_attention_layers": [1]},
+            "rope_parameters": {**LLAMA3, "rope_theta": 500.0},
+        },
+    ),
     "gpt_neox": ("GPTNeoX", {}),
     "gpt_neox-serial": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon": ("Falcon", {"ffn_hidden_size": 80}),

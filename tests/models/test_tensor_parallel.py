@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.back.parallel.mesh import Axis, Mesh
+from headrace.base.errors import ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.tensor_parallel_rank import LENGTHS
@@ -29,10 +31,21 @@ NAMES = (
     "opt", "codegen", "gpt-bigcode", "dbrx",
     "hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note", "jais2", "hyperclovax", "jetmoe",
     "zamba", "recurrent-gemma", "rwkv", "xlstm", "hrm-text", "modernbert-decoder",
+    "openai-gpt", "ctrl", "mllama",
 )  # fmt: skip
 
 
-TWO_ALONE = ("zamba", "zamba2", "gemma4-shared", "gemma4-experts", "laguna", "jetmoe")
+TWO_ALONE = (
+    "zamba",
+    "zamba2",
+    "gemma4-shared",
+    "gemma4-experts",
+    "laguna",
+    "jetmoe",
+    "dots3-note",
+    "mimo-v2-flash",
+    "codegen",
+)
 """Heads of several sizes or numbers, or of one that follows from the width, are not halved by a key."""
 BOUND = 1e-5
 BOUNDS = {"zamba2": 1e-4}
@@ -42,6 +55,9 @@ logits of transformers by 1e-4."""
 
 HEADS = (
     ("num_attention_heads", "", ""),
+    ("n_head", "", ""),
+    ("n_heads", "", ""),
+    ("linear_num_heads", "", ""),
     ("num_heads", "head_dim", "n_groups"),
     ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
     ("mamba_num_heads", "mamba_head_dim", "n_groups"),
@@ -54,6 +70,8 @@ def configuration(name: str, count: int) -> Any:
     if name not in CASES:
         config.num_key_value_heads = 1
     if count == 4:
+        if config.to_dict().get("o_groups"):
+            config.o_groups = 4
         # Heads of half the size, so that they can be divided; KV heads are held twice or four times. Of a recurrence,
         # groups are the units of a norm: they are not cut.
         for heads, head_dim, groups in HEADS:
@@ -64,6 +82,15 @@ def configuration(name: str, count: int) -> Any:
             if config.to_dict().get(head_dim):
                 setattr(config, head_dim, getattr(config, head_dim) // 2)
     return config
+
+
+def test_inputs_that_ranks_cannot_share_are_refused_with_both_numbers(
+    tmp_path: Path,
+) -> None:
+    save_oracle(tiny_config("deepseek-v4"), tmp_path)
+    axis = Axis(size=4, group=object())
+    with pytest.raises(ConfigError, match="tensor_parallel 4 .* 2 wo_a cannot be divided"):
+        load_ours(model_spec(tmp_path), mesh=Mesh(tp=axis))
 
 
 @pytest.mark.timeout(300)

@@ -88,7 +88,8 @@ class DecoderSpec:
     behind the layers, where it is another. `positions`: what is added to the embeddings.
     `layer_inputs`: of the layers' tails. `draft_layer`: of the head for multi-token prediction,
     where that is not as the last layer.
-    `streams`: of residuals, where there are several. `renamed`: see WeightPlan."""
+    `streams`: of residuals, where there are several. `media_rows`: rows of the embedding behind those
+    of the vocabulary, which no head knows. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
     layers: tuple[DecoderLayerSpec, ...]
@@ -102,6 +103,7 @@ class DecoderSpec:
     positions: PositionsSpec | None = None
     layer_inputs: LayerInputsSpec | None = None
     streams: ResidualStreamsSpec | None = None
+    media_rows: int = 0
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
@@ -125,7 +127,7 @@ class Decoder:
         self.adapters = scope.adapters
         self._embedding = TokenEmbedding(
             inside / names.embedding,
-            sizes.vocabulary,
+            sizes.vocabulary + spec.media_rows,
             sizes.width,
             scale=spec.embedding_scale,
             tied=sizes.tied and self.generates,

@@ -82,6 +82,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "HeliumForCausalLM": "helium",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1",
     "GPT2LMHeadModel": "gpt2",
+    "OpenAIGPTLMHeadModel": "openai_gpt",
+    "CTRLLMHeadModel": "ctrl",
+    "MllamaForCausalLM": "mllama",
     "GPTNeoXForCausalLM": "gpt_neox",
     "GPTNeoXJapaneseForCausalLM": "gpt_neox_japanese",
     "ModernBertDecoderForCausalLM": "modernbert_decoder",
@@ -227,14 +230,16 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4_unified",
     "qwen4_exp_text": "qwen4",
+    "mllama_text_model": "mllama",
 }
 """Families of the text part of models with several, by its `model_type`."""
+WRAPPERS: Mapping[str, str] = {"MllamaForConditionalGeneration": "language_model"}
+"""Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
 }
-"""Architectures with several parts, of which the text part is served, and where all of it but the
-head lies."""
+"""The same, where the head stands apart from the rest of the text part, which lies here."""
 RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv", "recurrent"})
@@ -312,9 +317,10 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if names[0] in WITH_MEDIA:
         return Architecture(family=WITH_MEDIA[names[0]], media=True)
     text = config.get("text_config")
-    base = BASES_WITHIN.get(names[0], "")
-    if base and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:
-        return Architecture(family=TEXT_TYPES[text["model_type"]], base_within=base)
+    within, base = WRAPPERS.get(names[0], ""), BASES_WITHIN.get(names[0], "")
+    if (within or base) and isinstance(text, Mapping) and text.get("model_type") in TEXT_TYPES:
+        family = TEXT_TYPES[text["model_type"]]
+        return Architecture(family=family, within=within, base_within=base)
     for suffix, head in _HEADS.items():
         base = names[0].removesuffix(suffix)
         if base != names[0] and base in _BASES:
@@ -379,6 +385,8 @@ def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) ->
         return frozenset(i for i, kind in enumerate(kinds) if kind in RECURRENT_KINDS)
     if isinstance(repeated, list) and repeated:
         return frozenset(i for i in range(layers) if repeated[i % len(repeated)] in RECURRENT_KINDS)
+    if isinstance(crossing := config.get("cross_attention_layers"), list):
+        return frozenset(i for i in crossing if isinstance(i, int))
     if isinstance(config.get("attn_type_list"), list):
         return frozenset(i for i, kind in enumerate(config["attn_type_list"]) if kind == 0)
     if isinstance(attending, list):
