@@ -56,8 +56,10 @@ def read_pooling(
 
 
 def _judged(config: ConfigReader) -> str:
-    """What an encoder's classifier reads; EuroBERT calls the first token "bos"."""
-    stated = config.choice("classifier_pooling", ("cls", "mean", "bos"), "cls")
+    """What an encoder's classifier reads; EuroBERT calls the first token "bos". With a decoder
+    behind it that is the last state."""
+    default = "last" if config.bool("is_encoder_decoder", False) else "cls"
+    stated = config.choice("classifier_pooling", ("cls", "mean", "bos", "last"), default)
     return "cls" if stated == "bos" else stated
 
 

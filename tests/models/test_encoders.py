@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from headrace.back.attention.plan import Batch
 from headrace.back.models.encoder_families import ENCODERS
@@ -140,6 +141,30 @@ def deberta(**more: Any) -> transformers.DebertaV2Config:
     )
 
 
+T5_SIZES = {
+    **{"vocab_size": 96, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 3, "num_heads": 4},
+    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+}
+
+
+def t5(**more: Any) -> transformers.T5Config:
+    return transformers.T5Config(**T5_SIZES, feed_forward_proj="gated-gelu", **more)
+
+
+def umt5(**more: Any) -> transformers.UMT5Config:
+    return transformers.UMT5Config(**T5_SIZES | {"relative_attention_max_distance": 128}, **more)
+
+
+def narrow(kind: str, **own: Any) -> Callable[..., Any]:
+    """A config class of transformers with the sizes of these tests."""
+    config = getattr(transformers, f"{kind}Config")
+    sizes = {**SIZES, "max_position_embeddings": 40, "pad_token_id": 1, **own}
+    return lambda **more: config(**sizes, **more)
+
+
+ESM = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 9}
+
+
 def embedding_gemma2_text(**more: Any) -> transformers.EmbeddingGemma2TextConfig:
     return transformers.EmbeddingGemma2TextConfig(
         **SIZES,
@@ -212,6 +237,19 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("EuroBertForSequenceClassification", eurobert),
     ("DebertaV2Model", deberta),
     ("DebertaV2ForSequenceClassification", deberta),
+    ("AlbertModel", narrow("Albert", embedding_size=24, num_hidden_groups=2)),
+    ("AlbertForSequenceClassification", narrow("Albert", embedding_size=24, inner_group_num=2)),
+    ("ErnieForSequenceClassification", narrow("Ernie", use_task_id=True)),
+    ("EsmModel", narrow("Esm", **ESM)),
+    ("EsmForSequenceClassification", narrow("Esm", emb_layer_norm_before=True)),
+    ("MegatronBertForSequenceClassification", narrow("MegatronBert")),
+    ("RemBertForSequenceClassification", narrow("RemBert", input_embedding_size=24)),
+    ("RoFormerForSequenceClassification", narrow("RoFormer", embedding_size=24)),
+    ("XLMRobertaXLForSequenceClassification", narrow("XLMRobertaXL")),
+    ("RobertaPreLayerNormForTokenClassification", narrow("RobertaPreLayerNorm")),
+    ("Data2VecTextForSequenceClassification", narrow("Data2VecText")),
+    ("T5EncoderModel", t5),
+    ("UMT5EncoderModel", umt5),
     ("EmbeddingGemma2TextModel", embedding_gemma2_text),
     ("EmbeddingGemma2Model", embedding_gemma2),
 ]
@@ -299,6 +337,43 @@ def test_token_types_of_a_pair_reach_bert(tmp_path: Path) -> None:
         ours = model.forward(batch_of(TEXTS[:1], segments))
         types = torch.tensor([segments])
         wanted = oracle(torch.tensor(TEXTS[:1]), token_type_ids=types).last_hidden_state[0]
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_an_encoder_decoder_judges_by_its_last_state(tmp_path: Path) -> None:
+    """As bart-large-mnli does: texts end with one token of their end."""
+    sizes = {"encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4}
+    sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
+    sizes |= {"vocab_size": 96, "d_model": 32, "max_position_embeddings": 40, "num_labels": 3}
+    config = transformers.BartConfig(**sizes, decoder_start_token_id=2, scale_embedding=True)
+    oracle, spec = saved(tmp_path, "BartForSequenceClassification", config)
+    assert spec.family in ENCODERS and spec.head == "sequence"
+    facts = {"encodes": True, "whole": ConfigReader(spec.config, "config.json")}
+    reader = ConfigReader(spec.config, "config.json")
+    assert read_pooling(None, reader, "sequence", ("a", "b", "c"), **facts).how == "last"
+    texts = [[*text[1:], 2] for text in TEXTS if 2 not in text] + [[7, 8, 9, 2]]
+    model = loaded(spec)
+    with torch.inference_mode():
+        hidden_TE = model.forward(batch_of(texts))
+        ends = torch.tensor([len(text) for text in texts]).cumsum(0) - 1
+        ours = model.classify(hidden_TE[ends])
+        for text, logits in zip(texts, ours, strict=True):
+            wanted = oracle(torch.tensor([text])).logits[0]
+            torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_norms_of_the_first_checkpoints_have_other_names(tmp_path: Path) -> None:
+    """BERT's own files say gamma and beta."""
+    oracle, spec = saved(tmp_path, "BertModel", bert())
+    file = tmp_path / "model.safetensors"
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = load_file(file)
+    for new, name in old.items():
+        tensors = {key.replace(new, name): tensor for key, tensor in tensors.items()}
+    save_file(tensors, file)
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor(TEXTS[:1])).last_hidden_state[0]
+        ours = loaded(spec).forward(batch_of(TEXTS[:1]))
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 

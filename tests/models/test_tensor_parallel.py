@@ -89,7 +89,7 @@ def test_inputs_that_ranks_cannot_share_are_refused_with_both_numbers(
 ) -> None:
     save_oracle(tiny_config("deepseek-v4"), tmp_path)
     axis = Axis(size=4, group=object())
-    with pytest.raises(ConfigError, match="tensor_parallel 4 .* 2 wo_a cannot be divided"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel 4 .* 2 wo_a cannot be divided"):
         load_ours(model_spec(tmp_path), mesh=Mesh(tp=axis))
 
 

@@ -66,7 +66,7 @@ def bart_spec(
     scope: Scope, config: ConfigReader, form: BartForm, *, positions: PositionsSpec
 ) -> EncoderDecoderSpec:
     """A member of the family as data."""
-    sizes, encoder = _sizes(config, "decoder"), _encoder_sizes(config)
+    sizes, encoder = _sizes(config, "decoder"), encoder_sizes(config)
     names = {
         "embedding_norm": "layernorm_embedding" if form.embedding_norm else None,
         "norm": "layer_norm" if form.pre else None,
@@ -75,7 +75,7 @@ def bart_spec(
     return EncoderDecoderSpec(
         sizes=sizes,
         encoder_layers=encoder.layers,
-        encoder_layer=lambda at, _: _encoder_layer(at, encoder, form),
+        encoder_layer=lambda at, _: bart_encoder_layer(at, encoder, form),
         layers=(_layer(scope, sizes, form),) * sizes.layers,
         norm=LAYER,
         encoder=StackSpec(stack="encoder", **names),
@@ -114,7 +114,8 @@ def _layer(scope: Scope, sizes: DecoderSizes, form: BartForm) -> CrossLayerSpec:
     )
 
 
-def _encoder_layer(scope: Scope, sizes: EncoderSizes, form: BartForm) -> EncoderLayer:
+def bart_encoder_layer(scope: Scope, sizes: EncoderSizes, form: BartForm) -> EncoderLayer:
+    """One layer of the encoder."""
     attention, mlp = (
         LAYER.build(scope / name, sizes.width, eps=sizes.eps) for name in (NORMS[0], NORMS[2])
     )
@@ -154,8 +155,9 @@ def _sizes(config: ConfigReader, half: str) -> DecoderSizes:
     )
 
 
-def _encoder_sizes(config: ConfigReader) -> EncoderSizes:
-    sizes = _sizes(config, "encoder")
+def encoder_sizes(config: ConfigReader, half: str = "encoder") -> EncoderSizes:
+    """Those of one half, as encoders take them."""
+    sizes = _sizes(config, half)
     return EncoderSizes(
         vocabulary=sizes.vocabulary,
         width=sizes.width,

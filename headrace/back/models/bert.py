@@ -2,7 +2,8 @@
 everywhere.
 
 RoBERTa and XLM-RoBERTa (roberta.py) share all of it but the first position and the classification
-head; MPNet, DistilBERT and ELECTRA differ in names and embeddings besides.
+head; MPNet, DistilBERT and ELECTRA differ in names and embeddings besides, Megatron's BERT and
+XLM-RoBERTa XL in where the norms stand.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from headrace.base.config.hf import ConfigReader
 
 IGNORED = (
     r"(.*\.)?embeddings\.position_ids",
+    r"(.*\.)?encoder\.embed_positions\.weight",  # RoFormer's sines and cosines
     r"cls\..*",
     r"(lm_head|(discriminator|generator)_predictions|generator_lm_head)\..*",
     r"(lm|mask)_predictions\..*",
@@ -44,21 +46,28 @@ POOLER = r"(.*\.)?pooler\..*"
 
 @dataclass(frozen=True, kw_only=True)
 class BertNames:
-    """Where the layers lie in the model, and the tensors of one in it. `typed`: tokens have types,
-    each with a row of its own. `wide`: the projection of narrow embeddings."""
+    """Where the layers lie in the model, and the tensors of one in it. Norms come behind the sums
+    (`after_*`) or before the branches (`before_*`), then one behind the layers (`norm`); None:
+    there is no such norm. `typed`: tokens have types, each with a row of its own. `wide`: the
+    projection of narrow embeddings, whose width is under `wide_key`."""
 
     layers: str = "encoder.layer"
+    embedding_norm: bool = True
+    norm: str | None = None
+    before_attention: str | None = None
+    before_mlp: str | None = None
     projections: tuple[str, str, str] = (
         "attention.self.query",
         "attention.self.key",
         "attention.self.value",
     )
     out: str = "attention.output.dense"
-    after_attention: str = "attention.output.LayerNorm"
+    after_attention: str | None = "attention.output.LayerNorm"
     mlp: PlainMLPSpec = MLP
-    after_mlp: str = "output.LayerNorm"
+    after_mlp: str | None = "output.LayerNorm"
     typed: bool = True
     wide: str | None = None
+    wide_key: str = "embedding_size"
 
 
 BERT = BertNames()
@@ -79,11 +88,15 @@ def build_bert(
     names: BertNames = BERT,
     bias_of: Callable[[Scope, EncoderSizes], RelativeBias] | None = None,
     attention_of: Callable[[Scope, EncoderSizes], Callable[[Scope], TokenLayer]] | None = None,
+    shared: tuple[str, ...] | None = None,
+    num_tasks: int = 0,
 ) -> Encoder:
     """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at
     `first_position`, None: positions have no embeddings. `head` makes the classification head from
     the outer and the inner scope and the width, `bias_of` what all layers add to scores,
-    `attention_of` what makes the attention of a layer, where it is another."""
+    `attention_of` what makes the attention of a layer, where it is another. `shared`: where each
+    layer lies, if several are the same one; `num_tasks`: rows of a table of tasks, whose first every
+    token is given."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix
@@ -92,27 +105,31 @@ def build_bert(
         embedded,
         sizes,
         config,
-        norm=embedded / "LayerNorm",
+        norm=embedded / "LayerNorm" if names.embedding_norm else None,
         first_position=first_position,
         typed=names.typed,
         wide=None if names.wide is None else inside / names.wide,
+        wide_key=names.wide_key,
+        num_tasks=num_tasks,
     )
     bias = None if bias_of is None else bias_of(inside, sizes)
     attention = None if attention_of is None else attention_of(inside, sizes)
-    layers = [
-        _layer(inside / names.layers / str(i), sizes, names, bias, attention)
-        for i in range(sizes.layers)
-    ]
-    classifier = head(scope, inside, sizes.width)
-    pooled = scope.head.kind == "sequence" and prefix == "bert"
+    places = shared or tuple(str(i) for i in range(sizes.layers))
+    built = {
+        place: _layer(inside / names.layers / place, sizes, names, bias, attention)
+        for place in dict.fromkeys(places)
+    }
+    norm = None
+    if names.norm is not None:
+        norm = LayerNorm(inside / names.norm, sizes.width, eps=sizes.eps)
     return Encoder(
         scope,
         sizes,
         embed=embeddings.embed,
-        layers=layers,
-        norm=None,
-        classifier=classifier,
-        ignored=IGNORED if pooled else (*IGNORED, POOLER),
+        layers=[built[place] for place in places],
+        norm=norm,
+        classifier=head(scope, inside, sizes.width),
+        ignored=(*IGNORED, POOLER),
         segments=embeddings.num_types > 1,
     )
 
@@ -136,8 +153,8 @@ def _layer(
     bias: RelativeBias | None,
     attention_of: Callable[[Scope], TokenLayer] | None,
 ) -> EncoderLayer:
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(scope / name, sizes.width, eps=sizes.eps)
+    def norm(name: str | None) -> LayerNorm | None:
+        return None if name is None else LayerNorm(scope / name, sizes.width, eps=sizes.eps)
 
     activation = ElementwiseActivation(scope, sizes.activation)
     if attention_of is None:
@@ -147,17 +164,20 @@ def _layer(
     else:
         attention = attention_of(scope)
     return EncoderLayer(
+        before_attention=norm(names.before_attention),
         attention=attention,
         after_attention=norm(names.after_attention),
+        before_mlp=norm(names.before_mlp),
         mlp=PlainMLP(scope, names.mlp, sizes.feed_forward, activation),
         after_mlp=norm(names.after_mlp),
     )
 
 
 class BertEmbeddings:
-    """norm(word + position + type). `norm`: its place; text begins at `first_position` of the
-    learned positions, None: there are none (a rope tells places apart). `typed`: tokens have types.
-    Where `embedding_size` is not the model's width, a projection `wide` follows."""
+    """norm(word + position + type). `norm`: its place, None: there is none; text begins at
+    `first_position` of the learned positions, None: there are none (a rope tells places apart).
+    `typed`: tokens have types; `num_tasks`: rows of tasks, of which the first is added. Where the
+    width under `wide_key` is not the model's, a projection `wide` follows."""
 
     def __init__(
         self,
@@ -165,24 +185,28 @@ class BertEmbeddings:
         sizes: EncoderSizes,
         config: ConfigReader,
         *,
-        norm: Scope,
+        norm: Scope | None,
         first_position: int | None,
         typed: bool = True,
         wide: Scope | None = None,
+        wide_key: str = "embedding_size",
+        num_tasks: int = 0,
     ) -> None:
         width = sizes.width
         if wide is not None:
-            width = config.int("embedding_size", width, ge=1)
-        self._words = _Table(scope / "word_embeddings", sizes.vocabulary, width)
+            width = config.int(wide_key, width, ge=1)
+        self._words = Table(scope / "word_embeddings", sizes.vocabulary, width)
         self.num_types = config.int("type_vocab_size", 2, ge=0) if typed else 0
-        self._types = self._positions = None
+        self._types = self._positions = self._tasks = None
+        if num_tasks:
+            self._tasks = Table(scope / "task_type_embeddings", num_tasks, width)
         if self.num_types:
-            self._types = _Table(scope / "token_type_embeddings", self.num_types, width)
+            self._types = Table(scope / "token_type_embeddings", self.num_types, width)
         self._first = first_position
         if first_position is not None:
             positions = config.int("max_position_embeddings", 512, ge=1)
-            self._positions = _Table(scope / "position_embeddings", positions, width)
-        self._norm = LayerNorm(norm, width, eps=sizes.eps)
+            self._positions = Table(scope / "position_embeddings", positions, width)
+        self._norm = None if norm is None else LayerNorm(norm, width, eps=sizes.eps)
         self._wide = None
         if wide is not None and width != sizes.width:
             self._wide = WholeLinear(wide, width, sizes.width, bias=True)
@@ -196,11 +220,14 @@ class BertEmbeddings:
         if self._types is not None:
             types, segments_T = self._types.rows, batch.segments_T
             x_TE += types[0] if segments_T is None else F.embedding(segments_T, types)
-        x_TE = self._norm.norm(x_TE)
+        if self._tasks is not None:
+            x_TE += self._tasks.rows[0]
+        if self._norm is not None:
+            x_TE = self._norm.norm(x_TE)
         return x_TE if self._wide is None else self._wide.project(x_TE)
 
 
-class _Table:
+class Table:
     """Rows [`count`, `width`] to look up; there after loading."""
 
     def __init__(self, scope: Scope, count: int, width: int) -> None:

@@ -34,6 +34,8 @@ from headrace.back.parallel.shard import Part, local_units
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 
+OLD_NAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+"""What the first checkpoints, BERT's among them, call a norm's tensors."""
 Embed = Callable[[Batch], torch.Tensor]
 Behind = Callable[[torch.Tensor, Batch], torch.Tensor]
 
@@ -216,7 +218,9 @@ class Encoder:
         self._behind = behind
         self._classifier = classifier
         self._ledger = scope.ledger
-        self.weights = WeightPlan(params=tuple(scope.ledger.params), ignored=ignored)
+        self.weights = WeightPlan(
+            params=tuple(scope.ledger.params), ignored=ignored, renamed=OLD_NAMES
+        )
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
         self.host_pairs: int | None = None

@@ -21,14 +21,21 @@ BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 EMBEDDERS: Mapping[str, tuple[str, str]] = {
     "EmbeddingGemma2Model": ("embedding_gemma2", "language_model"),
     "EmbeddingGemma2TextModel": ("embedding_gemma2", ""),
+    "T5EncoderModel": ("t5_encoder", ""),
+    "MT5EncoderModel": ("t5_encoder", ""),
+    "UMT5EncoderModel": ("umt5_encoder", ""),
 }
 """Architectures without a head whose names say that they are encoders, and where the text part
 lies."""
+JUDGES: Mapping[str, str] = {"BartForSequenceClassification": "bart_classifier"}
+"""Encoder-decoders that judge a text in one step, without a cache."""
 ENCODERS = frozenset(
     {
         *("bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"),
         *("embedding_gemma", "modernvbert", "mpnet", "distilbert", "electra", "gte", "eurobert"),
-        *("two_towers", "embedding_gemma2", "deberta_v2"),
+        *("two_towers", "embedding_gemma2", "deberta_v2", "albert", "ernie", "esm", "rembert"),
+        *("t5_encoder", "umt5_encoder", *JUDGES.values()),
+        *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.back.models import vlm_inside
-from headrace.back.models.encoder_families import BIDIRECTIONAL, EMBEDDERS, ENCODER_DECODERS
+from headrace.back.models.encoder_families import (
+    BIDIRECTIONAL,
+    EMBEDDERS,
+    ENCODER_DECODERS,
+    JUDGES,
+)
 from headrace.back.models.hearing_families import TEXT_OF_HEARING
 from headrace.back.models.media_families import WITH_MEDIA
 from headrace.base import extensions
@@ -182,6 +187,15 @@ ARCHITECTURES: Mapping[str, str] = {
     "XLMRobertaForMaskedLM": "roberta",
     "CamembertForMaskedLM": "roberta",
     "MPNetForMaskedLM": "mpnet",
+    "AlbertForMaskedLM": "albert",
+    "ErnieForMaskedLM": "ernie",
+    "EsmForMaskedLM": "esm",
+    "MegatronBertForMaskedLM": "megatron_bert",
+    "RemBertForMaskedLM": "rembert",
+    "RoFormerForMaskedLM": "roformer",
+    "XLMRobertaXLForMaskedLM": "xlm_roberta_xl",
+    "RobertaPreLayerNormForMaskedLM": "roberta_prelayernorm",
+    "Data2VecTextForMaskedLM": "data2vec_text",
     "DebertaV2ForMaskedLM": "deberta_v2",
     "DistilBertForMaskedLM": "distilbert",
     "ElectraForMaskedLM": "electra",
@@ -259,7 +273,10 @@ SHARING = {
     "gemma4_vision",
 }
 """Families whose upper layers may read the caches of lower ones."""
-FIRST_POSITION = {"roberta": "pad_token_id", "mpnet": "pad_token_id"}
+FIRST_POSITION = dict.fromkeys(
+    ("roberta", "mpnet", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text", "esm"),
+    "pad_token_id",
+)
 """Families whose positions begin one behind the id under this key: fewer than are stated."""
 COLBERT = "HF_ColBERT"
 """BERT below a projection of every token (Khattab and Zaharia 2020), as its authors store it."""
@@ -303,6 +320,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family=names[0])
     if names[0] in ENCODER_DECODERS:
         return Architecture(family=ENCODER_DECODERS[names[0]])
+    if names[0] in JUDGES:
+        return Architecture(family=JUDGES[names[0]], head="sequence")
     if names[0] == COLBERT:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):

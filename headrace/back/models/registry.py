@@ -15,7 +15,12 @@ from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily
-from headrace.back.models.encoder_families import BIDIRECTIONAL, EMBEDDERS, ENCODER_DECODERS
+from headrace.back.models.encoder_families import (
+    BIDIRECTIONAL,
+    EMBEDDERS,
+    ENCODER_DECODERS,
+    JUDGES,
+)
 from headrace.back.models.families import (
     ARCHITECTURES,
     FALLBACK,
@@ -42,6 +47,7 @@ NATIVE = {
     *(*ARCHITECTURES.values(), *TEXT_TYPES.values()),
     *(*BIDIRECTIONAL.values(), *WITH_MEDIA.values()),
     *ENCODER_DECODERS.values(),
+    *JUDGES.values(),
     *(family for family, _ in EMBEDDERS.values()),
     *("late_vision", "two_towers"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.scope import Scope
-from headrace.back.models.bert import build_bert
+from headrace.back.models.bert import BERT, BertNames, build_bert
 from headrace.back.models.encoder import Encoder
 from headrace.base.config.hf import ConfigReader
 
@@ -13,8 +13,17 @@ from headrace.base.config.hf import ConfigReader
 def build(scope: Scope, config: ConfigReader) -> Encoder:
     """RobertaModel, XLMRobertaModel, and their ForSequenceClassification, ForTokenClassification,
     ForMaskedLM."""
+    return build_roberta(scope, config)
+
+
+def build_roberta(
+    scope: Scope, config: ConfigReader, *, prefix: str = "roberta", names: BertNames = BERT
+) -> Encoder:
+    """A member of the family; `prefix`: of its base model's tensors."""
     first = config.int("pad_token_id", 1, ge=0) + 1
-    return build_bert(scope, config, prefix="roberta", first_position=first, head=first_token_head)
+    return build_bert(
+        scope, config, prefix=prefix, first_position=first, head=first_token_head, names=names
+    )
 
 
 def first_token_head(

@@ -59,13 +59,12 @@ def build_t5(scope: Scope, config: ConfigReader, form: T5Form) -> EncoderDecoder
         Biases(scope / stack / "block", config, sizes, form, both_ways=stack == "encoder")
         for stack in ("encoder", "decoder")
     )
-    encoder_layers = config.int("num_layers", ge=1)
     return EncoderDecoder(
         scope,
         EncoderDecoderSpec(
             sizes=sizes,
-            encoder_layers=encoder_layers,
-            encoder_layer=lambda at, i: _encoder_layer(at, config, sizes, encoder_biases.of(i)),
+            encoder_layers=config.int("num_layers", ge=1),
+            encoder_layer=lambda at, i: _encoder_layer(at, config, encoder_biases.of(i)),
             layers=tuple(
                 _layer(scope, config, sizes, decoder_biases.of(i)) for i in range(sizes.layers)
             ),
@@ -136,13 +135,24 @@ def _layer(
     )
 
 
-def _encoder_layer(
-    scope: Scope, config: ConfigReader, sizes: DecoderSizes, bias: RelativeBias
-) -> EncoderLayer:
-    same = ("vocabulary", "width", "inner", "layers", "heads", "kv_heads", "head_dim", "eps")
-    encoder = EncoderSizes(
-        **{name: getattr(sizes, name) for name in same}, activation=sizes.activation
+def encoder_layers(scope: Scope, config: ConfigReader, form: T5Form) -> list[EncoderLayer]:
+    """Those of the encoder alone, below `scope`."""
+    biases = Biases(scope, config, _sizes(config), form, both_ways=True)
+    count = config.int("num_layers", ge=1)
+    return [_encoder_layer(scope / str(i), config, biases.of(i)) for i in range(count)]
+
+
+def encoder_sizes(config: ConfigReader) -> EncoderSizes:
+    """Those of the encoder."""
+    sizes = _sizes(config)
+    same = ("vocabulary", "width", "inner", "heads", "kv_heads", "head_dim", "eps", "activation")
+    return EncoderSizes(
+        **{name: getattr(sizes, name) for name in same}, layers=config.int("num_layers", ge=1)
     )
+
+
+def _encoder_layer(scope: Scope, config: ConfigReader, bias: RelativeBias) -> EncoderLayer:
+    encoder = encoder_sizes(config)
     spec = _feed_forward(config, "layer.1.DenseReluDense")
     mlp = spec.build(scope, encoder.feed_forward)
     assert isinstance(mlp, GatedMLP | PlainMLP), mlp
@@ -156,7 +166,7 @@ def _encoder_layer(
         position_bias=bias,
     )
     before, before_mlp = (
-        RMS.build(scope / f"layer.{i}.layer_norm", sizes.width, eps=sizes.eps) for i in range(2)
+        RMS.build(scope / f"layer.{i}.layer_norm", encoder.width, eps=encoder.eps) for i in range(2)
     )
     return EncoderLayer(
         attention=attention, mlp=mlp, before_attention=before, before_mlp=before_mlp
