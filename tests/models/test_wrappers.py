@@ -242,6 +242,25 @@ def test_kimi_k25_has_the_logits_of_its_deepseek_text_model(tmp_path: Path) -> N
     compare(got, oracle_logits(oracle, rows), 1e-4)
 
 
+def test_llama_3_2_vision_has_the_logits_of_its_text_model(tmp_path: Path) -> None:
+    """As it is published: its layers of cross-attention are there, and read nothing without an image."""
+    oracle = save_oracle(tiny_config("mllama"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(".layers.1.cross_attn." in name for name in tensors)
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    tensors["vision_model.patch_embedding.weight"] = torch.zeros(2, 2)
+    tensors["multi_modal_projector.weight"] = torch.zeros(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["MllamaForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
 def test_emu3_has_the_logits_of_its_text_model(tmp_path: Path) -> None:
     """Beside the coder of images, which is not read."""
     oracle = save_oracle(tiny_config("emu3"), tmp_path)
