@@ -36,8 +36,7 @@ from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
 from headrace.back.parallel.param import Param, WeightPiece
-from headrace.back.parallel.shard import Part, Shard, local_size
-from headrace.base.errors import ConfigError
+from headrace.back.parallel.shard import Part, Shard, check_summed, local_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +177,7 @@ class RowLinear:
 
     `scope` is the layer's own; `part` describes the split of the inputs. The bias is added once,
     after the sum. `adds`: the result goes into the residual as it is; then the sum over the ranks
-    is left to whoever adds it. `scale`: what the checkpoint's weight is multiplied with. A part
-    with fewer units than ranks is a ConfigError: a unit that two ranks hold would be summed twice.
+    is left to whoever adds it. `scale`: what the checkpoint's weight is multiplied with.
     """
 
     def __init__(
@@ -193,12 +191,7 @@ class RowLinear:
         transposed: bool = False,
         scale: float = 1.0,
     ) -> None:
-        axis = scope.mesh.tp
-        if part.units < axis.size and not part.uneven:
-            raise ConfigError(
-                f"{axis.option} {axis.size} does not fit the model: {part.units} {part.name} cannot be divided by it",
-                field=axis.option,
-            )
+        check_summed(part, scope.mesh.tp)
         self.project: Linear = not_loaded
         self._into: FusedLinear | None = None
         self._share: Linear | None = None

@@ -27,6 +27,32 @@ EMBEDDERS: Mapping[str, tuple[str, str]] = {
 }
 """Architectures without a head whose names say that they are encoders, and where the text part
 lies."""
+TEXT_ENCODERS: Mapping[str, str] = {
+    "BertForMaskedLM": "bert",
+    "RobertaForMaskedLM": "roberta",
+    "XLMRobertaForMaskedLM": "roberta",
+    "CamembertForMaskedLM": "roberta",
+    "MPNetForMaskedLM": "mpnet",
+    "AlbertForMaskedLM": "albert",
+    "ErnieForMaskedLM": "ernie",
+    "EsmForMaskedLM": "esm",
+    "MegatronBertForMaskedLM": "megatron_bert",
+    "RemBertForMaskedLM": "rembert",
+    "RoFormerForMaskedLM": "roformer",
+    "XLMRobertaXLForMaskedLM": "xlm_roberta_xl",
+    "RobertaPreLayerNormForMaskedLM": "roberta_prelayernorm",
+    "Data2VecTextForMaskedLM": "data2vec_text",
+    "DebertaV2ForMaskedLM": "deberta_v2",
+    "DistilBertForMaskedLM": "distilbert",
+    "ElectraForMaskedLM": "electra",
+    "GteForMaskedLM": "gte",
+    "NewForMaskedLM": "gte",
+    "EuroBertForMaskedLM": "eurobert",
+    "ModernBertForMaskedLM": "modernbert",
+    "NomicBertForMaskedLM": "nomic_bert",
+    "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
+}
+"""Encoders, by the name with their language-model head."""
 JUDGES: Mapping[str, str] = {"BartForSequenceClassification": "bart_classifier"}
 """Encoder-decoders that judge a text in one step, without a cache."""
 ENCODERS = frozenset(
@@ -39,3 +65,8 @@ ENCODERS = frozenset(
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
+FIRST_POSITION = dict.fromkeys(
+    ("roberta", "mpnet", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text", "esm"),
+    "pad_token_id",
+)
+"""Families whose positions begin one behind the id under this key: fewer than are stated."""

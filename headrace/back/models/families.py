@@ -12,7 +12,9 @@ from headrace.back.models.encoder_families import (
     BIDIRECTIONAL,
     EMBEDDERS,
     ENCODER_DECODERS,
+    FIRST_POSITION,
     JUDGES,
+    TEXT_ENCODERS,
 )
 from headrace.back.models.hearing_families import TEXT_OF_HEARING
 from headrace.back.models.media_families import WITH_MEDIA
@@ -182,29 +184,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
     "Qwen4ExpForCausalLM": "qwen4",
-    "BertForMaskedLM": "bert",
-    "RobertaForMaskedLM": "roberta",
-    "XLMRobertaForMaskedLM": "roberta",
-    "CamembertForMaskedLM": "roberta",
-    "MPNetForMaskedLM": "mpnet",
-    "AlbertForMaskedLM": "albert",
-    "ErnieForMaskedLM": "ernie",
-    "EsmForMaskedLM": "esm",
-    "MegatronBertForMaskedLM": "megatron_bert",
-    "RemBertForMaskedLM": "rembert",
-    "RoFormerForMaskedLM": "roformer",
-    "XLMRobertaXLForMaskedLM": "xlm_roberta_xl",
-    "RobertaPreLayerNormForMaskedLM": "roberta_prelayernorm",
-    "Data2VecTextForMaskedLM": "data2vec_text",
-    "DebertaV2ForMaskedLM": "deberta_v2",
-    "DistilBertForMaskedLM": "distilbert",
-    "ElectraForMaskedLM": "electra",
-    "GteForMaskedLM": "gte",
-    "NewForMaskedLM": "gte",
-    "EuroBertForMaskedLM": "eurobert",
-    "ModernBertForMaskedLM": "modernbert",
-    "NomicBertForMaskedLM": "nomic_bert",
-    "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
+    **TEXT_ENCODERS,
 }
 TEXT_TYPES: Mapping[str, str] = {
     **TEXT_OF_HEARING,
@@ -273,11 +253,6 @@ SHARING = {
     "gemma4_vision",
 }
 """Families whose upper layers may read the caches of lower ones."""
-FIRST_POSITION = dict.fromkeys(
-    ("roberta", "mpnet", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text", "esm"),
-    "pad_token_id",
-)
-"""Families whose positions begin one behind the id under this key: fewer than are stated."""
 COLBERT = "HF_ColBERT"
 """BERT below a projection of every token (Khattab and Zaharia 2020), as its authors store it."""
 CAUSAL, MASKED, LM_HEAD = "ForCausalLM", "ForMaskedLM", "LMHeadModel"

@@ -92,6 +92,16 @@ def local_units(part: Part, axis: Axis) -> int:
     )
 
 
+def check_summed(part: Part, axis: Axis) -> None:
+    """ConfigError if ranks would hold the same units of what is summed over them."""
+    if part.units < axis.size and not part.uneven:
+        raise ConfigError(
+            f"{axis.option} {axis.size} does not fit the model: {part.units} {part.name} cannot be "
+            "divided by it",
+            field=axis.option,
+        )
+
+
 def local_size(part: Part, axis: Axis) -> int:
     """Rows of the part that this rank holds."""
     return _share(part, axis)[1]
