@@ -36,7 +36,7 @@ from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
 from headrace.back.parallel.param import Param, WeightPiece
-from headrace.back.parallel.shard import Part, Shard, check_summed, local_size
+from headrace.back.parallel.shard import Part, Shard, divided, local_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +191,12 @@ class RowLinear:
         transposed: bool = False,
         scale: float = 1.0,
     ) -> None:
-        check_summed(part, scope.mesh.tp)
         self.project: Linear = not_loaded
         self._into: FusedLinear | None = None
         self._share: Linear | None = None
         self._adds = adds
         self._scope = scope
-        shard = Shard(axis="tp", dim=1, parts=(part,))
+        shard = Shard(axis="tp", dim=1, parts=(divided(part, scope.mesh.tp),))
         shape = (part.size, outputs) if transposed else (outputs, part.size)
         piece = WeightPiece(
             name=scope.name("weight"), shape=shape, transposed=transposed, scale=scale

@@ -92,14 +92,15 @@ def local_units(part: Part, axis: Axis) -> int:
     )
 
 
-def check_summed(part: Part, axis: Axis) -> None:
-    """ConfigError if ranks would hold the same units of what is summed over them."""
+def divided(part: Part, axis: Axis) -> Part:
+    """The part; a ConfigError if ranks would hold the same units of what is summed over them."""
     if part.units < axis.size and not part.uneven:
         raise ConfigError(
             f"{axis.option} {axis.size} does not fit the model: {part.units} {part.name} cannot be "
             "divided by it",
             field=axis.option,
         )
+    return part
 
 
 def local_size(part: Part, axis: Axis) -> int:
