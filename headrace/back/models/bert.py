@@ -95,8 +95,8 @@ def build_bert(
     `first_position`, None: positions have no embeddings. `head` makes the classification head from
     the outer and the inner scope and the width, `bias_of` what all layers add to scores,
     `attention_of` what makes the attention of a layer, where it is another. `shared`: where each
-    layer lies, if several are the same one; `num_tasks`: rows of a table of tasks, whose first every
-    token is given."""
+    layer lies, if several are the same one; `num_tasks`: rows of a table of tasks, whose first
+    every token is given."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix

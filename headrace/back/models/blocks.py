@@ -88,8 +88,8 @@ class DecoderSpec:
     behind the layers, where it is another. `positions`: what is added to the embeddings.
     `layer_inputs`: of the layers' tails. `draft_layer`: of the head for multi-token prediction,
     where that is not as the last layer.
-    `streams`: of residuals, where there are several. `media_rows`: rows of the embedding behind those
-    of the vocabulary, which no head knows. `renamed`: see WeightPlan."""
+    `streams`: of residuals, where there are several. `media_rows`: rows of the embedding behind
+    those of the vocabulary, which no head knows. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
     layers: tuple[DecoderLayerSpec, ...]

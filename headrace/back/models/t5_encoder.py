@@ -1,4 +1,4 @@
-"""T5's encoder alone (Ni et al. 2021: Sentence-T5 and GTR), and mT5's: what embedders are made of."""
+"""T5's encoder alone, and mT5's: what embedders are made of (Ni et al. 2021: Sentence-T5, GTR)."""
 
 from __future__ import annotations
 
