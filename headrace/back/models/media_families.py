@@ -33,6 +33,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "MistralLarge4ForConditionalGeneration": "mistral_large4_vision",
     "AyaVisionForConditionalGeneration": "aya_vision",
     "Cohere2VisionForConditionalGeneration": "aya_vision",
+    "MiniCPMV": "minicpmv_queries",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vision",
     "MiniMaxM3VLForConditionalGeneration": "minimax_m3_vision",
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv",

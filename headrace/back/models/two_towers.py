@@ -82,7 +82,7 @@ def _clip_tower(config: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
         class_alone=True,
         before=TowerNorm(name="pre_layrnorm", norm=LAYER),
         behind=TowerNorm(name="post_layernorm", norm=LAYER),
-        pooled=True,
+        rows_each=1,
     )
 
 
@@ -93,7 +93,7 @@ def _siglip_tower(vision: ConfigReader) -> PlainTowerSpec:
     layer = siglip_layer(vision)
     pool = AttentionPoolSpec(layer=layer, name="vision_model.head")
     if vision.raw.get("image_size") is not None:
-        return replace(siglip_tower(vision, pool, layer), pooled=True)
+        return replace(siglip_tower(vision, pool, layer), rows_each=1)
     side = int(vision.int("num_patches", 256, ge=1) ** 0.5)
     return PlainTowerSpec(
         patches=PatchSpec(
@@ -109,7 +109,7 @@ def _siglip_tower(vision: ConfigReader) -> PlainTowerSpec:
         table_side=side,
         positions=("embeddings.position_embedding.weight", (side**2, layer.width)),
         behind=TowerNorm(name="post_layernorm", norm=LAYER),
-        pooled=True,
+        rows_each=1,
     )
 
 

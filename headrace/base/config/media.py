@@ -60,7 +60,8 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares.
     `most_windows`: of what is shown of them, 0: any. `alone`: an image is cut where it is the
-    prompt's only one. `pooled`: an image becomes one token.
+    prompt's only one. `rows_each`: tokens that an input becomes
+    whatever its size, 0: they follow from it.
     `marks`: further texts of the family around and between its tiles.
 
     Of models that hear: `sound`."""
@@ -87,7 +88,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[tuple[int, int], ...] = ()
     most_windows: int = 0
     alone: bool = False
-    pooled: bool = False
+    rows_each: int = 0
     marks: tuple[str, ...] = ()
     sound: SoundSettings | None = None
 
@@ -99,6 +100,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt that is not expanded, where that is another token. `video_soft`: what stands for a
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.
+    `written`: what stands for an image in the text of a message, where templates take texts alone.
     `norm`: what the checkpoint's files say of the values of colours; None: nothing.
     `numbered`: texts around the number of an image in its prompt, which stands before it.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
@@ -112,6 +114,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_mark: int | None = None
     video_soft: int | None = None
     joins_newlines: bool = False
+    written: str = ""
     numbered: tuple[str, str] | None = None
     norm: ImageNorm | None = None
     audio_token: int | None = None

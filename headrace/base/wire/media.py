@@ -163,7 +163,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                  "input": those of an input each other; "prompt": those of a prompt; "": none
     packing      how inputs with a cut become rows; None: none has one
     mean_t       whether all t of an input become the mean of them
-    pooled       whether an input becomes one row, whatever its size
+    rows_each    rows that an input becomes whatever its size; 0: they follow from its windows
     """
 
     kind: str
@@ -180,12 +180,12 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sound: SoundSteps | None = None
     packing: Packing | None = None
     mean_t: bool = False
-    pooled: bool = False
+    rows_each: int = 0
 
     def num_rows(self, grid: tuple[int, int, int], cut: MediaCut | None = None) -> int:
         """Rows of hidden size that an input of this grid becomes."""
-        if self.pooled:
-            return 1
+        if self.rows_each:
+            return self.rows_each
         num_rows = grid[0] * grid[1] * grid[2]
         if self.sound is not None:
             return self.sound.tokens(num_rows)

@@ -328,6 +328,13 @@ def _arguments(arguments: Any) -> Any:
 def _content(message: dict[str, Any], field: str, guard: Guard) -> str | list[dict[str, str]]:
     content = message.get("content")
     if isinstance(content, list) and any(isinstance(part, MediaMark) for part in content):
+        if any(isinstance(part, MediaMark) and part.written for part in content):
+            return "\n".join(
+                part.written
+                if isinstance(part, MediaMark)
+                else guard.protect(_text(_part(part, f"{field}[{i}]"), field))
+                for i, part in enumerate(content)
+            )
         return [
             {"type": part.kind}
             if isinstance(part, MediaMark)

@@ -23,9 +23,10 @@ _FILE_PARTS = frozenset(("file", "input_file"))
 
 class MediaMark(msgspec.Struct, frozen=True):
     """Stands in a message's parts where a medium was: `kind` image or video. Clients cannot write
-    one: theirs are JSON."""
+    one: theirs are JSON. `written`: what stands for it in a text; "": templates take parts."""
 
     kind: str
+    written: str = ""
 
 
 def has_media(messages: Sequence[dict[str, Any]]) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import headrace
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.media_parts import MediaMark
 from headrace.front.text.templates import TemplateLimits, TemplatePool
 from headrace.front.text.tokenizer_files import load_tokenizer
 from tests.front.text import vocabularies
@@ -139,6 +140,14 @@ def test_text_that_cannot_fit_is_refused_before_rendering(pool):
     size = 5 * made._tokenizer.longest_token
     with pytest.raises(ContextTooLong, match="> 5 maximum"):
         made.render([{"role": "user", "content": "a" * size}])
+
+
+def test_media_of_templates_that_take_texts_alone_are_written_in_them(pool):
+    parts = [MediaMark("image", "[INST]"), {"type": "text", "text": "what [INST]?"}]
+    made = template(pool, "{{ messages[0].content + '!' }}")
+    messages = [{"role": "user", "content": parts}]
+    assert made.render_text(messages) == "[INST]\nwhat [INST]?!"
+    assert made.render(messages).count(made._tokenizer.token_id("[INST]")) == 1
 
 
 def test_continue_final_message_ends_with_its_text(pool):

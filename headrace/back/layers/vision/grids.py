@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 Grid = tuple[int, int, int]
 
@@ -104,3 +105,16 @@ def bicubic(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     places = rows[:, :, None] * side + columns[:, None, :]
     weights = down[:, :, None] * across[:, None, :]
     return places.reshape(-1, 16).astype(np.int64), weights.reshape(-1, 16)
+
+
+def nearest(
+    at_2N: np.ndarray, grids: Sequence[Grid], lengths: Sequence[int], side: int
+) -> np.ndarray:
+    """int64 [N]: for each patch the place in a table of side x side that its share of the image
+    falls into; `lengths`: patches of each t."""
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    size_2N = np.repeat([(h, w) for t, h, w in grids for _ in range(t)], lengths, axis=0).T
+    share_2N = torch.from_numpy(at_2N) / torch.from_numpy(size_2N)
+    row_N, column_N = torch.bucketize(share_2N, bounds, right=True).numpy()
+    place_N: np.ndarray = row_N * side + column_N
+    return place_N

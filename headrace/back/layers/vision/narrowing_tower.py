@@ -19,7 +19,7 @@ from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import coordinates, frame_lengths, starts_of
+from headrace.back.layers.vision.grids import coordinates, frame_lengths, nearest, starts_of
 from headrace.back.layers.vision.layer import (
     TokenSpans,
     VisionAttention,
@@ -156,16 +156,3 @@ def _nested(merge: int) -> list[int]:
     half = places.ndim // 2
     axes = [axis for bit in range(half) for axis in (bit, half + bit)]
     return places.transpose(axes).ravel().tolist()
-
-
-def nearest(
-    at_2N: np.ndarray, grids: Sequence[Grid], lengths: Sequence[int], side: int
-) -> np.ndarray:
-    """int64 [N]: for each patch the place in a table of side x side that its share of the image
-    falls into; `lengths`: patches of each t."""
-    bounds = torch.arange(1 / side, 1.0, 1 / side)
-    size_2N = np.repeat([(h, w) for t, h, w in grids for _ in range(t)], lengths, axis=0).T
-    share_2N = torch.from_numpy(at_2N) / torch.from_numpy(size_2N)
-    row_N, column_N = torch.bucketize(share_2N, bounds, right=True).numpy()
-    place_N: np.ndarray = row_N * side + column_N
-    return place_N

@@ -22,7 +22,7 @@ from headrace.back.kernels.upload import to_device
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import coordinates, frame_lengths, starts_of
+from headrace.back.layers.vision.grids import coordinates, frame_lengths, nearest, starts_of
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.layers.vision.turns import Turns, alternating
@@ -81,7 +81,9 @@ class PlainTowerSpec:
     the only ones such images have.
     class_token: its name and shape; it sees and is seen, and is left out in the end, or with
     `class_alone` is all that is left. prefix: learned rows that are seen likewise, without places.
-    cropped: a resized table is that of a square around the image. pooled: see MediaForm. before,
+    cropped: a resized table is that of a square around the image. shares: instead of being resized,
+    the table gives each patch the place that its share of the image falls into. rows_each: see
+    MediaForm. before,
     behind: norms around the layers. theta, turns: of the rotation, where layers rotate.
     layers_name: where the layers lie. frames: whether an input may have several t, each an image
     of its own (tiles). mutual: see MediaForm. embedded: a norm of the patches alone. packings: of
@@ -104,7 +106,8 @@ class PlainTowerSpec:
     class_alone: bool = False
     prefix: tuple[str, tuple[int, int]] | None = None
     cropped: bool = False
-    pooled: bool = False
+    shares: bool = False
+    rows_each: int = 0
     before: TowerNorm | None = None
     behind: TowerNorm | None = None
     theta: float = 10_000.0
@@ -186,6 +189,9 @@ class PlainTower:
         if spec.side:
             place_N = to_device(at_2N[0] * spec.side + at_2N[1], x_NE.device)
             x_NE += self._table_PE.index_select(0, place_N)
+        elif spec.shares:
+            place_N = to_device(nearest(at_2N, grids, lengths, spec.table_side), x_NE.device)
+            x_NE += self._table_PE.index_select(0, place_N)
         elif spec.table_side:
             x_NE += torch.cat([self._resized(grid) for grid in grids])
         first = self._first_KE.shape[0]
@@ -258,7 +264,7 @@ def _forms(spec: PlainTowerSpec) -> tuple[MediaForm, ...]:
         breaks=spec.breaks,
         max_t=65_536 if spec.frames else 1,
         mutual=spec.mutual,
-        pooled=spec.pooled,
+        rows_each=spec.rows_each,
     )
     cut = (
         msgspec.structs.replace(image, kind=kind, packing=packing)

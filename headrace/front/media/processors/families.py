@@ -14,7 +14,7 @@ from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.config.two_towers import is_clip, is_two_towers
 from headrace.base.registry import Registry
 from headrace.front.media.processing import Processor
-from headrace.front.media.processors.cut_families import CUT_FAMILIES, CheckpointFiles
+from headrace.front.media.processors.cut_families import CUT_FAMILIES, UNNAMED, CheckpointFiles
 from headrace.front.media.processors.files import (
     first_special,
     read_keys,
@@ -95,6 +95,12 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         return _two_towers(folder, config)
     if kind == "internvl_chat":
         return _internvl_chat(folder, config)
+    if kind in UNNAMED and "vision_config" in config:
+        reader = ConfigReader(config, f"{folder}/config.json")
+        image, video = _processor_files(folder)
+        return UNNAMED[str(kind)](
+            CheckpointFiles(folder=folder, config=reader, image=image, video=video)
+        )
     named = (
         *("image_token_id", "image_token_index", "media_placeholder_token_id"),
         "img_context_token_id",
@@ -196,7 +202,7 @@ def _two_towers(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
             merge=1,
             tiles=(1, image.int("max_num_patches", 256, ge=1, le=65_536)),
             resample=image.int("resample", 2, ge=0, le=5),
-            pooled=True,
+            rows_each=1,
         )
         return image_only("siglip2", settings, reader)
     clip = is_clip(config)
@@ -206,7 +212,7 @@ def _two_towers(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         side=side_pixels(vision),
         fit=_fit_of(image) if clip else "stretch",
         resample=image.int("resample", 3, ge=0, le=5),
-        pooled=True,
+        rows_each=1,
     )
     return image_only("square", settings, reader)
 

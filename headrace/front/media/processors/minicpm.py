@@ -1,5 +1,5 @@
-"""MiniCPM-V 4.6 and MiniCPM-OCR: the whole picture, and behind it slices on a grid that follows its
-ratio.
+"""MiniCPM-V and MiniCPM-OCR: the whole picture, and behind it slices on a grid that follows its
+ratio (Yao et al. 2024, MiniCPM-V, section 3.1.1).
 
 As transformers 5.23 (image_processing_pil_minicpmv4_6.py, processing_minicpmv4_6.py)."""
 
@@ -40,7 +40,7 @@ class MiniCpmProcessor(SquareProcessor):
     def _input(self, picture: Image.Image) -> TowerInput:
         settings = self._settings
         grid, rows = patches_of(channels_of(picture)[None], settings.patch, merge=settings.merge)
-        return TowerInput(kind="image", grid=grid, rows=rows)
+        return TowerInput(kind="image", grid=grid, rows=rows, num_tokens=settings.rows_each)
 
     def _grid(self, picture: Image.Image) -> tuple[int, int] | None:
         """Rows and columns of slices: of nearly as many as the pixels ask for, those whose ratio is

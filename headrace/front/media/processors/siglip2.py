@@ -26,7 +26,7 @@ class Siglip2Processor(SquareProcessor):
         )
         picture = resized(picture, height=height, width=width, resample=settings.resample)
         grid, rows = patches_of(channels_of(picture)[None], settings.patch)
-        one = TowerInput(kind="image", grid=grid, rows=rows, num_tokens=int(settings.pooled))
+        one = TowerInput(kind="image", grid=grid, rows=rows, num_tokens=settings.rows_each)
         return ProcessedMedia(inputs=(one,), layout=(0,))
 
 

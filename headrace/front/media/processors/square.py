@@ -71,7 +71,7 @@ class SquareProcessor:
         """An input of the tower."""
         settings = self._settings
         grid, rows = patches_of(channels_of(square)[None], settings.patch, merge=settings.merge)
-        return TowerInput(kind="image", grid=grid, rows=rows, num_tokens=int(settings.pooled))
+        return TowerInput(kind="image", grid=grid, rows=rows, num_tokens=settings.rows_each)
 
     def frames_of(self, video: Sampling) -> list[int]:
         raise InvalidRequest("this model takes no video")
