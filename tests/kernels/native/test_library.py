@@ -15,6 +15,7 @@ from headrace.back.kernels.embedding import native as embedding
 from headrace.back.kernels.embedding.op import EmbeddingProblem
 from headrace.back.kernels.gated_act import native as gated_act
 from headrace.back.kernels.gated_act.op import GatedActProblem
+from headrace.back.kernels.gated_scan import native as gated_scan
 from headrace.back.kernels.linear import native as linear
 from headrace.back.kernels.linear.native import bind_with
 from headrace.back.kernels.linear.op import LinearProblem
@@ -77,6 +78,18 @@ def test_a_wrong_variable_is_an_error_that_names_it(
     with pytest.raises(ConfigError, match=message) as caught:
         load()
     assert caught.value.field == variable and f"{variable}={value}" in caught.value.message
+
+
+def test_a_wrapper_that_lacks_an_argument_of_its_kernel_is_not_bound(newest):
+    """Else each argument behind it would be read as the one before."""
+    types = (*(library.POINTER,) * 4, *gated_scan.ROW_TYPES, *(library.INT64,) * 2, library.INT32)
+    newest.bind("gated_scan", *types)
+    with pytest.raises(
+        NativeError, match="gated_scan takes PPPPPPqqqqqi, its wrapper binds PPPPPPqqqqi"
+    ):
+        newest.bind("gated_scan", *types[:-2], library.INT32)
+    with pytest.raises(NativeError, match="its wrapper binds PPPPPPqqqqqq"):
+        newest.bind("gated_scan", *types[:-1], library.INT64)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])

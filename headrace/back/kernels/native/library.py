@@ -44,6 +44,8 @@ POINTER, INT64, INT32, FLOAT, DOUBLE = (
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers of the element types."""
 _REFUSALS = {1: "dtypes", 2: "shape", 3: "an index out of range", 4: "memory for its workspace"}
+_LETTERS = {POINTER: "P", INT64: "q", INT32: "i", FLOAT: "f", DOUBLE: "d"}
+"""Of argument types, as kernels tell theirs."""
 _FORMATS = {ctypes.c_void_p: "Q", ctypes.c_int64: "q", ctypes.c_int32: "q", ctypes.c_double: "d"}
 _PAGE = 4096
 
@@ -89,14 +91,16 @@ class NativeLibrary:
         names = [isa.name for i, isa in enumerate(build.ISAS) if bits >> i & 1]
         return tuple(name for name in names if hasattr(self._dll, f"hr_linear_{name}"))
 
-    def _kernels(self, name: str) -> tuple[Any, int]:
-        """The kernel of the best instruction set up to `isa` that has one of its own, and the
-        address of its form that takes its arguments in slots."""
+    def _kernels(self, name: str) -> tuple[Any, int, str]:
+        """The kernel of the best instruction set up to `isa` that has one of its own, the address
+        of its form that takes its arguments in slots, and the letters of their types."""
         for isa in reversed(self.isas[: self.isas.index(self.isa) + 1]):
             if (kernel := getattr(self._dll, f"hr_{name}_{isa}", None)) is not None:
                 slots = ctypes.cast(getattr(self._dll, f"hr_slots_{name}_{isa}"), POINTER).value
                 assert slots is not None
-                return kernel, slots
+                types_of = getattr(self._dll, f"hr_types_{name}_{isa}")
+                types_of.restype = ctypes.c_char_p
+                return kernel, slots, types_of().decode()
         raise AssertionError(f"no kernel {name} in {self.path}")
 
     def has(self, name: str) -> bool:
@@ -107,8 +111,12 @@ class NativeLibrary:
 
     def bind(self, name: str, *argument_types: type) -> Callable[..., None]:
         """The kernel `name` as a function of plain numbers; it raises NativeError when the kernel
-        refuses."""
-        kernel, slots = self._kernels(name)
+        refuses. NativeError here: the kernel takes other types, and would misread them in silence.
+        """
+        kernel, slots, types = self._kernels(name)
+        letters = "".join(_LETTERS[kind] for kind in argument_types)
+        if letters != types:
+            raise NativeError(f"native {name} takes {types}, its wrapper binds {letters}")
         kernel.argtypes, kernel.restype = argument_types, ctypes.c_int32
 
         def call(*arguments: object) -> None:

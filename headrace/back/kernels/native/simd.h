@@ -22,10 +22,11 @@
 #define HR_INLINE static inline __attribute__((always_inline))
 #define HR_UNROLL _Pragma("GCC unroll 32")
 
-// Beside kernel `name`: the same with its arguments in 8-byte slots, in order, as a recorded step holds them
-// (cpu_graph.py).
+// Beside kernel `name`: the same with its arguments in 8-byte slots, in order, as a recorded step holds them, and a letter for
+// the type of each, which its wrapper's own are compared with (library.py).
 #define HR_REPLAYABLE(name) \
-  HR_PUBLIC int32_t HR_JOIN(hr_slots_##name, HR_ISA)(const uint64_t* slots) { return from_slots(HR_EXPORT(name), slots); }
+  HR_PUBLIC int32_t HR_JOIN(hr_slots_##name, HR_ISA)(const uint64_t* slots) { return from_slots(HR_EXPORT(name), slots); } \
+  HR_PUBLIC const char* HR_JOIN(hr_types_##name, HR_ISA)() { return letters_of(HR_EXPORT(name)); }
 
 namespace {
 
@@ -50,6 +51,24 @@ HR_INLINE int32_t call_with(int32_t (*kernel)(A...), const uint64_t* slots, Plac
 template <class... A>
 HR_INLINE int32_t from_slots(int32_t (*kernel)(A...), const uint64_t* slots) {
   return call_with(kernel, slots, typename Counted<sizeof...(A)>::type{});
+}
+
+template <class A>
+constexpr char kLetter = '?';
+template <class A>
+constexpr char kLetter<A*> = 'P';
+template <>
+constexpr char kLetter<int64_t> = 'q';
+template <>
+constexpr char kLetter<int32_t> = 'i';
+template <>
+constexpr char kLetter<float> = 'f';
+template <>
+constexpr char kLetter<double> = 'd';
+template <class... A>
+HR_INLINE const char* letters_of(int32_t (*)(A...)) {
+  static constexpr char letters[] = {kLetter<A>..., 0};
+  return letters;
 }
 
 #if defined(__AVX512F__)

@@ -22,11 +22,12 @@ HR_INLINE TokenPlace token_place(const int32_t* start, const int32_t* length, in
   return {low, length[low] - (start[low + 1] - token)};
 }
 
-// Whether every row with queries has them, its tokens and its blocks within bounds.
+// Whether every row with queries has them, its tokens and its blocks within bounds. group: blocks behind the last whole group of
+// so many tokens are not asked for.
 HR_INLINE bool rows_fit(const int32_t* start, const int32_t* length, const int32_t* table, int64_t rows, int64_t table_stride,
-                        int64_t tokens, int64_t block_tokens, int64_t num_blocks) {
+                        int64_t tokens, int64_t block_tokens, int64_t num_blocks, int64_t group = 1) {
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t queries = start[r + 1] - start[r], blocks = ceil_div(length[r], block_tokens);
+    const int64_t queries = start[r + 1] - start[r], blocks = ceil_div(length[r] / group * group, block_tokens);
     if (start[r] < 0 || queries < 0 || start[r + 1] > tokens) return false;
     if (queries == 0) continue;
     if (length[r] < queries || blocks > table_stride) return false;
