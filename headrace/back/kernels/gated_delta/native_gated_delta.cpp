@@ -49,11 +49,60 @@ HR_INLINE void normed(const T* x, int64_t size, float scale, float* y) {
   for (int64_t e = 0; e < size; e += kLanes) store(y + e, load(y + e) * factor);
 }
 
+// What a token brings of a head: its normed query and key, what is kept of each row of the state, or of all, and the key that
+// reads what will be kept. Arrays have room for whole vectors.
+template <bool CHANNELS>
+struct HeadToken {
+  float q[kMaxKey + kLanes], k[kMaxKey + kLanes], keeps[CHANNELS ? kMaxKey + kLanes : 1];
+  float reads[CHANNELS ? kMaxKey + kLanes : 1];
+  float keep, beta;
+};
+
+template <bool CHANNELS>
+HR_INLINE const float* reading(const HeadToken<CHANNELS>& token) {
+  return CHANNELS ? token.reads : token.k;
+}
+
+template <class T, bool CHANNELS>
+HR_INLINE void prepare(const Delta& p, int64_t t, int64_t head, float scale, HeadToken<CHANNELS>& token) {
+  const int64_t key_head = head / (p.heads / p.key_heads);
+  normed(static_cast<const T*>(p.q) + t * p.q_stride + key_head * p.key_dim, p.key_dim, scale, token.q);
+  normed(static_cast<const T*>(p.k) + t * p.k_stride + key_head * p.key_dim, p.key_dim, 1.0f, token.k);
+  token.keep = 1.0f;
+  if constexpr (CHANNELS) {
+    kept_channels<T>(p, t, head, token.keeps);
+    for (int64_t e = 0; e < p.key_dim; ++e) token.reads[e] = token.k[e] * token.keeps[e];
+  } else {
+    const float x = to_float(static_cast<const T*>(p.a)[t * p.a_stride + head]) + p.bias[head];
+    token.keep = kept(splat(x), p.decay[head], p.bound)[0];
+  }
+  token.beta = p.beta_scale * sigmoid(to_float(static_cast<const T*>(p.b)[t * p.b_stride + head]));
+}
+
+// The state after a token, and what the token reads of it. NEXT: what the next token's key finds is summed up on the way, in the
+// order of a pass of its own: a state is loaded once for each token.
+template <bool CHANNELS, bool NEXT>
+HR_INLINE void update(float* tile, int64_t key_dim, const HeadToken<CHANNELS>& token, const float* next, const F* delta, F* out,
+                      F* known) {
+  F sums[kVectors]{}, readings[kVectors]{};
+  float keep = token.keep;
+  for (int64_t e = 0; e < key_dim; ++e) {
+    if constexpr (CHANNELS) keep = token.keeps[e];
+    HR_UNROLL for (int i = 0; i < kVectors; ++i) {
+      float* s = tile + e * kColumns + i * kLanes;
+      const F now = fma(delta[i], token.k[e], load(s) * keep);
+      store(s, now);
+      sums[i] = fma(now, token.q[e], sums[i]);
+      if constexpr (NEXT) readings[i] = fma(now, next[e], readings[i]);
+    }
+  }
+  HR_UNROLL for (int i = 0; i < kVectors; ++i) out[i] = sums[i], known[i] = readings[i];
+}
+
 template <class T, bool CHANNELS>
 HR_INLINE void columns(const Delta& p, const RowTokens& row, int64_t head, int64_t first, int64_t count) {
   alignas(64) float tile[kMaxKey * kColumns];
-  float q[kMaxKey + kLanes], k[kMaxKey + kLanes], keeps[CHANNELS ? kMaxKey + kLanes : 1];
-  const int64_t key_head = head / (p.heads / p.key_heads);
+  HeadToken<CHANNELS> tokens[2];
   const float scale = 1.0f / __builtin_sqrtf(float(p.key_dim));
   float* state = p.state + row.state * p.state_stride + head * p.key_dim * p.value_dim + first;
   int64_t sizes[kVectors];
@@ -61,35 +110,23 @@ HR_INLINE void columns(const Delta& p, const RowTokens& row, int64_t head, int64
   for (int64_t e = 0; e < p.key_dim; ++e)
     for (int i = 0; i < kVectors; ++i)
       store(tile + e * kColumns + i * kLanes, load_part(state + e * p.value_dim + i * kLanes, sizes[i]));
+  F known[kVectors]{}, delta[kVectors], out[kVectors];
+  prepare<T>(p, row.first, head, scale, tokens[0]);
+  for (int64_t e = 0; e < p.key_dim; ++e)
+    HR_UNROLL for (int i = 0; i < kVectors; ++i)
+      known[i] = fma(load(tile + e * kColumns + i * kLanes), reading(tokens[0])[e], known[i]);
   for (int64_t t = row.first; t < row.last; ++t) {
-    normed(static_cast<const T*>(p.q) + t * p.q_stride + key_head * p.key_dim, p.key_dim, scale, q);
-    normed(static_cast<const T*>(p.k) + t * p.k_stride + key_head * p.key_dim, p.key_dim, 1.0f, k);
-    float keep = 1.0f;
-    if constexpr (CHANNELS) {
-      kept_channels<T>(p, t, head, keeps);
-    } else {
-      const float x = to_float(static_cast<const T*>(p.a)[t * p.a_stride + head]) + p.bias[head];
-      keep = kept(splat(x), p.decay[head], p.bound)[0];
-    }
-    const float beta = p.beta_scale * sigmoid(to_float(static_cast<const T*>(p.b)[t * p.b_stride + head]));
+    const HeadToken<CHANNELS>& token = tokens[(t - row.first) % 2];
+    HeadToken<CHANNELS>& next = tokens[(t - row.first + 1) % 2];
     const T* v = static_cast<const T*>(p.v) + t * p.v_stride + head * p.value_dim + first;
     T* y = static_cast<T*>(p.y) + (t * p.heads + head) * p.value_dim + first;
-    F known[kVectors]{}, delta[kVectors], out[kVectors]{};
-    for (int64_t e = 0; e < p.key_dim; ++e) {
-      const float key = CHANNELS ? k[e] * keeps[e] : k[e];
-      HR_UNROLL for (int i = 0; i < kVectors; ++i)
-        known[i] = fma(load(tile + e * kColumns + i * kLanes), key, known[i]);
-    }
     HR_UNROLL for (int i = 0; i < kVectors; ++i)
-      delta[i] = (load_part(v + i * kLanes, sizes[i]) - known[i] * keep) * beta;
-    for (int64_t e = 0; e < p.key_dim; ++e) {
-      if constexpr (CHANNELS) keep = keeps[e];
-      HR_UNROLL for (int i = 0; i < kVectors; ++i) {
-        float* s = tile + e * kColumns + i * kLanes;
-        const F now = fma(delta[i], k[e], load(s) * keep);
-        store(s, now);
-        out[i] = fma(now, q[e], out[i]);
-      }
+      delta[i] = (load_part(v + i * kLanes, sizes[i]) - known[i] * token.keep) * token.beta;
+    if (t + 1 < row.last) {
+      prepare<T>(p, t + 1, head, scale, next);
+      update<CHANNELS, true>(tile, p.key_dim, token, reading(next), delta, out, known);
+    } else {
+      update<CHANNELS, false>(tile, p.key_dim, token, nullptr, delta, out, known);
     }
     for (int i = 0; i < kVectors; ++i) store_part(y + i * kLanes, out[i], sizes[i]);
     if (!is_kept(row, t)) continue;
