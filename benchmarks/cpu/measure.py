@@ -20,6 +20,9 @@ def setup(description: str) -> tuple[NativeLibrary, argparse.Namespace]:
     parser.add_argument(
         "--only", default="", help="part of a name, where a script has several parts"
     )
+    parser.add_argument(
+        "--processor", action="store_true", help="processor time, for a machine that others use"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     library = load()
@@ -33,18 +36,19 @@ def setup(description: str) -> tuple[NativeLibrary, argparse.Namespace]:
 
 
 def interleaved(
-    candidates: dict[str, Callable[[], object]], *, seconds: float
+    candidates: dict[str, Callable[[], object]], *, seconds: float, processor: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """name -> (median, minimum) microseconds; at least 5 rounds."""
+    """name -> (median, minimum) microseconds, `processor`: of processor time; at least 5 rounds."""
+    clock = time.process_time if processor else time.perf_counter
     for call in candidates.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
         for name, call in candidates.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            times[name].append((time.perf_counter() - start) * 1e6)
+            times[name].append((clock() - start) * 1e6)
     return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
 
 

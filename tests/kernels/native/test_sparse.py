@@ -1,9 +1,18 @@
-"""Native kernels of sparse latent attention against their references (KRN-03, KRN-04, KRN-05)."""
+"""Native kernels of attention over chosen positions and groups against their references (KRN-03, KRN-04, KRN-05)."""
 
 import pytest
 import torch
 
 from headrace.back.kernels.attention.op import sample_plan
+from headrace.back.kernels.compressed_attention import native as compressed
+from headrace.back.kernels.compressed_attention import op as compressed_op
+from headrace.back.kernels.compressed_attention.op import CompressedProblem
+from headrace.back.kernels.group_select import native as group_select
+from headrace.back.kernels.group_select import op as group_select_op
+from headrace.back.kernels.group_select.op import GroupSelectProblem
+from headrace.back.kernels.group_write import native as group_write
+from headrace.back.kernels.group_write import op as group_write_op
+from headrace.back.kernels.group_write.op import GroupWriteProblem
 from headrace.back.kernels.index_select import native as index_select
 from headrace.back.kernels.index_select import op as index_select_op
 from headrace.back.kernels.index_select.op import IndexSelectProblem
@@ -90,3 +99,86 @@ def test_heads_over_chosen_positions_equal_the_reference(
         top_k=21, block_tokens=16, scale=head_dim**-0.5,
     )  # fmt: skip
     assert sparse_heads_op.OP.error(kernel, problem) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(
+    ("heads", "dim", "group", "top_k", "best_key", "local"),
+    [
+        *((3, 13, 4, 3, False, 0), (8, 128, 16, 40, False, 0), (5, 16, 64, 2, False, 0)),
+        *((6, 13, 4, 5, True, 2), (4, 128, 16, 3, True, 1), (1, 16, 64, 2, True, 0)),
+    ],
+)
+def test_the_chosen_groups_are_those_of_the_reference(
+    library, heads, dim, group, top_k, best_key, local, dtype
+):
+    """Groups within a block, a block, and of four blocks; rounded scores are full of ties."""
+    kernel = kernel_of(lambda *given: group_select.bind_with(library, *given))
+    problem = GroupSelectProblem(
+        device="cpu", dtype=dtype, heads=heads, dim=dim, group=group, top_k=top_k, block_tokens=16,
+        best_key=best_key, local=local,
+    )  # fmt: skip
+    assert group_select_op.OP.error(kernel, problem) == 0
+
+
+@pytest.mark.parametrize("best_key", [False, True])
+def test_entries_of_groups_that_are_not_whole_are_not_looked_at(library, best_key):
+    """REG-033 for groups: a query at position 8 sees two entries of four, or nine keys."""
+    problem = GroupSelectProblem(
+        device="cpu", dtype=torch.float32, heads=3, dim=8, group=4, top_k=1, block_tokens=4,
+        best_key=best_key, local=int(best_key),
+    )  # fmt: skip
+    plan, blocks = sample_plan([(1, 6), (3, 9)], block_tokens=4, window=None, device="cpu")
+    generator = torch.Generator().manual_seed(4)
+    q_TJI, weight_TJ = (torch.randn(7, *rest, generator=generator) for rest in ((3, 8), (3,)))
+    entries = torch.randn(blocks, 4 if best_key else 1, 8, generator=generator)
+    select = group_select.bind_with(library, problem)
+    chosen_TGK = select(q_TJI, weight_TJ, entries, plan)
+    for row, length in ((0, 6), (1, 9)):
+        entries[plan.block_table_RB[row, length // 4], length % 4 if best_key else 0 :] = float(
+            "nan"
+        )
+    entries[0] = float("inf")
+    assert torch.equal(select(q_TJI, weight_TJ, entries, plan), chosen_TGK)
+    assert (chosen_TGK[4:] == -1).all() and (chosen_TGK[:4] >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"width": 13, "group": 4},
+        {"width": 128, "group": 16, "eps": 1e-6, "rotary": 64, "layout": "pairs", "offset": 64},
+        {"width": 24, "group": 8, "gated": True, "eps": 1e-6, "rotary": 6},
+        {
+            "width": 40,
+            "group": 4,
+            "gated": True,
+            "series": 2,
+            "eps": 1e-6,
+            "rotary": 8,
+            "offset": 32,
+        },
+        {"width": 16, "group": 64, "gated": True, "series": 2},
+    ],
+)
+def test_entries_equal_those_of_the_reference(library, facts, dtype):
+    kernel = kernel_of(lambda *given: group_write.bind_with(library, *given))
+    problem = GroupWriteProblem(device="cpu", dtype=dtype, block_tokens=16, **facts)
+    assert group_write_op.OP.error(kernel, problem) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window", "group", "top_k"),
+    [(3, 13, 5, 4, 7), (6, 128, 24, 64, 0), (10, 64, 16, 16, 0), (4, 32, 700, 0, 0)],
+)
+def test_a_window_and_entries_in_one_softmax_equal_the_reference(
+    library, heads, head_dim, window, group, top_k, dtype
+):
+    kernel = kernel_of(lambda *given: compressed.bind_with(library, *given))
+    problem = CompressedProblem(
+        device="cpu", dtype=dtype, heads=heads, head_dim=head_dim, window=window, group=group,
+        top_k=top_k, block_tokens=16, scale=head_dim**-0.5,
+    )  # fmt: skip
+    assert compressed_op.OP.error(kernel, problem) <= BOUND[dtype]

@@ -11,6 +11,7 @@ import torch
 from headrace.back.kernels.activation import op as activation
 from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.compressed_attention import op as compressed
 from headrace.back.kernels.expanded_attention import op as expanded_attention
 from headrace.back.kernels.experts import op as experts
 from headrace.back.kernels.experts_int4.layout import Int4Form
@@ -18,8 +19,11 @@ from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.gated_norm import op as gated_norm
 from headrace.back.kernels.gated_scan.op import StateTrail
 from headrace.back.kernels.greedy import op as greedy
+from headrace.back.kernels.group_select import op as group_select
+from headrace.back.kernels.group_write import op as group_write
 from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.head_linear import op as head_linear
+from headrace.back.kernels.index_select import op as index_select
 from headrace.back.kernels.latent_attention import op as latent_attention
 from headrace.back.kernels.latent_write import op as latent_write
 from headrace.back.kernels.layer_norm import op as layer_norm
@@ -451,6 +455,21 @@ SPARSE = sparse_heads.SparseAttentionProblem(
     device="cpu", dtype=BF16, heads=64, kv_heads=4, head_dim=128, lists=4, top_k=2048,
     block_tokens=16, scale=0.09,
 )  # fmt: skip
+INDEX = index_select.IndexSelectProblem(
+    device="cpu", dtype=BF16, heads=64, dim=128, top_k=512, block_tokens=16
+)
+BEST_KEYS = group_select.GroupSelectProblem(
+    device="cpu", dtype=BF16, heads=4, dim=128, group=128, top_k=2, block_tokens=128, best_key=True,
+    local=1,
+)  # fmt: skip
+POOLED = group_write.GroupWriteProblem(
+    device="cpu", dtype=BF16, width=512, group=4, block_tokens=16, series=2, gated=True, eps=1e-6,
+    rotary=64, offset=448, layout="pairs",
+)  # fmt: skip
+COMPRESSED = compressed.CompressedProblem(
+    device="cpu", dtype=BF16, heads=64, head_dim=512, window=128, group=4, top_k=512,
+    block_tokens=16, scale=0.04,
+)  # fmt: skip
 ROUTE = route.RouteProblem(
     device="cpu", experts=256, top_k=8, score="sigmoid", renormalize=True, groups=8,
     kept_groups=4, group_score="top2", bias=True, shared=1,
@@ -516,6 +535,20 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     (
         "sparse_attention",
         _call(sparse_heads.OP, "sparse_attention.triton_sparse_attention:KERNEL", SPARSE),
+    ),
+    ("index_select", _call(index_select.OP, "index_select.triton_index_select:KERNEL", INDEX)),
+    (
+        "group_select",
+        _call(group_select.OP, "group_select.triton_group_select:KERNEL", BEST_KEYS),
+    ),
+    ("group_write", _call(group_write.OP, "group_write.triton_group_write:KERNEL", POOLED)),
+    (
+        "compressed_attention",
+        _call(
+            compressed.OP,
+            "compressed_attention.triton_compressed_attention:KERNEL",
+            COMPRESSED,
+        ),
     ),
     ("route", _call(route.OP, "route.triton_route:KERNEL", ROUTE)),
     ("experts", _call(experts.OP, "experts.triton_experts:KERNEL", EXPERTS)),

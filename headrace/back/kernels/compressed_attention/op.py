@@ -136,7 +136,10 @@ def _sample(problem: CompressedProblem) -> Sample:
 OP: Op[CompressedProblem] = Op(
     name="compressed_attention",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=(),
+    kernels=(
+        "headrace.back.kernels.compressed_attention.native:KERNEL",
+        "headrace.back.kernels.compressed_attention.triton_compressed_attention:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

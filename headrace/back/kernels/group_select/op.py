@@ -164,7 +164,10 @@ OP: Op[GroupSelectProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
     ),
-    kernels=(),
+    kernels=(
+        "headrace.back.kernels.group_select.native:KERNEL",
+        "headrace.back.kernels.group_select.triton_group_select:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: 0.0,
 )

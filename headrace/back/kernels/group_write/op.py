@@ -162,7 +162,10 @@ OP: Op[GroupWriteProblem] = Op(
         reads_host=True,
         invariant=True,
     ),
-    kernels=(),
+    kernels=(
+        "headrace.back.kernels.group_write.native:KERNEL",
+        "headrace.back.kernels.group_write.triton_group_write:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

@@ -119,7 +119,10 @@ OP: Op[IndexSelectProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
     ),
-    kernels=("headrace.back.kernels.index_select.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.index_select.native:KERNEL",
+        "headrace.back.kernels.index_select.triton_index_select:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: 0.0,
 )
