@@ -154,7 +154,24 @@ def racecheck() -> Iterator[Row]:
         lines = re.findall(r"RACECHECK SUMMARY: (.*)", done.stdout + done.stderr)
         summary = lines[-1] if lines else (done.stdout + done.stderr)[-200:]
         passed = done.returncode == 0 and summary.startswith("0 hazards")
+        for place in places(done.stdout):
+            print(f"{name}: {place}", flush=True)
         yield {"what": name, "summary": summary, "passed": passed}
+
+
+def places(report: str) -> list[str]:
+    """Where racecheck saw the first hazards: each with the accesses that it names, the function and
+    the line of each."""
+    marks = (
+        "Race reported",
+        "hazard detected",
+        "Write Thread",
+        "Read Thread",
+        "Write access",
+        "Read access",
+    )
+    lines = [line.lstrip("= ") for line in report.splitlines()]
+    return [line for line in lines if any(mark in line for mark in marks)][:24]
 
 
 # temperature, top_k, top_p, min_p
