@@ -25,7 +25,7 @@ from benchmarks.cpu.quality import FILES, write
 from demo.packing import Document, documents
 from demo.tasks.draw import TASKS, held_out_conversations, training_conversation
 from headrace import LLM, SamplingParams
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.base.config.tree import ModelOptions, Options
 from headrace.bench.report import markdown_table
 from headrace.launch.facts import resolve_options
@@ -35,7 +35,7 @@ from headrace.launch.quantize import quantize_checkpoint
 OUT = Path(__file__).resolve().parent / "perplexity.json"
 KINDS: dict[str, dict[str, str]] = {
     "bf16": {},
-    **{f"{name} weights": {"quantization": name} for name in SCHEMES},
+    **{f"{name} weights": {"quantization": name} for name in ONLINE_SCHEMES},
     "int8 KV": {"kv_dtype": "int8"},
     "fp8 KV": {"kv_dtype": "fp8"},
     "fp8_e5m2 KV": {"kv_dtype": "fp8_e5m2"},

@@ -28,7 +28,7 @@ import gguf
 import torch
 import transformers
 
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.launch.locate import bundled_model
 from tests.back.models.load.checkpoints import write_gguf
 from tests.e2e.test_gguf_model import add_tokenizer
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--types", default=",".join(FILES))
-    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--schemes", default=",".join(ONLINE_SCHEMES))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--demo", default="text", choices=tuple(MODELS))
     parser.add_argument("--kv", action="store_true", help="every KV cache type too")

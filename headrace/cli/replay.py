@@ -48,14 +48,14 @@ def main(argv: Sequence[str]) -> int:
             device=msgspec.structs.replace(options.device, device="cpu"),
         )
     )
-    from headrace.back.quant.scheme import SCHEMES  # torch, after the options were checked
+    from headrace.back.quant.scheme import ONLINE_SCHEMES  # torch, after the options were checked
     from headrace.launch.replay import capture, replay
 
     schemes = [name for name in own.schemes.split(",") if name]
     for name in schemes:
-        if name not in SCHEMES:
+        if name not in ONLINE_SCHEMES:
             raise ConfigError(
-                f"--schemes: {name!r} is not one of {', '.join(SCHEMES)}", field="--schemes"
+                f"--schemes: {name!r} is not one of {', '.join(ONLINE_SCHEMES)}", field="--schemes"
             )
     spec, tokenizer = resolved.engine.model, resolved.text.tokenizer_path
     if tokenizer is None:

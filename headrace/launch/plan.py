@@ -216,7 +216,7 @@ def _gemm(spec: EngineSpec) -> Callable[[], object]:
     x_TI = torch.ones(_PROBE_ROWS, _PROBE_SIZE, dtype=dtype)
     plain = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
     scheme = spec.model.quantization
-    weight: Weight = plain if scheme is None else pack(plain, SCHEMES[scheme])
+    weight: Weight = plain if scheme not in SCHEMES else pack(plain, SCHEMES[scheme])
     op, problem = gemm_of(weight, device="cpu", dtype=dtype)
     gemm = op.choose(problem).bind(weight, None)
     return lambda: gemm(x_TI)

@@ -46,6 +46,7 @@ from headrace.launch.lengths import LARGEST, states_length, tokens_of_blocks, wi
 from headrace.launch.media_spec import media_spec
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.offload import KV_SHARE, RESERVE_BYTES, offload_spec, offloads
+from headrace.launch.online_quantization import online_quantization, online_weight_bytes
 from headrace.launch.resolve_device import MachineFacts, resolve_device
 from headrace.launch.scheduler_limits import (
     FAST_STEP_TOKENS,
@@ -63,12 +64,6 @@ class DoesNotFit(ConfigError):
 CPU_KV_SHARE = 0.25
 MIN_KV_BYTES = 16 << 20
 NULL_BLOCKS = 8192
-WEIGHT_BITS = {
-    "int8": 8.0, "int8-g32": 8.5, "int8-g64": 8.25, "int8-g128": 8.125, "fp8": 8.0,
-    "int4": 4.5, "int4-g64": 4.25, "int4-g128": 4.125,
-    "int4-asym": 5.0, "int4-asym-g64": 4.5, "int4-asym-g128": 4.25,
-    "mxfp4": 4.25,
-}  # fmt: skip
 # A step holds at most this many tokens, so this long is the pause that a long prompt makes in
 # running streams. On two CPU cores 1024 tokens took 170 ms with the bundled 10 M model and seconds
 # with one of 0.6 B.
@@ -87,7 +82,7 @@ def resolve(
     choose = Chooser()
     device_spec = resolve_device(options, machine, choose)
     dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
-    quantization = _quantization(options, model, device_spec, choose)
+    quantization = online_quantization(options, model, device_spec, choose)
     text = text_spec(options, model, choose)
     max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, model, device_spec, max_model_len, choose)
@@ -104,6 +99,7 @@ def resolve(
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
+            quantization_parts=options.model.quantization_config,
             kv_dtype=kv_dtype_of(options, model, device_spec, choose),
             kv_plain_layers=kv_plain_layers(options, model),
             reader="direct" if options.model.load_format == "fastsafetensors" else "buffered",
@@ -173,31 +169,6 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
     )
 
 
-def _quantization(
-    options: Options, model: ModelFacts, device_spec: DeviceSpec, choose: Chooser
-) -> str | None:
-    """The scheme by name; ConfigError where no kernel could serve it."""
-    scheme = options.model.quantization
-    if scheme == "none":
-        return None
-    if device_spec.device == "cuda" and options.model.deterministic:
-        raise ConfigError(
-            f"--quantization {scheme} does not go with --deterministic on CUDA",
-            field="quantization",
-        )
-    if model.family == FALLBACK:
-        raise ConfigError(
-            f"--quantization {scheme} needs a model family of headrace; {model.architecture} runs "
-            "by the transformers fallback"
-        )
-    bits = WEIGHT_BITS[scheme]
-    size = model.num_params * bits / 8 / 2**30
-    choose.note(
-        "--quantization", scheme, f"{bits:g} bits a weight", f"{size:.2f}GiB, packed while loading"
-    )
-    return scheme
-
-
 def _finished(
     spec: ModelSpec, options: Options, model: ModelFacts, offload: OffloadSpec | None
 ) -> ModelSpec:
@@ -249,12 +220,6 @@ def _manifest(options: Options, model: ModelFacts) -> str | None:
             field="manifest",
         )
     return _absolute(manifest)
-
-
-def _weight_bytes(options: Options, model: ModelFacts) -> int:
-    """Of the whole model in memory, about."""
-    bits = WEIGHT_BITS.get(options.model.quantization)
-    return model.weight_bytes if bits is None else int(model.num_params * bits / 8)
 
 
 def _max_model_len(options: Options, model: ModelFacts, choose: Chooser) -> int:
@@ -365,7 +330,9 @@ def _kv(
         if offloads(options) and device_spec.memory_bytes is not None:
             memory = device_spec.memory_bytes // KV_SHARE
         else:
-            memory = _kv_bytes(_weight_bytes(options, model), machine, device_spec)
+            memory = _kv_bytes(
+                online_weight_bytes(options, model, device_spec.device), machine, device_spec
+            )
         longest = max_model_len + (model.encoder_tokens or sum(model.spectrogram[1:]) // 2)
         most = scheduler.max_running * longest * max(1, model.kv_bytes_per_token)
         why = (

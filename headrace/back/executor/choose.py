@@ -10,6 +10,7 @@ from typing import cast
 from headrace.back.kernels.triton import compilers
 from headrace.back.platforms import huge_pages
 from headrace.base import env
+from headrace.base.config.quantization_options import GPU_ONLY, WEIGHT_BITS
 from headrace.base.config.resolved import EngineSpec, ModelSpec
 from headrace.base.config.weight_files import find_weight_files
 from headrace.base.errors import ConfigError
@@ -65,5 +66,7 @@ def _expected_bytes(model: ModelSpec) -> int:
     stored = sum(path.stat().st_size for path in find_weight_files(Path(model.path)).files)
     if model.quantization is None:
         return stored
-    bits = 4 if model.quantization.startswith("int4") else 8
-    return stored * bits // (32 if model.dtype == "float32" else 16)
+    if model.quantization in GPU_ONLY or model.quantization_parts is not None:
+        return stored  # at most
+    bits = WEIGHT_BITS[model.quantization]
+    return int(stored * bits) // (32 if model.dtype == "float32" else 16)

@@ -45,7 +45,7 @@ class TokenEmbedding:
         self._unused = unused
         pieces = tuple(_pieces(scope, vocabulary, width, parts)) if parts else None
         weight = scope.param("weight", (vocabulary, width), pieces=pieces, shard=self.shard)
-        self._weight = scope.quantized(weight, read_whole=tied)
+        self._weight = scope.quantized_table(weight, "tied" if tied else "embedding")
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:

@@ -72,7 +72,7 @@ class LogitsHead:
         self._weight = None
         if not tied:
             weight = scope.param("weight", (vocabulary, width), shard=shard)
-            self._weight = weight if normed else scope.quantized(weight)
+            self._weight = weight if normed else scope.quantized_table(weight, "head")
         self._bias = None
         if isinstance(bias, Scope):
             row = Shard(axis="tp", dim=1, parts=(self._part,))

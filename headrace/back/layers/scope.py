@@ -22,6 +22,7 @@ from headrace.back.parallel.param import Param, WeightPiece, local_pieces
 from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
 from headrace.back.quant.cache_scales import FORM, CacheScales
+from headrace.back.quant.emulated import EmulatedExperts, EmulatedWeight, note_of
 from headrace.back.quant.experts import (
     Floats,
     MatricesOf,
@@ -43,10 +44,12 @@ from headrace.back.quant.gpu_int8 import OnlineInt8Weight, StoredInt8Weight, sto
 from headrace.back.quant.gpu_int8 import served as served_int8
 from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
-from headrace.back.quant.scheme import Scheme
+from headrace.back.quant.parts import PartSchemes
+from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.back.quant.stored import Stored, StoredWeight, kept_blocks
 from headrace.base.config.media import ImageNorm
 from headrace.base.config.resolved import Decision
+from headrace.base.errors import ConfigError
 
 P = TypeVar("P")
 
@@ -117,7 +120,7 @@ class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens`, `max_positions`,
     `encoder_tokens` (the most that an encoder before the decoder reads) and `verify_queries` (query
     tokens of a row in steps that verify drafts) come from the engine.
-    `scheme` says how weights of linear layers are quantized; None: they are not. `kv_quantized`:
+    `online` says how weights are quantized while they load; None: they are not. `kv_quantized`:
     how values in the KV cache are (kernels/kv_write/quantized.py), but for the caches `kv_plain`,
     by number, and those of windows and chunks where it holds "sliding_window". `deterministic`:
     only invariant kernels (kernels/op.py) are chosen. `stored` names the checkpoint's tensors that
@@ -143,7 +146,7 @@ class Scope:
     max_positions: int
     encoder_tokens: int = 0
     verify_queries: int = 1
-    scheme: Scheme | None = None
+    online: PartSchemes | None = None
     kv_quantized: str | None = None
     kv_plain: frozenset[int | str] = frozenset()
     deterministic: bool = False
@@ -256,16 +259,33 @@ class Scope:
             return huge_pages.kept(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.params_device)
 
-    def quantized(
-        self, weight: Param, *, read_whole: bool = True
-    ) -> Param | OnlineWeight | StoredWeight | KeptWeight:
-        """The weight of a GEMM [outputs, inputs]: quantized while it loads if the scope says so,
-        else as the checkpoint holds it. A table that is not `read_whole` each step gains nothing
-        from the former."""
-        if self.kind == "cuda":
+    def quantized_table(self, weight: Param, part: str) -> LoadedWeight:
+        """The weight [outputs, inputs] of a "head", a "tied" one that an embedding shares, or an
+        "embedding": quantized while it loads if the scope says so, else as the checkpoint holds it,
+        on GPUs as floats. A GPU quantizes no embedding."""
+        named = "head" if part == "tied" else part
+        if self.kind != "cuda":
+            return self._on_cpu(weight, self._made(named, weight))
+        if self.online is None or not self.online.asked(named):
             return weight
-        if self.scheme is not None and read_whole:
-            return OnlineWeight(weight, self.scheme)
+        if part != "head":
+            raise ConfigError(
+                f"--quantization-config: {named} is {self.online.parts.of(named)}, but {weight.name} is a table "
+                "of tokens, which no kernel of this device reads quantized; leave it out",
+                field="quantization_config",
+            )
+        scheme = self._made(named, weight)
+        return weight if scheme is None else _online_on_gpu(weight, scheme)
+
+    def _made(self, part: str, *weights: Param) -> Scheme | None:
+        return None if self.online is None else self.online.of(part, weights)
+
+    def _on_cpu(self, weight: Param, scheme: Scheme | None) -> LoadedWeight:
+        if scheme is not None and scheme.name in SCHEMES:
+            return OnlineWeight(weight, scheme)
+        if scheme is not None:
+            self.ledger.note(note_of(scheme, self.dtype))
+            return EmulatedWeight(weight, scheme)
         if self.stored and kept_blocks(weight, self.stored):
             return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
         kept = scheme_of(weight, self.stored) if self.stored else None
@@ -274,10 +294,11 @@ class Scope:
     def quantized_gemm(self, weight: Param) -> LoadedWeight:
         """The same of a layer that is no table of tokens and no output head: those stay floats on
         GPUs."""
+        scheme = self._made("linear", weight)
         if self.kind != "cuda":
-            return self.quantized(weight)
-        if self.scheme is not None:
-            return _online_on_gpu(weight, self.scheme)
+            return self._on_cpu(weight, scheme)
+        if scheme is not None:
+            return _online_on_gpu(weight, scheme)
         if not self.stored:
             return weight
         if stored := stored_scheme(weight, self.stored):
@@ -309,8 +330,12 @@ class Scope:
             return self._experts_on_gpu(
                 params, matrices, floats, MixtureSizes(experts, width, inner)
             )
-        if self.scheme is not None:
-            return OnlineExperts(params, floats, self.scheme, experts=experts)
+        scheme = self._made("moe", *params)
+        if scheme is not None and scheme.name in SCHEMES:
+            return OnlineExperts(params, floats, scheme, experts=experts)
+        if scheme is not None:
+            self.ledger.note(note_of(scheme, self.dtype))
+            return EmulatedExperts(floats, scheme)
         if not self.stored or matrices is None:
             return None
         schemes = stored_schemes(matrices, self.stored, width=width, inner=inner)
@@ -328,8 +353,9 @@ class Scope:
         floats: Floats,
         sizes: MixtureSizes,
     ) -> LoadedWeight | None:
-        if self.scheme is not None:
-            kept = kept_of(self.scheme.name)
+        made = self._made("moe", *params)
+        if made is not None:
+            kept = kept_of(made.name)
             if kept is None or not served_experts(sizes):
                 return None
             return OnlineGpuExperts(params, floats, kept, sizes)
@@ -376,7 +402,7 @@ def _online_on_gpu(weight: Param, scheme: Scheme) -> LoadedWeight:
     if scheme.bits == 4:
         return OnlineInt4Weight(weight, scheme)
     if scheme.floating:
-        return OnlineFp8Weight(weight)
+        return OnlineFp8Weight(weight, scheme)
     return OnlineInt8Weight(weight, scheme) if served_int8(weight, scheme.group) else weight
 
 

@@ -129,7 +129,7 @@ class DeepseekOcr2Tower:
     layers = 0
 
     def __init__(self, scope: Scope, sam: SamSpec, encoder: QueryEncoderSpec, outputs: int) -> None:
-        scope = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         within = scope / "qwen2_model"
         self._sam = SamTower(scope / "sam_model", sam)
         self._encoder = QueryEncoder(within / "model.model", encoder)

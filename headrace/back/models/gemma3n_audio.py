@@ -124,7 +124,7 @@ class Gemma3nAudioTower:
     layers = 0
 
     def __init__(self, scope: Scope, spec: Gemma3nAudioSpec) -> None:
-        scope = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         tower, leading = scope / "audio_tower", scope / "embed_audio"
         self._spec, width = spec, spec.layer.width
         inside = tower / "subsample_conv_projection"

@@ -111,7 +111,7 @@ class Gemma4Tower:
     layers = 0
 
     def __init__(self, scope: Scope, spec: Gemma4TowerSpec) -> None:
-        scope = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         tower, projector = scope / "vision_tower", scope / "embed_vision"
         self._spec, self._scope = spec, scope
         patches = PatchSpec(

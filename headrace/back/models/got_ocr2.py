@@ -75,7 +75,7 @@ class GotOcr2Tower:
     layers = 0
 
     def __init__(self, scope: Scope, spec: SamSpec) -> None:
-        scope = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         behind = scope / "multi_modal_projector"
         self._spec = spec
         self._sam = SamTower(scope / "vision_tower", spec, behind)

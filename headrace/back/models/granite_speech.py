@@ -101,7 +101,7 @@ class GraniteSpeechTower:
         window: int,
         scale: float,
     ) -> None:
-        scope = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         self._window, self._scale = window, scale
         self._conformer = ShawConformer(scope / "encoder", conformer)
         self._queries = QueryWindows(scope / "projector", queries)

@@ -41,7 +41,7 @@ class ProjectedTower(VisionTower):
 
     def __init__(self, scope: Scope, spec: TowerSpec, outputs: int) -> None:
         super().__init__(scope / "vision_model", spec, None)
-        whole = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        whole = replace(scope, mesh=Mesh(), online=None, adapters=None)
         self._linear = WholeLinear(
             whole / "vision_projector", spec.merger.outputs, outputs, bias=True
         )

@@ -33,7 +33,7 @@ from headrace.back.models.families import (
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.cache_scales import CacheScales
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.parts import PartSchemes
 from headrace.back.quant.stored import Stored
 from headrace.base import extensions
 from headrace.base.config.hf import ConfigReader
@@ -103,6 +103,8 @@ def build_model(
         cache_scales=cache_scales,
     )
     model = _build(spec, scope)
+    if scope.online is not None:
+        scope.online.check(scope.ledger.params)
     if scope.adapters is not None and model.adapters is None:
         raise ConfigError(
             f"--enable-lora: adapters are not applied in models of family {spec.family}",
@@ -137,7 +139,7 @@ def scope_of(
         max_positions=spec.max_model_len,
         encoder_tokens=spec.encoder_tokens,
         head=Head(kind=spec.head, num_labels=spec.num_labels, bare=spec.bare),
-        scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
+        online=online_schemes(spec),
         stored=stored or {},
         kv_quantized=spec.kv_dtype,
         kv_plain=frozenset(spec.kv_plain_layers),
@@ -149,6 +151,16 @@ def scope_of(
         image_norm=spec.image_norm,
         shares_encoder=spec.shares_encoder,
         cache_scales=cache_scales,
+    )
+
+
+def online_schemes(spec: ModelSpec) -> PartSchemes | None:
+    """What is made of plain weights; None: nothing."""
+    parts = spec.quantization_parts
+    if spec.quantization is None and parts is None:
+        return None
+    return (
+        PartSchemes(spec.quantization) if parts is None else PartSchemes(spec.quantization, parts)
     )
 
 

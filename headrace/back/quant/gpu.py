@@ -11,13 +11,16 @@ import torch
 from headrace.back.kernels.linear_fp8.layout import FLOAT8, Fp8Weight
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies
+from headrace.back.quant.emulated import row_slices
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.kept import BLOCKS, MICROSCALED, KeptSchemes
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.scheme import ONLINE_SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
 
 GPU_SCHEMES: dict[str, int | None] = {"fp8": None, BLOCKS: 128, MICROSCALED: 32}
 """Scheme -> inputs that share a scale; None: all of them."""
+HELD_AS = {"fp8": "fp8", "fp8-tensor": "fp8", "fp8-block": BLOCKS, "mxfp8": MICROSCALED}
+"""What is made while loading -> how it is kept."""
 UNIT = 16
 """Inputs of a weight are a multiple of it, for the kernels."""
 ONLINE_ELEMENTS = 1 << 25
@@ -82,15 +85,15 @@ class StoredFp8Weight:
 
 
 class OnlineFp8Weight:
-    """A weight [outputs, inputs] that is quantized when it is full, a scale for each output. `take`
+    """A weight [outputs, inputs] that is quantized when it is full, by a scheme of HELD_AS. `take`
     gives it to its layer."""
 
-    def __init__(self, param: Param) -> None:
+    def __init__(self, param: Param, scheme: Scheme = ONLINE_SCHEMES["fp8"]) -> None:
         assert param.tensor is not None and param.tensor.dim() == 2, param
-        self._param = param
+        self._param, self._scheme = param, scheme
         self._weight: Fp8Weight | None = None
         outputs, inputs = param.tensor.shape
-        param.packed_bytes = outputs * (inputs + 4)
+        param.packed_bytes = outputs * (inputs + 4 * _num_groups(inputs, scheme.group))
         param.on_filled = self._quantize
         param.defer()
 
@@ -103,16 +106,14 @@ class OnlineFp8Weight:
         return weight
 
     def _quantize(self) -> None:
-        self._weight = quantize_weight(self._param.take())
+        self._weight = quantize_weight(self._param.take(), self._scheme)
 
 
-def quantize_weight(weight_OI: torch.Tensor) -> Fp8Weight:
-    """By scheme "fp8", some rows at a time: their float32 copies are small."""
-    quantized = _empty(weight_OI, None)
-    step = max(1, ONLINE_ELEMENTS // max(1, weight_OI.shape[1]))
-    for first in range(0, len(weight_OI), step):
-        rows = slice(first, first + step)
-        bits, scales, _ = SCHEMES["fp8"].quantize(weight_OI[rows])
+def quantize_weight(weight_OI: torch.Tensor, scheme: Scheme = ONLINE_SCHEMES["fp8"]) -> Fp8Weight:
+    """By a scheme, some rows at a time: their float32 copies are small."""
+    quantized, common = _empty(weight_OI, scheme.group), scheme.common(weight_OI)
+    for rows in row_slices(*weight_OI.shape, scheme, ONLINE_ELEMENTS):
+        bits, scales, _ = scheme.quantize(weight_OI[rows], common)
         quantized.values_OI.view(torch.int8)[rows] = bits
         quantized.scales_OG[rows] = scales
     return quantized
@@ -120,12 +121,16 @@ def quantize_weight(weight_OI: torch.Tensor) -> Fp8Weight:
 
 def _empty(like_OI: torch.Tensor, group: int | None) -> Fp8Weight:
     outputs, inputs = like_OI.shape
-    groups = 1 if group is None else -(-inputs // group)
+    groups = _num_groups(inputs, group)
     return Fp8Weight(
         torch.empty(outputs, inputs, dtype=FLOAT8, device=like_OI.device),
         torch.empty(outputs, groups, dtype=torch.float32, device=like_OI.device),
         group,
     )
+
+
+def _num_groups(inputs: int, group: int | None) -> int:
+    return 1 if group is None else -(-inputs // group)
 
 
 def _groups_of(

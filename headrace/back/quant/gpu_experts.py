@@ -1,4 +1,4 @@
-"""The weights of a mixture's experts as GPUs keep them (kernels/experts_fp8, kernels/experts_int4):
+"""The weights of a mixture's experts as GPUs keep them (kernels/experts_fp8, experts_int4, experts_bytes):
 made of floats once a layer's are loaded, or taken as the checkpoint stores them.
 
 X experts, E width, I this rank's inner size of an expert; O outputs and I inputs of a matrix, G
@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.back.kernels.experts_bytes import layout as eight
+from headrace.back.kernels.experts_bytes.layout import ByteForm
 from headrace.back.kernels.experts_fp8 import layout as fp8
 from headrace.back.kernels.experts_int4 import layout as int4
 from headrace.back.kernels.experts_int4.layout import Int4Form
@@ -22,16 +24,23 @@ from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies, local_shape
 from headrace.back.quant.experts import Floats, MatricesOf, cuts, part_of
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.gpu import GPU_SCHEMES
-from headrace.back.quant.gpu_int4 import BLOCK_TYPES, INT4_SCHEMES, made_of, unpacked_of
-from headrace.back.quant.kept import INT8_ROWS, LEVELLED, MICROSCALED
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.gpu import GPU_SCHEMES, HELD_AS
+from headrace.back.quant.gpu_int4 import BLOCK_TYPES, INT4_SCHEMES, BlockType, made_of, unpacked_of
+from headrace.back.quant.gpu_int8 import BYTE_TYPES, INT8_SCHEMES, ByteBlocks
+from headrace.back.quant.kept import (
+    INT8_ROWS,
+    LEVELLED,
+    MICROSCALED,
+    check_order,
+    normal_values,
+)
+from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization import Numbers
 
 UNIT = 16
 """Inputs of a matrix are a multiple of it, for the kernels."""
-GpuExperts = fp8.Fp8Experts | int4.Int4Experts
+GpuExperts = fp8.Fp8Experts | int4.Int4Experts | eight.ByteExperts
 Numbers3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Values [O, I], scales and minima [O, G]."""
 
@@ -71,9 +80,10 @@ class Kept(Protocol):
 
 @dataclass(frozen=True)
 class KeptFp8:
-    """e4m3 numbers; `group`: see Fp8Matrices."""
+    """e4m3 numbers; `group`: see ScaledMatrices. `made`: the scheme of those made while loading."""
 
     group: int | None
+    made: str = "fp8"
 
     def empty(self, sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
         """See Kept."""
@@ -86,18 +96,48 @@ class KeptFp8:
     def write(self, experts: GpuExperts, name: str, expert: int, numbers: Numbers3) -> None:
         """See Kept; values are bits or numbers."""
         assert isinstance(experts, fp8.Fp8Experts)
-        matrices = experts.down if name == "down" else experts.up
-        values_OI, scales_OG, _ = numbers
-        rows = slice(0, len(values_OI))
-        if name == "up":
-            rows = slice(len(values_OI), 2 * len(values_OI))
-        target = matrices.values_XOI[expert].view(torch.uint8)
-        target[rows] = values_OI.view(torch.uint8).to(target.device)
-        matrices.scales_XGO[expert, :, rows] = scales_OG.T.to(target.device)
+        _write_rows(experts.down if name == "down" else experts.up, name, expert, numbers)
 
     def quantize(self, weight_OI: torch.Tensor) -> Numbers3:
         """See Kept."""
-        return SCHEMES["fp8"].quantize(weight_OI)
+        return ONLINE_SCHEMES[self.made].quantize(weight_OI)
+
+
+def _write_rows(matrices: fp8.ScaledMatrices, name: str, expert: int, numbers: Numbers3) -> None:
+    values_OI, scales_OG, _ = numbers
+    rows = slice(0, len(values_OI))
+    if name == "up":
+        rows = slice(len(values_OI), 2 * len(values_OI))
+    target = matrices.values_XOI[expert].view(torch.uint8)
+    target[rows] = values_OI.view(torch.uint8).to(target.device)
+    matrices.scales_XGO[expert, :, rows] = scales_OG.T.to(target.device)
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """8-bit integers, and MXFP8; `made`: the scheme of those made while loading."""
+
+    form: ByteForm
+    made: str
+
+    def empty(self, sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
+        """See Kept."""
+        return eight.empty_experts(
+            self.form, sizes.experts, sizes.width, sizes.inner, device=device
+        )
+
+    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        """See Kept."""
+        return fp8.matrix_bytes(outputs, inputs, self.form.group)
+
+    def write(self, experts: GpuExperts, name: str, expert: int, numbers: Numbers3) -> None:
+        """See Kept; values are bits or numbers."""
+        assert isinstance(experts, eight.ByteExperts) and numbers[2] is None
+        _write_rows(experts.down if name == "down" else experts.up, name, expert, numbers)
+
+    def quantize(self, weight_OI: torch.Tensor) -> Numbers3:
+        """See Kept."""
+        return ONLINE_SCHEMES[self.made].quantize(weight_OI)
 
 
 @dataclass(frozen=True)
@@ -137,10 +177,18 @@ class KeptInt4:
 
 def kept_of(scheme: str) -> Kept | None:
     """What keeps a scheme's or type's numbers, None: nothing does."""
-    if scheme == MICROSCALED or scheme in LEVELLED:
+    stored = HELD_AS.get(scheme, scheme)
+    if scheme in LEVELLED:
         return None
-    if scheme in GPU_SCHEMES:
-        return KeptFp8(GPU_SCHEMES[scheme])
+    if stored == MICROSCALED:
+        return KeptBytes(ByteForm(32, floats=True), "mxfp8")
+    if scheme in INT8_SCHEMES:
+        return KeptBytes(ByteForm(INT8_SCHEMES[scheme].group), scheme)
+    if scheme in BYTE_TYPES:
+        kind = BYTE_TYPES[scheme]
+        return None if kind.minima else KeptBytes(ByteForm(kind.group), "")
+    if stored in GPU_SCHEMES:
+        return KeptFp8(GPU_SCHEMES[stored], scheme if scheme in HELD_AS else "fp8")
     if scheme in BLOCK_TYPES:
         scheme = BLOCK_TYPES[scheme].scheme
     return KeptInt4(scheme) if scheme in INT4_SCHEMES else None
@@ -148,10 +196,15 @@ def kept_of(scheme: str) -> Kept | None:
 
 def group_of(scheme: str) -> int:
     """Inputs that a cut must not part; 0: any cut will do."""
-    if scheme in BLOCK_TYPES:
-        return BLOCK_TYPES[scheme].block
-    group = GPU_SCHEMES[scheme] if scheme in GPU_SCHEMES else INT4_SCHEMES[scheme].group
-    return group or 0
+    if scheme in _TYPES:
+        return _TYPES[scheme].block
+    if scheme in GPU_SCHEMES:
+        return GPU_SCHEMES[scheme] or 0
+    return ({**INT4_SCHEMES, **INT8_SCHEMES}[scheme]).group or 0
+
+
+_TYPES: dict[str, BlockType | ByteBlocks] = {**BLOCK_TYPES, **BYTE_TYPES}
+"""Of GGUF."""
 
 
 class OnlineGpuExperts:
@@ -236,7 +289,7 @@ class StoredGpuExperts:
                 sizes.experts * kept.num_bytes(*sizes.of(name), dtype) for name in one.names
             )
             param.tensor, param.groups_on = None, device
-            if scheme in BLOCK_TYPES:
+            if scheme in _TYPES:
                 param.on_blocks = _blocks_writer(self, one)
             else:
                 param.on_groups = _groups_writer(self, one)
@@ -272,12 +325,17 @@ class StoredGpuExperts:
         scales = scales if scales.shape[1] == 1 else scales[:, source]
         if self._scheme in GPU_SCHEMES:
             return part.values_RC, scales.expand(rows, scales.shape[1]), None
+        if self._scheme in INT8_SCHEMES:
+            scheme = INT8_SCHEMES[self._scheme]
+            values, _ = normal_values(part, scales, source, scheme, numbers, copy.name)
+            check_order(part, copy, scheme)
+            return values, scales.expand(rows, scales.shape[1]), None
         return unpacked_of(part, scales, source, INT4_SCHEMES[self._scheme], numbers, copy)
 
     def write_blocks(self, matrices: MatricesOf, copy: Copy, rows: StoredRows) -> int | None:
         """The same of blocks: their bytes are taken apart on the device."""
         assert self._experts is not None
-        kind, device = BLOCK_TYPES[self._scheme], matrices.param.groups_on
+        kind, device = _TYPES[self._scheme], matrices.param.groups_on
         order = rows.order[copy.source[0]]
         for cut in cuts(matrices, copy):
             begin = (copy.source[1].start or 0) + cut.columns.start

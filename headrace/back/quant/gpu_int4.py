@@ -36,7 +36,7 @@ from headrace.back.quant.kept import (
     check_order,
     normal_values,
 )
-from headrace.back.quant.scheme import SCHEMES, Scheme
+from headrace.back.quant.scheme import ONLINE_SCHEMES, SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 
@@ -44,7 +44,7 @@ _FINE = "int4-asym-g16"
 INT4_SCHEMES: dict[str, Scheme] = {
     **{scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4},
     **{name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()},
-    NVFP4: Scheme(NVFP4, 4, 16, floating=True),
+    NVFP4: ONLINE_SCHEMES["nvfp4"],
     _FINE: Scheme(_FINE, 4, 16, asymmetric=True),
     **{name: Scheme(name, 4, size, floating=True) for name, (_, size) in LEVELLED.items()},
 }
@@ -310,15 +310,17 @@ def quantize_int4(weight_OI: torch.Tensor, scheme: Scheme) -> Int4Weight:
         outputs, inputs, scheme.group, minima=scheme.asymmetric, dtype=weight_OI.dtype,
         device=weight_OI.device, floats=scheme.floating,
     )  # fmt: skip
-    step = _step(inputs)
+    step, common = _step(inputs), scheme.common(weight_OI)
     for first in range(0, outputs, step):
-        write(weight, first // ROWS, *made_of(weight_OI[first : first + step], scheme))
+        write(weight, first // ROWS, *made_of(weight_OI[first : first + step], scheme, common))
     return weight
 
 
-def made_of(weight_OI: torch.Tensor, scheme: Scheme) -> Unpacked:
-    """What `write` takes, of floats."""
-    values, scales, minima = scheme.quantize(weight_OI)
+def made_of(
+    weight_OI: torch.Tensor, scheme: Scheme, common: torch.Tensor | None = None
+) -> Unpacked:
+    """What `write` takes, of floats; `common` as of Scheme.quantize."""
+    values, scales, minima = scheme.quantize(weight_OI, common)
     if scheme.floating:
         return e2m1_bits(values), 2 * scales, None
     return values if scheme.asymmetric else values + OFFSET, scales, minima

@@ -19,13 +19,17 @@ import msgspec
 import yaml
 
 from headrace.base.config.numbers import NumberType
+from headrace.base.config.quantization_options import SCHEME_ALIASES
 from headrace.base.config.tree import Options
 from headrace.base.config.units import parse_count
 from headrace.base.errors import ConfigError
 
 _MAX_YAML_BYTES = 1 << 20
 # Short spellings people use; the tree holds the long one.
-_SHORT = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}}
+_SHORT = {
+    "dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"},
+    "quantization": SCHEME_ALIASES,
+}
 
 
 class OptionField(msgspec.Struct, frozen=True, kw_only=True):

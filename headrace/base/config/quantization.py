@@ -92,9 +92,13 @@ def plain_modules(config: ConfigReader, *further: str) -> tuple[str, ...]:
         *further,
     ):
         names += config.list(key, (), of=str)
-    return tuple(
-        f"re:(.*\\.)?{re.escape(name).replace(chr(92) + '*', '.*')}(\\.|$)" for name in names
-    )
+    return tuple(f"re:{module_pattern(name)}" for name in names)
+
+
+def module_pattern(name: str) -> str:
+    """A regular expression of what begins with the module and all below it; "*" stands for any
+    characters."""
+    return f"(.*\\.)?{re.escape(name).replace(chr(92) + '*', '.*')}(\\.|$)"
 
 
 def bits_of(

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.media import ImageNorm, MediaSpec
+from headrace.base.config.quantization_options import QuantizationParts
 from headrace.base.config.server_options import ServerSettings
 
 
@@ -60,10 +61,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `logits_width` bounds every token id. `kv_dtype`: quantized values in the KV cache
     (int8, fp8, fp8_e5m2 or int4), but in the layers `kv_plain_layers` ("sliding_window": those with
     windows or chunks); None: `dtype`. `quantization`: weights as int8, fp8 or int4, made while it
-    loads; None: as they are. `head`: "lm", "sequence" (one class per text) or "token" (one per
-    token) with `num_labels`, or "none"; `bare`: tensor names have no prefix of the whole model
-    around them (checkpoints of a base model). `deterministic`: only kernels whose results do not
-    depend on the batch.
+    loads, but of the parts that `quantization_parts` tells apart; None: as they are. `head`: "lm",
+    "sequence" (one class per text) or "token" (one per token) with `num_labels`, or "none"; `bare`:
+    tensor names have no prefix of the whole model around them (checkpoints of a base model).
+    `deterministic`: only kernels whose results do not depend on the batch.
     `adapters`: None: it takes none. `offload`: None: all weights lie on the device.
     `reader`: how files are read, "buffered" or "direct" (past the file cache); `weights_url`: where
     they are read from, instead of `path`.
@@ -85,6 +86,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     seed: int = 0
     quantization: str | None = None
+    quantization_parts: QuantizationParts | None = None
     kv_dtype: str | None = None
     kv_plain_layers: tuple[int | str, ...] = ()
     reader: str = "buffered"

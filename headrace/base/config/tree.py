@@ -27,6 +27,7 @@ from headrace.base.config.bounds import (
 )
 from headrace.base.config.device_options import DeviceOptions
 from headrace.base.config.many_options import ManyOptions
+from headrace.base.config.quantization_options import QuantizationParts, SchemeName
 from headrace.base.config.server_options import ServerOptions
 from headrace.base.config.speculation_options import SpeculationOptions as SpeculationOptions
 
@@ -125,29 +126,24 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     quantization: Annotated[
-        Literal[
-            "none",
-            "int8",
-            "int8-g32",
-            "int8-g64",
-            "int8-g128",
-            "fp8",
-            "int4",
-            "int4-g64",
-            "int4-g128",
-            "int4-asym",
-            "int4-asym-g64",
-            "int4-asym-g128",
-            "mxfp4",
-        ],
+        SchemeName,
         Meta(
             description="Weights of linear layers, head and tied embedding as int8 or fp8 (e4m3; a scale per "
             "output) or int4 (a scale per 32 inputs), made while loading; -gN: a scale per N inputs, -asym: and "
-            "a minimum; mxfp4: e2m1 and a power of two per 32 inputs; activations become int8 on the way, but for "
-            "fp8. Routed experts likewise. On CUDA fp8 and int4, of linear layers, and activations stay as they "
-            "are with int4."
+            "a minimum; fp8-tensor: one scale for all, fp8-block: for 128 x 128; mxfp8, mxfp4: a power of two per "
+            "32 inputs; nvfp4: a scale per 16. Experts likewise. On CPUs activations become int8 on the way, but "
+            "for fp8, and fp8-tensor, fp8-block, mxfp8 and nvfp4 are rounded and kept as floats; on CUDA head and "
+            "embedding stay plain."
         ),
     ] = "none"
+    quantization_config: Annotated[
+        QuantizationParts | None,
+        Meta(
+            description="Parts that differ from --quantization, as JSON: "
+            """{"linear": "fp8", "moe": "mxfp4", "head": "none", "ignore": ["model.layers.0"]}; """
+            "embedding: an untied one; ignore: modules that stay plain."
+        ),
+    ] = None
     max_model_len: Annotated[
         Length | Auto,
         Meta(

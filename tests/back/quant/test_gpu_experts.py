@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 import headrace.back.models.load as loading
+from headrace.back.kernels.experts_bytes.layout import ByteExperts
 from headrace.back.kernels.experts_fp8 import op as experts_fp8
 from headrace.back.kernels.experts_fp8.layout import Fp8Experts
 from headrace.back.kernels.experts_int4.layout import Int4Experts
@@ -36,7 +37,7 @@ from headrace.back.quant.gpu_experts import (
     stored_on_gpu,
 )
 from headrace.back.quant.gpu_int4 import check_scales
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.base.config.levels import LEVELS
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
@@ -74,12 +75,39 @@ def int4_members(format: str) -> Callable[[torch.Tensor], Stored]:
     return lambda weight: quantize(weight, group, symmetric=symmetric)
 
 
+def int8_members(weight: torch.Tensor) -> Stored:
+    """The same of int8 with a scale for each output."""
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    values = (weight / scales).round().to(torch.int8)
+    return {"weight": values, "weight_scale": scales}, values * scales
+
+
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
 CHECKPOINTS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any], str]] = {
     **{
-        format: (fp8_members(format), config, "experts_fp8")
+        format: (
+            fp8_members(format),
+            config,
+            "experts_bytes" if format == "micro" else "experts_fp8",
+        )
         for format, (_, _, config, _) in FP8_FORMATS.items()
-        if format != "micro"  # experts become floats
     },
+    "int8": (int8_members, INT8, "experts_bytes"),
     **{
         format: (int4_members(format), INT4_FORMATS[format][3], "experts_int4")
         for format in ("gptq-asym", "compressed")
@@ -199,7 +227,10 @@ def test_gpt_oss_multiplies_by_its_mxfp4_numbers(
         torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int4-asym", "int4-g128", "mxfp4"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["fp8", "int4-asym", "int4-g128", "mxfp4", "int8", "int8-g32", "mxfp8", "fp8-block", "nvfp4"],
+)
 def test_floats_become_numbers_of_a_scheme(scheme: str) -> None:
     """MixtureSizes that are no whole tiles; what a parameter is said to take is what it takes."""
     kept, sizes = kept_of(scheme), MixtureSizes(3, 192, 80)
@@ -208,19 +239,16 @@ def test_floats_become_numbers_of_a_scheme(scheme: str) -> None:
     up = torch.randn(3, 160, 192, generator=generator)
     down = torch.randn(3, 192, 80, generator=generator)
     experts = OnlineGpuExperts([], lambda: (up, down), kept, sizes).take()
-    assert isinstance(experts, Fp8Experts | Int4Experts)
+    assert isinstance(experts, Fp8Experts | Int4Experts | ByteExperts)
     for found, plain in zip(experts.floats(torch.float32), (up, down), strict=True):
         for matrix, weight in zip(found, plain, strict=True):
-            values, scales, minima = SCHEMES[scheme].quantize(weight)
-            numbers = values.float()
-            if scheme == "fp8":
-                numbers = values.view(torch.float8_e4m3fn).float()
-            group = SCHEMES[scheme].group or weight.shape[1]
-            spread = torch.arange(weight.shape[1]) // group
-            expected = numbers * scales[:, spread]
-            expected = expected if minima is None else expected - minima[:, spread]
+            made, halves = (
+                ONLINE_SCHEMES[scheme],
+                weight.split(80) if len(weight) == 160 else [weight],
+            )
+            expected = torch.cat([made.dequantize(made.quantize(half)) for half in halves])
             torch.testing.assert_close(
-                matrix, expected, rtol=1e-2 if minima is not None else 1e-6, atol=1e-6
+                matrix, expected, rtol=1e-2 if made.asymmetric else 1e-6, atol=1e-6
             )
     total = 3 * (2 * kept.num_bytes(80, 192, up.dtype) + kept.num_bytes(192, 80, up.dtype))
     assert experts.num_bytes == total
@@ -241,7 +269,8 @@ def test_what_no_kernel_keeps_stays_floats() -> None:
     both = [gate_up, down]
     assert stored_on_gpu(both, {"up": "int4", "down": "int4"}, sizes) == "int4"
     assert stored_on_gpu(both, {"up": "int4", "down": "int4-asym"}, sizes) is None
-    assert stored_on_gpu(both, {"up": "int8", "down": "int8"}, sizes) is None
+    assert stored_on_gpu(both, {"up": "int8", "down": "int8"}, sizes) == "int8"
+    assert stored_on_gpu(both, {"up": "Q5_K", "down": "Q5_K"}, sizes) is None  # minima
     assert stored_on_gpu(both, {"up": "int4"}, sizes) is None
     assert stored_on_gpu(both, {"up": "fp8", "down": "fp8"}, MixtureSizes(1, 128, 60)) is None
 

@@ -56,7 +56,7 @@ def folders(tmp_path_factory):
         *(
             pytest.param(kind, quantization, marks=pytest.mark.slow)
             for kind in ("safetensors", "dummy")
-            for quantization in ("int8", "fp8", "int4", "int4-asym-g128")
+            for quantization in ("int8", "fp8", "int4", "int4-asym-g128", "mxfp4")
             if (kind, quantization) not in (("safetensors", "int8"), ("dummy", "int4"))
         ),
     ],

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from headrace.back.quant.online import layout_of
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.scheme import ONLINE_SCHEMES, SCHEMES
+from headrace.base.config.quantization_options import GPU_ONLY, WEIGHT_BITS
 from headrace.base.config.tree import ModelOptions
-from headrace.launch.resolve import WEIGHT_BITS
 
 INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
 
@@ -95,19 +95,26 @@ def test_grouped_scales_and_minima_are_exact_in_bfloat16(name):
 def test_every_scheme_is_an_option_and_has_its_size():
     annotation = typing.get_type_hints(ModelOptions)["quantization"]
     options = set(typing.get_args(annotation))
-    assert options - {"none"} == set(SCHEMES) == set(WEIGHT_BITS)
+    assert options - {"none"} == set(ONLINE_SCHEMES) == set(WEIGHT_BITS)
+    assert set(ONLINE_SCHEMES) - set(SCHEMES) == GPU_ONLY
     for name, scheme in SCHEMES.items():
         layout = layout_of(scheme)
         assert layout is None or layout.packed_bytes(64, 1024) * 8 / 65536 == WEIGHT_BITS[name]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
+@pytest.mark.parametrize("scheme", ONLINE_SCHEMES.values(), ids=lambda one: one.name)
 def test_zero_rows_have_code_and_scale_zero(scheme):
     weight = weights(3, 40)
     weight[1] = 0
     codes, scales, minima = scheme.quantize(weight)
     assert not codes[1].any() and scales.isfinite().all()
-    assert scheme.name == "mxfp4" or not scales[1].any()  # a power of two is never 0
+    if scheme.outputs == 1 and scheme.name not in (
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+    ):  # a power of two is never 0
+        assert not scales[1].any()
+    assert not scheme.dequantize((codes, scales, minima))[1].any()
     assert minima is None or not minima[1].any()
 
 
@@ -120,3 +127,71 @@ def test_an_outlier_touches_only_its_row_or_group(scheme):
     others = torch.arange(4) != 2
     assert torch.equal(codes[others], plain[others])
     assert scheme.group is None or torch.equal(codes[2, :128], plain[2, :128])
+
+
+def test_mxfp8_scales_are_the_next_power_of_two_so_that_nothing_saturates():
+    """KRN-17's rule; floor(log2(largest)) - 8 would saturate one random group in five."""
+    scheme, weight = ONLINE_SCHEMES["mxfp8"], weights(64, 32 * 64)
+    weight[0, :32], weight[1, :32], weight[2, :32] = (
+        0,
+        448.0,
+        torch.nextafter(torch.tensor(448.0), torch.tensor(500.0)),
+    )
+    codes, scales, _ = scheme.quantize(weight)
+    largest = weight.unflatten(1, (-1, 32)).abs().amax(2)
+    expected = torch.exp2(torch.ceil(torch.log2(largest.double() / 448))).float()
+    expected[0, 0] = 1
+    assert torch.equal(scales, expected) and scales[1, 0] == 1 and scales[2, 0] == 2
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    exact = weight / scales.repeat_interleave(32, 1)
+    assert exact.abs().max() <= 448 and torch.equal(numbers, exact.to(torch.float8_e4m3fn).float())
+    floors = torch.exp2(torch.floor(torch.log2(largest[3:])) - 8)
+    assert 0.1 < (largest[3:] / floors > 448).float().mean() < 0.3
+
+
+def test_fp8_blocks_share_a_scale_in_both_directions_and_tensors_one():
+    weight = weights(200, 300)
+    _, scales, _ = ONLINE_SCHEMES["fp8-block"].quantize(weight)
+    for rows in (slice(0, 128), slice(128, 200)):
+        for i, columns in enumerate((slice(0, 128), slice(128, 256), slice(256, 300))):
+            assert torch.equal(
+                scales[rows, i].unique(), (weight[rows, columns].abs().max() / 448)[None]
+            )
+    _, scales, _ = ONLINE_SCHEMES["fp8-tensor"].quantize(weight)
+    assert torch.equal(scales.unique(), (weight.abs().max() / 448)[None])
+
+
+@pytest.mark.parametrize("name", sorted(GPU_ONLY))
+def test_a_weight_in_parts_is_quantized_as_a_whole(name):
+    scheme, weight = ONLINE_SCHEMES[name], weights(300, 96)
+    whole, common = scheme.quantize(weight), scheme.common(weight)
+    parts = [scheme.quantize(weight[i : i + 128], common) for i in (0, 128, 256)]
+    for k in (0, 1):
+        assert torch.equal(torch.cat([part[k] for part in parts]), whole[k])
+
+
+def test_nvfp4_has_the_nearest_e2m1_numbers_of_its_two_scales():
+    """The largest group reaches 6 x 448 times the outer scale; ties to even are of mxfp4's test."""
+    weight = weights(9, 70) * torch.exp2(-torch.arange(70.0) / 8)
+    doubled, halves, _ = ONLINE_SCHEMES["nvfp4"].quantize(weight)
+    outer = weight.abs().max() / (6 * 448)
+    inner = 2 * halves / outer
+    assert (
+        torch.equal(inner.to(torch.float8_e4m3fn).float(), inner.round(decimals=4))
+        or ((inner - inner.to(torch.float8_e4m3fn).float()).abs() <= inner * 1e-6).all()
+    )
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = torch.cat((-numbers.flip(0), numbers))
+    spread = (2 * halves).repeat_interleave(16, 1)[:, :70]
+    nearest = (weight[..., None] - levels * spread[..., None]).abs().amin(-1)
+    error = (doubled * spread / 2 - weight).abs()
+    assert (error <= nearest + spread * 1e-5).all()
+    assert doubled.abs().max() == 12
+
+
+@pytest.mark.parametrize("name", sorted(GPU_ONLY))
+def test_rows_that_are_not_finite_have_scale_nan(name):
+    weight = weights(200, 64)
+    weight[3, 5] = float("inf")
+    _, scales, _ = ONLINE_SCHEMES[name].quantize(weight)
+    assert scales[3].isnan().any()

@@ -14,6 +14,7 @@ from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.compressed_attention import op as compressed
 from headrace.back.kernels.expanded_attention import op as expanded_attention
 from headrace.back.kernels.experts import op as experts
+from headrace.back.kernels.experts_bytes.layout import ByteForm
 from headrace.back.kernels.experts_int4.layout import Int4Form
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.gated_norm import op as gated_norm
@@ -221,6 +222,24 @@ def _experts_int4(form: object, **more: object) -> Callable[[], object]:
             triton_experts_int4.bind(sample.problem, *sample.weights, always=plan)(
                 *sample.arguments
             )
+        return None
+
+    return call
+
+
+def _experts_bytes(form: object, **more: object) -> Callable[[], object]:
+    """Each plan."""
+
+    def call() -> object:
+        from headrace.back.kernels.experts_bytes import op, triton_experts_bytes
+
+        mixture = experts.ExpertsProblem(
+            device="cpu", dtype=BF16, experts=32, slots=4, width=448, inner=320, **more
+        )
+        problem = op.ExpertsBytesProblem(mixture=mixture, form=form)
+        for m in (16, 32, 64):
+            sample = op.sample_of(problem, (m + 1,))
+            triton_experts_bytes.bind(sample.problem, *sample.weights, always=m)(*sample.arguments)
         return None
 
     return call
@@ -563,6 +582,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("experts int4 Hopper of 16", _experts_int4(Int4Form(16, minima=True), hopper=True)),
     ("experts int4 Hopper of all", _experts_int4(Int4Form(None), hopper=True)),
     ("experts nvfp4 Hopper", _experts_int4(Int4Form(16, floats=True), hopper=True)),
+    ("experts int8", _experts_bytes(ByteForm(None))),
+    ("experts int8 of 16", _experts_bytes(ByteForm(16))),
+    ("experts mxfp8", _experts_bytes(ByteForm(32, floats=True), **GPT_OSS)),
     ("experts mxfp4 Hopper", _experts_int4(Int4Form(32, floats=True), hopper=True, **GPT_OSS)),
     ("head_linear", _call(head_linear.OP, "head_linear.triton_head_linear:KERNEL", ABSORB)),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
@@ -787,9 +809,11 @@ ONLY = {
     )
 }
 """The targets of kernels that are for some alone."""
+_NO_FP8 = {"cuda:80", "hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"}
 NEVER = {
     "fp8 quantized": {"cuda:80"},
-    "experts fp8": {"cuda:80", "hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"},
+    "experts mxfp8": _NO_FP8,
+    "experts fp8": _NO_FP8,
     "linear fp8": {"hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"},
 }
 """Targets that lack what kernels with these words in their title need, as their `supports` says."""

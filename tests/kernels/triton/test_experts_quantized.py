@@ -13,6 +13,9 @@ pytest.importorskip("triton")
 
 from headrace.back.kernels.experts.op import ExpertsProblem, biases_of
 from headrace.back.kernels.experts.triton_dispatch import dispatched
+from headrace.back.kernels.experts_bytes import op as eight
+from headrace.back.kernels.experts_bytes import triton_experts_bytes
+from headrace.back.kernels.experts_bytes.layout import ByteForm
 from headrace.back.kernels.experts_fp8 import op as fp8
 from headrace.back.kernels.experts_fp8 import triton_experts_fp8
 from headrace.back.kernels.experts_int4 import op as int4
@@ -33,6 +36,7 @@ FORMS = [
     Int4Form(None),
 ]
 BOUND = {"int4": 3e-3 if interpreted() else 1e-2, "fp8": 2e-2}
+BOUND["bytes"] = BOUND["int4"]
 
 
 def mixture(width: int, inner: int, **more: Any) -> ExpertsProblem:
@@ -73,6 +77,20 @@ def test_tiles_of_4_bit_numbers(form: Int4Form, width, inner, more):
         close(int4, problem, sample, run, "int4")
     finally:
         del triton_experts_int4._skipped[sample.problem]
+
+
+@pytest.mark.parametrize(
+    "form", [ByteForm(None), ByteForm(16), ByteForm(128), ByteForm(32, floats=True)]
+)
+@pytest.mark.parametrize("width, inner, more", [(208, 144, GPT_OSS), (64, 272, {})])
+def test_tiles_of_bytes(form: ByteForm, width, inner, more):
+    """int8 by output and in groups, MXFP8 (KRN-17): odd rows, an expert that nobody chose."""
+    problem = eight.ExpertsBytesProblem(mixture=mixture(width, inner, **more), form=form)
+    assert triton_experts_bytes.KERNEL.supports(problem) is None
+    for m in (16, 64)[: 1 if interpreted() else 2]:
+        sample = eight.sample_of(problem, (1, m + 1))
+        run = triton_experts_bytes.bind(sample.problem, *sample.weights, always=m)
+        close(eight, problem, sample, run, "bytes")
 
 
 @pytest.mark.parametrize("group", [None, 128])
@@ -183,7 +201,15 @@ def test_a_graph_of_dependent_launches_gives_the_same(kind, tokens):
 
 @pytest.mark.skipif(interpreted(), reason="sizes of real models take a GPU")
 @pytest.mark.parametrize(
-    "name", ["30B-A3B fp8", "30B-A3B fp8 in blocks", "gpt-oss", "30B-A3B int4"]
+    "name",
+    [
+        "30B-A3B fp8",
+        "30B-A3B fp8 in blocks",
+        "gpt-oss",
+        "30B-A3B int4",
+        "30B-A3B int8",
+        "30B-A3B mxfp8",
+    ],
 )
 def test_sizes_of_real_models(name):
     """All plans, as the self-check at start runs them."""
@@ -195,6 +221,10 @@ def test_sizes_of_real_models(name):
     if name == "gpt-oss":
         whole = mixture(2880, 2880, experts=32, slots=4, **GPT_OSS)
         problem = int4.ExpertsInt4Problem(mixture=whole, form=Int4Form(32, floats=True))
+    elif "int8" in name or "mxfp8" in name:
+        module, kernel = eight, triton_experts_bytes.KERNEL
+        form = ByteForm(32, floats=True) if "mxfp8" in name else ByteForm(None)
+        problem = eight.ExpertsBytesProblem(mixture=whole, form=form)
     elif "int4" in name:
         problem = int4.ExpertsInt4Problem(mixture=whole, form=Int4Form(128))
     else:

@@ -17,7 +17,7 @@ GROUP = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8Matrices:
+class ScaledMatrices:
     """values_XOI (e4m3) times scales_XGO (float32). `group` inputs share a scale, None: all. A
     scale that a tensor or a block of outputs shares is repeated for each output."""
 
@@ -40,8 +40,8 @@ class Fp8Matrices:
 class Fp8Experts:
     """`up` [X, 2I, E] (gates, then ups), `down` [X, E, I]."""
 
-    up: Fp8Matrices
-    down: Fp8Matrices
+    up: ScaledMatrices
+    down: ScaledMatrices
 
     def __len__(self) -> int:
         return len(self.up.values_XOI)
@@ -80,9 +80,9 @@ def empty_experts(
 ) -> Fp8Experts:
     """Experts to be filled."""
 
-    def matrices(outputs: int, inputs: int) -> Fp8Matrices:
+    def matrices(outputs: int, inputs: int) -> ScaledMatrices:
         shape = experts, num_groups(inputs, group), outputs
-        return Fp8Matrices(
+        return ScaledMatrices(
             torch.empty(experts, outputs, inputs, dtype=FLOAT8, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
             group,

@@ -18,7 +18,12 @@ import torch
 from headrace.back.kernels.experts.op import Experts, each_expert
 from headrace.back.kernels.experts.quantized import QuantizedExpertsProblem, narrow
 from headrace.back.kernels.experts.quantized import sample_of as experts_sample
-from headrace.back.kernels.experts_fp8.layout import GROUP, Fp8Experts, Fp8Matrices, empty_experts
+from headrace.back.kernels.experts_fp8.layout import (
+    GROUP,
+    Fp8Experts,
+    ScaledMatrices,
+    empty_experts,
+)
 from headrace.back.kernels.linear_fp8.layout import FLOAT8, dequantize_rows, quantize_rows
 from headrace.back.kernels.op import Kernel, Op, Sample, float_tolerance, random_tensor
 
@@ -78,7 +83,7 @@ def random_experts(problem: ExpertsFp8Problem, generator: torch.Generator) -> Fp
     return experts
 
 
-def _fill(matrices: Fp8Matrices, generator: torch.Generator) -> None:
+def _fill(matrices: ScaledMatrices, generator: torch.Generator) -> None:
     values, scales = matrices.values_XOI, matrices.scales_XGO
     new = {"dtype": torch.float32, "device": str(values.device), "generator": generator}
     for i in range(len(values)):

@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.back.kernels.experts.gluon_gated import gated
 from headrace.back.kernels.experts.op import OAI_ALPHA, SWIGLU_OAI, ExpertsProblem
-from headrace.back.kernels.experts_fp8.layout import GROUP, Fp8Matrices, num_groups
+from headrace.back.kernels.experts_fp8.layout import GROUP, ScaledMatrices, num_groups
 from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows
 from headrace.back.kernels.triton.gluon import enter_late, thread_barrier
 from headrace.back.kernels.triton.wrap import launch, num_sms
@@ -244,7 +244,7 @@ def grouped_stream_fp8_kernel(
 def multiply(
     problem: ExpertsProblem,
     x: ScaledRows,
-    weight: Fp8Matrices,
+    weight: ScaledMatrices,
     bias_XO: torch.Tensor | None,
     tiles: torch.Tensor,
     *,

@@ -14,7 +14,7 @@ import triton.language as tl
 from headrace.back.kernels.experts.op import OAI_ALPHA, ExpertsProblem
 from headrace.back.kernels.experts.triton_dispatch import quantized
 from headrace.back.kernels.experts.triton_experts import activation_constants, gated
-from headrace.back.kernels.experts_fp8.layout import GROUP, Fp8Matrices, num_groups
+from headrace.back.kernels.experts_fp8.layout import GROUP, ScaledMatrices, num_groups
 from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages
@@ -106,7 +106,7 @@ def grouped_fp8_kernel(
 def multiply(
     problem: ExpertsProblem,
     x: ScaledRows,
-    weight: Fp8Matrices,
+    weight: ScaledMatrices,
     bias_XO: torch.Tensor | None,
     tiles: torch.Tensor,
     *,

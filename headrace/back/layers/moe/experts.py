@@ -13,6 +13,9 @@ import torch
 
 from headrace.back.kernels.experts.op import OP as EXPERTS
 from headrace.back.kernels.experts.op import Experts, ExpertsProblem
+from headrace.back.kernels.experts_bytes.layout import ByteExperts
+from headrace.back.kernels.experts_bytes.op import OP as EXPERTS_BYTES
+from headrace.back.kernels.experts_bytes.op import ExpertsBytesProblem
 from headrace.back.kernels.experts_fp8.layout import Fp8Experts
 from headrace.back.kernels.experts_fp8.op import OP as EXPERTS_FP8
 from headrace.back.kernels.experts_fp8.op import ExpertsFp8Problem
@@ -81,6 +84,10 @@ class ExpertSet:
         packed = self._packed.take()
         if self._biases == NO_BIASES:  # nobody took the floats
             self._biases = self._loaded.biases()
+        if isinstance(packed, tuple):  # rounded, and floats all the same
+            up_XIE, down_XEI = packed
+            floats = ExpertWeights(up_XIE=up_XIE, down_XEI=down_XEI)
+            return TakenExperts(packed=None, floats=floats, biases=self._biases)
         return TakenExperts(packed=packed, floats=None, biases=self._biases)
 
     def _matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +159,7 @@ def bind_experts(
 def _bind(scope: Scope, problem: ExpertsProblem, sets: tuple[TakenExperts, ...]) -> Experts:
     problem = replace(problem, experts=sum(len(one) for one in sets))
     first = sets[0].packed
-    if isinstance(first, Fp8Experts | Int4Experts):
+    if isinstance(first, Fp8Experts | Int4Experts | ByteExperts):
         return _bind_on_gpu(scope, problem, first, sets[0].biases)
     parts = tuple(one.packed for one in sets if isinstance(one.packed, PackedExperts))
     if parts:
@@ -174,6 +181,9 @@ def _bind_on_gpu(
     if isinstance(experts, Fp8Experts):
         fp8 = ExpertsFp8Problem(mixture=problem, group=experts.group)
         bound = scope.bind_fused(EXPERTS_FP8, fp8, experts, *biases)
+    elif isinstance(experts, ByteExperts):
+        eight = ExpertsBytesProblem(mixture=problem, form=experts.form)
+        bound = scope.bind_fused(EXPERTS_BYTES, eight, experts, *biases)
     else:
         int4 = ExpertsInt4Problem(mixture=problem, form=experts.form)
         bound = scope.bind_fused(EXPERTS_INT4, int4, experts, *biases)

@@ -156,7 +156,8 @@ class Mixture:
             sizes_of = (self._num_shared, width, inner)
             self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
         self._logits = self._route = self._experts = not_loaded
-        if scope.scheme is not None and not self._routed.is_quantized:
+        asked = scope.online is not None and scope.online.of("moe", params) is not None
+        if asked and not self._routed.is_quantized:
             scope.ledger.note(_PLAIN)
         scope.on_finish(self._finish)
 
