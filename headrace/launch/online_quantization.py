@@ -1,5 +1,5 @@
-"""Which weights are quantized while they load: `--quantization` and `--quantization-config`, checked
-and told."""
+"""Which weights are quantized while they load: `--quantization` and `--quantization-config`,
+checked and noted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.launch.model_facts import ModelFacts
 def online_quantization(
     options: Options, model: ModelFacts, device_spec: DeviceSpec, choose: Chooser
 ) -> str | None:
-    """The scheme of all parts that are not told apart, by name; ConfigError where no kernel could
+    """The scheme of all parts that are not reason apart, by name; ConfigError where no kernel could
     serve it, or any part's."""
     schemes = _schemes(options.model)
     if not schemes:
@@ -35,8 +35,8 @@ def online_quantization(
     for scheme in schemes:
         bits = _bits(scheme, model, device_spec.device)
         size = model.num_params * bits / 8 / 2**30
-        told = f"{size:.2f}GiB, packed while loading" if len(schemes) == 1 else "of its parts"
-        choose.note(flag, scheme, f"{bits:g} bits a weight", told)
+        reason = f"{size:.2f}GiB, packed while loading" if len(schemes) == 1 else "of its parts"
+        choose.note(flag, scheme, f"{bits:g} bits a weight", reason)
     return None if options.model.quantization == "none" else options.model.quantization
 
 

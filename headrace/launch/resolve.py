@@ -99,7 +99,6 @@ def resolve(
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
-            quantization_parts=options.model.quantization_config,
             kv_dtype=kv_dtype_of(options, model, device_spec, choose),
             kv_plain_layers=kv_plain_layers(options, model),
             reader="direct" if options.model.load_format == "fastsafetensors" else "buffered",
@@ -172,9 +171,11 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
 def _finished(
     spec: ModelSpec, options: Options, model: ModelFacts, offload: OffloadSpec | None
 ) -> ModelSpec:
-    """With which weights lie in host memory, and how media are encoded."""
+    """With which weights lie in host memory, which parts are quantized in other ways than the rest,
+    and how media are encoded."""
     return replace(
         spec,
+        quantization_parts=options.model.quantization_config,
         offload=offload,
         image_norm=None if model.media is None else model.media.norm,
         shares_encoder=options.model.mm_encoder_tp_mode == "data",

@@ -368,3 +368,18 @@ def test_tables_of_positions_are_no_longer_than_what_the_memory_holds() -> None:
     windowed = msgspec.structs.replace(long, windows=(512, 1024))
     whole = resolve(options(kv={"kv_memory": "1GiB"}), windowed, CPU)
     assert whole.engine.model.max_model_len == 4_000_000
+
+
+def test_parts_of_a_model_are_quantized_in_ways_of_their_own() -> None:
+    parts = {"moe": "mxfp4", "ignore": ["lm_head"]}
+    tree = resolved(model={"quantization": "fp8", "quantization_config": parts})
+    found = tree.engine.model.quantization_parts
+    assert found is not None and (found.moe, found.linear, found.ignore) == (
+        "mxfp4",
+        None,
+        ("lm_head",),
+    )
+    chosen = {one.requested: one.chosen for one in tree.decisions if one.field == "--quantization"}
+    assert chosen == {"fp8": "8 bits a weight", "mxfp4": "4.25 bits a weight"}
+    alone = resolved(model={"quantization_config": {"linear": "nvfp4"}}).engine.model
+    assert alone.quantization is None and alone.quantization_parts is not None

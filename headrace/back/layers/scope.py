@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,18 +30,14 @@ from headrace.back.quant.experts import (
     StoredExperts,
     stored_schemes,
 )
-from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, served, stored_scheme
-from headrace.back.quant.gpu_experts import (
-    MixtureSizes,
-    OnlineGpuExperts,
-    StoredGpuExperts,
-    kept_of,
-    stored_on_gpu,
+from headrace.back.quant.gpu_experts import MixtureSizes
+from headrace.back.quant.gpu_weights import (
+    LoadedWeight,
+    online_experts_on_gpu,
+    online_on_gpu,
+    stored_experts_on_gpu,
+    stored_weight_on_gpu,
 )
-from headrace.back.quant.gpu_experts import served as served_experts
-from headrace.back.quant.gpu_int4 import OnlineInt4Weight, StoredInt4Weight, stored_int4
-from headrace.back.quant.gpu_int8 import OnlineInt8Weight, StoredInt8Weight, stored_int8
-from headrace.back.quant.gpu_int8 import served as served_int8
 from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.parts import PartSchemes
@@ -52,14 +48,6 @@ from headrace.base.config.resolved import Decision
 from headrace.base.errors import ConfigError
 
 P = TypeVar("P")
-
-
-class LoadedWeight(Protocol):
-    """A weight of a layer, once it is loaded; in which form is the matter of what made it."""
-
-    def take(self) -> Any:
-        """What the layer multiplies by, which it then owns alone."""
-        ...
 
 
 @dataclass(eq=False)
@@ -265,7 +253,7 @@ class Scope:
         on GPUs as floats. A GPU quantizes no embedding."""
         named = "head" if part == "tied" else part
         if self.kind != "cuda":
-            return self._on_cpu(weight, self._made(named, weight))
+            return self._on_cpu(weight, self._scheme_of(named, weight))
         if self.online is None or not self.online.asked(named):
             return weight
         if part != "head":
@@ -274,10 +262,10 @@ class Scope:
                 "of tokens, which no kernel of this device reads quantized; leave it out",
                 field="quantization_config",
             )
-        scheme = self._made(named, weight)
-        return weight if scheme is None else _online_on_gpu(weight, scheme)
+        scheme = self._scheme_of(named, weight)
+        return weight if scheme is None else online_on_gpu(weight, scheme)
 
-    def _made(self, part: str, *weights: Param) -> Scheme | None:
+    def _scheme_of(self, part: str, *weights: Param) -> Scheme | None:
         return None if self.online is None else self.online.of(part, weights)
 
     def _on_cpu(self, weight: Param, scheme: Scheme | None) -> LoadedWeight:
@@ -294,19 +282,12 @@ class Scope:
     def quantized_gemm(self, weight: Param) -> LoadedWeight:
         """The same of a layer that is no table of tokens and no output head: those stay floats on
         GPUs."""
-        scheme = self._made("linear", weight)
+        scheme = self._scheme_of("linear", weight)
         if self.kind != "cuda":
             return self._on_cpu(weight, scheme)
         if scheme is not None:
-            return _online_on_gpu(weight, scheme)
-        if not self.stored:
-            return weight
-        if stored := stored_scheme(weight, self.stored):
-            return StoredFp8Weight(weight, stored)
-        if kept := stored_int4(weight, self.stored):
-            return StoredInt4Weight(weight, kept)
-        kept = stored_int8(weight, self.stored)
-        return weight if kept is None else StoredInt8Weight(weight, kept)
+            return online_on_gpu(weight, scheme)
+        return stored_weight_on_gpu(weight, self.stored) if self.stored else weight
 
     def adapted(self, weight: Param) -> AdaptedLinear | None:
         """The slots of the linear layer of `weight` [outputs, inputs], if there are any."""
@@ -330,7 +311,7 @@ class Scope:
             return self._experts_on_gpu(
                 params, matrices, floats, MixtureSizes(experts, width, inner)
             )
-        scheme = self._made("moe", *params)
+        scheme = self._scheme_of("moe", *params)
         if scheme is not None and scheme.name in SCHEMES:
             return OnlineExperts(params, floats, scheme, experts=experts)
         if scheme is not None:
@@ -353,18 +334,16 @@ class Scope:
         floats: Floats,
         sizes: MixtureSizes,
     ) -> LoadedWeight | None:
-        made = self._made("moe", *params)
-        if made is not None:
-            kept = kept_of(made.name)
-            if kept is None or not served_experts(sizes):
-                return None
-            return OnlineGpuExperts(params, floats, kept, sizes)
+        scheme = self._scheme_of("moe", *params)
+        if scheme is not None:
+            return online_experts_on_gpu(params, floats, scheme, sizes)
         if not self.stored or matrices is None:
             return None
-        scheme = stored_on_gpu(matrices, self.stored, sizes)
-        if scheme is None:
-            return None
-        return StoredGpuExperts(matrices, scheme, sizes, device=self.params_device)
+        return stored_experts_on_gpu(matrices, self.stored, sizes, device=self.params_device)
+
+    def makes_experts(self, params: Sequence[Param]) -> bool:
+        """Whether experts of these parameters are to be quantized while they load."""
+        return self._scheme_of("moe", *params) is not None
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""
@@ -394,16 +373,6 @@ class Scope:
 
     def _bound(self, choice: KernelChoice[Any], weights: tuple[Any, ...]) -> Callable[..., Any]:
         return not_loaded if self.planned else choice.bind(*weights)
-
-
-def _online_on_gpu(weight: Param, scheme: Scheme) -> LoadedWeight:
-    if not served(weight):
-        return weight
-    if scheme.bits == 4:
-        return OnlineInt4Weight(weight, scheme)
-    if scheme.floating:
-        return OnlineFp8Weight(weight, scheme)
-    return OnlineInt8Weight(weight, scheme) if served_int8(weight, scheme.group) else weight
 
 
 def _or_zeros(piece: WeightPiece, beside: tuple[WeightPiece, ...], unbiased: str) -> WeightPiece:

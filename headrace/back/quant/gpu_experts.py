@@ -1,5 +1,5 @@
-"""The weights of a mixture's experts as GPUs keep them (kernels/experts_fp8, experts_int4, experts_bytes):
-made of floats once a layer's are loaded, or taken as the checkpoint stores them.
+"""The weights of a mixture's experts as GPUs keep them (kernels/experts_fp8, experts_int4,
+experts_bytes): made of floats once a layer's are loaded, or taken as the checkpoint stores them.
 
 X experts, E width, I this rank's inner size of an expert; O outputs and I inputs of a matrix, G
 groups.
@@ -80,10 +80,11 @@ class Kept(Protocol):
 
 @dataclass(frozen=True)
 class KeptFp8:
-    """e4m3 numbers; `group`: see ScaledMatrices. `made`: the scheme of those made while loading."""
+    """e4m3 numbers; `group`: see ScaledMatrices. `online`: the scheme of those made while
+    loading."""
 
     group: int | None
-    made: str = "fp8"
+    online: str = "fp8"
 
     def empty(self, sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
         """See Kept."""
@@ -100,7 +101,7 @@ class KeptFp8:
 
     def quantize(self, weight_OI: torch.Tensor) -> Numbers3:
         """See Kept."""
-        return ONLINE_SCHEMES[self.made].quantize(weight_OI)
+        return ONLINE_SCHEMES[self.online].quantize(weight_OI)
 
 
 def _write_rows(matrices: fp8.ScaledMatrices, name: str, expert: int, numbers: Numbers3) -> None:
@@ -115,10 +116,10 @@ def _write_rows(matrices: fp8.ScaledMatrices, name: str, expert: int, numbers: N
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """8-bit integers, and MXFP8; `made`: the scheme of those made while loading."""
+    """8-bit integers, and MXFP8; `online`: the scheme of those made while loading."""
 
     form: ByteForm
-    made: str
+    online: str
 
     def empty(self, sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
         """See Kept."""
@@ -137,7 +138,7 @@ class KeptBytes:
 
     def quantize(self, weight_OI: torch.Tensor) -> Numbers3:
         """See Kept."""
-        return ONLINE_SCHEMES[self.made].quantize(weight_OI)
+        return ONLINE_SCHEMES[self.online].quantize(weight_OI)
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,7 @@ def group_of(scheme: str) -> int:
     return ({**INT4_SCHEMES, **INT8_SCHEMES}[scheme]).group or 0
 
 
-_TYPES: dict[str, BlockType | ByteBlocks] = {**BLOCK_TYPES, **BYTE_TYPES}
-"""Of GGUF."""
+_TYPES: dict[str, BlockType | ByteBlocks] = {**BLOCK_TYPES, **BYTE_TYPES}  # of GGUF
 
 
 class OnlineGpuExperts:

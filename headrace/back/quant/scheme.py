@@ -185,7 +185,7 @@ def _two_levels(weight_OI: torch.Tensor, common: torch.Tensor) -> Quantized:
     """NVFP4: the largest magnitude of 16 inputs becomes 6, the largest e2m1 number; the largest
     scale 448 times what all have in common."""
     groups = _groups(weight_OI, 16)
-    outer = common / (6 * LARGEST)
+    outer = _divided(common, 6 * LARGEST)
     inverse = torch.where(outer < torch.finfo(torch.float32).tiny, 0, 1 / (6 * outer))
     inner = (groups.abs().amax(2) * inverse).clamp(max=LARGEST).to(torch.float8_e4m3fn)
     return _e2m1(groups, inner.float() * outer, weight_OI.shape[1])

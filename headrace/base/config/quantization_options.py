@@ -48,9 +48,9 @@ SCHEME_ALIASES = {
 
 class QuantizationParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Schemes of parts that differ from the rest. `linear`: linear layers; `moe`: routed and shared
-    experts; `head`: the output head, with a tied embedding on CPUs; `embedding`: an untied one. None:
-    as the rest, which on GPUs leaves head and embedding plain. `ignore`: modules that stay plain,
-    with all below them; "*" stands for any characters."""
+    experts; `head`: the output head, with a tied embedding on CPUs; `embedding`: an untied one.
+    None: as the rest, which on GPUs leaves head and embedding plain. `ignore`: modules that stay
+    plain, with all below them; "*" stands for any characters."""
 
     linear: SchemeName | None = None
     moe: SchemeName | None = None

@@ -156,8 +156,7 @@ class Mixture:
             sizes_of = (self._num_shared, width, inner)
             self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
         self._logits = self._route = self._experts = not_loaded
-        asked = scope.online is not None and scope.online.of("moe", params) is not None
-        if asked and not self._routed.is_quantized:
+        if scope.makes_experts(params) and not self._routed.is_quantized:
             scope.ledger.note(_PLAIN)
         scope.on_finish(self._finish)
 
