@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from headrace.back.kernels.linear import triton_scaled_rows
 from headrace.back.kernels.linear.scaled_rows import scaled_rows
-from headrace.back.kernels.linear_int8 import op, triton_linear_int8
+from headrace.back.kernels.linear_int8 import op, triton_dequantize_int8, triton_linear_int8
+from headrace.back.kernels.linear_int8.layout import dequantize
 from headrace.back.kernels.triton.wrap import interpreted
 from tests.kernels.triton.test_linear_int4 import BOUND, DEVICE, DTYPE, error, pytestmark
 
@@ -70,6 +71,21 @@ def test_many_tokens_become_int8(group, outputs, inputs, more):
     )
     assert error(found[0], expected) <= BOUND
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("group", [None, 32, 128])
+def test_a_weight_is_dequantized_to_the_bits_of_its_definition(group):
+    """With minima to the last of them: the product may be fused into the difference."""
+    for more in ({}, {"minima": True})[: 1 if group is None else 2]:
+        problem = problem_of(24, 2048 + 384, group=group, **more)
+        weight = op.random_weight(problem, torch.Generator(DEVICE).manual_seed(1))
+        found = torch.full_like(weight.values_OI, 7, dtype=DTYPE)
+        triton_dequantize_int8.dequantize_into(weight, found)
+        expected = dequantize(weight).to(DTYPE)
+        if more:
+            torch.testing.assert_close(found, expected, rtol=torch.finfo(DTYPE).eps, atol=1e-6)
+        else:
+            assert torch.equal(found, expected)
 
 
 def test_tokens_become_the_nearest_integers():

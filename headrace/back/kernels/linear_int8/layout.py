@@ -86,15 +86,8 @@ def empty(
 
 def dequantize(weight: Int8Weight) -> torch.Tensor:
     """float32 [O, I]."""
-    y_OI = torch.empty(weight.values_OI.shape, dtype=torch.float32, device=weight.device)
-    dequantize_into(weight, y_OI)
-    return y_OI
-
-
-def dequantize_into(weight: Int8Weight, y_OI: torch.Tensor) -> None:
-    """Writes the whole weight, which is dense; with minima in two passes over it."""
-    outputs, inputs = weight.outputs, weight.inputs
-    shape = outputs, -1, weight.group or inputs
-    torch.mul(weight.values_OI.view(shape), weight.scales_OG[..., None], out=y_OI.view(shape))
+    groups = weight.values_OI.unflatten(1, (-1, weight.group or weight.inputs))
+    values = groups * weight.scales_OG[..., None]
     if weight.minima_OG is not None:
-        y_OI.view(shape).sub_(weight.minima_OG[..., None])
+        values -= weight.minima_OG[..., None]
+    return values.flatten(1)

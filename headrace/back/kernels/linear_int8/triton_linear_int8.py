@@ -22,13 +22,14 @@ from headrace.back.kernels.linear.dequantized import bind_dequantized
 from headrace.back.kernels.linear.table import GemmPlan, padded
 from headrace.back.kernels.linear.triton_small import Gemm, Launch, gemm_device_of, launcher
 from headrace.back.kernels.linear_fp8.triton_linear_fp8 import plan_of as byte_plan
-from headrace.back.kernels.linear_int8.layout import GROUPS, Int8Weight, dequantize_into
+from headrace.back.kernels.linear_int8.layout import GROUPS, Int8Weight
 from headrace.back.kernels.linear_int8.op import (
     CHECKED_ROWS,
     STREAMED_TOKENS,
     LinearInt8Problem,
     sample_of,
 )
+from headrace.back.kernels.linear_int8.triton_dequantize_int8 import dequantize_into
 from headrace.back.kernels.op import Kernel, PlanCheck
 
 
