@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field
 
 from headrace.base.errors import (
@@ -70,7 +71,7 @@ class GenerationStream:
                 if answer.error is not None:
                     if events:
                         break  # what was produced before it failed comes first
-                    raise answer.error
+                    raise copy(answer.error)  # a traceback would make a circle of the kept one
                 self._unread.popleft()
                 answer.queued = False
             if events:

@@ -26,6 +26,7 @@ from headrace.base import extensions, heap
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import HeadraceError, StartError
+from headrace.base.gc_pause import OldGeneration
 from headrace.base.telemetry import log as logs
 from headrace.front.server.app import make_admin_app, make_app
 from headrace.front.server.batches.runner import BatchRunner
@@ -47,6 +48,7 @@ BACKLOG = 2048
 LAST_WORDS_S = 2.0
 POLL_S = 0.02
 SWITCH_S = 0.0005
+COLLECT_PERIOD_S = 1.0
 
 
 class Server(uvicorn.Server):
@@ -129,6 +131,7 @@ async def serve(
         asyncio.ensure_future(send_heartbeats(status)),
         asyncio.ensure_future(watch_event_loop(services.metrics, services.loop)),
         asyncio.ensure_future(services.keys.watch()),
+        asyncio.ensure_future(_collect_when_idle(services)),
     ]
     if services.stores is not None:
         working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))
@@ -166,6 +169,14 @@ async def _close(services: Services, engine: Engine) -> None:
         await services.store.close()
     if services.tracer is not None:
         await asyncio.to_thread(services.tracer.close)
+
+
+async def _collect_when_idle(services: Services) -> None:
+    """The garbage collector's long pauses, for ever."""
+    old = OldGeneration()
+    while True:
+        await asyncio.sleep(COLLECT_PERIOD_S)
+        old.look(idle=not services.shares.total)
 
 
 async def _start_grpc(services: Services) -> GrpcServer | None:

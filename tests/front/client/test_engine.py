@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import weakref
 from contextlib import aclosing
 
 import msgspec
@@ -154,6 +155,21 @@ async def test_a_dropped_iterator_aborts_too(connect):
         del events
         gc.collect()
         await core.until(lambda: core.num_running == 0)
+
+
+async def test_what_a_refused_generation_held_waits_for_no_collector(connect):
+    """Defect: the stream kept the error, and the error's traceback the stream."""
+    async with connect() as (llm, core):
+        core.refuse = WireError("QueueFull", "the queue is full")
+        gc.disable()
+        try:
+            try:
+                await run_one(llm, generation())
+            except Unavailable as error:
+                held = weakref.ref(error)
+            await core.until(lambda: held() is None)
+        finally:
+            gc.enable()
 
 
 async def test_a_core_that_dies_fails_everything_at_once_and_is_found_again(connect):

@@ -32,7 +32,7 @@ async def read_form(request: Request, limits: ServerSpec, room: RoomTaker) -> Fo
     """The form in the body; every breach of a limit is the RequestError that names it."""
     body = await read_body(request, limits, room)
     content_type = request.headers.get("content-type", "")
-    return await asyncio.to_thread(parse_form, content_type, body)
+    return await asyncio.to_thread(lambda: parse_form(content_type, bytes(body)))
 
 
 def parse_form(content_type: str, body: bytes) -> Form:

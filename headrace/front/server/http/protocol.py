@@ -108,12 +108,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self.strangers.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the clocks."""
+        """Stops the clocks. What the last request left goes too: its scope knows this connection, a
+        circle that only the garbage collector would find."""
         self._end_head()
         if self._leave_timer is not None:
             self._leave_timer.cancel()
         self.strangers.pop(self, None)
         super().connection_lost(exc)
+        if self._is_idle:
+            self.cycle = self.scope = None  # type: ignore[assignment]  # as at the beginning
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser; what it holds of an unfinished header block is bounded by one read

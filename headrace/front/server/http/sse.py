@@ -79,9 +79,9 @@ async def until_gone(
         raise Unavailable("the server is shutting down; the request was ended", retry_after_s=5.0)
     finally:
         await _ended(task, gone, over)
-        # What was raised knows this frame, and the task knows it: a circle, which would keep the
+        # What was raised knows this frame, and the tasks know it: a circle, which would keep the
         # request's body until the garbage collector comes by.
-        del task
+        del task, gone, over
 
 
 async def _cancel_when_gone(receive: Receive, work: asyncio.Future[Any]) -> bool:
@@ -194,6 +194,7 @@ async def started(
     except BaseException:
         await _ended(first)
         await events.aclose()
+        del first  # a circle, see until_gone
         raise
     finally:
         waits.cancel()

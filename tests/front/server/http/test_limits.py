@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import tracemalloc
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import InvalidRequest
+from headrace.front.server.http import limits
 from headrace.front.server.http.limits import (
     EXPLAINED_BYTES,
     MAX_JSON_CONTAINERS,
     MAX_JSON_DEPTH,
     MAX_JSON_VALUES,
+    PIECE_BYTES,
     parse_json,
 )
 from tests.spent import fastest
@@ -31,20 +34,30 @@ TREES = st.recursive(
 )
 
 
-@given(TREES, st.booleans(), st.sampled_from([None, 1]))
-def test_every_document_is_read_as_python_reads_it(tree: Any, ascii_: bool, indent: int) -> None:
+PIECES = st.sampled_from([2, 3, 16, PIECE_BYTES])
+"""Into which a large body is cut."""
+
+
+@given(TREES, st.booleans(), st.sampled_from([None, 1]), PIECES)
+def test_every_document_is_read_as_python_reads_it(
+    tree: Any, ascii_: bool, indent: int, piece_bytes: int
+) -> None:
     body = json.dumps(tree, ensure_ascii=ascii_, indent=indent).encode()
-    assert parse_json(body) == json.loads(body)
+    with mock.patch.object(limits, "PIECE_BYTES", piece_bytes):
+        assert parse_json(body) == json.loads(body)
 
 
-@given(st.dictionaries(TEXT, TREES, min_size=1), st.data())
+@given(st.dictionaries(TEXT, TREES, min_size=1), st.data(), PIECES)
 def test_a_key_that_occurs_twice_is_found_wherever_it_stands(
-    tree: dict[str, Any], data: st.DataObject
+    tree: dict[str, Any], data: st.DataObject, piece_bytes: int
 ) -> None:
     key = data.draw(st.sampled_from(sorted(tree)))
     doubled = json.dumps(tree)[:-1] + f", {json.dumps(key)}: 1}}"
     for body in (doubled, f"[1, {doubled}]", f'{{"x": {{"y": {doubled}}}}}'):
-        with pytest.raises(InvalidRequest, match="twice"):
+        with (
+            mock.patch.object(limits, "PIECE_BYTES", piece_bytes),
+            pytest.raises(InvalidRequest, match="twice"),
+        ):
             parse_json(body.encode())
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
+import weakref
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -219,3 +221,29 @@ async def test_work_that_fails_as_it_is_cancelled_is_still_a_client_that_left() 
     asyncio.get_running_loop().call_soon(border.left.set)
     with pytest.raises(ClientGone):
         await until_gone(border.receive, work(), abandon=asyncio.Event())
+
+
+class Document:
+    """What a body was read into."""
+
+
+async def test_what_failed_work_held_goes_with_it_and_waits_for_no_collector() -> None:
+    """Defect: the watcher of the client knew the work, this its error, and this the frame that knew the watcher."""
+    border = Border()
+    document = Document()
+    held = weakref.ref(document)
+
+    async def work(document: Document) -> None:
+        await asyncio.sleep(0)
+        raise ValueError(document)
+
+    gc.disable()
+    try:
+        try:
+            await until_gone(border.receive, work(document), abandon=asyncio.Event())
+        except ValueError:
+            del document
+        await asyncio.sleep(0)
+        assert held() is None
+    finally:
+        gc.enable()
