@@ -30,6 +30,14 @@ def tokens_of_blocks(options: Options, model: ModelFacts) -> int | None:
     return max(1, (blocks - 1) // halves) * options.kv.block_tokens
 
 
+def encoder_tokens(options: Options, model: ModelFacts, max_model_len: int) -> int:
+    """The most that an encoder reads: what a stated length allows, else its own positions, if they
+    are more than its decoder's."""
+    if model.encoder_tokens > model.max_model_len and not states_length(options):
+        return model.encoder_tokens
+    return min(model.encoder_tokens, max_model_len)
+
+
 def with_short_tables(
     engine: EngineSpec,
     options: Options,

@@ -42,7 +42,13 @@ from headrace.launch.drafters import DraftCheckpoint
 from headrace.launch.encoder_decoder import alignment_heads, suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
 from headrace.launch.kv_types import kv_dtype_of, kv_plain_layers
-from headrace.launch.lengths import LARGEST, states_length, tokens_of_blocks, with_short_tables
+from headrace.launch.lengths import (
+    LARGEST,
+    encoder_tokens,
+    states_length,
+    tokens_of_blocks,
+    with_short_tables,
+)
 from headrace.launch.media_spec import media_spec
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.offload import KV_SHARE, RESERVE_BYTES, offload_spec, offloads
@@ -156,7 +162,7 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         generates=model.head == "lm",
         pooling=model.pooling,
         media=media_spec(options, model.media),
-        encoder_tokens=min(model.encoder_tokens, max_model_len),
+        encoder_tokens=encoder_tokens(options, model, max_model_len),
         decoder_start=model.decoder_start,
         spectrogram=model.spectrogram,
         suppressed_ids=suppressed_ids(model.generation_defaults, model.config, model.logits_width),

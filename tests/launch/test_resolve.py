@@ -253,6 +253,14 @@ def test_deterministic_mode_is_refused_where_torch_computes_the_model() -> None:
             resolve(options(model={"deterministic": True}), facts, CPU)
 
 
+def test_an_encoder_with_more_positions_than_its_decoder_reads_them_all() -> None:
+    for own, stated, read in ((16384, None, 16384), (16384, 512, 512), (4096, None, 4096)):
+        facts = msgspec.structs.replace(MODEL, encoder_tokens=own)
+        words = {} if stated is None else {"max_model_len": stated}
+        tree = resolve(options(model=words), facts, CPU)
+        assert tree.engine.model.encoder_tokens == read
+
+
 def test_attention_weights_are_refused_where_each_rank_has_but_some_heads() -> None:
     """API-21."""
     assert resolved(model={"attention_capture": True}).engine.model.attention_capture

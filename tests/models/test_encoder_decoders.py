@@ -25,7 +25,7 @@ from tests.models.encoder_decoder_rank import (
     spec_of,
     spectrograms,
 )
-from tests.models.oracle import load_ours
+from tests.models.oracle import load_ours, model_spec
 from tests.rank_processes import run_ranks
 
 NUM_TOKENS = 12
@@ -81,6 +81,16 @@ CASES: dict[str, Any] = {
     ),
     "mt5": lambda: t5_like(transformers.MT5Config),
     "umt5": lambda: t5_like(transformers.UMT5Config, relative_attention_max_distance=128),
+    "mvp": lambda: bart_like(transformers.MvpConfig),
+    "plbart": lambda: bart_like(transformers.PLBartConfig),
+    "blenderbot": lambda: bart_like(transformers.BlenderbotConfig),
+    "blenderbot-small": lambda: bart_like(transformers.BlenderbotSmallConfig),
+    "led": lambda: bart_like(
+        transformers.LEDConfig,
+        attention_window=[8, 4],
+        max_encoder_position_embeddings=64,
+        max_decoder_position_embeddings=64,
+    ),
     "mbart": lambda: bart_like(transformers.MBartConfig, scale_embedding=True),
 }
 
@@ -244,6 +254,21 @@ def test_greedy_tokens_equal_transformers_beside_each_other(
     expected = [greedy(oracle, read, start, NUM_TOKENS) for read in inputs]
     assert answers(core, inputs, start, late=3)[0] == expected
     assert answers(core, inputs[::-1], start)[0] == expected[::-1], "steps that are replayed"
+    core.executor.close()
+
+
+def test_an_encoder_reads_more_than_its_decoder_says(tmp_path: Path) -> None:
+    config = bart_like(
+        transformers.LEDConfig,
+        attention_window=8,
+        max_encoder_position_embeddings=128,
+        max_decoder_position_embeddings=32,
+    )
+    oracle = saved(config, tmp_path)
+    core = engine(model_spec(tmp_path, max_model_len=32, encoder_tokens=128))
+    inputs = [[7, 9, 11, 5] * 30, [3, 8] * 15]
+    expected = [greedy(oracle, read, [START], NUM_TOKENS) for read in inputs]
+    assert answers(core, inputs, [START])[0] == expected
     core.executor.close()
 
 

@@ -6,7 +6,8 @@ Its successors differ in where the norms stand and in their positions (`BartForm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.attention_names import AttentionNames
@@ -34,8 +35,8 @@ CROSS_NAMES = ("encoder_attn", "q_proj", "k_proj", "v_proj", "out_proj")
 NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 MLP = PlainMLPSpec(name="", up="fc1", down="fc2", bias=True)
 SHARED = (
-    r"model\.(encoder|decoder)\.embed_tokens\.weight",
-    r"model\.(encoder|decoder)\.embed_positions\.weights?",  # those that are not learned
+    r"\w+\.(encoder|decoder)\.embed_tokens\.weight",
+    r"\w+\.(encoder|decoder)\.embed_positions\.weights?",  # those that are not learned
     r"lm_head\.weight",
 )
 
@@ -43,11 +44,18 @@ SHARED = (
 @dataclass(frozen=True, kw_only=True)
 class BartForm:
     """What tells the family's members apart. `pre`: norms before each branch, and one behind each
-    stack; `embedding_norm`: one behind the embeddings; `logits_bias`: one is added to logits."""
+    stack; `embedding_norm`: one behind the embeddings, in the decoder before positions are added if
+    `normed_first`; `logits_bias`: one is added to logits. `encoder_attention` makes that of an
+    encoder's layer, by its number, where it is another; `ignored`: tensors besides; `prefix`: of all
+    but the head."""
 
     pre: bool
     embedding_norm: bool = True
+    normed_first: bool = False
     logits_bias: bool = True
+    encoder_attention: Callable[[Scope, EncoderSizes, int], SpanAttentionLayer] | None = None
+    ignored: tuple[str, ...] = ()
+    prefix: str = "model"
 
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
@@ -56,10 +64,19 @@ def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
 
 
 def build_bart(
-    scope: Scope, config: ConfigReader, form: BartForm, *, positions: PositionsSpec
+    scope: Scope,
+    config: ConfigReader,
+    form: BartForm,
+    *,
+    positions: PositionsSpec,
+    read_positions: PositionsSpec | None = None,
 ) -> EncoderDecoder:
-    """A member of the family."""
-    return EncoderDecoder(scope, bart_spec(scope, config, form, positions=positions))
+    """A member of the family; `read_positions`: those of its encoder, where they are not the
+    decoder's."""
+    spec = bart_spec(scope, config, form, positions=positions)
+    if read_positions is not None:
+        spec = replace(spec, encoder=replace(spec.encoder, positions=read_positions))
+    return EncoderDecoder(scope, spec)
 
 
 def bart_spec(
@@ -75,23 +92,26 @@ def bart_spec(
     return EncoderDecoderSpec(
         sizes=sizes,
         encoder_layers=encoder.layers,
-        encoder_layer=lambda at, _: bart_encoder_layer(at, encoder, form),
+        encoder_layer=lambda at, i: bart_encoder_layer(at, encoder, form, i),
         layers=(_layer(scope, sizes, form),) * sizes.layers,
         norm=LAYER,
         encoder=StackSpec(stack="encoder", **names),
-        decoder=StackSpec(stack="decoder", **names),
+        decoder=StackSpec(stack="decoder", **names, normed_first=form.normed_first),
         positions=positions,
         embedding_scale=scale,
         head=None if sizes.tied else "lm_head",
         logits_bias="final_logits_bias" if form.logits_bias else None,
-        ignored=SHARED if sizes.tied else SHARED[:2],
+        prefix=form.prefix,
+        ignored=(*(SHARED if sizes.tied else SHARED[:2]), *form.ignored),
     )
 
 
-def learned(config: ConfigReader) -> PositionsSpec:
-    """A table of positions for each stack."""
-    rows = config.int("max_position_embeddings", 1024, ge=1)
-    return LearnedPositions(name="embed_positions", rows=rows, unused=UNUSED)
+def learned(
+    config: ConfigReader, *, key: str = "max_position_embeddings", unused: int = UNUSED
+) -> PositionsSpec:
+    """A table of positions for each stack, of as many rows as the config has under `key`."""
+    rows = config.int(key, 1024, ge=1)
+    return LearnedPositions(name="embed_positions", rows=rows, unused=unused)
 
 
 def _layer(scope: Scope, sizes: DecoderSizes, form: BartForm) -> CrossLayerSpec:
@@ -114,15 +134,16 @@ def _layer(scope: Scope, sizes: DecoderSizes, form: BartForm) -> CrossLayerSpec:
     )
 
 
-def bart_encoder_layer(scope: Scope, sizes: EncoderSizes, form: BartForm) -> EncoderLayer:
+def bart_encoder_layer(
+    scope: Scope, sizes: EncoderSizes, form: BartForm, index: int
+) -> EncoderLayer:
     """One layer of the encoder."""
+    make = form.encoder_attention or _encoder_attention
     attention, mlp = (
         LAYER.build(scope / name, sizes.width, eps=sizes.eps) for name in (NORMS[0], NORMS[2])
     )
     return EncoderLayer(
-        attention=SpanAttentionLayer(
-            scope / "self_attn", sizes, names=("q_proj", "k_proj", "v_proj"), out="out_proj"
-        ),
+        attention=make(scope / "self_attn", sizes, index),
         mlp=PlainMLP(
             scope, MLP, sizes.feed_forward, ElementwiseActivation(scope, sizes.activation)
         ),
@@ -131,6 +152,10 @@ def bart_encoder_layer(scope: Scope, sizes: EncoderSizes, form: BartForm) -> Enc
         before_mlp=mlp if form.pre else None,
         after_mlp=None if form.pre else mlp,
     )
+
+
+def _encoder_attention(scope: Scope, sizes: EncoderSizes, index: int) -> SpanAttentionLayer:
+    return SpanAttentionLayer(scope, sizes, names=("q_proj", "k_proj", "v_proj"), out="out_proj")
 
 
 def _sizes(config: ConfigReader, half: str) -> DecoderSizes:

@@ -47,7 +47,7 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
     scale = sizes.width**0.5 if config.bool("scale_embedding", False) else 1.0
     read, said = (_Beginning(inside / stack, sizes, config) for stack in ("encoder", "decoder"))
     layers = [
-        bart_encoder_layer(inside / "encoder.layers" / str(i), sizes, form)
+        bart_encoder_layer(inside / "encoder.layers" / str(i), sizes, form, i)
         for i in range(sizes.layers)
     ]
     decoder = [_Layer(inside / "decoder.layers" / str(i), decoded) for i in range(decoded.layers)]

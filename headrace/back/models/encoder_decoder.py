@@ -105,13 +105,16 @@ class CrossLayer:
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
     """Where one of the two stacks lies below the prefix; None: it has no such part. `norm_scale`:
-    what its last norm's result is multiplied with."""
+    what its last norm's result is multiplied with. `positions`: its own, where the stacks do not
+    have the same; `normed_first`: the embeddings are normed before positions are added."""
 
     stack: str
     layers: str = "layers"
     embedding_norm: str | None = None
     norm: str | None = None
     norm_scale: float = 1.0
+    positions: PositionsSpec | None = None
+    normed_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +255,9 @@ class StackEnds:
     """What stands before and behind the layers of a stack."""
 
     def __init__(self, scope: Scope, spec: EncoderDecoderSpec, names: StackSpec) -> None:
-        self._positions = spec.positions and spec.positions.build(scope, spec.sizes.width)
+        positions = names.positions or spec.positions
+        self._positions = positions and positions.build(scope, spec.sizes.width)
+        self._normed_first = names.normed_first
 
         def norm(name: str | None, scale: float = 1.0) -> BlockNorm | None:
             kind, sizes = replace(spec.norm, scale=scale), spec.sizes
@@ -266,6 +271,8 @@ class StackEnds:
         branch_TE = None if self._positions is None else self._positions.lookup(positions_T)
         if self._embedding_norm is None:
             return branch_TE, embedded_TE
+        if self._normed_first:
+            return branch_TE, self._embedding_norm.norm(embedded_TE)
         return None, add_norm(self._embedding_norm, branch_TE, embedded_TE)
 
     def end(self, stream: Stream) -> torch.Tensor:

@@ -7,6 +7,11 @@ from collections.abc import Mapping
 ENCODER_DECODERS: Mapping[str, str] = {
     "BartForConditionalGeneration": "bart",
     "MBartForConditionalGeneration": "mbart",
+    "MvpForConditionalGeneration": "mvp",
+    "PLBartForConditionalGeneration": "plbart",
+    "BlenderbotForConditionalGeneration": "blenderbot",
+    "BlenderbotSmallForConditionalGeneration": "blenderbot_small",
+    "LEDForConditionalGeneration": "led",
     "PegasusForConditionalGeneration": "pegasus",
     "MarianMTModel": "marian",
     "M2M100ForConditionalGeneration": "m2m_100",
