@@ -1,5 +1,5 @@
-"""BitNet b1.58 (Ma et al. 2025), as plain weights: squared ReLU gates, norms of what the heads give
-and of the inner values of the MLP."""
+"""BitNet b1.58 (Ma et al. 2025): squared ReLU gates, norms of what the heads give and of the inner
+values of the MLP."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ INT8_ROWS = "+int8-rows"
 CPUs multiply integers by int8 whatever is asked."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
-    "torchao-int4", "hqq",
+    "torchao-int4", "hqq", "ternary", "ternary-inverse",
 )  # fmt: skip
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 

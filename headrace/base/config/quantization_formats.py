@@ -252,6 +252,17 @@ def _bitsandbytes(config: ConfigReader) -> StoredQuantization:
     return everything("bitsandbytes", numbers, plain_modules(config))
 
 
+def _bitnet(config: ConfigReader) -> StoredQuantization:
+    """BitNet b1.58: -1, 0 and 1 with one scale, which BitLinear divides by."""
+    config.choice("quantization_mode", ("offline",), "offline")
+    if config.bool("use_rms_norm", False):
+        raise config.wrong("use_rms_norm", "false")
+    kinds = {"autobitlinear": "ternary", "bitlinear": "ternary-inverse"}
+    kind = kinds[config.choice("linear_class", kinds, "bitlinear")]
+    numbers = Numbers(arrangement=kind, bits=2, group=(0, 0), activations=INT8_TOKENS)
+    return everything("bitnet", numbers, plain_modules(config))
+
+
 METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
@@ -264,6 +275,7 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    "bitnet": _bitnet,
     "quark": _quark,
     "torchao": torchao,
     "hqq": hqq,

@@ -381,6 +381,15 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         optional=("nf4", "fp4", "nested_scales", "nested_levels"),
         shape=_bnb_shape,
     ),
+    **{
+        kind: Arrangement(
+            roles={"values": "{weight}", "scales": "{weight}_scale"},
+            dtypes=("U8",),
+            shape=lambda stored: (4 * stored.shape("values")[0], *stored.shape("values")[1:]),
+            expected=lambda shape, numbers: {"scales": ((1,), ())},
+        )
+        for kind in ("ternary", "ternary-inverse")
+    },
     "bnb-int8": Arrangement(
         roles={"values": "{weight}", "scales": "{module}.SCB", "format": "{module}.weight_format"},
         dtypes=("I8",),

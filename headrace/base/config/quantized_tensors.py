@@ -43,8 +43,10 @@ class QuantizedTensor(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kept_bits(self) -> int:
-        """Bits of a number where kernels read it: there are kernels for 4 and for 8."""
-        return 4 if self.numbers.bits <= 4 else 8
+        """Bits of a number where kernels read it: there are kernels for 4 and for 8. Ternary ones
+        meet int8 activations."""
+        ternary = self.numbers.arrangement.startswith("ternary")
+        return 4 if self.numbers.bits <= 4 and not ternary else 8
 
     @property
     def stays_quantized(self) -> bool:

@@ -20,6 +20,7 @@ from headrace.back.quant.formats import (
     packed,
     scaled,
     sparse,
+    ternary,
 )
 from headrace.back.quant.formats.groups import Groups, Read
 from headrace.base.config.quantized_tensors import QuantizedTensor
@@ -48,6 +49,8 @@ READERS: Mapping[str, Reader] = {
     "torchao-int4": packed.torchao,
     "hqq": hqq.by_input,
     "hqq-axis0": hqq.by_output,
+    "ternary": ternary.times,
+    "ternary-inverse": ternary.over,
 }
 """Arrangement -> reader."""
 KEPT_READERS: Mapping[str, Reader] = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from transformers.integrations.bitnet import pack_weights
 
 import headrace.back.kernels.linear_blocks.layout as linear_blocks
 import headrace.back.kernels.linear_quant.layout as linear_quant
@@ -90,10 +91,18 @@ def int8(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
     return stored, values * scales
 
 
+def bitnet(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    scale = weight.abs().mean()
+    values = (weight / scale).round().clamp(-1, 1)
+    stored = {f"{name}.weight": pack_weights(values.clone()), f"{name}.weight_scale": scale[None]}
+    return stored, values * scale
+
+
 FORMATS: dict[str, tuple[Callable[..., tuple[Stored, torch.Tensor]], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "bitnet": (bitnet, {"quant_method": "bitnet", "linear_class": "autobitlinear"}),
     "int8": (
         int8,
         {
@@ -166,6 +175,7 @@ KEPT = {
     "gptq": ("21 4-bit gptq", "int4-asym"),
     "awq": ("21 4-bit awq", "int4-asym"),
     "int8": ("21 8-bit scaled", "int8"),
+    "bitnet": ("21 2-bit ternary", "int8"),
 }
 
 
@@ -185,6 +195,27 @@ def test_what_a_kernel_reads_is_packed_as_it_is(format: str, tmp_path: Path) -> 
     ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
         assert (row - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.skipif(
+    native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
+)
+def test_ternary_weights_meet_inputs_rounded_as_bitnet_asks(tmp_path: Path) -> None:
+    """To int8, a scale for each token: what the kernels do anyway."""
+
+    def rounded(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        scale = 127 / inputs[0].abs().amax(dim=-1, keepdim=True).clamp(min=1e-5)
+        return ((inputs[0] * scale).round().clamp(-128, 127) / scale,)
+
+    oracle = quantize_folder(tmp_path, "bitnet")
+    for name, module in oracle.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            module.register_forward_pre_hook(rounded)
+    rows = [list(range(3, 30)), [5, 1, 2]]
+    model, _ = load(tmp_path)
+    ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
+        assert (row - expected).norm() < 0.01 * expected.norm()
 
 
 CACHE_NAMES = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.integrations.bitnet import pack_weights
 
 from headrace.back.models.load.quantized import QuantizedSource
 from headrace.base.errors import CheckpointError
@@ -118,6 +119,20 @@ def test_awq(tmp_path: Path) -> None:
     stored, weight = awq_stored()
     with closing(open_weight(tmp_path, AWQ, stored)) as source:
         assert_rectangles(source, "module.weight", weight)
+
+
+@pytest.mark.parametrize("linear", ["autobitlinear", "bitlinear"])
+def test_ternary_weights_of_bitnet_are_those_that_transformers_packs(
+    linear: str, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randint(-1, 2, (24, 20), generator=generator).float()
+    scale = torch.tensor([0.37])
+    stored = {"module.weight": pack_weights(weight.clone()), "module.weight_scale": scale}
+    config = {"quant_method": "bitnet", "linear_class": linear, "quantization_mode": "offline"}
+    source = open_weight(tmp_path, config, stored)
+    expected = weight * scale if linear == "autobitlinear" else weight / scale
+    assert_rectangles(source, "module.weight", expected)
 
 
 def test_fp8_in_blocks_whose_last_ones_are_cut(tmp_path: Path) -> None:
