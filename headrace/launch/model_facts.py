@@ -286,8 +286,8 @@ def _heads(reader: ConfigReader, family: str) -> int:
 def _max_positions(reader: ConfigReader, family: str) -> int:
     """The stated context. YaRN is the one scaling whose config may keep the length before the
     extension."""
-    keys = ("n_positions", "n_ctx", "model_max_length", "max_seq_len", "seq_length")
-    keys += ("max_encoder_position_embeddings",)
+    keys: tuple[str, ...] = ("n_positions", "n_ctx", "model_max_length", "max_seq_len")
+    keys += ("seq_length", "max_encoder_position_embeddings")
     default = LONGEST_RECURRENT if family in RECURRENT else 2048
     stated = reader.int("max_position_embeddings", default, aliases=keys, ge=1, le=MAX_POSITIONS)
     scaling = reader.section("rope_parameters") or reader.section("rope_scaling")

@@ -46,8 +46,8 @@ class BartForm:
     """What tells the family's members apart. `pre`: norms before each branch, and one behind each
     stack; `embedding_norm`: one behind the embeddings, in the decoder before positions are added if
     `normed_first`; `logits_bias`: one is added to logits. `encoder_attention` makes that of an
-    encoder's layer, by its number, where it is another; `ignored`: tensors besides; `prefix`: of all
-    but the head."""
+    encoder's layer, by its number, where it is another; `ignored`: tensors besides; `prefix`: of
+    all but the head."""
 
     pre: bool
     embedding_norm: bool = True

@@ -126,7 +126,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "VaultGemmaForCausalLM": "vaultgemma",
     "HyperCLOVAXForCausalLM": "hyperclovax",
     "Jais2ForCausalLM": "jais2",
-    "BitNetForCausalLM": "bitnet",
+    "BitNetForCausalLM": "bitnet_b158",
     "MptForCausalLM": "mpt",
     "MPTForCausalLM": "mpt",
     "MixtralForCausalLM": "mixtral",

@@ -1,6 +1,6 @@
-"""BitNet's weights of -1, 0 and 1 (Ma et al. 2024), one more than which takes two bits: a byte holds
-four rows, which stand a quarter of the weight apart, the first in the lowest bits. One scale for
-all. Source: transformers 5.23, `integrations/bitnet.py`.
+"""BitNet's weights of -1, 0 and 1 (Ma et al. 2024), one more than which takes two bits: a byte
+holds four rows, which stand a quarter of the weight apart, the first in the lowest bits. One scale
+for all. Source: transformers 5.23, `integrations/bitnet.py`.
 """
 
 from __future__ import annotations
