@@ -19,7 +19,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.back.kernels.attention.triton_rows import pick, row_spans
-from headrace.back.kernels.attention.triton_softmax import attend_tile, divisor, store_lse
+from headrace.back.kernels.attention.triton_softmax import (
+    attend_tile,
+    divisor,
+    split_weights,
+    store_lse,
+)
 from headrace.back.kernels.triton.grid import enter
 
 SPLIT_FIELDS = 12
@@ -216,11 +221,7 @@ def _combined(
         p_part = p_row + o_s.to(tl.int64)[:, None, None] * STEP
         p_part = p_part + o_m[None, :, None] * D + o_d[None, None, :]
         b_part = tl.load(p_part, mask=m_s[:, :, None], other=0.0, cache_modifier=".cg")
-        b_higher = tl.maximum(b_highest, tl.max(b_max, axis=0))
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_weight = tl.exp2(b_max - b_base[None, :])
-        b_shrink = tl.exp2(b_highest - b_base)
+        b_weight, b_shrink, b_highest = split_weights(b_highest, b_max, True)
         b_total = b_total * b_shrink + tl.sum(b_weight * b_sum, axis=0)
         b_acc = b_acc * b_shrink[:, None] + tl.sum(b_part * b_weight[:, :, None], axis=0)
-        b_highest = b_higher
     return b_acc, b_total, b_highest

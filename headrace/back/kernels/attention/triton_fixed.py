@@ -38,7 +38,13 @@ from headrace.back.kernels.attention.triton_rows import (
     pick,
     row_spans,
 )
-from headrace.back.kernels.attention.triton_softmax import divisor, store_lse
+from headrace.back.kernels.attention.triton_softmax import (
+    SUMS,
+    divisor,
+    fixed_step,
+    merge_results,
+    store_lse,
+)
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import shared_bytes
@@ -59,8 +65,6 @@ MAX_SPLITS = 1024
 PROGRAMS_PER_SM = 2
 MAX_HEAD_DIM = 256
 ROW_BUCKETS = (16, 64, 256, 1024, 4096)
-SUMS: tl.constexpr = tl.constexpr(16)
-"""Columns of the product with ones, all alike: the least a matrix instruction takes."""
 
 
 @triton.jit
@@ -106,16 +110,7 @@ def _attend_split(
         if WINDOW:
             seen = seen & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
-        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_p = tl.exp2(
-            tl.fma(b_s, tl.zeros_like(b_s) + factor, tl.zeros_like(b_s) - b_base[:, None])
-        )
-        b_shrink = tl.exp2(b_max - b_base)
-        b_p = b_p.to(b_v.dtype)
-        b_sums = tl.dot(b_p, b_ones, b_sums * b_shrink[:, None], input_precision="ieee")
-        b_acc = tl.dot(b_p, b_v, b_acc * b_shrink[:, None], input_precision="ieee")
-        b_max = b_higher
+        b_max, b_sums, b_acc = fixed_step(b_s, b_max, b_sums, b_acc, b_v, b_ones, factor)
     return b_max, tl.max(b_sums, axis=1), b_acc
 
 
@@ -129,18 +124,6 @@ def _start(sinks, o_query_head, m_m, M: tl.constexpr, D: tl.constexpr, SINKS: tl
         b_max = b_sink * 1.4426950408889634
         b_sum = tl.where(m_m, 1.0, 0.0)
     return b_max, b_sum, tl.zeros([M, D], tl.float32)
-
-
-@triton.jit
-def merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc):
-    """Two results as one; the left one may be empty (maximum -Inf)."""
-    b_higher = tl.maximum(b_max, n_max)
-    b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-    b_left = tl.exp2(b_max - b_base)
-    b_right = tl.exp2(n_max - b_base)
-    b_sum = tl.fma(b_sum, b_left, n_sum * b_right)
-    b_acc = tl.fma(b_acc, b_left[:, None] + tl.zeros_like(b_acc), n_acc * b_right[:, None])
-    return b_higher, b_sum, b_acc
 
 
 @triton.jit

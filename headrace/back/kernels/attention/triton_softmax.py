@@ -3,7 +3,9 @@ running maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022, algorithm 1
 2.
 
 M query-head pairs, N positions of a tile. gluon_softmax.py holds the same for Gluon, whose kernels
-cannot call these. triton_fixed.py spells its own steps out, for their order is what it promises.
+cannot call these. Kernels whose results do not depend on the step take `fixed_step` and
+`merge_results`: multiplications and additions that are spelled out, so that no compiler joins them
+differently in another kernel, and sums over positions that are products with ones.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from headrace.back.kernels.attention.triton_rows import alibi, capped, first_see
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+SUMS: tl.constexpr = tl.constexpr(16)
+"""Columns of a product with ones, all alike: the least a matrix instruction takes."""
 
 
 @triton.jit
@@ -31,6 +35,44 @@ def softmax_weights(b_s, b_max, factor, HIDDEN: tl.constexpr):
     b_p = tl.exp2(b_s * factor - b_base[:, None])
     b_shrink = tl.exp2(b_max - b_base)
     return b_p, b_shrink, b_higher
+
+
+@triton.jit
+def fixed_step(b_s, b_max, b_sums, b_acc, b_v, b_ones, factor):
+    """Maximum [M], sums [M, SUMS] and weighted values [M, D] with N positions more, whose scores
+    b_s are -Inf where hidden. b_ones [N, SUMS]; `factor`: of the scores, to units of log 2."""
+    b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
+    b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_p = tl.exp2(tl.fma(b_s, tl.zeros_like(b_s) + factor, tl.zeros_like(b_s) - b_base[:, None]))
+    b_shrink = tl.exp2(b_max - b_base)
+    b_p = b_p.to(b_v.dtype)
+    b_sums = tl.dot(b_p, b_ones, b_sums * b_shrink[:, None], input_precision="ieee")
+    b_acc = tl.dot(b_p, b_v, b_acc * b_shrink[:, None], input_precision="ieee")
+    return b_higher, b_sums, b_acc
+
+
+@triton.jit
+def merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc):
+    """Two results as one; the left one may be empty (maximum -Inf)."""
+    b_higher = tl.maximum(b_max, n_max)
+    b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_left = tl.exp2(b_max - b_base)
+    b_right = tl.exp2(n_max - b_base)
+    b_sum = tl.fma(b_sum, b_left, n_sum * b_right)
+    b_acc = tl.fma(b_acc, b_left[:, None] + tl.zeros_like(b_acc), n_acc * b_right[:, None])
+    return b_higher, b_sum, b_acc
+
+
+@triton.jit
+def split_weights(b_highest, b_max, HIDDEN: tl.constexpr):
+    """Weights of splits, by their maxima along axis 0, against a new highest one; what earlier sums
+    shrink by, and the highest. HIDDEN: all may be -Inf."""
+    b_higher = tl.maximum(b_highest, tl.max(b_max, axis=0))
+    if HIDDEN:
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+    else:
+        b_base = b_higher
+    return tl.exp2(b_max - b_base), tl.exp2(b_highest - b_base), b_higher
 
 
 @triton.jit

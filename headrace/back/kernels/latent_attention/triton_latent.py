@@ -22,11 +22,14 @@ from headrace.back.kernels.attention.triton_fixed import (
     PROGRAMS_PER_SM,
     ROW_BUCKETS,
     SPLIT_TOKENS,
-    SUMS,
-    merge_results,
 )
 from headrace.back.kernels.attention.triton_rows import pick, row_spans
-from headrace.back.kernels.attention.triton_softmax import store_lse
+from headrace.back.kernels.attention.triton_softmax import (
+    SUMS,
+    fixed_step,
+    merge_results,
+    store_lse,
+)
 from headrace.back.kernels.latent_attention.op import (
     LatentAttentionFunction,
     LatentAttentionProblem,
@@ -76,16 +79,7 @@ def _attend_split(
         b_s = tl.dot(b_r, tl.trans(b_k), b_s, input_precision="ieee")
         seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
         b_s = tl.where(seen, b_s, float("-inf"))
-        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_p = tl.exp2(
-            tl.fma(b_s, tl.zeros_like(b_s) + factor, tl.zeros_like(b_s) - b_base[:, None])
-        )
-        b_shrink = tl.exp2(b_max - b_base)
-        b_p = b_p.to(b_c.dtype)
-        b_sums = tl.dot(b_p, b_ones, b_sums * b_shrink[:, None], input_precision="ieee")
-        b_acc = tl.dot(b_p, b_c, b_acc * b_shrink[:, None], input_precision="ieee")
-        b_max = b_higher
+        b_max, b_sums, b_acc = fixed_step(b_s, b_max, b_sums, b_acc, b_c, b_ones, factor)
     return b_max, tl.max(b_sums, axis=1), b_acc
 
 

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from headrace.back.kernels.attention.gluon_softmax import softmax_weights
 from headrace.back.kernels.attention.triton_prefill_hopper import blocks_from
+from headrace.back.kernels.attention.triton_softmax import split_weights
 from headrace.back.kernels.triton.gluon import enter, thread_barrier
 from headrace.back.kernels.triton.grid import enter as enter_triton
 
@@ -91,12 +92,9 @@ def latent_merge_kernel(
         b_max = tl.load(p_i + C, mask=m_i, other=float("-inf"))
         b_sum = tl.load(p_i + C + 1, mask=m_i, other=0.0)
         b_part = tl.load(p_i[:, None] + o_d[None, :], mask=m_i[:, None], other=0.0)
-        higher = tl.maximum(largest, tl.max(b_max, axis=0))
-        shrink = tl.exp2(largest - higher)
-        b_weight = tl.exp2(b_max - higher)
+        b_weight, shrink, largest = split_weights(largest, b_max, False)
         total_sum = total_sum * shrink + tl.sum(b_sum * b_weight, axis=0)
         b_acc = b_acc * shrink + tl.sum(b_part * b_weight[:, None], axis=0)
-        largest = higher
     token = tl.load(starts + i_row).to(tl.int64)
     p_out = out + (token * HEADS + i_head) * RANK + o_d
     tl.store(p_out, (b_acc / total_sum).to(out.dtype.element_ty), mask=o_d < RANK)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.attention.triton_softmax import softmax_weights
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.span_attention.op import SpanAttention, SpanAttentionProblem
 from headrace.back.kernels.triton.grid import enter
@@ -88,12 +89,8 @@ def span_attention_kernel(
             o_far = o_m[:, None] - o_n[None, :]
             m_s = m_s & (o_far <= WINDOW) & (o_far >= -WINDOW)
         b_s = tl.where(m_s, b_s * factor, float("-inf"))
-        b_next = tl.maximum(b_max, tl.max(b_s, axis=1))
-        b_safe = tl.where(b_next == float("-inf"), 0.0, b_next)
-        b_p = tl.exp2(b_s - b_safe[:, None])
-        b_shrink = tl.exp2(b_max - b_safe)
+        b_p, b_shrink, b_max = softmax_weights(b_s, b_max, 1.0, True)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
-        b_max = b_next
         b_w = b_p.to(b_q.dtype)
         b_v = _load(p_v, o_n, o_d, v_token_stride, m_n, 0, WIDTH)
         b_acc = b_acc * b_shrink[:, None] + tl.dot(b_w, b_v, input_precision="ieee")

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.attention.op import Plan
+from headrace.back.kernels.attention.triton_softmax import softmax_weights
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.sparse_attention.op import (
     SparseAttentionFunction,
@@ -57,13 +58,10 @@ def sparse_attention_kernel(
         b_v = tl.load(p_k + half_stride, mask=m_s[:, None] & m_d, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_scores = tl.where(m_s[None, :], b_scores * scale, float("-inf"))
-        b_new = tl.maximum(b_best, tl.max(b_scores, axis=1))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_old, b_p = tl.exp2(b_best - b_safe), tl.exp2(b_scores - b_safe[:, None])
+        b_p, b_old, b_best = softmax_weights(b_scores, b_best, 1.0, True)
         b_total = b_total * b_old + tl.sum(b_p, axis=1)
         b_out = b_out * b_old[:, None]
         b_out += tl.dot(b_p.to(dtype), b_v, input_precision="ieee")
-        b_best = b_new
     b_out = b_out / tl.where(b_total == 0.0, 1.0, b_total)[:, None]
     tl.store(out + o_q, b_out.to(dtype), mask=m_g & m_d)
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.attention.op import Plan
+from headrace.back.kernels.attention.triton_softmax import softmax_weights
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.sparse_latent_attention.op import (
     SparseLatentAttentionFunction,
@@ -72,13 +73,10 @@ def sparse_latent_attention_kernel(
         b_scores = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee")
         b_scores += tl.dot(b_qr, tl.trans(b_kvr), input_precision="ieee")
         b_scores = tl.where(m_s[None, :], b_scores * scale, float("-inf"))
-        b_new = tl.maximum(b_best, tl.max(b_scores, axis=1))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_old, b_p = tl.exp2(b_best - b_safe), tl.exp2(b_scores - b_safe[:, None])
+        b_p, b_old, b_best = softmax_weights(b_scores, b_best, 1.0, True)
         b_total = b_total * b_old + tl.sum(b_p, axis=1)
         b_out = b_out * b_old[:, None]
         b_out += tl.dot(b_p.to(dtype), b_kv, input_precision="ieee")
-        b_best = b_new
     b_out = b_out / tl.where(b_total == 0.0, 1.0, b_total)[:, None]
     p_out = out + (i_t.to(tl.int64) * HEADS + o_h[:, None]) * RANK + o_c[None, :]
     tl.store(p_out, b_out.to(dtype), mask=m_h & m_c)
