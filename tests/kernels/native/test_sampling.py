@@ -10,6 +10,9 @@ from headrace.back.kernels.greedy import op as greedy_op
 from headrace.back.kernels.gumbel import native as gumbel
 from headrace.back.kernels.gumbel import op as gumbel_op
 from headrace.back.kernels.native.library import loaded
+from headrace.back.kernels.token_scores import native as token_scores
+from headrace.back.kernels.token_scores import op as token_scores_op
+from headrace.back.kernels.token_scores.op import ScoreTable, TokenScoresProblem
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 GREEDY = greedy_op.GreedyProblem(device="cpu")
@@ -40,6 +43,45 @@ def test_greedy_on_any_row_of_special_values(library_path, values, ahead):
     token, value = greedy.bind_with(loaded())(logits)
     expected, best = greedy_op.bind_reference(GREEDY)(logits)
     assert torch.equal(token, expected) and torch.equal(value.nan_to_num(7.0), best.nan_to_num(7.0))
+
+
+SCORES = TokenScoresProblem(device="cpu")
+
+
+def scores_by(function, logits, token, columns):
+    scores = ScoreTable.empty(len(logits), columns, logits.device)
+    function(logits, token, scores)
+    return scores
+
+
+def same_scores(ours, expected):
+    """Log-probabilities to rounding, all else to the bit; a NaN is a NaN."""
+    assert torch.equal(ours.ids, expected.ids) and torch.equal(ours.ranks, expected.ranks)
+    for one, other in ((ours.values, expected.values), (ours.log_sum_exp, expected.log_sum_exp)):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_token_scores_equal_the_reference(library, width):
+    rows = 3
+    logits = logits_of(rows, width + 2)[:, :width]
+    logits[1] = logits[1].round()
+    token = torch.randint(width, (rows,), generator=torch.Generator().manual_seed(1))
+    ours, reference = token_scores.bind_with(library), token_scores_op.bind_reference(SCORES)
+    for columns in (1, min(6, width + 1), min(21, width + 1)):
+        mine = scores_by(ours, logits, token, columns)
+        same_scores(mine, scores_by(reference, logits, token, columns))
+        alone = scores_by(ours, logits[1:2], token[1:2], columns)
+        assert torch.equal(alone.data[0], mine.data[1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(SPECIAL, min_size=1, max_size=70), st.integers(0, 20_000), st.integers(0, 69))
+def test_token_scores_of_any_row_of_special_values(library_path, values, ahead, at):
+    logits = torch.cat((torch.full((ahead,), -INF), torch.tensor(values)))[None]
+    token, columns = torch.tensor([ahead + at % len(values)]), 1 + min(5, logits.shape[1])
+    mine = scores_by(token_scores.bind_with(loaded()), logits, token, columns)
+    same_scores(mine, scores_by(token_scores_op.bind_reference(SCORES), logits, token, columns))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

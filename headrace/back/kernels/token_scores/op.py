@@ -141,7 +141,10 @@ OP: Op[TokenScoresProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
     ),
-    kernels=("headrace.back.kernels.token_scores.triton_token_scores:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.token_scores.native:KERNEL",
+        "headrace.back.kernels.token_scores.triton_token_scores:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: 2e-6,
     outputs=_outputs,
