@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from headrace.back.kernels.op import DeferredChecks
 from headrace.back.models.families import architecture_of, text_config
 from headrace.back.platforms.detect import FAKES
 from headrace.base.config.resolved import ModelSpec
-from headrace.launch.plan import kernels_on_absent_device
+from headrace.launch.plan import build_without_memory, kernels_on_absent_device
 from tests.models.test_encoders import ENCODER_CASES
 from tests.models.test_parity import CASES, tiny_config
 
@@ -68,3 +69,42 @@ def test_every_family_tells_the_kernels_it_would_have_on_a_gpu(case: str) -> Non
         and "native: runs on the CPU only" in found["kernel.linear"][1]
     )
     assert MIXERS & found.keys() or case in BY_PYTORCH
+
+
+def problems_of(case: str, **changes: Any) -> set[tuple[str, Any]]:
+    """(op, problem) of every kernel that an H200 would compile for the case's model."""
+    from headrace.back.kernels.triton.wrap import planned_for
+
+    config = tiny_config(case).to_dict() | {"architectures": [f"{CASES[case][0]}ForCausalLM"]}
+    config |= changes
+    spec = ModelSpec(
+        path="", name=case, format="dummy", family=architecture_of(config).family, dtype="bfloat16",
+        max_model_len=32, logits_width=config["vocab_size"], eos_ids=(), config=config,
+    )  # fmt: skip
+    with DeferredChecks() as checks, planned_for((9, 0)):
+        build_without_memory(spec, block_tokens=16, planned="cuda").finish_load()
+        problems = {(op.name, problem) for op, _, problem in checks._checks}
+    checks.forget()
+    return problems
+
+
+@pytest.mark.parametrize("case", ["qwen3", "deepseek-v3", "qwen3-next"])
+def test_a_deeper_model_has_no_more_kernels_to_compile(case: str) -> None:
+    """KRN-24: kernels know shapes, not layers. Of four layers of Qwen3-Next one has full attention."""
+    few, many = (problems_of(case, num_hidden_layers=n, layer_types=None) for n in (4, 12))
+    assert few == many and len(few) > 10
+
+
+@pytest.mark.parametrize(
+    ("case", "outputs"), [("deepseek-v3", (20, 24, 6)), ("qwen3-next", (16, 16, 48, 48, 4, 4))]
+)
+def test_projections_of_one_input_are_one_gemm(case: str, outputs: tuple[int, ...]) -> None:
+    """KRN-21: the bottleneck of queries, latents and rotary keys; KRN-15: queries, keys, values, gates and the two
+    numbers of each head, for which a second stream would have nothing left. With the norm before it."""
+    inputs = tiny_config(case).hidden_size
+    found = [
+        problem.outputs
+        for op, problem in problems_of(case)
+        if op in ("linear", "fused_linear") and problem.inputs == inputs
+    ]
+    assert sum(outputs) in found and not set(outputs) & set(found) - {inputs}

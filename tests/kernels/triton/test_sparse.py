@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +23,7 @@ from headrace.back.kernels.group_write.op import GroupWriteProblem
 from headrace.back.kernels.index_select import op as index_select
 from headrace.back.kernels.index_select import triton_index_select
 from headrace.back.kernels.index_select.op import IndexSelectProblem
+from headrace.back.kernels.triton.wrap import interpreted
 from tests.kernels.triton import test_kernels
 from tests.kernels.triton.test_kernels import BOUND, DEVICE, DTYPES
 
@@ -114,3 +118,28 @@ def test_a_window_and_entries_in_one_softmax_equal_the_reference(
         top_k=top_k, block_tokens=16, scale=head_dim**-0.5,
     )  # fmt: skip
     assert compressed.OP.error(triton_compressed_attention.KERNEL, problem) <= BOUND[dtype]
+
+
+@pytest.mark.skipif(interpreted(), reason="there are no graphs in the interpreter")
+def test_a_recorded_choice_follows_the_lengths():
+    """KRN-04: one graph, whatever the rows have grown to."""
+    problem = IndexSelectProblem(
+        device=DEVICE, dtype=torch.float32, heads=4, dim=16, top_k=64, block_tokens=16
+    )
+    plan, blocks = sample_plan([(1, 3000)] * 3, block_tokens=16, window=None, device=DEVICE)
+    new = {"generator": torch.Generator().manual_seed(5)}
+    q_TJI, weight_TJ, keys = (
+        torch.randn(*shape, **new).round_().to(DEVICE)
+        for shape in ((3, 4, 16), (3, 4), (blocks, 16, 16))
+    )
+    select, reference = triton_index_select.bind(problem), index_select.bind_reference(problem)
+    recorded = replace(plan, host_query_start=None, host_kv_len=None)
+    select(q_TJI, weight_TJ, keys, recorded)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen_TK = select(q_TJI, weight_TJ, keys, recorded)
+    for lengths in ((3000, 1, 65), (64, 2999, 700)):
+        plan.kv_len_R.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        now = replace(plan, host_kv_len=np.array(lengths, np.int32))
+        assert torch.equal(chosen_TK, reference(q_TJI, weight_TJ, keys, now))
