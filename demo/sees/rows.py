@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from demo.sees.item import Clip, Medium, Showing
-from demo.sees.shapes import comparing, counting, in_order, placing
-from demo.sees.texts import Fonts, reading
+from demo.sees.shapes import comparing, counting, in_order, placing, relating
+from demo.sees.texts import Fonts, reading, reading_lines
 from headrace.base.config.media import ProcessorSettings
 from headrace.front.media.processing import ProcessedMedia, Sampling
 from headrace.front.media.processors.qwen_vl import QwenVisionProcessor
@@ -148,12 +148,16 @@ def _put(packed: Packed, medium: Medium) -> None:
 def any_showing(rng: Random, fonts: Fonts) -> Showing:
     """Of any task, as training draws them."""
     kind = rng.random()
-    if kind < 0.4:
+    if kind < 0.24:
         return reading(rng, fonts)
-    if kind < 0.53:
+    if kind < 0.46:
+        return reading_lines(rng, fonts)
+    if kind < 0.59:
         return counting(rng)
-    if kind < 0.74:
+    if kind < 0.68:
         return placing(rng)
+    if kind < 0.76:
+        return relating(rng)
     return comparing(rng) if kind < 0.92 else in_order(rng)
 
 

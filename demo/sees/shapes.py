@@ -298,6 +298,17 @@ def placing(rng: Random) -> Showing:
     return Showing(media=(drawn(scene, fine=rng.choice((1, 2, 3))),), turns=_unlike(turns))
 
 
+def relating(rng: Random) -> Showing:
+    """For training: a scene of nine places and many questions of how two things lie to each other. An answer is one
+    bit beside the dozens of characters of a text that is read, so that few such questions teach little."""
+    scene, places = placed(rng, rng.choice((2, 3, 4, 5)))
+    turns = [place_turn(rng, scene, places) for _ in range(24)]
+    return Showing(
+        media=(drawn(scene, fine=rng.choice((1, 2, 3))),),
+        turns=_unlike([turn for turn in turns if turn.task == "relation"] or turns[:1]),
+    )
+
+
 def _unlike(turns: list[Turn]) -> tuple[Turn, ...]:
     return tuple({turn.question: turn for turn in turns}.values())
 

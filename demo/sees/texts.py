@@ -90,10 +90,10 @@ def word(rng: Random) -> str:
     return found
 
 
-def line(rng: Random, most: int) -> str:
-    """A few words and numbers of at most `most` characters."""
+def line(rng: Random, most: int, signs_share: float = 0.12) -> str:
+    """A few words and numbers of at most `most` characters, or, in `signs_share` of all cases, signs at random."""
     kind = rng.random()
-    if kind < 0.12:
+    if kind < signs_share:
         signs = _LETTERS + _LETTERS.upper() + "0123456789" * 3 + _SIGNS
         parts = ["".join(rng.choice(signs) for _ in range(rng.randint(2, 8)))]
     else:
@@ -199,3 +199,17 @@ def reading(rng: Random, fonts: Fonts, *, held_out: bool = False) -> Showing:
             break
     turn = Turn(task=task, question=rng.choice(questions), answer=text)
     return Showing(media=(picture,), turns=(turn,))
+
+
+def reading_lines(rng: Random, fonts: Fonts) -> Showing:
+    """Two or three lines for training, small enough to fit more often than chance would have it; a third of them
+    signs at random, which no knowledge of words helps to read."""
+    while True:
+        size = round(SIZES[0] * 2.2 ** rng.random())
+        text = "\n".join(line(rng, 26, signs_share=0.33) for _ in range(rng.choice((2, 3))))
+        if not text.strip() or is_held_out(text):
+            continue
+        picture = picture_of(rng, text, fonts.any(rng, size))
+        if picture is not None:
+            turn = Turn(task="read_lines", question=rng.choice(QUESTIONS), answer=text)
+            return Showing(media=(picture,), turns=(turn,))

@@ -32,8 +32,8 @@ from demo.sees.freeze import frozen_items
 from demo.sees.item import Showing, is_held_out
 from demo.sees.model import Qwen3VL, SeeingShape, Seen
 from demo.sees.rows import CONTROL_ID, SETTINGS, Packed, conversation
-from demo.sees.shapes import comparing, counting, in_order, placing
-from demo.sees.texts import Fonts, reading
+from demo.sees.shapes import comparing, counting, in_order, placing, relating
+from demo.sees.texts import Fonts, reading, reading_lines
 from headrace.bench.held_out import SEEN, read_items
 from headrace.front.media.log_mel import LogMel
 from headrace.front.media.preparation import MediaPreparer, MediaRequest
@@ -170,6 +170,19 @@ def test_a_text_is_held_out_by_its_characters() -> None:
     for held_out in (False, True):
         answers = [reading(rng, no_fonts(), held_out=held_out).turns[0].answer for _ in range(30)]
         assert {is_held_out(answer) for answer in answers} == {held_out}
+
+
+def test_training_reads_more_lines_and_asks_more_relations_than_the_items_do() -> None:
+    rng = Random(3)
+    for _ in range(20):
+        answer = reading_lines(rng, no_fonts()).turns[0].answer
+        assert not is_held_out(answer) and "\n" in answer
+    asked = [relating(rng).turns for _ in range(20)]
+    assert sum(len(turns) for turns in asked) > 60
+    assert {turn.answer for turns in asked for turn in turns if turn.task == "relation"} == {
+        "yes",
+        "no",
+    }
 
 
 def test_the_shipped_items_have_every_task_and_texts_that_are_held_out() -> None:
