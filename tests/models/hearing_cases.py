@@ -152,7 +152,62 @@ def glm_asr_config() -> Any:
     )
 
 
+def nemotron_config() -> Any:
+    tower = {
+        **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4},
+        **{"max_img_size": 24, "num_cls_tokens": 2, "num_registers": 1, "mlp_ratio": 1.5},
+        "video_temporal_patch_size": 2,
+    }
+    state = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8}
+    kinds = ["full_attention", "mlp"]
+    text = {**TEXT, **state, "model_type": "nemotron_h", "layers_block_type": kinds, "head_dim": 12}
+    audio = {
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"intermediate_size": 40, "num_mel_bins": BANDS, "subsampling_conv_channels": 6},
+        **{"projection_hidden_size": 36, "projection_bias": False},
+    }
+    return transformers.NemotronH_Omni_Reasoning_V3_Config(
+        vision_config=tower,
+        text_config=text,
+        audio_config=audio,
+        projector_hidden_size=40,
+        vision_hidden_size=32,
+        audio_token_id=SOUND,
+        image_token_id=99,
+    )
+
+
+def nemotron_oracle(config: Any) -> Any:
+    """RADIO's branches have no factors; transformers 5.23 stores some that are one."""
+    oracle = transformers.NemotronH_Omni_Reasoning_V3(config)
+    save = oracle.save_pretrained
+
+    def save_pretrained(folder: Any) -> None:
+        for layer in oracle.vision_model.encoder.layer:
+            for scale in (layer.layer_scale1, layer.layer_scale2):
+                scale.lambda1.data.fill_(1.0)
+        save(folder)
+
+    oracle.save_pretrained = save_pretrained
+    return oracle
+
+
+def masked_but_the_last(sounds: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    inputs = masked_rows(sounds)
+    longest = inputs["input_features"].shape[1]
+    return inputs | {"input_features_mask": masks([len(one) - 1 for one in sounds], longest)}
+
+
 CASES = {
+    "nemotron-omni": Case(
+        config=nemotron_config,
+        model="NemotronH_Omni_Reasoning_V3",
+        oracle=nemotron_oracle,
+        steps=SoundSteps(strides=((3, 2, 1),) * 3),
+        lengths=(40, 65),
+        inputs=masked_but_the_last,
+        silent=1,
+    ),
     "granite-speech-plus": Case(
         config=granite_speech_plus_config,
         model="GraniteSpeechPlus",

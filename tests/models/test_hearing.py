@@ -88,6 +88,8 @@ class Case:
     inputs: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
     bands: int = BANDS
     typed: bool = False
+    silent: int = 0
+    """Frames of zeros behind a sound, which are masked."""
     oracle: Callable[[Any], Any] | None = None
     """What makes the reference's model of a config, where its class alone does not."""
 
@@ -192,6 +194,8 @@ class Heard:
         frames = frames.astype(np.float32)
         if margin := self.case.steps.margin:
             frames[-margin:] = -0.5
+        if self.case.silent:
+            frames[-self.case.silent :] = 0.0
         return Sound(frames=frames, num_tokens=self.case.steps.tokens(len(frames)))
 
     def expected(self, prompt: Prompt, max_tokens: int = 5) -> Answer:

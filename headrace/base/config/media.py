@@ -25,12 +25,23 @@ class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
     lead: int = 0
 
 
+class NormalizedMel(msgspec.Struct, frozen=True, kw_only=True):
+    """Logarithms of energies in mel bands, each band of mean 0 and deviation 1. `frame`: samples
+    that one sees, `transform`: of the transform. `emphasis`: the share of the sample before, which
+    is taken from each. `silent_frames`: of zeros behind the sound, which have tokens too."""
+
+    frame: int = 400
+    transform: int = 512
+    emphasis: float = 0.97
+    silent_frames: int = 0
+
+
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
-    `magnitudes`: how its frames are made, where that is not Whisper's way; `stack`: so many of
-    other frames still stand side by side in a row, where it is neither. `around`: text before
-    and behind its tokens. The rest as in `base/wire/media.py: SoundSteps`."""
+    `magnitudes`, `normalized`: how its frames are made, where that is not Whisper's way; `stack`:
+    so many of other frames still stand side by side in a row, where it is none of these. `around`:
+    text before and behind its tokens. The rest as in `base/wire/media.py: SoundSteps`."""
 
     bands: int
     window: int = 0
@@ -42,6 +53,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     per_chunk: int = 0
     margin: int = 0
     magnitudes: MagnitudeSettings | None = None
+    normalized: NormalizedMel | None = None
     stack: int = 0
     around: tuple[str, str] = ("", "")
 

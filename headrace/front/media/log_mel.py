@@ -30,7 +30,7 @@ class LogMel:
 
     def __init__(self, bands: int, frames: int | None = None) -> None:
         self._num_samples = None if frames is None else frames * HOP
-        self.filters_BM = _filters(bands)
+        self.filters_BM = slaney_filters(bands)
         self._window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
 
     def features(self, samples: npt.NDArray[np.int16]) -> Floats:
@@ -46,9 +46,9 @@ class LogMel:
         return np.ascontiguousarray((log + 4.0) / 4.0, dtype=np.float32)
 
 
-def _filters(bands: int) -> npt.NDArray[np.float64]:
+def slaney_filters(bands: int, transform: int = WINDOW) -> npt.NDArray[np.float64]:
     """Triangles over bins [B, M] of equal width in mel and of equal area in Hz."""
-    bins_hz = np.linspace(0, RATE // 2, WINDOW // 2 + 1)
+    bins_hz = np.linspace(0, RATE // 2, transform // 2 + 1)
     edges_hz = _hertz(np.linspace(0.0, _mel(HIGHEST_HZ), bands + 2))
     widths = np.diff(edges_hz)
     distance = edges_hz[None, :] - bins_hz[:, None]

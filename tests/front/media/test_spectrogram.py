@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,10 @@ from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeat
 from transformers.models.granite_speech.feature_extraction_granite_speech import (
     GraniteSpeechFeatureExtractor,
 )
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3Processor,
+)
+from transformers.models.parakeet.feature_extraction_parakeet import ParakeetFeatureExtractor
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASREncoder
 
@@ -213,3 +218,26 @@ def test_audio_flamingo_and_glm_asr(tmp_path: Path, seconds: float) -> None:
         assert np.abs(ours[:seen] - theirs["input_features"][0].T[:seen]).max() < BOUND
     silence = theirs["input_features"][0].T[seen:]  # GLM-ASR's window is filled up with its last
     assert np.abs(silence - ours[-1]).max(initial=0.0) < BOUND
+
+
+@pytest.mark.parametrize("seconds", [0.1, 7.777, 8.0, 35.0])
+def test_nemotron_omni(tmp_path: Path, seconds: float) -> None:
+    """A frame of zeros behind the last whole one is counted (MUL-04). Theirs takes logarithms of float32 energies near 0."""
+    samples = sound(seconds)
+    theirs = ParakeetFeatureExtractor(feature_size=BANDS)(
+        samples / np.float32(32768.0), sampling_rate=RATE, return_tensors="pt"
+    )
+    frames = theirs["input_features"][0].numpy()
+    config = {
+        **{"model_type": "nemotron_h_omni", "vision_config": {}, "image_token_id": 5},
+        **{"audio_token_id": 7, "audio_config": {"num_mel_bins": BANDS}},
+    }
+    spec = read_media(tmp_path, config)
+    assert spec is not None and (spec.audio_token, spec.image_token) == (7, 5)
+    heard = spectrogram(samples, spec.settings)
+    ours, num_tokens = frames_of(heard)
+    assert heard.layout == ("<so_start>", 0, "<so_end>")
+    assert np.abs(ours - frames).max() < 1e-3 and not ours[-1].any()
+    counter = SimpleNamespace(audio_hop_length=160, audio_subsampling_factor=8)
+    estimate = NemotronH_Omni_Reasoning_V3Processor._estimate_audio_num_embeddings
+    assert num_tokens == estimate(counter, len(samples))

@@ -30,7 +30,7 @@ from headrace.front.media.processors.reading import (
     vision_section,
     with_video,
 )
-from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO
+from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO, hears
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
     "media processor",
@@ -83,7 +83,7 @@ def _read(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     if kind in HEARING:
         return HEARING[kind](folder, reader)
     spec = _read_seeing(folder, config)
-    if spec is None or kind not in SEEING_TOO or not config.get("audio_config"):
+    if spec is None or kind not in SEEING_TOO or not hears(config):
         return spec
     return SEEING_TOO[kind](folder, reader, spec)
 

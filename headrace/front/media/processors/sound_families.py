@@ -3,7 +3,9 @@ ask."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -11,9 +13,11 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import (
     MagnitudeSettings,
     MediaSpec,
+    NormalizedMel,
     ProcessorSettings,
     SoundSettings,
 )
+from headrace.front.media.log_mel import HOP
 from headrace.front.media.processors.files import extractor_keys, special_text
 
 STACKED = 2
@@ -172,6 +176,35 @@ def _gemma3n(folder: Path, config: ConfigReader) -> MediaSpec:
     return msgspec.structs.replace(_audio_only(config, sound), joins_newlines=True)
 
 
+def normalized_mel_of(keys: ConfigReader, *, silent_frames: int = 0) -> NormalizedMel:
+    """Of Parakeet's extractor."""
+    frame = keys.int("win_length", 400, ge=2, le=1 << 14)
+    if keys.int("hop_length", 160, ge=1) != HOP:
+        raise keys.wrong("hop_length", str(HOP))
+    return NormalizedMel(
+        frame=frame,
+        transform=keys.int("n_fft", 512, ge=frame, le=1 << 15),
+        emphasis=keys.float("preemphasis", 0.97, ge=0.0, le=1.0),
+        silent_frames=silent_frames,
+    )
+
+
+def _nemotron(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
+    """The frame behind the last whole one is masked, but counted."""
+    audio = config.section("audio_config") or config.section("sound_config")
+    assert audio is not None
+    halvings = audio.int("subsampling_factor", 8, ge=2, le=64).bit_length() - 1
+    sound = SoundSettings(
+        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
+        strides=((3, 2, 1),) * halvings,
+        normalized=normalized_mel_of(extractor_keys(folder), silent_frames=1),
+        around=("<so_start>", "<so_end>"),
+    )
+    token = config.int("audio_token_id", aliases=("sound_context_token_id",), ge=0)
+    settings = msgspec.structs.replace(spec.settings, sound=sound)
+    return msgspec.structs.replace(spec, settings=settings, audio_token=token)
+
+
 def _magnitudes(
     keys: ConfigReader, *, frame_ms: float, band_hz: tuple[float, float], least: float
 ) -> MagnitudeSettings:
@@ -205,5 +238,12 @@ SEEING_TOO = {
     "qwen2_5_omni_thinker": _qwen2_5_omni,
     "qwen3_omni_moe_thinker": _qwen3_omni,
     "gemma4": _gemma4,
+    "nemotron_h_omni": _nemotron,
+    "NemotronH_Nano_Omni_Reasoning_V3": _nemotron,
 }
 """Those that hear and see: what their sound adds to the rest."""
+
+
+def hears(config: Mapping[str, Any]) -> bool:
+    """Whether a config of them has a tower for sound."""
+    return bool(config.get("audio_config") or config.get("sound_config"))

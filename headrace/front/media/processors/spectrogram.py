@@ -10,6 +10,7 @@ from headrace.base.config.media import ProcessorSettings, SoundSettings
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import SoundSteps
 from headrace.front.media.log_mel import HOP, RATE, LogMel
+from headrace.front.media.normalized_mel import normalized_mel
 from headrace.front.media.processing import ProcessedMedia, TowerInput
 from headrace.front.media.stacked_mel import stacked_log_mel
 from headrace.front.media.usm_mel import log_magnitudes
@@ -48,6 +49,8 @@ def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
         )
     if sound.magnitudes is not None:
         return log_magnitudes(samples, sound.bands, sound.magnitudes)
+    if sound.normalized is not None:
+        return normalized_mel(samples, sound.bands, sound.normalized)
     if sound.stack:
         return stacked_log_mel(samples, sound.bands, sound.stack)
     if sound.most:

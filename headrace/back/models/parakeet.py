@@ -1,0 +1,42 @@
+"""Parakeet's encoder, a FastConformer (Rekesh et al. 2023; transformers 5.23,
+modeling_parakeet.py)."""
+
+from __future__ import annotations
+
+from headrace.back.kernels.gated_act.op import ACTIVATIONS
+from headrace.back.layers.audio.fast_conformer import FastConformerSpec
+from headrace.base.config.hf import ConfigReader
+
+
+def conformer_spec(encoder: ConfigReader, *, plain: bool = False) -> FastConformerSpec:
+    """`plain`: by default it has no biases, and its input is not scaled."""
+    width, heads = (
+        encoder.int("hidden_size", 1024, ge=2),
+        encoder.int("num_attention_heads", 8, ge=1),
+    )
+    if width % heads:
+        raise encoder.wrong("num_attention_heads", f"a divisor of hidden_size ({width})")
+    factor = encoder.int("subsampling_factor", 8, ge=2, le=64)
+    if factor & (factor - 1):
+        raise encoder.wrong("subsampling_factor", "a power of two")
+    for key, value in (("subsampling_conv_kernel_size", 3), ("subsampling_conv_stride", 2)):
+        if encoder.int(key, value, ge=1) != value:
+            raise encoder.wrong(key, str(value))
+    taps = encoder.int("conv_kernel_size", 9, ge=1)
+    if taps % 2 == 0:
+        raise encoder.wrong("conv_kernel_size", "an odd number")
+    scaled = encoder.bool("scale_input", not plain)
+    return FastConformerSpec(
+        bands=encoder.int("num_mel_bins", 80, ge=factor, le=1024),
+        channels=encoder.int("subsampling_conv_channels", 256, ge=1),
+        halvings=factor.bit_length() - 1,
+        width=width,
+        inner=encoder.int("intermediate_size", 4096, ge=1),
+        layers=encoder.int("num_hidden_layers", 24, ge=1),
+        heads=heads,
+        taps=taps,
+        scale=float(width) ** 0.5 if scaled else 1.0,
+        bias=encoder.bool("attention_bias", not plain),
+        convolution_bias=encoder.bool("convolution_bias", True),
+        activation=ACTIVATIONS[encoder.choice("hidden_act", ACTIVATIONS, "silu")],
+    )
