@@ -62,6 +62,23 @@ class Classifier:
         return self._last.project(hidden_NE).float()
 
 
+class ConvolutionHead:
+    """hidden_NE -> logits_NL float32, by a matrix that is stored as a convolution of one tap."""
+
+    def __init__(self, scope: Scope, inputs: int, labels: int) -> None:
+        self._weight = scope.param("weight", (labels, inputs, 1))
+        self._bias = scope.param("bias", (labels,))
+        self._weight_LE, self._bias_L = torch.empty(0), torch.empty(0)
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        self._weight_LE, self._bias_L = self._weight.take()[:, :, 0], self._bias.take()
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return torch.nn.functional.linear(hidden_NE, self._weight_LE, self._bias_L).float()
+
+
 def classifier_of(scope: Scope, width: int) -> Classifier | None:
     """The head of a decoder that classifies: one GEMM, without bias where it judges whole texts."""
     head = scope.head

@@ -20,7 +20,6 @@ from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.attention import HeadNorm, QKNorm
-from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP, PlainMLP
 from headrace.back.layers.norm import RMS_NO_WEIGHT
@@ -179,6 +178,14 @@ class TokenNorm(Protocol):
         ...
 
 
+class FrameHead(Protocol):
+    """What an encoder asks of a head on pooled vectors."""
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """float32, one row for each."""
+        ...
+
+
 def _normed(norm: TokenNorm | None, x_TE: torch.Tensor) -> torch.Tensor:
     return x_TE if norm is None else norm.norm(x_TE)
 
@@ -205,7 +212,7 @@ class Encoder:
         embed: Embed,
         layers: Sequence[TokenLayer],
         norm: TokenNorm | None,
-        classifier: Classifier | None,
+        classifier: FrameHead | None,
         ignored: tuple[str, ...],
         segments: bool = False,
         behind: Behind | None = None,

@@ -19,6 +19,7 @@ from headrace.back.models.encoder_families import (
 from headrace.back.models.hearing_families import TEXT_OF_HEARING
 from headrace.back.models.media_families import WITH_MEDIA
 from headrace.base import extensions
+from headrace.base.config.ctc import is_ctc
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.index_choices import shared_layers
 from headrace.base.config.two_towers import is_two_towers
@@ -308,6 +309,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family=vlm_inside.late_family(config), head="none", media=True)
     if is_two_towers(config):
         return Architecture(family="two_towers", head="none", media=True)
+    if is_ctc(config):
+        return Architecture(family="ctc", head="token", media=True)
     if names[0] in WITH_MEDIA:
         return Architecture(family=WITH_MEDIA[names[0]], media=True)
     text = config.get("text_config")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from headrace.back.kernels.gated_act.op import ACTIVATIONS
 from headrace.back.layers.audio.fast_conformer import FastConformerSpec
+from headrace.back.layers.audio.transducer import DIGIT, TransducerSpec
+from headrace.base.config.ctc import most_symbols
 from headrace.base.config.hf import ConfigReader
 
 
@@ -39,4 +41,27 @@ def conformer_spec(encoder: ConfigReader, *, plain: bool = False) -> FastConform
         bias=encoder.bool("attention_bias", not plain),
         convolution_bias=encoder.bool("convolution_bias", True),
         activation=ACTIVATIONS[encoder.choice("hidden_act", ACTIVATIONS, "silu")],
+    )
+
+
+def transducer_spec(config: ConfigReader, inputs: int) -> TransducerSpec:
+    """Of ParakeetForRNNT and ParakeetForTDT; `inputs`: width of the encoder."""
+    vocabulary = config.int("vocab_size", 8193, ge=2, le=DIGIT**2 - 2)
+    blank = config.int("blank_token_id", vocabulary - 1, ge=0, le=vocabulary - 1)
+    durations = 0
+    if config.raw["architectures"][0] == "ParakeetForTDT":
+        listed = config.list("durations", (0, 1, 2, 3, 4), of=int) or ()
+        durations = len(listed)
+        if list(listed) != list(range(durations)) or durations < 2:
+            raise config.wrong("durations", "0, 1, 2 and so on")
+    return TransducerSpec(
+        inputs=inputs,
+        width=config.int("decoder_hidden_size", 640, ge=1),
+        layers=config.int("num_decoder_layers", 2, ge=1),
+        vocabulary=vocabulary,
+        blank=blank,
+        start=config.int("decoder_start_token_id", blank, ge=0, le=vocabulary - 1),
+        most=most_symbols(config.raw),
+        durations=durations,
+        activation=ACTIVATIONS[config.choice("hidden_act", ACTIVATIONS, "relu")],
     )

@@ -36,10 +36,16 @@ class NormalizedMel(msgspec.Struct, frozen=True, kw_only=True):
     silent_frames: int = 0
 
 
+class Waveform(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples themselves; `normal`: with mean 0 and deviation 1 over the sound."""
+
+    normal: bool = True
+
+
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
-    `magnitudes`, `normalized`: how its frames are made, where that is not Whisper's way; `stack`:
+    `magnitudes`, `normalized`, `waveform`: how its frames are made, where that is not Whisper's way; `stack`:
     so many of other frames still stand side by side in a row, where it is none of these. `around`:
     text before and behind its tokens. The rest as in `base/wire/media.py: SoundSteps`."""
 
@@ -54,6 +60,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     margin: int = 0
     magnitudes: MagnitudeSettings | None = None
     normalized: NormalizedMel | None = None
+    waveform: Waveform | None = None
     stack: int = 0
     around: tuple[str, str] = ("", "")
 
@@ -117,7 +124,9 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     `numbered`: texts around the number of an image in its prompt, which stands before it.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
     the folder whose files may be named, or None. `transcribes`: what it says of a sound alone is
-    what is said there."""
+    what is said there. `blank`: the label that says of a frame that nothing is heard anew, of
+    models that know labels of frames alone; None: it is no such model. `emits`: such a model says
+    which tokens a frame emits (base/config/ctc.py)."""
 
     processor: str
     settings: ProcessorSettings
@@ -131,6 +140,8 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm: ImageNorm | None = None
     audio_token: int | None = None
     transcribes: bool = False
+    blank: int | None = None
+    emits: bool = False
     most: dict[str, int] = {}
     domains: tuple[str, ...] = ()
     local_root: str | None = None

@@ -8,7 +8,6 @@ the model's mouth, with the mark.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -18,7 +17,9 @@ from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
+from headrace.front.client.ctc_transcription import CtcTranscriber
 from headrace.front.client.events import Delta, Ended
+from headrace.front.client.sound_prompt import prepared_window
 from headrace.front.client.transcription import (
     Ask,
     Heard,
@@ -30,7 +31,7 @@ from headrace.front.client.transcription import (
     Window,
 )
 from headrace.front.media.log_mel import RATE
-from headrace.front.media.placeholders import PreparedMedium, expanded
+from headrace.front.media.placeholders import expanded
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.processors.spectrogram import spectrogram
 from headrace.front.text.chat import ChatTemplate
@@ -58,6 +59,8 @@ def transcriber_of(
     """What turns speech into text with this model; None where it does not."""
     if text.spectrogram:
         return Transcriber(text, tokenizer)
+    if text.media is not None and text.media.blank is not None:
+        return CtcTranscriber(text.media, tokenizer)
     if text.media is not None and text.media.transcribes:
         return ChatTranscriber(text, text.media, tokenizer, template)
     return None
@@ -166,7 +169,8 @@ class ChatTranscriber(SoundReader):
         ids = await self._template.render_async(messages, add_generation_prompt=True)
         if request.language is not None:
             ids = [*ids, *self._encode(f"language {NAMES[request.language.lower()]}{MARK}")]
-        medium = await asyncio.to_thread(_prepared, window)
+        assert isinstance(window.sound, ProcessedMedia), "a chat model hears inputs"
+        medium = await asyncio.to_thread(prepared_window, window.sound)
         return expanded(ids, [medium], self._media, self._encode, field="file")
 
     def _encode(self, text: str) -> list[int]:
@@ -181,18 +185,3 @@ def parsed(said: str, asked: str | None) -> tuple[str, str]:
         return asked or "", text if mark else said
     name = head.strip().removeprefix("language ").strip().lower()
     return _CODES.get(name, name if name != "none" else ""), text
-
-
-def _prepared(window: Window) -> PreparedMedium:
-    assert isinstance(window.sound, ProcessedMedia), "a chat model hears inputs"
-    (one,) = window.sound.inputs
-    rows = one.rows.tobytes()
-    whole = MediaInput(
-        kind="audio",
-        key=hashlib.sha256(b"window" + rows).digest(),
-        offset=0,
-        num_tokens=one.num_tokens,
-        grid=one.grid,
-        rows=rows,
-    )
-    return PreparedMedium(kind="audio", inputs=(whole,), layout=window.sound.layout)

@@ -24,7 +24,7 @@ from headrace.base.config.media import ProcessorSettings
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import EngineError, InvalidRequest
 from headrace.base.wire.media import MediaInput
-from headrace.base.wire.request import SamplingParams
+from headrace.base.wire.request import RowPooling, SamplingParams
 from headrace.front.client.events import AttentionWeights, Delta, Ended, Events
 from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size
@@ -51,7 +51,17 @@ SEED = 0
 """Of what is tried with randomness: the same sound has the same text."""
 
 Samples = npt.NDArray[np.int16]
-Sound = bytes | tuple[MediaInput, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledSound:
+    """Inputs of a prompt of which the labels of each token are asked for, and no text."""
+
+    media: tuple[MediaInput, ...]
+    pooling: RowPooling
+
+
+Sound = bytes | tuple[MediaInput, ...] | PooledSound
 """What the model hears of a window: an encoder's spectrogram, or inputs of a prompt."""
 Ask = Callable[[list[int], SamplingParams, Sound], Events]
 """Runs the decoder behind these tokens, over a spectrogram or with inputs among them."""

@@ -19,6 +19,7 @@ _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
         "gguf": "headrace.front.text.gguf_tokenizer:gguf_tokenizer",
         "json": "headrace.front.text.tokenizer_json:load_json",
         "sentencepiece": "headrace.front.text.tokenizer_sentencepiece:load_sentencepiece",
+        "letters": "headrace.front.text.tokenizer_letters:load_letters",
         "tiktoken": "headrace.front.text.tokenizer_tiktoken:load_tiktoken",
     },
 )
@@ -48,8 +49,11 @@ def _find(place: Path) -> tuple[str, Path]:
     for file in (place / "tokenizer.model", place / "spiece.model", *place.glob("*.tiktoken")):
         if file.is_file():
             return ("tiktoken" if _is_tiktoken(file) else "sentencepiece"), file
+    if (place / "vocab.json").is_file() and not (place / "merges.txt").is_file():
+        return "letters", place / "vocab.json"
     raise CheckpointError(
-        f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, *.tiktoken"
+        f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, "
+        "*.tiktoken, vocab.json of letters"
     )
 
 

@@ -222,7 +222,8 @@ def test_audio_flamingo_and_glm_asr(tmp_path: Path, seconds: float) -> None:
 
 @pytest.mark.parametrize("seconds", [0.1, 7.777, 8.0, 35.0])
 def test_nemotron_omni(tmp_path: Path, seconds: float) -> None:
-    """A frame of zeros behind the last whole one is counted (MUL-04). Theirs takes logarithms of float32 energies near 0."""
+    """A frame of zeros behind the last whole one is counted (MUL-04). Theirs takes logarithms of float32 energies
+    near 0."""
     samples = sound(seconds)
     theirs = ParakeetFeatureExtractor(feature_size=BANDS)(
         samples / np.float32(32768.0), sampling_rate=RATE, return_tensors="pt"

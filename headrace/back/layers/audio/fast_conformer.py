@@ -261,7 +261,9 @@ class SilentConvolution:
     def forward(self, x_SE: torch.Tensor, real: int) -> torch.Tensor:
         """See the class."""
         at = self._weights
-        up_SX = F.linear(x_SE, at["pointwise_conv1.weight"][:, :, 0], at.get("pointwise_conv1.bias"))
+        up_SX = F.linear(
+            x_SE, at["pointwise_conv1.weight"][:, :, 0], at.get("pointwise_conv1.bias")
+        )
         y_SE = F.glu(up_SX, dim=-1)
         if real < y_SE.shape[0]:
             y_SE = torch.cat([y_SE[:real], torch.zeros_like(y_SE[real:])])

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from headrace.back.layers.audio.fast_conformer import FastConformer, FastConformerSpec
+from headrace.back.layers.audio.transducer import Transducer, TransducerSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
 from headrace.back.layers.vision.plain_tower import ProjectorSpec
@@ -21,7 +22,8 @@ MOST_FRAMES = 60_000
 
 class FastConformerTower:
     """`MediaEncoder`. `whole` is the scope of the checkpoint, `scope` the tower's. `ghosts`: see
-    FastConformer. `projector`: None: positions are tokens as they are."""
+    FastConformer. `projector`: None: positions are tokens as they are. `transducer`: what they say
+    is the tokens' row."""
 
     rope = None
     layers = 0
@@ -34,6 +36,7 @@ class FastConformerTower:
         projector: ProjectorSpec | None,
         *,
         ghosts: int = 0,
+        transducer: TransducerSpec | None = None,
     ) -> None:
         whole, scope = (
             replace(one, mesh=Mesh(), scheme=None, adapters=None) for one in (whole, scope)
@@ -41,7 +44,10 @@ class FastConformerTower:
         self._ghosts = ghosts
         self._conformer = FastConformer(scope, spec)
         self._projector = None if projector is None else projector.build(whole)
+        self._transducer = None if transducer is None else Transducer(whole, transducer)
         self.width = spec.width if projector is None else projector.outputs
+        if transducer is not None:
+            self.width = transducer.row_width
         self.dtype = scope.dtype
         self.forms = (
             MediaForm(
@@ -57,5 +63,8 @@ class FastConformerTower:
         """See MediaEncoder."""
         frames_NM = rows_NB.view(torch.float32).to(self.dtype)
         inputs = frames_NM.split([t * h * w for t, h, w in grids])
-        x_SE = torch.cat([self._conformer.forward(one, ghosts=self._ghosts) for one in inputs])
+        each = [self._conformer.forward(one, ghosts=self._ghosts) for one in inputs]
+        if self._transducer is not None:
+            return torch.cat([self._transducer.forward(one) for one in each])
+        x_SE = torch.cat(each)
         return x_SE if self._projector is None else self._projector.merge(x_SE)

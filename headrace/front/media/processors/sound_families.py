@@ -16,8 +16,9 @@ from headrace.base.config.media import (
     NormalizedMel,
     ProcessorSettings,
     SoundSettings,
+    Waveform,
 )
-from headrace.front.media.log_mel import HOP
+from headrace.front.media.log_mel import HOP, RATE
 from headrace.front.media.processors.files import extractor_keys, special_text
 
 STACKED = 2
@@ -205,6 +206,48 @@ def _nemotron(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
     return msgspec.structs.replace(spec, settings=settings, audio_token=token)
 
 
+def _ctc(folder: Path, config: ConfigReader, sound: SoundSettings) -> MediaSpec:
+    """Any id stands for a frame; the blank is the padding's."""
+    blank = config.int("pad_token_id", 0, ge=0, le=config.int("vocab_size", 32, ge=1) - 1)
+    return MediaSpec(
+        processor="sound",
+        settings=ProcessorSettings(sound=sound),
+        image_token=None,
+        video_token=None,
+        audio_token=blank,
+        transcribes=True,
+        blank=blank,
+    )
+
+
+def _parakeet_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
+    encoder = config.section("encoder_config")
+    assert encoder is not None
+    halvings = encoder.int("subsampling_factor", 8, ge=2, le=64).bit_length() - 1
+    sound = SoundSettings(
+        bands=encoder.int("num_mel_bins", 80, ge=1, le=1024),
+        strides=((3, 2, 1),) * halvings,
+        normalized=normalized_mel_of(extractor_keys(folder)),
+    )
+    spec = _ctc(folder, config, sound)
+    emits = config.str("model_type") in ("parakeet_rnnt", "parakeet_tdt")
+    return msgspec.structs.replace(spec, emits=emits)
+
+
+def _wave_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
+    keys = extractor_keys(folder)
+    if keys.int("sampling_rate", RATE, ge=1) != RATE:
+        raise keys.wrong("sampling_rate", str(RATE))
+    kernels = config.list("conv_kernel", (10, 3, 3, 3, 3, 2, 2), of=int) or ()
+    steps = config.list("conv_stride", (5, 2, 2, 2, 2, 2, 2), of=int) or ()
+    sound = SoundSettings(
+        bands=1,
+        strides=tuple((kernel, step, 0) for kernel, step in zip(kernels, steps, strict=False)),
+        waveform=Waveform(normal=keys.bool("do_normalize", True)),
+    )
+    return _ctc(folder, config, sound)
+
+
 def _magnitudes(
     keys: ConfigReader, *, frame_ms: float, band_hz: tuple[float, float], least: float
 ) -> MagnitudeSettings:
@@ -232,6 +275,8 @@ HEARING = {
     "audioflamingo3": _qwen2_audio,
     "glmasr": _glm_asr,
     "gemma3n": _gemma3n,
+    **dict.fromkeys(("parakeet_ctc", "parakeet_rnnt", "parakeet_tdt"), _parakeet_ctc),
+    **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm"), _wave_ctc),
 }
 """Those that hear and do not see."""
 SEEING_TOO = {

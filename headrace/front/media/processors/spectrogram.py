@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.config.media import ProcessorSettings, SoundSettings
+from headrace.base.config.media import ProcessorSettings, SoundSettings, Waveform
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import SoundSteps
 from headrace.front.media.log_mel import HOP, RATE, LogMel
@@ -16,6 +16,7 @@ from headrace.front.media.stacked_mel import stacked_log_mel
 from headrace.front.media.usm_mel import log_magnitudes
 
 Samples = npt.NDArray[np.int16]
+LEAST_VARIANCE = 1e-7
 
 
 def spectrogram(samples: Samples, settings: ProcessorSettings) -> ProcessedMedia:
@@ -49,6 +50,8 @@ def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
         )
     if sound.magnitudes is not None:
         return log_magnitudes(samples, sound.bands, sound.magnitudes)
+    if sound.waveform is not None:
+        return waveform(samples, sound.waveform)
     if sound.normalized is not None:
         return normalized_mel(samples, sound.bands, sound.normalized)
     if sound.stack:
@@ -60,6 +63,22 @@ def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
         samples = np.pad(samples, (0, -len(samples) % size if len(samples) else size))
     samples = np.pad(samples, (0, max(0, sound.least * HOP - len(samples))))
     return np.ascontiguousarray(LogMel(sound.bands).features(samples).T)
+
+
+def waveform(samples: Samples, settings: Waveform) -> npt.NDArray[np.float32]:
+    """float32 [N, 1]."""
+    wave = samples / 32768.0
+    if settings.normal and len(wave):
+        wave = (wave - wave.mean()) / np.sqrt(wave.var() + LEAST_VARIANCE)
+    return np.ascontiguousarray(wave[:, None], dtype=np.float32)
+
+
+def frame_s(sound: SoundSettings) -> float:
+    """Seconds from one token to the next, of sounds whose tokens are what convolutions leave."""
+    samples = 1 if sound.waveform is not None else HOP
+    for _, step, _ in sound.strides:
+        samples *= step
+    return samples * sound.pool / RATE
 
 
 def _within_window(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:

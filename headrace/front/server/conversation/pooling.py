@@ -18,6 +18,7 @@ from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import RowPooling
 from headrace.front.client.admission_retry import run_admitted
+from headrace.front.client.events import Events
 from headrace.front.client.pooling import (
     Float32,
     PooledAnswer,
@@ -25,6 +26,7 @@ from headrace.front.client.pooling import (
     fold_pooled,
     pooling_generation,
 )
+from headrace.front.client.transcription import PooledSound
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.stages import measured
 from headrace.front.server.http.auth import completion_id
@@ -112,6 +114,11 @@ async def pooled(
         raise InvalidRequest(
             f"input: {len(inputs)} texts given, at most {MAX_TEXTS} are allowed", field="input"
         )
+    if context.services.speech is not None:
+        raise InvalidRequest(
+            "the model writes down speech, and pools nothing: use /v1/audio/transcriptions",
+            field="model",
+        )
     label = completion_id("pool")
     inputs = [padded(each, context.services.text.pooling) for each in inputs]
     context.hold("tokens", sum(len(pool_input.ids) for pool_input in inputs))
@@ -135,6 +142,24 @@ async def pooled(
 
     works = ((len(each.ids), partial(one, i, each)) for i, each in enumerate(inputs))
     return await run_admitted(works, services.engine)
+
+
+def pooled_sound(
+    context: RequestContext, ids: list[int], sound: PooledSound, *, label: str
+) -> Events:
+    """The events of one sound whose labels are asked for."""
+    context.hold("tokens", len(ids))
+    generation = msgspec.structs.replace(
+        pooling_generation(ids, sound.pooling),
+        label=label,
+        external_id=context.external_id,
+        tenant=context.tenant,
+        deadline_s=context.deadline_s(None),
+        media=sound.media,
+        on_queued=context.queued.set,
+    )
+    engine = context.retrying_engine or context.services.engine
+    return measured(engine.generate(generation), context, generation)
 
 
 def padded(pool_input: PoolInput, spec: PoolingSpec) -> PoolInput:

@@ -7,9 +7,10 @@ from typing import Any
 
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events
-from headrace.front.client.transcription import Ask, Sound
+from headrace.front.client.transcription import Ask, PooledSound, Sound
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.pipeline import generate
+from headrace.front.server.conversation.pooling import pooled_sound
 from headrace.front.server.conversation.resolved import RunOptions
 
 
@@ -20,6 +21,8 @@ def asking(context: RequestContext, label: str) -> Ask:
         run = RunOptions()
         if isinstance(sound, bytes):
             return generate(context, ids, params, run, label=label, encoder=sound)
+        if isinstance(sound, PooledSound):
+            return pooled_sound(context, ids, sound, label=label)
         return generate(context, ids, params, run, label=label, media=sound)
 
     return ask

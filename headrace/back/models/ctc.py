@@ -1,0 +1,139 @@
+"""Models that say of every frame of a sound which token is heard, or none: Parakeet, also its
+transducers, wav2vec 2.0, HuBERT, UniSpeech, UniSpeech-SAT, WavLM. A sound is a prompt of as many tokens as it has
+frames; the head's logits of each are what is asked for (front/client/ctc_transcription.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from headrace.back.attention.plan import Batch
+from headrace.back.kernels.gated_act.op import ACTIVATIONS
+from headrace.back.layers.audio.fast_conformer_tower import FastConformerTower
+from headrace.back.layers.audio.transducer import EmissionHead
+from headrace.back.layers.audio.wave_tower import DistanceBias, WaveTower, WaveTowerSpec
+from headrace.back.layers.classifier import Classifier, ConvolutionHead, Dense
+from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.encoder import MediaEncoder
+from headrace.back.models.encoder import Encoder, EncoderSizes, FrameHead
+from headrace.back.models.parakeet import conformer_spec, transducer_spec
+from headrace.base.config.ctc import TRANSDUCERS
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.resolved import Decision
+from headrace.base.errors import CheckpointError
+
+PARAKEET = {"ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT"}
+PREFIXES = {
+    "Wav2Vec2ForCTC": "wav2vec2",
+    "HubertForCTC": "hubert",
+    "UniSpeechForCTC": "unispeech",
+    "UniSpeechSatForCTC": "unispeech_sat",
+    "WavLMForCTC": "wavlm",
+}
+UNREAD = (
+    r".*\.num_batches_tracked",
+    r".*\.masked_spec_embed",
+    r"(?:.*\.)?(?:quantizer|project_q|project_hid)\..*",
+)
+RENAMED = (
+    (r"(.*pos_conv_embed\.conv)\.weight_g", r"\1.parametrizations.weight.original0"),
+    (r"(.*pos_conv_embed\.conv)\.weight_v", r"\1.parametrizations.weight.original1"),
+)
+"""How older files call the two halves of a weight."""
+
+
+def build(scope: Scope, config: ConfigReader) -> Encoder:
+    """The rows of PARAKEET and PREFIXES."""
+    named = config.raw["architectures"][0]
+    labels = config.int("vocab_size", ge=1)
+    tower: MediaEncoder
+    head: FrameHead
+    if named in PARAKEET:
+        inside = config.section("encoder_config")
+        if inside is None:
+            raise CheckpointError(f"{config.where}: encoder_config is missing")
+        spec = conformer_spec(inside)
+        says = transducer_spec(config, spec.width) if named in TRANSDUCERS else None
+        tower = FastConformerTower(scope, scope / "encoder", spec, None, transducer=says)
+        head = EmissionHead() if says else ConvolutionHead(scope / "ctc_head", spec.width, labels)
+    else:
+        tower = WaveTower(scope / PREFIXES[named], _wave_spec(config, named))
+        head = Classifier(Dense(scope / "lm_head", tower.width, labels, bias=True))
+    encoder = _encoder(scope, config, tower, head)
+    encoder.media = tower
+    encoder.weights = replace(encoder.weights, renamed=RENAMED)
+    scope.ledger.note(Decision("model.parts", "auto", "audio", "what the checkpoint takes"))
+    return encoder
+
+
+def _encoder(scope: Scope, config: ConfigReader, tower: MediaEncoder, head: FrameHead) -> Encoder:
+    """Without layers of its own: what stands for a token is what the tower gave."""
+    heads = config.int("num_attention_heads", ge=1)
+    sizes = EncoderSizes(
+        vocabulary=config.int("vocab_size", ge=1),
+        width=tower.width,
+        inner=config.int("intermediate_size", ge=1),
+        layers=0,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=tower.width // heads,
+        eps=0.0,
+        activation="gelu",
+    )
+
+    def embed(batch: Batch) -> torch.Tensor:
+        x_TE = torch.zeros(
+            batch.token_ids_T.shape[0], tower.width, dtype=tower.dtype, device=scope.device
+        )
+        if batch.encoded is not None:
+            x_TE.index_copy_(0, batch.encoded.at_M, batch.encoded.rows_ME)
+        return x_TE
+
+    return Encoder(scope, sizes, embed=embed, layers=(), norm=None, classifier=head, ignored=UNREAD)
+
+
+def _wave_spec(config: ConfigReader, named: str) -> WaveTowerSpec:
+    for key in ("add_adapter", "conv_pos_batch_norm"):
+        if config.bool(key, False):
+            raise config.wrong(key, "false")
+    if config.raw.get("adapter_attn_dim") is not None:
+        raise config.wrong("adapter_attn_dim", "null: adapters of languages are not read")
+    width, heads = (
+        config.int("hidden_size", 768, ge=1),
+        config.int("num_attention_heads", 12, ge=1),
+    )
+    if width % heads:
+        raise config.wrong("num_attention_heads", f"a divisor of hidden_size ({width})")
+    channels = config.list("conv_dim", (512,) * 7, of=int)
+    kernels = config.list("conv_kernel", (10, 3, 3, 3, 3, 2, 2), of=int)
+    steps = config.list("conv_stride", (5, 2, 2, 2, 2, 2, 2), of=int)
+    assert channels is not None and kernels is not None and steps is not None
+    if not len(channels) == len(kernels) == len(steps) > 0:
+        raise config.wrong("conv_dim", "as many as conv_kernel and conv_stride")
+    distances = None
+    if named == "WavLMForCTC":
+        distances = DistanceBias(
+            buckets=config.int("num_buckets", 320, ge=4),
+            reach=config.int("max_bucket_distance", 800, ge=2),
+        )
+    norm = config.choice("feat_extract_norm", ("group", "layer"), "group")
+    convolution = config.choice("feat_extract_activation", ACTIVATIONS, "gelu")
+    return WaveTowerSpec(
+        channels=tuple(channels),
+        strides=tuple((kernel, step, 0) for kernel, step in zip(kernels, steps, strict=True)),
+        bias=config.bool("conv_bias", False),
+        normed=norm == "layer",
+        convolution_activation=ACTIVATIONS[convolution],
+        projection_norm=config.bool("feat_proj_layer_norm", True),
+        width=width,
+        inner=config.int("intermediate_size", 3072, ge=1),
+        heads=heads,
+        layers=config.int("num_hidden_layers", 12, ge=1),
+        eps=config.float("layer_norm_eps", 1e-5, ge=0.0),
+        activation=ACTIVATIONS[config.choice("hidden_act", ACTIVATIONS, "gelu")],
+        taps=config.int("num_conv_pos_embeddings", 128, ge=1),
+        groups=config.int("num_conv_pos_embedding_groups", 16, ge=1),
+        before=config.bool("do_stable_layer_norm", False),
+        distances=distances,
+    )
