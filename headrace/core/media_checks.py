@@ -37,7 +37,7 @@ def check_media(request: EngineRequest, facts: WorkerFacts, *, num_prompt: int) 
         if one.offset < end:
             raise _wrong(f"{field}.offset", f"{one.offset}, the input before it ends at {end}")
         end = one.offset + one.num_tokens
-        if end > num_prompt:
+        if end > num_prompt and not form.adds:
             raise _wrong(
                 f"{field}.offset",
                 f"{one.offset}: its {one.num_tokens} tokens end behind the prompt's {num_prompt}",

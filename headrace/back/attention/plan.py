@@ -106,11 +106,13 @@ class EncodedTokens:
     """Rows of an encoder that stand for some of a step's tokens.
 
     at_M int64 [M]: indices of query tokens; rows_ME: their embeddings; layers: for each of the
-    first decoder layers, what is added to the residual of these tokens behind it, [M, E]."""
+    first decoder layers, what is added to the residual of these tokens behind it, [M, E]. adds: the
+    rows are added to the tokens' own embeddings."""
 
     at_M: torch.Tensor
     rows_ME: torch.Tensor
     layers: tuple[torch.Tensor, ...] = ()
+    adds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,14 +135,17 @@ class RMSNorm:
         return self
 
     def _finish(self) -> None:
-        if self._weight is None:
-            self.weight_E = torch.ones(self._problem.width, device=self._scope.device)
-        else:
-            self.weight_E = self._weight.take().float() + self._offset
+        self.weight_E = self._loaded()
         if self._scale != 1.0:
             self.weight_E = self.weight_E * self._scale
         self.norm = self._scope.bind(OP, self._problem, self.weight_E)
         self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
+
+    def _loaded(self) -> torch.Tensor:
+        """The weight [E] float32, without the scale."""
+        if self._weight is None:
+            return torch.ones(self._problem.width, device=self._scope.device)
+        return self._weight.take().float() + self._offset
 
     def quantize_output(self, group: int | None, *, below: int | None = None) -> bool:
         """Has `norm` and `add_norm` give QuantizedRows (linear_quant/rows.py) from now on, for the

@@ -213,7 +213,8 @@ class Decoder:
             stream = None, self._embedding_norm.norm(stream[1])
         encoded = batch.encoded
         if encoded is not None:
-            stream[1].index_copy_(0, encoded.at_M, encoded.rows_ME)
+            put = stream[1].index_add_ if encoded.adds else stream[1].index_copy_
+            put(0, encoded.at_M, encoded.rows_ME)
         inputs_LTP = None
         if self._layer_inputs is not None:
             token_ids_T = batch.token_ids_T

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 HEARING: Mapping[str, str] = {
     "Qwen2AudioForConditionalGeneration": "qwen2_audio",
     "VoxtralForConditionalGeneration": "voxtral",
+    "VoxtralRealtimeForConditionalGeneration": "voxtral_realtime",
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "Qwen2_5OmniThinkerForConditionalGeneration": "qwen2_5_omni",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen3_omni",

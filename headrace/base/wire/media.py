@@ -164,6 +164,8 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     packing      how inputs with a cut become rows; None: none has one
     mean_t       whether all t of an input become the mean of them
     rows_each    rows that an input becomes whatever its size; 0: they follow from its windows
+    adds         whether rows are added to what stands in their places, whichever tokens these are,
+                 also behind the prompt: a token is said for each
     """
 
     kind: str
@@ -181,6 +183,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     packing: Packing | None = None
     mean_t: bool = False
     rows_each: int = 0
+    adds: bool = False
 
     def num_rows(self, grid: tuple[int, int, int], cut: MediaCut | None = None) -> int:
         """Rows of hidden size that an input of this grid becomes."""

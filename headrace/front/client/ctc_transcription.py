@@ -144,6 +144,8 @@ class CtcTranscriber(SoundReader):
             if text.endswith("\ufffd") and count < len(labels):
                 continue  # half a character
             piece, shown = text[len(shown) :], text
+            if not piece:
+                continue  # a control token
             apart = apart or piece.startswith(" ")
             if not (bare := piece.strip()):
                 apart = True

@@ -167,6 +167,7 @@ class Media:
         self._base, self._encoder, self._device = base, encoder, device
         self._rows: dict[int, _RowMedia] = {}
         self._mutual = {form.kind: form.mutual for form in encoder.forms}
+        self._adds = any(form.adds for form in encoder.forms)
         packings = [form.packing for form in encoder.forms if form.packing is not None]
         ids = next((packing.marks for packing in packings if packing.marks), ())
         self._marks = {token: index for index, token in enumerate(ids)}
@@ -283,7 +284,10 @@ class Media:
             rows_MW = torch.cat((rows_MW, self.cache.marks(mark_K, key)))
         parts = rows_MW.split(self._encoder.width, dim=1)
         return EncodedTokens(
-            at_M=to_device(at_M, self._device), rows_ME=parts[0], layers=tuple(parts[1:])
+            at_M=to_device(at_M, self._device),
+            rows_ME=parts[0],
+            layers=tuple(parts[1:]),
+            adds=self._adds,
         )
 
     def _positions(self, shape: StepShape) -> np.ndarray:
