@@ -40,8 +40,8 @@ class ConditionedNorm(RMSNorm):
 
     def _loaded(self) -> torch.Tensor:
         up, down = self._up.take(), self._down.take()
-        told_E = number_waves(self._spec.number, up.shape[1]).to(up.device, up.dtype)
-        share_E = F.linear(F.gelu(F.linear(told_E, up)), down)
+        waves_E = number_waves(self._spec.number, up.shape[1]).to(up.device, up.dtype)
+        share_E = F.linear(F.gelu(F.linear(waves_E, up)), down)
         return super()._loaded() * (1.0 + share_E.float())
 
 

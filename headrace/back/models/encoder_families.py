@@ -67,7 +67,7 @@ ENCODERS = frozenset(
         *("two_towers", "embedding_gemma2", "deberta_v2", "albert", "ernie", "esm", "rembert"),
         *("t5_encoder", "umt5_encoder", *JUDGES.values()),
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
-        "ctc",
+        "frame_labels",
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""

@@ -152,12 +152,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "GraniteMoeSharedForCausalLM": "granitemoe",
-    "MambaForCausalLM": "mamba",
-    "FalconMambaForCausalLM": "falcon_mamba",
-    "JambaForCausalLM": "jamba",
-    "Mamba2ForCausalLM": "mamba2",
-    "BambaForCausalLM": "bamba",
-    "FalconH1ForCausalLM": "falcon_h1",
+    **{"MambaForCausalLM": "mamba", "FalconMambaForCausalLM": "falcon_mamba"},
+    **{"JambaForCausalLM": "jamba", "Mamba2ForCausalLM": "mamba2"},
+    **{"BambaForCausalLM": "bamba", "FalconH1ForCausalLM": "falcon_h1"},
     "Zamba2ForCausalLM": "zamba2",
     "ZambaForCausalLM": "zamba",
     "ZayaForCausalLM": "zaya",
@@ -310,7 +307,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if is_two_towers(config):
         return Architecture(family="two_towers", head="none", media=True)
     if is_ctc(config):
-        return Architecture(family="ctc", head="token", media=True)
+        return Architecture(family="frame_labels", head="token", media=True)
     if names[0] in WITH_MEDIA:
         return Architecture(family=WITH_MEDIA[names[0]], media=True)
     text = config.get("text_config")

@@ -49,7 +49,7 @@ NATIVE = {
     *ENCODER_DECODERS.values(),
     *JUDGES.values(),
     *(family for family, _ in EMBEDDERS.values()),
-    *("late_vision", "two_towers", "ctc"),
+    *("late_vision", "two_towers", "frame_labels"),
 }
 FAMILIES: Registry[BuildFamily] = Registry(
     "model family",

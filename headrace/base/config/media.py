@@ -42,11 +42,26 @@ class Waveform(msgspec.Struct, frozen=True, kw_only=True):
     normal: bool = True
 
 
+class SpeechInTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a model that says a token for each piece of a sound, while it comes: `piece`: its frames.
+    Before the sound come `lead` pieces of silence, behind it `tail`, after it is filled up to whole
+    pieces. The prompt is `first`, then `pad` for each piece of the lead and for `delay` more: so
+    far is the text behind the sound."""
+
+    piece: int
+    lead: int
+    tail: int
+    delay: int
+    first: int
+    pad: int
+
+
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
-    `magnitudes`, `normalized`, `waveform`: how its frames are made, where that is not Whisper's way; `stack`:
-    so many of other frames still stand side by side in a row, where it is none of these. `around`:
+    `magnitudes`, `normalized`, `waveform`: how its frames are made, where that is not Whisper's
+    way; `stack`: so many of other frames still stand side by side in a row, where it is none of
+    these. `around`:
     text before and behind its tokens. The rest as in `base/wire/media.py: SoundSteps`."""
 
     bands: int
@@ -63,6 +78,8 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     waveform: Waveform | None = None
     stack: int = 0
     around: tuple[str, str] = ("", "")
+    loudest: float | None = None
+    in_time: SpeechInTime | None = None
 
 
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):

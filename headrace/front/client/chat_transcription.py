@@ -20,6 +20,7 @@ from headrace.base.wire.request import SamplingParams
 from headrace.front.client.ctc_transcription import CtcTranscriber
 from headrace.front.client.events import Delta, Ended
 from headrace.front.client.sound_prompt import prepared_window
+from headrace.front.client.timed_transcription import TimedTranscriber, is_in_time
 from headrace.front.client.transcription import (
     Ask,
     Heard,
@@ -61,6 +62,8 @@ def transcriber_of(
         return Transcriber(text, tokenizer)
     if text.media is not None and text.media.blank is not None:
         return CtcTranscriber(text.media, tokenizer)
+    if text.media is not None and is_in_time(text.media):
+        return TimedTranscriber(text.media, tokenizer)
     if text.media is not None and text.media.transcribes:
         return ChatTranscriber(text, text.media, tokenizer, template)
     return None

@@ -107,7 +107,7 @@ class CtcTranscriber(SoundReader):
         ids, media = expanded(mark, [medium], self._media, self._encode, field="file")
         events = ask(ids, NO_TOKENS, PooledSound(media=media, pooling=EVERY_FRAME))
         logits = (await fold_pooled(events, num_prompt=len(ids))).values
-        labels = emitted(logits) if self._media.emits else spoken(logits, self._blank)
+        labels = emitted(logits) if self._media.emits else collapsed(logits, self._blank)
         text = self._decoded([one.id for one in labels])
         text = text if window.start == 0.0 or not text else f" {text.lstrip()}"
         data = text.encode()
@@ -171,7 +171,7 @@ class CtcTranscriber(SoundReader):
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def spoken(logits_FL: Float32, blank: int) -> list[Label]:
+def collapsed(logits_FL: Float32, blank: int) -> list[Label]:
     """What the likeliest labels of frames say."""
     best_F = logits_FL.argmax(axis=1)
     score_F = np.log(probabilities(logits_FL, "softmax").max(axis=1))
@@ -188,8 +188,8 @@ def spoken(logits_FL: Float32, blank: int) -> list[Label]:
 def emitted(rows_FN: Float32) -> list[Label]:
     """What frames emit, in their order: of each a token and one, how many frames it lasts, its
     log-probability."""
-    found = []
+    labels = []
     for frame, row in enumerate(rows_FN.reshape(len(rows_FN), -1, NUMBERS)):
         for token, frames, score in row[row[:, 0] > 0].tolist():
-            found.append(Label(int(token) - 1, frame, frame + max(1, int(frames)), score))
-    return found
+            labels.append(Label(int(token) - 1, frame, frame + max(1, int(frames)), score))
+    return labels

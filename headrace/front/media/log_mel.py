@@ -26,9 +26,13 @@ Floats = npt.NDArray[np.float32]
 
 class LogMel:
     """int16 samples [N] -> float32 [M, F], of which silence fills what N does not. Without `frames`
-    there are as many as N has whole ones."""
+    there are as many as N has whole ones. `loudest`: the logarithm RANGE below which powers are not
+    told apart; None: that of the loudest bin."""
 
-    def __init__(self, bands: int, frames: int | None = None) -> None:
+    def __init__(
+        self, bands: int, frames: int | None = None, *, loudest: float | None = None
+    ) -> None:
+        self._loudest = loudest
         self._num_samples = None if frames is None else frames * HOP
         self.filters_BM = slaney_filters(bands)
         self._window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
@@ -42,7 +46,8 @@ class LogMel:
         frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:-1]
         power_FB = np.abs(np.fft.rfft(frames * self._window)) ** 2
         log = np.log10(np.maximum(power_FB @ self.filters_BM, LEAST_POWER)).T
-        log = np.maximum(log, log.max() - RANGE)
+        loudest = log.max() if self._loudest is None else self._loudest
+        log = np.maximum(log, loudest - RANGE)
         return np.ascontiguousarray((log + 4.0) / 4.0, dtype=np.float32)
 
 

@@ -20,6 +20,7 @@ _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
         "json": "headrace.front.text.tokenizer_json:load_json",
         "sentencepiece": "headrace.front.text.tokenizer_sentencepiece:load_sentencepiece",
         "letters": "headrace.front.text.tokenizer_letters:load_letters",
+        "tekken": "headrace.front.text.tokenizer_tekken:load_tekken",
         "tiktoken": "headrace.front.text.tokenizer_tiktoken:load_tiktoken",
     },
 )
@@ -46,6 +47,8 @@ def _find(place: Path) -> tuple[str, Path]:
         raise CheckpointError(f"tokenizer: {place} is neither a folder nor a GGUF file")
     if (place / "tokenizer.json").is_file():
         return "json", place / "tokenizer.json"
+    if (place / "tekken.json").is_file():
+        return "tekken", place / "tekken.json"
     for file in (place / "tokenizer.model", place / "spiece.model", *place.glob("*.tiktoken")):
         if file.is_file():
             return ("tiktoken" if _is_tiktoken(file) else "sentencepiece"), file
@@ -53,7 +56,7 @@ def _find(place: Path) -> tuple[str, Path]:
         return "letters", place / "vocab.json"
     raise CheckpointError(
         f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, "
-        "*.tiktoken, vocab.json of letters"
+        "*.tiktoken, tekken.json, vocab.json of letters"
     )
 
 

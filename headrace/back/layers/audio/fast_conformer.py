@@ -1,5 +1,5 @@
-"""FastConformer (Rekesh et al. 2023): three convolutions over time and bands, of which the later are
-depthwise, make one position of eight frames; then layers of half an MLP, attention with places
+"""FastConformer (Rekesh et al. 2023): three convolutions over time and bands, of which the later
+are depthwise, make one position of eight frames; then layers of half an MLP, attention with places
 relative to the query (Dai et al. 2019, appendix B), a gated depthwise convolution with a batch
 norm, the other half of the MLP, a norm (Gulati et al. 2020). transformers 5.23,
 modeling_parakeet.py.

@@ -1,5 +1,5 @@
-"""Greedy decoding of transducers (Graves 2012), also with durations (Xu et al. 2023, TDT): a network
-over the tokens said so far, joined with the frame at hand, says the next token or nothing.
+"""Greedy decoding of transducers (Graves 2012), also with durations (Xu et al. 2023, TDT): a
+network over the tokens said so far, joined with the frame at hand, says the next token or nothing.
 transformers 5.23, generation_parakeet.py.
 
 S frames, E width of the encoder, P width of both parts where they are joined, V tokens, L layers.

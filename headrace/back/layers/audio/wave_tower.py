@@ -77,17 +77,15 @@ class WaveTower:
         if spec.projection_norm:
             self._before = LAYER.build(inside / "layer_norm", last, eps=spec.eps)
         self._projection = WholeLinear(inside / "projection", last, width, bias=True)
-        encoder = scope / "encoder"
-        self._places = WidePlaces(encoder / "pos_conv_embed.conv", spec)
-        self._norm = LAYER.build(encoder / "layer_norm", width, eps=spec.eps)
+        self._places = WidePlaces(scope / "encoder.pos_conv_embed.conv", spec)
+        self._norm = LAYER.build(scope / "encoder.layer_norm", width, eps=spec.eps)
         self._layers = [
-            WaveLayer(encoder / "layers" / str(index), spec) for index in range(spec.layers)
+            WaveLayer(scope / "encoder.layers" / str(index), spec) for index in range(spec.layers)
         ]
         self._distances = None
         if spec.distances is not None:
-            self._distances = encoder.param(
-                "layers.0.attention.rel_attn_embed.weight", (spec.distances.buckets, spec.heads)
-            )
+            name = "encoder.layers.0.attention.rel_attn_embed.weight"
+            self._distances = scope.param(name, (spec.distances.buckets, spec.heads))
         self._bias_DH = torch.empty(0)
         scope.on_finish(self._finish)
         self.width, self.dtype = width, scope.dtype

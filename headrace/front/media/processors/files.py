@@ -29,6 +29,9 @@ def special_token(folder: Path, text: str) -> int | None:
     for token in read_keys(folder, "tokenizer.json").raw.get("added_tokens") or ():
         if isinstance(token, dict) and token.get("content") == text:
             return int(token["id"])
+    for token in read_keys(folder, "tekken.json").raw.get("special_tokens") or ():
+        if isinstance(token, dict) and token.get("token_str") == text:
+            return int(token["rank"])
     return None
 
 

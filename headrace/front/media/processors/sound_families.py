@@ -16,16 +16,25 @@ from headrace.base.config.media import (
     NormalizedMel,
     ProcessorSettings,
     SoundSettings,
+    SpeechInTime,
     Waveform,
 )
 from headrace.front.media.log_mel import HOP, RATE
-from headrace.front.media.processors.files import extractor_keys, special_text
+from headrace.front.media.processors.files import (
+    extractor_keys,
+    read_keys,
+    special_text,
+    special_token,
+)
 
 STACKED = 2
 """Frames of Granite Speech's rows."""
 LINES = ((3, 1, 1), (3, 2, 1))
 PLANES = ((3, 2, 1),) * 3
 HALVES = ((3, 2, 1),) * 2
+STREAMING_PAD = "[STREAMING_PAD]"
+LONGEST_WORD = 10
+"""Pieces of sound."""
 LONGEST_OF_GEMMA = 3000
 """Frames: half a minute."""
 
@@ -84,6 +93,41 @@ def _voxtral(folder: Path, config: ConfigReader) -> MediaSpec:
         per_chunk=positions * width // inner,
     )
     return _audio_only(config, sound)
+
+
+def _voxtral_realtime(folder: Path, config: ConfigReader) -> MediaSpec:
+    """The silence around a sound is that of the reference's tokenizer (mistral-common): behind it
+    what the text lags, a token, and the longest word there may be. Any token stands for a piece."""
+    audio, text = _audio(config), config.section("text_config") or config
+    beside = config.int("downsample_factor", 4, ge=1, le=64)
+    delay = config.int("default_num_delay_tokens", 6, ge=0, le=1024)
+    stated = read_keys(folder, "tekken.json").section("audio") or ConfigReader({}, "tekken.json")
+    width = text.int("vocab_size", ge=1)
+    pad = special_token(folder, STREAMING_PAD)
+    if pad is None:
+        raise config.wrong("architectures", f"that of a model whose vocabulary has {STREAMING_PAD}")
+    sound = SoundSettings(
+        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
+        strides=((2, 2, 0),),
+        pool=beside,
+        loudest=extractor_keys(folder).float("global_log_mel_max", 1.5),
+        in_time=SpeechInTime(
+            piece=2 * beside,
+            lead=stated.int("streaming_n_left_pad_tokens", 32, ge=0, le=1024),
+            tail=delay + 1 + LONGEST_WORD,
+            delay=delay,
+            first=text.int("bos_token_id", 1, ge=0, le=width - 1),
+            pad=pad,
+        ),
+    )
+    return MediaSpec(
+        processor="sound",
+        settings=ProcessorSettings(sound=sound),
+        image_token=None,
+        video_token=None,
+        audio_token=pad,
+        transcribes=True,
+    )
 
 
 def _qwen3_asr(folder: Path, config: ConfigReader) -> MediaSpec:
@@ -269,6 +313,7 @@ def _magnitudes(
 HEARING = {
     "qwen2_audio": _qwen2_audio,
     "voxtral": _voxtral,
+    "voxtral_realtime": _voxtral_realtime,
     "qwen3_asr": _qwen3_asr,
     "granite_speech": _granite_speech,
     "granite_speech_plus": _granite_speech,

@@ -6,7 +6,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.config.media import ProcessorSettings, SoundSettings, Waveform
+from headrace.base.config.media import (
+    ProcessorSettings,
+    SoundSettings,
+    SpeechInTime,
+    Waveform,
+)
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import SoundSteps
 from headrace.front.media.log_mel import HOP, RATE, LogMel
@@ -56,13 +61,16 @@ def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
         return normalized_mel(samples, sound.bands, sound.normalized)
     if sound.stack:
         return stacked_log_mel(samples, sound.bands, sound.stack)
+    if sound.in_time is not None:
+        samples = with_silence(samples, sound.in_time)
     if sound.most:
         return _within_window(samples, sound)
     if sound.window:
         size = sound.window * HOP
         samples = np.pad(samples, (0, -len(samples) % size if len(samples) else size))
     samples = np.pad(samples, (0, max(0, sound.least * HOP - len(samples))))
-    return np.ascontiguousarray(LogMel(sound.bands).features(samples).T)
+    mel = LogMel(sound.bands, loudest=sound.loudest)
+    return np.ascontiguousarray(mel.features(samples).T)
 
 
 def waveform(samples: Samples, settings: Waveform) -> npt.NDArray[np.float32]:
@@ -71,6 +79,13 @@ def waveform(samples: Samples, settings: Waveform) -> npt.NDArray[np.float32]:
     if settings.normal and len(wave):
         wave = (wave - wave.mean()) / np.sqrt(wave.var() + LEAST_VARIANCE)
     return np.ascontiguousarray(wave[:, None], dtype=np.float32)
+
+
+def with_silence(samples: Samples, settings: SpeechInTime) -> Samples:
+    """The sound in whole pieces, with those of silence around it."""
+    piece = settings.piece * HOP
+    behind = -len(samples) % piece + settings.tail * piece
+    return np.pad(samples, (settings.lead * piece, behind))
 
 
 def frame_s(sound: SoundSettings) -> float:
