@@ -105,7 +105,9 @@ def test_text_and_times_are_the_references(served: Labelling) -> None:
     found = [(one.word, one.start, one.end) for one in answer.words]
     expected = served.words(samples, frame_s)
     assert [word for word, *_ in found] == [word for word, *_ in expected]
-    assert np.allclose([one[1:] for one in found], [one[1:] for one in expected], atol=2e-3)
+    whole = len(samples) / RATE  # the last frame may reach behind the sound
+    times = [(start, min(end, whole)) for _, start, end in expected]
+    assert np.allclose([one[1:] for one in found], times, atol=2e-3)
     (segment,) = answer.segments
     assert segment.text == answer.text and segment.start >= 0.0
 

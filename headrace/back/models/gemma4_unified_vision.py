@@ -82,7 +82,7 @@ class WindowEmbedding:
     layers = 0
 
     def __init__(self, scope: Scope, spec: WindowEmbeddingSpec) -> None:
-        scope = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         pixels, width, first = 3 * spec.side**2, spec.width, scope / "vision_embedder"
         self._spec, self._scope = spec, scope
         self._first = [

@@ -56,7 +56,7 @@ class CausalTower:
 
     def __init__(self, whole: Scope, scope: Scope, spec: CausalTowerSpec) -> None:
         whole, scope = (
-            replace(one, mesh=Mesh(), scheme=None, adapters=None) for one in (whole, scope)
+            replace(one, mesh=Mesh(), online=None, adapters=None) for one in (whole, scope)
         )
         self._spec = spec
         inside = scope / "embedder"

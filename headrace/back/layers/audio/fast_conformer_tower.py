@@ -39,7 +39,7 @@ class FastConformerTower:
         transducer: TransducerSpec | None = None,
     ) -> None:
         whole, scope = (
-            replace(one, mesh=Mesh(), scheme=None, adapters=None) for one in (whole, scope)
+            replace(one, mesh=Mesh(), online=None, adapters=None) for one in (whole, scope)
         )
         self._ghosts = ghosts
         self._conformer = FastConformer(scope, spec)

@@ -234,7 +234,7 @@ class AudioTower:
     layers = 0
 
     def __init__(self, whole: Scope, scope: Scope, spec: AudioTowerSpec) -> None:
-        whole, scope = (replace(one, mesh=Mesh(), scheme=None) for one in (whole, scope))
+        whole, scope = (replace(one, mesh=Mesh(), online=None) for one in (whole, scope))
         self._spec = spec
         width = spec.layer.width
         self._reader = spec.reader.build(scope, spec.bands, width)

@@ -48,7 +48,7 @@ class UsmTower:
 
     def __init__(self, scope: Scope, leading: Scope, spec: UsmTowerSpec) -> None:
         scope, leading = (
-            replace(one, mesh=Mesh(), scheme=None, adapters=None) for one in (scope, leading)
+            replace(one, mesh=Mesh(), online=None, adapters=None) for one in (scope, leading)
         )
         self._spec, width = spec, spec.layer.width
         inside = scope / "subsample_conv_projection"

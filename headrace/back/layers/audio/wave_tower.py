@@ -68,7 +68,7 @@ class WaveTower:
     layers = 0
 
     def __init__(self, scope: Scope, spec: WaveTowerSpec) -> None:
-        scope = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         self._spec, width = spec, spec.width
         self._reader = SampleReader(scope / "feature_extractor.conv_layers", spec)
         inside = scope / "feature_projection"

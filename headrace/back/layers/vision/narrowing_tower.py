@@ -56,7 +56,7 @@ class NarrowingTower:
     layers = 0
 
     def __init__(self, whole: Scope, scope: Scope, spec: NarrowingTowerSpec) -> None:
-        whole, scope = (replace(one, mesh=Mesh(), scheme=None) for one in (whole, scope))
+        whole, scope = (replace(one, mesh=Mesh(), online=None) for one in (whole, scope))
         self._spec = spec
         width, eps = spec.layer.width, spec.layer.eps
         self._patches = PatchEmbedding(scope, width, spec.patches)

@@ -131,7 +131,7 @@ class PlainTower:
     layers = 0
 
     def __init__(self, whole: Scope, scope: Scope, spec: PlainTowerSpec) -> None:
-        whole, scope = (replace(one, mesh=Mesh(), scheme=None) for one in (whole, scope))
+        whole, scope = (replace(one, mesh=Mesh(), online=None) for one in (whole, scope))
         self._spec, self._scope = spec, scope
         width, eps = spec.layer.width, spec.layer.eps
         self._patches = PatchEmbedding(scope, width, spec.patches)

@@ -72,7 +72,7 @@ class VisionTower:
     """`MediaEncoder` by a TowerSpec; `scope` is the tower's own."""
 
     def __init__(self, scope: Scope, spec: TowerSpec, rope: AxesRope | None) -> None:
-        scope = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         self._spec = spec
         self._scope = scope
         layers, merger, deepstack, positions = spec.names
