@@ -31,7 +31,6 @@ from headrace.back.models.families import (
     text_config,
 )
 from headrace.back.models.vlm_inside import inside_vlm, is_late_vision, thinker_config
-from headrace.base.config.ctc import with_encoder_sizes
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
@@ -155,7 +154,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         inside = ConfigReader(read_json(beside), str(beside)).section("quantization")
         if inside is not None:
             config["quantization_config"] = {"quant_method": "modelopt", **inside.raw}
-    return with_encoder_sizes(filled(thinker_config(config)))
+    return filled(thinker_config(config))
 
 
 def describe(

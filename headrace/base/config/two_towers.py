@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.base.config.ctc import with_encoder_sizes
+
 _CLIP_TEXT = {
     **{"vocab_size": 49_408, "hidden_size": 512, "intermediate_size": 2048},
     **{"num_hidden_layers": 12, "num_attention_heads": 8, "max_position_embeddings": 77},
@@ -46,10 +48,11 @@ def is_clip(config: Mapping[str, Any]) -> bool:
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with what its sections leave out; any other as it is. `text_config_dict` and
+    """The config with what its sections leave out, and that of a model that labels frames with its
+    sizes (ctc.py); any other as it is. `text_config_dict` and
     `vision_config_dict` of older files go before their sections."""
     if not is_two_towers(config):
-        return dict(config)
+        return with_encoder_sizes(config)
     sections = dict[str, Any]()
     for key, default in zip(("text_config", "vision_config"), _defaults(config), strict=True):
         stated = {**(config.get(key) or {}), **(config.get(f"{key}_dict") or {})}
