@@ -1,5 +1,5 @@
-"""tekken.json, Mistral's own form of its byte-level vocabularies: control tokens come first, then the
-others by rank."""
+"""tekken.json, Mistral's own form of its byte-level vocabularies: control tokens come first, then
+the others by rank."""
 
 from __future__ import annotations
 
