@@ -25,6 +25,8 @@ from headrace.back.kernels.group_write import op as group_write
 from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.head_linear import op as head_linear
 from headrace.back.kernels.index_select import op as index_select
+from headrace.back.kernels.index_write import op as index_write
+from headrace.back.kernels.kv_write import op as kv_write
 from headrace.back.kernels.latent_attention import op as latent_attention
 from headrace.back.kernels.latent_write import op as latent_write
 from headrace.back.kernels.layer_norm import op as layer_norm
@@ -45,6 +47,7 @@ from headrace.back.kernels.penalties import op as penalties
 from headrace.back.kernels.position_shift import op as position_shift
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
+from headrace.back.kernels.rope import op as rope
 from headrace.back.kernels.route import op as route
 from headrace.back.kernels.sample import op as sample
 from headrace.back.kernels.span_attention import op as span_attention
@@ -477,6 +480,13 @@ SPARSE = sparse_heads.SparseAttentionProblem(
 INDEX = index_select.IndexSelectProblem(
     device="cpu", dtype=BF16, heads=64, dim=128, top_k=512, block_tokens=16
 )
+INDEX_WRITE = index_write.IndexWriteProblem(
+    device="cpu", dtype=BF16, heads=64, dim=128, rotary=64, block_tokens=16, eps=1e-6
+)
+KV_WRITE = kv_write.KVWriteProblem(
+    device="cpu", dtype=BF16, kv_heads=8, head_dim=128, block_tokens=16
+)
+ROPE = rope.RopeProblem(device="cpu", dtype=BF16, head_dim=128, rotary_dim=128)
 BEST_KEYS = group_select.GroupSelectProblem(
     device="cpu", dtype=BF16, heads=4, dim=128, group=128, top_k=2, block_tokens=128, best_key=True,
     local=1,
@@ -555,6 +565,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "sparse_attention",
         _call(sparse_heads.OP, "sparse_attention.triton_sparse_attention:KERNEL", SPARSE),
     ),
+    ("index_write", _call(index_write.OP, "index_write.triton_index_write:KERNEL", INDEX_WRITE)),
+    ("kv_write", _call(kv_write.OP, "kv_write.triton_kv_write:KERNEL", KV_WRITE)),
+    ("rope", _call(rope.OP, "rope.triton_rope:KERNEL", ROPE)),
     ("index_select", _call(index_select.OP, "index_select.triton_index_select:KERNEL", INDEX)),
     (
         "group_select",

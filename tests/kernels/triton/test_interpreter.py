@@ -35,6 +35,7 @@ FILES = (
     "lora_linear",
     "spans",
     "sparse",
+    "rope",
 )
 
 

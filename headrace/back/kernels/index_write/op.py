@@ -114,7 +114,10 @@ OP: Op[IndexWriteProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
     ),
-    kernels=("headrace.back.kernels.index_write.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.index_write.native:KERNEL",
+        "headrace.back.kernels.index_write.triton_index_write:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

@@ -114,7 +114,10 @@ OP: Op[KVWriteProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
     ),
-    kernels=("headrace.back.kernels.kv_write.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.kv_write.native:KERNEL",
+        "headrace.back.kernels.kv_write.triton_kv_write:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: 0.0,
 )

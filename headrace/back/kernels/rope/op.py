@@ -80,7 +80,10 @@ OP: Op[RopeProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
     ),
-    kernels=("headrace.back.kernels.rope.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.rope.native:KERNEL",
+        "headrace.back.kernels.rope.triton_rope:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )
