@@ -30,7 +30,7 @@ from headrace.back.models.families import (
     reserved_positions,
     text_config,
 )
-from headrace.back.models.vlm_inside import inside_vlm, is_late_vision, thinker_config
+from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
@@ -41,10 +41,10 @@ from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantiz
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
-from headrace.base.config.two_towers import filled
 from headrace.base.config.weight_files import find_weight_files
 from headrace.front.media.processors.families import read_media
 from headrace.launch.colbert import read_colbert
+from headrace.launch.config_files import read_config
 from headrace.launch.encoder_decoder import (
     decoder_config,
     decoder_start,
@@ -143,18 +143,6 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     num_params: int
     num_bytes: int
     dtype: str | None
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json; what a ModelOpt checkpoint says of its weights in a file of its own stands under
-    `quantization_config`, as newer ones have it. Of checkpoints that speak, the thinker's."""
-    config = read_json(folder / "config.json")
-    beside = folder / "hf_quant_config.json"
-    if "quantization_config" not in config and beside.is_file():
-        inside = ConfigReader(read_json(beside), str(beside)).section("quantization")
-        if inside is not None:
-            config["quantization_config"] = {"quant_method": "modelopt", **inside.raw}
-    return filled(thinker_config(config))
 
 
 def describe(

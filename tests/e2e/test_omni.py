@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from headrace import LLM, SamplingParams
 from headrace.front.media.processors.families import PROCESSORS, read_media
 from headrace.front.media.processors.spectrogram import spectrogram
-from headrace.launch.model_facts import read_config
+from headrace.launch.config_files import read_config
 from tests.api.speech import tone, wav
 from tests.front.media.folders import write_tokenizer
 from tests.front.media.pictures import picture

@@ -54,7 +54,7 @@ INT8_ROWS = "+int8-rows"
 CPUs multiply integers by int8 whatever is asked."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
-    "torchao-int4", "hqq", "ternary", "ternary-inverse",
+    "torchao-int4", "hqq", "modelopt-int4", "ternary", "ternary-inverse",
 )  # fmt: skip
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 
@@ -102,6 +102,8 @@ def _ordered(scheme: Scheme, group_I: torch.Tensor) -> str | None:
 
 def _plain_scheme(tensor: QuantizedTensor) -> str | None:
     numbers = tensor.numbers
+    if "smooth" in tensor.members:
+        return None
     if (in_groups := _in_groups(tensor)) is not None:
         return in_groups
     if numbers.arrangement in ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks"):

@@ -103,6 +103,7 @@ def quark_activations(entry: ConfigReader) -> Activations | None:
 
 
 INT8_TOKENS = Activations(bits=8, floating=False)
+INT8_TENSOR = Activations(bits=8, floating=False, shared="tensor", dynamic=False)
 E4M3_TOKENS = Activations(bits=8, floating=True)
 E4M3_TENSOR = Activations(bits=8, floating=True, shared="tensor", dynamic=False)
 MXFP8_GROUPS = Activations(bits=8, floating=True, shared="group", group=32)

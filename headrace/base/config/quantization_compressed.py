@@ -3,6 +3,8 @@ sparse weights; rotations that are in the weights already."""
 
 from __future__ import annotations
 
+import re
+
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.quantization import EVERY, Numbers, Rule, StoredQuantization
 from headrace.base.config.quantization_activations import compressed_activations
@@ -14,6 +16,7 @@ def compressed(config: ConfigReader) -> StoredQuantization:
     sparsity = config.section("sparsity_config")
     sparse = "dense" if sparsity is None else sparsity.choice("format", _SPARSE, "dense")
     whole = config.str("format", "dense")
+    config.choice("quantization_status", ("compressed", "frozen"), "compressed")
     groups = config.section("config_groups")
     rules = []
     for name in groups.raw if groups is not None else ():
@@ -71,7 +74,9 @@ def _compressed_numbers(format: str, group: ConfigReader, weights: ConfigReader)
         "strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor"
     )
     size = weights.int("group_size", 0, ge=-1) or 0
-    block = weights.list("block_structure", (), of=int)
+    if weights.bool("dynamic", False):
+        raise weights.wrong("dynamic", "false (scales of weights are stored)")
+    block = _block(weights)
     shared: dict[str, tuple[int, int]] = {
         "tensor": (0, 0),
         "channel": (1, 0),
@@ -88,6 +93,26 @@ def _compressed_numbers(format: str, group: ConfigReader, weights: ConfigReader)
         arrangement=_COMPRESSED[format],
         bits=bits,
         group=shared[strategy],
-        ordered="actorder" in weights and weights.raw["actorder"] in (True, "group"),
+        ordered=_is_ordered(weights),
         activations=compressed_activations(group),
+    )
+
+
+def _block(weights: ConfigReader) -> tuple[int, ...]:
+    """Two sizes, as older versions write them in one word too ("128x128")."""
+    written = weights.raw.get("block_structure")
+    if isinstance(written, str) and re.fullmatch(r"\d+x\d+", written, re.ASCII):
+        return tuple(int(size) for size in written.split("x"))
+    return weights.list("block_structure", (), of=int)
+
+
+def _is_ordered(weights: ConfigReader) -> bool:
+    """Whether inputs belong to groups by an index: `actorder` may name ways in which the order was
+    that of quantization alone."""
+    written = weights.raw.get("actorder")
+    if isinstance(written, bool) or written is None:
+        return bool(written)
+    return weights.choice("actorder", ("group", "weight", "static", "dynamic")) in (
+        "group",
+        "dynamic",
     )

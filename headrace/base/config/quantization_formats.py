@@ -25,6 +25,7 @@ from headrace.base.config.quantization import (
 from headrace.base.config.quantization_activations import (
     E4M3_TENSOR,
     E4M3_TOKENS,
+    INT8_TENSOR,
     INT8_TOKENS,
     MXFP8_GROUPS,
     NVFP4_GROUPS,
@@ -56,6 +57,7 @@ def _read(config: ConfigReader) -> StoredQuantization:
 def _fp8(config: ConfigReader) -> StoredQuantization:
     """fp8 of transformers and DeepSeek: e4m3, a scale per block of outputs x inputs, or one."""
     config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    config.choice("scale_fmt", ("ue8m0", "float", "float32"), "float")
     block = config.list("weight_block_size", (), of=int)
     if block and (len(block) != 2 or min(block) < 1):
         raise config.wrong("weight_block_size", "two positive sizes, of outputs and of inputs")
@@ -78,6 +80,9 @@ def _gptq(config: ConfigReader) -> StoredQuantization:
     """GPTQ (Frantar et al. 2022): integers with a scale and zero point for each output and group of
     inputs. Version 1 stores zero points less one."""
     bits = bits_of(config, (2, 3, 4, 8))
+    if config.bool("is_marlin_format", False):
+        raise config.wrong("is_marlin_format", "false (save it again in the layout gptq)")
+    config.choice("pack_dtype", ("int32",), "int32")
     version = config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     size = config.int("group_size", ge=-1)
     numbers = Numbers(
@@ -133,6 +138,7 @@ def _awq(config: ConfigReader) -> StoredQuantization:
 def _auto_round(config: ConfigReader) -> StoredQuantization:
     """AutoRound (Cheng et al. 2023) writes what GPTQ or AWQ write. `extra_config`: modules, or
     regular expressions of them, that differ; of 16 bits and more they are plain."""
+    config.choice("data_type", ("int",), "int")
     packing = config.str("packing_format", "auto_round:auto_gptq")
     kinds = {"gptq": _gptq, "awq": _awq}
     for name, read in kinds.items():
@@ -167,6 +173,8 @@ def _extra(config: ConfigReader, numbers: Numbers | None, known: tuple[int, ...]
 
 
 _QUARK = {
+    ("int8", "per_tensor"): Numbers(arrangement="scaled", bits=8, group=(0, 0)),
+    ("int8", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
     ("fp8_e4m3", "per_tensor"): Numbers(arrangement="scaled", bits=8, group=(0, 0)),
     ("fp8_e4m3", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
     ("fp4", "per_group"): Numbers(arrangement="mxfp4-quark", bits=4, group=(1, 32)),
@@ -174,11 +182,16 @@ _QUARK = {
 
 
 def _quark(config: ConfigReader) -> StoredQuantization:
-    """AMD's Quark: e4m3 with a scale per tensor or output, and MXFP4; by module where
+    """AMD's Quark: e4m3 and int8 with a scale per tensor or output, and MXFP4; by module where
     `layer_quant_config` says so, with "*" for any characters."""
     whole = config.section("global_quant_config")
     if whole is None:
         raise config.wrong("global_quant_config", "a section with `weight`")
+    if config.raw.get("layer_type_quant_config"):
+        raise config.wrong("layer_type_quant_config", "empty (layers are told apart by name)")
+    export = config.section("export")
+    if export is not None:
+        export.choice("weight_format", ("real_quantized",), "real_quantized")
     layers = config.section("layer_quant_config")
     rules = [Rule(targets=plain_modules(config, "exclude"), numbers=None)]
     for key in layers.raw if layers is not None else ():
@@ -190,6 +203,8 @@ def _quark(config: ConfigReader) -> StoredQuantization:
 
 
 def _quark_numbers(entry: ConfigReader | None) -> Numbers | None:
+    if entry is not None and isinstance(entry.raw.get("weight"), list):
+        raise entry.wrong("weight", "one section (weights that are quantized twice are not read)")
     weight = None if entry is None else entry.section("weight")
     if weight is None:
         return None
@@ -210,16 +225,28 @@ def _modelopt(config: ConfigReader) -> StoredQuantization:
     algorithm = config.choice("quant_algo", (*_MODELOPT, "MIXED_PRECISION"))
     plain = plain_modules(config)
     if algorithm != "MIXED_PRECISION":
-        return everything("modelopt", _MODELOPT[algorithm], plain)
+        return everything("modelopt", _modelopt_numbers(config, algorithm), plain)
     layers = config.section("quantized_layers")
     rules = [Rule(targets=plain, numbers=None)]
     for name in layers.raw if layers is not None else ():
         assert layers is not None
         entry = layers.section(name)
         if entry is not None:
-            numbers = _MODELOPT[entry.choice("quant_algo", tuple(_MODELOPT))]
+            numbers = _modelopt_numbers(entry, entry.choice("quant_algo", tuple(_MODELOPT)))
             rules.append(Rule(targets=(name,), numbers=numbers))
     return StoredQuantization(method="modelopt", rules=tuple(rules))
+
+
+def _modelopt_numbers(entry: ConfigReader, algorithm: str) -> Numbers:
+    """An algorithm's, with the group that the entry names: integers come in groups of any size."""
+    numbers = _MODELOPT[algorithm]
+    size = (numbers.group or (0, 0))[1]
+    if numbers.arrangement == "modelopt-int4":
+        size = entry.int("group_size", size, ge=1)
+        return msgspec.structs.replace(numbers, group=(1, size))
+    if size and entry.int("group_size", size, ge=0) not in (0, size):
+        raise entry.wrong("group_size", f"{size}, of {algorithm}")
+    return numbers
 
 
 _MODELOPT = {
@@ -227,6 +254,13 @@ _MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": Numbers(
         arrangement="scaled", bits=8, group=(1, 0), activations=E4M3_TOKENS
     ),
+    "FP8_PB_WO": Numbers(arrangement="scaled", bits=8, group=(128, 128)),
+    "W8A16": Numbers(arrangement="scaled", bits=8, group=(1, 0)),
+    "W8A8_SQ_PER_CHANNEL": Numbers(
+        arrangement="scaled", bits=8, group=(1, 0), activations=INT8_TENSOR
+    ),
+    "W4A16_AWQ": Numbers(arrangement="modelopt-int4", bits=4, group=(1, 128)),
+    "NVFP4_AWQ": Numbers(arrangement="nvfp4", bits=4, group=(1, 16), activations=NVFP4_GROUPS),
     "NVFP4": Numbers(arrangement="nvfp4", bits=4, group=(1, 16), activations=NVFP4_GROUPS),
     "MXFP8": Numbers(arrangement="scaled", bits=8, group=(1, 32), activations=MXFP8_GROUPS),
 }
@@ -246,6 +280,7 @@ def _bitsandbytes(config: ConfigReader) -> StoredQuantization:
         numbers = Numbers(arrangement="bnb-int8", bits=8, group=(1, 0), activations=INT8_TOKENS)
     elif config.bool("load_in_4bit", False, aliases=("_load_in_4bit",)):
         config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        config.choice("bnb_4bit_quant_storage", ("uint8",), "uint8")
         numbers = Numbers(arrangement="bnb-4bit", bits=4)
     else:
         raise config.wrong("load_in_4bit", "true, or load_in_8bit true")
@@ -273,6 +308,9 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "inc": _auto_round,
     "compressed-tensors": compressed,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "modelopt_mixed": _modelopt,
+    "modelopt_mxfp8": _modelopt,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
     "bitnet": _bitnet,

@@ -17,9 +17,8 @@ from headrace.base.config.quantized_arrangements import (
     ARRANGEMENTS,
     FP8,
     Arrangement,
-    Header,
-    StoredMembers,
 )
+from headrace.base.config.quantized_shapes import Header, StoredMembers
 from headrace.base.errors import CheckpointError
 
 Bytes = Callable[[str], bytes]
@@ -52,13 +51,15 @@ class QuantizedTensor(msgspec.Struct, frozen=True, kw_only=True):
     def stays_quantized(self) -> bool:
         """Whether there are kernels that read it as it is stored."""
         numbers = self.numbers
+        if "smooth" in self.members:
+            return False
         known = numbers.arrangement in _READ_AS_STORED and numbers.bits <= 8
         return known and (self.kept_bits == 4 or not numbers.ordered)
 
 
 _READ_AS_STORED = {
     *("gptq", "awq", "packed", "scaled", "fp8-blocks"),
-    *("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "nvfp4", "nvfp4-packed"),
+    *("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "nvfp4", "nvfp4-packed", "modelopt-int4"),
 }
 """Arrangements whose numbers some device's kernels read; all else becomes floats."""
 

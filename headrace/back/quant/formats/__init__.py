@@ -28,14 +28,27 @@ from headrace.base.config.quantized_tensors import QuantizedTensor
 Reader = Callable[[QuantizedTensor, Read, slice, slice], Groups]
 
 
+def smoothed(reader: Reader) -> Reader:
+    """With what inputs are multiplied with before, where that is stored."""
+
+    def read_smoothed(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+        groups = reader(tensor, read, rows, columns)
+        if "smooth" not in tensor.members:
+            return groups
+        return groups.times_inputs(read("smooth", columns))
+
+    return read_smoothed
+
+
 READERS: Mapping[str, Reader] = {
     "gptq": packed.gptq,
     "awq": packed.awq,
     "packed": packed.compressed,
-    "scaled": scaled.scaled,
+    "scaled": smoothed(scaled.scaled),
     "fp8-blocks": scaled.scaled,
     "bnb-int8": scaled.bitsandbytes,
-    "nvfp4": floats4.modelopt,
+    "nvfp4": smoothed(floats4.modelopt),
+    "modelopt-int4": smoothed(packed.modelopt),
     "nvfp4-packed": floats4.compressed,
     "mxfp4-packed": floats4.powers,
     "mxfp4-quark": floats4.powers,

@@ -33,6 +33,18 @@ class Groups:
             values = values - self._columns(self.zeros_RG.float())
         return values * self._columns(self.scales_RG.float())
 
+    def times_inputs(self, factor_C: torch.Tensor) -> Groups:
+        """The same with the columns multiplied: each is a group then."""
+        columns = len(factor_C)
+        ones = self.scales_RG.new_ones(1, columns)
+        scales, zeros = self._columns(self.scales_RG.float()), self.zeros_RG
+        return Groups(
+            values_RC=self.values_RC,
+            scales_RG=scales * ones * factor_C.float(),
+            zeros_RG=None if zeros is None else self._columns(zeros.float()) * ones,
+            group_C=torch.arange(columns, device=factor_C.device),
+        )
+
     def _columns(self, by_group_RG: torch.Tensor) -> torch.Tensor:
         if by_group_RG.shape[1] == 1:
             return by_group_RG

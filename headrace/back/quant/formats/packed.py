@@ -91,6 +91,19 @@ def torchao(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) ->
     )
 
 
+def modelopt(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values [O / 2, I], signed, the first of two outputs in the lower half; scales [O, G]."""
+    halves = slice(rows.start // 2, -(-rows.stop // 2))
+    packed = read("values", halves, columns).view(torch.int8)
+    both = torch.stack((packed << 4 >> 4, packed >> 4), 1).flatten(0, 1)
+    first = rows.start % 2
+    return Groups(
+        values_RC=both[first : first + rows.stop - rows.start],
+        scales_RG=read("scales", rows, slice(None)),
+        group_C=_groups(tensor, read, columns, packed.device),
+    )
+
+
 def _groups(
     tensor: QuantizedTensor, read: Read, columns: slice, device: torch.device
 ) -> torch.Tensor | None:

@@ -28,6 +28,8 @@ def shared(
 def _spread(scales: torch.Tensor, rows: slice, by_output: int) -> torch.Tensor:
     """A row of scales for each of the rows [R, G]; bytes are exponents of two (e8m0)."""
     scales = powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
+    if scales.dim() == 4:
+        scales = scales[:, 0, :, 0]
     if scales.numel() == 1:
         return scales.reshape(1, 1)
     if scales.dim() == 1:

@@ -201,6 +201,56 @@ def test_modelopt_nvfp4_multiplies_by_its_outer_scale(tmp_path: Path) -> None:
         assert scales is not None and len(scales) == 1
 
 
+@pytest.mark.parametrize("smooth", [True, False])
+def test_int4_of_modelopt_pairs_outputs_and_may_be_smoothed(smooth: bool, tmp_path: Path) -> None:
+    """AWQ: two signed outputs to a byte, and what inputs are multiplied with before."""
+    values, scales, _, _ = integers(4, 2, torch.arange(64) // 32)
+    signed, factor = values - 8, torch.rand(64) + 0.5
+    weight = signed * scales.float().repeat_interleave(32, 1)
+    stored = {
+        "module.weight": ((signed[1::2] & 15) * 16 + (signed[::2] & 15)).to(torch.uint8),
+        "module.weight_scale": scales,
+    }
+    if smooth:
+        stored["module.pre_quant_scale"] = factor
+        weight = weight * factor
+    config = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", weight)
+        assert source.entries["module.weight"].scheme == ("" if smooth else "int4")
+
+
+def test_smoothquant_of_modelopt_multiplies_inputs_before(tmp_path: Path) -> None:
+    weight = torch.randint(-127, 128, (40, 64), generator=torch.Generator().manual_seed(1))
+    scales, factor = torch.rand(40) + 0.1, torch.rand(64) + 0.5
+    stored = {
+        "module.weight": weight.to(torch.int8),
+        "module.weight_scale": scales,
+        "module.input_scale": torch.ones(()),
+        "module.pre_quant_scale": factor,
+    }
+    config = {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", weight * scales[:, None] * factor)
+    del stored["module.pre_quant_scale"]  # it lies in the norm before
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", weight * scales[:, None])
+        assert source.entries["module.weight"].scheme == "int8"
+
+
+def test_blocks_of_modelopt_keep_dimensions_of_their_own(tmp_path: Path) -> None:
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(1)).to(
+        torch.float8_e4m3fn
+    )
+    scales = torch.rand(2, 3, generator=torch.Generator().manual_seed(2))
+    stored = {"module.weight": weight, "module.weight_scale": scales[:, None, :, None]}
+    spread = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", weight.float() * spread)
+        assert source.entries["module.weight"].scheme == "fp8-g128"
+
+
 def test_int8_of_bitsandbytes(tmp_path: Path) -> None:
     weight = torch.randint(-127, 128, (8, 16), generator=torch.Generator().manual_seed(1))
     magnitudes = torch.rand(8, generator=torch.Generator().manual_seed(2))

@@ -1,0 +1,191 @@
+"""The shape of a quantized weight, worked out from the tensors that stand for it, and the shapes
+that these must have; for the rows of quantized_arrangements.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.base.config.quantization import Numbers
+
+Shape = tuple[int, ...]
+
+
+class Header(Protocol):
+    """What a file's header says of a tensor."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class StoredMembers:
+    """The members of one weight while its shape is worked out, by role."""
+
+    names: Mapping[str, str]
+    headers: Mapping[str, Header]
+    read: Callable[[str], bytes]
+    numbers: Numbers
+
+    def shape(self, role: str) -> Shape:
+        return self.headers[self.names[role]].shape
+
+    def has(self, role: str) -> bool:
+        return self.names[role] in self.headers
+
+    def content(self, role: str) -> bytes:
+        return self.read(self.names[role])
+
+
+def groups_of(size: int, group: int) -> int:
+    """Scales along a dimension of `size`."""
+    return 1 if group == 0 else -(-size // group)
+
+
+def packed_shape(stored: StoredMembers) -> Shape:
+    outputs, words = stored.shape("values")
+    return outputs, words * 32 // stored.numbers.bits
+
+
+def packed_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    outputs, groups = shape[0], groups_of(shape[1], (numbers.group or (1, 0))[1])
+    return {
+        "scales": ((outputs, groups), *_single(numbers)),
+        "zeros": ((-(-outputs * numbers.bits // 32), groups),),
+        "order": ((shape[1],),),
+    }
+
+
+def gptq_shape(stored: StoredMembers) -> Shape:
+    words, outputs = stored.shape("values")
+    return outputs, words * 32 // stored.numbers.bits
+
+
+def awq_shape(stored: StoredMembers) -> Shape:
+    inputs, words = stored.shape("values")
+    return words * 8, inputs
+
+
+def turned_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    """Of GPTQ and AWQ: a row for each group of inputs."""
+    groups = groups_of(shape[1], (numbers.group or (1, 0))[1])
+    return {
+        "scales": ((groups, shape[0]),),
+        "zeros": ((groups, shape[0] * numbers.bits // 32),),
+        "order": ((shape[1],),),
+    }
+
+
+def values_shape(stored: StoredMembers) -> Shape:
+    return stored.shape("values")
+
+
+def scaled_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    """A scale of all, of each output, or of each block."""
+    *experts, outputs, inputs = shape
+    if numbers.group is None:
+        forms: tuple[Shape, ...] = ((*experts, outputs, 1), (*experts, outputs))
+        forms = (*forms, (), (1,), tuple(experts))
+    else:
+        by_output, by_input = (
+            groups_of(n, g) for n, g in zip((outputs, inputs), numbers.group, strict=True)
+        )
+        forms = ((*experts, by_output, by_input), *_single(numbers))
+        if by_input == 1:
+            forms = (*forms, (*experts, by_output))
+        if min(numbers.group) > 1:  # ModelOpt's, which leaves the blocks' own dimensions
+            forms = (*forms, (*experts, by_output, 1, by_input, 1))
+    return {"scales": forms, "zeros": forms, "smooth": ((inputs,),)}
+
+
+def _single(numbers: Numbers) -> tuple[Shape, ...]:
+    return ((), (1,)) if numbers.group == (0, 0) else ()
+
+
+def nibbles_shape(stored: StoredMembers) -> Shape:
+    *outer, half = stored.shape("values")
+    return (*outer, half * 2)
+
+
+def nibbles_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    assert numbers.group is not None, numbers
+    groups = groups_of(shape[-1], numbers.group[1])
+    scales: tuple[Shape, ...] = ((*shape[:-1], groups),)
+    return {"scales": scales, "outer": ((), (1,)), "smooth": ((shape[-1],),)}
+
+
+def pairs_shape(stored: StoredMembers) -> Shape:
+    """Two outputs to a byte."""
+    half, inputs = stored.shape("values")
+    return half * 2, inputs
+
+
+def sextets_shape(stored: StoredMembers) -> Shape:
+    outputs, size = stored.shape("values")
+    return outputs, size * 4 // 3
+
+
+def by_group_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    """A row of scales and zero points for each group of inputs."""
+    groups = groups_of(shape[1], (numbers.group or (1, 0))[1])
+    return {"scales": ((groups, shape[0]),), "zeros": ((groups, shape[0]),)}
+
+
+def stated_shape(stored: StoredMembers) -> Shape:
+    """What a tensor `shape` of two int64 says."""
+    content = stored.content("shape")
+    if len(content) != 16:
+        raise ValueError(f"its shape is {len(content)} bytes, not two int64")
+    outputs, inputs = (int.from_bytes(content[i : i + 8], "little") for i in (0, 8))
+    group = (stored.numbers.group or (1, 0))[1]
+    along = outputs * inputs if stored.numbers.arrangement == "hqq-axis0" else inputs
+    if group and along % group:
+        raise ValueError(f"groups of {group} do not divide {along}")
+    return outputs, inputs
+
+
+def half_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    outputs, inputs = shape
+    scales = scaled_members(shape, numbers)
+    values = {"values": ((outputs, inputs // 2),), "bitmask": ((outputs, -(-inputs // 8)),)}
+    return {**scales, **values}
+
+
+def sparse_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    outputs, inputs = shape
+    scales = scaled_members(shape, numbers)
+    return {**scales, "bitmask": ((outputs, -(-inputs // 8)),), "offsets": ((outputs,),)}
+
+
+def hqq_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    """Rows of groups, the fields of a word far apart: the first of them hold the first rows."""
+    size = (numbers.group or (1, 0))[1] or shape[1]
+    groups = shape[0] * shape[1] // size
+    along, across = (groups, size) if numbers.arrangement == "hqq" else (size, groups)
+    fields = 10 if numbers.bits == 3 else 8 // numbers.bits
+    scales = (groups, 1) if numbers.arrangement == "hqq" else (1, groups)
+    return {
+        "values": ((-(-along // fields), across),),
+        "scales": (scales,),
+        "zeros": (scales,),
+    }
+
+
+def gpt_oss_shape(stored: StoredMembers) -> Shape:
+    experts, outputs, groups, half = stored.shape("values")
+    return experts, groups * half * 2, outputs
+
+
+def gpt_oss_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    experts, inputs, outputs = shape
+    return {"scales": ((experts, outputs, inputs // 32),)}
+
+
+def bnb_shape(stored: StoredMembers) -> Shape:
+    state: dict[str, list[int]] = json.loads(stored.content("nf4" if stored.has("nf4") else "fp4"))
+    return tuple(state["shape"])

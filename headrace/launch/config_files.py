@@ -1,0 +1,35 @@
+"""config.json of a folder, with what older checkpoints say in files beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headrace.back.models.vlm_inside import thinker_config
+from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.two_towers import filled
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json; what older checkpoints say of their weights in a file of its own stands under
+    `quantization_config`, as newer ones have it. Of checkpoints that speak, the thinker's."""
+    config = read_json(folder / "config.json")
+    for name, method in _BESIDE.items():
+        beside = folder / name
+        if "quantization_config" in config or not beside.is_file():
+            continue
+        written = read_json(beside)
+        if method == "modelopt":
+            inside = ConfigReader(written, str(beside)).section("quantization")
+            written = {} if inside is None else dict(inside.raw)
+        if written:
+            config["quantization_config"] = {"quant_method": method, **written}
+    return filled(thinker_config(config))
+
+
+_BESIDE = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ beside config.json -> their method."""
