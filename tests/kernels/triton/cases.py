@@ -692,6 +692,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "attention fixed ALiBi",
         _call(attention.OP, _FIXED_ATTENTION, _attention(4, 4, 128, slopes=SLOPES)),
     ),
+    (
+        "attention fixed bias",
+        _call(attention.OP, _FIXED_ATTENTION, _attention(4, 4, 64, bias_width=128)),
+    ),
     ("attention fixed decodes", _fixed_decodes),
     ("fixed few act", _fixed(1, activation="silu")),
     ("fixed few add", _fixed(64, add=True)),

@@ -134,7 +134,9 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("more", ATTENTION)
+@pytest.mark.parametrize(
+    "more", [*ATTENTION, {"bias_width": 40}, {"bias_width": 700, "window": 60}]
+)
 def test_attention_agrees_with_the_reference(dtype: torch.dtype, more: dict) -> None:
     problem = problem_of(dtype, **more)
     assert attention.OP.error(fixed_attention.KERNEL, problem) <= float_tolerance(dtype)

@@ -30,7 +30,13 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.attention import triton_plans
-from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
+from headrace.back.kernels.attention.op import (
+    AttentionFunction,
+    AttentionProblem,
+    Plan,
+    check_bias,
+    check_lse,
+)
 from headrace.back.kernels.attention.triton_rows import (
     alibi,
     capped,
@@ -72,10 +78,10 @@ def _attend_split(
     b_q, p_table, p_head, lowest, begin, end, b_position, scale, softcap, block_stride, kind_stride,
     M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, b_slope,
-    ALIBI: tl.constexpr, CAUSAL: tl.constexpr,
+    ALIBI: tl.constexpr, CAUSAL: tl.constexpr, bias, o_query_head, BIAS_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and weighted values of positions begin .. end; below `lowest` nothing is
-    read."""
+    """Maximum, sum and weighted values of positions begin .. end; below `lowest` nothing is read.
+    `bias` [heads, BIAS_WIDTH]: added to the scores of positions so far before the query's."""
     o_d = tl.arange(0, D)
     m_d = o_d < HEAD_DIM
     b_max = tl.full([M], float("-inf"), tl.float32)
@@ -97,13 +103,17 @@ def _attend_split(
         if SOFTCAP:
             b_s = capped(b_s * scale, softcap, SOFTCAP)
             factor = 1.4426950408889634
-        elif ALIBI:
+        elif ALIBI or BIAS_WIDTH:
             b_s = b_s * scale
             factor = 1.4426950408889634
         else:
             factor = scale * 1.4426950408889634
         if ALIBI:
             b_s = b_s + alibi(b_slope, o_n, b_position)
+        if BIAS_WIDTH:
+            o_far = tl.maximum(b_position[:, None] - o_n[None, :], 0)
+            o_far = o_query_head[:, None] * BIAS_WIDTH + tl.minimum(o_far, BIAS_WIDTH - 1)
+            b_s = b_s + tl.load(bias + o_far)
         seen = m_n[None, :]
         if CAUSAL:
             seen = seen & (o_n[None, :] <= b_position[:, None])
@@ -128,13 +138,13 @@ def _start(sinks, o_query_head, m_m, M: tl.constexpr, D: tl.constexpr, SINKS: tl
 
 @triton.jit
 def fixed_kernel(
-    q, kv, sinks, slopes, out, lse, starts, lengths, table, partial, counters, num_rows, q_token_stride,
-    q_head_stride, out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale,
+    q, kv, sinks, slopes, bias, out, lse, starts, lengths, table, partial, counters, num_rows,
+    q_token_stride, q_head_stride, out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale,
     softcap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
-    SINKS: tl.constexpr, ALIBI: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, BIAS_WIDTH: tl.constexpr, LSE: tl.constexpr,
+    ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. A item is (row, split) of rows that are cut, and else (row, tile). `partial`
     float32 [MAX_SPLITS, K, GROUP, D+2]."""
@@ -191,7 +201,7 @@ def fixed_kernel(
                 b_q, p_table, p_head, lowest, begin,
                 tl.minimum(split * SPLIT_TOKENS + SPLIT_TOKENS, end), b_position, scale, softcap,
                 block_stride, kind_stride, M, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
-                b_slope, ALIBI, CAUSAL,
+                b_slope, ALIBI, CAUSAL, bias, o_query_head, BIAS_WIDTH,
             )  # fmt: skip
             b_max, b_sum, b_acc = merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
 
@@ -271,11 +281,14 @@ def _small_tile(problem: AttentionProblem) -> FixedAttentionTile | None:
 def bind(
     problem: AttentionProblem,
     sinks_H: torch.Tensor | None = None,
+    bias_HW: torch.Tensor | None = None,
     *,
     tile: FixedAttentionTile | None = None,
 ) -> AttentionFunction:
     """The kernel for one layer's heads; `tile` for measurements."""
     assert (sinks_H is not None) == problem.sinks, problem
+    check_bias(problem, bias_HW)
+    bias_HW = None if bias_HW is None else bias_HW.float().contiguous()
     slopes_H = problem.slopes_tensor()
     kv_heads, depth = problem.kv_heads, power_of_two(problem.head_dim, least=16)
     usual = tile or tile_of(problem)
@@ -285,7 +298,7 @@ def bind(
         "MAX_SPLITS": MAX_SPLITS, "HEAD_DIM": problem.head_dim, "D": depth,
         "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.reach,
         "SOFTCAP": problem.softcap is not None, "CAUSAL": problem.causal, "SINKS": problem.sinks,
-        "ALIBI": bool(problem.slopes),
+        "ALIBI": bool(problem.slopes), "BIAS_WIDTH": problem.bias_width,
     }  # fmt: skip
 
     def attention(
@@ -305,8 +318,8 @@ def bind(
         tile = of_decodes if plan.max_query_len == 1 else usual
         programs = num_sms(device) * PROGRAMS_PER_SM * max(1, 4 // tile.warps)
         fixed_kernel[(programs,)](
-            q_THD, kv, sinks_H, slopes_H, out_THD, lse_TH, plan.query_start_R1, plan.kv_len_R,
-            plan.block_table_RB, partial, counters(device), num_rows, q_THD.stride(0),
+            q_THD, kv, sinks_H, slopes_H, bias_HW, out_THD, lse_TH, plan.query_start_R1,
+            plan.kv_len_R, plan.block_table_RB, partial, counters(device), num_rows, q_THD.stride(0),
             q_THD.stride(1), problem.heads * problem.head_dim, *kv.stride()[:3],
             plan.block_table_RB.stride(0), problem.scale, problem.softcap or 0.0,
             ROWS=next(size for size in ROW_BUCKETS if size >= num_rows), M=tile.m, N=tile.n,
@@ -323,8 +336,6 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    if problem.bias_width:
-        return "knows no position bias"
     if problem.quantized:
         return "knows no quantized caches"
     return unsupported(problem.device, problem.dtype)
