@@ -27,7 +27,7 @@ void by_entries(void* context, int64_t token) {
   if (seen <= p.top_k) return write_first(seen, p.top_k, chosen);
   float* memory = static_cast<float*>(hr_scratch((floats + seen) * int64_t(sizeof(float)), 1));
   if (memory == nullptr) return write_first(0, p.top_k, chosen);
-  const IndexQueries queries = index_queries(static_cast<const T*>(p.q) + token * p.q_token,
+  const IndexQueries<T> queries = index_queries(static_cast<const T*>(p.q) + token * p.q_token,
                                              static_cast<const T*>(p.weight) + token * p.weight_token, p.heads, p.dim, memory);
   uint32_t* bits = reinterpret_cast<uint32_t*>(memory + floats);
   const T* entries = static_cast<const T*>(p.entries);
@@ -37,7 +37,7 @@ void by_entries(void* context, int64_t token) {
 
 // The best score of each group for kHeads heads: bits [kHeads][groups]. Local groups are not scored.
 template <class T>
-HR_INLINE void score_groups(const GroupSelect& p, const IndexQueries& queries, const TokenPlace& place, int64_t groups,
+HR_INLINE void score_groups(const GroupSelect& p, const IndexQueries<T>& queries, const TokenPlace& place, int64_t groups,
                             uint32_t* bits) {
   const int32_t* blocks = p.at.table + place.row * p.at.table_stride;
   for (int64_t g = 0; g < groups; ++g) {
@@ -46,7 +46,7 @@ HR_INLINE void score_groups(const GroupSelect& p, const IndexQueries& queries, c
     bool nan[kHeads]{};
     for (int h = 0; h < kHeads; ++h) best[h] = groups - g <= p.local ? __builtin_inff() : -__builtin_inff();
     each_dot<T>(
-        queries.q, queries.padded, p.dim, groups - g <= p.local ? 0 : keys,
+        queries.q, queries.stride, p.dim, groups - g <= p.local ? 0 : keys,
         [&](int64_t i) {
           const int64_t s = first + i;
           return static_cast<const T*>(p.entries) + blocks[s / p.block_tokens] * p.at.block_stride + s % p.block_tokens * p.dim;
@@ -77,7 +77,7 @@ void by_best_keys(void* context, int64_t chunk) {
     return;
   }
   const T* q = static_cast<const T*>(p.q) + token * p.q_token + first * p.dim;
-  const IndexQueries queries = index_queries(q, static_cast<const T*>(nullptr), heads, p.dim, memory);
+  const IndexQueries<T> queries = index_queries(q, static_cast<const T*>(nullptr), heads, p.dim, memory);
   uint32_t* bits = reinterpret_cast<uint32_t*>(memory + floats);
   score_groups<T>(p, queries, place, groups, bits);
   for (int64_t h = 0; h < heads; ++h) write_highest(bits + h * groups, groups, p.top_k, chosen + h * p.top_k);

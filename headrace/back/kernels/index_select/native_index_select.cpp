@@ -16,7 +16,7 @@ struct IndexSelect {
 
 template <class T>
 HR_INLINE void score_all(const IndexSelect& p, int64_t token, int64_t row, int64_t seen, float* memory, uint32_t* bits) {
-  const IndexQueries queries = index_queries(static_cast<const T*>(p.q) + token * p.q_token,
+  const IndexQueries<T> queries = index_queries(static_cast<const T*>(p.q) + token * p.q_token,
                                              static_cast<const T*>(p.weight) + token * p.weight_token, p.heads, p.dim, memory);
   const int32_t* blocks = p.table + row * p.table_stride;
   index_scores<T>(

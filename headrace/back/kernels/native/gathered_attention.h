@@ -12,27 +12,28 @@ constexpr int kHeads = 4;  // of one call: a vector is loaded once for all of th
 template <class T>
 struct Gathered {
   const T** keys;  // [count], for the caller to fill; null: there is nothing to read, or no memory
-  float *q, *scores;  // [kHeads, padded], [kHeads, count]
-  int64_t count, width, padded;
+  float* scores;      // [kHeads, count]
+  Query<T>* q;        // [kHeads, stride]
+  int64_t count, width, stride;
 };
 
 template <class T>
 HR_INLINE Gathered<T> gathered(int64_t count, int64_t width) {
-  const int64_t padded = ceil_div(width, kLanes) * kLanes;
-  Gathered<T> g{nullptr, nullptr, nullptr, count, width, padded};
+  const int64_t stride = query_stride(width);
+  Gathered<T> g{nullptr, nullptr, nullptr, count, width, stride};
   if (count == 0) return g;
-  const int64_t bytes = kHeads * (padded + count) * int64_t(sizeof(float)) + count * int64_t(sizeof(T*));
+  const int64_t bytes = kHeads * (stride + count) * int64_t(sizeof(float)) + count * int64_t(sizeof(T*));
   char* memory = static_cast<char*>(hr_scratch(bytes, 1));
   if (memory == nullptr) return g;
   g.keys = reinterpret_cast<const T**>(memory);
-  g.q = reinterpret_cast<float*>(g.keys + count), g.scores = g.q + kHeads * padded;
+  g.scores = reinterpret_cast<float*>(g.keys + count), g.q = reinterpret_cast<Query<T>*>(g.scores + kHeads * count);
   return g;
 }
 
 template <class T>
 HR_INLINE void score_heads(const Gathered<T>& g, float scale) {
   each_dot<T>(
-      g.q, g.padded, g.width, g.count, [&](int64_t s) { return g.keys[s]; },
+      g.q, g.stride, g.width, g.count, [&](int64_t s) { return g.keys[s]; },
       [&](int64_t s, const float* dots) {
         for (int h = 0; h < kHeads; ++h) g.scores[h * g.count + s] = dots[h] * scale;
       });
@@ -88,9 +89,7 @@ HR_INLINE void attend_gathered(const Gathered<T>& g, const T* q, int64_t heads, 
     for (int64_t i = 0; i < heads * value_dim; ++i) put(out + i, 0.0f);
     return;
   }
-  for (int64_t i = 0; i < kHeads * g.padded; ++i) g.q[i] = 0.0f;
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t d = 0; d < g.width; ++d) g.q[h * g.padded + d] = to_float(q[h * g.width + d]);
+  for (int64_t h = 0; h < kHeads; ++h) keep_query<T>(g.q + h * g.stride, q + h * g.width, h < heads ? g.width : 0, g.stride);
   score_heads(g, scale);
   for (int64_t h = 0; h < kHeads; ++h)
     soften(g.scores + h * g.count, g.count, sinks != nullptr && h < heads ? sinks[h] : -__builtin_inff());

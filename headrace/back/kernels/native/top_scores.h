@@ -45,39 +45,38 @@ HR_INLINE void write_first(int64_t count, int64_t top_k, int32_t* chosen) {
   for (int64_t i = 0; i < top_k; ++i) chosen[i] = i < count ? int32_t(i) : -1;
 }
 
-// An indexer's queries of a token, widened: [heads rounded up to 4, padded], and their weights.
+// An indexer's queries of a token: [heads rounded up to 4, stride], and their weights.
+template <class T>
 struct IndexQueries {
-  float *q, *weight;
-  int64_t heads, dim, padded;
+  Query<T>* q;
+  float* weight;
+  int64_t heads, dim, stride;
 };
 
-// Floats that they take.
-HR_INLINE int64_t index_floats(int64_t heads, int64_t dim) {
-  return ceil_div(heads, 4) * 4 * (ceil_div(dim, kLanes) * kLanes + 1);
-}
+// Floats that they take, at most.
+HR_INLINE int64_t index_floats(int64_t heads, int64_t dim) { return ceil_div(heads, 4) * 4 * (query_stride(dim) + 1); }
 
 // q [heads, dim], contiguous; weight [heads], or null: they are 0.
 template <class T>
-HR_INLINE IndexQueries index_queries(const T* q, const T* weight, int64_t heads, int64_t dim, float* memory) {
-  const int64_t padded = ceil_div(dim, kLanes) * kLanes, count = ceil_div(heads, 4) * 4;
-  IndexQueries to{memory, memory + count * padded, count, dim, padded};
-  for (int64_t i = 0; i < count * (padded + 1); ++i) memory[i] = 0.0f;
-  for (int64_t h = 0; h < heads; ++h) {
-    for (int64_t d = 0; d < dim; ++d) to.q[h * padded + d] = to_float(q[h * dim + d]);
-    if (weight != nullptr) to.weight[h] = to_float(weight[h]);
+HR_INLINE IndexQueries<T> index_queries(const T* q, const T* weight, int64_t heads, int64_t dim, float* memory) {
+  const int64_t stride = query_stride(dim), count = ceil_div(heads, 4) * 4;
+  IndexQueries<T> to{reinterpret_cast<Query<T>*>(memory + count), memory, count, dim, stride};
+  for (int64_t h = 0; h < count; ++h) {
+    to.weight[h] = weight != nullptr && h < heads ? to_float(weight[h]) : 0.0f;
+    keep_query<T>(to.q + h * stride, q + h * dim, h < heads ? dim : 0, stride);
   }
   return to;
 }
 
 // bits of the sum over heads of weight * relu(q . key), for keys [0, count), where at(i) tells where one lies.
 template <class T, class At>
-HR_INLINE void index_scores(const IndexQueries& queries, int64_t count, At at, uint32_t* bits) {
+HR_INLINE void index_scores(const IndexQueries<T>& queries, int64_t count, At at, uint32_t* bits) {
   for (int64_t first = 0; first < count; first += kSide) {
     const T* keys[kSide];
     float scores[kSide]{}, terms[kSide][4];
     for (int j = 0; j < kSide; ++j) keys[j] = first + j < count ? at(first + j) : keys[0];
     for (int64_t h = 0; h < queries.heads; h += 4) {
-      dots(queries.q + h * queries.padded, queries.padded, keys, queries.dim, terms);
+      dots(queries.q + h * queries.stride, queries.stride, keys, queries.dim, terms);
       for (int j = 0; j < kSide; ++j)
         for (int i = 0; i < 4; ++i)
           scores[j] += queries.weight[h + i] * (terms[j][i] < 0.0f ? 0.0f : terms[j][i]);
