@@ -14,6 +14,7 @@ PAGES: Mapping[str, tuple[str, str]] = {
     "/ui/engine.js": ("engine.js", "text/javascript; charset=utf-8"),
     "/ui/images.js": ("images.js", "text/javascript; charset=utf-8"),
     "/ui/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
+    "/ui/microphone.js": ("microphone.js", "text/javascript; charset=utf-8"),
     "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 """Path -> file beside this one, and its type. `table.PUBLIC` lets exactly these through without a

@@ -69,6 +69,16 @@ export async function* chatStream(body, signal) {
   }
 }
 
+/** What is said in a recording. */
+export async function transcribe(sound, model) {
+  const body = new FormData();
+  body.append("file", sound, "speech");
+  body.append("model", model);
+  const response = await fetch("/v1/audio/transcriptions", { method: "POST", headers: headers(), body });
+  if (!response.ok) throw await refusal(response);
+  return (await response.json()).text;
+}
+
 /** Prometheus text -> Map from series name to a list of {labels, value}. */
 export function parseMetrics(text) {
   const found = new Map();

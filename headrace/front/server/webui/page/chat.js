@@ -4,6 +4,7 @@ import { chatStream, key } from "/ui/api.js";
 import { byId, copy, icon, make, notice, toast } from "/ui/dom.js";
 import { putImages, startImages, takeImages, thumbnails } from "/ui/images.js";
 import { markdown } from "/ui/markdown.js";
+import { startMicrophone } from "/ui/microphone.js";
 
 const STORE = "headrace.chat";
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
@@ -18,6 +19,7 @@ export function startChat(currentModel) {
   model = currentModel;
   restore();
   startImages();
+  startMicrophone(currentModel);
   byId("composer").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
   byId("stop").addEventListener("click", stop);
   byId("new-chat").addEventListener("click", newChat);
