@@ -73,6 +73,7 @@ def engine(
     longest: int = 128,
     deterministic: bool = False,
     speculation: SpeculationSpec | None = None,
+    device: str = "cpu",
     **kv: Any,
 ) -> EngineCore:
     model = replace(model_spec(folder, max_model_len=longest), deterministic=deterministic)
@@ -81,7 +82,7 @@ def engine(
         speculation=speculation,
         kv=KVSpec(block_tokens=BLOCK, prefix_caching=True, **(kv or {"memory_bytes": 1 << 22})),
         scheduler=SchedulerSpec(max_step_tokens=BLOCK, max_running=4),
-        device=DeviceSpec(device="cpu", executor="inline", threads=1),
+        device=DeviceSpec(device=device, executor="inline", threads=1),
     )
     return EngineCore(spec, InlineExecutor(spec))
 
@@ -135,6 +136,23 @@ def test_its_steps_are_recorded_and_replayed(name: str, tmp_path: Path) -> None:
     assert answers(core, prompts)[0] == expected
     replay = core.executor._resident.runner._steps._replay
     assert replay.foreign == () and replay.num_graphs > 0
+    core.executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("name", (*INDEXED, *CHOSEN))
+def test_steps_of_what_indexers_choose_are_recorded_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """KRN-04: no kernel of the choice reads lengths on the host; the tokens are those of transformers."""
+    oracle = save_oracle(tiny_config(name), tmp_path)
+    core = engine(tmp_path, device="cuda")
+    runner = core.executor._resident.runner
+    assert not [kernel for kernel in runner._model.host_kernels if "select" in kernel]
+    prompts = dict(enumerate(prompts_of(9, 12, 5), start=1))
+    expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
+    for _ in range(2):
+        assert answers(core, prompts)[0] == expected
+    assert runner._steps._replay.num_graphs > 0
     core.executor.close()
 
 
