@@ -1,6 +1,6 @@
 """headrace as one of the engines: the core and its worker in one process, driven step by step (bench/offline.py).
 
-python -m benchmarks.cpu.headrace_session MODEL [--quantization int8]
+python -m benchmarks.cpu.headrace_session MODEL [--quantization int8] [--load-format auto]
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from headrace.bench.offline import OfflineEngine
 from headrace.launch.facts import resolve_options
 
 STEP_TOKENS = 2048
-OPTIONS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-memory", "1GiB",
+OPTIONS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--kv-memory", "1GiB",
            "--no-prefix-caching", "--max-step-tokens", str(STEP_TOKENS), "--max-running", "32")  # fmt: skip
 
 
 def main() -> None:
     line = CommandLine("session", "", groups=("model", "kv", "scheduler", "device"))
-    _, options = line.parse(["--model", *sys.argv[1:], *OPTIONS])
+    random = [] if "--load-format" in sys.argv else ["--load-format", "dummy"]
+    _, options = line.parse(["--model", *sys.argv[1:], *OPTIONS, *random])
     engine, rng = OfflineEngine(resolve_options(options)), np.random.default_rng(0)
 
     def run(streams: int, num_input: int, num_output: int) -> tuple[float, list[float]]:

@@ -1,8 +1,10 @@
-"""Writes the shape of a Qwen 3 config.json as a GGUF file with random weights, for llama.cpp.
+"""Writes the shape of a Qwen 3 or OLMoE config.json as a GGUF file with random weights, for llama.cpp.
 
     python benchmarks/cpu/make_gguf.py benchmarks/models/qwen3-0.6b /tmp/0.6b --types BF16,Q8_0,Q4_0
+    python benchmarks/cpu/make_gguf.py benchmarks/models/olmoe-1b-7b /tmp/olmoe --types Q8_0,Q4_0 --layers 4
 
-Every matrix has the named type, the embedding (which is the head too) included: so both engines read the same bytes.
+Every matrix has the named type, the embedding (which is the head too, but for OLMoE's) included: so both engines read
+the same bytes. The router is random, so that tokens are spread over the experts; of a layer's experts DIFFERENT are.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import gguf
 import numpy as np
 
 SCALE = 0.02
+DIFFERENT = 4
 FILE_TYPES = {
     "BF16": 32,
     "F16": 1,
@@ -44,7 +47,8 @@ def add_tokenizer(out: gguf.GGUFWriter, vocabulary: int) -> None:
 
 def write(config: dict[str, float], path: Path, kind: gguf.GGMLQuantizationType) -> None:
     """One file."""
-    out = gguf.GGUFWriter(str(path), "qwen3")
+    experts = int(config.get("num_experts", 0))
+    out = gguf.GGUFWriter(str(path), "olmoe" if experts else "qwen3")
     width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
     head_dim, vocabulary = int(config["head_dim"]), int(config["vocab_size"])
@@ -60,6 +64,9 @@ def write(config: dict[str, float], path: Path, kind: gguf.GGMLQuantizationType)
     out.add_rope_freq_base(config["rope_theta"])
     out.add_vocab_size(vocabulary)
     out.add_file_type(FILE_TYPES[kind.name])
+    if experts:
+        out.add_expert_count(experts)
+        out.add_expert_used_count(int(config["num_experts_per_tok"]))
     add_tokenizer(out, vocabulary)
     rng = np.random.default_rng(0)
 
@@ -67,21 +74,35 @@ def write(config: dict[str, float], path: Path, kind: gguf.GGMLQuantizationType)
         values = rng.standard_normal((rows, columns), dtype=np.float32) * SCALE
         out.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
 
+    def stack(name: str, rows: int, columns: int) -> None:
+        shape = (DIFFERENT, rows, columns)
+        few = gguf.quantize(rng.standard_normal(shape, dtype=np.float32) * SCALE, kind)
+        out.add_tensor(name, np.tile(few, (experts // DIFFERENT, 1, 1)), raw_dtype=kind)
+
     def ones(name: str, size: int) -> None:
         out.add_tensor(name, np.ones(size, np.float32))
 
     matrix("token_embd.weight", vocabulary, width)
     ones("output_norm.weight", width)
+    if experts:
+        matrix("output.weight", vocabulary, width)
     for layer in range(int(config["num_hidden_layers"])):
         at = f"blk.{layer}"
         ones(f"{at}.attn_norm.weight", width)
         ones(f"{at}.ffn_norm.weight", width)
-        ones(f"{at}.attn_q_norm.weight", head_dim)
-        ones(f"{at}.attn_k_norm.weight", head_dim)
+        ones(f"{at}.attn_q_norm.weight", heads * head_dim if experts else head_dim)
+        ones(f"{at}.attn_k_norm.weight", kv_heads * head_dim if experts else head_dim)
         matrix(f"{at}.attn_q.weight", heads * head_dim, width)
         matrix(f"{at}.attn_k.weight", kv_heads * head_dim, width)
         matrix(f"{at}.attn_v.weight", kv_heads * head_dim, width)
         matrix(f"{at}.attn_output.weight", width, heads * head_dim)
+        if experts:
+            router = rng.standard_normal((experts, width), dtype=np.float32)
+            out.add_tensor(f"{at}.ffn_gate_inp.weight", router * SCALE)
+            stack(f"{at}.ffn_gate_exps.weight", inner, width)
+            stack(f"{at}.ffn_up_exps.weight", inner, width)
+            stack(f"{at}.ffn_down_exps.weight", width, inner)
+            continue
         matrix(f"{at}.ffn_gate.weight", inner, width)
         matrix(f"{at}.ffn_up.weight", inner, width)
         matrix(f"{at}.ffn_down.weight", width, inner)
@@ -96,8 +117,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("prefix", type=Path)
     parser.add_argument("--types", default="BF16,Q8_0,Q4_0")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     given = parser.parse_args()
     config = {"rope_theta": 1e6, **json.loads((given.model / "config.json").read_text())}
+    config["num_hidden_layers"] = given.layers or config["num_hidden_layers"]
     for name in given.types.split(","):
         path = given.prefix.with_name(f"{given.prefix.name}-{name}.gguf")
         if not path.exists():

@@ -56,6 +56,11 @@ class Session:
         )  # fmt: skip
         self._read()
 
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
     def run(self, streams: int, num_input: int, num_output: int) -> dict[str, float] | str:
         """The figures of one load, or why there are none."""
         if not self.failed:
