@@ -100,6 +100,20 @@ CASES = {
         model="WavLMForCTC",
         config=lambda: transformers.WavLMConfig(**WAVE, num_buckets=16, max_bucket_distance=20),
     ),
+    "data2vec": CtcCase(
+        model="Data2VecAudioForCTC",
+        config=lambda: transformers.Data2VecAudioConfig(
+            **{**WAVE, "num_conv_pos_embeddings": 3, "conv_pos_kernel_size": 5}
+        ),
+    ),
+    "sew": CtcCase(
+        model="SEWForCTC",
+        config=lambda: transformers.SEWConfig(
+            **{**WAVE, "num_conv_pos_embeddings": 15},
+            conv_kernel=(10, 3, 3, 3, 3, 2, 2),
+            conv_stride=(5, 2, 2, 2, 2, 2, 2),
+        ),
+    ),
     "parakeet": CtcCase(
         model="ParakeetForCTC",
         config=lambda: transformers.ParakeetCTCConfig(

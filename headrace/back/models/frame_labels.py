@@ -13,6 +13,12 @@ from headrace.back.attention.plan import Batch
 from headrace.back.kernels.gated_act.op import ACTIVATIONS
 from headrace.back.layers.audio.fast_conformer_tower import FastConformerTower
 from headrace.back.layers.audio.transducer import EmissionHead
+from headrace.back.layers.audio.wave_places import (
+    Activation,
+    StackedPlacesSpec,
+    WavePlacesSpec,
+    WidePlacesSpec,
+)
 from headrace.back.layers.audio.wave_tower import DistanceBias, WaveTower, WaveTowerSpec
 from headrace.back.layers.classifier import Classifier, ConvolutionHead, Dense
 from headrace.back.layers.scope import Scope
@@ -31,7 +37,11 @@ PREFIXES = {
     "UniSpeechForCTC": "unispeech",
     "UniSpeechSatForCTC": "unispeech_sat",
     "WavLMForCTC": "wavlm",
+    "Data2VecAudioForCTC": "data2vec_audio",
+    "SEWForCTC": "sew",
 }
+NAMES = ("feature_projection.layer_norm", "feature_projection.projection")
+NAMES_OF_SEW = ("layer_norm", "feature_projection")
 UNREAD = (
     r".*\.num_batches_tracked",
     r".*\.masked_spec_embed",
@@ -124,7 +134,7 @@ def _wave_spec(config: ConfigReader, named: str) -> WaveTowerSpec:
         channels=tuple(channels),
         strides=tuple((kernel, step, 0) for kernel, step in zip(kernels, steps, strict=True)),
         bias=config.bool("conv_bias", False),
-        normed=norm == "layer",
+        normed=norm == "layer" or named == "Data2VecAudioForCTC",
         convolution_activation=ACTIVATIONS[convolution],
         projection_norm=config.bool("feat_proj_layer_norm", True),
         width=width,
@@ -133,8 +143,28 @@ def _wave_spec(config: ConfigReader, named: str) -> WaveTowerSpec:
         layers=config.int("num_hidden_layers", 12, ge=1),
         eps=config.float("layer_norm_eps", 1e-5, ge=0.0),
         activation=ACTIVATIONS[config.choice("hidden_act", ACTIVATIONS, "gelu")],
-        taps=config.int("num_conv_pos_embeddings", 128, ge=1),
-        groups=config.int("num_conv_pos_embedding_groups", 16, ge=1),
+        places=_places(config, named, width, ACTIVATIONS[convolution]),
+        projected=named != "SEWForCTC" or channels[-1] != width,
+        names=NAMES_OF_SEW if named == "SEWForCTC" else NAMES,
         before=config.bool("do_stable_layer_norm", False),
         distances=distances,
+    )
+
+
+def _places(config: ConfigReader, named: str, width: int, activation: Activation) -> WavePlacesSpec:
+    groups = config.int("num_conv_pos_embedding_groups", 16, ge=1)
+    if named == "Data2VecAudioForCTC":
+        return StackedPlacesSpec(
+            width=width,
+            taps=config.int("conv_pos_kernel_size", 19, ge=1),
+            groups=groups,
+            activation=activation,
+            layers=config.int("num_conv_pos_embeddings", 5, ge=1),
+        )
+    return WidePlacesSpec(
+        width=width,
+        taps=config.int("num_conv_pos_embeddings", 128, ge=1),
+        groups=groups,
+        activation=activation,
+        squeeze=config.int("squeeze_factor", 2, ge=1) if named == "SEWForCTC" else 1,
     )

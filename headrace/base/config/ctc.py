@@ -17,6 +17,8 @@ CTC: Mapping[str, str] = {
     "UniSpeechForCTC": "",
     "UniSpeechSatForCTC": "",
     "WavLMForCTC": "",
+    "Data2VecAudioForCTC": "",
+    "SEWForCTC": "",
 }
 """Architectures, and the section with the sizes of their encoder."""
 TRANSDUCERS = frozenset({"ParakeetForRNNT", "ParakeetForTDT"})

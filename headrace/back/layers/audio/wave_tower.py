@@ -1,5 +1,5 @@
 """wav2vec 2.0 (Baevski et al. 2020): convolutions over the samples themselves, a projection, places
-by one wide convolution, and layers of attention and MLP with norms behind each branch or before it.
+by convolutions, and layers of attention and MLP with norms behind each branch or before it.
 WavLM (Chen et al. 2022) adds to the scores a bias by distance, which each query gates. transformers
 5.23, modeling_wav2vec2.py, modeling_wavlm.py.
 
@@ -9,12 +9,13 @@ Inputs are read one after the other. N samples, S positions, H heads, E width, C
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
+from headrace.back.layers.audio.wave_places import Activation, WavePlacesSpec
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
@@ -26,7 +27,6 @@ EPS = 1e-5
 """Of the norms between convolutions; no config states it."""
 MOST_SAMPLES = 60 * 16_000
 """Of one input."""
-Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,9 @@ class DistanceBias:
 @dataclass(frozen=True, kw_only=True)
 class WaveTowerSpec:
     """channels, strides: of the convolutions over samples. normed: each of them has a norm over its
-    channels; else the first has one over time. projection_norm: before the projection. taps,
-    groups: of the convolution that gives places. before: norms stand before each branch."""
+    channels; else the first has one over time. projection_norm: before the projection, projected:
+    whether there is one; names: of both. before: norms stand before each branch. Positions that
+    their places squeeze into one are unfolded behind the layers."""
 
     channels: tuple[int, ...]
     strides: Strides
@@ -55,9 +56,10 @@ class WaveTowerSpec:
     layers: int
     eps: float
     activation: Activation
-    taps: int
-    groups: int
+    places: WavePlacesSpec
     before: bool
+    projected: bool = True
+    names: tuple[str, str] = ("feature_projection.layer_norm", "feature_projection.projection")
     distances: DistanceBias | None = None
 
 
@@ -71,13 +73,19 @@ class WaveTower:
         scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         self._spec, width = spec, spec.width
         self._reader = SampleReader(scope / "feature_extractor.conv_layers", spec)
-        inside = scope / "feature_projection"
+        norm, projection = spec.names
         last = spec.channels[-1]
-        self._before = None
+        self._before = self._projection = self._unfold = None
         if spec.projection_norm:
-            self._before = LAYER.build(inside / "layer_norm", last, eps=spec.eps)
-        self._projection = WholeLinear(inside / "projection", last, width, bias=True)
-        self._places = WidePlaces(scope / "encoder.pos_conv_embed.conv", spec)
+            self._before = LAYER.build(scope / norm, last, eps=spec.eps)
+        if spec.projected:
+            self._projection = WholeLinear(scope / projection, last, width, bias=True)
+        self._places = spec.places.build(scope / "encoder.pos_conv_embed")
+        if spec.places.squeeze > 1:
+            inner = width * spec.places.squeeze
+            self._unfold = WholeLinear(
+                scope / "encoder.upsample.projection", width, inner, bias=True
+            )
         self._norm = LAYER.build(scope / "encoder.layer_norm", width, eps=spec.eps)
         self._layers = [
             WaveLayer(scope / "encoder.layers" / str(index), spec) for index in range(spec.layers)
@@ -114,8 +122,9 @@ class WaveTower:
         x_SC = self._reader.read(samples_N)
         if self._before is not None:
             x_SC = self._before.norm(x_SC)
-        x_SE = self._projection.project(x_SC)
-        x_SE = x_SE + self._places.of(x_SE)
+        x_SE = x_SC if self._projection is None else self._projection.project(x_SC)
+        whole = x_SE.shape[0]
+        x_SE = self._placed(x_SE)
         if not spec.before:
             x_SE = self._norm.norm(x_SE)
         bias_HSS = None
@@ -124,7 +133,19 @@ class WaveTower:
             bias_HSS = self._bias_DH[bucket_SS].permute(2, 0, 1)
         for layer in self._layers:
             x_SE = layer.forward(x_SE, bias_HSS)
-        return self._norm.norm(x_SE) if spec.before else x_SE
+        x_SE = self._norm.norm(x_SE) if spec.before else x_SE
+        if self._unfold is None:
+            return x_SE
+        y_SX = spec.convolution_activation(self._unfold.project(x_SE))
+        y_SE = y_SX.view(-1, spec.width)
+        return F.pad(y_SE, (0, 0, 0, whole - y_SE.shape[0]))
+
+    def _placed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        y_SE, squeeze = self._places.of(x_SE), self._spec.places.squeeze
+        if squeeze > 1:
+            x_SE = F.avg_pool1d(x_SE.T[None], squeeze, squeeze)[0].T
+            x_SE, y_SE = x_SE[: y_SE.shape[0]], y_SE[: x_SE.shape[0]]
+        return x_SE + y_SE
 
 
 class SampleReader:
@@ -166,34 +187,6 @@ class SampleReader:
                     x_ACN = F.group_norm(x_ACN, x_ACN.shape[1], *norm, EPS)
             x_ACN = spec.convolution_activation(x_ACN)
         return x_ACN[0].T.contiguous()
-
-
-class WidePlaces:
-    """x_SE -> y_SE: one convolution in groups, whose weight has a length of its own for each tap
-    (Salimans and Kingma 2016)."""
-
-    def __init__(self, scope: Scope, spec: WaveTowerSpec) -> None:
-        self._spec, width, taps = spec, spec.width, spec.taps
-        named = "parametrizations.weight.original"
-        self._length = scope.param(f"{named}0", (1, 1, taps))
-        self._direction = scope.param(f"{named}1", (width, width // spec.groups, taps))
-        self._bias = scope.param("bias", (width,))
-        self._weight, self._bias_E = torch.empty(0), torch.empty(0)
-        scope.on_finish(self._finish)
-
-    def _finish(self) -> None:
-        direction = self._direction.take()
-        length = direction.float().square().sum((0, 1), keepdim=True).sqrt()
-        scaled = direction.float() * (self._length.take().float() / length)
-        self._weight, self._bias_E = scaled.to(direction.dtype), self._bias.take()
-
-    def of(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        spec = self._spec
-        y_AES = F.conv1d(
-            x_SE.T[None], self._weight, self._bias_E, padding=spec.taps // 2, groups=spec.groups
-        )
-        return spec.convolution_activation(y_AES[0, :, : x_SE.shape[0]].T)
 
 
 class WaveLayer:

@@ -322,6 +322,7 @@ HEARING = {
     "gemma3n": _gemma3n,
     **dict.fromkeys(("parakeet_ctc", "parakeet_rnnt", "parakeet_tdt"), _parakeet_ctc),
     **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm"), _wave_ctc),
+    **dict.fromkeys(("data2vec-audio", "sew"), _wave_ctc),
 }
 """Those that hear and do not see."""
 SEEING_TOO = {
