@@ -21,8 +21,9 @@ from transformers.models.voxtral_realtime.feature_extraction_voxtral_realtime im
 from headrace.front.media.log_mel import RATE
 from headrace.front.text.tokenizer_files import load_tokenizer
 from tests.api.clients import openai_client
-from tests.api.serving import _started
+from tests.api.serving import Served, _started
 from tests.api.speech import wav
+from tests.api.test_realtime import encoded, opened, send, told, until
 from tests.front.media.test_log_mel import sound
 from tests.models.media import save_media_oracle
 from tests.models.test_hearing import BANDS, TEXT
@@ -104,7 +105,9 @@ class Timed:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Timed, openai.OpenAI]]:
+def served(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Timed, openai.OpenAI, Served]]:
     folder = tmp_path_factory.mktemp("ear")
     timed = Timed(folder)
     options = ("--served-model-name", "ear", "--dtype", "float32", "--device", "cpu")
@@ -112,14 +115,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Timed, op
     try:
         server.wait_ready()
         with openai_client(server.url) as client:
-            yield timed, client
+            yield timed, client, server
     finally:
         server.close()
 
 
 @pytest.mark.slow
-def test_text_and_segments(served: tuple[Timed, openai.OpenAI]) -> None:
-    timed, client = served
+def test_text_and_segments(served: tuple[Timed, openai.OpenAI, Served]) -> None:
+    timed, client, _ = served
 
     def create(samples: np.ndarray, **more: Any) -> Any:
         return client.audio.transcriptions.create(
@@ -145,3 +148,24 @@ def test_text_and_segments(served: tuple[Timed, openai.OpenAI]) -> None:
     for more in ({"language": "en"}, {"prompt": "names"}):
         with pytest.raises(openai.BadRequestError, match="takes none"):
             create(samples, **more)
+
+
+@pytest.mark.slow
+def test_sound_is_heard_while_it_comes(served: tuple[Timed, openai.OpenAI, Served]) -> None:
+    """Text comes before the sound has ended, and is in the end that of a file of the same samples (API-01, API-02)."""
+    timed, client, server = served
+    samples = sound(4.3)
+    file = ("sound.wav", wav(samples))
+    whole = client.audio.transcriptions.create(model="ear", file=file).text
+    assert len(timed.tokens(samples)) > 60, "the model went on to the end"
+    with opened(server) as socket:
+        send(socket, "session.update", model="ear")
+        send(socket, "input_audio_buffer.commit", final=False)
+        for at in range(0, len(samples), 1280):
+            send(socket, "input_audio_buffer.append", audio=encoded(samples[at : at + 1280]))
+        early = [told(socket) for _ in range(2)]
+        assert {event["type"] for event in early} == {"transcription.delta"}
+        send(socket, "input_audio_buffer.commit", final=True)
+        events = [*early, *until(socket, "transcription.done")]
+    assert events[-1]["text"] == whole
+    assert "".join(event["delta"] for event in events[:-1]) == whole

@@ -1,15 +1,21 @@
 """Speech to text by a model that says a token for each piece of a sound (Voxtral Realtime): most of
 them say that nothing is said yet. The sound is added to the prompt's tokens and to those that are
-said; when something is said, its token's place tells."""
+said; when something is said, its token's place tells.
+
+Sound that arrives is heard as it comes, a second at a time: what was said of its beginning does not
+change with what follows, so that the next request begins behind it, and the text is that of the
+whole."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from headrace.base.config.media import MediaSpec
 from headrace.base.errors import InvalidRequest
@@ -25,13 +31,20 @@ from headrace.front.client.transcription import (
     SpeechRequest,
     Window,
 )
-from headrace.front.media.log_mel import HOP, RATE
+from headrace.front.media.log_mel import HOP, RATE, WINDOW
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.processors.spectrogram import spectrogram
+from headrace.front.media.quiet import first_cut
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment
 
 WINDOW_S = 600
+LIVE_S = 60
+"""The longest window of sound that arrives: all of it is read again for each second of it."""
+LIVE_PIECES = 12
+"""New ones for which the model is asked."""
+SEEN_BEHIND = WINDOW // 2
+"""Samples behind its place that a frame sees."""
 PAUSE = 10
 """Pieces without text between two segments."""
 
@@ -53,6 +66,38 @@ class TimedTranscriber(SoundReader):
 
     def _sound(self, samples: Samples) -> ProcessedMedia:
         return spectrogram(samples, self._media.settings)
+
+    async def windows_as_they_come(
+        self, chunks: AsyncIterator[Samples]
+    ) -> AsyncGenerator[Window, None]:
+        """See SpeechModel: windows that are not complete yet among them."""
+        begin, seen, left = 0, 0, np.zeros(0, np.int16)
+        step = LIVE_PIECES * self._how.piece * HOP
+        async for chunk in chunks:
+            left = np.concatenate([left, chunk])
+            while (cut := first_cut(left, LIVE_S * RATE)) is not None:
+                yield await self._window(left[:cut], begin)
+                begin, seen, left = begin + cut, 0, left[cut:]
+            if len(left) - seen >= step:
+                seen = len(left)
+                yield await self._beginning(left, begin)
+        yield await self._window(left, begin)
+
+    async def _beginning(self, samples: Samples, begin: int) -> Window:
+        """A window of which more will come: the pieces that nothing that follows can change."""
+        sound = await asyncio.to_thread(self._heard_so_far, samples)
+        end = (begin + len(samples)) / RATE
+        return Window(start=begin / RATE, end=end, sound=sound, complete=False)
+
+    def _heard_so_far(self, samples: Samples) -> ProcessedMedia:
+        (whole,) = self._sound(samples).inputs
+        known = self._how.lead + (len(samples) - SEEN_BEHIND) // HOP // self._how.piece
+        count = max(1, min(known, whole.num_tokens or 1))
+        frames = count * self._how.piece
+        rows = np.ascontiguousarray(whole.rows[:frames])
+        grid = (1, 1, frames)
+        one = msgspec.structs.replace(whole, grid=grid, rows=rows, num_tokens=count)
+        return ProcessedMedia(inputs=(one,), layout=(0,))
 
     def check(self, request: SpeechRequest) -> None:
         """See SpeechModel."""
@@ -77,10 +122,18 @@ class TimedTranscriber(SoundReader):
         *,
         scores_silence: bool = False,
     ) -> AsyncGenerator[Heard, None]:
-        """See SpeechModel; how likely silence is this model does not tell."""
+        """See SpeechModel; how likely silence is this model does not tell. Of windows that are not
+        complete only what is new."""
+        said, shown = list[int](), 0
         async with aclosing(windows):
             async for window in windows:
-                yield await self._heard(window, request, ask)
+                one = await self._heard(window, request, ask, said)
+                text = self._written(said)
+                if window.complete or not text.endswith("\ufffd"):
+                    one, shown = replace(one, text=text[shown:]), len(text)
+                    yield one
+                if window.complete:
+                    said, shown = [], 0
 
     async def deltas(
         self, windows: AsyncGenerator[Window, None], request: SpeechRequest, ask: Ask
@@ -89,44 +142,55 @@ class TimedTranscriber(SoundReader):
         async with aclosing(windows):
             async for window in windows:
                 sound = await self._input(window)
-                params = self._params(sound, request)
+                params = self._params(sound, request, [])
                 async with aclosing(ask(self._prompt, params, (sound,))) as events:
                     async for event in events:
                         if isinstance(event, Delta) and event.text:
                             yield event.text
 
-    async def _heard(self, window: Window, request: SpeechRequest, ask: Ask) -> Heard:
+    async def _heard(
+        self, window: Window, request: SpeechRequest, ask: Ask, said: list[int]
+    ) -> Heard:
+        """What is said of a window behind `said`, which grows by it."""
         sound = await self._input(window)
-        tokens, said, total = list[int](), "", 0.0
-        async with aclosing(ask(self._prompt, self._params(sound, request), (sound,))) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    tokens += event.token_ids
-                    said += event.text
-                elif isinstance(event, Ended):
-                    total = event.cumulative_logprob or 0.0
-        data = said.encode()
+        prompt, known, total = [*self._prompt, *said], len(said), 0.0
+        if sound.num_tokens > len(prompt):
+            params = self._params(sound, request, said)
+            async with aclosing(ask(prompt, params, (sound,))) as events:
+                async for event in events:
+                    if isinstance(event, Delta):
+                        said += event.token_ids
+                    elif isinstance(event, Ended):
+                        total = event.cumulative_logprob or 0.0
+        text = self._written(said)
+        data = text.encode()
         return Heard(
             window=window,
-            text=said,
-            segments=self._segments(window, tokens),
+            text=text,
+            segments=self._segments(window, said) if window.complete else [],
             temperature=request.temperature,
-            mean_logprob=total / (len(tokens) + 1),
+            mean_logprob=total / (len(said) - known + 1),
             compression=len(data) / max(1, len(zlib.compress(data))),
-            num_prompt=len(self._prompt),
-            num_output=len(tokens),
+            num_prompt=0 if known else len(self._prompt),
+            num_output=len(said) - known,
         )
+
+    def _written(self, tokens: Sequence[int]) -> str:
+        special = self._tokenizer.special_ids
+        return self._tokenizer.decode([token for token in tokens if token not in special])
 
     async def _input(self, window: Window) -> MediaInput:
         assert isinstance(window.sound, ProcessedMedia), "this model hears inputs"
         medium = await asyncio.to_thread(prepared_window, window.sound)
         return msgspec.structs.replace(medium.inputs[0], offset=0)
 
-    def _params(self, sound: MediaInput, request: SpeechRequest) -> SamplingParams:
+    def _params(
+        self, sound: MediaInput, request: SpeechRequest, said: Sequence[int]
+    ) -> SamplingParams:
         """As many tokens as pieces are left."""
         return SamplingParams(
             temperature=request.temperature,
-            max_tokens=max(1, sound.num_tokens - len(self._prompt)),
+            max_tokens=max(1, sound.num_tokens - len(self._prompt) - len(said)),
             logprobs=0,
         )
 

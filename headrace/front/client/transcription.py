@@ -82,11 +82,13 @@ class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A part of a file, in seconds, and what the model hears of it."""
+    """A part of a file, in seconds, and what the model hears of it. `complete`: else more of it
+    comes, and the next window holds all of it."""
 
     start: float
     end: float
     sound: bytes | ProcessedMedia
+    complete: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
