@@ -1,5 +1,5 @@
-"""Places of positions by convolutions over them: one wide one (wav2vec 2.0, Baevski et al. 2020), or
-several with norms between them (data2vec, Baevski et al. 2022). S positions, E width."""
+"""Places of positions by convolutions over them: one wide one (wav2vec 2.0, Baevski et al. 2020),
+or several with norms between them (data2vec, Baevski et al. 2022). S positions, E width."""
 
 from __future__ import annotations
 
