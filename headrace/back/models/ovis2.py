@@ -96,13 +96,19 @@ def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
 
 @dataclass(frozen=True, kw_only=True)
 class VisualWordsSpec:
-    """`words` of the visual vocabulary, of which the last are `marks`."""
+    """`words` of the visual vocabulary, of which the last are `marks`. `names`: of the linear layer,
+    its norm and the table."""
 
     width: int
     outputs: int
     merge: int
     words: int
     marks: int
+    names: tuple[str, str, str] = (
+        "vision_tower.head_linear",
+        "vision_tower.head_norm",
+        "visual_embeddings_table",
+    )
 
     def build(self, scope: Scope) -> VisualWords:
         """See ProjectorSpec."""
@@ -114,12 +120,12 @@ class VisualWords:
     linear layer and a norm say."""
 
     def __init__(self, scope: Scope, spec: VisualWordsSpec) -> None:
-        tower, plain = scope / "vision_tower", spec.words - spec.marks
+        (head, norm, table), plain = spec.names, spec.words - spec.marks
         self._scope, self._plain, self._inputs = scope, plain, spec.width * spec.merge**2
-        self._head = WholeLinear(tower / "head_linear", self._inputs, plain)
-        self._norm = LAYER.build(tower / "head_norm", plain, eps=HEAD_EPS)
+        self._head = WholeLinear(scope / head, self._inputs, plain)
+        self._norm = LAYER.build(scope / norm, plain, eps=HEAD_EPS)
         shape = (spec.words, spec.outputs)
-        self._table = (scope / "visual_embeddings_table").param("weight", shape)
+        self._table = (scope / table).param("weight", shape)
         self._mean = not_loaded
         self.marks = torch.empty(0)
         scope.on_finish(self._finish)

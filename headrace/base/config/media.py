@@ -97,7 +97,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares.
     `most_windows`: of what is shown of them, 0: any. `alone`: an image is cut where it is the
     prompt's only one. `rows_each`: tokens that an input becomes
-    whatever its size, 0: they follow from it.
+    whatever its size, 0: they follow from it; `extra`: more than those of its windows.
     `marks`: further texts of the family around and between its tiles.
 
     Of models that hear: `sound`."""
@@ -125,6 +125,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     most_windows: int = 0
     alone: bool = False
     rows_each: int = 0
+    extra: int = 0
     marks: tuple[str, ...] = ()
     sound: SoundSettings | None = None
 
@@ -136,7 +137,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt that is not expanded, where that is another token. `video_soft`: what stands for a
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.
-    `written`: what stands for an image in the text of a message, where templates take texts alone.
+    `written`: by kind what stands for one in the text of a message, where templates take texts alone.
     `norm`: what the checkpoint's files say of the values of colours; None: nothing.
     `numbered`: texts around the number of an image in its prompt, which stands before it.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
@@ -152,7 +153,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_mark: int | None = None
     video_soft: int | None = None
     joins_newlines: bool = False
-    written: str = ""
+    written: dict[str, str] = {}
     numbered: tuple[str, str] | None = None
     norm: ImageNorm | None = None
     audio_token: int | None = None

@@ -94,12 +94,11 @@ class MediaPreparer:
         marked = [dict(message) for message in messages]
         for (i, j, _), parts in reversed(list(zip(places, media, strict=True))):
             content = list(marked[i]["content"])
-            content[j : j + 1] = [MediaMark(part.kind, self._written(part.kind)) for part in parts]
+            content[j : j + 1] = [
+                MediaMark(part.kind, self.spec.written.get(part.kind, "")) for part in parts
+            ]
             marked[i]["content"] = content
         return PreparedChat(messages=marked, media=[part for parts in media for part in parts])
-
-    def _written(self, kind: str) -> str:
-        return self.spec.written if kind == "image" else ""
 
     async def media_of(
         self, parts: Sequence[MediaPart], request: MediaRequest

@@ -64,6 +64,35 @@ class WindowMerger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SideBySideSpec:
+    """The patches of a window side by side, and nothing more."""
+
+    width: int
+    merge: int
+
+    @property
+    def outputs(self) -> int:
+        """Of a window."""
+        return self.width * self.merge**2
+
+    def build(self, scope: Scope, name: str, *, norm_merged: bool = False) -> SideBySide:
+        """It has no parameters."""
+        assert not norm_merged, "it has no norm"
+        return SideBySide(self)
+
+
+class SideBySide:
+    """x_NE -> y_MX by SideBySideSpec."""
+
+    def __init__(self, spec: SideBySideSpec) -> None:
+        self._outputs = spec.outputs
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return x_NE.view(-1, self._outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TwoLayers:
     """Windows side by side, a norm if there is one, then two linear layers. `names`: of both;
     `norm`: its name, kind and epsilon; it stands before the window is merged unless `norm_merged`.

@@ -26,7 +26,7 @@ from headrace.back.layers.vision.grids import (
     window_order,
 )
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
-from headrace.back.layers.vision.merger import MergerSpec
+from headrace.back.layers.vision.merger import MergerSpec, SideBySideSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.layers.vision.reducer import ReducerSpec
 from headrace.back.layers.vision.turns import Turns, rows_then_columns
@@ -49,7 +49,7 @@ class TowerSpec:
     patches: PatchSpec
     layer: VisionLayerSpec
     layers: int
-    merger: MergerSpec | ReducerSpec
+    merger: MergerSpec | ReducerSpec | SideBySideSpec
     positions: int = 0
     taps: Callable[[Grid, int, int], tuple[np.ndarray, np.ndarray]] = bilinear
     theta: float = 10_000.0

@@ -238,30 +238,6 @@ def _minicpm(files: CheckpointFiles) -> MediaSpec:
     return msgspec.structs.replace(image_only("minicpm", settings, config), numbered=numbered)
 
 
-def _minicpm_queries(files: CheckpointFiles) -> MediaSpec | None:
-    """As its authors publish it: the placeholder is the tokenizer's, messages are texts."""
-    image, config = files.image, files.config
-    token = special_token(files.folder, "<unk>")
-    if token is None:
-        return None
-    numbered = config.bool("use_image_id", True) and image.bool("use_image_id", True)
-    slices = image.int("max_slice_nums", 9, ge=1, le=256)
-    settings = ProcessorSettings(
-        patch=image.int("patch_size", 14, ge=1, le=1024),
-        merge=1,
-        side=image.int("scale_resolution", 448, ge=1, le=16_384),
-        tiles=(1, slices if image.bool("slice_mode", True) else 1),
-        rows_each=config.int("query_num", 64, ge=1, le=4096),
-    )
-    spec = image_only("minicpm", settings, _with_token(config, token))
-    marks = ("<image_id>", "</image_id>") if numbered else None
-    return msgspec.structs.replace(spec, numbered=marks, written="<unk>")
-
-
-def _with_token(config: ConfigReader, token: int) -> ConfigReader:
-    return ConfigReader({**config.raw, "image_token_id": token}, config.where)
-
-
 def _deepseek_ocr(files: CheckpointFiles) -> MediaSpec:
     """Of a window of 4 x 4 patches a query remains."""
     image, vision = files.image, vision_section(files.config)
@@ -366,10 +342,6 @@ def _video_llama(files: CheckpointFiles) -> MediaSpec:
     return image_only("qwen_vl", settings, files.config)
 
 
-UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
-    "minicpmv": _minicpm_queries,
-}
-"""By `model_type`, of those whose config.json names no placeholder."""
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_next_video": _llava_next_video,

@@ -14,7 +14,7 @@ from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.config.two_towers import is_clip, is_two_towers
 from headrace.base.registry import Registry
 from headrace.front.media.processing import Processor
-from headrace.front.media.processors.cut_families import CUT_FAMILIES, UNNAMED, CheckpointFiles
+from headrace.front.media.processors.cut_families import CUT_FAMILIES, CheckpointFiles
 from headrace.front.media.processors.files import (
     first_special,
     read_keys,
@@ -31,6 +31,7 @@ from headrace.front.media.processors.reading import (
     with_video,
 )
 from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO, hears
+from headrace.front.media.processors.unnamed_families import UNNAMED
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
     "media processor",
@@ -45,6 +46,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "kimi": "headrace.front.media.processors.kimi:KimiProcessor",
         "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
         "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
+        "ovis2_5": "headrace.front.media.processors.ovis2_5:Ovis25Processor",
         "step": "headrace.front.media.processors.step:StepProcessor",
         "paddleocr": "headrace.front.media.processors.paddleocr:PaddleOcrProcessor",
         "aya": "headrace.front.media.processors.canvas:AyaProcessor",
@@ -95,7 +97,7 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         return _two_towers(folder, config)
     if kind == "internvl_chat":
         return _internvl_chat(folder, config)
-    if kind in UNNAMED and "vision_config" in config:
+    if kind in UNNAMED:
         reader = ConfigReader(config, f"{folder}/config.json")
         image, video = _processor_files(folder)
         return UNNAMED[str(kind)](

@@ -1,0 +1,69 @@
+"""What the files of checkpoints say whose config.json names no placeholder: it is the tokenizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.media import MediaSpec, ProcessorSettings
+from headrace.front.media.processors.cut_families import CheckpointFiles
+from headrace.front.media.processors.files import special_token
+from headrace.front.media.processors.reading import image_only, pixel_bounds, with_video
+
+
+def _ovis2_5(files: CheckpointFiles) -> MediaSpec | None:
+    """The placeholders are the tokenizer's, messages are texts."""
+    image, vision = files.image, files.config.section("vit_config")
+    token, clip = (special_token(files.folder, f"<|{kind}_pad|>") for kind in ("image", "video"))
+    if token is None or vision is None:
+        return None
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=vision.int("hidden_stride", 2, ge=1, le=16),
+        image_pixels=pixel_bounds(image, (448 * 448, 1792 * 1792)),
+        resample=image.int("resample", 3, ge=0, le=5),
+        extra=2,
+        max_frames=files.video.int("num_frames", 32, ge=1, le=100_000),
+    )
+    spec = image_only("ovis2_5", settings, _with_token(files.config, token))
+    spec = msgspec.structs.replace(
+        spec,
+        image_mark=special_token(files.folder, "<image>"),
+        written={"image": "<|image_pad|>", "video": "<|video_pad|>"},
+    )
+    return with_video(spec, clip)
+
+
+def _minicpm_queries(files: CheckpointFiles) -> MediaSpec | None:
+    """As its authors publish it: the placeholder is the tokenizer's, messages are texts."""
+    image, config = files.image, files.config
+    token = special_token(files.folder, "<unk>")
+    if token is None or "vision_config" not in config:
+        return None
+    numbered = config.bool("use_image_id", True) and image.bool("use_image_id", True)
+    slices = image.int("max_slice_nums", 9, ge=1, le=256)
+    settings = ProcessorSettings(
+        patch=image.int("patch_size", 14, ge=1, le=1024),
+        merge=1,
+        side=image.int("scale_resolution", 448, ge=1, le=16_384),
+        tiles=(1, slices if image.bool("slice_mode", True) else 1),
+        rows_each=config.int("query_num", 64, ge=1, le=4096),
+    )
+    spec = image_only("minicpm", settings, _with_token(config, token))
+    marks = ("<image_id>", "</image_id>") if numbered else None
+    return msgspec.structs.replace(spec, numbered=marks, written={"image": "<unk>"})
+
+
+def _with_token(config: ConfigReader, token: int) -> ConfigReader:
+    return ConfigReader({**config.raw, "image_token_id": token}, config.where)
+
+
+UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
+    "minicpmv": _minicpm_queries,
+    "ovis2_5": _ovis2_5,
+    "ovis2_6": _ovis2_5,
+    "ovis2_6_moe": _ovis2_5,
+}
+"""By `model_type`, of those whose config.json names no placeholder."""
