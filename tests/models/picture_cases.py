@@ -78,6 +78,7 @@ class PictureCase:
     model: str = ""
     longest: int = 512
     num_frames: int = 3
+    rate: float = 2.0
     mended: Callable[[Any], None] | None = None
     clip: Callable[[Pictures, ProcessedMedia], Theirs] | None = None
 

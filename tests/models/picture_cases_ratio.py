@@ -5,23 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import without_torchvision
-from tests.models.picture_cases import IMAGE, VIDEO, PictureCase, Pictures, Theirs
+from tests.models.picture_cases import HALF_NORM, IMAGE, VIDEO, PictureCase, Pictures, Theirs
 from tests.models.test_parity import CASES as TEXTS
 from tests.models.test_towers import TOWER, text
+from tests.models.vision_cases import GEMMA4_TEXT, GEMMA4_TOWER
 
 with without_torchvision():
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
     from transformers.models.gemma4_unified.image_processing_gemma4_unified import (
         pad_along_first_dim,
         patches_merge,
     )
     from transformers.models.minimax_m3_vl.processing_minimax_m3_vl import MiniMaxM3VLProcessor
+    from transformers.models.smolvlm.processing_smolvlm import (
+        SmolVLMProcessor,
+        _prompt_single_image,
+    )
 
 WINDOWS: dict[str, Any] = {
     **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},
@@ -59,6 +67,61 @@ def unified(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
         texts=["B" + "I" * count + "E" for count in counts],
         typed=True,
     )
+
+
+def gemma4(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
+    inputs = processor(list(pictures), return_tensors="pt")
+    counts = inputs.pop("num_soft_tokens_per_image")
+    texts = ["B" + "I" * int(count) + "E" for count in counts]
+    return Theirs(given=dict(inputs), texts=texts, typed=True)
+
+
+def gemma4_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
+    """The frames as its image processor gives pictures of so many tokens."""
+    inputs = gemma4(frames, ()).given
+    count = int((inputs["image_position_ids"][0, :, 0] >= 0).sum()) // 4
+    metadata = SimpleNamespace(fps=0.4, timestamps=[i / 0.4 for i in range(len(frames))])
+    self = SimpleNamespace(boi_token="B", eoi_token="E", video_token="V")
+    text_of = Gemma4Processor.replace_video_token
+    video = {"num_soft_tokens_per_video": [count], "video_metadata": [metadata]}
+    given = {
+        "pixel_values_videos": inputs["pixel_values"],
+        "video_position_ids": inputs["image_position_ids"],
+        "num_frames_per_video": torch.tensor([len(frames)]),
+    }
+    return Theirs(given=given, texts=[text_of(self, video, 0)], typed=True)
+
+
+def smolvlm(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    """Not cut."""
+    processor = Idefics3ImageProcessorPil(
+        **HALF_NORM, size={"longest_edge": 24}, max_image_size={"longest_edge": 16},
+        do_image_splitting=False,
+    )  # fmt: skip
+    inputs = processor([list(pictures)], return_tensors="pt")
+    single = _prompt_single_image(
+        4, fake_token_around_image="<fake_token_around_image>", image_token="I",
+        global_image_token="<global-img>",
+    )  # fmt: skip
+    given = {"pixel_values": inputs["pixel_values"]}
+    return Theirs(given=given, texts=[single] * len(pictures))
+
+
+def smolvlm_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
+    """Its frames as pictures that are not cut; the number of frames is written as num2words does."""
+    inputs = smolvlm(frames, ()).given
+    metadata = SimpleNamespace(
+        fps=0.04, timestamps=[i / 0.04 for i in range(len(frames))], duration=len(frames) / 0.04
+    )
+    self = SimpleNamespace(
+        image_seq_len=4, image_token="I", fake_image_token="<fake_token_around_image>",
+        global_image_token="<global-img>",
+    )  # fmt: skip
+    text_of = SmolVLMProcessor.replace_video_token
+    with patch.dict(text_of.__globals__, {"num2words": {3: "three"}.__getitem__}):
+        text = text_of(self, {**inputs, "video_metadata": [metadata]}, 0)
+    return Theirs(given=inputs, texts=[text])
 
 
 def with_the_masks_of_generation(oracle: Any) -> None:
@@ -103,6 +166,42 @@ CASES = {
         files=WINDOWS,
         marks={"]<]start of image[>[": 102, "]<]end of image[>[": 103},
         sizes=((40, 24), (17, 50)),
+    ),
+    "smolvlm": PictureCase(
+        name="SmolVLM",
+        config={
+            **{"vision_config": TOWER, "text_config": text("llama"), "image_token_id": IMAGE},
+            **{"scale_factor": 2, "pad_token_id": 0},
+        },
+        process=smolvlm,
+        clip=smolvlm_clip,
+        rate=0.04,
+        files={
+            **{**HALF_NORM, "size": {"longest_edge": 24}, "do_image_splitting": False},
+            "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 24}},
+        },
+        marks={"<video>": VIDEO, "<fake_token_around_image>": 102, "<global-img>": 103},
+    ),
+    "gemma4": PictureCase(
+        name="Gemma4",
+        config={
+            "vision_config": GEMMA4_TOWER,
+            "text_config": {
+                **GEMMA4_TEXT,
+                "use_bidirectional_attention": "vision",
+                "sliding_window": 9,
+            },
+            **{"image_token_id": IMAGE, "boi_token_id": 102, "eoi_token_id": 103},
+            **{"video_token_id": VIDEO, "audio_config": None},
+        },
+        process=gemma4,
+        clip=gemma4_clip,
+        rate=0.4,
+        files={"max_soft_tokens": 70},
+        video_files={"max_soft_tokens": 70},
+        marks={"B": 102, "E": 103},
+        sizes=((40, 26), (17, 50)),
+        step_tokens=(90, 75),
     ),
     "gemma4-unified": PictureCase(
         name="Gemma4Unified",

@@ -148,11 +148,13 @@ def test_clips_are_seen_as_by_the_reference(shown: Shown) -> None:
     count = shown.case.num_frames
     frames = [picture(40, 24, seed) for seed in range(count)]
     processor = PROCESSORS.load(shown.spec.processor)(shown.spec.settings)
-    medium = processor.video(iter(frames), range(count), Sampling(count, 2.0))
+    medium = processor.video(iter(frames), range(count), Sampling(count, shown.case.rate))
     prompt = shown.prompt([medium], "video")
     theirs = shown.case.clip(frames, medium)
     assert prompt.ids == shown.expected_ids(theirs)
-    given = {"input_ids": torch.tensor([shown.expected_ids(theirs, VIDEO)]), **theirs.given}
+    ids = torch.tensor([shown.expected_ids(theirs, VIDEO)])
+    types = {"mm_token_type_ids": 2 * (ids == VIDEO).long()} if theirs.typed else {}
+    given = {"input_ids": ids, **types, **theirs.given}
     with torch.inference_mode():
         logprobs = shown.oracle(**given).logits[0].float().log_softmax(-1)
     *before, last = list(logprobs.numpy())

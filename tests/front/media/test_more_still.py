@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,16 @@ from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import MediaInput
 from headrace.front.media.placeholders import PreparedMedium, expanded
+from headrace.front.media.processing import Sampling
 from headrace.front.media.processors.families import read_media
+from headrace.front.media.processors.idefics3 import Idefics3Processor, number_words
+from tests.front.media.oracles import without_torchvision
 from tests.front.media.pictures import picture
 from tests.front.media.test_still import SIZES, pixels, processor_of
+
+with without_torchvision():
+    from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+    from transformers.video_utils import VideoMetadata
 
 
 @pytest.mark.parametrize(
@@ -114,3 +122,30 @@ def test_newlines_around_images_are_the_tokens_of_their_text(prompt: str) -> Non
         assert whole[each.offset - 1 : each.offset + 5] == [ord("<"), 7, 7, 7, 7, ord(">")]
     again, same = expanded(whole, media, spec, encode, field="prompt")
     assert (again, same) == (whole, inputs)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        *((1, "one"), (12, "twelve"), (20, "twenty"), (64, "sixty-four"), (100, "one hundred")),
+        (219, "two hundred and nineteen"),
+    ],
+)
+def test_numbers_of_frames_are_words(number: int, words: str) -> None:
+    assert number_words(number) == words
+
+
+@pytest.mark.parametrize(
+    "video", [Sampling(3, 2.0), Sampling(240, 24.0), Sampling(2400, 24.0), Sampling(9000, 30.0)]
+)
+def test_smolvlm_s_frames_are_the_reference_s(video: Sampling) -> None:
+    settings = ProcessorSettings(side=16, sizes=((24, 24),), max_frames=64, fps=1.0)
+    ours = Idefics3Processor(settings).frames_of(video)
+    self = SimpleNamespace(num_frames=64, fps=1)
+    metadata = VideoMetadata(
+        total_num_frames=video.num_frames,
+        fps=video.rate,
+        duration=video.num_frames / video.rate,
+    )
+    theirs = SmolVLMVideoProcessor.sample_frames(self, metadata)
+    assert ours == theirs.tolist()

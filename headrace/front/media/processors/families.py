@@ -270,28 +270,6 @@ def _internvl_chat(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     return _internvl(ConfigReader(tiles, reader.where), reader, none, mark)
 
 
-def _idefics3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
-    vision = vision_section(config)
-    side = side_pixels(vision)
-    size = image.section("size")
-    longest = 4 * side if size is None else size.int("longest_edge", 4 * side, ge=1)
-    settings = ProcessorSettings(
-        patch=vision.int("patch_size", 14, ge=1, le=1024),
-        merge=config.int("scale_factor", 2, ge=1, le=16),
-        side=side,
-        longest=longest,
-        tiles=(1, 256 if image.bool("do_image_splitting", True) else 1),
-        resample=image.int("resample", 1, ge=0, le=5),
-    )
-    return image_only("idefics3", settings, config)
-
-
-def _modernvbert(image: ConfigReader, config: ConfigReader) -> MediaSpec:
-    """Idefics 3's tiles, under another name of the merged windows."""
-    merge = config.int("pixel_shuffle_factor", 4, ge=1, le=16)
-    return _idefics3(image, ConfigReader({**config.raw, "scale_factor": merge}, config.where))
-
-
 def _gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     """Marks in the prompt are those that begin an image."""
     if image.bool("do_pan_and_scan", None):
@@ -346,11 +324,8 @@ _STILL = {
     "mistral3": _pixtral,
     "mistral_large4": _pixtral,
     "lighton_ocr": _lighton,
-    "idefics3": _idefics3,
-    "smolvlm": _idefics3,
     "gemma3": _gemma3,
     "paligemma": _paligemma,
-    "modernvbert": _modernvbert,
 }
 """Those that take images alone."""
 _MOVING = {

@@ -19,16 +19,21 @@ def _gemma4(files: CheckpointFiles) -> MediaSpec:
     vision = vision_section(config)
     patch, merge = vision.int("patch_size", 16, ge=1), vision.int("pooling_kernel_size", 3, ge=1)
     tokens = image.int("max_soft_tokens", 280, ge=1, le=16_384)
-    most = tokens * (patch * merge) ** 2
+    frame_tokens = files.video.int("max_soft_tokens", 70, ge=1, le=16_384)
+    unit = (patch * merge) ** 2
     marks = {name: config.int(f"{name}_token_id", None, ge=0) for name in ("boi", "eoi")}
     settings = ProcessorSettings(
         patch=patch,
         merge=merge,
-        image_pixels=(min(most, (patch * merge) ** 2), most),
+        image_pixels=(unit, tokens * unit),
+        video_pixels=(unit, frame_tokens * unit),
+        max_frames=files.video.int("num_frames", 32, ge=1, le=100_000),
         resample=image.int("resample", 3, ge=0, le=5),
         around=(special_text(files.folder, marks["boi"]), special_text(files.folder, marks["eoi"])),
     )
-    return image_only("gemma4", settings, config)
+    spec = image_only("gemma4", settings, config)
+    token = config.int("video_token_id", None, ge=0)
+    return msgspec.structs.replace(spec, video_token=token)
 
 
 def _gemma4_unified(files: CheckpointFiles) -> MediaSpec:
