@@ -196,6 +196,7 @@ CASES = {
         },
         process=gemma4,
         clip=gemma4_clip,
+        num_frames=2,
         rate=0.4,
         files={"max_soft_tokens": 70},
         video_files={"max_soft_tokens": 70},

@@ -96,8 +96,8 @@ def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
 
 @dataclass(frozen=True, kw_only=True)
 class VisualWordsSpec:
-    """`words` of the visual vocabulary, of which the last are `marks`. `names`: of the linear layer,
-    its norm and the table."""
+    """`words` of the visual vocabulary, of which the last are `marks`. `names`: of the linear
+    layer, its norm and the table."""
 
     width: int
     outputs: int

@@ -99,7 +99,7 @@ class MarkedWords:
     layers = 0
 
     def __init__(self, scope: Scope, tower: TowerSpec, words: VisualWordsSpec) -> None:
-        whole = replace(scope, mesh=Mesh(), scheme=None, adapters=None)
+        whole = replace(scope, mesh=Mesh(), online=None, adapters=None)
         self._tower = VisionTower(whole / "visual_tokenizer.vit.vision_model", tower, None)
         self._words = words.build(whole)
         self._merge = tower.merger.merge

@@ -137,7 +137,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt that is not expanded, where that is another token. `video_soft`: what stands for a
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.
-    `written`: by kind what stands for one in the text of a message, where templates take texts alone.
+    `written`: by kind what stands for one in a message's text, where templates take texts alone.
     `norm`: what the checkpoint's files say of the values of colours; None: nothing.
     `numbered`: texts around the number of an image in its prompt, which stands before it.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:

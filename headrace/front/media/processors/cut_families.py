@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -238,49 +238,6 @@ def _minicpm(files: CheckpointFiles) -> MediaSpec:
     return msgspec.structs.replace(image_only("minicpm", settings, config), numbered=numbered)
 
 
-def _idefics3(files: CheckpointFiles) -> MediaSpec:
-    image, config = files.image, files.config
-    vision = vision_section(config)
-    side = side_pixels(vision)
-    size = image.section("size")
-    longest = 4 * side if size is None else size.int("longest_edge", 4 * side, ge=1)
-    settings = ProcessorSettings(
-        patch=vision.int("patch_size", 14, ge=1, le=1024),
-        merge=config.int("scale_factor", 2, ge=1, le=16),
-        side=side,
-        longest=longest,
-        tiles=(1, 256 if image.bool("do_image_splitting", True) else 1),
-        resample=image.int("resample", 1, ge=0, le=5),
-        max_frames=0,
-    )
-    return image_only("idefics3", settings, config)
-
-
-def _modernvbert(files: CheckpointFiles) -> MediaSpec:
-    """Idefics 3's tiles, under another name of the merged windows."""
-    merge = files.config.int("pixel_shuffle_factor", 4, ge=1, le=16)
-    keys = {**files.config.raw, "scale_factor": merge}
-    return _idefics3(replace(files, config=ConfigReader(keys, files.config.where)))
-
-
-def _smolvlm(files: CheckpointFiles) -> MediaSpec:
-    """Of video too, where the files say how it is sampled."""
-    spec = _idefics3(files)
-    sampling = files.video.section("video_sampling") or files.image.section("video_sampling")
-    mark = special_token(files.folder, "<video>")
-    if sampling is None or mark is None:
-        return spec
-    side, size = spec.settings.side, sampling.section("video_size")
-    longest = 4 * side if size is None else size.int("longest_edge", 4 * side, ge=1)
-    settings = msgspec.structs.replace(
-        spec.settings,
-        sizes=((longest, longest),),
-        max_frames=sampling.int("max_frames", 64, ge=1, le=999),
-        fps=sampling.float("fps", 1.0, ge=0.01, le=1000.0),
-    )
-    return with_video(msgspec.structs.replace(spec, settings=settings), mark)
-
-
 def _deepseek_ocr(files: CheckpointFiles) -> MediaSpec:
     """Of a window of 4 x 4 patches a query remains."""
     image, vision = files.image, vision_section(files.config)
@@ -399,9 +356,6 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "minicpmv4_6": _minicpm,
     "minicpm_ocr": _minicpm,
     "deepseek_ocr2": _deepseek_ocr,
-    "idefics3": _idefics3,
-    "smolvlm": _smolvlm,
-    "modernvbert": _modernvbert,
     "deepseek_vl": _deepseek_vl,
     "janus": _deepseek_vl,
     "video_llama_3": _video_llama,

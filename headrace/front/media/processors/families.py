@@ -20,6 +20,7 @@ from headrace.front.media.processors.files import (
     read_keys,
     special_token,
 )
+from headrace.front.media.processors.idefics_families import IDEFICS_FAMILIES
 from headrace.front.media.processors.ratio_families import RATIO_FAMILIES
 from headrace.front.media.processors.reading import (
     image_norm,
@@ -67,7 +68,7 @@ _SPACED = (
     *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("exaone4_5", "hyperclovax_vision_v2"),
 )
-_READERS = {**CUT_FAMILIES, **RATIO_FAMILIES}
+_READERS = {**CUT_FAMILIES, **RATIO_FAMILIES, **IDEFICS_FAMILIES}
 _STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 

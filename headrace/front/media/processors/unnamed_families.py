@@ -1,4 +1,4 @@
-"""What the files of checkpoints say whose config.json names no placeholder: it is the tokenizer's."""
+"""What the files of checkpoints say whose placeholder the tokenizer alone names."""
 
 from __future__ import annotations
 
