@@ -7,7 +7,7 @@ What --out holds for the same count already is not run again, so that it can be 
 the bundled mixture instead; `--kv` the bundled model with every KV cache type too. `--docs` writes both models' tables
 (`tasks_text.json`, `tasks_mixture.json`) into docs/QUANTIZATION.md:
 
-    for demo in text mixture; do python -m benchmarks.cpu.quality --demo $demo --count 20 --types= --kv \\
+    for demo in text mixture; do python -m benchmarks.cpu.quality --demo $demo --count 10 --types= --kv \\
         --out benchmarks/cpu/tasks_$demo.json; done; python -m benchmarks.cpu.quality --docs
 
 The bundled model is written as GGUF by the `gguf` library; Q4_K where rows have 256-input blocks, Q5_0 elsewhere, as
@@ -73,6 +73,8 @@ def evaluate(model: Path, *options: str, count: int) -> dict[str, float]:
         "--json",
         "--count",
         str(count),
+        "--streams",
+        "4",
     ]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

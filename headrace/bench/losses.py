@@ -55,15 +55,15 @@ async def read_answers(
     gate = asyncio.Semaphore(streams)
 
     async def one(item: EvalItem) -> AnswerScores:
-        prompt = await template.render_async(
-            [dict(m) for m in item.messages],
-            tools=None if item.tools is None else [dict(t) for t in item.tools],
-            kwargs=item.template_kwargs,
-        )
         answer = engine.tokenizer.encode_written(item.reference)
-        generation = Generation(prompt_ids=[*prompt, *answer], params=READ)
         scores: list[ScoredToken | None] = []
         async with gate:
+            prompt = await template.render_async(
+                [dict(m) for m in item.messages],
+                tools=None if item.tools is None else [dict(t) for t in item.tools],
+                kwargs=item.template_kwargs,
+            )
+            generation = Generation(prompt_ids=[*prompt, *answer], params=READ)
             async for event in engine.generate(generation):
                 if isinstance(event, PromptScored):
                     scores = event.scores
