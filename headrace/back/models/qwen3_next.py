@@ -3,6 +3,8 @@ projections of a key head lie together in the checkpoint."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.back.layers.linear import MergedTensor
 from headrace.back.layers.norm import RMS_UNIT_OFFSET
 from headrace.back.layers.scope import Scope
@@ -24,6 +26,10 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     qkvz = MergedTensor(name="in_proj_qkvz", parts=(QUERY, KEY, VALUE, GATE), groups=groups)
     ba = MergedTensor(name="in_proj_ba", parts=(BETA, DECAY), groups=groups)
     names = DeltaNames(merged=(qkvz, ba), convs=("conv1d",), out="out_proj")
+    if config.bool("separate_qkvz", False):  # GGUF files
+        qkv = MergedTensor(name="in_proj_qkv", parts=(QUERY, KEY, VALUE))
+        parts = ("q", "k", "v", "in_proj_z", "b", "a")
+        names = replace(names, parts=parts, merged=(qkv, ba))
     mixture = qwen_mixture(config, renormalize=True)
     sparse = feed_forwards(mixture, sparse_layers(config, sizes.layers))
     layers = tuple(

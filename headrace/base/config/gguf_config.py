@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from headrace.base.config import gguf_mixtures as mixtures
+from headrace.base.config import gguf_recurrent as recurrent
 from headrace.base.config.gguf import GGUFFile
 from headrace.base.errors import CheckpointError
 
@@ -76,7 +77,7 @@ def _common(file: GGUFFile, name: str) -> Config:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": _layers(file, f"{name}.block_count"),
-        "intermediate_size": _need_int(file, f"{name}.feed_forward_length"),
+        "intermediate_size": _inner_size(file, name),
         "num_attention_heads": heads,
         "num_key_value_heads": _count(file, f"{name}.attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -89,6 +90,12 @@ def _common(file: GGUFFile, name: str) -> Config:
         "torch_dtype": _dtype(file),
         **_rope_scaling(file, name, head_dim),
     }
+
+
+def _inner_size(file: GGUFFile, name: str) -> int:
+    """Of dense layers; files of mixtures without any may have that of experts alone."""
+    keys = [f"{name}.{part}feed_forward_length" for part in ("", "expert_")]
+    return _need_int(file, next((key for key in keys if key in file.metadata), keys[0]))
 
 
 def _rope_scaling(file: GGUFFile, name: str, head_dim: int) -> Config:
@@ -216,6 +223,39 @@ ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         fixed={**_SILU, "use_sliding_window": False},
+    ),
+    "qwen3vl": GGUFArchitecture(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        fixed={**_SILU, "use_sliding_window": False},
+    ),
+    "qwen3vlmoe": GGUFArchitecture(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        fixed={**_SILU, "use_sliding_window": False, "norm_topk_prob": True},
+        keys=mixtures.CHOSEN | mixtures.INNER,
+        adjust=mixtures.renormalized,
+    ),
+    "qwen3next": GGUFArchitecture(
+        model_type="qwen3_next",
+        architecture="Qwen3NextForCausalLM",
+        fixed={**_SILU, "norm_topk_prob": True},
+        keys=mixtures.CHOSEN | mixtures.INNER | mixtures.SHARED | recurrent.DELTA,
+        adjust=recurrent.qwen_delta,
+    ),
+    "qwen35": GGUFArchitecture(
+        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForCausalLM",
+        fixed=_SILU,
+        keys=recurrent.DELTA,
+        adjust=recurrent.qwen_delta,
+    ),
+    "qwen35moe": GGUFArchitecture(
+        model_type="qwen3_5_moe_text",
+        architecture="Qwen3_5MoeForCausalLM",
+        fixed={**_SILU, "norm_topk_prob": True},
+        keys=mixtures.CHOSEN | mixtures.INNER | mixtures.SHARED | recurrent.DELTA,
+        adjust=recurrent.qwen_delta,
     ),
     "gemma2": GGUFArchitecture(
         model_type="gemma2",

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
+from headrace.back.models.load.gguf_heads import COLUMNS, ValueHeads
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
@@ -70,6 +71,20 @@ _GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks": "self_attn.sinks.",  # a name of its own
 }
+_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias.",
+    "ssm_a": "linear_attn.A_log.",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 _SANDWICH = {
     **_BLOCK,
     "post_attention_norm": "post_attention_layernorm",
@@ -82,11 +97,12 @@ _FUSED_MLP = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
 @dataclass(frozen=True, kw_only=True)
 class _Dialect:
     """How one architecture's tensors differ: block names, interleaved query and key rows, norms
-    stored plus one."""
+    stored plus one (but those of recurrent layers), value heads of these in another order."""
 
     blocks: Mapping[str, str]
     interleaved: bool = False
     norm_plus_one: bool = False
+    other_heads: bool = False
 
 
 _DIALECTS: Mapping[str, _Dialect] = {
@@ -95,6 +111,11 @@ _DIALECTS: Mapping[str, _Dialect] = {
     "qwen3moe": _Dialect(blocks=_MIXTURE),
     "olmoe": _Dialect(blocks=_MIXTURE),
     "gpt-oss": _Dialect(blocks=_GPT_OSS),
+    "qwen3next": _Dialect(blocks=_MIXTURE | _DELTA, norm_plus_one=True),
+    "qwen35": _Dialect(blocks=_BLOCK | _DELTA, norm_plus_one=True, other_heads=True),
+    "qwen35moe": _Dialect(blocks=_MIXTURE | _DELTA, norm_plus_one=True, other_heads=True),
+    "qwen3vl": _Dialect(blocks=_BLOCK),
+    "qwen3vlmoe": _Dialect(blocks=_MIXTURE),
     "qwen2": _Dialect(blocks=_BLOCK),
     "qwen3": _Dialect(blocks=_BLOCK),
     "gemma2": _Dialect(blocks=_SANDWICH, norm_plus_one=True),
@@ -116,13 +137,14 @@ class GGUFSource:
         config = gguf_config(file)
         self._heads = (config["num_attention_heads"], config["num_key_value_heads"])
         self._dialect = _DIALECTS[str(file.text("general.architecture"))]
+        self._value_heads = ValueHeads(config) if self._dialect.other_heads else None
         _refuse_types(file)
-        self._tensors = _renamed(file, self._dialect)
+        self._tensors = _renamed(file, self._dialect, config["num_hidden_layers"])
         order = {part: number for number, part in enumerate(file.paths)}
         self.entries: Mapping[str, CheckpointTensor] = {
             name: CheckpointTensor(
                 shape=tensor.shape,
-                dtype=tensor.type.name,
+                dtype=self._kept_as(name, tensor),
                 where=str(tensor.path),
                 order=(order[tensor.path], tensor.offset),
                 dequantized=True,
@@ -143,18 +165,25 @@ class GGUFSource:
         if len(shape) == 1:
             values = self._dequantize(tensor, rows_of).reshape(-1)
             values = _deinterleaved(values, heads) if heads else values
+            values = self._in_order(name, values)
             values = values - 1 if self._plus_one(name) else values
+            if name.endswith(".A_log"):  # stored as -exp of it
+                values = np.log(-values)
             target.copy_(torch.from_numpy(values)[source])
             return
         if heads:
             rows_of = _deinterleaved(rows_of, heads)
+        rows_of = self._in_order(name, rows_of)
+        if len(shape) == 3 and shape[1] == 1:  # a convolution, whose dimension of 1 is not stored
+            shape, source, target = (shape[0], shape[2]), (source[0], source[2]), target[:, 0]
         columns = shape[-1]
         rows_of = rows_of.reshape(*shape[:-1], columns // tensor.type.block, tensor.type.size)
         if len(shape) == 3:  # experts
             for i, rows in enumerate(rows_of[source[0]]):
                 self._copy_rows(tensor, rows[source[1]], source[-1], target[i])
             return
-        self._copy_rows(tensor, rows_of[source[0]], source[-1], target)
+        order = None if self._value_heads is None else self._value_heads.columns(name)
+        self._copy_rows(tensor, rows_of[source[0]], source[-1], target, order)
 
     def blocks(self, name: str) -> StoredRows:
         """The rows of the map; those of interleaved projections in their new order."""
@@ -162,7 +191,7 @@ class GGUFSource:
         order = np.arange(len(data))
         if heads := self._interleaved_heads(name):
             order = _deinterleaved(order, heads)
-        return StoredRows(data, order)
+        return StoredRows(data, self._in_order(name, order))
 
     def groups(
         self, name: str, source: tuple[slice, ...], device: torch.device = HOST
@@ -175,7 +204,12 @@ class GGUFSource:
         self._maps = {}
 
     def _copy_rows(
-        self, tensor: GGUFTensor, rows: np.ndarray, columns: slice, target: torch.Tensor
+        self,
+        tensor: GGUFTensor,
+        rows: np.ndarray,
+        columns: slice,
+        target: torch.Tensor,
+        order: np.ndarray | None = None,
     ) -> None:
         step = max(1, CHUNK_ELEMENTS // (rows.shape[1] * tensor.type.block))
         for row in range(0, len(rows), step):
@@ -183,6 +217,7 @@ class GGUFSource:
             values = self._dequantize(tensor, part.reshape(-1, tensor.type.size)).reshape(
                 len(part), -1
             )
+            values = values if order is None else values[:, order]
             target[row : row + step].copy_(torch.from_numpy(values)[:, columns])
 
     def _blocks(self, tensor: GGUFTensor) -> np.ndarray:
@@ -201,8 +236,19 @@ class GGUFSource:
         match = re.search(r"self_attn\.([qk])_proj\.(weight|bias)$", name)
         return 0 if match is None else self._heads[match[1] == "k"]
 
+    def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Rows in the order of the checkpoint that the file was made of."""
+        order = None if self._value_heads is None else self._value_heads.rows(name)
+        return rows if order is None else rows[order]
+
+    def _kept_as(self, name: str, tensor: GGUFTensor) -> str:
+        """The type; of a matrix whose blocks of inputs do not stay whole that of floats."""
+        moved = self._value_heads is not None and name.endswith(COLUMNS)
+        return "F32" if moved else tensor.type.name
+
     def _plus_one(self, name: str) -> bool:
-        return self._dialect.norm_plus_one and name.endswith("norm.weight")
+        named = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        return self._dialect.norm_plus_one and named
 
 
 def _deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -211,18 +257,22 @@ def _deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _renamed(file: GGUFFile, dialect: _Dialect) -> dict[str, GGUFTensor]:
+def _renamed(file: GGUFFile, dialect: _Dialect, layers: int) -> dict[str, GGUFTensor]:
     """Tensors by their transformers name; one that has none keeps its own, and is refused as
-    unknown later."""
+    unknown later. Layers behind the last one only draft tokens, and are left out."""
     tensors_by_name: dict[str, GGUFTensor] = {}
     for name, tensor in file.tensors.items():
-        if name not in CONFIG_TENSORS:
+        match = re.match(r"blk\.(\d+)\.", name, re.ASCII)
+        drafts = dialect.other_heads and match is not None and int(match[1]) >= layers
+        if name not in CONFIG_TENSORS and not drafts:
             tensors_by_name[_new_name(name, dialect)] = tensor
     return tensors_by_name
 
 
 def _new_name(name: str, dialect: _Dialect) -> str:
     stem, _, kind = name.rpartition(".")
+    if kind == "ssm_a":  # without an ending
+        stem, kind = name, "weight"
     if kind in ("weight", "bias"):
         if stem == "output":
             return f"lm_head.{kind}"
