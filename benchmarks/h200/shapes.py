@@ -154,10 +154,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 201088,
     },
 }
-SHAPES["qwen3-8b-fp8"] = SHAPES["qwen3-8b-int4"] = SHAPES["qwen3-8b"]
+SHAPES["qwen3-8b-fp8"] = SHAPES["qwen3-8b-fp8-block"] = SHAPES["qwen3-8b"]
+SHAPES["qwen3-8b-int4"] = SHAPES["qwen3-8b"]
 SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"]
 QUANTIZATION = {
     "qwen3-8b-fp8": "fp8",
+    "qwen3-8b-fp8-block": "fp8-block",
     "qwen3-8b-int4": "int4-g128",
     "qwen3-30b-a3b-fp8": "fp8",
     "gpt-oss-20b": "mxfp4",
@@ -165,8 +167,8 @@ QUANTIZATION = {
 """Shape -> `--quantization`: linear layers in fewer bits, the head in bfloat16."""
 EXPERTS_ALONE = ("gpt-oss-20b",)
 """Shapes of which only the experts are quantized."""
-WEIGHT_BITS = {"fp8": 8, "int4-g128": 4 + 16 / 128, "mxfp4": 4.25}
-RATES = {"fp8": 2}
+WEIGHT_BITS = {"fp8": 8, "fp8-block": 8 + 32 / 128, "int4-g128": 4 + 16 / 128, "mxfp4": 4.25}
+RATES = {"fp8": 2, "fp8-block": 2}
 """What the tensor cores multiply in a second, in that of bfloat16."""
 # (batch, prompt): ms a decode step may take
 STEP_BARS = {
@@ -180,6 +182,7 @@ STEP_BARS = {
     },
     "qwen3-32b": {},
     "qwen3-8b-fp8": {(1, 128): 2.4, (32, 128): 3.2, (256, 128): 7.0},
+    "qwen3-8b-fp8-block": {},
     "qwen3-8b-int4": {(1, 128): 1.7, (32, 128): 2.7},
     "qwen3-0.6b": {(1, 128): 0.75, (32, 128): 1.0, (256, 128): 3.4},
     "qwen3-30b-a3b": {(1, 128): 2.2, (32, 128): 14.0, (256, 128): 18.5},
@@ -191,6 +194,7 @@ PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
     "qwen3-8b": {(1, 8192): 42_000, (16, 1024): 48_000},
     "qwen3-32b": {},
     "qwen3-8b-fp8": {(1, 8192): 61_000, (16, 1024): 72_000},
+    "qwen3-8b-fp8-block": {(16, 1024): 60_000},
     "qwen3-8b-int4": {(1, 8192): 36_800, (16, 1024): 42_100},
     "qwen3-0.6b": {},
     "qwen3-30b-a3b": {(1, 8192): 70_000, (16, 1024): 88_000},

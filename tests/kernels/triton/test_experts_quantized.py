@@ -184,7 +184,7 @@ def test_a_graph_of_dependent_launches_gives_the_same(kind, tokens):
     def steps() -> torch.Tensor:
         y = x
         for _ in range(6):
-            y = (y + run(y, expert, weight)) * 0.5
+            y = torch.nn.functional.rms_norm(y + run(y, expert, weight), (whole.width,))
         return y
 
     steps()
@@ -196,6 +196,7 @@ def test_a_graph_of_dependent_launches_gives_the_same(kind, tokens):
         graph.replay()
         found = recorded.clone()
         torch.cuda.synchronize()
+        assert found.isfinite().all()
         assert torch.equal(found, steps())
 
 

@@ -127,7 +127,6 @@ def test_tokens_become_the_nearest_numbers(group, norm):
     weight = torch.rand(width, generator=generator).to(DEVICE) + 0.5 if norm else None
     rows = triton_rows.bind(width, group, norm_weight_I=weight, eps=1e-6)(x)
     if weight is None:
-        # On a GPU torch divides by a constant by multiplying: a bit off.
         expected = quantize_rows(x.cpu(), group)
         rows = triton_rows.ScaledRows(rows.values_TI.cpu(), rows.scales_TG.cpu())
         assert torch.equal(rows.scales_TG, expected.scales_TG)
@@ -136,6 +135,20 @@ def test_tokens_become_the_nearest_numbers(group, norm):
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6) * weight
     assert error(dequantize_rows(rows, group), normed) <= 1 / 16
+
+
+@pytest.mark.skipif(interpreted(), reason="the library takes a GPU")
+@pytest.mark.parametrize("tokens", [65, 130, 1024])
+@pytest.mark.parametrize("more", [{}, {"bias": True}, {"eps": 1e-6, "activation": "silu"}])
+def test_groups_by_the_library(tokens, more):
+    """128 inputs a scale, of both: by Hopper's library, for any number of tokens."""
+    problem = problem_of(256, 384, group=128, **more)
+    by_library = torch.cuda.get_device_capability()[0] == 9
+    assert (triton_linear_fp8.library_refusal(problem) is None) == by_library
+    sample = op.sample_of(problem, (tokens,))
+    expected = op.bind_reference(problem, *sample.weights)(*sample.arguments)
+    found = triton_linear_fp8.bind(problem, *sample.weights)(*sample.arguments)
+    assert error(found, expected) <= BOUND
 
 
 def test_a_nan_stays_in_its_token():

@@ -225,11 +225,11 @@ def grouped_stream_fp8_kernel(
             b_h = gated(b_first, b_second, clamp, alpha, CLAMP, OAI)
             b_h = gl.where(m_first[:, None], b_h, 0.0)
             b_top = gl.max(gl.abs(b_h), axis=0)
-            b_inverse = gl.where(b_top > 1e-30, 448.0 / gl.maximum(b_top, 1e-30), 0.0)
+            b_inverse = gl.where(b_top > 1e-30, gl.div_rn(448.0, gl.maximum(b_top, 1e-30)), 0.0)
             b_values = gl.minimum(gl.maximum(b_h * b_inverse[None, :], -448.0), 448.0)
             b_first = gl.where(b_h == b_h, b_values, b_h)  # a NaN stays one
             o_scaled = (i_list * M + o_column).to(gl.int64) * COLUMNS + item % COLUMNS
-            gl.store(y_scales + o_scaled, b_top / 448.0)
+            gl.store(y_scales + o_scaled, gl.div_rn(b_top, 448.0))
         o_n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         o_m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
         o_out = item % COLUMNS * PART + o_n

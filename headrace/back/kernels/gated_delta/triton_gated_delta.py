@@ -107,8 +107,8 @@ def gated_delta_kernel(
         b_keep = keep_of(b_a, b_decay, bound, BOUNDED)
         b_s *= b_keep[:, None] if CHANNELS else b_keep
         b_delta = (b_v - tl.sum(b_s * b_k[:, None], axis=0)) * b_beta
-        # One rounding of the sum, by name: the compiler may fuse either product into it, and does
-        # so differently in steps that keep the states behind their tokens.
+        # Fused by name: left to itself the compiler fuses products and sums otherwise in steps that
+        # keep the states behind their tokens (see the launch).
         b_s = tl.fma(
             b_k[:, None].broadcast_to(b_s.shape), b_delta[None, :].broadcast_to(b_s.shape), b_s
         )
@@ -149,7 +149,7 @@ def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) 
             PER_KEY=heads // problem.key_heads, K=key_dim, V=value_dim,
             BLOCK_K=power_of_two(key_dim, least=16), BLOCK_V=COLUMNS,
             CHANNELS=problem.per_channel, BOUNDED=problem.bound < 0, EPS=NORM_EPS, DEPTH=rows.depth, num_warps=2,
-            **launch(v_THV.device),
+            enable_fp_fusion=False, **launch(v_THV.device),
         )  # fmt: skip
         return y_THV
 

@@ -30,8 +30,9 @@ def scaled_rows(x_TI: torch.Tensor, group: int | None, dtype: torch.dtype) -> Sc
         lost = ~padded.isfinite().all(-1, keepdim=True)
         padded = padded.masked_fill(lost, 0)
     top = padded.abs().amax(-1, keepdim=True)
-    # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
-    inverse = torch.where(top > 1e-30, top.new_tensor(most) / top, 0)
+    # Beside a number torch multiplies by reciprocals, here and below: two roundings.
+    largest = top.new_tensor(most)
+    inverse = torch.where(top > 1e-30, largest / top, 0)
     values = (padded * inverse).clamp(-most, most).view(tokens, -1)[:, :inputs]
     values = values.round() if dtype is torch.int8 else values
-    return ScaledRows(values.to(dtype), (top / most).masked_fill(lost, torch.nan)[..., 0])
+    return ScaledRows(values.to(dtype), (top / largest).masked_fill(lost, torch.nan)[..., 0])

@@ -11,6 +11,8 @@ T tokens, I inputs, O outputs; a program takes M tokens and N outputs in steps o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,35 @@ from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import launch
 
-M, N, K, TURNS, STAGES = 128, 128, 128, 8, 4
+K = 128
+
+
+@dataclass(frozen=True)
+class ScaledGemmPlan:
+    """M tokens and N outputs of a program; tiles of tokens that take turns."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    turns: int
+
+
+WIDE = ScaledGemmPlan(m=128, n=128, warps=8, stages=3, turns=16)
+"""Two programs a multiprocessor: int8 at 1,270 TOP/s on an H200, 920 by one of four stages."""
+FEW = ScaledGemmPlan(m=64, n=128, warps=4, stages=4, turns=8)
+"""Where WIDE has less than a program for each of FEW_PROGRAMS."""
+GROUPED = ScaledGemmPlan(m=128, n=64, warps=4, stages=4, turns=8)
+"""A group's sums become floats: 620 where 128 outputs give 460."""
+FEW_PROGRAMS = 264
+
+
+def tiles_of(tokens: int, outputs: int, groups: int) -> ScaledGemmPlan:
+    """The best of those that benchmarks/lab/scaled_gemm.py tries."""
+    if groups > 1:
+        return GROUPED
+    programs = triton.cdiv(tokens, WIDE.m) * triton.cdiv(outputs, WIDE.n)
+    return FEW if programs < FEW_PROGRAMS else WIDE
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -103,11 +133,12 @@ def multiply(
     as many, or all."""
     assert y_TO.is_contiguous() and rows.values_TI.is_contiguous() and values_OI.is_contiguous()
     tokens, (outputs, inputs) = len(y_TO), values_OI.shape
-    tiles = triton.cdiv(tokens, M) * triton.cdiv(outputs, N)
+    tiles = tiles_of(tokens, outputs, scales_OG.shape[1])
     k = min(K, group or K)
-    scaled_gemm_kernel[(tiles,)](
+    scaled_gemm_kernel[(triton.cdiv(tokens, tiles.m) * triton.cdiv(outputs, tiles.n),)](
         rows.values_TI, rows.scales_TG, values_OI, scales_OG, bias_O, y_TO, tokens,
         INPUTS=inputs, OUTPUTS=outputs, GROUP=group or inputs, X_GROUPS=rows.scales_TG.shape[1],
-        INTEGERS=values_OI.dtype is torch.int8, M=M, N=N, K=k, TURNS=TURNS, BIAS=bias_O is not None,
-        num_warps=8, num_stages=fitting_stages(STAGES, (M + N) * k), **launch(y_TO.device),
+        INTEGERS=values_OI.dtype is torch.int8, M=tiles.m, N=tiles.n, K=k, TURNS=tiles.turns,
+        BIAS=bias_O is not None, num_warps=tiles.warps,
+        num_stages=fitting_stages(tiles.stages, (tiles.m + tiles.n) * k), **launch(y_TO.device),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 import torch
+import torch.nn.functional as F
 
 from headrace.back.kernels.fused_linear.around import LayerGemm
 from headrace.back.kernels.fused_linear.triton_around import (
@@ -21,7 +22,7 @@ from headrace.back.kernels.fused_linear.triton_around import (
     result_for,
 )
 from headrace.back.kernels.linear import triton_scaled_gemm, triton_scaled_rows
-from headrace.back.kernels.linear.scaled_rows import ScaledRows
+from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows
 from headrace.back.kernels.linear.table import BUSY, MOST_SPLIT_TILES, GemmPlan, padded
 from headrace.back.kernels.linear.triton_small import (
     Gemm,
@@ -46,6 +47,9 @@ log = logging.getLogger(__name__)
 GROUP = 128
 """Inputs of a step, and that share a scale, where not all do; or MICROSCALED."""
 MICROSCALED = 32
+HOPPER = 9
+SCALES_SIDE_BY_SIDE = 4
+"""Tokens whose scales the library reads at once."""
 Multiply = Callable[[ScaledRows], torch.Tensor]
 
 
@@ -135,8 +139,10 @@ def library_refusal(problem: LinearFp8Problem) -> str | None:
         return _skipped[problem]
     if interpreted() or problem.device != "cuda":
         return "is called on GPUs only"
-    if problem.group is not None:
-        return "a scale for each output"
+    if problem.group not in (None, GROUP):
+        return f"a scale for each output, or for {GROUP} inputs of one"
+    if problem.group is not None and capability()[0] != HOPPER:
+        return "groups of inputs by Hopper's library alone"
     if problem.inputs % UNIT or problem.outputs % UNIT:
         return f"takes multiples of {UNIT}"
     if problem.dtype is not torch.bfloat16 or problem.wide:
@@ -157,20 +163,36 @@ def _product(problem: LinearFp8Problem, weight: Fp8Weight, bias_O: torch.Tensor 
 
     if library_refusal(problem) is not None:
         return ours
-    weight_IO, scales_1O = weight.values_OI.t(), weight.scales_OG.t()
+    weight_IO, scales_GO = weight.values_OI.t(), weight.scales_OG.t()
 
     def library(rows: ScaledRows) -> torch.Tensor:
         return torch._scaled_mm(
             rows.values_TI,
             weight_IO,
             scale_a=rows.scales_TG,
-            scale_b=scales_1O,
+            scale_b=scales_GO,
             bias=bias_O,
             out_dtype=dtype,
             use_fast_accum=True,
         )
 
-    return library
+    def library_in_groups(rows: ScaledRows) -> torch.Tensor:
+        # The library wants the scales of a group beside each other, and whole vectors of them.
+        num_tokens = len(rows.values_TI)
+        more = -num_tokens % SCALES_SIDE_BY_SIDE
+        values_TI = rows.values_TI
+        if more:
+            values_TI = F.pad(values_TI.view(torch.int8), (0, 0, 0, more)).view(FLOAT8)
+        y_TO = torch._scaled_mm(
+            values_TI,
+            weight_IO,
+            scale_a=F.pad(rows.scales_TG.t(), (0, more)).contiguous().t(),
+            scale_b=scales_GO.contiguous(),
+            out_dtype=dtype,
+        )[:num_tokens]
+        return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+    return library if problem.group is None else library_in_groups
 
 
 def plans(problem: LinearFp8Problem) -> list[PlanCheck]:
