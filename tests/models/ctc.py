@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.models.lasr.feature_extraction_lasr import LasrFeatureExtractor
 from transformers.models.parakeet.feature_extraction_parakeet import ParakeetFeatureExtractor
 
 from headrace.front.media.log_mel import RATE
@@ -44,11 +45,13 @@ class CtcCase:
 
     @property
     def reads_samples(self) -> bool:
-        return not self.model.startswith("Parakeet")
+        return not self.model.startswith(("Parakeet", "Lasr"))
 
     def extractor(self) -> Any:
         if self.reads_samples:
             return transformers.Wav2Vec2FeatureExtractor(do_normalize=self.normal)
+        if self.model == "LasrForCTC":
+            return LasrFeatureExtractor(feature_size=16)
         return ParakeetFeatureExtractor(feature_size=16)
 
     def write(self, folder: Path) -> Any:
@@ -112,6 +115,17 @@ CASES = {
             **{**WAVE, "num_conv_pos_embeddings": 15},
             conv_kernel=(10, 3, 3, 3, 3, 2, 2),
             conv_stride=(5, 2, 2, 2, 2, 2, 2),
+        ),
+    ),
+    "lasr": CtcCase(
+        model="LasrForCTC",
+        config=lambda: transformers.LasrCTCConfig(
+            vocab_size=len(LETTERS),
+            pad_token_id=0,
+            encoder_config={
+                **{**SIZES, "num_mel_bins": 16, "subsampling_conv_channels": 6},
+                "conv_kernel_size": 4,
+            },
         ),
     ),
     "parakeet": CtcCase(

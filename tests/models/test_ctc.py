@@ -21,6 +21,7 @@ BOUND = 1e-4
 SECONDS = (0.5, 1.237)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # by the reference
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_every_frame(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -11,6 +11,7 @@ import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.gated_act.op import ACTIVATIONS
+from headrace.back.layers.audio.fast_conformer import ConformerSpec
 from headrace.back.layers.audio.fast_conformer_tower import FastConformerTower
 from headrace.back.layers.audio.transducer import EmissionHead
 from headrace.back.layers.audio.wave_places import (
@@ -24,13 +25,15 @@ from headrace.back.layers.classifier import Classifier, ConvolutionHead, Dense
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.encoder import Encoder, EncoderSizes, FrameHead
+from headrace.back.models.lasr import lasr_spec
 from headrace.back.models.parakeet import conformer_spec, transducer_spec
 from headrace.base.config.ctc import TRANSDUCERS
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError
 
-PARAKEET = {"ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT"}
+LASR = "LasrForCTC"
+CONFORMERS = {"ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT", LASR}
 PREFIXES = {
     "Wav2Vec2ForCTC": "wav2vec2",
     "HubertForCTC": "hubert",
@@ -55,16 +58,17 @@ RENAMED = (
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
-    """The rows of PARAKEET and PREFIXES."""
+    """The rows of CONFORMERS and PREFIXES."""
     named = config.raw["architectures"][0]
     labels = config.int("vocab_size", ge=1)
     tower: MediaEncoder
     head: FrameHead
-    if named in PARAKEET:
+    if named in CONFORMERS:
         inside = config.section("encoder_config")
         if inside is None:
             raise CheckpointError(f"{config.where}: encoder_config is missing")
-        spec = conformer_spec(inside)
+        spec: ConformerSpec
+        spec = lasr_spec(inside) if named == LASR else conformer_spec(inside)
         says = transducer_spec(config, spec.width) if named in TRANSDUCERS else None
         tower = FastConformerTower(scope, scope / "encoder", spec, None, transducer=says)
         head = EmissionHead() if says else ConvolutionHead(scope / "ctc_head", spec.width, labels)

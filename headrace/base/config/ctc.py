@@ -10,6 +10,7 @@ from typing import Any
 
 CTC: Mapping[str, str] = {
     "ParakeetForCTC": "encoder_config",
+    "LasrForCTC": "encoder_config",
     "ParakeetForRNNT": "encoder_config",
     "ParakeetForTDT": "encoder_config",
     "Wav2Vec2ForCTC": "",

@@ -36,6 +36,17 @@ class NormalizedMel(msgspec.Struct, frozen=True, kw_only=True):
     silent_frames: int = 0
 
 
+class PowerMel(msgspec.Struct, frozen=True, kw_only=True):
+    """Logarithms of energies in mel bands between `low_hz` and `high_hz`, each `least` at least.
+    `frame`: samples that one sees, `transform`: of the transform."""
+
+    frame: int = 400
+    transform: int = 512
+    low_hz: float = 125.0
+    high_hz: float = 7500.0
+    least: float = 1e-5
+
+
 class Waveform(msgspec.Struct, frozen=True, kw_only=True):
     """Samples themselves; `normal`: with mean 0 and deviation 1 over the sound."""
 
@@ -59,8 +70,8 @@ class SpeechInTime(msgspec.Struct, frozen=True, kw_only=True):
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
-    `magnitudes`, `normalized`, `waveform`: how its frames are made, where that is not Whisper's
-    way; `stack`: so many of other frames still stand side by side in a row, where it is none of
+    `magnitudes`, `normalized`, `waveform`, `power`: how its frames are made, where that is not
+    Whisper's way; `stack`: so many of other frames still stand side by side in a row, where it is none of
     these. `around`:
     text before and behind its tokens. The rest as in `base/wire/media.py: SoundSteps`."""
 
@@ -76,6 +87,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     magnitudes: MagnitudeSettings | None = None
     normalized: NormalizedMel | None = None
     waveform: Waveform | None = None
+    power: PowerMel | None = None
     stack: int = 0
     around: tuple[str, str] = ("", "")
     loudest: float | None = None

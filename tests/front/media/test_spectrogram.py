@@ -18,6 +18,7 @@ from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeat
 from transformers.models.granite_speech.feature_extraction_granite_speech import (
     GraniteSpeechFeatureExtractor,
 )
+from transformers.models.lasr.feature_extraction_lasr import LasrFeatureExtractor
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3Processor,
 )
@@ -242,3 +243,23 @@ def test_nemotron_omni(tmp_path: Path, seconds: float) -> None:
     counter = SimpleNamespace(audio_hop_length=160, audio_subsampling_factor=8)
     estimate = NemotronH_Omni_Reasoning_V3Processor._estimate_audio_num_embeddings
     assert num_tokens == estimate(counter, len(samples))
+
+
+@pytest.mark.parametrize("seconds", [0.5, 7.777])
+def test_models_that_label_frames(tmp_path: Path, seconds: float) -> None:
+    """LASR's frames, and wav2vec 2.0's samples."""
+    samples = sound(seconds)
+    wave = samples / np.float32(32768.0)
+    for kind, extractor in (
+        ("lasr_ctc", LasrFeatureExtractor(feature_size=BANDS)),
+        ("wav2vec2", transformers.Wav2Vec2FeatureExtractor()),
+    ):
+        theirs = extractor(wave, sampling_rate=RATE, return_tensors="np")
+        frames = np.asarray(next(iter(theirs.values())))[0]
+        encoder = {"num_mel_bins": BANDS, "hidden_size": 32}
+        config = {"model_type": kind, "vocab_size": 40, "encoder_config": encoder}
+        spec = read_media(tmp_path, config)
+        assert spec is not None and spec.blank == 0
+        ours, _ = frames_of(spectrogram(samples, spec.settings))
+        ours = ours.reshape(frames.shape)
+        assert np.abs(ours - frames).max() < BOUND

@@ -10,19 +10,24 @@ width; C queries whose scores are made at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from headrace.back.layers.audio.conformer_branches import (
+    EPS,
+    Activation,
+    BranchSpec,
+    PlainHalf,
+    SilentConvolution,
+)
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.base.wire.media import Strides
 
-EPS = 1e-5
-"""Of all norms; no config states it."""
 STRIDE = (3, 2, 1)
 QUERIES = 512
 """Scores of so many are made at a time: of ten minutes all would be gigabytes."""
@@ -45,7 +50,19 @@ class FastConformerSpec:
     scale: float = 1.0
     bias: bool = True
     convolution_bias: bool = True
-    activation: Callable[[torch.Tensor], torch.Tensor] = F.silu
+    activation: Activation = F.silu
+
+    @property
+    def branches(self) -> BranchSpec:
+        """Of every layer."""
+        return BranchSpec(
+            width=self.width,
+            inner=self.inner,
+            taps=self.taps,
+            bias=self.bias,
+            convolution_bias=self.convolution_bias,
+            activation=self.activation,
+        )
 
     @property
     def strides(self) -> Strides:
@@ -56,6 +73,41 @@ class FastConformerSpec:
     def head_dim(self) -> int:
         """D"""
         return self.width // self.heads
+
+    def build(self, scope: Scope) -> FastConformer:
+        """See ConformerSpec."""
+        return FastConformer(scope, self)
+
+
+class Conformer(Protocol):
+    """What a tower asks of one."""
+
+    def forward(self, frames_NM: torch.Tensor, *, ghosts: int = 0) -> torch.Tensor:
+        """frames_NM -> x_SE of one input; `ghosts`: see FastConformer."""
+        ...
+
+
+class ConformerSpec(Protocol):
+    """One as data of its tower. bands: of a frame; width: of a position; strides: along time."""
+
+    @property
+    def bands(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def strides(self) -> Strides:
+        """See the class."""
+        ...
+
+    def build(self, scope: Scope) -> Conformer:
+        """`scope` is the tower's."""
+        ...
 
 
 class FastConformer:
@@ -131,9 +183,9 @@ class FastConformerLayer:
     """x_SE -> x_SE."""
 
     def __init__(self, scope: Scope, spec: FastConformerSpec) -> None:
-        self._mlps = [PlainHalf(scope / f"feed_forward{i}", spec) for i in (1, 2)]
+        self._mlps = [PlainHalf(scope / f"feed_forward{i}", spec.branches) for i in (1, 2)]
         self._attention = RelativeAttention(scope / "self_attn", spec)
-        self._convolution = SilentConvolution(scope / "conv", spec)
+        self._convolution = SilentConvolution(scope / "conv", spec.branches)
         names = ("feed_forward1", "self_att", "conv", "feed_forward2", "out")
         self._norms = [LAYER.build(scope / f"norm_{one}", spec.width, eps=EPS) for one in names]
 
@@ -145,19 +197,6 @@ class FastConformerLayer:
         x_SE = x_SE + self._convolution.forward(convolution.norm(x_SE), real)
         x_SE = x_SE + 0.5 * self._mlps[1].forward(second.norm(x_SE))
         return last.norm(x_SE)
-
-
-class PlainHalf:
-    """x_SE -> y_SE."""
-
-    def __init__(self, scope: Scope, spec: FastConformerSpec) -> None:
-        self._activation = spec.activation
-        self._up = WholeLinear(scope / "linear1", spec.width, spec.inner, bias=spec.bias)
-        self._down = WholeLinear(scope / "linear2", spec.inner, spec.width, bias=spec.bias)
-
-    def forward(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        return self._down.project(self._activation(self._up.project(x_SE)))
 
 
 class RelativeAttention:
@@ -232,52 +271,3 @@ class RelativeAttention:
             attn_mask=(bias_HCS * scale)[None],
             scale=scale,
         )[0]
-
-
-class SilentConvolution:
-    """x_SE -> y_SE; ghosts are silent in it."""
-
-    def __init__(self, scope: Scope, spec: FastConformerSpec) -> None:
-        self._spec, width = spec, spec.width
-        shapes: dict[str, tuple[int, ...]] = {
-            "pointwise_conv1.weight": (2 * width, width, 1),
-            "depthwise_conv.weight": (width, 1, spec.taps),
-            "pointwise_conv2.weight": (width, width, 1),
-            **{
-                f"norm.{name}": (width,)
-                for name in ("running_mean", "running_var", "weight", "bias")
-            },
-        }
-        if spec.convolution_bias:
-            names = ("pointwise_conv1", "depthwise_conv", "pointwise_conv2")
-            shapes |= {f"{one}.bias": (shapes[f"{one}.weight"][0],) for one in names}
-        self._params = {name: scope.param(name, shape) for name, shape in shapes.items()}
-        self._weights: dict[str, torch.Tensor] = {}
-        scope.on_finish(self._finish)
-
-    def _finish(self) -> None:
-        self._weights = {name: param.take() for name, param in self._params.items()}
-
-    def forward(self, x_SE: torch.Tensor, real: int) -> torch.Tensor:
-        """See the class."""
-        at = self._weights
-        up_SX = F.linear(
-            x_SE, at["pointwise_conv1.weight"][:, :, 0], at.get("pointwise_conv1.bias")
-        )
-        y_SE = F.glu(up_SX, dim=-1)
-        if real < y_SE.shape[0]:
-            y_SE = torch.cat([y_SE[:real], torch.zeros_like(y_SE[real:])])
-        kernel = at["depthwise_conv.weight"]
-        y_AES = F.conv1d(
-            y_SE.T[None],
-            kernel,
-            at.get("depthwise_conv.bias"),
-            padding=(kernel.shape[2] - 1) // 2,
-            groups=kernel.shape[0],
-        )
-        mean, variance, weight, bias = (
-            at[f"norm.{name}"] for name in ("running_mean", "running_var", "weight", "bias")
-        )
-        y_SE = F.batch_norm(y_AES, mean, variance, weight, bias, eps=EPS)[0].T
-        y_SE = self._spec.activation(y_SE)
-        return F.linear(y_SE, at["pointwise_conv2.weight"][:, :, 0], at.get("pointwise_conv2.bias"))

@@ -1,4 +1,4 @@
-"""A FastConformer as the tower of a model that hears: its positions, through a projector, are the
+"""A conformer as the tower of a model that hears: its positions, through a projector, are the
 tokens."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from headrace.back.layers.audio.fast_conformer import FastConformer, FastConformerSpec
+from headrace.back.layers.audio.fast_conformer import ConformerSpec
 from headrace.back.layers.audio.transducer import Transducer, TransducerSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
@@ -32,7 +32,7 @@ class FastConformerTower:
         self,
         whole: Scope,
         scope: Scope,
-        spec: FastConformerSpec,
+        spec: ConformerSpec,
         projector: ProjectorSpec | None,
         *,
         ghosts: int = 0,
@@ -42,7 +42,7 @@ class FastConformerTower:
             replace(one, mesh=Mesh(), online=None, adapters=None) for one in (whole, scope)
         )
         self._ghosts = ghosts
-        self._conformer = FastConformer(scope, spec)
+        self._conformer = spec.build(scope)
         self._projector = None if projector is None else projector.build(whole)
         self._transducer = None if transducer is None else Transducer(whole, transducer)
         self.width = spec.width if projector is None else projector.outputs

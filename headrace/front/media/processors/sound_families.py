@@ -14,6 +14,7 @@ from headrace.base.config.media import (
     MagnitudeSettings,
     MediaSpec,
     NormalizedMel,
+    PowerMel,
     ProcessorSettings,
     SoundSettings,
     SpeechInTime,
@@ -278,6 +279,22 @@ def _parakeet_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
     return msgspec.structs.replace(spec, emits=emits)
 
 
+def _lasr(folder: Path, config: ConfigReader) -> MediaSpec:
+    encoder, keys = config.section("encoder_config"), extractor_keys(folder)
+    assert encoder is not None
+    if keys.int("hop_length", HOP, ge=1) != HOP:
+        raise keys.wrong("hop_length", str(HOP))
+    seen = encoder.int("subsampling_conv_kernel_size", 5, ge=1, le=64)
+    step = encoder.int("subsampling_conv_stride", 2, ge=1, le=64)
+    frame = keys.int("win_length", 400, ge=2, le=1 << 14)
+    sound = SoundSettings(
+        bands=encoder.int("num_mel_bins", 128, ge=1, le=1024),
+        strides=((seen, step, 0),) * 2,
+        power=PowerMel(frame=frame, transform=keys.int("n_fft", 512, ge=frame, le=1 << 15)),
+    )
+    return _ctc(folder, config, sound)
+
+
 def _wave_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
     keys = extractor_keys(folder)
     if keys.int("sampling_rate", RATE, ge=1) != RATE:
@@ -323,6 +340,7 @@ HEARING = {
     **dict.fromkeys(("parakeet_ctc", "parakeet_rnnt", "parakeet_tdt"), _parakeet_ctc),
     **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm"), _wave_ctc),
     **dict.fromkeys(("data2vec-audio", "sew"), _wave_ctc),
+    "lasr_ctc": _lasr,
 }
 """Those that hear and do not see."""
 SEEING_TOO = {

@@ -16,6 +16,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import SoundSteps
 from headrace.front.media.log_mel import HOP, RATE, LogMel
 from headrace.front.media.normalized_mel import normalized_mel
+from headrace.front.media.power_mel import power_mel
 from headrace.front.media.processing import ProcessedMedia, TowerInput
 from headrace.front.media.stacked_mel import stacked_log_mel
 from headrace.front.media.usm_mel import log_magnitudes
@@ -57,6 +58,8 @@ def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
         return log_magnitudes(samples, sound.bands, sound.magnitudes)
     if sound.waveform is not None:
         return waveform(samples, sound.waveform)
+    if sound.power is not None:
+        return power_mel(samples, sound.bands, sound.power)
     if sound.normalized is not None:
         return normalized_mel(samples, sound.bands, sound.normalized)
     if sound.stack:
