@@ -71,9 +71,10 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
     `magnitudes`, `normalized`, `waveform`, `power`: how its frames are made, where that is not
-    Whisper's way; `stack`: so many of other frames still stand side by side in a row, where it is none of
-    these. `around`:
-    text before and behind its tokens. The rest as in `base/wire/media.py: SoundSteps`."""
+    Whisper's way; `stack`: so many of other frames still stand side by side in a row, where it is
+    none of these. `around`: text before and behind its tokens. `loudest`: decades of power below
+    which RANGE lies, whatever the sound has; None: the sound's own. `in_time`: see SpeechInTime.
+    The rest as in `base/wire/media.py: SoundSteps`."""
 
     bands: int
     window: int = 0

@@ -1,5 +1,5 @@
-"""Sound as LASR reads it: the natural logarithm of the energy in mel bands, of as many frames as the
-sound has whole ones. transformers 5.23, feature_extraction_lasr.py.
+"""Sound as LASR reads it: the natural logarithm of the energy in mel bands, of as many frames as
+the sound has whole ones. transformers 5.23, feature_extraction_lasr.py.
 
 N samples at RATE, F frames, M bands, B bins of the transform.
 """

@@ -1,5 +1,5 @@
-"""Branches that conformers share (Gulati et al. 2020): half an MLP, and a gated depthwise convolution
-with a batch norm. S positions of one input, E width."""
+"""Branches that conformers share (Gulati et al. 2020): half an MLP, and a gated depthwise
+convolution with a batch norm. S positions of one input, E width."""
 
 from __future__ import annotations
 
