@@ -1,6 +1,6 @@
 """The conformer of LASR, Google's medical speech model: two convolutions along time make one
-position of four frames, places turn queries and keys, and each branch is added in shares of its own.
-transformers 5.23, modeling_lasr.py.
+position of four frames, places turn queries and keys, and each branch is added in shares of its
+own. transformers 5.23, modeling_lasr.py.
 
 N frames of M bands of one input, S positions, H heads, D of a head, E width.
 """
