@@ -156,8 +156,25 @@ def test_steps_of_what_indexers_choose_are_recorded_on_a_gpu(name: str, tmp_path
     core.executor.close()
 
 
+HYBRIDS = (
+    *("jamba", "zamba2", "falcon-h1", "nemotron-h", "granite-hybrid-experts", *DELTAS),
+    *("zamba", "recurrent-gemma", "zaya", "hy-v4", "minimax-m3", "qwen4"),
+)
+"""One at least for each kind of state that lies beside blocks."""
+FEW_BLOCKS = {"lfm3": 7, "zaya": 10, "minimax-m3": 5, "qwen4": 10}
+"""So many that one request has room and four have not; 6 of the others."""
+
+
 @pytest.mark.parametrize(
-    ("name", "kv"), [("bamba", {"memory_bytes": 113_800}), ("glm-dsa", {"num_blocks": 6})]
+    ("name", "kv"),
+    [
+        ("bamba", {"memory_bytes": 113_800}),
+        ("glm-dsa", {"num_blocks": 6}),
+        *(
+            pytest.param(name, {"num_blocks": FEW_BLOCKS.get(name, 6)}, marks=pytest.mark.slow)
+            for name in HYBRIDS
+        ),
+    ],
 )
 def test_a_preempted_request_goes_on_as_if_nothing_had_happened(
     name: str, kv: dict[str, int], tmp_path: Path

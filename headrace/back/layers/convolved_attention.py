@@ -19,6 +19,7 @@ from headrace.back.kernels.causal_conv.op import OP as CAUSAL_CONV
 from headrace.back.kernels.causal_conv.op import CausalConv, CausalConvProblem
 from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.layers.attended import Attended
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mutual_attention import bind_attention
@@ -26,7 +27,6 @@ from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
 from headrace.back.layers.rope import Rope
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.ssm.recurrence import scan_rows
-from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part
 from headrace.base.errors import ConfigError
 
@@ -56,7 +56,7 @@ class ConvolvedAttentionSpec:
         return ConvolvedAttention(scope / "self_attn", cache, self, adds=adds)
 
 
-class ConvolvedAttention:
+class ConvolvedAttention(Attended):
     """x_TE -> y_TE: see Mixer. `scope` is its own. Its caches are keys and values, and the last
     inputs of the convolutions."""
 
@@ -69,6 +69,7 @@ class ConvolvedAttention:
         scope = scope.of_cache(cache, windowed=attention.cache_kind != "full")
         self._scope, self._cache, self._spec = scope, cache, spec
         heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
+        self._value_dim = dim
         half = kv_heads * dim // 2
         names = {
             "qkv_proj.q_proj": heads * dim,
@@ -144,14 +145,6 @@ class ConvolvedAttention:
         plan = batch.plans[batch.group_of_layer[self._cache]]
         self._write(k_TKD, v_TKD, batch.kv[self._cache], plan.slot_T)
         return q_THD if at_N is None else q_THD.index_select(0, at_N)
-
-    def attend_into(
-        self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor | Partial | None:
-        """y_TE, to be added to the residual; None if that was done."""
-        plan = batch.plans[batch.group_of_layer[self._cache]]
-        y_THD = self._attend(q_THD, batch.kv[self._cache], plan)
-        return self._out.project_into(y_THD.flatten(1), residual_TE)
 
     @property
     def _conv_channels(self) -> int:

@@ -17,13 +17,13 @@ from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.layers.attended import Attended
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear
 from headrace.back.layers.mutual_attention import bind_attention
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.rope import Rope
 from headrace.back.layers.scope import Scope, not_loaded
-from headrace.back.parallel.collectives import Partial
 from headrace.base.errors import ConfigError
 
 ROOM = 16
@@ -50,7 +50,7 @@ class ValueBiasedSpec:
         return ValueBiasedAttention(scope, cache, self.attention, norm=norm, adds=adds)
 
 
-class ValueBiasedAttention:
+class ValueBiasedAttention(Attended):
     """x_TE -> y_TE: see Mixer and the file."""
 
     probed = False
@@ -67,6 +67,7 @@ class ValueBiasedAttention:
         scope = (scope / spec.names.module).of_cache(cache)
         assert spec.rope is not None and spec.qk_norm is not None, spec
         self._scope, self._cache, self._spec = scope, cache, spec
+        self._value_dim = spec.head_dim
         parts = spec.parts
         self._qkv = ColumnLinear(scope, spec.width, parts, bias=spec.qkv_bias, norm=norm)
         self._out = RowLinear(
@@ -119,15 +120,6 @@ class ValueBiasedAttention:
         plan = batch.plans[batch.group_of_layer[self._cache]]
         self._write(k_TKD, v_TKD, batch.kv[self._cache], plan.slot_T)
         return q_THD if at_N is None else q_THD.index_select(0, at_N)
-
-    def attend_into(
-        self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor | Partial | None:
-        """y_TE, to be added to the residual; None if that was done."""
-        plan = batch.plans[batch.group_of_layer[self._cache]]
-        y_THD = self._attend(q_THD, batch.kv[self._cache], plan)
-        y_TX = y_THD[..., : self._spec.head_dim].flatten(1)
-        return self._out.project_into(y_TX, residual_TE)
 
     def _finish(self) -> None:
         scope = self._scope

@@ -3,7 +3,6 @@ transformer block that these share; it reads the token's embedding too."""
 
 from __future__ import annotations
 
-from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.shared_block import SharedBlock, SharedBlockSpec
 from headrace.back.layers.ssm.mamba_heads import MambaHeadsSpec
@@ -16,6 +15,7 @@ from headrace.back.models.zamba2 import (
     NAMES,
     KeptEmbeddingSpec,
     ZambaLayerSpec,
+    shared_block,
 )
 from headrace.base.config.hf import ConfigReader
 
@@ -55,28 +55,11 @@ def _kinds(config: ConfigReader, layers: int) -> tuple[str, ...]:
 
 
 def _block(config: ConfigReader, sizes: DecoderSizes) -> SharedBlockSpec:
-    """Heads share both halves of what the block reads; scores are scaled for half a head."""
     width = config.int("attention_hidden_size", None, ge=1) or 2 * sizes.width
     if width != 2 * sizes.width:
         raise config.wrong("attention_hidden_size", f"2 * hidden_size ({2 * sizes.width})")
     head_dim = config.int("attention_head_dim", None, ge=1) or width // sizes.heads
-    attention = AttentionSpec(
-        width=width,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=head_dim,
-        scale=(head_dim / 2) ** -0.5,
-        rope=None,
-    )
-    return SharedBlockSpec(
-        attention=attention,
-        width=sizes.width,
-        inner=sizes.inner,
-        activation=sizes.activation,
-        eps=sizes.eps,
-        rank=0,
-        merged=None,
-    )
+    return shared_block(sizes, head_dim=head_dim)
 
 
 def _mamba(config: ConfigReader, sizes: DecoderSizes) -> MambaHeadsSpec:

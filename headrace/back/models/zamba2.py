@@ -18,7 +18,7 @@ from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.rope import read_rope
+from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.shared_block import SharedBlock, SharedBlockSpec, SharedBlockUse
 from headrace.back.layers.ssm.gated_norm import GatedNormSpec
@@ -151,32 +151,54 @@ class KeptEmbedding:
         return x_STE[0]
 
 
-def _block(scope: Scope, config: ConfigReader, sizes: DecoderSizes) -> SharedBlockSpec:
-    """Heads share both halves of what the block reads; scores are scaled for half a head."""
-    width, adapts = 2 * sizes.width, config.bool("use_shared_attention_adapter", False)
-    if adapts and sizes.kv_heads != sizes.heads:
-        raise config.wrong(
-            "num_key_value_heads", f"num_attention_heads ({sizes.heads}) with adapters"
-        )
-    head_dim, rope = width // sizes.heads, None
-    if config.bool("use_mem_rope", False):
-        rope = read_rope(config, head_dim=head_dim, max_positions=scope.max_positions)
-    attention = AttentionSpec(
-        width=width,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=head_dim,
-        scale=(head_dim / 2) ** -0.5,
-        rope=rope,
-    )
+def shared_block(
+    sizes: DecoderSizes,
+    *,
+    head_dim: int,
+    rope: RopeSpec | None = None,
+    rank: int = 0,
+    bias: bool = False,
+    merged: str | None = None,
+    adapts_attention: bool = False,
+) -> SharedBlockSpec:
+    """The block of either Zamba: it reads the residual beside the embedding, heads share both
+    halves, and scores are scaled for half a head. The rest: see SharedBlockSpec."""
     return SharedBlockSpec(
-        attention=attention,
+        attention=AttentionSpec(
+            width=2 * sizes.width,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=head_dim,
+            scale=(head_dim / 2) ** -0.5,
+            rope=rope,
+        ),
         width=sizes.width,
         inner=sizes.inner,
         activation=sizes.activation,
         eps=sizes.eps,
+        rank=rank,
+        bias=bias,
+        merged=merged,
+        adapts_attention=adapts_attention,
+    )
+
+
+def _block(scope: Scope, config: ConfigReader, sizes: DecoderSizes) -> SharedBlockSpec:
+    adapts = config.bool("use_shared_attention_adapter", False)
+    if adapts and sizes.kv_heads != sizes.heads:
+        raise config.wrong(
+            "num_key_value_heads", f"num_attention_heads ({sizes.heads}) with adapters"
+        )
+    head_dim, rope = 2 * sizes.width // sizes.heads, None
+    if config.bool("use_mem_rope", False):
+        rope = read_rope(config, head_dim=head_dim, max_positions=scope.max_positions)
+    return shared_block(
+        sizes,
+        head_dim=head_dim,
+        rope=rope,
         rank=config.int("adapter_rank", 128, ge=1),
         bias=config.bool("add_bias_linear", False),
+        merged="gate_up_proj",
         adapts_attention=adapts,
     )
 
