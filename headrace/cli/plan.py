@@ -32,6 +32,7 @@ from headrace.launch.performance_model import (
     PerformanceEstimate,
     estimate_performance,
     known_device,
+    with_kv,
 )
 from headrace.launch.resolve import MIN_KV_BYTES, DoesNotFit
 from headrace.launch.topology import planned_facts
@@ -121,6 +122,7 @@ def _predict(
         cost_of,
         kernels_of,
         kernels_on_absent_device,
+        kv_of,
         probe_cpu,
         stored_on_absent_device,
     )
@@ -163,6 +165,8 @@ def _predict(
             step_tokens=engine.scheduler.max_step_tokens,
         )  # fmt: skip
         estimate = msgspec.structs.replace(estimate, offers=tuple(ways))
+    if spec.family != FALLBACK and resolved.text.generates:
+        estimate = with_kv(estimate, kv_of(model, engine, estimate.kv_memory_bytes), cost)
     return _with_stated_length(estimate, kv, cost), (*choices, *kernels)
 
 
@@ -215,6 +219,11 @@ def _show(resolved: Resolved, estimate: PerformanceEstimate, decisions: Sequence
         f"{'on each: ' if several else ''}weights {show_bytes(estimate.weight_bytes)}, "
         f"KV cache {show_bytes(estimate.kv_memory_bytes)} = {estimate.kv_tokens:,} tokens"
     )
+    if states := estimate.kv.state_bytes + estimate.kv.snapshot_bytes:
+        console.print(
+            f"of it recurrent state {show_bytes(states)}, "
+            f"{show_bytes(estimate.kv.snapshot_bytes)} of that snapshots"
+        )
     console.print(
         f"reads {estimate.read_gb_s:,.1f} GB/s, GEMMs {estimate.gflops:,.0f} GFLOP/s ({estimate.source})"
     )

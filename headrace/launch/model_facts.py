@@ -26,7 +26,6 @@ from headrace.back.models.families import (
     architecture_of,
     indexed_layers,
     kv_heads_of,
-    layers_without_cache,
     reserved_positions,
     text_config,
 )
@@ -52,6 +51,7 @@ from headrace.launch.encoder_decoder import (
     spectrogram_of,
 )
 from headrace.launch.late_vision import read_late_vision
+from headrace.launch.layer_windows import layer_windows
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
 from headrace.launch.pooling_modules import Modules, read_modules
@@ -190,7 +190,7 @@ def describe(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        windows=_windows(reader, chosen, layers),
+        windows=layer_windows(reader, chosen, layers),
         num_params=num_params,
         weight_bytes=stored.num_bytes if stored else num_params * DTYPE_BYTES[dtype],
         kv_bytes_per_token=_kv_bytes(chosen, reader, layers, kv_heads, head_dim, dtype),
@@ -296,19 +296,6 @@ def _eos_ids(
     name = where.replace("config.json", "generation_config.json")
     stated = ConfigReader(generation, name).ids("eos_token_id", below=width)
     return stated or reader.ids("eos_token_id", below=width)
-
-
-def _windows(reader: ConfigReader, family: str, layers: int) -> tuple[int | None, ...]:
-    """See ModelFacts; 0: the layer keeps nothing per token."""
-    window = reader.int("sliding_window", None, ge=1)
-    kinds = reader.list("layer_types", None, of=str)
-    without = layers_without_cache(family, reader.raw, layers)
-    if window is None or kinds is None or len(kinds) != layers:
-        return tuple(0 if i in without else None for i in range(layers))
-    slides = "sliding_attention"
-    return tuple(
-        0 if i in without else window if kinds[i] == slides else None for i in range(layers)
-    )
 
 
 def _count_params(

@@ -185,10 +185,21 @@ class OffloadOffer(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tok_s: float
 
 
+class KVForetold(msgspec.Struct, frozen=True, kw_only=True):
+    """What a KV memory is cut into: blocks of `block_bytes`, of all caches that share one pool;
+    recurrent state of every running row and behind each draft of a step; snapshots of it."""
+
+    blocks: int = 0
+    block_bytes: int = 0
+    state_bytes: int = 0
+    snapshot_bytes: int = 0
+
+
 class PerformanceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model fits, what is left for KV, and how fast it would run at so many 10^9 bytes
     and operations per second, which are from `source`; with `sample_layers` from their steps.
-    `probe_s`: seconds of all measuring. Bytes and tokens of KV are those of each of `devices`;
+    `probe_s`: seconds of all measuring. Bytes and tokens of KV are those of each of `devices`, and
+    `kv` what they are cut into;
     `offers`: how a model that does not fit would run;
     `lack`: why it does not fit, where there is more to say."""
 
@@ -207,6 +218,21 @@ class PerformanceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     sample_layers: int = 0
     shortfall: str = ""
     offers: tuple[OffloadOffer, ...] = ()
+    kv: KVForetold = KVForetold()
+
+
+def with_kv(estimate: PerformanceEstimate, kv: KVForetold, cost: ModelCost) -> PerformanceEstimate:
+    """The estimate with tokens counted in what is left of the memory beside recurrent state."""
+    if not kv.blocks:
+        return estimate
+    context = estimate.decode[0].context
+    per_sequence = sum(
+        size * min(context, window or context) for size, window in cost.kv_layers if window != STATE
+    )
+    tokens = estimate.kv_tokens
+    if per_sequence:
+        tokens = kv.blocks * kv.block_bytes * context // per_sequence
+    return msgspec.structs.replace(estimate, kv=kv, kv_tokens=tokens)
 
 
 def predict_step(

@@ -30,11 +30,13 @@ from headrace.back.platforms.facts import DeviceFacts
 from headrace.back.quant.online import pack
 from headrace.back.quant.scheme import SCHEMES
 from headrace.back.quant.stored import Stored
+from headrace.back.runner.start import foretold
 from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.config.layer_count import first_layers
 from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
+from headrace.base.errors import ConfigError
 from headrace.base.optional import available
-from headrace.launch.performance_model import STATE, DeviceModel, ModelCost
+from headrace.launch.performance_model import STATE, DeviceModel, KVForetold, ModelCost
 
 _PROBE_BYTES = 128 << 20
 _PROBE_ROWS, _PROBE_SIZE = 256, 2048
@@ -103,6 +105,24 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
         multiplied=matrices,
         kv_layers=_kv_layers(model, dtype),
         routed=_routed({name: sizes[name][1] for name in routed}, routed),
+    )
+
+
+def kv_of(model: LoadableModel, spec: EngineSpec, memory_bytes: int) -> KVForetold:
+    """What a worker's KV memory of so many bytes holds: as the runner will cut it."""
+    kv = spec.kv
+    if kv.num_blocks is None:
+        kv = msgspec.structs.replace(kv, memory_bytes=memory_bytes, fit=False)
+    try:
+        layout, counts = foretold(msgspec.structs.replace(spec, kv=kv), model)
+    except ConfigError:  # it holds not one token: said where the estimate is made
+        return KVForetold()
+    rows = counts.state_rows + counts.drafted_states
+    return KVForetold(
+        blocks=counts.num_blocks,
+        block_bytes=layout.slab_bytes,
+        state_bytes=layout.state_bytes * rows,
+        snapshot_bytes=layout.state_bytes * counts.snapshot_slots,
     )
 
 

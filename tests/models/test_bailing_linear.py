@@ -1,11 +1,13 @@
-"""Ring linear, which no library has a class for, against an independent reference: teacher-forced logits of a paged,
-chunked run, and greedy tokens through the engine behind a snapshot."""
+"""Ring linear and Ring 2.5, which no library has a class for, against an independent reference: teacher-forced logits
+of a paged, chunked run, and greedy tokens through the engine behind a snapshot."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -16,16 +18,21 @@ from tests.models.test_parity import LENGTHS, compare
 from tests.models.test_recurrent import engine, prompts_of
 from tests.references import bailing_linear
 
+CONFIGS = {"heads": bailing_linear.CONFIG, "latents": bailing_linear.LATENT}
 
-def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    weights = bailing_linear.tensors(bailing_linear.CONFIG)
+
+def checkpoint(
+    folder: Path, config: dict[str, Any] = bailing_linear.CONFIG
+) -> dict[str, torch.Tensor]:
+    weights = bailing_linear.tensors(config)
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(bailing_linear.CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     return weights
 
 
-def test_it_has_the_logits_of_the_reference(tmp_path: Path) -> None:
-    config, weights = bailing_linear.CONFIG, checkpoint(tmp_path)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_has_the_logits_of_the_reference(name: str, tmp_path: Path) -> None:
+    config, weights = CONFIGS[name], checkpoint(tmp_path, CONFIGS[name])
     rows = random_rows(config["vocab_size"], LENGTHS)
     ours = load_ours(model_spec(tmp_path))
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)

@@ -96,6 +96,15 @@ def plan_runner(
     )
 
 
+def foretold(spec: EngineSpec, model: CausalModel) -> tuple[KVLayout, KVCounts]:
+    """What a KV memory of the stated size will be cut into, of a model that need not have memory;
+    without a drafter's own caches."""
+    layout = lay_out(
+        model.kv_forms, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
+    )
+    return layout, _count(spec, layout)
+
+
 def _count(spec: EngineSpec, layout: KVLayout) -> KVCounts:
     return count_kv(spec.kv, layout, max_rows=spec.scheduler.max_running, drafting=_drafting(spec))
 
