@@ -165,8 +165,7 @@ def _predict(
             step_tokens=engine.scheduler.max_step_tokens,
         )  # fmt: skip
         estimate = msgspec.structs.replace(estimate, offers=tuple(ways))
-    if spec.family != FALLBACK and resolved.text.generates:
-        estimate = with_kv(estimate, kv_of(model, engine, estimate.kv_memory_bytes), cost)
+    estimate = with_kv(estimate, kv_of(model, engine, estimate.kv_memory_bytes), cost)
     return _with_stated_length(estimate, kv, cost), (*choices, *kernels)
 
 

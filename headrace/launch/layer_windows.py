@@ -10,7 +10,8 @@ SLIDES = "sliding_attention"
 
 def layer_windows(reader: ConfigReader, family: str, layers: int) -> tuple[int | None, ...]:
     """See ModelFacts.windows; 0: the layer keeps nothing per token. `attention_window_size` is that
-    of all layers that attend (RecurrentGemma), `sliding_window` of those that `layer_types` lists."""
+    of all layers that attend (RecurrentGemma), `sliding_window` of those that `layer_types`
+    lists."""
     without = layers_without_cache(family, reader.raw, layers)
     everywhere = reader.int("attention_window_size", None, ge=1)
     window = reader.int("sliding_window", None, ge=1)

@@ -109,8 +109,11 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
 
 
 def kv_of(model: LoadableModel, spec: EngineSpec, memory_bytes: int) -> KVForetold:
-    """What a worker's KV memory of so many bytes holds: as the runner will cut it."""
+    """What a worker's KV memory of so many bytes holds: as the runner will cut it. Nothing of
+    encoders, and of the fallback, whose caches are known once it has run."""
     kv = spec.kv
+    if not model.kv_forms:
+        return KVForetold()
     if kv.num_blocks is None:
         kv = msgspec.structs.replace(kv, memory_bytes=memory_bytes, fit=False)
     try:
