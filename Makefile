@@ -96,11 +96,12 @@ test: $(RUN)
 	@$(MAKE) --no-print-directory -j2 --output-sync=line native-here types
 	@$(MAKE) --no-print-directory unit
 
+# Properties too, with examples that no run has drawn before.
 # Bounds on waiting times count only the time in which nothing else ran, so here, in the first part, their tests run
 # alone. Status 5: this part holds none of what ARGS chooses.
 slow: $(DEV) native $(CROSS)
 	@echo "==> pytest, the slow tests$(if $(PART), (part $(PART)))"
-	@$(PYTEST) -m slow --timeout 1200 --hypothesis-profile=other -n $(WORKERS) --dist worksteal \
+	@$(PYTEST) -m "slow or hypothesis" --timeout 1200 --hypothesis-profile=other -n $(WORKERS) --dist worksteal \
 	  $(if $(PART),--part=$(PART)) $(ARGS) || [ $$? = 5 ]
 	@case "$(PART)" in ""|1/*) echo "==> pytest, one at a time"; \
 	  $(PYTEST) -m serial $(or $(ARGS),$(SERIAL)) || [ $$? = 5 ];; esac

@@ -20,13 +20,15 @@ from tests.scopes import FEW, FolderScheduling, comes_first
 # operation of 0.1 ms then takes as long as the system leaves the other thread without a core.
 _THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+LEAST_EXAMPLES = 5
+
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:  # `make test-gpu` does without it
-    pass
+    settings = None
 else:
     # What a test finds depends on the code alone: its examples are the same in every run, and a slow machine may take
-    # its time over one. `--hypothesis-profile=other` draws others each time.
+    # its time over one. `--hypothesis-profile=other` draws others each time, and three times as many.
     settings.register_profile("other", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("same", settings.get_profile("other"), derandomize=True)
     settings.load_profile("same")
@@ -62,7 +64,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[*{*items} - {*kept}])
     items[:] = kept
     mark_rest_slow(items)
+    if settings is not None and settings.get_current_profile_name() == "same":
+        for item in items:
+            _draw_fewer(item)
     items.sort(key=lambda item: not comes_first(item))
+
+
+def _draw_fewer(item: pytest.Item) -> None:
+    """A third of a property's examples: they are the same every time, and `make slow` draws new ones."""
+    test = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and not hasattr(test, "_draws_fewer"):
+        fewer = settings(own, max_examples=max(LEAST_EXAMPLES, own.max_examples // 3))
+        test._hypothesis_internal_use_settings, test._draws_fewer = fewer, True
 
 
 @pytest.hookimpl(trylast=True)

@@ -186,15 +186,21 @@ async def attack(session: aiohttp.ClientSession, wave: list[Case], seed: str) ->
     return tally
 
 
+def rounds_of(cases: int) -> int:
+    """How many waves: at most ROUNDS, of few cases fewer."""
+    return max(1, min(ROUNDS, cases // 5))
+
+
 async def attack_in_waves(base: str, every: list[Case], seed: int) -> None:
     """The attacking process: one wave for each line it is sent; a line of JSON tells what became of it."""
     cases = len(every)
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
         print("ready", flush=True)
-        for number in range(ROUNDS):
+        rounds = rounds_of(cases)
+        for number in range(rounds):
             await asyncio.to_thread(sys.stdin.readline)
-            wave = every[number * cases // ROUNDS : (number + 1) * cases // ROUNDS]
+            wave = every[number * cases // rounds : (number + 1) * cases // rounds]
             tally = await attack(session, wave, f"{seed}/{number}")
             print(json.dumps(vars(tally)), flush=True)
 
@@ -277,6 +283,7 @@ async def run(
     base: str,
     supervisor: Any,
     script: list[str],
+    cases: int,
     seed: int,
     calm_s: float,
     *,
@@ -296,7 +303,7 @@ async def run(
         streams = Bystanders(session, golden)
         watching = asyncio.create_task(streams.run())
         attack_s = 0.0
-        for _ in range(ROUNDS):
+        for _ in range(rounds_of(cases)):
             await asyncio.sleep(calm_s)
             start = time.monotonic()
             streams.beside = "attacked"
@@ -350,7 +357,7 @@ def main() -> int:
     # A small KV pool: cached prefixes touch its pages one by one, which is no growth.
     with server("--kv-memory", "128MiB") as (base, supervisor):
         script = ["benchmarks.robustness.fuzz", f"--cases={given.cases}"]
-        work = run(base, supervisor, script, given.seed, given.calm_s)
+        work = run(base, supervisor, script, given.cases, given.seed, given.calm_s)
         report = {"cases": given.cases, **asyncio.run(work)}
     print(json.dumps(report, indent=1))
     if given.write:

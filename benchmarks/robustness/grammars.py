@@ -136,7 +136,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--grammars", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--calm-s", type=float, default=3.0, help="seconds between two waves")
+    parser.add_argument(
+        "--calm-s", type=float, default=3.0, help="between two waves; 0: no plain ones"
+    )
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
@@ -147,8 +149,10 @@ def main() -> int:
         return 0
     command = ["benchmarks.robustness.grammars", f"--grammars={given.grammars}"]
     with server("--kv-memory", "128MiB") as (base, supervisor):
-        plain = [*command, "--plain"]
-        work = fuzz.run(base, supervisor, command, given.seed, given.calm_s, plain=plain)
+        plain = [*command, "--plain"] if given.calm_s else None  # what it tells is about waits
+        work = fuzz.run(
+            base, supervisor, command, given.grammars, given.seed, given.calm_s, plain=plain
+        )
         report = {"cases": given.grammars, **asyncio.run(work)}
     print(json.dumps(report, indent=1))
     if given.write:

@@ -423,7 +423,7 @@ def random_trace(executor: InlineExecutor, seed: int) -> list[Sequence]:
     return every
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_random_trace_gives_the_same_tokens_on_both_devices(
     tested: InlineExecutor, reference: InlineExecutor, seed: int
 ) -> None:

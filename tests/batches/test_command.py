@@ -31,7 +31,8 @@ def _ids(path: Path) -> Counter[str]:
     return Counter(json.loads(line)["custom_id"] for line in path.read_text().splitlines())
 
 
-def test_the_bundled_model_answers_a_file(tmp_path: Path) -> None:
+def test_the_bundled_model_answers_a_file(model: Path, tmp_path: Path) -> None:
+    """What comes behind the first run takes no model to show."""
     source = _written(tmp_path / "in", [*(chat_line(i) for i in range(6)), chat_line(7, n=-1)])
     target = tmp_path / "out"
     done = subprocess.run(_command(source, target, None), capture_output=True, text=True)
@@ -41,14 +42,14 @@ def test_the_bundled_model_answers_a_file(tmp_path: Path) -> None:
     }
     assert answers["r7"]["status_code"] == 400 and answers["r3"]["status_code"] == 200
     assert answers["r3"]["body"]["choices"][0]["message"]["content"]
-    again = subprocess.run(_command(source, target, None), capture_output=True, text=True)
+    again = subprocess.run(_command(source, target, model), capture_output=True, text=True)
     assert again.returncode == 1 and "1 of 7 requests were refused" in again.stderr
     assert _ids(target) == Counter([*(f"r{i}" for i in range(6)), "r7"])
     _written(source, [*(chat_line(i) for i in range(6)), chat_line(7, n=1)])
-    mended = subprocess.run(_command(source, target, None), capture_output=True, text=True)
+    mended = subprocess.run(_command(source, target, model), capture_output=True, text=True)
     assert mended.returncode == 0, mended.stderr
     assert _ids(target) == Counter([*(f"r{i}" for i in range(6)), "r7"])
-    finished = subprocess.run(_command(source, target, None), capture_output=True, text=True)
+    finished = subprocess.run(_command(source, target, model), capture_output=True, text=True)
     assert finished.returncode == 0 and "have been answered" in finished.stderr
 
 

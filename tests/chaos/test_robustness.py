@@ -34,7 +34,7 @@ def run(script: str, *arguments: str, check: bool = True) -> dict[str, Any]:
 
 
 def test_hostile_requests_do_no_harm_to_bystanders_or_the_server() -> None:
-    report = run("fuzz", "--cases", "600", "--seed", "7", "--calm-s", "0.2")
+    report = run("fuzz", "--cases", "600", "--seed", "7", "--calm-s", "0")
     assert report["problems"] == [] and report["restarts"] == 0
     assert report["bystander_streams"] >= 8 and report["bystander_mismatches"] == 0
     before, after, total = report["free_blocks"]
@@ -86,9 +86,9 @@ def test_the_death_of_any_process_ends_no_stream_without_a_word() -> None:
 
 def test_grown_bodies_whose_clients_leave_harm_nobody() -> None:
     """P9, P21; what they leave in memory is the full run's."""
-    report = run("bodies", "--bodies", "60", "--largest", "4", "--rest-s", "0", check=False)
+    report = run("bodies", "--bodies", "40", "--largest", "3", "--rest-s", "0", check=False)
     assert report["restarts"] == [] and report["running_waiting"] == [0, 0]
-    assert sum(report["ends"].values()) == 60 and report["ends"]["left"] > 20
+    assert sum(report["ends"].values()) == 40 and report["ends"]["left"] > 12
 
 
 @pytest.mark.slow

@@ -69,10 +69,21 @@ def test_help_is_an_end_without_an_error() -> None:
         (("chat", "a", "--model", "b"), "two models"),
     ],
 )
-def test_a_mistake_is_one_clear_line_and_status_2(words: tuple[str, ...], said: str) -> None:
-    done = headrace(*words)
+def test_a_mistake_is_one_clear_line_and_status_2(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, as above."""
+    try:
+        status: int | str | None = main([*words])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2 and said in capsys.readouterr().err
+
+
+def test_a_mistake_ends_the_process_with_status_2_and_no_traceback() -> None:
+    done = headrace("serve", "/nowhere/at/all")
     assert done.returncode == 2
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert "/nowhere/at/all" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_bench_throughput_prints_one_object() -> None:

@@ -304,7 +304,7 @@ def test_random_life_keeps_every_invariant(policy: str, overlap: bool) -> None:
 
 @pytest.mark.parametrize(
     "operations",
-    [25_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    [8_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )
 def test_nothing_leaks_in_random_operations(operations: int) -> None:
     life = RandomLife(11, check=False, num_blocks=70, max_step_tokens=24, ageing_steps=10)
@@ -315,5 +315,5 @@ def test_nothing_leaks_in_random_operations(operations: int) -> None:
     life.finish()
     reasons = {finished.reason for finished in life.driver.finished.values()}
     assert reasons == {"stop", "length", "abort", "error"}
-    assert life.driver.core.scheduler.num_preemptions > 100
-    assert life.driver.core.kv.num_hits > 1000
+    assert life.driver.core.scheduler.num_preemptions > min(100, operations // 250)
+    assert life.driver.core.kv.num_hits > min(1000, operations // 25)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import safetensors.torch
@@ -925,27 +925,44 @@ def compare(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: flo
         assert (mine - other).abs().max().item() <= tolerance * scale
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers_in_float32(case: str, tmp_path: Path) -> None:
-    oracle = save_oracle(tiny_config(case), tmp_path)
+class BothModels(NamedTuple):
+    """A case's rows, what transformers makes of them, and our model of the same weights."""
+
+    rows: list[list[int]]
+    theirs: list[torch.Tensor]
+    ours: Any
+
+
+def both_models(folder: Path, oracle: Any) -> BothModels:
+    """Of the oracle that was saved there."""
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
-    ours = load_ours(model_spec(tmp_path))
+    return BothModels(rows, oracle_logits(oracle, rows), load_ours(model_spec(folder)))
+
+
+@pytest.fixture(scope="module")
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BothModels:
+    """Of the case that is asked for, for both tests: making them is most of either."""
+    folder = tmp_path_factory.mktemp("parity")
+    return both_models(folder, save_oracle(tiny_config(request.param), folder))
+
+
+@pytest.mark.parametrize("models", CASES, indirect=True)
+def test_logits_equal_transformers_in_float32(models: BothModels) -> None:
+    rows, theirs, ours = models
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
-    compare(got, oracle_logits(oracle, rows), 1e-4)
+    compare(got, theirs, 1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_last_tokens_alone_have_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("models", CASES, indirect=True)
+def test_last_tokens_alone_have_the_logits_of_transformers(models: BothModels) -> None:
     """The hidden states of other tokens end with the last layer's KV, which later steps read."""
-    compare_last_tokens(tmp_path, save_oracle(tiny_config(case), tmp_path))
+    compare_last_tokens(models)
 
 
-def compare_last_tokens(folder: Path, oracle: Any) -> None:
-    """Of each chunk the last token's logits alone, by the model in the folder."""
-    rows = random_rows(SIZES["vocab_size"], LENGTHS)
-    ours = load_ours(model_spec(folder))
+def compare_last_tokens(models: BothModels) -> None:
+    """Of each chunk the last token's logits alone."""
+    rows, theirs, ours = models
     run = PagedRun(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
-    theirs = oracle_logits(oracle, rows)
     for chunks in schedule([len(row) for row in rows]):
         parts = run.step(chunks, last=True)
         ends = [theirs[row][run.done[row] - 1][None] for row, _ in sorted(chunks)]

@@ -224,6 +224,7 @@ def test_a_derender_that_does_not_fit_is_refused(bundled: Served) -> None:
         assert answer.status_code == 400, answer.text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "change",
     [

@@ -59,6 +59,7 @@ def close(got, wanted, problem, further=1.0):
     return error
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_the_definition_in_every_form(library, form, dtype):

@@ -19,9 +19,37 @@ if find_spec("triton") is not None:
         quicken()
 
 
+THOROUGH = {
+    "test_attention_plans": ("few_queries_go_the_way_of_prompts", "tiles_that_do_not_compile_are_replaced"),
+    "test_cascade": ("nan_behind_a_shared_prefix",),
+    "test_experts_quantized": ("of_e4m3_numbers[208", "tiles_of_4_bit_numbers[208", "tiles_of_4_bit_numbers[256"),
+    "test_fixed": (
+        *("the_same_bits_in_any_step[more1", "the_same_bits_in_any_step[more2", "the_same_bits_in_any_step[more3"),
+        *("halves_merge_to_the_whole[True", "the_same_where_parts_are_merged_elsewhere"),
+    ),
+    "test_kernels": ("the_tiles_of_many_rows[50", "halves_merge_to_the_whole[shape1"),
+    "test_latent": ("heads_over_chosen_positions_equal_the_reference[40", "rows_beyond_that_memory"),
+    "test_linear_int4": ("many_tokens_become_int8[more1-32", "many_tokens_become_int8[more0"),
+    "test_mixture": ("sorted_in_order_into_tiles_of_one_expert[300", "experts_equal_the_reference[swiglu_step"),
+    "test_recurrent": ("the_self_check_accepts_it",),
+    "test_sample": (
+        *("the_draws_of_one_row_follow_its_distribution", "narrowed_down[few", "narrowed_down[ties"),
+        *("a_sample_that_misleads_costs_time_only[9.0", "a_top_p_of_almost_one"),
+    ),
+    "test_sampling": ("what_a_step_does_itself_is_as_many_launches", "steps_give_penalised_and_scored_rows"),
+    "test_spans": ("heads_of_72_give_the_same_over_and_over",),
+}  # fmt: skip
+"""By file, what others in it show with other numbers: `make slow` alone interprets it (a third of the time)."""
+
+
+def _is_thorough(item: pytest.Item) -> bool:
+    """Whether a part of its name stands in the table."""
+    return any(part in item.name for part in THOROUGH.get(item.path.stem, ()))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A GPU runs them all in no time."""
     for item in items:
         if INTERPRETED and item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.covering(1))
+            item.add_marker(pytest.mark.slow if _is_thorough(item) else pytest.mark.covering(1))

@@ -34,6 +34,7 @@ FILES = (
     "experts_quantized",
     "lora_linear",
     "spans",
+    "steps",
     "sparse",
     "rope",
 )

@@ -13,9 +13,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
-
-import httpx
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.base.config.hf import parse_json
 from headrace.base.config.safetensors_header import (
@@ -34,6 +32,9 @@ from headrace.base.config.weight_files import (
     read_weight_map,
 )
 from headrace.base.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import httpx
 
 
 class Reader(Protocol):
@@ -170,9 +171,12 @@ class ObjectReader:
     maps = False
 
     def __init__(self, url: str) -> None:
+        import httpx  # a tenth of a second, for this reader alone
+
         self._url = url.rstrip("/")
         limits = httpx.Limits(max_connections=CONNECTIONS)
         self._client = httpx.Client(timeout=TIMEOUT_S, limits=limits)
+        self._failure: type[Exception] = httpx.HTTPError
         self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="object")
 
     def files(self, folder: Path) -> WeightFiles:
@@ -244,7 +248,7 @@ class ObjectReader:
             last = attempt + 1 == TRIES
             try:
                 answer = self._client.get(url, headers={**headers, "Accept-Encoding": "identity"})
-            except httpx.HTTPError as error:
+            except self._failure as error:
                 if last:
                     raise OSError(f"{url}: {error!r}") from error
             else:
