@@ -35,6 +35,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Mistral3ForConditionalGeneration": "llava",
     "MistralLarge4ForConditionalGeneration": "mistral_large4_vision",
     "AyaVisionForConditionalGeneration": "aya_vision",
+    "CohereCompassForConditionalGeneration": "cohere_compass",
     "Cohere2VisionForConditionalGeneration": "aya_vision",
     "MiniCPMV": "minicpmv_queries",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vision",

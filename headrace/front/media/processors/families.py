@@ -69,7 +69,11 @@ _SPACED = (
     *("exaone4_5", "hyperclovax_vision_v2"),
 )
 _READERS = {**CUT_FAMILIES, **RATIO_FAMILIES, **IDEFICS_FAMILIES}
-_STAMPED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_STAMPED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), ()),
+    "cohere_compass": ("<|VISION_START|>", "<|VISION_END|>"),
+}
+"""Whose frames stand behind their times, and the marks around them where they are not Qwen's."""
 
 
 def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
@@ -149,6 +153,7 @@ def _qwen_settings(
         video_pixels=pixel_bounds(video, frames),
         pixels_of_all_frames=stamped,
         stamped=stamped,
+        marks=_STAMPED.get(config.str("model_type", ""), ()),
         fps=video.float("fps", 2.0, ge=0.01, le=1000.0),
         min_frames=video.int("min_frames", 4, ge=1, le=100_000),
         max_frames=video.int("max_frames", 768, ge=1, le=100_000),

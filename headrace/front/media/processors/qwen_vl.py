@@ -28,6 +28,7 @@ from headrace.front.media.processing import (
 MAX_RATIO = 200
 IMAGE_ROWS = "image"
 VIDEO_ROWS = "video"
+FRAME_MARKS = ("<|vision_start|>", "<|vision_end|>")
 
 
 class QwenVisionProcessor:
@@ -98,10 +99,11 @@ class QwenVisionProcessor:
         times = [index / video.rate for index in [*indices, *[indices[-1]] * padding]]
         inputs = list[TowerInput]()
         layout = list[str | int]()
+        begin, end = settings.marks or FRAME_MARKS
         for i in range(0, len(channels), temporal):
             grid, rows = self._patches(np.stack(channels[i : i + temporal]))
             time_s = (times[i] + times[i + temporal - 1]) / 2
-            layout += [f"<{time_s:.1f} seconds><|vision_start|>", len(inputs), "<|vision_end|>"]
+            layout += [f"<{time_s:.1f} seconds>{begin}", len(inputs), end]
             inputs.append(TowerInput(kind=VIDEO_ROWS, grid=grid, rows=rows))
         return ProcessedMedia(inputs=tuple(inputs), layout=tuple(layout))
 
