@@ -57,12 +57,16 @@ def main() -> None:
     asked = parser.parse_args()
     print(torch.cuda.get_device_name())
     print(
-        "| rows | positions | op us | select us | torch.topk us | ratio |\n|---|---|---|---|---|---|"
+        "| rows | positions | op us | select us | select in parts us | torch.topk us |"
+        "\n|---|---|---|---|---|---|"
     )
     problem = IndexSelectProblem(
         device="cuda", dtype=torch.bfloat16, heads=HEADS, dim=DIM, top_k=TOP_K, block_tokens=BLOCK
     )
     select = kernel.bind(problem)
+    entries = kernel.EntrySelect(
+        heads=HEADS, dim=DIM, top_k=TOP_K, group=1, block_tokens=BLOCK, part=kernel.PART
+    )
     for rows in map(int, asked.rows.split(",")):
         for length in map(int, asked.lengths.split(",")):
             plan, blocks = plan_of(rows, length)
@@ -74,15 +78,20 @@ def main() -> None:
             bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
             chosen = torch.empty(rows, TOP_K, dtype=torch.int32, device="cuda")
 
-            alone = partial(select_alone, plan, bits, chosen)
-            alone()
             best = scores.topk(TOP_K).values
-            assert torch.equal(scores.gather(1, chosen.long()).sort(descending=True).values, best)
+            parts = triton.cdiv(length, kernel.PART)
+            alone = partial(select_alone, plan, bits, chosen)
+            in_parts = partial(entries._select_by_parts, bits, chosen, plan, 0, parts)
+            for one in (alone, in_parts):
+                chosen.zero_()
+                one()
+                values = scores.gather(1, chosen.long()).sort(descending=True).values
+                assert torch.equal(values, best)
             whole = microseconds(lambda q=q, w=weight, k=keys, p=plan: select(q, w, k, p))
-            ours = microseconds(alone)
+            ours, cut = microseconds(alone), microseconds(in_parts)
             theirs = microseconds(lambda scores=scores: scores.topk(TOP_K))
             print(
-                f"| {rows} | {length:,} | {whole:,.0f} | {ours:,.0f} | {theirs:,.0f} | {theirs / ours:.2f} |",
+                f"| {rows} | {length:,} | {whole:,.0f} | {ours:,.0f} | {cut:,.0f} | {theirs:,.0f} |",
                 flush=True,
             )
 

@@ -198,6 +198,14 @@ def _fixed_decodes() -> object:
     return bind(problem, tile=tile)(*attention.OP.sample(problem).arguments)
 
 
+def _index_select_parts() -> object:
+    """Long rows of few tokens."""
+    from headrace.back.kernels.index_select.triton_index_select import PART, bind
+
+    sample = index_select.sample_of(INDEX, [[(1, 2 * PART + 900), (1, 1)]])
+    return bind(INDEX)(*sample.arguments)
+
+
 def _experts_hopper() -> object:
     """Each regime."""
     from headrace.back.kernels.experts import triton_hopper
@@ -569,6 +577,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("kv_write", _call(kv_write.OP, "kv_write.triton_kv_write:KERNEL", KV_WRITE)),
     ("rope", _call(rope.OP, "rope.triton_rope:KERNEL", ROPE)),
     ("index_select", _call(index_select.OP, "index_select.triton_index_select:KERNEL", INDEX)),
+    ("index_select parts", _index_select_parts),
     (
         "group_select",
         _call(group_select.OP, "group_select.triton_group_select:KERNEL", BEST_KEYS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from headrace.back.kernels.group_write.op import GroupWriteProblem
 from headrace.back.kernels.index_select import op as index_select
 from headrace.back.kernels.index_select import triton_index_select
 from headrace.back.kernels.index_select.op import IndexSelectProblem
+from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.wrap import interpreted
 from tests.kernels.triton import test_kernels
 from tests.kernels.triton.test_kernels import BOUND, DEVICE, DTYPES
@@ -38,6 +40,20 @@ def test_the_chosen_positions_are_those_of_the_reference(heads, dim, top_k, dtyp
         device=DEVICE, dtype=dtype, heads=heads, dim=dim, top_k=top_k, block_tokens=16
     )
     assert index_select.OP.error(triton_index_select.KERNEL, problem) == 0
+
+
+@pytest.mark.parametrize(("top_k", "part"), [(70, 64), (5, 16), (300, 128)])
+def test_long_rows_of_few_tokens_are_cut_into_parts(top_k, part):
+    """KRN-04: with ties in several parts, rows of one part, and rows that see no more than they choose."""
+    problem = IndexSelectProblem(
+        device=DEVICE, dtype=torch.float32, heads=3, dim=16, top_k=top_k, block_tokens=16
+    )
+    kernel = Kernel(
+        name="parts",
+        supports=lambda problem: None,
+        bind=partial(triton_index_select.bind, part=part),
+    )
+    assert index_select.OP.error(kernel, problem) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,12 +137,13 @@ def test_a_window_and_entries_in_one_softmax_equal_the_reference(
 
 
 @pytest.mark.skipif(interpreted(), reason="there are no graphs in the interpreter")
-def test_a_recorded_choice_follows_the_lengths():
+@pytest.mark.parametrize("capacity", [3000, 3 * triton_index_select.PART])
+def test_a_recorded_choice_follows_the_lengths(capacity):
     """KRN-04: one graph, whatever the rows have grown to."""
     problem = IndexSelectProblem(
         device=DEVICE, dtype=torch.float32, heads=4, dim=16, top_k=64, block_tokens=16
     )
-    plan, blocks = sample_plan([(1, 3000)] * 3, block_tokens=16, window=None, device=DEVICE)
+    plan, blocks = sample_plan([(1, capacity)] * 3, block_tokens=16, window=None, device=DEVICE)
     new = {"generator": torch.Generator().manual_seed(5)}
     q_TJI, weight_TJ, keys = (
         torch.randn(*shape, **new).round_().to(DEVICE)
@@ -138,7 +155,7 @@ def test_a_recorded_choice_follows_the_lengths():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chosen_TK = select(q_TJI, weight_TJ, keys, recorded)
-    for lengths in ((3000, 1, 65), (64, 2999, 700)):
+    for lengths in ((capacity, 1, 65), (64, capacity - 1, 700)):
         plan.kv_len_R.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         now = replace(plan, host_kv_len=np.array(lengths, np.int32))

@@ -89,11 +89,15 @@ def best_positions(score_QS: torch.Tensor, position_Q1: torch.Tensor, top_k: int
     return best_QK.masked_fill(best_QK == length, NOTHING).int()
 
 
-def _sample(problem: IndexSelectProblem) -> Sample:
-    """Decodes and prompts beside each other, and decodes alone. Small whole numbers, so that a
-    score has the same bits in whatever order it is summed."""
+Steps = list[list[tuple[int, int]]]
+
+
+def sample_of(problem: IndexSelectProblem, steps: Steps | None = None) -> Sample:
+    """Inputs of these steps of (query tokens, length); None: decodes and prompts beside each other,
+    and decodes alone. Small whole numbers, so that a score has the same bits in whatever order it
+    is summed."""
     block = problem.block_tokens
-    steps = [
+    steps = steps or [
         [(1, 1), (1, block + 3), (1, 600), (3, 3), (20, 20 + block)],
         [(1, 600), (1, 1), (1, 2 * block), (1, 700)],
     ]
@@ -123,6 +127,6 @@ OP: Op[IndexSelectProblem] = Op(
         "headrace.back.kernels.index_select.native:KERNEL",
         "headrace.back.kernels.index_select.triton_index_select:KERNEL",
     ),
-    sample=_sample,
+    sample=sample_of,
     tolerance=lambda problem: 0.0,
 )
