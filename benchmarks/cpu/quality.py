@@ -17,18 +17,23 @@ converters do.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import subprocess
-import sys
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import torch
 import transformers
 
 from headrace.back.quant.scheme import ONLINE_SCHEMES
+from headrace.base.config.tree import Options
+from headrace.bench.held_out import OF_DEMO, read_items
+from headrace.cli.eval import chosen_items, score_model
+from headrace.cli.model_argument import with_model
 from headrace.launch.locate import bundled_model
 from tests.back.models.load.checkpoints import write_gguf
 from tests.e2e.test_gguf_model import add_tokenizer
@@ -55,6 +60,7 @@ def write(folder: Path, kind: str) -> Path:
     )
 
 
+PERPLEXITY = "perplexity"
 KV = ("int8", "fp8", "fp8_e5m2", "int4")
 FOLDER = Path(__file__).resolve().parent
 DOCS = FOLDER.parents[1] / "docs" / "QUANTIZATION.md"
@@ -62,24 +68,16 @@ BEGIN, END = "<!-- tasks: benchmarks/cpu/quality.py --docs -->\n", "<!-- end of 
 MODELS = {"text": "bundled model", "mixture": "bundled mixture"}
 
 
-def evaluate(model: Path, *options: str, count: int) -> dict[str, float]:
-    """Share of right answers by task."""
-    command = [
-        sys.executable,
-        "-m",
-        "headrace",
-        "eval",
-        str(model),
-        "--json",
-        "--count",
-        str(count),
-        "--streams",
-        "4",
-    ]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
-    return {task: score["share"] for task, score in json.loads(line).items()}
+def evaluate(model: Path, demo: str, *, count: int, **options: str) -> dict[str, float]:
+    """Share of right answers by task; `PERPLEXITY`: that of the right answers."""
+    changes = {"model": {}, "kv": {"kv_dtype": options.get("kv_dtype", "auto")}}
+    changes["model"] = {"quantization": options.get("quantization", "none")}
+    tree = with_model(msgspec.convert(changes, Options), str(model))
+    items = chosen_items(read_items(OF_DEMO[demo]), "", count)
+    scores, answers = asyncio.run(score_model(tree, items, 4, read=True))
+    logprobs = [one.token.logprob for task in answers for answer in task for one in answer.scores]
+    found = {score.task: score.share for score in scores}
+    return found | {PERPLEXITY: math.exp(-sum(logprobs) / len(logprobs))}
 
 
 def stored(out: Path | None, count: int) -> Results:
@@ -113,22 +111,22 @@ def main() -> None:
         return
     transformers.utils.logging.disable_progress_bar()
     results = stored(own.out, own.count)
-    options: dict[str, tuple[str, ...]] = {"bf16": ()}
-    options |= {name: ("--quantization", name) for name in filter(None, own.schemes.split(","))}
+    options: dict[str, dict[str, str]] = {"bf16": {}}
+    options |= {name: {"quantization": name} for name in filter(None, own.schemes.split(","))}
     if own.demo == "text":  # the mixture's latents have no quantized cache
         kinds = KV if own.kv else ("int8",)
-        options |= {f"bf16, {kind} KV": ("--kv-dtype", kind) for kind in kinds}
+        options |= {f"bf16, {kind} KV": {"kv_dtype": kind} for kind in kinds}
     for name, words in options.items():
         if name not in results:
-            results[name] = evaluate(bundled_model(own.demo), *words, count=own.count)
+            results[name] = evaluate(bundled_model(own.demo), own.demo, count=own.count, **words)
             keep(own.out, own.count, results)
     with tempfile.TemporaryDirectory() as folder:
         for kind in filter(None, own.types.split(",")):
             if kind not in results:
-                results[kind] = evaluate(write(Path(folder), kind), count=own.count)
+                results[kind] = evaluate(write(Path(folder), kind), "text", count=own.count)
                 keep(own.out, own.count, results)
     for name, shares in results.items():
-        mean = sum(shares.values()) / len(shares)
+        mean = _mean(shares)
         cells = " | ".join(f"{share:.2f}" for share in shares.values())
         print(f"| {name} | {mean:.3f} | {cells} |")
 
@@ -137,28 +135,34 @@ def write_docs() -> None:
     """What is lossy -> right answers over all tasks, of both models, and of the task that lost most."""
     found = {demo: json.loads((FOLDER / f"tasks_{demo}.json").read_text()) for demo in MODELS}
     counts = {one["count"] for one in found.values()}
-    tasks = {len(one["shares"]["bf16"]) for one in found.values()}
-    titles = [f"{MODELS[demo]} | most lost there" for demo in MODELS]
-    lines = [f"| what is lossy | {' | '.join(titles)} |", "|---" * (1 + 2 * len(MODELS)) + "|"]
+    tasks = {len(one["shares"]["bf16"]) - 1 for one in found.values()}
+    titles = [f"{MODELS[demo]} | most lost there | perplexity" for demo in MODELS]
+    lines = [f"| what is lossy | {' | '.join(titles)} |", "|---" * (1 + 3 * len(MODELS)) + "|"]
     names = dict.fromkeys(name for one in found.values() for name in one["shares"])
     for name in names:
         cells = [cell for one in found.values() for cell in _cells(one["shares"], name)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     (count,), (number,) = counts, tasks
-    head = f"Right answers of {number} tasks, {count} held-out items each, greedy:\n\n"
+    head = f"Right answers of {number} tasks, {count} held-out items each, greedy, and the perplexity of true answers:\n\n"
     before, _, rest = DOCS.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     DOCS.write_text(before + BEGIN + head + "\n".join(lines) + "\n" + END + after)
 
 
-def _cells(shares: Results, name: str) -> tuple[str, str]:
+def _mean(shares: dict[str, float]) -> float:
+    tasks = [share for task, share in shares.items() if task != PERPLEXITY]
+    return sum(tasks) / len(tasks)
+
+
+def _cells(shares: Results, name: str) -> tuple[str, str, str]:
     if name not in shares:
-        return "", ""
+        return "", "", ""
     mine, plain = shares[name], shares["bf16"]
-    mean = 100 * sum(mine.values()) / len(mine)
-    task = min(mine, key=lambda one: mine[one] - plain[one])
+    task = min((one for one in mine if one != PERPLEXITY), key=lambda one: mine[one] - plain[one])
     lost = 100 * (mine[task] - plain[task])
-    return f"{mean:.1f} %", f"{task} {lost:+.0f} %" if lost < 0 else "none"
+    change = 100 * (mine[PERPLEXITY] / plain[PERPLEXITY] - 1)
+    perplexity = f"{mine[PERPLEXITY]:.4f}" if mine is plain else f"{change:+.2f} %"
+    return f"{100 * _mean(mine):.1f} %", f"{task} {lost:+.0f} %" if lost < 0 else "none", perplexity
 
 
 if __name__ == "__main__":

@@ -56,20 +56,24 @@ def main(argv: Sequence[str]) -> int:
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     own, options = line.parse(argv)
     file = Path(own.items) if own.items else OF_DEMO[options.model.demo]
-    items = _chosen(read_items(file), own.tasks, own.count)
+    items = chosen_items(read_items(file), own.tasks, own.count)
     whole = own.against is not None
     scores, answers = asyncio.run(
-        _score(with_model(options, own.path), items, own.streams, read=whole)
+        score_model(with_model(options, own.path), items, own.streams, read=whole)
     )
     if not whole:
         _show(scores, as_json=own.json)
     else:
-        others = asyncio.run(_score(_stored(options, own.against), items, own.streams, read=True))
+        others = asyncio.run(
+            score_model(_stored(options, own.against), items, own.streams, read=True)
+        )
         _show_both(scores, answers, *others, as_json=own.json)
     return 0 if all(s.share >= own.bar for s in scores) else 1
 
 
-def _chosen(by_task: dict[str, list[EvalItem]], names: str, count: int) -> list[list[EvalItem]]:
+def chosen_items(
+    by_task: dict[str, list[EvalItem]], names: str, count: int
+) -> list[list[EvalItem]]:
     """The items to ask, a list per task; ConfigError for a task the file does not have."""
     tasks = [name for name in names.split(",") if name] or list(by_task)
     for task in tasks:
@@ -90,7 +94,7 @@ def _stored(options: Options, path: str) -> Options:
 Answers = list[list[AnswerScores]]
 
 
-async def _score(
+async def score_model(
     options: Options, items: list[list[EvalItem]], streams: int, *, read: bool
 ) -> tuple[list[TaskScore], Answers]:
     """What each task gave, and how the model `read` the right answers."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from headrace.back.executor.inline import InlineExecutor
-from headrace.back.quant.gpu import quantize_weight
+from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.base.config.resolved import EngineSpec
 from tests.back.driver import Sequence
 from tests.back.quant.test_gpu import FORMATS
@@ -29,6 +29,15 @@ e4m3 too, single prompts move by 0.06 to 0.18 in float32: in steps of many token
 all but those of one."""
 
 
+ONLINE = {
+    "online": "fp8",
+    "online tensor": "fp8-tensor",
+    "online blocks": "fp8-block",
+    "online micro": "mxfp8",
+}
+"""Made while loading: the scheme."""
+
+
 def folders(folder: Path, format: str) -> tuple[Path, Path]:
     """The bundled model as it is stored in a format (online: as it is), and its weights as floats."""
     stored: dict[str, torch.Tensor] = {}
@@ -39,9 +48,9 @@ def folders(folder: Path, format: str) -> tuple[Path, Path]:
         stored[name] = plain[name] = weight
         if ".layers." not in name or weight.dim() != 2:
             continue
-        if format == "online":
-            made = quantize_weight(weight)
-            plain[name] = made.values_OI.float() * made.scales_OG
+        if format in ONLINE:
+            scheme = ONLINE_SCHEMES[ONLINE[format]]
+            plain[name] = scheme.dequantize(scheme.quantize(weight))
             continue
         quantize, leaf, quantization, _ = FORMATS[format]
         stored[name], scales, plain[name] = quantize(weight.float())
@@ -68,12 +77,12 @@ def distance(scores: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(scores - expected).mean())
 
 
-@pytest.mark.parametrize("format", [*FORMATS, "online"])
+@pytest.mark.parametrize("format", [*FORMATS, *ONLINE])
 def test_scores_stay_near_those_of_the_same_weights(format: str, tmp_path: Path) -> None:
     stored, plain = folders(tmp_path, format)
     exact = InlineExecutor(spec_of(plain, "cpu", "float32"))
     texts: list[Sequence] = generate(exact, GREEDY, chunk=256)
-    online = "fp8" if format == "online" else None
+    online = ONLINE.get(format)
     executor = InlineExecutor(spec_of(stored, "cuda", "bfloat16", online))
     kernels = {one[0]: one[2] for one in executor.facts.decisions}
     assert kernels["kernel.linear_fp8"] == "triton", executor.facts.decisions
@@ -84,7 +93,7 @@ def test_scores_stay_near_those_of_the_same_weights(format: str, tmp_path: Path)
     for row, (given, _) in zip(first, forced(exact, first), strict=True):
         scores = np.array([one.values[0] for one in row.logprobs])
         print(f"{format}, decodes: {distance(scores, given[-NUM_OUTPUT:]):.4f}")
-        assert distance(scores, given[-NUM_OUTPUT:]) < (DECODES if format == "blocks" else PROMPTS)
+        assert distance(scores, given[-NUM_OUTPUT:]) < (DECODES if "blocks" in format else PROMPTS)
     for again in later:  # launched, recorded, replayed
         assert [row.outputs for row in again] == [row.outputs for row in first]
     executor.close()
