@@ -143,7 +143,7 @@ def write_docs() -> None:
         cells = [cell for one in found.values() for cell in _cells(one["shares"], name)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     (count,), (number,) = counts, tasks
-    head = f"Right answers of {number} tasks, {count} held-out items each, greedy, and the perplexity of true answers:\n\n"
+    head = f"Right answers of {number} tasks, {count} held-out items each, greedy, and their perplexity:\n\n"
     before, _, rest = DOCS.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     DOCS.write_text(before + BEGIN + head + "\n".join(lines) + "\n" + END + after)

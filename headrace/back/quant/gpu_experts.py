@@ -24,16 +24,11 @@ from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies, local_shape
 from headrace.back.quant.experts import Floats, MatricesOf, cuts, part_of
 from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.gguf_int4 import BLOCK_TYPES, BlockType
 from headrace.back.quant.gpu import GPU_SCHEMES, HELD_AS
-from headrace.back.quant.gpu_int4 import BLOCK_TYPES, INT4_SCHEMES, BlockType, made_of, unpacked_of
+from headrace.back.quant.gpu_int4 import INT4_SCHEMES, made_of, unpacked_of
 from headrace.back.quant.gpu_int8 import BYTE_TYPES, INT8_SCHEMES, ByteBlocks
-from headrace.back.quant.kept import (
-    INT8_ROWS,
-    LEVELLED,
-    MICROSCALED,
-    check_order,
-    normal_values,
-)
+from headrace.back.quant.kept import INT8_ROWS, LEVELLED, MICROSCALED, check_order, normal_values
 from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization import Numbers

@@ -7,8 +7,7 @@ inputs, G groups of inputs, R rows, B blocks of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 
 import numpy as np
@@ -26,6 +25,7 @@ from headrace.back.kernels.linear_int4.layout import (
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies
 from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.gguf_int4 import BLOCK_TYPES, FINE, Unpacked
 from headrace.back.quant.kept import (
     INT8_ROWS,
     LEVELLED,
@@ -40,12 +40,11 @@ from headrace.back.quant.scheme import ONLINE_SCHEMES, SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 
-_FINE = "int4-asym-g16"
 INT4_SCHEMES: dict[str, Scheme] = {
     **{scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 4},
     **{name: Scheme(name, 4, None, asymmetric=asym) for asym, name in WHOLE_INT4.items()},
     NVFP4: ONLINE_SCHEMES["nvfp4"],
-    _FINE: Scheme(_FINE, 4, 16, asymmetric=True),
+    FINE: Scheme(FINE, 4, 16, asymmetric=True),
     **{name: Scheme(name, 4, size, floating=True) for name, (_, size) in LEVELLED.items()},
 }
 """What is kept as it is, by name."""
@@ -53,87 +52,6 @@ UNIT = 16
 """Inputs of a weight are a multiple of it, for the kernels."""
 ONLINE_ELEMENTS = 1 << 25
 """Values quantized at a time."""
-Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Of some rows: integers 0 .. 15 or e2m1 bits, scales and minima [R, G]."""
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """A type of GGUF: `block` inputs in `size` bytes. `unpack` takes uint8 [R, B, size]."""
-
-    scheme: str
-    block: int
-    size: int
-    unpack: Callable[[torch.Tensor], Unpacked]
-
-
-def _halves(bytes_RBN: torch.Tensor) -> torch.Tensor:
-    """Low halves of bytes, then high ones, along the last dimension."""
-    return torch.cat((bytes_RBN & 15, bytes_RBN >> 4), -1)
-
-
-def _float16(bytes_RBN: torch.Tensor) -> torch.Tensor:
-    return bytes_RBN.contiguous().view(torch.float16).float()
-
-
-def _q4_0(blocks_RBN: torch.Tensor) -> Unpacked:
-    """A scale, then values less 8: the first sixteen in the low halves of the bytes."""
-    return _halves(blocks_RBN[..., 2:]).flatten(1), _float16(blocks_RBN[..., :2]).flatten(1), None
-
-
-def _q4_1(blocks_RBN: torch.Tensor) -> Unpacked:
-    """A scale, what is added, then values."""
-    added = _float16(blocks_RBN[..., 2:4]).flatten(1)
-    return (
-        _halves(blocks_RBN[..., 4:]).flatten(1),
-        _float16(blocks_RBN[..., :2]).flatten(1),
-        -added,
-    )
-
-
-def six_bits(bytes_RBN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight multipliers of scales and eight of minima, float32, of twelve bytes: the last four's
-    upper bits lie beside the first four."""
-    first, second, third = bytes_RBN[..., :4], bytes_RBN[..., 4:8], bytes_RBN[..., 8:]
-    scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), -1).float()
-    return scales, torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), -1).float()
-
-
-def _q4_k(blocks_RBN: torch.Tensor) -> Unpacked:
-    """Two scales, eight 6-bit multipliers of each, then four times 32 bytes, of two groups of 32
-    each."""
-    scales, minima = six_bits(blocks_RBN[..., 4:16])
-    outer = _float16(blocks_RBN[..., :4])
-    values = _halves(blocks_RBN[..., 16:].unflatten(-1, (4, 32)))
-    return (
-        values.flatten(1),
-        (scales * outer[..., :1]).flatten(1),
-        (minima * outer[..., 1:]).flatten(1),
-    )
-
-
-def _q2_k(blocks_RBN: torch.Tensor) -> Unpacked:
-    """Sixteen bytes of a multiplier of the scale and one of the minimum, of 128 inputs 32 bytes of
-    two bits, a scale and a minimum."""
-    small, outer = blocks_RBN[..., :16], _float16(blocks_RBN[..., 80:84])
-    halves = blocks_RBN[..., 16:80].unflatten(-1, (2, 32))
-    values = torch.cat([halves >> at & 3 for at in range(0, 8, 2)], -1)
-    return (
-        values.flatten(1),
-        ((small & 15).float() * outer[..., :1]).flatten(1),
-        ((small >> 4).float() * outer[..., 1:]).flatten(1),
-    )
-
-
-BLOCK_TYPES = {
-    "Q2_K": BlockType(_FINE, 256, 84, _q2_k),
-    "Q4_0": BlockType("int4", 32, 18, _q4_0),
-    "Q4_1": BlockType("int4-asym", 32, 20, _q4_1),
-    "Q4_K": BlockType("int4-asym", 256, 144, _q4_k),
-}
-"""Types of GGUF that are kept, by name. Source: ggml-quants.c of llama.cpp, b4000."""
-
-
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of e2m1 numbers."""
 

@@ -16,8 +16,10 @@ from headrace.back.kernels.linear_blocks.layout import LEVELS
 from headrace.back.kernels.linear_int8.layout import Int8Weight, empty, packed_bytes
 from headrace.back.parallel.bundle import CutGroup
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies
+from headrace.back.quant import gguf_vectors as vectors
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.gpu_int4 import group_columns, six_bits
+from headrace.back.quant.gguf_int4 import six_bits
+from headrace.back.quant.gpu_int4 import group_columns
 from headrace.back.quant.kept import INT8_ROWS, KeptSchemes, check_order, normal_values
 from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
@@ -135,6 +137,18 @@ def _q3_k(blocks_RBN: torch.Tensor) -> Unpacked:
     return values.flatten(1), whole.flatten(1), None
 
 
+def _vectors(numbers: Callable[[vectors.U8], vectors.WholeNumbers]) -> Callable[..., Unpacked]:
+    """Of a type whose values are vectors of a grid, which the host looks up."""
+
+    def unpack(blocks_RBN: torch.Tensor) -> Unpacked:
+        rows, device = len(blocks_RBN), blocks_RBN.device
+        values, scales = numbers(np.ascontiguousarray(blocks_RBN.flatten(0, 1).cpu().numpy()))
+        both = (torch.from_numpy(one).to(device).view(rows, -1) for one in (values, scales))
+        return next(both), next(both), None
+
+    return unpack
+
+
 BYTE_TYPES = {
     "Q8_0": ByteBlocks(32, 34, 32, _q8_0),
     "Q5_0": ByteBlocks(32, 22, 32, _q5_0),
@@ -144,6 +158,13 @@ BYTE_TYPES = {
     "IQ4_XS": ByteBlocks(256, 136, 32, _iq4_xs),
     "Q6_K": ByteBlocks(256, 210, 16, _q6_k),
     "Q3_K": ByteBlocks(256, 110, 16, _q3_k),
+    "IQ1_S": ByteBlocks(256, 50, 32, _vectors(vectors.iq1_s)),
+    "IQ1_M": ByteBlocks(256, 56, 16, _vectors(vectors.iq1_m)),
+    "IQ2_XXS": ByteBlocks(256, 66, 32, _vectors(vectors.iq2_xxs)),
+    "IQ2_XS": ByteBlocks(256, 74, 16, _vectors(vectors.iq2_xs)),
+    "IQ2_S": ByteBlocks(256, 82, 16, _vectors(vectors.iq2_s)),
+    "IQ3_XXS": ByteBlocks(256, 98, 32, _vectors(vectors.iq3_xxs)),
+    "IQ3_S": ByteBlocks(256, 110, 32, _vectors(vectors.iq3_s)),
 }
 """Types of GGUF that are kept as bytes, by name. Source: ggml-quants.c of llama.cpp, b4000."""
 

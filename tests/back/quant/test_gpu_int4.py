@@ -28,8 +28,8 @@ from headrace.back.models.load.gguf_dequant import DEQUANTIZE
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, StoredRows, WeightPiece, copies
 from headrace.back.platforms.detect import FAKES
+from headrace.back.quant.gguf_int4 import BLOCK_TYPES
 from headrace.back.quant.gpu_int4 import (
-    BLOCK_TYPES,
     INT4_SCHEMES,
     OnlineInt4Weight,
     StoredInt4Weight,
@@ -220,10 +220,10 @@ def test_blocks_of_gguf_keep_their_numbers(type: str) -> None:
     inputs = 2 * kind.block
     generator = np.random.default_rng(5)
     data = generator.integers(0, 256, (OUTPUTS, inputs // kind.block, kind.size), dtype=np.uint8)
-    first = 80 if type == "Q2_K" else 0
+    first = {"Q2_K": 80, "TQ1_0": 52, "TQ2_0": 64}.get(type, 0)
     for at in (first, first + 2):  # scales are float16
         scales = generator.random((OUTPUTS, inputs // kind.block, 1)).astype(np.float16)
-        if at == first or type != "Q4_0":
+        if at == first or type not in ("Q4_0", "TQ1_0", "TQ2_0"):
             data[..., at : at + 2] = scales.view(np.uint8)
     order = np.random.default_rng(6).permutation(OUTPUTS)
     plain = DEQUANTIZE[type](data[order].reshape(-1, kind.size)).reshape(OUTPUTS, inputs)

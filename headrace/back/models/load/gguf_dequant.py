@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from headrace.back.models.load import gguf_dequant_iq as iq
+from headrace.back.quant import gguf_vectors as vectors
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -164,6 +164,10 @@ def _mxfp4(blocks: U8) -> F32:
     return E2M1_DOUBLED[_nibbles(blocks[:, 1:])] * power
 
 
+def _of_vectors(numbers: Callable[[U8], vectors.WholeNumbers]) -> Callable[[U8], F32]:
+    return lambda blocks: vectors.floats(numbers(blocks))
+
+
 DEQUANTIZE: Final[dict[str, Callable[[U8], F32]]] = {
     "F32": _f32,
     "F16": _f16,
@@ -181,13 +185,13 @@ DEQUANTIZE: Final[dict[str, Callable[[U8], F32]]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
-    "IQ1_S": iq.iq1_s,
-    "IQ1_M": iq.iq1_m,
-    "IQ2_XXS": iq.iq2_xxs,
-    "IQ2_XS": iq.iq2_xs,
-    "IQ2_S": iq.iq2_s,
-    "IQ3_XXS": iq.iq3_xxs,
-    "IQ3_S": iq.iq3_s,
-    "TQ1_0": iq.tq1_0,
-    "TQ2_0": iq.tq2_0,
+    "IQ1_S": _of_vectors(vectors.iq1_s),
+    "IQ1_M": _of_vectors(vectors.iq1_m),
+    "IQ2_XXS": _of_vectors(vectors.iq2_xxs),
+    "IQ2_XS": _of_vectors(vectors.iq2_xs),
+    "IQ2_S": _of_vectors(vectors.iq2_s),
+    "IQ3_XXS": _of_vectors(vectors.iq3_xxs),
+    "IQ3_S": _of_vectors(vectors.iq3_s),
+    "TQ1_0": _of_vectors(vectors.tq1_0),
+    "TQ2_0": _of_vectors(vectors.tq2_0),
 }

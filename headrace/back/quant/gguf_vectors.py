@@ -1,6 +1,8 @@
-"""GGUF's IQ and ternary types to float32: vectors of a grid, signs, and scales of 16 or 32 values.
+"""GGUF's IQ and ternary types as whole numbers, with scales of 16, 32 or all 256 values: vectors of
+a grid, and signs.
 
-Blocks are uint8 [N, bytes], 256 values each; layouts: github.com/ggml-org/ggml, ggml-common.h.
+Blocks are uint8 [N, bytes], 256 values each; layouts: github.com/ggml-org/ggml, ggml-common.h. What
+is returned: int8 [N, 256] and float32 [N, G].
 """
 
 from __future__ import annotations
@@ -10,14 +12,24 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from headrace.back.models.load.gguf_grids import grid
+from headrace.back.quant.gguf_grids import grid
 
 U8 = npt.NDArray[np.uint8]
+I8 = npt.NDArray[np.int8]
 F32 = npt.NDArray[np.float32]
-_DELTA: Final = np.float32(0.125)
+WholeNumbers = tuple[I8, F32]
+_EIGHTHS: Final = np.float32(0.125)
+"""IQ1's numbers are -1, 0, 1 and an eighth more or less: whole in eighths."""
 
 
-def iq2_xxs(blocks: U8) -> F32:
+def floats(numbers: WholeNumbers) -> F32:
+    """float32 [N, 256]."""
+    values, scales = numbers
+    grouped = values.reshape(len(values), scales.shape[1], -1).astype(np.float32)
+    return (scales[..., None] * grouped).reshape(len(values), -1)
+
+
+def iq2_xxs(blocks: U8) -> WholeNumbers:
     """Per 32 values 4 indices of a byte, then 4 signs of 7 bits and a scale of 4."""
     words = blocks[:, 2:].copy().view("<u4").reshape(-1, 8, 2)
     indices = words[..., :1].copy().view(np.uint8)
@@ -25,14 +37,14 @@ def iq2_xxs(blocks: U8) -> F32:
     return _signed("IQ2_XXS", indices, _seven_bits(words[..., 1]), scale[..., None])
 
 
-def iq2_xs(blocks: U8) -> F32:
+def iq2_xs(blocks: U8) -> WholeNumbers:
     """Per 8 values 9 bits of an index and 7 of signs; a scale of 4 bits per 16."""
     words = blocks[:, 2:66].copy().view("<u2").reshape(-1, 8, 4)
     scale = _half(blocks)[..., None] * (_scales16(blocks[:, 66:]) + np.float32(0.5))
     return _signed("IQ2_XS", words & 511, _parity(words >> 9), scale * np.float32(0.25))
 
 
-def iq2_s(blocks: U8) -> F32:
+def iq2_s(blocks: U8) -> WholeNumbers:
     """Per 8 values 10 bits of an index, the upper 2 apart, and 8 signs; 4 bits of scale per 16."""
     low = blocks[:, 2:34].reshape(-1, 8, 4).astype(np.uint16)
     high = _fields(blocks[:, 66:74], (0, 2, 4, 6), 3).astype(np.uint16)
@@ -41,7 +53,7 @@ def iq2_s(blocks: U8) -> F32:
     return _signed("IQ2_S", low | high << 8, signs, scale * np.float32(0.25))
 
 
-def iq3_xxs(blocks: U8) -> F32:
+def iq3_xxs(blocks: U8) -> WholeNumbers:
     """Per 32 values 8 indices of a byte; then per 32 4 signs of 7 bits and a scale of 4."""
     indices = blocks[:, 2:66].reshape(-1, 8, 8)
     words = blocks[:, 66:].copy().view("<u4")
@@ -49,7 +61,7 @@ def iq3_xxs(blocks: U8) -> F32:
     return _signed("IQ3_XXS", indices, _seven_bits(words), scale[..., None])
 
 
-def iq3_s(blocks: U8) -> F32:
+def iq3_s(blocks: U8) -> WholeNumbers:
     """Per 4 values 9 bits of an index, the uppermost apart; 8 signs per 8, a scale of 4 bits per
     32."""
     low = blocks[:, 2:66].reshape(-1, 8, 8).astype(np.uint16)
@@ -59,19 +71,18 @@ def iq3_s(blocks: U8) -> F32:
     return _signed("IQ3_S", low | high << 8, signs, scale[..., None])
 
 
-def iq1_s(blocks: U8) -> F32:
+def iq1_s(blocks: U8) -> WholeNumbers:
     """Per 8 values 11 bits of an index, the upper 3 in a word of each 32 with a scale of 3 bits and
     the sign of what is added."""
     words = blocks[:, 34:].copy().view("<u2")
     low = blocks[:, 2:34].reshape(-1, 8, 4).astype(np.uint16)
     high = _fields16(words, (0, 3, 6, 9), 7)
     scale = _half(blocks) * (2 * _wide(words >> 12 & 7) + 1)
-    delta = np.where(words & 0x8000, -_DELTA, _DELTA)[..., None, None]
-    vectors = grid("IQ1_S")[low | high << 8] + delta
-    return (scale[..., None, None] * vectors).reshape(len(blocks), -1)
+    added = np.where(words & 0x8000, -1, 1)[..., None, None]
+    return _eighths(low | high << 8, added), scale * _EIGHTHS
 
 
-def iq1_m(blocks: U8) -> F32:
+def iq1_m(blocks: U8) -> WholeNumbers:
     """The same with a scale of 3 bits per 16 and a sign per 8; the upper 4 bits of the words of
     scales are a float16 together."""
     words = blocks[:, 48:].copy().view("<u2")
@@ -80,31 +91,34 @@ def iq1_m(blocks: U8) -> F32:
     scale = whole * (2 * _wide(_fields16(words, (0, 3, 6, 9), 7).reshape(-1, 16)) + 1)
     nibbles = _fields(blocks[:, 32:48], (0, 4), 15).reshape(-1, 8, 4).astype(np.uint16)
     low = blocks[:, :32].reshape(-1, 8, 4).astype(np.uint16)
-    delta = np.where(nibbles & 8, -_DELTA, _DELTA)[..., None]
-    vectors = grid("IQ1_S")[low | (nibbles & 7) << 8] + delta
-    each = scale.reshape(-1, 8, 2).repeat(2, 2)[..., None]
-    return (each * vectors).reshape(len(blocks), -1)
+    added = np.where(nibbles & 8, -1, 1)[..., None]
+    return _eighths(low | (nibbles & 7) << 8, added), scale * _EIGHTHS
 
 
-def tq1_0(blocks: U8) -> F32:
+def tq1_0(blocks: U8) -> WholeNumbers:
     """Five digits to the base of three in a byte, the first ones highest."""
     wide = _digits(blocks[:, :32], 5), _digits(blocks[:, 32:48], 5), _digits(blocks[:, 48:52], 4)
-    return (np.concatenate(wide, 1) - np.float32(1)) * _half(blocks, 52)
+    return np.concatenate(wide, 1).astype(np.int8) - np.int8(1), _half(blocks, 52)
 
 
-def tq2_0(blocks: U8) -> F32:
+def tq2_0(blocks: U8) -> WholeNumbers:
     """Two bits a value, of 32 bytes one after another."""
     halves = [_planes(blocks[:, at : at + 32]) for at in (0, 32)]
-    return (_wide(np.concatenate(halves, 1)) - np.float32(1)) * _half(blocks, 64)
+    return np.concatenate(halves, 1).astype(np.int8) - np.int8(1), _half(blocks, 64)
 
 
-def _signed(name: str, indices: npt.NDArray[np.integer], signs: U8, scale: F32) -> F32:
+def _signed(name: str, indices: npt.NDArray[np.integer], signs: U8, scale: F32) -> WholeNumbers:
     """indices [N, 8, 4 or 8] of vectors, signs [N, 8, 4] a bit a value, scale [N, 8, 1 or 2]."""
-    vectors = grid(name)[indices].reshape(len(indices), 8, 4, 8)
+    vectors = grid(name).astype(np.int8)[indices].reshape(len(indices), 8, 4, 8)
     bits = np.unpackbits(signs[..., None], axis=3, bitorder="little")
     values = np.where(bits, -vectors, vectors)
-    each = scale.repeat(4 // scale.shape[2], 2)[..., None]
-    return (each * values).astype(np.float32, copy=False).reshape(len(indices), -1)
+    return values.reshape(len(indices), -1), scale.reshape(len(indices), -1)
+
+
+def _eighths(indices: npt.NDArray[np.integer], added: npt.NDArray[np.integer]) -> I8:
+    """Of vectors of IQ1's grid [N, 8, 4] and what is added to each of their values."""
+    values = 8 * grid("IQ1_S")[indices].astype(np.int8) + added.astype(np.int8)
+    return values.reshape(len(indices), -1)
 
 
 def _half(blocks: U8, at: int = 0) -> F32:
