@@ -32,6 +32,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/collective_rpc": {"method": "status"},
+    "/slots/{id}": {"action": "save", "filename": "x"},
     "/models/load": {"model": "x"},
     "/models/unload": {"model": "x"},
     "/init_weight_transfer_engine": {"init_info": {}},

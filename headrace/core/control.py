@@ -26,7 +26,7 @@ from headrace.base.errors import (
 )
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.request import Call, Reply
-from headrace.core import reports
+from headrace.core import reports, slots
 from headrace.core.adapters import NO_ADAPTERS, Adapters
 from headrace.core.admission import load_of, retry_after_s
 from headrace.core.lifecycle import RETRY_S, ExecutorHost, ExecutorLifecycle
@@ -108,7 +108,8 @@ class Control:
         self._operations: dict[str, Operation] = {
             "status": lambda engine, call: reports.status(engine),
             "explain": _explain,
-            "slots": _slots,
+            "slots": slots.listed,
+            "slot": slots.carry_out,
             "metrics": lambda engine, call: reports.metrics(engine),
             "is_paused": lambda engine, call: _pause_state(engine.service),
             "pause": self._pause,
@@ -253,11 +254,6 @@ def _pause_state(service: ServiceState) -> Document:
 def _has_begun(engine: ControlledEngine) -> bool:
     """Whether a request waits that has run before."""
     return any(request.scheduled_at is not None for request in engine.scheduler.queue)
-
-
-def _slots(engine: ControlledEngine, call: Call) -> object:
-    tenant = call.arguments.get("tenant")
-    return {"slots": reports.slots(engine, tenant=None if tenant is None else str(tenant))}
 
 
 def _explain(engine: ControlledEngine, call: Call) -> Document:

@@ -58,6 +58,7 @@ from headrace.core.scheduler.plan_builder import InFlightStep
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.scheduler.speculation import speculation_of
 from headrace.core.service_state import Counters, PauseMode, ServiceState
+from headrace.core.slots import rows_of
 from headrace.core.weights import Weights, no_weights
 
 HOOK_POLL_S = 0.002
@@ -108,8 +109,7 @@ class EngineCore:
         self.counters = Counters(clock())
         self.output_buffer = OutputBuffer()
         self.service = service or ServiceState()
-        self._prefix_caching = spec.kv.prefix_caching
-        self._speculation = spec.speculation
+        self._engine_spec = spec
         self._model = self._model_on(executor)
         self._control = Control(ExecutorLifecycle(source))
         self._stats = stats
@@ -122,11 +122,10 @@ class EngineCore:
 
     def _model_on(self, executor: Executor) -> LoadedModel:
         facts = executor.facts
-        kv = KVManager(
-            facts, prefix_caching=self._prefix_caching, chunk_tokens=self.spec.max_step_tokens
-        )
-        rows = RowTable(min(self.spec.max_running, facts.max_rows), facts.block_tokens)
-        speculation = speculation_of(self._speculation, facts, kv, rows, self.hooks)
+        caching = self._engine_spec.kv.prefix_caching
+        kv = KVManager(facts, prefix_caching=caching, chunk_tokens=self.spec.max_step_tokens)
+        rows = rows_of(self._engine_spec, min(self.spec.max_running, facts.max_rows))
+        speculation = speculation_of(self._engine_spec.speculation, facts, kv, rows, self.hooks)
         scheduler = Scheduler(
             self.spec, kv, rows, self.hooks, self.service, self.clock, speculation
         )

@@ -184,6 +184,8 @@ class ExecutorLifecycle:
             raise InvalidRequest("this engine cannot change its weights")
         if not host.is_still:
             raise Conflict("pause the engine with mode wait or abort first, and let it complete")
+        if reason := host.weights.keeps_executor:
+            raise Conflict(reason)
         return self._source
 
 

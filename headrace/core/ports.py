@@ -20,6 +20,7 @@ import numpy.typing as npt
 from headrace.base.errors import HeadraceError
 from headrace.base.wire.grammar import Node
 from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.slots import KVOrder, KVReply
 from headrace.base.wire.step import (
     AdapterOrder,
     AdapterReply,
@@ -139,6 +140,27 @@ class WeightWorkers(Protocol):
     def weigh(self, order: WeightOrder) -> PendingWeights:
         """Carries out an order behind the steps submitted before, or, if it is one of
         BESIDE_STEPS, beside them; returns at once."""
+        ...
+
+
+class PendingKV(Protocol):
+    """An order about blocks of the KV cache on its way."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        ...
+
+    def result(self) -> KVReply:
+        """What became of the order; EngineDead if the workers are gone."""
+        ...
+
+
+class KVWorkers(Protocol):
+    """An executor whose blocks can be copied to files and from them."""
+
+    def move(self, order: KVOrder) -> PendingKV:
+        """Carries out an order beside the steps, behind those submitted before; returns at once.
+        Nobody may write to the order's blocks until it is done."""
         ...
 
 

@@ -13,27 +13,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from headrace.base.errors import Conflict, HeadraceError, InvalidRequest, from_wire
 from headrace.base.wire.weights import BESIDE_STEPS, WeightOrder, WeightReply
-from headrace.core.ports import PendingWeights
+from headrace.core.ports import PendingKV, PendingWeights
 from headrace.core.service_state import WeightVersions
 
 POLL_S = 0.002
 Order = Callable[[WeightOrder], PendingWeights]
-Done = Callable[[dict[str, object] | HeadraceError], None]
+Result = dict[str, object] | HeadraceError
+Done = Callable[[Result], None]
 
 
 @dataclass(frozen=True, eq=False)
 class _Running:
-    """An order on its way, the version that its success makes, and who is told."""
+    """An order on its way, what is made of its reply, and who is told. `stops`: why nothing may
+    begin until then, or ""; `keeps`: why the executor must stay, or ""."""
 
-    order: WeightOrder
-    pending: PendingWeights
-    version: str
+    pending: PendingWeights | PendingKV
+    settle: Callable[[Any], Result]
     on_done: Done
+    stops: str = ""
+    keeps: str = ""
 
 
 class Weights:
@@ -60,8 +65,8 @@ class Weights:
     @property
     def blocks_resume(self) -> str:
         """Why nothing may run, or ""."""
-        if self._running is not None and self._running.order.action not in BESIDE_STEPS:
-            return "weights are being replaced"
+        if self._running is not None and self._running.stops:
+            return self._running.stops
         if self.mixed:
             return (
                 "the weights are a mixture of two versions: finish the update, or reload the model"
@@ -71,8 +76,7 @@ class Weights:
     def start(self, order: WeightOrder, version: str, on_done: Done) -> None:
         """Has an order carried out; `on_done` is called with what came of it. Conflict while
         another one is on its way."""
-        if self._running is not None:
-            raise Conflict("another order about the weights is on its way")
+        self._check_free()
         if order.action == "finish" and not (self.mixed or self._is_open):
             raise Conflict("no update has been begun")
         if order.action in ("begin", "finish", "drop"):
@@ -83,8 +87,29 @@ class Weights:
         if order.action == "push" and self._is_open:
             order = msgspec.structs.replace(order, last=False)
         pending = self._order(order)
-        self._running = _Running(order, pending, version, on_done)
+        stops = "" if order.action in BESIDE_STEPS else "weights are being replaced"
+        settle = partial(self._settled, order, version)
+        self._running = _Running(pending, settle, on_done, stops=stops)
         self.poll_at = self._clock()
+
+    def accompany(
+        self, order: Callable[[], PendingKV], settle: Callable[[Any], Result], on_done: Done
+    ) -> None:
+        """Has another kind of order carried out, beside the steps: the weights stay as they are
+        until it is. Conflict while one about them is on its way."""
+        self._check_free()
+        self._running = _Running(order(), settle, on_done, keeps="KV is being saved or restored")
+        self.poll_at = self._clock()
+
+    @property
+    def keeps_executor(self) -> str:
+        """Why the executor may not be given up now, or ""."""
+        return "" if self._running is None else self._running.keeps
+
+    def _check_free(self) -> None:
+        if self._running is not None:
+            what = self._running.keeps or "another order about the weights is on its way"
+            raise Conflict(f"{what}: try again later")
 
     @property
     def loads(self) -> str:
@@ -120,10 +145,9 @@ class Weights:
         except HeadraceError as error:
             running.on_done(error)
             return
-        running.on_done(self._settled(running, reply))
+        running.on_done(running.settle(reply))
 
-    def _settled(self, running: _Running, reply: WeightReply) -> dict[str, object] | HeadraceError:
-        order = running.order
+    def _settled(self, order: WeightOrder, version: str, reply: WeightReply) -> Result:
         ends = order.action == "finish" or order.last
         if reply.changed:
             self.mixed = True
@@ -132,7 +156,7 @@ class Weights:
         if ends and order.action in ("push", "finish"):
             self.mixed = False
             self._count += 1
-            self.versions.begin(running.version or str(self._count))
+            self.versions.begin(version or str(self._count))
         return self._state(reply)
 
     def _state(self, reply: WeightReply) -> dict[str, object]:

@@ -60,6 +60,7 @@ from headrace.launch.scheduler_limits import (
     cuda_step_tokens,
     tenant_weights_of,
 )
+from headrace.launch.slots import with_slots
 from headrace.launch.speculation import speculation_spec
 
 
@@ -121,7 +122,12 @@ def resolve(
             adapters=adapter_spec(options, model, device_spec),
             spectrogram=text.spectrogram,
         ),
-        kv=_kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
+        kv=with_slots(
+            _kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
+            options.kv,
+            model,
+            device_spec,
+        ),
         scheduler=scheduler,
         device=device_spec,
         grammar=_grammar(options, text),

@@ -43,6 +43,7 @@ WITH_BODY = [row for row, route in ROUTES.items() if route.bodies]
 FIRST_WITH_ITS_FIELDS = {tuple(fields_of(ROUTES[row])): row for row in reversed(WITH_BODY)}.values()
 """Rows whose body no row before has. The others get a quarter of the bad values, each field other ones."""
 REFUSED = {
+    "/slots/{id}": 400,
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), 400),
     **dict.fromkeys(("/models/load", "/models/unload"), 409),
     **dict.fromkeys(("/start_weight_update", "/finish_weight_update"), 409),
@@ -51,8 +52,8 @@ REFUSED = {
     **dict.fromkeys(("/update_weights_from_tensor", "/update_weights_from_distributed"), 400),
     **dict.fromkeys(("/init_weights_update_group", "/destroy_weights_update_group"), 400),
 }
-"""What these servers refuse: they have no adapters (--enable-lora) and one model, nothing is paused for new weights,
-and there is neither such a file, tensor nor group."""
+"""What these servers refuse: no slot has such a number, they have no adapters (--enable-lora) and one model, nothing is
+paused for new weights, and there is neither such a file, tensor nor group."""
 SIZES = ("--max-model-len", "384", "--max-queued-requests", "4096")
 """Two thousand documents of one request find room in the queue, however slow this machine is."""
 SOME_OR_ALL = pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])

@@ -16,6 +16,7 @@ import msgspec
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import WireError
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, read_frame
+from headrace.base.wire.slots import KVOrder, KVReply
 from headrace.base.wire.step import (
     AdapterOrder,
     AdapterReply,
@@ -109,6 +110,7 @@ ToWorker = (
     | SetLogLevel
     | AdapterOrder
     | WeightOrder
+    | KVOrder
 )
 ToCore = (
     WorkerReady
@@ -119,6 +121,7 @@ ToCore = (
     | GraphReply
     | AdapterReply
     | WeightReply
+    | KVReply
 )
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)

@@ -29,6 +29,7 @@ from headrace.back.runner.results import LaunchedStep
 from headrace.back.runner.runner import AwaitDeferred
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
+from headrace.base.wire.slots import KVOrder, KVReply
 from headrace.base.wire.step import (
     AdapterOrder,
     AdapterReply,
@@ -134,6 +135,7 @@ class InlineExecutor:
             self._thread.shutdown(wait=False)
             raise
         self._adapting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-adapters")
+        self._moving = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-kv")
         self._launch: Launch = self._resident.runner.launch
         self._facts = self._resident.facts
         self._threads = StepThreads(spec.device.threads, self._facts)
@@ -192,6 +194,12 @@ class InlineExecutor:
         threading.Thread(target=meet, name="headrace-weights", daemon=True).start()
         return reply
 
+    def move(self, order: KVOrder) -> Future[KVReply]:
+        """See KVWorkers."""
+        self.check()
+        behind = self._thread.submit(self._resident.behind_steps)
+        return self._moving.submit(lambda: self._resident.move(order, behind.result()))
+
     def log_level(self, level: str) -> None:
         """See Executor: this process's level is the worker's."""
 
@@ -209,6 +217,7 @@ class InlineExecutor:
         self._closed.set()
         self._deferred_inputs.put(None)  # a step that still waits for its deferred inputs ends
         self._adapting.shutdown(wait=True, cancel_futures=True)
+        self._moving.shutdown(wait=True, cancel_futures=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._launch = _no_launch
         self._resident.close()

@@ -45,6 +45,7 @@ from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, HeadraceError, from_wire
 from headrace.base.process_stop import CHECK_S, StopDetector
 from headrace.base.telemetry import log as logs
+from headrace.base.wire.slots import KVOrder, KVReply
 from headrace.base.wire.step import (
     AdapterOrder,
     AdapterReply,
@@ -67,7 +68,7 @@ PARK_TIMEOUT_S = 600.0
 RECORD_TIMEOUT_S = 60.0
 REPLY_POLL_S = 0.2
 R = TypeVar("R", ProfileReply, ParkReply, GraphReply)
-A = TypeVar("A", AdapterReply, WeightReply)
+A = TypeVar("A", AdapterReply, WeightReply, KVReply)
 
 
 class ProcessPending:
@@ -169,6 +170,7 @@ class ProcessExecutor:
         ranks = range(spec.device.tensor_parallel)
         self._orders: list[deque[PendingOrder[AdapterReply]]] = [deque() for _ in ranks]
         self._weight_orders: list[deque[PendingOrder[WeightReply]]] = [deque() for _ in ranks]
+        self._kv_orders: list[deque[PendingOrder[KVReply]]] = [deque() for _ in ranks]
         self._takers: dict[type, Callable[[int, Any], None]] = {
             StepResult: lambda rank, result: self._finish(result),
             ProfileReply: lambda rank, reply: self._profiled.put(reply),
@@ -176,6 +178,7 @@ class ProcessExecutor:
             GraphReply: lambda rank, reply: self._recorded.put(reply),
             AdapterReply: lambda rank, reply: self._add_reply(self._orders[rank], reply),
             WeightReply: lambda rank, reply: self._add_reply(self._weight_orders[rank], reply),
+            KVReply: lambda rank, reply: self._add_reply(self._kv_orders[rank], reply),
         }
         self._ended = threading.Event()
         self._folder = Path(
@@ -255,8 +258,12 @@ class ProcessExecutor:
         """See WeightWorkers."""
         return self._ordered(order, self._weight_orders)
 
+    def move(self, order: KVOrder) -> PendingOrder[KVReply]:
+        """See KVWorkers."""
+        return self._ordered(order, self._kv_orders)
+
     def _ordered(
-        self, order: AdapterOrder | WeightOrder, queues: list[deque[PendingOrder[A]]]
+        self, order: AdapterOrder | WeightOrder | KVOrder, queues: list[deque[PendingOrder[A]]]
     ) -> PendingOrder[A]:
         self.check()
         pending: PendingOrder[A] = PendingOrder(len(self._workers), lambda: self._failure)

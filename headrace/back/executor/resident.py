@@ -31,12 +31,14 @@ from headrace.back.runner.start import StartedRunner, start_runner
 from headrace.back.sampling.sampler import choose_kernels
 from headrace.back.speculative.network import DraftNetwork
 from headrace.back.speculative.networks import load_network
+from headrace.back.transfer.kv_files import KVFiles
 from headrace.back.transfer.orders import WeightOrders
 from headrace.base import extensions, heap
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision, DeviceSpec, EngineSpec, verify_queries
 from headrace.base.errors import ConfigError, StartError
 from headrace.base.registry import Registry
+from headrace.base.wire.slots import KVOrder, KVReply
 from headrace.base.wire.step import AdapterOrder, AdapterReply, WorkerFacts
 from headrace.base.wire.weights import WeightOrder, WeightReply
 
@@ -86,6 +88,7 @@ class Resident:
         self._copy: HostCopy | None = None
         self._adapters: AdapterStore | None = None
         self._weight_orders = WeightOrders(loaded.origin, loaded.device, loaded.rank)
+        self._kv_files: KVFiles | None = None
 
     def weigh(self, order: WeightOrder) -> WeightReply:
         """Carries out an order about the weights; `join` and `leave` may be called by another
@@ -99,6 +102,23 @@ class Resident:
         if self._adapters is None:
             self._adapters = AdapterStore(loaded.model.adapters, self._device)
         return self._adapters.carry_out(order)
+
+    def behind_steps(self) -> torch.cuda.Event | None:
+        """The end of the steps so far on a GPU; a CPU has ended them when this is called."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def move(self, order: KVOrder, behind: torch.cuda.Event | None) -> KVReply:
+        """Copies blocks to a file or from one, beside the steps and behind those before `behind`;
+        called by a thread of its own."""
+        loaded = self._loaded
+        assert loaded is not None, "the model was given up"
+        if self._kv_files is None:
+            self._kv_files = KVFiles(loaded.origin, loaded.device, loaded.rank)
+        return self._kv_files.carry_out(order, self.runner.memory, behind)
 
     @property
     def runner(self) -> Runner:
@@ -135,7 +155,7 @@ class Resident:
 
     def close(self) -> None:
         """Gives up the model too, for good. Whoever holds this object holds no memory with it."""
-        self._loaded = self._copy = self._started = self._adapters = None
+        self._loaded = self._copy = self._started = self._adapters = self._kv_files = None
         self._weight_orders = WeightOrders(None, self._device, 0)
         gc.collect()
         self._let_go()

@@ -16,6 +16,7 @@ import threading
 from queue import SimpleQueue
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from headrace.back.executor.channel import (
@@ -41,12 +42,13 @@ from headrace.back.runner.results import LaunchedStep
 from headrace.base import extensions
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
 from headrace.base.telemetry import log as logs
+from headrace.base.wire.slots import KVOrder
 from headrace.base.wire.step import AdapterOrder, DeferredInputs, StepPlan
 from headrace.base.wire.weights import BESIDE_STEPS, WeightOrder
 
 log = logging.getLogger(__name__)
 
-Order: TypeAlias = StepPlan | ProfileSteps | ParkWeights | RecordGraph | WeightOrder
+Order: TypeAlias = StepPlan | ProfileSteps | ParkWeights | RecordGraph | WeightOrder | KVOrder
 """What is done in the order in which it comes."""
 
 
@@ -104,6 +106,10 @@ def serve(channel: Channel) -> None:
         if isinstance(plan, WeightOrder):
             _weigh(channel, resident, plan)
             continue
+        if isinstance(plan, KVOrder):
+            moving = (channel, resident, plan, resident.behind_steps())
+            threading.Thread(target=_move, args=moving, daemon=True).start()
+            continue
         if isinstance(plan, RecordGraph):
             channel.send(TO_CORE.frame(_recorded(resident)))
             continue
@@ -143,6 +149,12 @@ def _recorded(resident: Resident) -> GraphReply:
 
 def _weigh(channel: Channel, resident: Resident, order: WeightOrder) -> None:
     channel.send(TO_CORE.frame(resident.weigh(order)))
+
+
+def _move(
+    channel: Channel, resident: Resident, order: KVOrder, behind: torch.cuda.Event | None
+) -> None:
+    channel.send(TO_CORE.frame(resident.move(order, behind)))
 
 
 def _adapt(channel: Channel, resident: Resident, orders: SimpleQueue[AdapterOrder]) -> None:

@@ -153,6 +153,11 @@ class Runner:
         )
 
     @property
+    def memory(self) -> KVMemory:
+        """The KV memory."""
+        return self._kv
+
+    @property
     def common_rows(self) -> tuple[int, ...]:
         """See Steps."""
         return self._steps.common_rows

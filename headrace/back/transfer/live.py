@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 
@@ -33,19 +34,20 @@ def values_of(origin: Origin, name: str, count: int) -> list[float]:
 def digest_of(origin: Origin) -> str:
     """SHA-256 over everything that was made of the parameters, in the order of the layers."""
     total = hashlib.sha256()
-    seen: set[int] = set()
-    for tensor in _held(origin.ledger):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen or not storage.nbytes():
-            continue
-        seen.add(storage.data_ptr())
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    for whole in held_tensors(origin.ledger):
         total.update(whole.cpu().numpy().data)
     return total.hexdigest()
 
 
-def _held(ledger: Ledger) -> list[torch.Tensor]:
-    held = []
+def held_tensors(ledger: Ledger) -> Iterator[torch.Tensor]:
+    """The bytes of each storage that was made of the parameters, in the order of the layers."""
+    seen: set[int] = set()
     for finish in ledger.finished:
-        held += [one for one in reached(owner_of(finish), set()) if isinstance(one, torch.Tensor)]
-    return held
+        for tensor in reached(owner_of(finish), set()):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in seen or not storage.nbytes():
+                continue
+            seen.add(storage.data_ptr())
+            yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

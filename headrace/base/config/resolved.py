@@ -125,11 +125,14 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `fit`: memory_bytes is the most that is of use; a worker takes less if its device has less left
     (DeviceSpec). `least_tokens`: one sequence of so many must fit, which the user stated beside the
-    memory.
+    memory. `slot_save_path`: where conversations are saved, all files together at most
+    `slot_save_bytes`; None: nowhere.
     """
 
     block_tokens: int
     prefix_caching: bool
+    slot_save_path: str | None = None
+    slot_save_bytes: int = 0
     num_blocks: int | None = None
     memory_bytes: int | None = None
     fit: bool = False

@@ -18,6 +18,7 @@ from headrace.base import extensions
 from headrace.base.config.adapter_options import AdapterOptions
 from headrace.base.config.bounds import (
     Auto,
+    Bytes,
     BytesOrAuto,
     Length,
     Natural,
@@ -213,6 +214,16 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="Reuse the KV of prompts that begin alike (within one tenant and salt)."),
     ] = True
+    slot_save_path: Annotated[
+        str | None,
+        Meta(
+            description="Folder in which POST /slots/{id}?action=save puts the KV of a row's last conversation, and "
+            "action=restore finds it. Default: none are saved."
+        ),
+    ] = None
+    slot_save_bytes: Annotated[
+        Bytes, Meta(description="The most that all files in slot_save_path may take together.")
+    ] = "16GiB"
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):

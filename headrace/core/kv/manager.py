@@ -54,7 +54,7 @@ class KVManager:
         chunk_tokens: int,
         hash_key: bytes | None = None,
     ) -> None:
-        groups = facts.groups
+        self.groups = groups = facts.groups
         self.block_tokens = facts.block_tokens
         self.prefix_caching = prefix_caching and bool(groups)
         size = facts.block_tokens
@@ -62,7 +62,7 @@ class KVManager:
             kind_of(g, block_tokens=size * g.block_ratio, prefix_caching=prefix_caching)
             for g in groups
         )
-        self._ratios = tuple(group.block_ratio for group in groups)
+        self.ratios = tuple(group.block_ratio for group in groups)
         self.pool = _pool_of(facts, [kind.trims for kind in self.kinds])
         self.snapshots = Snapshots(groups, block_tokens=facts.block_tokens)
         self._trimmed = [g for g, kind in enumerate(self.kinds) if kind.trims]
@@ -72,8 +72,8 @@ class KVManager:
         ]
         self.spans = {g: k.span for g, k in enumerate(self.kinds) if isinstance(k, CrossKind)}
         # Groups of which a sequence takes one block with each block of the hash chain.
-        self._even = [g for g in self._shared if self._ratios[g] == 1]
-        self._uneven = [g for g in self._shared if self._ratios[g] > 1]
+        self._even = [g for g in self._shared if self.ratios[g] == 1]
+        self._uneven = [g for g in self._shared if self.ratios[g] > 1]
         self._reads_tokens = facts.encoder_tokens > 0
         self._hasher = PrefixHasher(hash_key)
         self._chunk_tokens = chunk_tokens
@@ -127,7 +127,7 @@ class KVManager:
             return 0
         end = (request.num_tokens - 1) // self.block_tokens
         return common_hit(
-            self.kinds, self._ratios, lambda g, i: self._find(request, g, i) is not None, end
+            self.kinds, self.ratios, lambda g, i: self._find(request, g, i) is not None, end
         )
 
     def need(self, request: Request, hit: int, *, growing: int) -> Need:
@@ -152,7 +152,7 @@ class KVManager:
         tokens = hit * self.block_tokens + 1
         counts = [
             kind.num_blocks(length) - (hit // ratio if kind.shares else 0)
-            for (kind, length), ratio in zip(self._each(request, tokens), self._ratios, strict=True)
+            for (kind, length), ratio in zip(self._each(request, tokens), self.ratios, strict=True)
         ]
         for group in self.snapshots:
             counts[group] = 0
@@ -162,14 +162,14 @@ class KVManager:
         """Gives the request its first `hit` blocks out of the cache."""
         updates = self._hits(request, hit)
         for group in self._shared:
-            size = hit // self._ratios[group]
+            size = hit // self.ratios[group]
             request.trimmed[group] = self.kinds[group].hit_start(size)
             request.blocks[group] = [NULL_BLOCK] * size
         for group, index, block in updates:
             request.blocks[group][index] = block
             self.pool.hold(group, (block,))
         if self.snapshots and hit:
-            updates += self.snapshots.attach(request, hit - 1, self._digest(request, hit - 1))
+            updates += self.snapshots.attach(request, hit - 1, self.digest(request, hit - 1))
         request.registered = hit
         request.prefill_blocks = request.num_tokens // self.block_tokens
         request.registers = self.prefix_caching
@@ -203,7 +203,7 @@ class KVManager:
 
     def held_tokens(self, request: Request) -> int:
         """The tokens for which the request has blocks in every group that grows."""
-        sizes = (len(request.blocks[g]) * self.block_tokens * self._ratios[g] for g in self._shared)
+        sizes = (len(request.blocks[g]) * self.block_tokens * self.ratios[g] for g in self._shared)
         return min(sizes, default=1 << 31)
 
     def extend(self, request: Request, tokens: int, drafts: bool = False) -> list[BlockUpdate]:
@@ -267,7 +267,7 @@ class KVManager:
         for group in self._trimmed:
             blocks = request.blocks[group]
             first, kept = request.trimmed[group], self.kinds[group].first_kept(position)
-            prefill_blocks = request.prefill_blocks // self._ratios[group]
+            prefill_blocks = request.prefill_blocks // self.ratios[group]
             for index in range(first, min(kept, len(blocks))):
                 block, blocks[index] = blocks[index], NULL_BLOCK
                 if block == NULL_BLOCK:
@@ -287,15 +287,15 @@ class KVManager:
         last = computed // self.block_tokens
         if request.registers:
             for group in self._shared:
-                ratio, kind = self._ratios[group], self.kinds[group]
+                ratio, kind = self.ratios[group], self.kinds[group]
                 begin = max(request.registered // ratio, kind.first_kept(computed))
                 for index in range(begin, last // ratio):
                     block = request.blocks[group][index]
                     if block != NULL_BLOCK:
-                        digest = self._digest(request, (index + 1) * ratio - 1)
+                        digest = self.digest(request, (index + 1) * ratio - 1)
                         self.pool.tag(group, block, digest)
         if request.snapshots:
-            self.snapshots.register(request, last, lambda index: self._digest(request, index))
+            self.snapshots.register(request, last, lambda index: self.digest(request, index))
         request.registered = last
 
     def register_each(self, requests: Sequence[Request], blocks: Sequence[bytes]) -> None:
@@ -318,7 +318,7 @@ class KVManager:
                 if (block := request.blocks[group][index]) != NULL_BLOCK:
                     tag(group, block, digest)
             for group in self._uneven:
-                full, rest = divmod(index + 1, self._ratios[group])
+                full, rest = divmod(index + 1, self.ratios[group])
                 if not rest and (block := request.blocks[group][full - 1]) != NULL_BLOCK:
                     tag(group, block, digest)
 
@@ -364,7 +364,7 @@ class KVManager:
         ]
 
     def _find(self, request: Request, group: int, index: int) -> int | None:
-        digest = self._digest(request, (index + 1) * self._ratios[group] - 1)
+        digest = self.digest(request, (index + 1) * self.ratios[group] - 1)
         if group in self.snapshots:
             return self.snapshots.find(group, digest)
         return self.pool.find(group, digest)
@@ -372,14 +372,15 @@ class KVManager:
     def _hits(self, request: Request, hit: int) -> list[BlockUpdate]:
         hits: list[BlockUpdate] = []
         for group in self._shared if hit else ():
-            size = hit // self._ratios[group]
+            size = hit // self.ratios[group]
             for index in range(self.kinds[group].hit_start(size), size):
                 block = self._find(request, group, index)
                 assert block is not None, (group, index)
                 hits.append((group, index, block))
         return hits
 
-    def _digest(self, request: Request, index: int) -> bytes:
+    def digest(self, request: Request, index: int) -> bytes:
+        """The name of the content of the request's block `index` of the hash chain."""
         chain, size = request.chain, self.block_tokens
         while len(chain) <= index:
             start = len(chain) * size

@@ -283,6 +283,10 @@ class Snapshots:
         """References held on slots; 0 at rest."""
         return sum(pool.refcount_sum() for pool in self._pools.values())
 
+    def pool(self, group: int) -> BlockPool:
+        """The slots of a group."""
+        return self._pools[group]
+
     def chunk_tokens(self, *, start: int, want: int) -> int:
         """The part of a chunk that ends with a block, if it reaches the end of one."""
         aligned = (start + want) // self._block_tokens * self._block_tokens

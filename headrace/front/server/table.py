@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from headrace.front.server import invocations, openapi
 from headrace.front.server.administration import api as admin
-from headrace.front.server.administration import named
+from headrace.front.server.administration import named, slots
 from headrace.front.server.administration.operations import OPERATIONS, PREFIX
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
@@ -186,7 +186,7 @@ def _other_routes() -> list[ApiRoute]:
         _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
         _route("/v1/requests", requests.get_ledger),
         _route("/slots", requests.get_slots),
-        _route("/slots/{id}", requests.refuse_slot, "POST"),
+        _administers(slots.ROUTE),
         _route("/v1/requests/{id}", requests.get_request),
         *(
             _route(path, health.probing(state), "GET", *(["POST"] if path == "/ping" else []))

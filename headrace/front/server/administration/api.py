@@ -81,7 +81,7 @@ def fields_of(
     query = request.query_params
     words = {name: query.getlist(name) for name in query}
     known = {name: body[name] for name in reads.__struct_fields__ if name in body}
-    return {**fixed, **from_words(words, reads), **request.path_params, **known}
+    return {**fixed, **from_words(words, reads), **known, **request.path_params}
 
 
 async def answer(

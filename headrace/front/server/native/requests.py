@@ -9,7 +9,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.base.errors import Unsupported
 from headrace.front.server.administration import operations
 from headrace.front.server.administration.parameters import (
     Ids,
@@ -45,14 +44,6 @@ async def get_slots(context: RequestContext, request: Request) -> Response:
         for row in reply["slots"]
     ]
     return json_response([{**row, "id": number} for number, row in enumerate(rows)])
-
-
-async def refuse_slot(context: RequestContext, request: Request) -> Response:
-    """Refused: rows hold nothing between requests, so that there is none to save or restore."""
-    raise Unsupported(
-        "slots are neither saved nor restored: a conversation's KV blocks stay in the prefix cache, "
-        "where every request that begins alike finds them"
-    )
 
 
 async def get_ledger(context: RequestContext, request: Request) -> Response:

@@ -1,0 +1,227 @@
+"""Blocks of the KV cache to a file and back, on one rank.
+
+A file has what the core says of the conversation (wire/slots.py), what the rank says of itself (the
+forms of its caches, a fingerprint of its weights), the blocks cache by cache as they lie in memory,
+and a CRC-32 of these. What is not as this rank has it is refused before a block is touched; a file
+whose checksum is wrong has been copied by then into blocks that nobody has been given.
+
+Called by a thread of its own: the blocks are held for it, so that no step writes to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from headrace.back.models.load import Origin
+from headrace.back.transfer.live import held_tensors
+from headrace.base.errors import Conflict, HeadraceError, InvalidRequest, to_wire
+from headrace.base.wire.slots import (
+    LENGTH_BYTES,
+    MAGIC,
+    KVOrder,
+    KVReply,
+    opened,
+    take_header,
+    take_text,
+)
+from headrace.base.wire.step import KVGroup
+
+log = logging.getLogger(__name__)
+PIECE_BYTES = 16 << 20
+"""Copied at a time."""
+SAMPLES = 64
+SAMPLE_BYTES = 64
+Part = tuple[torch.Tensor, torch.Tensor]
+"""A cache [blocks, ...] and some of its blocks, int64."""
+
+
+class CacheMemory(Protocol):
+    """The KV memory of a runner. `caches`: by number [blocks, ...]; `snapshots`: of recurrent state
+    [slots, bytes]."""
+
+    caches: tuple[torch.Tensor, ...]
+    snapshots: torch.Tensor | None
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The groups of caches."""
+        ...
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of itself. `caches`: of each cache in the file its group, type and the shape
+    of a block."""
+
+    rank: int
+    caches: tuple[tuple[int, str, tuple[int, ...]], ...]
+    weights: str
+    num_bytes: int
+
+
+class KVFiles:
+    """The files of one loaded model. `memory`: that of the runner which runs now."""
+
+    def __init__(self, origin: Origin | None, device: torch.device, rank: int) -> None:
+        self._origin = origin
+        self._device = device
+        self._rank = rank
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def carry_out(
+        self, order: KVOrder, memory: CacheMemory, behind: torch.cuda.Event | None
+    ) -> KVReply:
+        """What became of an order; nothing is raised. `behind`: on a GPU, the end of the steps
+        before it."""
+        path = order.path if order.num_ranks == 1 else f"{order.path}.rank{self._rank}"
+        try:
+            with torch.inference_mode(), self._beside(behind):
+                if order.action == "save":
+                    return KVReply(num_bytes=self._save(order, path, memory))
+                return KVReply(num_bytes=self._load(order, path, memory))
+        except HeadraceError as error:
+            return KVReply(error=to_wire(error))
+        except OSError as error:
+            why = InvalidRequest(f"filename: {error.strerror or error}", field="filename")
+            return KVReply(error=to_wire(why))
+        except Exception as error:
+            log.exception("an order about saved conversations failed")
+            return KVReply(error=to_wire(error))
+
+    @contextlib.contextmanager
+    def _beside(self, behind: torch.cuda.Event | None) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        if behind is not None:
+            self._stream.wait_event(behind)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    def _facts(self, parts: Sequence[tuple[int, Part]]) -> RankFacts:
+        caches = tuple((g, str(c.dtype), tuple(c.shape[1:])) for g, (c, _) in parts)
+        return RankFacts(
+            rank=self._rank,
+            caches=caches,
+            weights=fingerprint(self._origin),
+            num_bytes=sum(len(blocks) * _block_bytes(cache) for _, (cache, blocks) in parts),
+        )
+
+    def _save(self, order: KVOrder, path: str, memory: CacheMemory) -> int:
+        parts = self._parts(order, memory)
+        facts = msgspec.msgpack.encode(self._facts(parts))
+        beside = f"{path}.part"
+        try:
+            with open(os.open(beside, _NEW, 0o600), "wb") as file:
+                file.write(MAGIC)
+                for text in (order.header, facts):
+                    file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+                checksum = 0
+                for cache, blocks in (part for _, part in parts):
+                    for some in _pieces(cache, blocks):
+                        data = cache.index_select(0, some).cpu().view(torch.uint8).numpy().data
+                        checksum = zlib.crc32(data, checksum)
+                        file.write(data)
+                file.write(checksum.to_bytes(LENGTH_BYTES, "little"))
+                num_bytes = file.tell()
+            os.replace(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+        return num_bytes
+
+    def _load(self, order: KVOrder, path: str, memory: CacheMemory) -> int:
+        parts = self._parts(order, memory)
+        with opened(path) as file:
+            take_header(file)
+            saved = msgspec.msgpack.decode(take_text(file), type=RankFacts)
+            self._check(saved, self._facts(parts))
+            size = os.fstat(file.fileno()).st_size
+            wanted = file.tell() + saved.num_bytes + LENGTH_BYTES
+            if size != wanted:
+                raise InvalidRequest(
+                    f"filename: the file has {size} bytes, {wanted} are told of", field="filename"
+                )
+            checksum = 0
+            for cache, blocks in (part for _, part in parts):
+                for some in _pieces(cache, blocks):
+                    data = bytearray(len(some) * _block_bytes(cache))
+                    if file.readinto(data) != len(data):
+                        raise InvalidRequest("filename: the file ends early", field="filename")
+                    checksum = zlib.crc32(data, checksum)
+                    raw = torch.frombuffer(data, dtype=torch.uint8).view(cache.dtype)
+                    cache.index_copy_(
+                        0, some, raw.view(len(some), *cache.shape[1:]).to(self._device)
+                    )
+            if int.from_bytes(file.read(LENGTH_BYTES), "little") != checksum:
+                raise InvalidRequest("filename: the file's checksum is wrong", field="filename")
+        return size
+
+    def _check(self, saved: RankFacts, own: RankFacts) -> None:
+        if saved.caches != own.caches:
+            differs = next(
+                ((a, b) for a, b in zip(saved.caches, own.caches, strict=False) if a != b),
+                (f"{len(saved.caches)} caches", f"{len(own.caches)} caches"),
+            )
+            raise Conflict(
+                f"filename: its KV has another form: {differs[0]} there, {differs[1]} here "
+                "(group, type and block shape of a cache)"
+            )
+        if saved.weights != own.weights:
+            raise Conflict(
+                f"filename: it was saved with other weights ({saved.weights[:12]} there, "
+                f"{own.weights[:12]} here), or with the same in another form"
+            )
+
+    def _parts(self, order: KVOrder, memory: CacheMemory) -> list[tuple[int, Part]]:
+        """What is copied: (group, part), cache by cache."""
+        parts: list[tuple[int, Part]] = []
+        for index, (group, blocks) in enumerate(zip(memory.groups, order.blocks, strict=True)):
+            if not blocks:
+                continue
+            at = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+            if group.kind == "state":
+                assert memory.snapshots is not None
+                parts.append((index, (memory.snapshots, at)))
+            else:
+                parts += [(index, (memory.caches[cache], at)) for cache in group.caches]
+        return parts
+
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def fingerprint(origin: Origin | None) -> str:
+    """A hash of some bytes of each tensor that was made of the weights: other weights have another
+    one, and so have the same ones where they are kept in another form."""
+    if origin is None:
+        raise Conflict("the weights of this model cannot be told, so that its KV is not saved")
+    total = hashlib.sha256()
+    for storage in held_tensors(origin.ledger):
+        size = len(storage)
+        step = max(SAMPLE_BYTES, size // SAMPLES)
+        count = min(SAMPLES, size // SAMPLE_BYTES)
+        total.update(size.to_bytes(8, "little"))
+        if count:
+            rows = torch.as_strided(storage, (count, SAMPLE_BYTES), (step, 1))
+            total.update(rows.contiguous().cpu().numpy().data)
+    return total.hexdigest()
+
+
+def _block_bytes(cache: torch.Tensor) -> int:
+    return math.prod(cache.shape[1:]) * cache.dtype.itemsize
+
+
+def _pieces(cache: torch.Tensor, blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+    return blocks.split(max(1, PIECE_BYTES // _block_bytes(cache)))
