@@ -27,7 +27,7 @@ from headrace.bench.report import markdown_table, versions
 from headrace.launch.facts import resolve_options
 
 DEMO = Path(__file__).parents[1] / "demo"
-METHODS = ("eagle3", "mtp")
+METHODS = ("eagle3", "mtp", "dflash")
 RESULT = RESULTS / "drafters.json"
 LOADS = (("chat", 1), ("story", 1), ("json", 1), ("chat", 32))
 DRAFTS = 4

@@ -9,7 +9,6 @@ B rows, T tokens, C hidden, N anchors of a row, Q places of a block, H heads, D 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import torch
@@ -107,11 +106,6 @@ class DFlash(nn.Module):
             x_BPC = x_BPC + layer.self_attn(x, own, keys, seen_BNT)
             x_BPC = x_BPC + layer.mlp(layer.post_attention_layernorm(x_BPC))
         return self.norm(x_BPC)
-
-
-def deep(shape: Shape) -> Shape:
-    """Two layers of one head each, in the bytes of one layer with two and a second tap."""
-    return replace(shape, num_hidden_layers=2, num_attention_heads=1)
 
 
 def block_loss(

@@ -48,10 +48,11 @@ FOLDERS = {
     "draft_model": DEMO / "model",
     "eagle3": DEMO / "drafters" / "eagle3",
     "mtp": DEMO / "drafters" / "mtp",
+    "dflash": DEMO / "drafters" / "dflash",
 }
 AT_ONCE = ("pard", "medusa", "dflash")
 """Those that draft all tokens in one pass. The model itself reads masks that it never saw: its first
-draft stands. The others have random weights, and hardly a draft stands."""
+draft stands. Medusa's heads have random weights, and hardly a draft stands."""
 KINDS = ["draft_model", "eagle3", "mtp", *AT_ONCE]
 SLOW = pytest.mark.slow
 slow_heads = [
@@ -63,13 +64,8 @@ slow_heads = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("drafters")
-    for kind, name in (("medusa", "medusa-shared"), ("dflash", "dflash")):
-        save_head(root / kind, name)
-    return {
-        **FOLDERS,
-        "pard": pard_folder(root / "pard"),
-        **{kind: root / kind for kind in ("medusa", "dflash")},
-    }
+    save_head(root / "medusa", "medusa-shared")
+    return {**FOLDERS, "pard": pard_folder(root / "pard"), "medusa": root / "medusa"}
 
 
 def speculating_with(kind: str, folders: dict[str, Path]) -> Speculation:
@@ -110,7 +106,7 @@ def accepted(engine: Engine) -> int:
 
 def least(kind: str, count: int) -> int:
     """Drafts that must stand: of those of the model itself so many."""
-    part = {"draft_model": 1.0, "eagle3": 0.125, "mtp": 0.125, "pard": 0.125}
+    part = {"draft_model": 1.0, "eagle3": 0.125, "mtp": 0.125, "pard": 0.125, "dflash": 0.1}
     return int(count * part.get(kind, 0.0))
 
 
