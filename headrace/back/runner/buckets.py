@@ -227,7 +227,7 @@ class BucketSteps:
             bucket = replace(bucket, commits=needs.in_step)
         if needs.head in self._heads and (bucket.decode or shape.verifies or needs.reads_rows):
             bucket = replace(bucket, sampler_input=needs)
-        if (shape.every or self._last_hidden) and not bucket.decode and not shape.verifies:
+        if not bucket.decode and not shape.verifies and self._is_every(plan, shape):
             bucket = replace(bucket, every=True)
         if shape.slots is not None and (slots := self._resources.slots) is not None:
             slots.send(shape.slots, shape.query_start, tokens=bucket.tokens, rows=bucket.rows)
@@ -255,6 +255,12 @@ class BucketSteps:
             samples = replace(samples, tokens=self._read(self._argmax_ring, slot).tokens)
         return StepOutputs(out=out, index=shape.place, samples=samples)
 
+    def _is_every(self, plan: StepPlan, shape: StepShape) -> bool:
+        """Whether somebody wants the last hidden states of all tokens: a drafter, if it follows."""
+        if shape.every or not self._last_hidden:
+            return shape.every
+        return self._speculation is not None and self._speculation.is_followed(plan, shape)
+
     def _wants_host(self, shape: StepShape) -> bool:
         least, until = self._resources.model.host_pairs, self._resources.state.host_until
         if until is not None and (shape.position_T < until[shape.row_T]).any():
@@ -279,7 +285,7 @@ class BucketSteps:
     def _finish(
         self, speculation: DraftVerification, plan: StepPlan, shape: StepShape
     ) -> ProposedDrafts | None:
-        if speculation.follow_rows(shape):
+        if speculation.follow_rows(plan, shape):
             self._follow_newest(speculation, shape)
         return speculation.propose_next(plan) if plan.deferred else None
 

@@ -31,6 +31,10 @@ from headrace.base.wire.grammar import StepMasks, unpack_masks
 from headrace.base.wire.step import NO_DRAFTS, StepPlan
 
 
+INEXACT_PLANS = 2
+"""Plans that may have been made before the result of one with drafts was known."""
+
+
 def without_drafts(plan: StepPlan) -> StepPlan:
     """The plan with the newest token of each row alone."""
     if not plan.drafts.size:
@@ -68,6 +72,7 @@ class DraftVerification:
         self._rows = rows
         self._replay, self._on_host, self._max_rows = replay, replay.on_host, max_rows
         self._followed = np.zeros(tables.length_M.numel(), np.int64)
+        self._inexact = 0  # plans to come whose positions may be bounds
         self._row_R = torch.zeros_like(tables.length_M)
         self._start_R1 = tables.length_M.new_zeros(tables.length_M.numel() + 1)
 
@@ -83,9 +88,12 @@ class DraftVerification:
             self._forget_proposed(plan)
         if needs.in_step and not self._on_host:
             return plan
-        plan = self._exact(plan)
+        if not plan.drafts.size and not self._inexact:
+            return plan
+        plan, self._inexact = self._exact(plan), max(0, self._inexact - 1)
         if not plan.drafts.size:
             return plan
+        self._inexact = INEXACT_PLANS
         if self.follows:
             self._rows.update(plan)  # the drafter's passes come before the step
         return self._take_proposed(plan, masks) if plan.deferred else self._propose(plan)
@@ -94,17 +102,27 @@ class DraftVerification:
         """Drafts for the rows of a step, on the device; no row wants more than `most`."""
         self._drafter.propose(row_R, query_start_R1, self._tables, self.count_M, most)
 
-    def follow_rows(self, shape: StepShape) -> bool:
-        """Whether the drafter is to follow a step; up to where it has followed its rows is kept. A
-        row that begins behind a prefix hit counts as followed up to there."""
-        if not self.follows or shape.rows.size > self._max_rows:
+    def is_followed(self, plan: StepPlan, shape: StepShape) -> bool:
+        """Whether the drafter is to follow a step. Where the host can tell that it has lost all of
+        the step's rows, it leaves them alone: it proposes nothing for them any more."""
+        if not self.follows or not plan.followed or shape.rows.size > self._max_rows:
+            return False
+        return not self._on_host or bool(self._is_whole(shape).any())
+
+    def follow_rows(self, plan: StepPlan, shape: StepShape) -> bool:
+        """The same, and up to where it has followed its rows is kept."""
+        if not self.is_followed(plan, shape):
             return False
         if self._on_host:
-            first = shape.position_T[shape.query_start[:-1]]
-            whole = first <= self._followed[shape.rows]
             behind = np.minimum(shape.kv_len, self._length_M.numpy()[shape.rows] - 1)
-            self._followed[shape.rows] = np.where(whole, behind, self._followed[shape.rows])
+            followed = self._followed[shape.rows]
+            self._followed[shape.rows] = np.where(self._is_whole(shape), behind, followed)
         return True
+
+    def _is_whole(self, shape: StepShape) -> np.ndarray:
+        """Which rows of the step it has followed up to there. One that begins behind a prefix hit
+        counts as followed up to it."""
+        return shape.position_T[shape.query_start[:-1]] <= self._followed[shape.rows]
 
     def follow(
         self,

@@ -165,6 +165,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     (it
                          may propose fewer); empty: none. Only rows that decode have any, and only
                          in steps in which all rows decode; then every query token is sampled
+    followed             whether what drafts by a network may follow the step
     sample [R] bool      whether the last query token's logits are sampled (false inside a prompt)
     All arrays int32 unless said otherwise. With the overlapped loop, a row's input token may still
     be unknown to the
@@ -185,6 +186,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     num_computed: np.ndarray
     sample: np.ndarray
     drafts: np.ndarray = NO_DRAFTS
+    followed: bool = True
     feeds: list[RowFeed] = []
     hook_payloads: dict[str, bytes] = {}
     deferred: tuple[str, ...] = ()

@@ -65,6 +65,7 @@ class StepPlanBuilder:
     _starts: list[tuple[RowStart, Request]] = field(default_factory=list)
     _feeds: list[tuple[RowFeed, Request]] = field(default_factory=list)
     preempted: set[int] = field(default_factory=set)
+    followed: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -160,6 +161,7 @@ class StepPlanBuilder:
             num_computed=num_computed,
             sample=sample,
             drafts=self._drafts,
+            followed=self.followed,
         )
         in_flight = InFlightStep(
             step=step,

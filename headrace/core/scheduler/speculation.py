@@ -17,7 +17,7 @@ makes a mask for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Protocol
 
 import numpy as np
@@ -73,6 +73,10 @@ class Speculation(Protocol):
         """What was drafted so far."""
         ...
 
+    def watch(self, waiting: Sized) -> None:
+        """The requests that wait."""
+        ...
+
     def start(self, row: int, request: Request) -> None:
         """A request takes a row."""
         ...
@@ -115,6 +119,9 @@ class NoSpeculation:
         """See Speculation."""
         return self._stats
 
+    def watch(self, waiting: Sized) -> None:
+        """Whoever waits."""
+
     def start(self, row: int, request: Request) -> None:
         """Nothing to remember."""
 
@@ -150,6 +157,9 @@ class DraftLengths:
     and then a step is plain, or has drafts that are not expected to pay, so that both stay known.
 
     `max_drafts`: of a row in a step, as many as both the options and the workers allow.
+
+    Where more requests run and wait than a step with drafts may have rows, no network follows the
+    steps: their prompts would be followed for drafts that are never made.
     """
 
     def __init__(
@@ -177,11 +187,16 @@ class DraftLengths:
         self._tried = np.ones(rows.num_rows)
         self._chance = FIRST_CHANCE
         self._unpaid = 0  # for so many rows nothing pays until something is learned
+        self._waiting: Sized = ()
 
     @property
     def stats(self) -> DraftStats:
         """See Speculation."""
         return self._stats
+
+    def watch(self, waiting: Sized) -> None:
+        """See Speculation."""
+        self._waiting = waiting
 
     def start(self, row: int, request: Request) -> None:
         """See Speculation."""
@@ -204,6 +219,8 @@ class DraftLengths:
 
     def add_drafts(self, builder: StepPlanBuilder) -> None:
         """See Speculation."""
+        running = self._rows.num_rows - self._rows.num_free
+        builder.followed = running + len(self._waiting) <= self._max_rows
         decoding = builder.decodes
         if not 0 < len(decoding) <= self._max_rows:
             return
