@@ -23,6 +23,7 @@ from headrace.base.wire.request import (
     MAX_PATTERN_COUNT,
     MAX_PATTERN_TOKENS,
     POOLINGS,
+    ROUTED_EXPERTS,
     ROW_BOUNDS,
     Bound,
     EngineRequest,
@@ -164,7 +165,35 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
 
 
 def _check_capture(sampling: RowSampling, length: int, facts: WorkerFacts) -> None:
-    field, layers, heads = "attn_capture", sampling.capture_layers, sampling.capture_heads
+    if ROUTED_EXPERTS in sampling.capture_layers:
+        _check_routed(length, facts)
+    if sampling.capture_layers != (ROUTED_EXPERTS,):
+        layers = tuple(one for one in sampling.capture_layers if one != ROUTED_EXPERTS)
+        _check_attention(layers, sampling.capture_heads, length, facts)
+
+
+def _check_routed(length: int, facts: WorkerFacts) -> None:
+    field = "return_routed_experts"
+    if not facts.routed_experts:
+        raise InvalidRequest(
+            f"{field}: this engine tells no experts: it needs --enable-return-routed-experts, and a model with routed "
+            "experts that does not run by way of transformers",
+            field=field,
+        )
+    layers, most = facts.routed_experts
+    num_bytes = 4 * length * layers * most
+    if num_bytes > MAX_CAPTURE_BYTES:
+        raise InvalidRequest(
+            f"{field}: {most} experts in {layers} layers over up to {length} tokens are {num_bytes >> 20} MiB, at most "
+            f"{MAX_CAPTURE_BYTES >> 20} MiB are told: lower max_tokens",
+            field=field,
+        )
+
+
+def _check_attention(
+    layers: tuple[int, ...], heads: tuple[int, ...], length: int, facts: WorkerFacts
+) -> None:
+    field = "attn_capture"
     if not facts.capture_layers:
         raise InvalidRequest(
             f"{field}: this engine tells no attention weights: it needs --attention-capture, one device, and a model "

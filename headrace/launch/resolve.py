@@ -117,6 +117,7 @@ def resolve(
             dense=model.dense,
             dense_per_token=model.pooling.late is not None,
             attention_capture=_attention_capture(options, device_spec),
+            routed_experts=options.model.enable_return_routed_experts,
             manifest=_manifest(options, model),
             encoder_tokens=text.encoder_tokens,
             adapters=adapter_spec(options, model, device_spec),

@@ -70,7 +70,15 @@ class MutualPlans:
 
 
 class AttentionProbe(Protocol):
-    """Looks at the attention of a step."""
+    """Looks at the attention of a step, and at its routers between `begin` and `end`."""
+
+    def begin(self) -> None:
+        """The step's forward pass is about to run."""
+        ...
+
+    def end(self) -> None:
+        """It has run."""
+        ...
 
     def see(
         self,

@@ -175,6 +175,7 @@ def _start(loaded: RankModel, checks: DeferredChecks | None) -> StartedRunner:
         device=loaded.device,
         checks=checks,
         network=loaded.network,
+        routing=None if loaded.origin is None else loaded.origin.ledger.routing,
     )
 
 

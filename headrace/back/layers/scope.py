@@ -15,6 +15,7 @@ import torch
 
 from headrace.back.kernels.op import KernelChoice, Op, decisions
 from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
+from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.layers.offload import HOST, HostPart, Offload
 from headrace.back.parallel.bundle import Bundle
 from headrace.back.parallel.mesh import Mesh
@@ -61,6 +62,7 @@ class Ledger:
     notes: list[Decision] = field(default_factory=list)
     tables: dict[Any, torch.Tensor] = field(default_factory=dict)
     finished: list[Callable[[], None]] = field(default_factory=list)
+    routing: RoutingTap = field(default_factory=RoutingTap)
 
     def note(self, decision: Decision) -> None:
         """Keeps `decision` once, however many layers come to it."""

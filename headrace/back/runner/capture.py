@@ -1,5 +1,5 @@
-"""Attention weights of the rows that ask for them: seen in the layers' forward, a chunk at a time,
-and told with the step's result. Nothing of it is there in steps without such a row. Rows are
+"""Attention weights and chosen experts of the rows that ask for them: seen in the layers' forward, a
+chunk at a time, and told with the step's result. Nothing of it is there in steps without such a row. Rows are
 captured from their first position on.
 """
 
@@ -10,15 +10,17 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from headrace.back.attention.plan import AttentionPlan
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.attention.weights import attention_weights
 from headrace.back.kernels.upload import to_host
+from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.wire.request import Captured, RowSampling
+from headrace.base.wire.request import ROUTED_EXPERTS, Captured, RowSampling
 
 HeadsOfLayers: TypeAlias = dict[int, tuple[int, ...]]
 """The heads of each layer that are told; none: all."""
@@ -35,7 +37,8 @@ def wanted_of(sampling: RowSampling) -> HeadsOfLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedWeights:
-    """The weights of a row's queries in one layer on their way to the host, float32 [Q, H, S]."""
+    """The weights of a row's queries in one layer on their way to the host, float32 [Q, H, S]; or
+    the experts of its tokens: see Captured."""
 
     index: int
     layer: int
@@ -50,11 +53,34 @@ class CapturedWeights:
 @dataclass(eq=False)
 class WeightCapture:
     """What a step's forward hands its queries to. `wanted`: layer -> indices of rows, and heads;
-    `first_R`: the position of each row's first query."""
+    `first_R`: the position of each row's first query; `start_R1`: where its tokens begin."""
 
     wanted: dict[int, list[tuple[int, tuple[int, ...]]]]
     first_R: np.ndarray
+    start_R1: np.ndarray
+    routing: RoutingTap | None = None
     weights: list[CapturedWeights] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """See AttentionProbe."""
+        if self.routing is not None and ROUTED_EXPERTS in self.wanted:
+            self.routing.seen = []
+
+    def end(self) -> None:
+        """See AttentionProbe."""
+        if self.routing is None or self.routing.seen is None:
+            return
+        seen, self.routing.seen = self.routing.seen, None
+        most = max(expert_TK.shape[1] for expert_TK in seen)
+        padded = [F.pad(x_TK.int(), (0, most - x_TK.shape[1]), value=-1) for x_TK in seen]
+        expert_TLK = torch.stack(padded, dim=1)
+        for index, _ in self.wanted[ROUTED_EXPERTS]:
+            first, last = self.start_R1[index : index + 2].tolist()
+            values = to_host(expert_TLK[first:last].contiguous())
+            start = int(self.first_R[index])
+            self.weights.append(
+                CapturedWeights(index=index, layer=ROUTED_EXPERTS, start=start, values=values)
+            )
 
     def see(
         self,
@@ -89,10 +115,20 @@ def forget_rows(layers: LayersOfRow, rows: np.ndarray) -> None:
         layers.pop(row, None)
 
 
-def capture_of(layers: LayersOfRow, shape: StepShape) -> WeightCapture | None:
+def capture_of(
+    layers: LayersOfRow, shape: StepShape, routing: RoutingTap | None
+) -> WeightCapture | None:
     """The probe of a step; None if no row of it is captured."""
     wanted: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     for index, row in enumerate(shape.rows.tolist()):
         for layer, heads in layers.get(row, {}).items():
             wanted.setdefault(layer, []).append((index, heads))
-    return WeightCapture(wanted, shape.position_T[shape.query_start[:-1]]) if wanted else None
+    first_R = shape.position_T[shape.query_start[:-1]]
+    return WeightCapture(wanted, first_R, shape.query_start, routing) if wanted else None
+
+
+def routed_of(spec: EngineSpec, routing: RoutingTap | None) -> tuple[int, ...]:
+    """Layers whose chosen experts can be told, and the most of a token; () where none are."""
+    if routing is None or not routing.top_k or not spec.model.routed_experts:
+        return ()
+    return len(routing.top_k), max(routing.top_k)

@@ -100,7 +100,7 @@ class ExactSteps:
             batch = replace(batch, slot_T=slots_of(shape.slots, shape.query_start, batch))
         self.batch = batch = replace(resources.state.prepare(batch, shape), taps=self._taps)
         resources.state.before(batch)
-        hidden_TE = resources.model.forward(batch)
+        hidden_TE = self._forward(batch, probe)
         resources.state.after(batch, hidden_TE)
         if not shape.sampled.size:
             return StepOutputs(out=StepTensors(hidden_TE=hidden_TE))
@@ -110,6 +110,14 @@ class ExactSteps:
         )
         argmax = resources.greedy(logits_NV)
         return StepOutputs(out=StepTensors(hidden_TE=hidden_TE, logits_RV=logits_NV, argmax=argmax))
+
+    def _forward(self, batch: Batch, probe: AttentionProbe | None) -> torch.Tensor:
+        if probe is None:
+            return self._resources.model.forward(batch)
+        probe.begin()
+        hidden_TE = self._resources.model.forward(batch)
+        probe.end()
+        return hidden_TE
 
     def event(self) -> StepEvent:
         """See Steps."""

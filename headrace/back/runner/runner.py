@@ -23,15 +23,18 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_device
+from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.layers.pooling import Projection
 from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
 from headrace.back.runner.capture import (
     LayersOfRow,
+    WeightCapture,
     capture_of,
     forget_rows,
     num_capturable,
+    routed_of,
     wanted_of,
 )
 from headrace.back.runner.devices import StepsFactory
@@ -79,6 +82,7 @@ class RunnerPlan:
     steps: StepsFactory
     state: StateFactory
     network: DraftNetwork | None = None
+    routing: RoutingTap | None = None
 
 
 class Runner:
@@ -139,6 +143,7 @@ class Runner:
             generates=model.generates,
             capture_layers=num_capturable(model, spec),
             capture_heads=model.attention_heads,
+            routed_experts=routed_of(spec, self._plan.routing),
             max_drafts=self._steps.max_drafts,
             encoder_tokens=model.encoder_tokens,
             spectrogram=spec.model.spectrogram,
@@ -275,7 +280,7 @@ class Runner:
         shape = dataclasses.replace(shape_of(plan), needs=needs, every=every)
         if self._slots is not None:
             shape = dataclasses.replace(shape, slots=self._slots.of(shape.rows))
-        probe = capture_of(self._captured, shape) if self._captured else None
+        probe = self._probe(shape) if self._captured else None
 
         def take_masks() -> None:
             self._sampler.take_masks(masks(), shape.sampled_row, shape.place)
@@ -303,6 +308,9 @@ class Runner:
             lost=self._lost.append,
             proposed=self._steps.finish(plan, shape),  # last: it may overwrite what the step left
         )
+
+    def _probe(self, shape: StepShape) -> WeightCapture | None:
+        return capture_of(self._captured, shape, self._plan.routing)
 
     def _begin(self, plan: StepPlan) -> None:
         if plan.hook_payloads:

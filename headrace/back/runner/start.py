@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from headrace.back.kernels.op import DeferredChecks
+from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.models.load.dense import load_projection
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.devices import StepsFactory, compiles_kernels, make_steps, profile_step
@@ -52,11 +53,13 @@ def start_runner(
     state: StateFactory | None = None,
     checks: DeferredChecks | None = None,
     network: DraftNetwork | None = None,
+    routing: RoutingTap | None = None,
 ) -> StartedRunner:
     """Prepares, constructs and warms up. `checks`: self-checks that wait until their kernels have
     been compiled."""
     seconds = {"compile": 0.0, "profile": 0.0}
     plan = plan_runner(spec, model, device=device, steps=steps, state=state, network=network)
+    plan = replace(plan, routing=routing)
     if compiles_kernels(device):
         plan = _try_out(plan, checks, seconds)
     runner = Runner(plan)

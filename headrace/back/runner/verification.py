@@ -30,7 +30,6 @@ from headrace.base.config.resolved import Decision
 from headrace.base.wire.grammar import StepMasks, unpack_masks
 from headrace.base.wire.step import NO_DRAFTS, StepPlan
 
-
 INEXACT_PLANS = 2
 """Plans that may have been made before the result of one with drafts was known."""
 

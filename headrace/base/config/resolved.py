@@ -98,6 +98,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[DenseSpec, ...] = ()
     dense_per_token: bool = False
     attention_capture: bool = False
+    routed_experts: bool = False
     manifest: str | None = None
     adapters: AdapterSpec | None = None
     encoder_tokens: int = 0

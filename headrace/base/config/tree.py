@@ -172,6 +172,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "serving many."
         ),
     ] = False
+    enable_return_routed_experts: Annotated[
+        bool,
+        Meta(
+            description="Requests may ask which experts each token was routed to (return_routed_experts), for trainers "
+            "that replay them. Steps with such requests are not recorded."
+        ),
+    ] = False
     family: Annotated[
         str,
         Meta(

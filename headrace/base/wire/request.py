@@ -85,6 +85,10 @@ ROW_BOUNDS = {k: v for k, v in BOUNDS.items() if k not in ("logit_bias", "length
 """The part of it that the sampler sees as one number per row."""
 
 
+ROUTED_EXPERTS = -1
+"""In `capture_layers`: not the attention of a layer, but which experts the routers choose."""
+
+
 class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What users write and the sampler takes as it is. `capture_heads`: of each of
     `capture_layers`, which may then occur several times, the head that is told; empty: all."""
@@ -336,7 +340,8 @@ class Pooled(msgspec.Struct, frozen=True):
 class Captured(msgspec.Struct, frozen=True):
     """Attention weights of one layer, float32 [Q, H, S]: queries at positions `start` .. of a
     request, every head or those that were asked for in their order, all positions up to the last
-    of these queries, or of the encoder."""
+    of these queries, or of the encoder. Of layer ROUTED_EXPERTS the experts that were chosen there,
+    int32 [Q, layers with experts, K], -1 where a layer chooses fewer."""
 
     layer: int
     start: int

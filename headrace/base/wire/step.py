@@ -65,7 +65,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them.
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
     none that reads tokens. `spectrogram`: bands and frames of what one reads instead; empty: there
-    is none.
+    is none. `routed_experts`: layers whose chosen experts can be told, and the most of a token;
+    empty: none.
     """
 
     num_blocks: int
@@ -77,6 +78,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     capture_layers: int = 0
     capture_heads: int = 0
+    routed_experts: tuple[int, ...] = ()
     max_drafts: int = 0
     encoder_tokens: int = 0
     spectrogram: tuple[int, ...] = ()

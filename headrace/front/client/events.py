@@ -116,10 +116,12 @@ class PooledPart(msgspec.Struct, frozen=True):
 
 class AttentionWeights(msgspec.Struct, frozen=True):
     """Attention weights of choice 0, before its end: layer -> float32 [T, H, T], T the tokens whose
-    successor was computed: prompt and answer but for the last."""
+    successor was computed: prompt and answer but for the last. `routed`: the experts of each of
+    them, int32 [T, layers, K], where they were asked for."""
 
     num_prompt: int
     layers: dict[int, np.ndarray]
+    routed: np.ndarray | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ import numpy as np
 
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.request import (
+    ROUTED_EXPERTS,
     Captured,
     Finished,
     Pooled,
@@ -146,14 +147,21 @@ class ChoiceState:
         """The pieces put together. What was computed behind the answer's end is left out."""
         size = num_prompt + max(self._num_output - 1, 0)
         layers: dict[int, np.ndarray] = {}
+        routed: np.ndarray | None = None
         for piece in self._captured:
+            if piece.layer == ROUTED_EXPERTS:
+                if routed is None:
+                    routed = np.full((size, *piece.values.shape[1:]), -1, np.int32)
+                part = piece.values[: max(size - piece.start, 0)]
+                routed[piece.start : piece.start + len(part)] = part
+                continue
             _, heads, seen = piece.values.shape
             width = seen if self.params.capture_heads else size
             whole = layers.setdefault(piece.layer, np.zeros((size, heads, width), np.float32))
             part = piece.values[: max(size - piece.start, 0), :, :width]
             whole[piece.start : piece.start + len(part), :, : part.shape[2]] = part
         self._captured = []
-        return AttentionWeights(num_prompt, layers)
+        return AttentionWeights(num_prompt, layers, routed)
 
     def finish(self, finished: Finished) -> None:
         """Takes in the end that the core told."""

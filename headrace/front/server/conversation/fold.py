@@ -326,6 +326,23 @@ def scores_by_id(scores: list[ScoredToken | None]) -> list[dict[str, object] | N
     ]
 
 
+def captured_documents(captured: AttentionWeights, dtype: str | None) -> dict[str, object]:
+    """What an answer tells of attention and routers, by the names of its fields."""
+    documents: dict[str, object] = {}
+    if captured.layers:
+        documents["attn_capture_data"] = attention_document(captured, dtype)
+    if captured.routed is not None:
+        experts = np.ascontiguousarray(captured.routed, np.dtype("<i4"))
+        data = base64.b64encode(experts.tobytes()).decode()
+        documents["routed_experts"] = {
+            "data": data,
+            "encoding": "base64",
+            "dtype": "int32",
+            "shape": list(experts.shape),
+        }
+    return documents
+
+
 def attention_document(captured: AttentionWeights, dtype: str | None) -> list[dict[str, object]]:
     """`attn_capture_data`: per layer base64(gzip(weights)), little-endian, of shape [T, heads,
     T]."""

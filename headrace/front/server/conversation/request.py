@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.grammar import StructuredOutputs
-from headrace.base.wire.request import BOUNDS, RepetitionDetection, SamplingParams
+from headrace.base.wire.request import BOUNDS, ROUTED_EXPERTS, RepetitionDetection, SamplingParams
 from headrace.front.server.http.limits import Count, Keywords, Name, R, TokenId, typed
 
 _SENT_AS_IS = (
@@ -55,16 +55,24 @@ def sampling_params(
     fields |= {"n": n, "best_of": best_of, "max_tokens": max_tokens, "logprobs": logprobs}
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     fields["logit_bias"] = logit_bias(request)
-    if request.attn_capture:
+    if request.attn_capture or request.return_routed_experts:
         fields["capture_layers"] = _capture_layers(request)
     return msgspec.structs.replace(SamplingParams(), **fields)
 
 
 def _capture_layers(request: Common) -> tuple[int, ...]:
-    """The layers whose attention is told; the first one if none is named."""
+    """The layers whose attention is told, the first one if none is named; and the routers."""
+    routed = (ROUTED_EXPERTS,) if request.return_routed_experts else ()
+    field = "return_routed_experts" if routed else "attn_capture"
     if request.stream:
-        raise InvalidRequest("attn_capture: cannot be streamed", field="attn_capture")
-    return tuple(sorted({int(layer) for layer in (request.attn_capture_layers or "0").split(",")}))
+        raise InvalidRequest(f"{field}: cannot be streamed", field=field)
+    if routed and (request.n or 1) > 1:
+        raise InvalidRequest(f"{field}: n is {request.n}, one answer is allowed", field=field)
+    if not request.attn_capture:
+        return routed
+    return routed + tuple(
+        sorted({int(layer) for layer in (request.attn_capture_layers or "0").split(",")})
+    )
 
 
 def _check(
@@ -176,6 +184,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     return_weight_versions: bool | None = None
     attn_capture: Literal[0, 1] | None = None
     attn_capture_layers: Layers | None = None
+    return_routed_experts: bool | None = None
     attn_capture_dtype: Literal["float16", "float32"] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None

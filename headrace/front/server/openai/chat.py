@@ -31,7 +31,7 @@ from headrace.front.server.conversation.fold import (
     FoldedChoice,
     Spans,
     Tally,
-    attention_document,
+    captured_documents,
     chat_logprobs,
     finish_reason,
     request_metrics,
@@ -269,8 +269,8 @@ async def to_answer(events: Events, reply: ChatReply) -> bytes:
         size = 2 * sum(len(choice.token_ids) for choice in fold.choices) + 2 * len(reply.prompt_ids)
     document = await TEXT_THREADS.run(size, partial(_document, reply, fold))
     if fold.attention is not None:
-        document["attn_capture_data"] = await asyncio.to_thread(
-            attention_document, fold.attention, reply.fields.attention_dtype
+        document |= await asyncio.to_thread(
+            captured_documents, fold.attention, reply.fields.attention_dtype
         )
     return orjson.dumps(document)
 

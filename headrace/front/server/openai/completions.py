@@ -26,7 +26,7 @@ from headrace.front.server.conversation.fold import (
     Spans,
     Tally,
     TextOffsets,
-    attention_document,
+    captured_documents,
     completion_logprobs,
     finish_reason,
     request_metrics,
@@ -273,8 +273,8 @@ async def to_answer(
     choices = await TEXT_THREADS.run(size, partial(_choices, reply, folds))
     for number, fold in enumerate(folds):
         if fold.attention is not None:
-            choices[number * reply.n]["attn_capture_data"] = await asyncio.to_thread(
-                attention_document, fold.attention, reply.request.attn_capture_dtype
+            choices[number * reply.n] |= await asyncio.to_thread(
+                captured_documents, fold.attention, reply.request.attn_capture_dtype
             )
     document = envelope(reply, choices) | {"usage": usage(folds), "kv_transfer_params": None}
     return orjson.dumps(document | _times(reply, folds))

@@ -41,6 +41,7 @@ ONLY_CHAT = (
     *("n", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_prompt_text"),
     "return_token_offsets",
     *("return_tokens_as_token_ids", "continue_final_message", "attn_capture", "echo"),
+    "return_routed_experts",
 )
 """What has no place in a response."""
 Include = Literal[
