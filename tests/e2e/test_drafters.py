@@ -131,7 +131,7 @@ def test_preemption_and_chunks_change_nothing(pair: Any, kind: str) -> None:
     plain, drafted = pair(
         kind, kv_blocks=34, max_step_tokens=16, max_running=8, prefix_caching=False
     )
-    requests = requests_of(plain.spec, 8, lengths=(90,))
+    requests = requests_of(plain.spec, 8, lengths=(140,))
     assert_equal(run(plain.core, requests, 40), run(drafted.core, requests, 40))
     assert drafted.core.scheduler.num_preemptions > 0
     assert accepted(drafted) >= least(kind, 100)
