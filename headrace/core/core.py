@@ -129,6 +129,7 @@ class EngineCore:
         scheduler = Scheduler(
             self.spec, kv, rows, self.hooks, self.service, self.clock, speculation
         )
+        speculation.watch(scheduler.queue)
         return LoadedModel(
             executor=executor,
             kv=kv,

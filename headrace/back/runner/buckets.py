@@ -53,7 +53,7 @@ from headrace.back.runner.steps import (
     TakeMasks,
     head_shortcuts,
 )
-from headrace.back.runner.verification import DraftVerification
+from headrace.back.runner.verification import DraftVerification, sees_all_of
 from headrace.back.sampling.in_step import (
     MOST_WORDS,
     HeadOutput,
@@ -123,7 +123,7 @@ class BucketSteps:
             )
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
         taps = self._taps = None if drafter is None else drafter.taps
-        self._last_hidden = drafter is not None and drafter.last_hidden
+        self._sees_all = sees_all_of(self._speculation)
         self._exact = ExactSteps(resources, self.rows, taps=taps)
         self._newest: Bucket | None = None
         self._message = StepMessage(problem, self._tables, buckets.largest.updates, slots=RING)
@@ -227,7 +227,7 @@ class BucketSteps:
             bucket = replace(bucket, commits=needs.in_step)
         if needs.head in self._heads and (bucket.decode or shape.verifies or needs.reads_rows):
             bucket = replace(bucket, sampler_input=needs)
-        if not bucket.decode and not shape.verifies and self._is_every(plan, shape):
+        if not (bucket.decode or shape.verifies) and (shape.every or self._sees_all(plan, shape)):
             bucket = replace(bucket, every=True)
         if shape.slots is not None and (slots := self._resources.slots) is not None:
             slots.send(shape.slots, shape.query_start, tokens=bucket.tokens, rows=bucket.rows)
@@ -254,12 +254,6 @@ class BucketSteps:
         if bucket.verifies and sampling.words:  # which of them stand the other ring says
             samples = replace(samples, tokens=self._read(self._argmax_ring, slot).tokens)
         return StepOutputs(out=out, index=shape.place, samples=samples)
-
-    def _is_every(self, plan: StepPlan, shape: StepShape) -> bool:
-        """Whether somebody wants the last hidden states of all tokens: a drafter, if it follows."""
-        if shape.every or not self._last_hidden:
-            return shape.every
-        return self._speculation is not None and self._speculation.is_followed(plan, shape)
 
     def _wants_host(self, shape: StepShape) -> bool:
         least, until = self._resources.model.host_pairs, self._resources.state.host_until

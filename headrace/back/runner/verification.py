@@ -10,6 +10,8 @@ GPU, whose host waits for the step before, where the host is to sample.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -41,6 +43,13 @@ def without_drafts(plan: StepPlan) -> StepPlan:
     return replace(plan, num_tokens=plan.num_tokens - plan.drafts, drafts=NO_DRAFTS)
 
 
+def sees_all_of(speculation: DraftVerification | None) -> Callable[[StepPlan, StepShape], bool]:
+    """Whether a drafter wants the last hidden states of all tokens of a step."""
+    if speculation is None or not speculation.sees_last:
+        return lambda plan, shape: False
+    return speculation.is_followed
+
+
 class DraftVerification:
     """Drafts for the rows of one runner. `count_M` int32 [M+1]: drafts proposed for each row.
     `follows`: its drafter keeps something of each step of at most `max_rows` rows."""
@@ -68,6 +77,7 @@ class DraftVerification:
         self.count_M = torch.zeros_like(tables.length_M)
         self._proposed_at_M = torch.full_like(tables.length_M, -1)
         self.follows = drafter.follows
+        self.sees_last = drafter.last_hidden
         self._rows = rows
         self._replay, self._on_host, self._max_rows = replay, replay.on_host, max_rows
         self._followed = np.zeros(tables.length_M.numel(), np.int64)

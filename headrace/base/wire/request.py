@@ -83,10 +83,7 @@ BOUNDS = {
 it."""
 ROW_BOUNDS = {k: v for k, v in BOUNDS.items() if k not in ("logit_bias", "length_penalty")}
 """The part of it that the sampler sees as one number per row."""
-
-
-ROUTED_EXPERTS = -1
-"""In `capture_layers`: not the attention of a layer, but which experts the routers choose."""
+ROUTED_EXPERTS = -1  # in `capture_layers`: which experts the routers of all layers choose
 
 
 class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -244,8 +241,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    """Ends the requests with reason "abort"; unknown ids are ignored (they may just have
-    finished)."""
+    """Ends the requests with reason "abort"; unknown ids (just finished?) are ignored."""
 
     ids: tuple[int, ...]
 
@@ -339,9 +335,8 @@ class Pooled(msgspec.Struct, frozen=True):
 
 class Captured(msgspec.Struct, frozen=True):
     """Attention weights of one layer, float32 [Q, H, S]: queries at positions `start` .. of a
-    request, every head or those that were asked for in their order, all positions up to the last
-    of these queries, or of the encoder. Of layer ROUTED_EXPERTS the experts that were chosen there,
-    int32 [Q, layers with experts, K], -1 where a layer chooses fewer."""
+    request, heads in the order asked for, positions up to the last query, or of the encoder. Of
+    ROUTED_EXPERTS int32 [Q, layers with experts, K], -1 where a layer chooses fewer."""
 
     layer: int
     start: int

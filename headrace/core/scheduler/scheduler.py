@@ -66,7 +66,6 @@ class Scheduler:
         self.rows = rows
         self.hooks = hooks
         self.queue = queue_of(spec.policy, num_rows=rows.num_rows, weights=spec.tenant_weights)
-        speculation.watch(self.queue)
         self.key = key_of(spec.policy)
         self.prefill_budget = PrefillBudgetModel(
             spec.max_decode_slowdown,
