@@ -122,8 +122,8 @@ def page(lines: list[dict[str, object]]) -> str:
             line["kind"],
             line["task"],
             line["places"],
-            *(f"{line['chains'][str(n)]:.2f}" for n in (2, 4, 8)),  # type: ignore[index]
-            *(f"{line['trees'][str(tree)]:.2f}" for tree in TREES),  # type: ignore[index]
+            *(f"{line['chains'][str(n)]:.2f}" for n in (2, 4, 8)),
+            *(f"{line['trees'][str(tree)]:.2f}" for tree in TREES),
         )
         for line in lines
     ]

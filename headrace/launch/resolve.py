@@ -117,18 +117,12 @@ def resolve(
             dense=model.dense,
             dense_per_token=model.pooling.late is not None,
             attention_capture=_attention_capture(options, device_spec),
-            routed_experts=options.model.enable_return_routed_experts,
             manifest=_manifest(options, model),
             encoder_tokens=text.encoder_tokens,
             adapters=adapter_spec(options, model, device_spec),
             spectrogram=text.spectrogram,
         ),
-        kv=with_slots(
-            _kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
-            options.kv,
-            model,
-            device_spec,
-        ),
+        kv=_kv(options, model, machine, device_spec, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=device_spec,
         grammar=_grammar(options, text),
@@ -185,9 +179,10 @@ def _finished(
     spec: ModelSpec, options: Options, model: ModelFacts, offload: OffloadSpec | None
 ) -> ModelSpec:
     """With which weights lie in host memory, which parts are quantized in other ways than the rest,
-    and how media are encoded."""
+    how media are encoded, and whether chosen experts are told."""
     return replace(
         spec,
+        routed_experts=options.model.enable_return_routed_experts,
         quantization_parts=options.model.quantization_config,
         offload=offload,
         image_norm=None if model.media is None else model.media.norm,
@@ -326,7 +321,8 @@ def _kv(
     requested = options.kv
     if model.encodes:
         choose.note("--kv-blocks", "auto", 1, "an encoder keeps no KV cache")
-        return KVSpec(block_tokens=requested.block_tokens, prefix_caching=False, num_blocks=1)
+        spec = KVSpec(block_tokens=requested.block_tokens, prefix_caching=False, num_blocks=1)
+        return with_slots(spec, requested, model, device_spec)
     blocks, memory, fit, least_tokens = requested.kv_blocks, None, False, None
     needed = -(-max_model_len // requested.block_tokens) + 1  # block 0 belongs to nobody
     if blocks is not None and states_length(options) and blocks < needed:
@@ -358,7 +354,7 @@ def _kv(
         if device_spec.device == "cpu":
             why += "; taken from the system only as it fills"
         choose.note("--kv-memory", "auto", f"{memory / 2**30:.2f}GiB", why)
-    return KVSpec(
+    spec = KVSpec(
         block_tokens=requested.block_tokens,
         prefix_caching=_prefix_caching(options, model, choose),
         num_blocks=blocks,
@@ -366,6 +362,7 @@ def _kv(
         fit=fit,
         least_tokens=least_tokens,
     )
+    return with_slots(spec, requested, model, device_spec)
 
 
 def _prefix_caching(options: Options, model: ModelFacts, choose: Chooser) -> bool:

@@ -97,27 +97,30 @@ def serve(channel: Channel) -> None:
     threads = StepThreads(begin.spec.device.threads, resident.facts)
     while True:
         plan = plans.get()
-        if isinstance(plan, ProfileSteps):
-            channel.send(TO_CORE.frame(_profiled(profiler, plan)))
-            continue
-        if isinstance(plan, ParkWeights):
-            channel.send(TO_CORE.frame(_parked(resident, plan)))
-            continue
-        if isinstance(plan, WeightOrder):
-            _weigh(channel, resident, plan)
-            continue
-        if isinstance(plan, KVOrder):
-            moving = (channel, resident, plan, resident.behind_steps())
-            threading.Thread(target=_move, args=moving, daemon=True).start()
-            continue
-        if isinstance(plan, RecordGraph):
-            channel.send(TO_CORE.frame(_recorded(resident)))
+        if not isinstance(plan, StepPlan):
+            _carry_out(channel, resident, profiler, plan)
             continue
         try:
             threads.fit(plan)
             launched_steps.put(resident.runner.launch(plan, await_deferred))
         except Exception as error:
             return _fail(channel, begin.rank, plan.step, error)
+
+
+def _carry_out(channel: Channel, resident: Resident, profiler: Profiler, order: Order) -> None:
+    """What comes in the order of the plans and is none."""
+    if isinstance(order, ProfileSteps):
+        channel.send(TO_CORE.frame(_profiled(profiler, order)))
+    elif isinstance(order, ParkWeights):
+        channel.send(TO_CORE.frame(_parked(resident, order)))
+    elif isinstance(order, WeightOrder):
+        _weigh(channel, resident, order)
+    elif isinstance(order, KVOrder):
+        moving = (channel, resident, order, resident.behind_steps())
+        threading.Thread(target=_move, args=moving, daemon=True).start()
+    else:
+        assert isinstance(order, RecordGraph), order
+        channel.send(TO_CORE.frame(_recorded(resident)))
 
 
 def _profiled(profiler: Profiler, request: ProfileSteps) -> ProfileReply:

@@ -114,8 +114,6 @@ class Mixture:
         router, shared = spec.router, spec.shared
         assert shared is None or shared.inner % spec.inner == 0, (shared, spec.inner)
         self._num_shared = 0 if shared is None else shared.inner // spec.inner
-        self._tap = scope.ledger.routing
-        self._tap.top_k.append(router.top_k)
         self._router = scope.param(
             f"{router.name}.weight",
             (router.experts + self._is_gated, self._routed_width),
@@ -181,7 +179,7 @@ class Mixture:
         if stated_TX is not None:
             logits_TG = logits_TG.masked_fill(~stated_TX, float("-inf"))
         expert_TK, weight_TK = self._route(logits_TG)
-        self._tap.see(expert_TK[:, : self._spec.router.top_k])
+        self._scope.ledger.routing.see(expert_TK[:, : self._spec.router.top_k])
         if self._spec.router.idle:
             return self._beside_idle(x_TE, expert_TK, weight_TK)
         if self._spec.router.weighs_inputs:
@@ -227,6 +225,7 @@ class Mixture:
 
     def _finish(self) -> None:
         spec, scope, router = self._spec, self._scope, self._spec.router
+        scope.ledger.routing.top_k.append(router.top_k)
         bias = self._router_bias.take() if self._router_bias else None
         self._logits = bind_linear(scope, self._router.take(), bias, wide=True)
         problem = RouteProblem(
