@@ -1,10 +1,10 @@
-"""The last conversation of each row, as llama.cpp's server has slots: its KV saved to a file below the
-configured folder, restored from one, or erased.
+"""The last conversation of each row, as llama.cpp's server has slots: its KV saved to a file below
+the configured folder, restored from one, or erased.
 
-A row keeps nothing when its request has ended; what is saved is what the prefix cache still holds of
-that request's tokens, and a restored conversation is put back there, under the keys of the tenant
-it was of. The workers copy the blocks beside the steps (ports.KVWorkers); a file names what it
-was made with, and is refused where that differs.
+A row keeps nothing when its request has ended; what is saved is what the prefix cache still
+holds of that request's tokens, and a restored conversation is put back there, under the keys of
+the tenant it was of. The workers copy the blocks beside the steps (ports.KVWorkers); a file
+names what it was made with, and is refused where that differs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attention weights and chosen experts of the rows that ask for them: seen in the layers' forward, a
-chunk at a time, and told with the step's result. Nothing of it is there in steps without such a row. Rows are
-captured from their first position on.
+"""Attention weights and chosen experts of the rows that ask for them: seen in the layers'
+forward, a chunk at a time, and told with the step's result. Nothing of it is there in steps
+without such a row. Rows are captured from their first position on.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ class SavedConversation(msgspec.Struct, frozen=True, kw_only=True):
     """The head of a file.
 
     model         the family and the path it was served from: for people, nothing is compared
-    tokens        int32 little-endian of the whole conversation; the KV of the first `computed` of
-                  them is in the file
+    tokens        int32 little-endian of the whole conversation; the KV of the first `computed`
+                  of them is in the file
     tenant, cache_salt, extra_keys    what its prefix is kept apart by
-    groups        the groups of the engine that wrote it; `blocks`: of each the numbers of its blocks
-                  that are in the file, as places in the sequence
+    groups        the groups of the engine that wrote it; `blocks`: of each the numbers of its
+                  blocks that are in the file, as places in the sequence
     num_ranks     workers, each of which has a file of its own
     """
 

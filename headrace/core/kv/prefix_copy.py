@@ -1,5 +1,5 @@
-"""The blocks of a prefix, held while the workers copy them away, or taken for a prefix that comes back:
-all that a request needs to go on behind it, in every group of caches."""
+"""The blocks of a prefix, held while the workers copy them away, or taken for a prefix that comes
+back: all that a request needs to go on behind it, in every group of caches."""
 
 from __future__ import annotations
 

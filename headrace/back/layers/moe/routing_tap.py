@@ -1,5 +1,6 @@
-"""Which experts the routers of a model choose, seen in steps in which somebody looks: elsewhere nothing
-of it is there. One tap for all mixtures of a model, in the order in which they are built."""
+"""Which experts the routers of a model choose, seen in steps in which somebody looks: elsewhere
+nothing of it is there. One tap for all mixtures of a model, in the order in which they are
+built."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""POST /slots/{id}: the conversation of a slot saved to a file, restored or erased, as llama.cpp's server
-does it. Not behind the admin key: a key reaches its own conversations alone."""
+"""POST /slots/{id}: the conversation of a slot saved to a file, restored or erased, as llama.cpp's
+server does it. Not behind the admin key: a key reaches its own conversations alone."""
 
 from __future__ import annotations
 
