@@ -195,6 +195,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "qwen3_moe": "qwen3_moe",
     "gpt_oss": "gpt_oss",
     "lfm2": "lfm2",
+    "lfm3": "lfm3",
     "lfm2_moe": "lfm2_moe",
     "mistral": "mistral",
     "ministral3": "ministral3",

@@ -18,6 +18,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Glm4vForConditionalGeneration": "glm4v",
     "Glm4vMoeForConditionalGeneration": "glm4v",
     "Glm46VForConditionalGeneration": "glm4v",
+    "Lfm3VlForConditionalGeneration": "lfm3_vl",
     "Lfm2VlForConditionalGeneration": "lfm2_vl",
     "LlavaForConditionalGeneration": "llava",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",

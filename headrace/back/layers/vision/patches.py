@@ -23,7 +23,7 @@ class PatchSpec:
     """`patch` pixels a side, `frames` in the weight; mean and deviation of red, green and blue,
     unless the checkpoint's processor states others (Scope.image_norm).
     `name`: of the convolution. `linear`: the checkpoint holds [E, patch * patch * 3], channels
-    last; `flat`: [E, 3 * patch * patch]. `inside`: the model itself does this, behind what the
+    last; `flat`: [E, 3 * frames * patch * patch]. `inside`: the model itself does this, behind what the
     checkpoint's processor does."""
 
     patch: int
@@ -50,7 +50,8 @@ class PatchEmbedding:
         self._spec = spec
         side = (spec.patch, spec.patch)
         shape = (*((spec.frames,) if spec.frames > 1 else ()), *side)
-        inputs = (spec.patch**2 * 3,) if spec.linear or spec.flat else (3, *shape)
+        flat = (3 * spec.frames * spec.patch**2,)
+        inputs = flat if spec.linear or spec.flat else (3, *shape)
         at = scope / spec.name
         self._weight = at.param("weight", (width, *inputs))
         self._bias = at.param("bias", (width,), init="zeros") if spec.bias else None
