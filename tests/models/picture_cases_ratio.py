@@ -8,13 +8,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headrace.front.media.processing import ProcessedMedia
 from tests.front.media.oracles import without_torchvision
-from tests.models.picture_cases import HALF_NORM, IMAGE, VIDEO, PictureCase, Pictures, Theirs
+from tests.models.picture_cases import CLIP, HALF_NORM, IMAGE, VIDEO, PictureCase, Pictures, Theirs
 from tests.models.test_parity import CASES as TEXTS
 from tests.models.test_towers import TOWER, text
 from tests.models.vision_cases import GEMMA4_TEXT, GEMMA4_TOWER
@@ -30,6 +31,7 @@ with without_torchvision():
         SmolVLMProcessor,
         _prompt_single_image,
     )
+    from transformers.models.video_llava.processing_video_llava import VideoLlavaProcessor
 
 WINDOWS: dict[str, Any] = {
     **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},
@@ -124,6 +126,26 @@ def smolvlm_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
     return Theirs(given=inputs, texts=[text])
 
 
+def video_llava(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    """As CLIP's squares."""
+    square = {"height": 16, "width": 16}
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square)
+    values = processor(list(pictures), return_tensors="pt")["pixel_values"]
+    self = SimpleNamespace(
+        patch_size=4, num_additional_image_tokens=1, vision_feature_select_strategy="default",
+        image_token="I",
+    )  # fmt: skip
+    given = {"pixel_values": values}
+    texts = [VideoLlavaProcessor.replace_image_token(self, given, i) for i in range(len(pictures))]
+    return Theirs(given=given, texts=texts)
+
+
+def video_llava_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
+    given = {"pixel_values_videos": video_llava(frames, ()).given["pixel_values"][None]}
+    self = SimpleNamespace(patch_size=4, num_additional_image_tokens=1, video_token="V")
+    return Theirs(given=given, texts=[VideoLlavaProcessor.replace_video_token(self, given, 0)])
+
+
 def with_the_masks_of_generation(oracle: Any) -> None:
     """An image's tokens see each other in layers with a window alone, as where transformers 5.23 generates, and in
     Gemma 4; its forward pass lets them in all layers."""
@@ -166,6 +188,16 @@ CASES = {
         files=WINDOWS,
         marks={"]<]start of image[>[": 102, "]<]end of image[>[": 103},
         sizes=((40, 24), (17, 50)),
+    ),
+    "video-llava": PictureCase(
+        name="VideoLlava",
+        config={
+            **{"vision_config": CLIP, "text_config": text("llama")},
+            **{"image_token_index": IMAGE, "video_token_index": VIDEO},
+        },
+        process=video_llava,
+        clip=video_llava_clip,
+        files={"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}},
     ),
     "smolvlm": PictureCase(
         name="SmolVLM",

@@ -61,7 +61,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             raise config.wrong("vision_feature_layer", "one layer of Pixtral's tower")
         spec = pixtral_tower(vision, projector, taken[0])
     else:
-        spec = _still(config, text, vision)
+        spec = still_tower(config, text, vision)
     tower = PlainTower(scope, scope / "vision_tower", spec)
     return with_media(scope, text_decoder(inside, text), tower, renamed=OLDER_TOWER)
 
@@ -150,8 +150,8 @@ def pixtral_tower(vision: ConfigReader, projector: TwoLayers, layers: int) -> Pl
     )
 
 
-def _still(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
-    """CLIP's and SigLIP's towers."""
+def still_tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
+    """CLIP's or SigLIP's tower, as the config has it."""
     width, heads = vision.int("hidden_size", 768, ge=1), vision.int("num_attention_heads", 12, ge=1)
     clip = vision.str("model_type") == "clip_vision_model"
     patch, side = square(vision)

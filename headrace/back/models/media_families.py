@@ -26,6 +26,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Llama4ForConditionalGeneration": "llama4_vision",
     "LlavaNextForConditionalGeneration": "llava",
     "LlavaNextVideoForConditionalGeneration": "llava",
+    "VideoLlavaForConditionalGeneration": "video_llava",
     "VipLlavaForConditionalGeneration": "llava",
     "LlavaOnevisionForConditionalGeneration": "llava",
     "Ovis2ForConditionalGeneration": "ovis2",

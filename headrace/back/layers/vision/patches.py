@@ -23,8 +23,8 @@ class PatchSpec:
     """`patch` pixels a side, `frames` in the weight; mean and deviation of red, green and blue,
     unless the checkpoint's processor states others (Scope.image_norm).
     `name`: of the convolution. `linear`: the checkpoint holds [E, patch * patch * 3], channels
-    last; `flat`: [E, 3 * frames * patch * patch]. `inside`: the model itself does this, behind what the
-    checkpoint's processor does."""
+    last; `flat`: [E, 3 * frames * patch * patch]. `inside`: the model itself does this, behind what
+    the checkpoint's processor does."""
 
     patch: int
     mean: tuple[float, float, float]

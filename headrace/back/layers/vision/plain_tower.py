@@ -80,11 +80,12 @@ class PlainTowerSpec:
     them. table_side: patches a side of a table that is resized to each image; sides:
     the only ones such images have.
     class_token: its name and shape; it sees and is seen, and is left out in the end, or with
-    `class_alone` is all that is left. prefix: learned rows that are seen likewise, without places.
+    `class_alone` is all that is left, or with `class_kept` stands before the patches. prefix:
+    learned rows that are seen likewise, without places.
     cropped: a resized table is that of a square around the image. shares: instead of being resized,
     the table gives each patch the place that its share of the image falls into. rows_each: see
-    MediaForm. before,
-    behind: norms around the layers. theta, turns: of the rotation, where layers rotate.
+    MediaForm. before, behind: norms around the layers. theta, turns: of the rotation, where layers
+    rotate.
     layers_name: where the layers lie. frames: whether an input may have several t, each an image
     of its own (tiles). mutual: see MediaForm. embedded: a norm of the patches alone. packings: of
     the kinds whose inputs are cut; learned: the names of the row that ends rows and of the one that
@@ -104,6 +105,7 @@ class PlainTowerSpec:
     class_token: tuple[str, tuple[int, ...]] | None = None
     class_last: bool = False
     class_alone: bool = False
+    class_kept: bool = False
     prefix: tuple[str, tuple[int, int]] | None = None
     cropped: bool = False
     shares: bool = False
@@ -204,7 +206,7 @@ class PlainTower:
             x_NE = self._before.norm(x_NE)
         x_NE = self._through(x_NE, spans)
         if first:
-            own = slice(0, 1) if spec.class_alone else slice(first, None)
+            own = slice(0, 1) if spec.class_alone else slice(0 if spec.class_kept else first, None)
             images = x_NE.split([first + length for length in lengths])
             x_NE = torch.cat([one[own] for one in images])
         if self._behind is not None:

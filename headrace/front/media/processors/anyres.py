@@ -1,5 +1,5 @@
-"""LLaVA-NeXT and LLaVA-OneVision: the whole picture as one square, then its tiles, of which the
-part without padding is shown.
+"""LLaVA-NeXT, LLaVA-OneVision and Video-LLaVA: the whole picture as one square, then its tiles, of
+which the part without padding is shown.
 
 As transformers 5.23 (image_processing_pil_llava_next.py, image_processing_pil_llava_onevision.py,
 processing_llava_next.py, processing_llava_onevision.py,
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 from PIL import Image
 
@@ -90,6 +91,26 @@ class AnyResolutionProcessor(SquareProcessor):
             num_tokens=len(squares) * half**2 + 1,
         )
         return ProcessedMedia(inputs=(one,), layout=(0,))
+
+
+class CroppedFramesProcessor(SquareProcessor):
+    """Video-LLaVA's: the middle square of each frame is an input with a token more."""
+
+    def frames_of(self, video: Sampling) -> list[int]:
+        """So many in equal steps from the first on."""
+        count = min(self._settings.max_frames, video.num_frames)
+        return [i * video.num_frames // count for i in range(count)]
+
+    def video(
+        self, frames: Iterable[Image.Image], indices: Sequence[int], video: Sampling
+    ) -> ProcessedMedia:
+        """One behind the other."""
+        inputs = list[TowerInput]()
+        for frame in frames:
+            square = self.input_of(self.fitted(frame))
+            count = len(square.rows) + self._settings.extra
+            inputs.append(msgspec.structs.replace(square, kind="video", num_tokens=count))
+        return ProcessedMedia(inputs=tuple(inputs), layout=tuple(range(len(inputs))))
 
 
 class AveragedFramesProcessor(AnyResolutionProcessor):

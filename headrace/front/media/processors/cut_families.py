@@ -56,6 +56,24 @@ def _llava_next_video(files: CheckpointFiles) -> MediaSpec:
     )
 
 
+def _video_llava(files: CheckpointFiles) -> MediaSpec:
+    """The middle square of an image and of each frame."""
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=1,
+        side=side_pixels(vision, 224),
+        fit="crop",
+        resample=image.int("resample", 3, ge=0, le=5),
+        max_frames=files.video.int("num_frames", 8, ge=1, le=100_000),
+        extra=1,
+    )
+    spec = image_only("cropped_frames", settings, config)
+    token = config.int("video_token_id", None, aliases=("video_token_index",), ge=0)
+    return msgspec.structs.replace(spec, video_token=token)
+
+
 def _llava_onevision(files: CheckpointFiles) -> MediaSpec:
     image, config, video = files.image, files.config, files.video
     vision = vision_section(config)
@@ -345,6 +363,7 @@ def _video_llama(files: CheckpointFiles) -> MediaSpec:
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_next_video": _llava_next_video,
+    "video_llava": _video_llava,
     "llava_onevision": _llava_onevision,
     "llama4": _llama4,
     "kimi_k25": _kimi,

@@ -44,6 +44,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "gemma4": "headrace.front.media.processors.gemma4:Gemma4Processor",
         "anyres": "headrace.front.media.processors.anyres:AnyResolutionProcessor",
         "anyres_frames": "headrace.front.media.processors.anyres:AveragedFramesProcessor",
+        "cropped_frames": "headrace.front.media.processors.anyres:CroppedFramesProcessor",
         "kimi": "headrace.front.media.processors.kimi:KimiProcessor",
         "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
         "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
