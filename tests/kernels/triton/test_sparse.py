@@ -42,7 +42,10 @@ def test_the_chosen_positions_are_those_of_the_reference(heads, dim, top_k, dtyp
     assert index_select.OP.error(triton_index_select.KERNEL, problem) == 0
 
 
-@pytest.mark.parametrize(("top_k", "part"), [(70, 64), (5, 16), (300, 128)])
+SMALLER = (pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((70, 64), (5, 16)))
+
+
+@pytest.mark.parametrize(("top_k", "part"), [(300, 128), *SMALLER])
 def test_long_rows_of_few_tokens_are_cut_into_parts(top_k, part):
     """KRN-04: with ties in several parts, rows of one part, and rows that see no more than they choose."""
     problem = IndexSelectProblem(
