@@ -71,8 +71,10 @@ def test_every_family_tells_the_kernels_it_would_have_on_a_gpu(case: str) -> Non
     assert MIXERS & found.keys() or case in BY_PYTORCH
 
 
-def problems_of(case: str, **changes: Any) -> set[tuple[str, Any]]:
-    """(op, problem) of every kernel that an H200 would compile for the case's model."""
+def problems_of(
+    case: str, *, capability: tuple[int, int] = (9, 0), **changes: Any
+) -> set[tuple[str, Any]]:
+    """(op, problem) of every kernel that a GPU would compile for the case's model."""
     from headrace.back.kernels.triton.wrap import planned_for
 
     config = tiny_config(case).to_dict() | {"architectures": [f"{CASES[case][0]}ForCausalLM"]}
@@ -81,11 +83,30 @@ def problems_of(case: str, **changes: Any) -> set[tuple[str, Any]]:
         path="", name=case, format="dummy", family=architecture_of(config).family, dtype="bfloat16",
         max_model_len=32, logits_width=config["vocab_size"], eos_ids=(), config=config,
     )  # fmt: skip
-    with DeferredChecks() as checks, planned_for((9, 0)):
+    with DeferredChecks() as checks, planned_for(capability):
         build_without_memory(spec, block_tokens=16, planned="cuda").finish_load()
         problems = {(op.name, problem) for op, _, problem in checks._checks}
     checks.forget()
     return problems
+
+
+CHOICES = {
+    "deepseek-v3.2": ("index_write", "index_select", "sparse_latent_attention"),
+    "deepseek-v4": ("group_write", "group_select", "compressed_attention"),
+    "glm-dsa": ("index_write", "index_select", "sparse_latent_attention"),
+}
+
+
+@pytest.mark.parametrize("device", ["a100", "h200", "b200"])
+@pytest.mark.parametrize("case", CHOICES)
+def test_choices_and_what_reads_them_have_kernels_on_every_generation(
+    case: str, device: str
+) -> None:
+    """KRN-03, KRN-04."""
+    capability = FAKES[device].capability
+    assert capability is not None
+    ops = {op for op, _ in problems_of(case, capability=capability[:2])}
+    assert ops.issuperset(CHOICES[case])
 
 
 @pytest.mark.parametrize("case", ["qwen3", "deepseek-v3", "qwen3-next"])
