@@ -17,6 +17,7 @@ from headrace.base import extensions
 from headrace.base.config.resolved import KVSpec, SchedulerSpec
 from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, RateLimited
 from headrace.base.wire.load import MARGIN, QUANTILES, Load, order_s
+from headrace.base.wire.media import encoder_outputs
 from headrace.base.wire.request import (
     BOUNDS,
     LOGPROBS_MODES,
@@ -106,12 +107,20 @@ def _check_encoder(encoder: bytes, facts: WorkerFacts) -> None:
 
 
 def _check_spectrogram(encoder: bytes, shape: tuple[int, ...]) -> None:
-    bands, frames = shape
+    bands, frames = shape[:2]
     if not encoder:
         raise InvalidRequest(
             "the model reads speech, not text: ask by /v1/audio/transcriptions", field="prompt"
         )
-    if len(encoder) != 4 * bands * frames:
+    given, rest = divmod(len(encoder), 4 * bands)
+    if len(shape) > 2:
+        if rest or given > frames or encoder_outputs(shape, given) < 1:
+            raise InvalidRequest(
+                f"a sound of {len(encoder)} bytes; frames of {4 * bands} bytes are needed, at most "
+                f"{frames}, and enough for one output",
+                field="file",
+            )
+    elif len(encoder) != 4 * bands * frames:
         raise InvalidRequest(
             f"a spectrogram of {len(encoder)} bytes; {bands} bands of {frames} frames take "
             f"{4 * bands * frames}",

@@ -9,11 +9,18 @@ from typing import Any
 from headrace.back.models.encoder_families import ENCODER_DECODERS
 from headrace.back.models.families import Architecture
 from headrace.base.config.hf import ConfigReader
+from headrace.base.config.speech import SOUNDS
+from headrace.base.wire.media import encoder_outputs
 
 DECODER_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("d_model",),
-    "num_hidden_layers": ("decoder_layers", "num_decoder_layers", "num_layers"),
-    "num_attention_heads": ("decoder_attention_heads", "num_heads"),
+    "num_hidden_layers": (
+        "decoder_num_hidden_layers",
+        "decoder_layers",
+        "num_decoder_layers",
+        "num_layers",
+    ),
+    "num_attention_heads": ("decoder_num_attention_heads", "decoder_attention_heads", "num_heads"),
     "head_dim": ("d_kv",),
     "intermediate_size": ("decoder_ffn_dim", "d_ff"),
     "max_position_embeddings": ("max_target_positions", "max_decoder_position_embeddings"),
@@ -40,12 +47,20 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spectrogram_of(config: ConfigReader) -> tuple[int, ...]:
-    """Bands and frames of the spectrograms that an encoder of speech reads, two frames for each of
-    its positions; empty of others."""
+    """The shape of what an encoder of speech reads (base/wire/media.py: encoder_outputs); empty of
+    others."""
+    named = config.raw.get("architectures") or [""]
+    if named[0] in SOUNDS:
+        return SOUNDS[named[0]]
     if "num_mel_bins" not in config:
         return ()
     positions = config.int("max_source_positions", 1500, ge=1, le=1 << 16)
     return config.int("num_mel_bins", ge=1, le=1024), 2 * positions
+
+
+def longest_heard(spectrogram: tuple[int, ...]) -> int:
+    """The most outputs of such an encoder; 0: there is none."""
+    return encoder_outputs(spectrogram, spectrogram[1]) if spectrogram else 0
 
 
 def decoder_start(

@@ -39,7 +39,7 @@ from headrace.front.text.parsing.families import (
 from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
 from headrace.launch.drafters import DraftCheckpoint
-from headrace.launch.encoder_decoder import alignment_heads, suppressed_ids
+from headrace.launch.encoder_decoder import alignment_heads, longest_heard, suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
 from headrace.launch.kv_types import kv_dtype_of, kv_plain_layers
 from headrace.launch.lengths import (
@@ -343,7 +343,7 @@ def _kv(
             memory = _kv_bytes(
                 online_weight_bytes(options, model, device_spec.device), machine, device_spec
             )
-        longest = max_model_len + (model.encoder_tokens or sum(model.spectrogram[1:]) // 2)
+        longest = max_model_len + (model.encoder_tokens or longest_heard(model.spectrogram))
         most = scheduler.max_running * longest * max(1, model.kv_bytes_per_token)
         why = (
             "a share of the free memory" if memory <= most else "what all running requests can use"

@@ -131,7 +131,7 @@ class EncoderBatch:
     host int32, first token of each text, and S; slots_GS: int64 [S] for each KV group, where the
     keys and values of each token go, empty for those that are not cross caches. spectrograms:
     float32 [texts, bands, frames], of an encoder that reads these instead of tokens, of which
-    there are as many as positions.
+    there are as many as positions. sounds: float32 [frames of each], of one that reads these.
     """
 
     token_ids_S: torch.Tensor
@@ -139,6 +139,7 @@ class EncoderBatch:
     query_start: np.ndarray
     slots_GS: tuple[torch.Tensor, ...]
     spectrograms: torch.Tensor | None = None
+    sounds: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

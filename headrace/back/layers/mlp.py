@@ -67,7 +67,7 @@ class GatedMLPSpec:
 
     name: str = "mlp"
     bias: bool = False
-    merged: str | None = None
+    merged: str | MergedTensor | None = None
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"

@@ -10,7 +10,7 @@ wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -31,6 +31,14 @@ from headrace.back.models.decoder_layer import DecoderSizes, Stream
 from headrace.back.models.encoder import EncoderLayer
 from headrace.back.models.weights import WeightPlan
 from headrace.base.config.resolved import Decision
+
+
+class SoundSource(Protocol):
+    """Sounds of any length, float32 [frames] each -> x_SE, one behind the other."""
+
+    def read(self, sounds: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See the class."""
+        ...
 
 
 class EncoderSource(Protocol):
@@ -122,7 +130,8 @@ class EncoderDecoderSpec:
     """A whole encoder-decoder. `encoder_layer` builds one from its scope and number. `prefix` holds
     all but the head, `shared` below it is the embedding. `head`: the output head, where it is not
     the embedding; `logits_bias`: where its bias is. `source` makes what turns spectrograms into
-    what the encoder's layers read, from its scope and the width; without one that are tokens."""
+    what the encoder's layers read, from its scope and the width; `hears` likewise what turns sounds
+    of any length; without either that are tokens."""
 
     sizes: DecoderSizes
     encoder_layers: int
@@ -133,6 +142,7 @@ class EncoderDecoderSpec:
     decoder: StackSpec
     positions: PositionsSpec | None = None
     source: Callable[[Scope, int], EncoderSource] | None = None
+    hears: Callable[[Scope, int], SoundSource] | None = None
     embedding_scale: float = 1.0
     prefix: str = "model"
     shared: str = "shared"
@@ -152,8 +162,11 @@ class EncoderDecoder:
         sizes, inside = spec.sizes, scope / spec.prefix if spec.prefix else scope
         self.logits_width = sizes.vocabulary
         self.attention_heads = 0 if spec.source is None else sizes.heads
-        self.encoder_tokens = scope.encoder_tokens if spec.source is None else 0
-        self.state = "encoder inputs" if spec.source is None else "spectrograms"
+        reads = spec.source is None and spec.hears is None
+        self.encoder_tokens = scope.encoder_tokens if reads else 0
+        self.state = "encoder inputs" if reads else "spectrograms"
+        if spec.hears is not None:
+            self.state = "sounds"
         self._ledger = scope.ledger
         self._embedding = TokenEmbedding(
             inside / spec.shared,
@@ -164,7 +177,8 @@ class EncoderDecoder:
         )
         encoder, decoder = inside / spec.encoder.stack, inside / spec.decoder.stack
         self._source = spec.source and spec.source(encoder, sizes.width)
-        read = spec if spec.source is None else replace(spec, positions=None)
+        self._hears = spec.hears and spec.hears(encoder, sizes.width)
+        read = spec if reads else replace(spec, positions=None)
         self._encoder_ends = StackEnds(encoder, read, spec.encoder)
         at = encoder / spec.encoder.layers
         self._encoder_layers = [
@@ -223,6 +237,8 @@ class EncoderDecoder:
         if self._source is not None:
             assert inputs.spectrograms is not None, "an encoder of speech reads spectrograms"
             embedded_SE = self._source.read(inputs.spectrograms)
+        elif self._hears is not None:
+            embedded_SE = self._hears.read(inputs.sounds)
         else:
             embedded_SE = self._embedding.lookup(inputs.token_ids_S)
         x_SE = add_norm(None, *self._encoder_ends.begin(embedded_SE, inputs.positions_S))

@@ -16,6 +16,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "MarianMTModel": "marian",
     "M2M100ForConditionalGeneration": "m2m_100",
     "WhisperForConditionalGeneration": "whisper",
+    "MoonshineForConditionalGeneration": "moonshine",
     "T5ForConditionalGeneration": "t5",
     "MT5ForConditionalGeneration": "mt5",
     "UMT5ForConditionalGeneration": "umt5",

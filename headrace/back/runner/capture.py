@@ -104,7 +104,9 @@ class WeightCapture:
 
 def num_capturable(model: CausalModel, spec: EngineSpec) -> int:
     """Layers whose attention can be told: all, or none."""
-    wanted = spec.model.attention_capture or spec.model.spectrogram  # by which words get times
+    wanted = (
+        spec.model.attention_capture or len(spec.model.spectrogram) == 2
+    )  # by which words get times
     alone = spec.device.tensor_parallel == 1
     return len(model.kv_forms) if wanted and alone and model.attention_heads else 0
 

@@ -70,9 +70,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     they are read from, instead of `path`.
     `manifest`: the file of digests that the files must match; None: not verified.
     `encoder_tokens`: the most that the encoder of an encoder-decoder reads, whose decoder has
-    `max_model_len`; 0: of others. `spectrogram`: bands and frames of what an encoder of speech
-    reads instead. `image_norm`: what the checkpoint's processor says of the values of colours,
-    None: as its family has them. `shares_encoder`: see `--mm-encoder-tp-mode`.
+    `max_model_len`; 0: of others. `spectrogram`: the shape of what an encoder of speech reads
+    instead (base/wire/media.py: encoder_outputs). `image_norm`: what the checkpoint's processor
+    says of the values of colours, None: as its family has them. `shares_encoder`: see
+    `--mm-encoder-tp-mode`.
     """
 
     path: str

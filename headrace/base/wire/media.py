@@ -39,6 +39,16 @@ def length_after(length: int, strides: Strides) -> int:
     return max(0, length)
 
 
+def encoder_outputs(shape: tuple[int, ...], frames: int) -> int:
+    """Of an encoder of speech that reads so many frames. `shape`: bands and frames of spectrograms
+    of one size, two frames for each output; or the values of a frame, the most frames, and three
+    numbers for each of the Strides that frames go through."""
+    if len(shape) == 2:
+        return shape[1] // 2
+    rest = shape[2:]
+    return length_after(frames, tuple(zip(rest[::3], rest[1::3], rest[2::3], strict=True)))
+
+
 class SoundSteps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the frames of a sound become tokens.
 

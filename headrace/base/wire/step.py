@@ -64,9 +64,9 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `media`:
     the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them.
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
-    none that reads tokens. `spectrogram`: bands and frames of what one reads instead; empty: there
-    is none. `routed_experts`: layers whose chosen experts can be told, and the most of a token;
-    empty: none.
+    none that reads tokens. `spectrogram`: the shape of what one reads instead (media.py:
+    encoder_outputs); empty: there is none. `routed_experts`: layers whose chosen experts can be
+    told, and the most of a token; empty: none.
     """
 
     num_blocks: int

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import ContextTooLong
+from headrace.base.wire.media import encoder_outputs
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.kinds import CacheKind, CrossKind, capacity_tokens, common_hit, kind_of
 from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher, Snapshots
@@ -75,6 +76,7 @@ class KVManager:
         self._even = [g for g in self._shared if self.ratios[g] == 1]
         self._uneven = [g for g in self._shared if self.ratios[g] > 1]
         self._reads_tokens = facts.encoder_tokens > 0
+        self._sound = facts.spectrogram
         self._hasher = PrefixHasher(hash_key)
         self._chunk_tokens = chunk_tokens
         self.capacity_tokens = capacity_tokens(
@@ -95,6 +97,11 @@ class KVManager:
     def cross_tokens(self, request: Request) -> int:
         """Outputs of an encoder in the request's caches; of no tokens, all there may be."""
         held = len(request.wire.encoder) // TOKEN_BYTES * self._reads_tokens
+        if len(self._sound) > 2 and request.wire.encoder:
+            frames = len(request.wire.encoder) // (
+                TOKEN_BYTES * self._sound[0]
+            )  # floats have as many bytes
+            return encoder_outputs(self._sound, frames)
         return held or max(self.spans.values())
 
     def _each(self, request: Request, tokens: int) -> list[tuple[CacheKind, int]]:

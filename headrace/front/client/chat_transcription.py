@@ -19,6 +19,7 @@ from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.ctc_transcription import CtcTranscriber
 from headrace.front.client.events import Delta, Ended
+from headrace.front.client.sample_transcription import SampleTranscriber
 from headrace.front.client.sound_prompt import prepared_window
 from headrace.front.client.timed_transcription import TimedTranscriber, is_in_time
 from headrace.front.client.transcription import (
@@ -58,6 +59,8 @@ def transcriber_of(
     text: TextSpec, tokenizer: Tokenizer, template: ChatTemplate
 ) -> SpeechModel | None:
     """What turns speech into text with this model; None where it does not."""
+    if len(text.spectrogram) > 2:
+        return SampleTranscriber(text)
     if text.spectrogram:
         return Transcriber(text, tokenizer)
     if text.media is not None and text.media.blank is not None:

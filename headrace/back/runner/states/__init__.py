@@ -10,7 +10,7 @@ import torch
 
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.memory import KVMemory
-from headrace.back.runner.states.encoder_inputs import EncoderInputs, Spectrograms
+from headrace.back.runner.states.encoder_inputs import EncoderInputs, Sounds, Spectrograms
 from headrace.back.runner.states.media import Media
 from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
 from headrace.back.runner.states.recurrent import Recurrent
@@ -30,6 +30,7 @@ STATES: dict[str, StateFactory] = {
     "spectrograms": lambda max_rows, device, memory: Spectrograms(
         memory, device, max_rows=max_rows
     ),
+    "sounds": lambda max_rows, device, memory: Sounds(memory, device, max_rows=max_rows),
     "recurrent": lambda max_rows, device, memory: Recurrent(memory),
 }
 """By `CausalModel.state`."""

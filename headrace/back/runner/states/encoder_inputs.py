@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ class EncoderInputs(PlainDecoder):
         """Of the encoder, over one input."""
         return one.size
 
-    def _input(self, inputs: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    def _input(self, inputs: list[np.ndarray]) -> dict[str, Any]:
         """The part of an EncoderBatch that the encoder reads."""
         token_S = np.concatenate(inputs).astype(np.int64)
         return {"token_ids_S": to_device(token_S, self._device)}
@@ -111,13 +112,34 @@ class Spectrograms(EncoderInputs):
         """As many of each."""
         return self._outputs
 
-    def _input(self, inputs: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    def _input(self, inputs: list[np.ndarray]) -> dict[str, Any]:
         """No tokens; the spectrograms one behind the other."""
         none = to_device(np.zeros(0, np.int64), self._device)
         return {
             "token_ids_S": none,
             "spectrograms": to_device(np.stack(inputs), self._device),
         }
+
+
+class Sounds(EncoderInputs):
+    """The same for encoders of speech whose inputs have any length; what waits begins with how many
+    outputs there will be."""
+
+    def start(self, start: RowStart) -> None:
+        """See EncoderInputs."""
+        if start.encoder:
+            count = np.array([start.cross_tokens], np.float32)
+            self._waiting[start.row] = np.concatenate((count, np.frombuffer(start.encoder, "<f4")))
+
+    def _num_outputs(self, one: np.ndarray) -> int:
+        """As the core counted them."""
+        return int(one[0])
+
+    def _input(self, inputs: list[np.ndarray]) -> dict[str, Any]:
+        """No tokens; the sounds."""
+        none = to_device(np.zeros(0, np.int64), self._device)
+        sounds = tuple(to_device(one[1:].copy(), self._device) for one in inputs)
+        return {"token_ids_S": none, "sounds": sounds}
 
 
 def _passes(
