@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import ContextTooLong
-from headrace.base.wire.media import encoder_outputs
 from headrace.base.wire.step import WorkerFacts
+from headrace.core.kv.cross import CrossOutputs
 from headrace.core.kv.kinds import CacheKind, CrossKind, capacity_tokens, common_hit, kind_of
 from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher, Snapshots
 from headrace.core.kv.slabs import SlabPool
 from headrace.core.media_checks import media_mark
-from headrace.core.request import TOKEN_BYTES, Request
+from headrace.core.request import Request
 
 Int32 = npt.NDArray[np.int32]
 Intp = npt.NDArray[np.intp]
@@ -75,8 +75,7 @@ class KVManager:
         # Groups of which a sequence takes one block with each block of the hash chain.
         self._even = [g for g in self._shared if self.ratios[g] == 1]
         self._uneven = [g for g in self._shared if self.ratios[g] > 1]
-        self._reads_tokens = facts.encoder_tokens > 0
-        self._sound = facts.spectrogram
+        self._cross = CrossOutputs(facts)
         self._hasher = PrefixHasher(hash_key)
         self._chunk_tokens = chunk_tokens
         self.capacity_tokens = capacity_tokens(
@@ -96,13 +95,7 @@ class KVManager:
 
     def cross_tokens(self, request: Request) -> int:
         """Outputs of an encoder in the request's caches; of no tokens, all there may be."""
-        held = len(request.wire.encoder) // TOKEN_BYTES * self._reads_tokens
-        if len(self._sound) > 2 and request.wire.encoder:
-            frames = len(request.wire.encoder) // (
-                TOKEN_BYTES * self._sound[0]
-            )  # floats have as many bytes
-            return encoder_outputs(self._sound, frames)
-        return held or max(self.spans.values())
+        return self._cross.of(request.wire.encoder) or max(self.spans.values())
 
     def _each(self, request: Request, tokens: int) -> list[tuple[CacheKind, int]]:
         """Each group's kind, and the tokens in it of a request that has so many."""
