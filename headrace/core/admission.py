@@ -112,9 +112,9 @@ def _check_spectrogram(encoder: bytes, shape: tuple[int, ...]) -> None:
         raise InvalidRequest(
             "the model reads speech, not text: ask by /v1/audio/transcriptions", field="prompt"
         )
-    given, rest = divmod(len(encoder), 4 * bands)
+    count, rest = divmod(len(encoder), 4 * bands)
     if len(shape) > 2:
-        if rest or given > frames or encoder_outputs(shape, given) < 1:
+        if rest or count > frames or encoder_outputs(shape, count) < 1:
             raise InvalidRequest(
                 f"a sound of {len(encoder)} bytes; frames of {4 * bands} bytes are needed, at most "
                 f"{frames}, and enough for one output",
