@@ -1,6 +1,6 @@
 """Speech to text by an encoder-decoder that reads sounds of any length and whose text has no
-control tokens (Moonshine): a window of half a minute is what its encoder reads, the decoder begins with its
-start token, and there is nothing that it could be asked for."""
+control tokens (Moonshine): a window of half a minute is what its encoder reads, the decoder begins
+with its start token, and there is nothing that it could be asked for."""
 
 from __future__ import annotations
 
