@@ -57,6 +57,18 @@ def test_the_chosen_positions_are_those_of_the_reference(library, heads, dim, to
     assert index_select_op.OP.error(kernel, problem) == 0
 
 
+def test_long_rows_of_few_tokens_are_scored_in_parts_by_several_threads(library):
+    problem = IndexSelectProblem(
+        device="cpu", dtype=torch.float32, heads=5, dim=16, top_k=50, block_tokens=16
+    )
+    sample = index_select_op.sample_of(problem, [[(1, 3000), (1, 40), (3, 2049), (1, 1)]])
+    select = index_select.bind_with(library, problem)
+    chosen_TK = select(*sample.arguments)
+    assert torch.equal(chosen_TK, index_select_op.bind_reference(problem)(*sample.arguments))
+    library.set_threads(1)
+    assert torch.equal(chosen_TK, select(*sample.arguments))
+
+
 def test_what_stands_behind_a_query_changes_nothing_and_padding_chooses_nothing(library):
     """REG-033: what later chunks have left in the cache is not looked at."""
     problem = IndexSelectProblem(

@@ -30,6 +30,11 @@ HR_INLINE uint32_t lowest_chosen(const uint32_t* bits, int64_t count, int64_t to
   return prefix;
 }
 
+// Few tokens are scored in parts, each a task, so that a decode is not left to one thread: so many scores a part, so many tokens
+// at most.
+constexpr int64_t kScorePart = 1024;
+constexpr int64_t kFewTokens = 64;
+
 // The places of the top_k highest of more than top_k bits, in rising order.
 HR_INLINE void write_highest(const uint32_t* bits, int64_t count, int64_t top_k, int32_t* chosen) {
   int64_t ties;
