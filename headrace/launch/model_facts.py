@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.back.models.encoder_families import ENCODERS
+from headrace.back.models.encoder_families import ENCODERS, JUDGES
 from headrace.back.models.families import (
     FALLBACK,
     HEADS,
@@ -252,7 +252,7 @@ def _kv_bytes(
 
 def _text_part(reader: ConfigReader, named: Architecture) -> ConfigReader:
     """The section with the decoder's sizes: text_config where a model has several parts."""
-    if is_encoder_decoder(named):
+    if is_encoder_decoder(named) or named.family in JUDGES.values():
         return ConfigReader(decoder_config(reader.raw), reader.where)
     if is_late_vision(reader.raw):
         return ConfigReader(text_config(reader.raw), f"{reader.where}: vlm_config")

@@ -92,6 +92,10 @@ PUBLISHED = {"minimax_m3_vl_text": split_minimax_m3}
 """How checkpoints hold a text part that transformers saves otherwise when it is alone, by its type."""
 
 
+CHOICE_BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
+"""What is added to experts' scores for the choice alone (MOD-12); zeros as made, which would hide it."""
+
+
 def randomize(model: Any, *, seed: int = 11) -> None:
     """Gives every parameter random values."""
     generator = torch.Generator().manual_seed(seed)
@@ -107,6 +111,8 @@ def randomize(model: Any, *, seed: int = 11) -> None:
                 buffer.mul_(0.7)
             if name.endswith("rotary_emb.alpha"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5)
+            if name.endswith(CHOICE_BIASES):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
             if name.endswith("tid2eid"):
                 buffer.copy_(torch.randint(6, buffer.shape, generator=generator))
 

@@ -22,6 +22,8 @@ from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import ModelSpec
+from headrace.launch.locate import LocatedModel
+from headrace.launch.model_facts import read_model_facts
 from headrace.launch.pooling_facts import read_pooling
 
 SIZES = {
@@ -248,6 +250,8 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("XLMRobertaXLForSequenceClassification", narrow("XLMRobertaXL")),
     ("RobertaPreLayerNormForTokenClassification", narrow("RobertaPreLayerNorm")),
     ("Data2VecTextForSequenceClassification", narrow("Data2VecText")),
+    ("LongformerModel", narrow("Longformer", attention_window=[4, 8, 4])),
+    ("LongformerForSequenceClassification", narrow("Longformer", attention_window=4)),
     ("T5EncoderModel", t5),
     ("UMT5EncoderModel", umt5),
     ("EmbeddingGemma2TextModel", embedding_gemma2_text),
@@ -351,6 +355,8 @@ def test_an_encoder_decoder_judges_by_its_last_state(tmp_path: Path) -> None:
     facts = {"encodes": True, "whole": ConfigReader(spec.config, "config.json")}
     reader = ConfigReader(spec.config, "config.json")
     assert read_pooling(None, reader, "sequence", ("a", "b", "c"), **facts).how == "last"
+    told = read_model_facts(LocatedModel(path=tmp_path, name="m", format="safetensors"))
+    assert told.encodes and told.pooling.how == "last" and told.max_model_len == 40
     texts = [[*text[1:], 2] for text in TEXTS if 2 not in text] + [[7, 8, 9, 2]]
     model = loaded(spec)
     with torch.inference_mode():

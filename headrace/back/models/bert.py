@@ -90,13 +90,14 @@ def build_bert(
     attention_of: Callable[[Scope, EncoderSizes], Callable[[Scope], TokenLayer]] | None = None,
     shared: tuple[str, ...] | None = None,
     num_tasks: int = 0,
+    ignored: tuple[str, ...] = (),
 ) -> Encoder:
     """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at
     `first_position`, None: positions have no embeddings. `head` makes the classification head from
     the outer and the inner scope and the width, `bias_of` what all layers add to scores,
     `attention_of` what makes the attention of a layer, where it is another. `shared`: where each
     layer lies, if several are the same one; `num_tasks`: rows of a table of tasks, whose first
-    every token is given."""
+    every token is given; `ignored`: tensors besides."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix
@@ -129,7 +130,7 @@ def build_bert(
         layers=[built[place] for place in places],
         norm=norm,
         classifier=head(scope, inside, sizes.width),
-        ignored=(*IGNORED, POOLER),
+        ignored=(*IGNORED, POOLER, *ignored),
         segments=embeddings.num_types > 1,
     )
 

@@ -42,6 +42,7 @@ TEXT_ENCODERS: Mapping[str, str] = {
     "AlbertForMaskedLM": "albert",
     "ErnieForMaskedLM": "ernie",
     "EsmForMaskedLM": "esm",
+    "LongformerForMaskedLM": "longformer",
     "MegatronBertForMaskedLM": "megatron_bert",
     "RemBertForMaskedLM": "rembert",
     "RoFormerForMaskedLM": "roformer",
@@ -66,14 +67,22 @@ ENCODERS = frozenset(
         *("bert", "roberta", "modernbert", "nomic_bert", "jina_embeddings_v3"),
         *("embedding_gemma", "modernvbert", "mpnet", "distilbert", "electra", "gte", "eurobert"),
         *("two_towers", "embedding_gemma2", "deberta_v2", "albert", "ernie", "esm", "rembert"),
-        *("t5_encoder", "umt5_encoder", *JUDGES.values()),
+        *("t5_encoder", "umt5_encoder", *JUDGES.values(), "longformer"),
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
         "frame_labels",
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 FIRST_POSITION = dict.fromkeys(
-    ("roberta", "mpnet", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text", "esm"),
+    (
+        "roberta",
+        "mpnet",
+        "xlm_roberta_xl",
+        "roberta_prelayernorm",
+        "data2vec_text",
+        "esm",
+        "longformer",
+    ),
     "pad_token_id",
 )
 """Families whose positions begin one behind the id under this key: fewer than are stated."""
