@@ -65,10 +65,10 @@ def test_requests_cut_at_random_moments_leave_nothing_behind() -> None:
 
 def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
     """P12; what bystanders wait is the full run's."""
-    report = run("grammars", "--grammars", "15", "--seed", "7", "--calm-s", "0", check=False)
+    report = run("grammars", "--grammars", "10", "--seed", "7", "--calm-s", "0", check=False)
     assert report["problems"] == [] and report["restarts"] == 0
     assert report["bystander_streams"] >= 8 and report["bystander_mismatches"] == 0
-    assert sum(report["statuses"].values()) == 15 and report["statuses"]["400"] > 2
+    assert sum(report["statuses"].values()) == 10 and report["statuses"]["400"] > 1
     assert report["running_waiting"] == [0, 0]
 
 
@@ -119,9 +119,9 @@ def test_nothing_is_unpickled_in_any_process() -> None:
 
 def test_requests_with_constraints_of_their_own_do_not_touch_each_other() -> None:
     """P17/T17."""
-    report = run("canary", "--requests", "40", "--seed", "7")
+    report = run("canary", "--requests", "24", "--seed", "7")
     assert report["mismatches"] == report["tokens_outside_allowed"] == 0
-    assert report["tokens"] > 160
+    assert report["tokens"] > 96
 
 
 def test_the_time_of_a_refusal_does_not_tell_how_much_of_a_key_was_right() -> None:

@@ -112,7 +112,7 @@ def least(kind: str, count: int) -> int:
 
 @pytest.mark.parametrize(
     "kind",
-    ["draft_model", "eagle3", *(pytest.param(kind, marks=SLOW) for kind in ("mtp", *AT_ONCE))],
+    ["draft_model", *(pytest.param(kind, marks=SLOW) for kind in ("eagle3", "mtp", *AT_ONCE))],
 )
 def test_every_way_to_sample_gives_the_tokens_of_plain_decoding(pair: Any, kind: str) -> None:
     """Temperatures, penalties, log-probabilities, biases, bans; greedy and with fixed seeds."""

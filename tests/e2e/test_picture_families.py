@@ -30,7 +30,7 @@ SOFT = {
 """What an image's tokens are."""
 MARK = {"llama4": "<|image|>", "ovis2": "<image>"}
 """What stands for a whole image in a chat, where that is another."""
-GATED = ("llava-next", "ovis2")
+GATED = ("llava-next",)
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 

@@ -87,7 +87,7 @@ class Person(BaseModel):
     pets: list[Pet] = Field(max_length=2)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_the_sdk_parses_an_answer_into_its_model(client: openai.OpenAI, temperature: float) -> None:
     parsed = client.chat.completions.parse(
         model="headrace-demo", messages=ASK, response_format=Person, max_tokens=ANY_PERSON,

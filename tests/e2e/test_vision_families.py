@@ -33,8 +33,8 @@ MARKS = {
     "paligemma": "<image>",
     "gemma4-mutual": "<image>",
 }
-GATED = ("llava", "pixtral", "smolvlm")
-"""In make test: one image a size, of any size, in tiles. The processors of all are held by tests/front/media."""
+GATED = ("pixtral", "smolvlm")
+"""In make test: of any size, in tiles. The processors of all are held by tests/front/media."""
 CASES = {**test_towers.CASES, **vision_cases.CASES}
 SOFT = {"gemma3": "<image_soft_token>"}
 """What stands for an image's tokens where the mark in the prompt is another."""

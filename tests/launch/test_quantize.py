@@ -164,7 +164,9 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, 97, (64,), generator=generator).tolist() for _ in range(4)]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gemma2"))]
+)
 def test_a_calibration_text_makes_outputs_better(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

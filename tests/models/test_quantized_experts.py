@@ -75,6 +75,7 @@ def quantize_oracle(oracle: Any, scheme: str, packed: set[str]) -> None:
                 matrix.copy_(rounded.t() if turned else rounded)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "int4-asym", "mxfp4"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_the_weights_that_the_numbers_stand_for(

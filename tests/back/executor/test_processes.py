@@ -104,7 +104,7 @@ def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
     driver = Driver(pair.facts)
     pending = pair.submit(driver.plan([(driver.add([61]), 1)]))

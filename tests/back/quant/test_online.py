@@ -104,6 +104,7 @@ def write_dequantized(folder, scheme):
     save_file(tensors, path)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
 def test_logits_differ_from_those_of_the_same_weights_by_the_activations_rounding(

@@ -69,7 +69,7 @@ def replay_of(running: OfflineEngine) -> CpuGraphs:
 @pytest.mark.parametrize(
     "options",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         ("--quantization", "int8"),
         pytest.param(("--dtype", "float32"), marks=pytest.mark.slow),
         pytest.param(("--quantization", "fp8"), marks=pytest.mark.slow),
@@ -92,7 +92,7 @@ def test_replayed_decodes_give_the_tokens_of_steps_run_as_they_are(options, monk
     "options",
     [
         (),
-        ("--quantization", "int4"),
+        pytest.param(("--quantization", "int4"), marks=pytest.mark.slow),
         pytest.param(("--quantization", "int8"), marks=pytest.mark.slow),
     ],
 )
