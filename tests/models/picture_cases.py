@@ -62,9 +62,9 @@ class Theirs:
 
 @dataclass(frozen=True, kw_only=True)
 class PictureCase:
-    """`mended`: what is wrong with transformers' model. `renamed`: names that transformers stores wrongly, as published
-    ones are. `marks`: ids of tokens in an image's text. `process`: transformers' processor; it is told what ours made
-    too."""
+    """`mended`: what is wrong with transformers' model. `reads`: it takes text alone. `renamed`: names transformers
+    stores wrongly, as published ones are. `marks`: ids of tokens in an image's text. `process`: transformers'
+    processor; it is told what ours made too."""
 
     name: str
     config: dict[str, Any]
@@ -79,6 +79,7 @@ class PictureCase:
     longest: int = 512
     num_frames: int = 3
     rate: float = 2.0
+    reads: bool = True
     mended: Callable[[Any], None] | None = None
     clip: Callable[[Pictures, ProcessedMedia], Theirs] | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -126,6 +127,12 @@ def smolvlm_clip(frames: Pictures, ours: ProcessedMedia) -> Theirs:
     return Theirs(given=inputs, texts=[text])
 
 
+def blip(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = BlipImageProcessorPil(size={"height": 16, "width": 16})
+    values = processor(list(pictures), return_tensors="pt")["pixel_values"]
+    return Theirs(given={"pixel_values": values}, texts=["I" * 5] * len(pictures))
+
+
 def video_llava(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     """As CLIP's squares."""
     square = {"height": 16, "width": 16}
@@ -188,6 +195,25 @@ CASES = {
         files=WINDOWS,
         marks={"]<]start of image[>[": 102, "]<]end of image[>[": 103},
         sizes=((40, 24), (17, 50)),
+    ),
+    "blip-2": PictureCase(
+        name="Blip2",
+        config={
+            "vision_config": {**TOWER, "model_type": "blip_2_vision_model"},
+            "qformer_config": {
+                **{"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2},
+                **{"intermediate_size": 40, "encoder_hidden_size": 32},
+            },
+            "text_config": {
+                **{"model_type": "opt", "vocab_size": 120, "hidden_size": 48, "ffn_dim": 64},
+                **{"num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 48},
+                **{"max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2},
+            },
+            **{"image_token_index": IMAGE, "num_query_tokens": 5},
+        },
+        process=blip,
+        reads=False,
+        files={"size": {"height": 16, "width": 16}},
     ),
     "video-llava": PictureCase(
         name="VideoLlava",

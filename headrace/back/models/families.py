@@ -194,6 +194,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
     "gpt_oss": "gpt_oss",
+    "opt": "opt",
     "lfm2": "lfm2",
     "lfm3": "lfm3",
     "lfm2_moe": "lfm2_moe",
@@ -247,10 +248,8 @@ CHOOSING = "minimax_m3_sparse"
 """What MiniMax calls layers with an indexer, where others have none."""
 TWO_ATTENTIONS = frozenset({"longcat_flash"})
 """Families of which each layer has two attentions."""
-SHARING = {
-    *("gemma3n", "gemma3n_audio", "gemma4", "gemma4_unified", "gemma4_unified_vision"),
-    "gemma4_vision",
-}
+SHARING = {"gemma3n", "gemma3n_audio", "gemma4", "gemma4_vision"}
+SHARING |= {"gemma4_unified", "gemma4_unified_vision"}
 """Families whose upper layers may read the caches of lower ones."""
 COLBERT = "HF_ColBERT"
 """BERT below a projection of every token (Khattab and Zaharia 2020), as its authors store it."""

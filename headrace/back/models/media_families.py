@@ -38,6 +38,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "MistralLarge4ForConditionalGeneration": "mistral_large4_vision",
     "AyaVisionForConditionalGeneration": "aya_vision",
     "CohereCompassForConditionalGeneration": "cohere_compass",
+    "Blip2ForConditionalGeneration": "blip_2",
     "Cohere2VisionForConditionalGeneration": "aya_vision",
     "MiniCPMV": "minicpmv_queries",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vision",

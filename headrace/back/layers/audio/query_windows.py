@@ -1,5 +1,6 @@
-"""The window-wise Q-former of Granite Speech: learned queries read each window of positions through
-layers of BERT's with cross-attention (Li et al. 2023, BLIP-2).
+"""The Q-former of BLIP-2, and of Granite Speech window by window: learned queries read each window
+of positions, or a whole image, through layers of BERT's with cross-attention (Li et al. 2023,
+BLIP-2).
 
 W windows of S positions of width I, Q queries, N = W Q, H heads, E width, F of the decoder.
 """
@@ -19,7 +20,7 @@ from headrace.back.layers.scope import Scope
 @dataclass(frozen=True, kw_only=True)
 class QueryWindowsSpec:
     """inputs: width of a position. every: how manieth layer reads the window. outputs: of the
-    decoder."""
+    decoder. names: of the queries and of the last layer."""
 
     inputs: int
     width: int
@@ -30,6 +31,7 @@ class QueryWindowsSpec:
     eps: float
     queries: int
     outputs: int
+    names: tuple[str, str] = ("query", "linear")
 
 
 class QueryWindows:
@@ -37,13 +39,13 @@ class QueryWindows:
 
     def __init__(self, scope: Scope, spec: QueryWindowsSpec) -> None:
         inside = scope / "qformer"
-        self._queries = scope.param("query", (1, spec.queries, spec.width))
+        self._queries = scope.param(spec.names[0], (1, spec.queries, spec.width))
         self._norm = LAYER.build(inside / "layernorm", spec.width, eps=spec.eps)
         self._layers = [
             QueryLayer(inside / "encoder.layer" / str(i), spec, reads=i % spec.every == 0)
             for i in range(spec.layers)
         ]
-        self._out = WholeLinear(scope / "linear", spec.width, spec.outputs, bias=True)
+        self._out = WholeLinear(scope / spec.names[1], spec.width, spec.outputs, bias=True)
         self._query_QE = torch.empty(0)
         scope.on_finish(self._finish)
 

@@ -56,6 +56,19 @@ def _llava_next_video(files: CheckpointFiles) -> MediaSpec:
     )
 
 
+def _blip(files: CheckpointFiles) -> MediaSpec:
+    """One square, stretched, of so many tokens."""
+    image, vision = files.image, vision_section(files.config)
+    settings = ProcessorSettings(
+        patch=patch_pixels(vision),
+        merge=1,
+        side=side_pixels(vision, 224),
+        resample=image.int("resample", 3, ge=0, le=5),
+        rows_each=files.config.int("num_query_tokens", 32, ge=1, le=4096),
+    )
+    return image_only("square", settings, files.config)
+
+
 def _video_llava(files: CheckpointFiles) -> MediaSpec:
     """The middle square of an image and of each frame."""
     image, config = files.image, files.config
@@ -363,6 +376,7 @@ def _video_llama(files: CheckpointFiles) -> MediaSpec:
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_next_video": _llava_next_video,
+    "blip-2": _blip,
     "video_llava": _video_llava,
     "llava_onevision": _llava_onevision,
     "llama4": _llama4,
