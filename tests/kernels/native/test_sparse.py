@@ -133,6 +133,24 @@ def test_the_chosen_groups_are_those_of_the_reference(
     assert group_select_op.OP.error(kernel, problem) == 0
 
 
+def test_many_groups_of_few_tokens_are_scored_in_parts_by_several_threads(library):
+    problem = GroupSelectProblem(
+        device="cpu", dtype=torch.float32, heads=5, dim=16, group=2, top_k=50, block_tokens=16
+    )
+    rows = [(1, 5000), (3, 2200), (1, 1)]
+    plan, blocks = sample_plan(rows, block_tokens=16, window=None, device="cpu")
+    new = {"generator": torch.Generator().manual_seed(8)}
+    q_TJI, weight_TJ, entries = (
+        torch.randn(*shape, **new).round_() for shape in ((5, 5, 16), (5, 5), (blocks, 8, 16))
+    )
+    select = group_select.bind_with(library, problem)
+    chosen_TGK = select(q_TJI, weight_TJ, entries, plan)
+    expected = group_select_op.bind_reference(problem)(q_TJI, weight_TJ, entries, plan)
+    assert torch.equal(chosen_TGK, expected)
+    library.set_threads(1)
+    assert torch.equal(chosen_TGK, select(q_TJI, weight_TJ, entries, plan))
+
+
 @pytest.mark.parametrize("best_key", [False, True])
 def test_entries_of_groups_that_are_not_whole_are_not_looked_at(library, best_key):
     """REG-033 for groups: a query at position 8 sees two entries of four, or nine keys."""

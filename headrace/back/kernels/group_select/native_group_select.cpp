@@ -1,12 +1,10 @@
 // The groups of the highest scores of each query: of their entries, one list for all heads, or of their best keys, a list for
 // each head. A query that sees no more groups than it may choose scores nothing.
 
-#include "../native/group_entries.h"
-#include "../native/top_scores.h"
+#include "../native/entry_select.h"
 
 namespace {
 
-constexpr int64_t kMaxDim = 512;
 constexpr int64_t kHeads = 4;  // of a chunk, whose groups are scored together: a key is loaded once for them
 
 struct GroupSelect {
@@ -16,24 +14,6 @@ struct GroupSelect {
   int32_t* chosen;
   int64_t rows, heads, dim, top_k, q_token, weight_token, block_tokens, group, local;
 };
-
-// A chunk is a token.
-template <class T>
-void by_entries(void* context, int64_t token) {
-  const GroupSelect& p = *static_cast<const GroupSelect*>(context);
-  int32_t* chosen = p.chosen + token * p.top_k;
-  const TokenPlace place = token_place(p.start, p.length, p.rows, token);
-  const int64_t seen = place.row < 0 ? 0 : (place.position + 1) / p.group, floats = index_floats(p.heads, p.dim);
-  if (seen <= p.top_k) return write_first(seen, p.top_k, chosen);
-  float* memory = static_cast<float*>(hr_scratch((floats + seen) * int64_t(sizeof(float)), 1));
-  if (memory == nullptr) return write_first(0, p.top_k, chosen);
-  const IndexQueries<T> queries = index_queries(static_cast<const T*>(p.q) + token * p.q_token,
-                                             static_cast<const T*>(p.weight) + token * p.weight_token, p.heads, p.dim, memory);
-  uint32_t* bits = reinterpret_cast<uint32_t*>(memory + floats);
-  const T* entries = static_cast<const T*>(p.entries);
-  index_scores<T>(queries, seen, [&](int64_t g) { return entry_at(p.at, entries, place.row, g, p.dim); }, bits);
-  write_highest(bits, seen, p.top_k, chosen);
-}
 
 // The best score of each group for kHeads heads: bits [kHeads][groups]. Local groups are not scored.
 template <class T>
@@ -84,9 +64,14 @@ void by_best_keys(void* context, int64_t chunk) {
 }
 
 template <class T>
-void run(GroupSelect& p, int64_t tokens, bool best_key) {
-  if (best_key) hr_parallel(by_best_keys<T>, &p, tokens * ceil_div(p.heads, kHeads));
-  else hr_parallel(by_entries<T>, &p, tokens);
+int32_t run(GroupSelect& p, int64_t tokens, bool best_key) {
+  if (best_key) {
+    hr_parallel(by_best_keys<T>, &p, tokens * ceil_div(p.heads, kHeads));
+    return HR_OK;
+  }
+  EntrySelect of_entries{p.q, p.weight, p.entries, p.start, p.length, p.at, p.chosen, p.rows, p.heads, p.dim, p.top_k, p.q_token,
+                         p.weight_token, nullptr, 0, 0};
+  return select_entries<T>(of_entries, tokens);
 }
 
 }  // namespace
@@ -105,10 +90,9 @@ HR_PUBLIC int32_t HR_EXPORT(group_select)(const void* q, const void* weight, con
                 chosen, rows, heads, dim, top_k, q_token, weight_token, block_tokens, group, local};
   if (best_key && !rows_fit(start, length, table, rows, table_stride, tokens, block_tokens, num_blocks)) return HR_BAD_INDEX;
   if (!best_key && !entries_fit(p.at, start, length, rows, tokens, block_tokens)) return HR_BAD_INDEX;
-  if (dtype == HR_BF16) run<bf16>(p, tokens, best_key);
-  else if (dtype == HR_F16) run<fp16>(p, tokens, best_key);
-  else if (dtype == HR_F32) run<float>(p, tokens, best_key);
-  else return HR_BAD_DTYPE;
-  return HR_OK;
+  if (dtype == HR_BF16) return run<bf16>(p, tokens, best_key);
+  if (dtype == HR_F16) return run<fp16>(p, tokens, best_key);
+  if (dtype == HR_F32) return run<float>(p, tokens, best_key);
+  return HR_BAD_DTYPE;
 }
 HR_REPLAYABLE(group_select)
