@@ -4,11 +4,8 @@ bundled model, beside bf16.
     python -m benchmarks.cpu.quality --count 100 --out benchmarks/cpu/quality.json [--types= to leave files out]
 
 What --out holds for the same count already is not run again, so that it can be made in pieces. `--demo mixture` asks
-the bundled mixture instead; `--kv` the bundled model with every KV cache type too. `--docs` writes both models' tables
-(`tasks_text.json`, `tasks_mixture.json`) into docs/QUANTIZATION.md:
-
-    for demo in text mixture; do python -m benchmarks.cpu.quality --demo $demo --count 10 --types= --kv \\
-        --out benchmarks/cpu/tasks_$demo.json; done; python -m benchmarks.cpu.quality --docs
+the bundled mixture instead (tasks_mixture.json); `--kv` the bundled model with every KV cache type too. The table of
+docs/QUANTIZATION.md: quality_page.py.
 
 The bundled model is written as GGUF by the `gguf` library; Q4_K where rows have 256-input blocks, Q5_0 elsewhere, as
 converters do.
@@ -62,9 +59,6 @@ def write(folder: Path, kind: str) -> Path:
 
 PERPLEXITY = "perplexity"
 KV = ("int8", "fp8", "fp8_e5m2", "int4")
-FOLDER = Path(__file__).resolve().parent
-DOCS = FOLDER.parents[1] / "docs" / "QUANTIZATION.md"
-BEGIN, END = "<!-- tasks: benchmarks/cpu/quality.py --docs -->\n", "<!-- end of tasks -->\n"
 MODELS = {"text": "bundled model", "mixture": "bundled mixture"}
 
 
@@ -104,11 +98,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--demo", default="text", choices=tuple(MODELS))
     parser.add_argument("--kv", action="store_true", help="every KV cache type too")
-    parser.add_argument("--docs", action="store_true", help="write the tables, run nothing")
     own = parser.parse_args()
-    if own.docs:
-        write_docs()
-        return
     transformers.utils.logging.disable_progress_bar()
     results = stored(own.out, own.count)
     options: dict[str, dict[str, str]] = {"bf16": {}}
@@ -131,38 +121,9 @@ def main() -> None:
         print(f"| {name} | {mean:.3f} | {cells} |")
 
 
-def write_docs() -> None:
-    """What is lossy -> right answers over all tasks, of both models, and of the task that lost most."""
-    found = {demo: json.loads((FOLDER / f"tasks_{demo}.json").read_text()) for demo in MODELS}
-    counts = {one["count"] for one in found.values()}
-    tasks = {len(one["shares"]["bf16"]) - 1 for one in found.values()}
-    titles = [f"{MODELS[demo]} | most lost there | perplexity" for demo in MODELS]
-    lines = [f"| what is lossy | {' | '.join(titles)} |", "|---" * (1 + 3 * len(MODELS)) + "|"]
-    names = dict.fromkeys(name for one in found.values() for name in one["shares"])
-    for name in names:
-        cells = [cell for one in found.values() for cell in _cells(one["shares"], name)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    (count,), (number,) = counts, tasks
-    head = f"Right answers of {number} tasks, {count} held-out items each, greedy, and their perplexity:\n\n"
-    before, _, rest = DOCS.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    DOCS.write_text(before + BEGIN + head + "\n".join(lines) + "\n" + END + after)
-
-
 def _mean(shares: dict[str, float]) -> float:
     tasks = [share for task, share in shares.items() if task != PERPLEXITY]
     return sum(tasks) / len(tasks)
-
-
-def _cells(shares: Results, name: str) -> tuple[str, str, str]:
-    if name not in shares:
-        return "", "", ""
-    mine, plain = shares[name], shares["bf16"]
-    task = min((one for one in mine if one != PERPLEXITY), key=lambda one: mine[one] - plain[one])
-    lost = 100 * (mine[task] - plain[task])
-    change = 100 * (mine[PERPLEXITY] / plain[PERPLEXITY] - 1)
-    perplexity = f"{mine[PERPLEXITY]:.4f}" if mine is plain else f"{change:+.2f} %"
-    return f"{100 * _mean(mine):.1f} %", f"{task} {lost:+.0f} %" if lost < 0 else "none", perplexity
 
 
 if __name__ == "__main__":
