@@ -201,8 +201,14 @@ def test_control_does_what_the_admin_routes_do(served: Served, channel: grpc.Cha
     assert not control_call("IsSleeping").sleeping and not control_call("IsPaused").paused
     assert not control_call("ListLoras").adapters
     assert not control_call("GetKvEventSources").sources
-    for method in ("UpdateWeights", "GetWeightVersion"):
-        assert refusal(channel, control.SERVICE, method, ADMIN) is Code.UNIMPLEMENTED
+    assert refusal(channel, control.SERVICE, "UpdateWeights", ADMIN) is Code.UNIMPLEMENTED
+    control_call("UpdateWeightVersion", weight_version="step-7")
+    assert control_call("GetWeightVersion").weight_version == "step-7"
+    told = served.get("/get_weight_version", **{"x-api-key": ADMIN}).json()
+    assert told == {"weight_version": "step-7"}
+    for wrong in ("", "two words"):
+        code = refusal(channel, control.SERVICE, "UpdateWeightVersion", ADMIN, weight_version=wrong)
+        assert code is Code.INVALID_ARGUMENT
     assert refusal(channel, control.SERVICE, "Sleep", ADMIN, level=7) is Code.INVALID_ARGUMENT
     assert refusal(channel, control.SERVICE, "WakeUp", ADMIN, tags=["x"]) is Code.INVALID_ARGUMENT
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from headrace import __version__
 from headrace.base.errors import InvalidRequest, Unsupported
-from headrace.front.server.administration import adapters
+from headrace.front.server.administration import adapters, weights
 from headrace.front.server.administration.api import answer
 from headrace.front.server.administration.operations import OPERATIONS, num_workers
+from headrace.front.server.administration.parameters import NoParameters
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService, Unary
@@ -155,6 +156,22 @@ async def list_loras(context: RequestContext, fields: Fields) -> Fields:
     return {"adapters": [{"lora_name": name} for name in names]}
 
 
+async def weight_version(context: RequestContext, fields: Fields) -> Fields:
+    """GetWeightVersion: of the weights that answers come from."""
+    return await weights.version(context, NoParameters())
+
+
+async def name_weights(context: RequestContext, fields: Fields) -> Fields:
+    """UpdateWeightVersion: another name for the weights that are there."""
+    try:
+        asked = parse({"new_version": fields.get("weight_version", "")}, weights.VersionParameters)
+        await weights.name_version(context, asked)
+    except InvalidRequest as error:
+        message = error.message.replace("new_version", "weight_version")
+        raise InvalidRequest(message, field="weight_version") from None
+    return {}
+
+
 _NO_TRANSFER = _refusing(
     "weights are replaced over HTTP (POST /update_weights and its like), or by "
     "headrace.admin.v1.Admin/UpdateWeights"
@@ -176,11 +193,13 @@ SERVICE = RpcService(
         "Sleep": Rpc(route="/sleep", unary=sleep),
         "WakeUp": Rpc(route="/wake_up", unary=wake),
         "IsSleeping": Rpc(route="/is_sleeping", unary=is_sleeping),
+        "GetWeightVersion": Rpc(route="/get_weight_version", unary=weight_version),
+        "UpdateWeightVersion": Rpc(route="/update_weight_version", unary=name_weights),
         **{
             name: Rpc(route="/update_weights", unary=_NO_TRANSFER)
             for name in (
                 *("InitWeightTransferEngine", "StartWeightUpdate", "StartDraftWeightUpdate"),
-                *("UpdateWeights", "FinishWeightUpdate", "UpdateWeightVersion", "GetWeightVersion"),
+                *("UpdateWeights", "FinishWeightUpdate"),
             )
         },
     },
