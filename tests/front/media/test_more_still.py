@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
+    DeepseekOcr2ImageProcessorPil,
+)
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -149,3 +152,20 @@ def test_smolvlm_s_frames_are_the_reference_s(video: Sampling) -> None:
     )
     theirs = SmolVLMVideoProcessor.sample_frames(self, metadata)
     assert ours == theirs.tolist()
+
+
+@pytest.mark.parametrize("size", [(40, 24), (96, 96), (97, 20), (150, 70), (400, 90), (90, 400)])
+def test_deepseek_ocr_s_tiles_take_the_reference_s_tokens(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    """MOD-05: pictures to tiles to tokens: of a tile and of the whole so many queries each, and one row more."""
+    files = {"size": {"height": 128, "width": 128}, "tile_size": 96}
+    vision = {"sam_config": {"patch_size": 2}}
+    ours = processor_of(tmp_path, {"model_type": "deepseek_ocr2", "vision_config": vision}, files)
+    image = picture(*size, 1)
+    theirs = DeepseekOcr2ImageProcessorPil(**files)([image], return_tensors="np")
+    tiles = int(theirs["num_local_patches"][0])
+    medium = ours.image(image)
+    *cut, whole = medium.inputs
+    assert [one.grid for one in cut] == [(1, 48, 48)] * tiles and whole.grid == (1, 64, 64)
+    assert whole.num_tokens == 16**2 + 1 and all(not one.num_tokens for one in cut)
