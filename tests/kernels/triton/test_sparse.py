@@ -139,6 +139,31 @@ def test_a_window_and_entries_in_one_softmax_equal_the_reference(
     assert compressed.OP.error(triton_compressed_attention.KERNEL, problem) <= BOUND[dtype]
 
 
+def test_rows_are_left_whole_where_the_check_of_parts_fails(monkeypatch):
+    problem = IndexSelectProblem(
+        device=DEVICE, dtype=torch.float32, heads=3, dim=16, top_k=33, block_tokens=16
+    )
+    whole, parts = triton_index_select.KERNEL.plans(problem)
+    assert whole.skip is None and (whole.name, parts.name) == (
+        "rows by a program each", "rows in parts",
+    )  # fmt: skip
+    monkeypatch.setattr(triton_index_select, "_whole", set())
+    parts.skip("it disagrees")
+    monkeypatch.setattr(triton_index_select, "count_part_kernel", None)
+    q_TJI, weight_TJ, keys, plan = index_select.sample_of(problem, [[(1, 300)]]).arguments
+    chosen_TK = triton_index_select.bind(problem, part=64)(q_TJI, weight_TJ, keys, plan)
+    reference = index_select.bind_reference(problem)
+    assert torch.equal(chosen_TK, reference(q_TJI, weight_TJ, keys, plan))
+
+
+@pytest.mark.skipif(interpreted(), reason="takes minutes in the interpreter")
+def test_both_plans_pass_at_the_size_of_a_model():
+    problem = IndexSelectProblem(
+        device=DEVICE, dtype=torch.bfloat16, heads=64, dim=128, top_k=2048, block_tokens=64
+    )
+    assert index_select.OP.failures(triton_index_select.KERNEL, problem) == []
+
+
 @pytest.mark.skipif(interpreted(), reason="there are no graphs in the interpreter")
 @pytest.mark.parametrize("capacity", [3000, 3 * triton_index_select.PART])
 def test_a_recorded_choice_follows_the_lengths(capacity):
