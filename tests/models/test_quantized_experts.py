@@ -1,5 +1,5 @@
 """Mixtures whose experts are quantized while they load: the logits of the same mixture with the weights that
-the numbers stand for; recorded steps; sizes and memory (QNT-09, PLT-09)."""
+the numbers stand for; recorded steps; sizes and memory (QNT-09, REG-058, PLT-09)."""
 
 from __future__ import annotations
 

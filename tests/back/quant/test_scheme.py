@@ -130,7 +130,7 @@ def test_an_outlier_touches_only_its_row_or_group(scheme):
 
 
 def test_mxfp8_scales_are_the_next_power_of_two_so_that_nothing_saturates():
-    """KRN-17's rule; floor(log2(largest)) - 8 would saturate one random group in five."""
+    """KRN-17's rule (REG-041); floor(log2(largest)) - 8 would saturate one random group in five."""
     scheme, weight = ONLINE_SCHEMES["mxfp8"], weights(64, 32 * 64)
     weight[0, :32], weight[1, :32], weight[2, :32] = (
         0,

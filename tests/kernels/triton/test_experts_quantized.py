@@ -1,5 +1,5 @@
 """Experts with weights of e4m3 and of 4-bit numbers against their definitions: on a GPU, or in the interpreter
-(test_interpreter.py). KRN-16, KRN-17, QNT-01."""
+(test_interpreter.py). KRN-16, KRN-17, KRN-18, QNT-01."""
 
 from __future__ import annotations
 
