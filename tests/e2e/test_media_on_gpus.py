@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 EXACT = ("--dtype", "float32", "--threads", "4", "--kv-blocks", "512")
+OWN = ("--device", "cuda", "--gpu-memory", "6GiB")
+"""Other tests take memory of the same device."""
 MANY = 7
 """Images of one prompt: a number that two ranks cannot share out evenly."""
 
@@ -60,21 +62,21 @@ def expected() -> list[str]:
 
 
 def test_one_gpu_says_what_a_cpu_says(expected: list[str]) -> None:
-    assert answers("--device", "cuda") == expected
+    assert answers(*OWN) == expected
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here")
 @pytest.mark.parametrize("mode", ["weights", "data"])
 def test_two_gpus_say_what_a_cpu_says(expected: list[str], mode: str) -> None:
     shared = ("--tensor-parallel", "2", "--mm-encoder-tp-mode", mode)
-    assert answers("--device", "cuda", *shared) == expected
+    assert answers(*OWN, *shared) == expected
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("av"), reason="PyAV is not here")
 def test_speech_is_heard_on_a_gpu_as_on_a_cpu() -> None:
     texts = []
-    for device in ("cpu", "cuda"):
-        with serving(None, "--demo", "speech", *EXACT[:4], "--device", device) as served:
+    for device in (("--device", "cpu"), OWN):
+        with serving(None, "--demo", "speech", *EXACT[:4], *device) as served:
             heard = []
             for language in ("en", "de"):
                 for item in read_items(HEARD)[language][:6]:

@@ -155,12 +155,16 @@ def test_streams_of_e4m3_numbers(group, width, inner, more, how):
     generator = torch.Generator(device=DEVICE).manual_seed(1)
     weights = fp8.random_experts(problem, generator), *biases_of(whole, generator)
     expected = fp8.bind_reference(problem, *weights)
+    # Sums in another order round a hidden value to the next e4m3 number now and then: the largest one by a 14th of it,
+    # which is a share of 3 / 14 / sqrt(inner) of the largest result (a weight and a result of three and four
+    # deviations). Two of them in one token.
+    bound = max(BOUND["fp8"], 6 / 14 / inner**0.5)
     for plan in triton_experts_fp8.all_plans(streamed=True)[1:]:
         run = triton_experts_fp8.bind(problem, *weights, always=plan)
         for tokens in (2, 37, 150):
             inputs = routed(whole, tokens, how)
             found = run(*inputs)
-            assert error(found, expected(*inputs)) <= BOUND["fp8"], (plan, tokens)
+            assert error(found, expected(*inputs)) <= bound, (plan, tokens)
             assert torch.equal(found, run(*inputs)), (plan, tokens)
 
 
