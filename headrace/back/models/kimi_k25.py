@@ -1,6 +1,6 @@
-"""Kimi-K2.5 with images and video: DeepSeek V3's decoder behind a tower of patches of any size with
-both a learned table of places and rotary ones. The frames of a clip attend to each other and become
-the mean of them (Kimi team 2025, Kimi-VL; 2026, Kimi K2.5)."""
+"""Kimi-VL with images, Kimi-K2.5 with images and video: DeepSeek V3's decoder behind a tower of
+patches of any size with both a learned table of places and rotary ones. The frames of a clip attend
+to each other and become the mean of them (Kimi team 2025, Kimi-VL; 2026, Kimi K2.5)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ from headrace.back.models.vision import (
 from headrace.base.config.hf import ConfigReader
 
 EPS = 1e-5
+PROJECTORS = {
+    False: ("multi_modal_projector", ("linear_1", "linear_2")),
+    True: ("mm_projector", ("proj.0", "proj.2")),
+}
+"""By whether there are clips: the module of the projection, and its layers."""
 NAMES = VisionLayerNames(
     before_attention="norm0",
     before_mlp="norm1",
@@ -35,7 +40,8 @@ NAMES = VisionLayerNames(
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """Kimi_K25ForConditionalGeneration, KimiK25ForConditionalGeneration."""
+    """KimiVLForConditionalGeneration, Kimi_K25ForConditionalGeneration,
+    KimiK25ForConditionalGeneration."""
     inside = scope / "language_model"
     if config.section("vision_config") is None:
         text = config.section("text_config") or config
@@ -55,6 +61,8 @@ def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> To
     merge = vision.list("merge_kernel_size", [2, 2], of=int, length=2)
     if merge[0] != merge[1] or merge[0] < 1:
         raise vision.wrong("merge_kernel_size", "two equal numbers")
+    clips = config.str("model_type", "") != "kimi_vl"
+    projector, linear = PROJECTORS[clips]
     projector_eps = vision.float("projector_ln_eps", EPS, ge=0.0)
     ropes = vision.section("rope_parameters") or vision
     layer = VisionLayerSpec(
@@ -84,19 +92,20 @@ def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> To
             merge=merge[0],
             norm=LAYER,
             eps=config.float("projection_layer_norm_eps", projector_eps, ge=0.0),
-            names=("pre_norm", "proj.0", "proj.2"),
+            names=("pre_norm", *linear),
         ),
         positions=side**2,
         square_table=True,
         taps=bicubic,
         theta=ropes.float("rope_theta", 10_000.0, ge=1.0),
         turns=columns_beside_rows,
+        video=clips,
         max_t=vision.int("pos_emb_time", 4, aliases=("init_pos_emb_time",), ge=1),
-        clips=True,
+        clips=clips,
         behind="vision_tower.encoder.final_layernorm",
         names=(
             "vision_tower.encoder.blocks",
-            "mm_projector",
+            projector,
             "",
             "vision_tower.patch_embed.pos_emb",
         ),

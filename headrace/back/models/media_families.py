@@ -21,6 +21,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Lfm3VlForConditionalGeneration": "lfm3_vl",
     "Lfm2VlForConditionalGeneration": "lfm2_vl",
     "LlavaForConditionalGeneration": "llava",
+    "KimiVLForConditionalGeneration": "kimi_k25",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",
     "KimiK25ForConditionalGeneration": "kimi_k25",
     "Llama4ForConditionalGeneration": "llama4_vision",

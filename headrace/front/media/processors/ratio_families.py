@@ -86,10 +86,28 @@ def _minimax(files: CheckpointFiles) -> MediaSpec:
     return image_only("qwen_vl", settings, config)
 
 
+def _kimi_vl(files: CheckpointFiles) -> MediaSpec:
+    """In the upper left of whole windows of black."""
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    if not image.bool("pad_input", True):
+        raise image.wrong("pad_input", "true")
+    patch = vision.int("patch_size", 14, ge=1, le=1024)
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=int(vision.list("merge_kernel_size", [2, 2], of=int, length=2)[0]),
+        image_pixels=(patch**2, image.int("in_token_limit", 4096, ge=1, le=65_536) * patch**2),
+        longest=511,
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return image_only("kimi", settings, config)
+
+
 RATIO_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "glm5_next": _glm_next,
+    "kimi_vl": _kimi_vl,
     "minimax_m3_vl": _minimax,
     "paddleocr_vl": _paddleocr,
 }
