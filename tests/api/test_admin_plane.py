@@ -287,7 +287,8 @@ def test_a_core_that_dies_paused_comes_back_paused(mode: str) -> None:
         assert client.get("/health").json()["is_paused"] is False and said(served) == before
 
 
-@pytest.mark.parametrize("level", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [2, 1])
 def test_a_core_that_dies_asleep_comes_back_asleep_and_wakes(level: int) -> None:
     """Nothing is loaded for it before it is woken, and nobody is told that it is awake; what was kept died with it."""
     with admin_server() as (served, client):

@@ -26,7 +26,6 @@ MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 pytestmark = pytest.mark.long
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
-DTYPES = ["float32", "bfloat16"]
 WINDOWS = {
     "use_sliding_window": True,
     "sliding_window": 48,
@@ -132,10 +131,17 @@ def answers(
     return {request.id: (tokens[request.id], scores[request.id]) for request in made}, seen
 
 
-@pytest.mark.covering(1)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("config", [{}, WINDOWS], ids=["full", "windows"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        pytest.param("float32", {}, marks=pytest.mark.slow),
+        pytest.param("float32", WINDOWS, marks=pytest.mark.slow),
+        pytest.param("bfloat16", {}, marks=pytest.mark.slow),
+        ("bfloat16", WINDOWS),
+    ],
+    ids=["float32-full", "float32-windows", "bfloat16-full", "bfloat16-windows"],
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_answer_is_that_of_the_request_alone(device: str, dtype: str, config: dict) -> None:
     """Batches, chunks, prefix hits and preemptions by chance, against each request in an engine of its own."""

@@ -63,12 +63,13 @@ def test_requests_cut_at_random_moments_leave_nothing_behind() -> None:
     assert report["abort_ms"]["p50"] < 200 or not quiet
 
 
+@pytest.mark.slow
 def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
-    """P12; what bystanders wait is the full run's."""
-    report = run("grammars", "--grammars", "10", "--seed", "7", "--calm-s", "0", check=False)
+    """P12; what bystanders wait is the full run's. In `make test`: tests/core/grammar/test_hostile.py."""
+    report = run("grammars", "--grammars", "40", "--seed", "7", "--calm-s", "0", check=False)
     assert report["problems"] == [] and report["restarts"] == 0
     assert report["bystander_streams"] >= 8 and report["bystander_mismatches"] == 0
-    assert sum(report["statuses"].values()) == 10 and report["statuses"]["400"] > 1
+    assert sum(report["statuses"].values()) == 40 and report["statuses"]["400"] > 5
     assert report["running_waiting"] == [0, 0]
 
 

@@ -202,7 +202,8 @@ def test_on_a_gpu_answers_of_a_grammar_are_those_without_drafts(pair: Any) -> No
     assert drafted.core.counters.steps < plain.core.counters.steps
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 def test_preemption_and_chunks_change_no_token_of_a_grammar(pair: Any, overlap: bool) -> None:
     plain, drafted = pair(
         kv_blocks=34, max_step_tokens=48, max_running=12, prefix_caching=False, overlap=overlap

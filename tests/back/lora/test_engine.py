@@ -243,6 +243,7 @@ def test_drafts_are_verified_with_the_adapter(tiny: Tiny, engine: Any) -> None:
     assert one.core.scheduler.speculation.stats.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_ranks_give_the_tokens_of_merged_weights(tiny: Tiny, engine: Any) -> None:
     requests, one = mixed(6), engine(tensor_parallel=2, slots=2)
