@@ -93,6 +93,7 @@ def engine(
     deterministic: bool = False,
     speculation: SpeculationSpec | None = None,
     device: str = "cpu",
+    budget: int = BLOCK,
     **kv: Any,
 ) -> EngineCore:
     model = replace(model_spec(folder, max_model_len=longest), deterministic=deterministic)
@@ -100,7 +101,7 @@ def engine(
         model=model,
         speculation=speculation,
         kv=KVSpec(block_tokens=BLOCK, prefix_caching=True, **(kv or {"memory_bytes": 1 << 22})),
-        scheduler=SchedulerSpec(max_step_tokens=BLOCK, max_running=4),
+        scheduler=SchedulerSpec(max_step_tokens=budget, max_running=4),
         device=DeviceSpec(device=device, executor="inline", threads=1),
     )
     return EngineCore(spec, InlineExecutor(spec))
@@ -233,6 +234,38 @@ def test_a_long_conversation_computes_only_what_is_new(name: str, tmp_path: Path
         assert len(history) - cached < len(words) + NUM_TOKENS + BLOCK or turn == 0, turn
         assert cached <= max(known, 0) + NUM_TOKENS
         history += tokens[turn]
+    core.executor.close()
+
+
+@pytest.mark.parametrize("budget", [BLOCK // 2 + 1, BLOCK + 3])
+def test_long_prompts_all_progress_with_a_budget_that_is_no_multiple_of_a_block(
+    budget: int, tmp_path: Path
+) -> None:
+    """ENG-10, REG-015: smaller than a block it is no reason to wait for ever, and what is left of it in a step goes
+    to the next prompt; snapshots are made where a chunk ends with a block."""
+    oracle = save_oracle(tiny_config("bamba"), tmp_path)
+    core = engine(tmp_path, budget=budget)
+    prompts = dict(enumerate(prompts_of(70, 55, 61), start=1))
+    expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
+    assert answers(core, prompts) == (expected, 0)
+    follow_up = [*prompts[1], 3]
+    assert answers(core, {4: follow_up}) == ({4: greedy(oracle, follow_up)}, 64)
+    core.executor.close()
+
+
+@pytest.mark.parametrize("name", ["bamba", "mistral-window"])
+def test_the_hit_rate_of_hybrids_counts_what_was_skipped(name: str, tmp_path: Path) -> None:
+    """OBS-02, REG-114: a request's tokens are asked for once, hits are those that no group computes again."""
+    save_oracle(tiny_config(name), tmp_path)
+    core = engine(tmp_path, longest=256)
+    (first,) = prompts_of(50)
+    asked = skipped = 0
+    for id, more in enumerate(([], [1], [2, 3], []), start=1):
+        _, cached = answers(core, {id: [*first, *more]})
+        asked, skipped = asked + len(first) + len(more), skipped + cached
+    counted = core.scheduler.kv
+    assert (counted.num_queries, counted.num_hits) == (asked, skipped)
+    assert 0 < skipped < asked
     core.executor.close()
 
 
