@@ -25,7 +25,7 @@ TABLES = {
     "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "classifiers": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
-LONGEST_S = 60
+LONGEST_S = 300
 SMALL: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2},
     **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64},

@@ -836,6 +836,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"alibi": True, "num_attention_heads": 8, "ffn_hidden_size": 80},
     ),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "opt-post": (
+        "OPT",
+        {"ffn_dim": 80, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    ),
     "opt-plain": (
         "OPT",
         {

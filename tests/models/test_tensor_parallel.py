@@ -32,7 +32,7 @@ NAMES = (
     "opt", "codegen", "gpt-bigcode", "dbrx",
     "hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note", "jais2", "hyperclovax", "jetmoe",
     "zamba", "recurrent-gemma", "rwkv", "xlstm", "hrm-text", "modernbert-decoder",
-    "openai-gpt", "ctrl", "mllama",
+    "openai-gpt", "ctrl", "mllama", "opt-post",
 )  # fmt: skip
 
 

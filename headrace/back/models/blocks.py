@@ -88,7 +88,8 @@ class DecoderSpec:
     behind the layers, where it is another. `positions`: what is added to the embeddings.
     `layer_inputs`: of the layers' tails. `draft_layer`: of the head for multi-token prediction,
     where that is not as the last layer.
-    `streams`: of residuals, where there are several. `media_rows`: rows of the embedding behind
+    `streams`: of residuals, where there are several, or another width than embeddings have,
+    `embedding_width`. `media_rows`: rows of the embedding behind
     those of the vocabulary, which no head knows. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
@@ -103,6 +104,7 @@ class DecoderSpec:
     positions: PositionsSpec | None = None
     layer_inputs: LayerInputsSpec | None = None
     streams: ResidualStreamsSpec | None = None
+    embedding_width: int | None = None
     media_rows: int = 0
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
@@ -118,6 +120,7 @@ class Decoder:
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
         names, sizes = spec.names, spec.sizes
         self.spec = spec
+        embedded = spec.embedding_width or sizes.width
         prefix = scope.base_within or names.prefix
         inside = scope if scope.head.bare else scope / prefix
         self.logits_width = sizes.vocabulary
@@ -128,7 +131,7 @@ class Decoder:
         self._embedding = TokenEmbedding(
             inside / names.embedding,
             sizes.vocabulary + spec.media_rows,
-            sizes.width,
+            embedded,
             scale=spec.embedding_scale,
             tied=sizes.tied and self.generates,
         )
@@ -188,7 +191,7 @@ class Decoder:
         return LogitsHead(
             scope / spec.names.head,
             spec.sizes.vocabulary,
-            spec.sizes.width,
+            spec.embedding_width or spec.sizes.width,
             tied=self._embedding if spec.sizes.tied else None,
             bias=spec.logits_bias,
             scale=spec.logits_scale,
@@ -222,7 +225,7 @@ class Decoder:
                 token_ids_T = token_ids_T.index_fill(0, encoded.at_M, self._layer_inputs.media_id)
             inputs_LTP = self._layer_inputs.of(token_ids_T, stream[1])
         if self._streams is not None:
-            stream = None, self._streams.begin(stream[1])
+            stream = stream[0], self._streams.begin(stream[1])
         for index, layer in enumerate(self._layers):
             if batch.taps is not None and index in batch.taps.layers:
                 stream = total(stream[0]), stream[1]  # a sum over ranks is taken once, in place
