@@ -1,4 +1,4 @@
-"""Images and documents in every dialect, by its own client: the answer is transformers'."""
+"""Images and documents in every dialect, by its own client (MUL-05): the answer is transformers'."""
 
 from __future__ import annotations
 

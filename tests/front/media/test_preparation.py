@@ -1,4 +1,4 @@
-"""Messages with media to prompts with placeholders: limits, caches, uuids, settings of requests."""
+"""Messages with media to prompts with placeholders: limits, caches, uuids, settings of requests (MUL-05)."""
 
 from __future__ import annotations
 
