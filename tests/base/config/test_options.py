@@ -141,3 +141,19 @@ def test_none_is_a_word_where_an_option_is_a_text_and_absence_where_it_may_be_ab
     assert (found.server.tool_parser, found.server.file_store) == ("none", "none")
     assert found.server.admin_key is None
     assert parse("--kv-blocks", "none").kv.kv_blocks is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("fp8_per_tensor", "fp8-tensor"), ("fp8_per_block", "fp8-block"), ("fp8_per_channel", "fp8"),
+     ("int8_per_channel_weight_only", "int8"), ("nvfp4_per_token", "nvfp4"), ("mxfp8", "mxfp8")],
+)  # fmt: skip
+def test_schemes_have_the_names_of_other_servers_too(theirs: str, ours: str) -> None:
+    """QNT-17."""
+    text = '{"linear": "mxfp4", "moe": "mxfp4", "ignore": ["lm_head"]}'
+    model = parse("--quantization", theirs, "--quantization-config", text).model
+    assert model.quantization == ours
+    parts = model.quantization_config
+    assert parts is not None and (parts.linear, parts.moe, parts.head) == ("mxfp4", "mxfp4", None)
+    with pytest.raises(ConfigError, match=r"--quantization-config: .*lineer"):
+        parse("--quantization-config", '{"lineer": "fp8"}')
