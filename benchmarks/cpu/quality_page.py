@@ -102,11 +102,11 @@ def main() -> None:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     head = (
-        "tok/s: Qwen3-0.6B's shape on two cores, one stream / 32 streams / a prompt of 512 "
-        "([engines.md](../benchmarks/cpu/engines.md));\nms: decode steps of Qwen3-8B of 1 / 32 rows on one H200 "
+        "tok/s: Qwen3-0.6B's shape on two cores, one stream / 32 streams / a prompt of 512\n"
+        "([engines.md](../benchmarks/cpu/engines.md)); ms: decode steps of Qwen3-8B of 1 / 32 rows on one H200\n"
         "([quantized.md](../benchmarks/h200/quantized.md)). Perplexity: of the bundled model over "
-        f"{losses['tokens']:,}\ntokens, of the bundled mixture over the true answers; beside bf16's. Right: of "
-        f"{len(plain_mixture) - 1} tasks, {text['count']} held-out items each, {mixture['count']} of the\nmixture. "
+        f"{losses['tokens']:,} tokens, of the\nbundled mixture over the true answers; beside bf16's. Right: of "
+        f"{len(plain_mixture) - 1} tasks, {text['count']} held-out items each,\n{mixture['count']} of the mixture. "
         "Empty: not measured.\n\n"
     )
     before, _, rest = DOCS.read_text().partition(BEGIN)
