@@ -19,7 +19,7 @@ from headrace.back.layers.logits import LogitsHead
 from headrace.back.layers.scope import Ledger, Scope
 from headrace.back.parallel.mesh import Axis, Mesh, tensor_parallel_mesh
 from headrace.back.parallel.param import copies
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.parts import PartSchemes
 
 VOCABULARY, WIDTH, ROWS = 1003, 64, 6
 CASES = [
@@ -49,7 +49,7 @@ def chosen(mesh: Mesh) -> list[tuple[torch.Tensor, ...]]:
         weight, hidden = weight_and_hidden(dtype)
         scope = Scope(
             ledger=Ledger(), mesh=mesh, device=torch.device("cpu"), dtype=dtype, block_tokens=16,
-            max_positions=8, scheme=SCHEMES[scheme] if scheme else None,
+            max_positions=8, online=PartSchemes(scheme),
         )  # fmt: skip
         table = TokenEmbedding(scope / "embed", VOCABULARY, WIDTH, tied=True) if tied else None
         head = LogitsHead(scope / "head", VOCABULARY, WIDTH, tied=table)
