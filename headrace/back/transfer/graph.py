@@ -8,8 +8,8 @@ one is which of the other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from types import CellType, FunctionType, MethodType, ModuleType
 
 import torch
@@ -22,6 +22,13 @@ from headrace.back.parallel.mesh import Axis, Mesh
 _SHARED = (Scope, Ledger, Mesh, Axis, AdapterSlots, AdaptedLinear, Op, Kernel)
 """What layers share with others, and what holds no weight of theirs."""
 _PLAIN = (type, ModuleType, str, bytes, bool, int, complex, torch.dtype, torch.device, type(None))
+_ENDS = (torch.Tensor, float, *_SHARED)
+_PASSED = _PLAIN + _SHARED
+_LEAVES = frozenset({str, bytes, bool, int, complex, torch.dtype, torch.device, type(None)})
+"""Most of what layers hold: looked up by the type alone, as the walks over a model are long."""
+_TOOLS = frozenset({"ctypes", "triton", "threading", "_thread", "pathlib", "enum"})
+"""Packages whose objects hold no weights, but much else: a library's functions, a kernel's
+sources."""
 Place = tuple[str, object]
 
 
@@ -30,27 +37,27 @@ def owner_of(finish: Callable[[], None]) -> object:
     return finish.__self__ if isinstance(finish, MethodType) else finish
 
 
-def places(item: object) -> Iterator[tuple[Place, object]]:
-    """What `item` holds: (where, what)."""
+def places(item: object) -> list[tuple[Place, object]]:
+    """What `item` holds: (where, what), but for what cannot hold anything itself."""
     if isinstance(item, dict):
-        yield from ((("at", number), value) for number, value in enumerate(item.values()))
+        found = _numbered("at", item.values())
     elif isinstance(item, list | tuple | deque):
-        yield from ((("at", number), value) for number, value in enumerate(item))
+        found = _numbered("at", item)
     elif isinstance(item, FunctionType):
-        for number, cell in enumerate(item.__closure__ or ()):
-            yield ("cell", number), _content(cell)
-        yield ("defaults", 0), item.__defaults__
-        yield ("defaults", 1), item.__kwdefaults__
-        yield from _attributes(item)
+        found = _numbered("cell", [_content(cell) for cell in item.__closure__ or ()])
+        found += _numbered("defaults", (item.__defaults__, item.__kwdefaults__))
+        found += _attributes(item)
     elif isinstance(item, MethodType):
-        yield ("of", 0), item.__self__
+        found = [(("of", 0), item.__self__)]
     elif isinstance(item, partial):
-        yield from (
-            (("part", number), value)
-            for number, value in enumerate((item.func, item.args, item.keywords))
-        )
+        found = _numbered("part", (item.func, item.args, item.keywords))
     else:
-        yield from _attributes(item)
+        found = _attributes(item)
+    return found
+
+
+def _numbered(kind: str, values: Iterable[object]) -> list[tuple[Place, object]]:
+    return [((kind, i), one) for i, one in enumerate(values) if type(one) not in _LEAVES]
 
 
 def _content(cell: CellType) -> object:
@@ -60,15 +67,34 @@ def _content(cell: CellType) -> object:
         return None
 
 
-def _attributes(item: object) -> Iterator[tuple[Place, object]]:
-    for kind in type(item).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(item, name):
-                yield ("slot", name), getattr(item, name)
+def _attributes(item: object) -> list[tuple[Place, object]]:
+    if _is_tool(type(item)):
+        return []
+    found: list[tuple[Place, object]] = [
+        (("slot", name), getattr(item, name))
+        for name in _slots_of(type(item))
+        if hasattr(item, name)
+    ]
     names = getattr(item, "__dict__", None)
     if isinstance(names, dict):
-        yield from ((("name", name), value) for name, value in names.items())
+        found += [
+            (("name", name), value) for name, value in names.items() if type(value) not in _LEAVES
+        ]
+    return found
+
+
+@cache
+def _is_tool(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _TOOLS
+
+
+@cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for one in kind.__mro__:
+        slots = one.__dict__.get("__slots__", ())
+        names += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def reached(root: object, stop: set[int]) -> Iterator[object]:
@@ -82,8 +108,7 @@ def reached(root: object, stop: set[int]) -> Iterator[object]:
             continue
         seen.add(id(item))
         yield item
-        is_end = isinstance(item, (torch.Tensor, float, *_SHARED))
-        if is_end or (id(item) in stop and item is not root):
+        if isinstance(item, _ENDS) or (id(item) in stop and item is not root):
             continue
         stack += [value for _, value in places(item)]
 
@@ -97,7 +122,7 @@ def side_by_side(
     stack = [(live, shadow)]
     while stack:
         one, other = stack.pop()
-        if one is other or id(other) in seen or isinstance(other, _PLAIN + _SHARED):
+        if one is other or id(other) in seen or isinstance(other, _PASSED):
             continue
         if type(one) is not type(other):
             continue
