@@ -23,6 +23,7 @@ from headrace.launch.weights_source import WeightsSource
 log = logging.getLogger(__name__)
 
 
+KINDS = ("image", "video", "audio")
 OF_SOUND = "of-sound"
 """The name of the adapter that a checkpoint has for requests with sound (Granite Speech)."""
 KEPT = 32
@@ -36,7 +37,7 @@ def adapter_spec(
     none."""
     asked, own = options.adapters, _own(model)
     folders = (*asked.lora_folders, *asked.lora_resolver_folders)
-    wanted = bool(asked.enable_lora or asked.lora_modules or folders)
+    wanted = bool(asked.enable_lora or asked.lora_modules or folders or asked.default_mm_loras)
     if not (wanted or (own and device_spec.executor != "null")):
         return None
     reason = None
@@ -68,7 +69,7 @@ def adapter_spec(
         resolvers=tuple(
             _folder(root, "lora_resolver_folders") for root in asked.lora_resolver_folders
         ),
-        of_kinds=(("audio", OF_SOUND),) if own else (),
+        of_kinds=_of_kinds(asked.default_mm_loras, modules, own=bool(own)),
     )
 
 
@@ -96,6 +97,29 @@ def _modules(options: Options) -> tuple[tuple[str, str], ...]:
             raise ConfigError(f"--lora-modules: {name} is a name already", field=field)
         modules[name] = _folder(folder, field)
     return tuple(modules.items())
+
+
+def _of_kinds(
+    asked: tuple[str, ...], modules: tuple[tuple[str, str], ...], *, own: bool
+) -> tuple[tuple[str, str], ...]:
+    """(kind of media, adapter), the first that applies first."""
+    of_kinds = {"audio": OF_SOUND} if own else {}
+    known = {name for name, _ in modules}
+    for one in asked:
+        kind, _, name = one.partition("=")
+        if kind not in KINDS or name not in known:
+            raise ConfigError(
+                f"--default-mm-loras: {one!r}; KIND=NAME is wanted, KIND one of {', '.join(KINDS)}, NAME one of "
+                f"--lora-modules ({', '.join(sorted(known)) or 'there are none'})",
+                field="default_mm_loras",
+            )
+        if kind in of_kinds:
+            raise ConfigError(
+                f"--default-mm-loras: {kind} has the adapter {of_kinds[kind]} already",
+                field="default_mm_loras",
+            )
+        of_kinds[kind] = name
+    return tuple(of_kinds.items())
 
 
 def _folder(text: str, field: str) -> str:

@@ -24,7 +24,7 @@ _SHARED = (Scope, Ledger, Mesh, Axis, AdapterSlots, AdaptedLinear, Op, Kernel)
 _PLAIN = (type, ModuleType, str, bytes, bool, int, complex, torch.dtype, torch.device, type(None))
 _ENDS = (torch.Tensor, float, *_SHARED)
 _PASSED = _PLAIN + _SHARED
-_LEAVES = frozenset({str, bytes, bool, int, complex, torch.dtype, torch.device, type(None)})
+_CHILDLESS = frozenset({str, bytes, bool, int, complex, torch.dtype, torch.device, type(None)})
 """Most of what layers hold: looked up by the type alone, as the walks over a model are long."""
 _TOOLS = frozenset({"ctypes", "triton", "threading", "_thread", "pathlib", "enum"})
 """Packages whose objects hold no weights, but much else: a library's functions, a kernel's
@@ -40,24 +40,24 @@ def owner_of(finish: Callable[[], None]) -> object:
 def places(item: object) -> list[tuple[Place, object]]:
     """What `item` holds: (where, what), but for what cannot hold anything itself."""
     if isinstance(item, dict):
-        found = _numbered("at", item.values())
+        held = _numbered("at", item.values())
     elif isinstance(item, list | tuple | deque):
-        found = _numbered("at", item)
+        held = _numbered("at", item)
     elif isinstance(item, FunctionType):
-        found = _numbered("cell", [_content(cell) for cell in item.__closure__ or ()])
-        found += _numbered("defaults", (item.__defaults__, item.__kwdefaults__))
-        found += _attributes(item)
+        held = _numbered("cell", [_content(cell) for cell in item.__closure__ or ()])
+        held += _numbered("defaults", (item.__defaults__, item.__kwdefaults__))
+        held += _attributes(item)
     elif isinstance(item, MethodType):
-        found = [(("of", 0), item.__self__)]
+        held = [(("of", 0), item.__self__)]
     elif isinstance(item, partial):
-        found = _numbered("part", (item.func, item.args, item.keywords))
+        held = _numbered("part", (item.func, item.args, item.keywords))
     else:
-        found = _attributes(item)
-    return found
+        held = _attributes(item)
+    return held
 
 
 def _numbered(kind: str, values: Iterable[object]) -> list[tuple[Place, object]]:
-    return [((kind, i), one) for i, one in enumerate(values) if type(one) not in _LEAVES]
+    return [((kind, i), one) for i, one in enumerate(values) if type(one) not in _CHILDLESS]
 
 
 def _content(cell: CellType) -> object:
@@ -70,17 +70,17 @@ def _content(cell: CellType) -> object:
 def _attributes(item: object) -> list[tuple[Place, object]]:
     if _is_tool(type(item)):
         return []
-    found: list[tuple[Place, object]] = [
+    held: list[tuple[Place, object]] = [
         (("slot", name), getattr(item, name))
         for name in _slots_of(type(item))
         if hasattr(item, name)
     ]
     names = getattr(item, "__dict__", None)
     if isinstance(names, dict):
-        found += [
-            (("name", name), value) for name, value in names.items() if type(value) not in _LEAVES
+        held += [
+            (("name", name), value) for name, value in names.items() if type(value) not in _CHILDLESS
         ]
-    return found
+    return held
 
 
 @cache

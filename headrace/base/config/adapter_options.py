@@ -38,6 +38,14 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
             "later is found within a second. Each is read when a request first names it."
         ),
     ] = ()
+    default_mm_loras: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Adapters that requests with media run with unless they name another, as "
+            "KIND=NAME: of image, video or audio, and of --lora-modules. Of several kinds in one "
+            "request the first listed counts."
+        ),
+    ] = ()
     max_loras: Annotated[
         int,
         Meta(
