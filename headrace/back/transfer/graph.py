@@ -78,7 +78,9 @@ def _attributes(item: object) -> list[tuple[Place, object]]:
     names = getattr(item, "__dict__", None)
     if isinstance(names, dict):
         held += [
-            (("name", name), value) for name, value in names.items() if type(value) not in _CHILDLESS
+            (("name", name), value)
+            for name, value in names.items()
+            if type(value) not in _CHILDLESS
         ]
     return held
 
