@@ -146,7 +146,7 @@ def _predict(
         )
     else:
         target = probe_cpu(engine, memory_bytes=psutil.virtual_memory().available)
-        if resolved.text.generates and ranks == 1:
+        if _can_be_sampled(resolved):
             sample, kernels = run_sample(resolved, cost)
         else:
             kernels = kernels_of(spec, block_tokens=kv.block_tokens)
@@ -167,6 +167,14 @@ def _predict(
         estimate = msgspec.structs.replace(estimate, offers=tuple(ways))
     estimate = with_kv(estimate, kv_of(model, engine, estimate.kv_memory_bytes), cost)
     return _with_stated_length(estimate, kv, cost), (*choices, *kernels)
+
+
+def _can_be_sampled(resolved: Resolved) -> bool:
+    """Whether a few layers, run alone, say what steps take: not of ranks, nor of a decoder that
+    waits for its encoder."""
+    engine = resolved.engine
+    encoder = engine.model.spectrogram or engine.model.encoder_tokens
+    return resolved.text.generates and not encoder and engine.device.tensor_parallel == 1
 
 
 def _with_stated_length(

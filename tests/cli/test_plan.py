@@ -53,6 +53,12 @@ def test_it_measures_this_machine(capsys: Captured) -> None:
     assert here["--max-running"] == "64" and "--gpu-memory" not in here
 
 
+def test_models_with_an_encoder_are_foretold_without_a_run(capsys: Captured) -> None:
+    """A run of their decoder alone is no measure, and was refused: they read speech."""
+    plan = document(capsys, "--demo", "speech")
+    assert plan["fits"] is True and plan["decode"][0]["decode_tok_s"] > 0
+
+
 def test_it_says_what_is_missing_where_a_model_does_not_fit(capsys: Captured) -> None:
     plan = document(capsys, *TOO_SMALL, status=1)
     assert plan["fits"] is False
