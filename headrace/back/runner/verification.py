@@ -97,7 +97,7 @@ class DraftVerification:
             self._forget_proposed(plan)
         if needs.in_step and not self._on_host:
             return plan
-        if not plan.drafts.size and not self._inexact:
+        if self._on_host and not plan.drafts.size and not self._inexact:
             return plan
         plan, self._inexact = self._exact(plan), max(0, self._inexact - 1)
         if not plan.drafts.size:
