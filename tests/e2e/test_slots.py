@@ -81,7 +81,7 @@ class Slots:
     def engine(self, model: Path, **kv: Any) -> Engine:
         """One whose prompts are computed in chunks."""
         tree = Options(
-            device=DeviceOptions(device="cpu", tensor_parallel=kv.pop("ranks", 1)),
+            device=DeviceOptions(device=kv.pop("device", "cpu")),
             model=ModelOptions(model=str(model), max_model_len=256, dtype="float32"),
             kv=KVOptions(slot_save_path=str(self.files), **{"kv_memory": "64MiB", **kv}),
             scheduler=SchedulerOptions(max_running=2, max_step_tokens=32),
@@ -167,6 +167,20 @@ def test_another_engine_goes_on_where_a_conversation_was_saved(slots: Slots, kin
     assert slots.ask(second, "save", "b.bin", row=1)["tokens"] >= saved["tokens"]
     assert slots.ask(second, "erase", row=0)["tokens"] > 0
     assert slots.say(second, more) == (wanted, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("kind", ["hybrid", "window", "latent"])
+def test_blocks_of_a_gpu_go_to_files_and_back(slots: Slots, kind: str) -> None:
+    """Copied on a stream of their own, behind the steps before."""
+    first, second = (slots.engine(slots.model(kind), device="cuda") for _ in range(2))
+    answer, _ = slots.say(first, PROMPT)
+    saved = slots.ask(first, "save")
+    more = PROMPT + answer + [11, 12, 13]
+    wanted, _ = slots.say(first, more)
+    assert slots.ask(second, "restore")["tokens"] == saved["tokens"]
+    assert slots.say(second, more) == (wanted, saved["tokens"])
 
 
 @pytest.mark.slow
