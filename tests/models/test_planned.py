@@ -33,7 +33,10 @@ MIXERS = {
     "kernel.sparse_attention",
     *("kernel.ssd_scan", "kernel.selective_scan", "kernel.wkv"),
 }
-BY_PYTORCH = ("DebertaV2Model", "DebertaV2ForSequenceClassification")
+BY_PYTORCH = (
+    *("DebertaV2Model", "DebertaV2ForSequenceClassification"),
+    *("LongformerModel", "LongformerForSequenceClassification"),
+)
 """Their mixers are PyTorch's operations."""
 
 
