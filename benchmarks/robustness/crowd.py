@@ -173,8 +173,9 @@ def probe_for_ever(port: int) -> None:
 
 
 def probes_between(lines: list[str], begin: float, end: float) -> dict[str, Any]:
-    """The figures of the probes sent between two times."""
-    found = [line.split() for line in lines if begin <= float(line.split()[0]) < end]
+    """The figures of the probes sent between two times; the last line may have been cut."""
+    whole = [fields for line in lines if len(fields := line.split()) == 4]
+    found = [fields for fields in whole if begin <= float(fields[0]) < end]
     report: dict[str, Any] = {
         path: percentiles([float(ms) for _, p, _, ms in found if p == path]) for path in PATHS
     }
