@@ -11,7 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import transformers
 from msgspec.structs import replace
+from packaging.version import Version
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
@@ -75,6 +77,8 @@ INDEXED = ("deepseek-v3.2", "glm-dsa")
 """Sparse attention keeps no state, but its steps are recorded and repeated as of those that do."""
 CHOSEN = ("hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note")
 """They attend to what indexers choose, with operations of PyTorch."""
+NEWEST = ("qwen4", "dots3-note")
+"""Machines with GPUs may have a transformers that does not know them."""
 BLOCK = 16
 FEW = (5, 17, 40)
 """Tokens of answers that repeat themselves, whatever the weights."""
@@ -164,6 +168,8 @@ def test_its_steps_are_recorded_and_replayed(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", (*INDEXED, *CHOSEN))
 def test_steps_of_what_indexers_choose_are_recorded_on_a_gpu(name: str, tmp_path: Path) -> None:
     """KRN-04: no kernel of the choice reads lengths on the host; the tokens are those of transformers."""
+    if name in NEWEST and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip(f"transformers {transformers.__version__} has not these layers")
     oracle = save_oracle(tiny_config(name), tmp_path)
     core = engine(tmp_path, device="cuda")
     runner = core.executor._resident.runner

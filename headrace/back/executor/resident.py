@@ -156,6 +156,7 @@ class Resident:
     def close(self) -> None:
         """Gives up the model too, for good. Whoever holds this object holds no memory with it."""
         self._loaded = self._copy = self._started = self._adapters = self._kv_files = None
+        self._weight_orders.close()
         self._weight_orders = WeightOrders(None, self._device, 0)
         gc.collect()
         self._let_go()

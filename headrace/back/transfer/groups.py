@@ -161,6 +161,11 @@ class WeightGroups:
         self.named(name).leave()
         del self._groups[name]
 
+    def close(self) -> None:
+        """Leaves them all: a name belongs to the process, and would stay taken."""
+        for name in list(self._groups):
+            self.leave(name)
+
     def receive(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """See JoinedGroup; a group that fails is left."""
         group = self.named(name)

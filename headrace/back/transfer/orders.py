@@ -48,6 +48,10 @@ class WeightOrders:
             log.exception("an order about weights failed")
             return WeightReply(error=to_wire(error), changed=self._written != before)
 
+    def close(self) -> None:
+        """The model goes: so do the groups that its trainers made."""
+        self._groups.close()
+
     @property
     def _written(self) -> int:
         return 0 if self._update is None else self._update.num_bytes

@@ -7,8 +7,9 @@ import torch
 
 from headrace.back.transfer import groups as groups_module
 from headrace.back.transfer.groups import WeightGroups, join
+from headrace.back.transfer.orders import WeightOrders
 from headrace.base.errors import Conflict, InvalidRequest
-from headrace.base.wire.weights import Group
+from headrace.base.wire.weights import Group, WeightOrder
 from tests.back.transfer.trainers import free_port, trainer_of_one_tensor
 
 CPU = torch.device("cpu")
@@ -33,6 +34,17 @@ def test_a_trainer_that_is_killed_costs_its_group_alone() -> None:
                 groups.receive("trainer", [torch.zeros(5)])
         with pytest.raises(InvalidRequest, match="has not been joined"):
             groups.leave("trainer")
+
+
+@pytest.mark.slow
+def test_a_model_that_ends_leaves_its_groups() -> None:
+    """Names belong to the process: the next model in it has them again."""
+    for _ in range(2):
+        orders, port = WeightOrders(None, CPU, 0), free_port()
+        with trainer_of_one_tensor(port):
+            joined = orders.carry_out(WeightOrder(action="join", group=group_at(port)))
+            assert joined.error is None, joined.error
+            orders.close()
 
 
 def test_a_group_says_which_backends_there_are() -> None:
