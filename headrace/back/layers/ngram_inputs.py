@@ -159,7 +159,7 @@ class NGramInputs:
         spec, at = self._spec, self._cache + 1
         plan, inputs = batch.plans[batch.group_of_layer[at]], batch.kv[at]
         write_rows(inputs, x_TX, plan.slot_T)
-        reach = [step * spec.longest for step in range(spec.taps)]
+        reach = range(0, spec.taps * spec.longest, spec.longest)
         before_TKX = _before(inputs, plan, batch.positions_T, reach, 0)
         y_TX = before_TKX[:, 0].float() * self._conv_KX[0]
         for step in range(1, spec.taps):
@@ -189,14 +189,16 @@ def _before(
     cache: torch.Tensor,
     plan: AttentionPlan,
     position_T: torch.Tensor,
-    reach: range | list[int],
+    reach: range,
     absent: int,
 ) -> torch.Tensor:
     """What the cache holds of the positions so far before each token, [T, len(reach), Z]; `absent`
     before the text's begin."""
     block_tokens = cache.shape[1]
     row_T = row_of_tokens(plan, len(position_T))
-    at_TN = position_T[:, None] - torch.tensor(list(reach), device=position_T.device)
+    # Made on the device: a graph that is recorded takes no copies of the host's numbers.
+    reach_N = torch.arange(reach.start, reach.stop, reach.step, device=position_T.device)
+    at_TN = position_T[:, None] - reach_N
     column_TN = at_TN.clamp(min=0) // block_tokens
     block_TN = plan.block_table_RB[row_T[:, None], column_TN].long()
     value_TNZ = cache[block_TN, at_TN.clamp(min=0) % block_tokens]
