@@ -26,10 +26,11 @@ from tests.front.media.pictures import picture
 from tests.models.media import Answer, SeeingEngine, answer_of, compare_answers, save_media_oracle
 from tests.models.picture_cases import CASES as FIRST
 from tests.models.picture_cases import IMAGE, VIDEO, PictureCase, Theirs
+from tests.models.picture_cases_further import CASES as FURTHER
 from tests.models.picture_cases_more import CASES as MORE
 from tests.models.picture_cases_ratio import CASES as RATIO
 
-CASES = {**FIRST, **MORE, **RATIO}
+CASES = {**FIRST, **MORE, **RATIO, **FURTHER}
 BEFORE, BETWEEN, BEHIND = (5, 6, 7), (8, 9), (10, 11, 12)
 
 

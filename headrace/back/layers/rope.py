@@ -18,12 +18,16 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.kernels.rope.op import OP, RopeProblem
+from headrace.back.kernels.rope.op import Rope as Rotate
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-OLD_NAMES = {"su": "longrope", "ntk": "dynamic", "deepseek_yarn": "yarn", "mrope": "default"}
+OLD_NAMES = {
+    **{"su": "longrope", "ntk": "dynamic", "deepseek_yarn": "yarn", "mrope": "default"},
+    "xdrope": "dynamic",
+}
 
 
 class LearnedStretch:
@@ -46,7 +50,8 @@ class RopeSpec:
 
     R = 2 * len(frequencies) dimensions of each head are rotated, from the first on. `decision` says
     what was fixed by the longest sequence the engine allows; empty if nothing was. `stretch`:
-    learned factors of the frequencies.
+    learned factors of the frequencies. `halves`: a step's own table may have twice as many columns:
+    angles of the first dimensions of pairs, then those of the second ones (HunYuanVL's images).
     """
 
     kind: str
@@ -56,6 +61,7 @@ class RopeSpec:
     layout: str = "half"
     decision: str = ""
     stretch: LearnedStretch | None = None
+    halves: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -84,12 +90,36 @@ class Rope:
             layout=spec.layout,
         )
         self.rotate = scope.bind(OP, problem)
+        if spec.halves:
+            self.rotate = _by_halves(self.rotate, spec.rotary_dim)
         if spec not in scope.ledger.tables:
             if spec.decision:
                 why = "cached keys must not depend on how long a request becomes"
                 scope.ledger.note(Decision("model.rope", spec.kind, spec.decision, why))
             scope.ledger.tables[spec] = rope_table(spec, scope.max_positions).to(scope.device)
         self.table_PR = scope.ledger.tables[spec]
+
+
+def _by_halves(rotate: Rotate, rotary_dim: int) -> Rotate:
+    """Rotates as `rotate`, and by tables of twice as many columns."""
+
+    def either(
+        q_THD: torch.Tensor, k_TKD: torch.Tensor, positions_T: torch.Tensor, table_PR: torch.Tensor
+    ) -> None:
+        if table_PR.shape[1] == rotary_dim:
+            rotate(q_THD, k_TKD, positions_T, table_PR)
+            return
+        parts = table_PR.index_select(0, positions_T)[:, None].chunk(4, dim=2)
+        cos_first, sin_first, cos_second, sin_second = parts
+        for x_TND in (q_THD, k_TKD):
+            first, second = x_TND[..., :rotary_dim].float().chunk(2, dim=2)
+            turned = (
+                first * cos_first - second * sin_first,
+                second * cos_second + first * sin_second,
+            )
+            x_TND[..., :rotary_dim] = torch.cat(turned, dim=2).to(x_TND.dtype)
+
+    return either
 
 
 class NoRope:

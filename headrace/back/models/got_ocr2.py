@@ -40,18 +40,27 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """GotOcr2ForConditionalGeneration."""
     text, vision = parts_of(config)
     outputs = text.int("hidden_size", ge=1)
+    middle = vision.int("output_channels", 256, ge=1)
+    spec = read_sam(vision, (2 * middle, outputs))
+    if spec.side % MERGE:
+        raise vision.wrong("image_size", f"such that {MERGE} divides {spec.side} patches")
+    tower = GotOcr2Tower(scope, spec)
+    return with_media(scope, text_decoder(scope / "language_model", text), tower)
+
+
+def read_sam(vision: ConfigReader, narrowed: tuple[int, int], names: SamNames = NAMES) -> SamSpec:
+    """SAM's tower as the config has it; `narrowed`, `names`: see SamSpec."""
     for key in ("use_abs_pos", "use_rel_pos"):
         if not vision.bool(key, True):
             raise vision.wrong(key, "true")
     sized = ConfigReader({"image_size": 1024, "patch_size": 16, **vision.raw}, vision.where)
     patch, side = square(sized)
-    if side % MERGE:
-        raise vision.wrong("image_size", f"such that {MERGE} divides {side} patches")
-    middle = vision.int("output_channels", 256, ge=1)
-    spec = SamSpec(
+    width = vision.int("hidden_size", 768, ge=1)
+    inner = vision.int("mlp_dim", 0, ge=0) or int(width * vision.float("mlp_ratio", 4.0, ge=0.0))
+    return SamSpec(
         patches=PatchSpec(patch=patch, mean=CLIP_MEAN, std=CLIP_STD, name="patch_embed.projection"),
-        width=vision.int("hidden_size", 768, ge=1),
-        inner=vision.int("mlp_dim", 3072, ge=1),
+        width=width,
+        inner=inner,
         heads=vision.int("num_attention_heads", 12, ge=1),
         layers=vision.int("num_hidden_layers", 12, ge=1),
         side=side,
@@ -59,13 +68,11 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         full_layers=vision.list("global_attn_indexes", (2, 5, 8, 11), of=int),
         eps=vision.float("layer_norm_eps", 1e-6, ge=0.0),
         activation=ACTIVATIONS[vision.choice("hidden_act", ACTIVATIONS, "gelu")],
-        middle=middle,
-        narrowed=(2 * middle, outputs),
+        middle=vision.int("output_channels", 256, ge=1),
+        narrowed=narrowed,
         bias=vision.bool("qkv_bias", True),
-        names=NAMES,
+        names=names,
     )
-    tower = GotOcr2Tower(scope, spec)
-    return with_media(scope, text_decoder(scope / "language_model", text), tower)
 
 
 class GotOcr2Tower:

@@ -3,6 +3,8 @@ rotation."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
@@ -29,11 +31,18 @@ def hunyuan_attention(scope: Scope, config: ConfigReader, sizes: DecoderSizes) -
     if not config.bool("use_qk_norm", True):
         raise config.wrong("use_qk_norm", "true")
     bias = config.bool("attention_bias", False)
+    rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     names = ("query_layernorm", "key_layernorm")
     return AttentionSpec(
         **plain_attention(sizes),
-        rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
+        rope=replace(rope, halves=bool(axis_sections(config))),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=QKNorm(eps=sizes.eps, names=names, after_rope=True),
     )
+
+
+def axis_sections(config: ConfigReader) -> tuple[int, ...]:
+    """Pairs of dimensions that each axis of positions turns; empty: there is one axis."""
+    values = config.section("rope_parameters") or config.section("rope_scaling") or config
+    return values.list("mrope_section", (), of=int, aliases=("xdrope_section",))

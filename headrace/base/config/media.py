@@ -150,6 +150,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt that is not expanded, where that is another token. `video_soft`: what stands for a
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.
+    `shares_ends`: images that meet in a prompt share the text between them.
     `written`: by kind what stands for one in a message's text, where templates take texts alone.
     `norm`: what the checkpoint's files say of the values of colours; None: nothing.
     `numbered`: texts around the number of an image in its prompt, which stands before it.
@@ -166,6 +167,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_mark: int | None = None
     video_soft: int | None = None
     joins_newlines: bool = False
+    shares_ends: bool = False
     written: dict[str, str] = {}
     numbered: tuple[str, str] | None = None
     norm: ImageNorm | None = None

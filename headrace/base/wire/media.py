@@ -174,6 +174,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     packing      how inputs with a cut become rows; None: none has one
     mean_t       whether all t of an input become the mean of them
     extra        rows of an input beyond those of its windows, whose places the encoder knows
+    row_extra    such rows for each row of windows
     rows_each    rows that an input becomes whatever its size; 0: they follow from its windows
     adds         whether rows are added to what stands in their places, whichever tokens these are,
                  also behind the prompt: a token is said for each
@@ -195,6 +196,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mean_t: bool = False
     rows_each: int = 0
     extra: int = 0
+    row_extra: int = 0
     adds: bool = False
 
     def num_rows(self, grid: tuple[int, int, int], cut: MediaCut | None = None) -> int:
@@ -207,7 +209,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if cut is not None and self.packing is not None:
             return self.packing.num_rows(grid, self.merge, cut)
         num_windows = (grid[1] * grid[2] if self.mean_t else num_rows) // self.merge**2
-        return num_windows + self.extra
+        return num_windows + self.extra + self.row_extra * (grid[0] * grid[1] // self.merge)
 
     def num_tokens(self, grid: tuple[int, int, int], cut: MediaCut | None = None) -> int:
         """Tokens it takes in a prompt."""

@@ -25,8 +25,8 @@ from headrace.base.wire.media import MediaSpan
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPositions:
-    """position_3P int64: time, height, width of each place of a prompt; `delta`: how far those
-    behind it are from their places."""
+    """position_3P int64: time, height, width of each place of a prompt (or other axes, as the rope
+    has them); `delta`: how far those behind it are from their places."""
 
     position_3P: np.ndarray
     delta: int
@@ -45,6 +45,8 @@ class AxesRope:
     far apart steps of a video are in time for each second between them; None: 1 whatever the
     time. `behind_time`: the text behind a video begins behind its greatest position in any axis,
     not only in height and width."""
+
+    axes = 3
 
     def __init__(
         self,
@@ -105,6 +107,42 @@ class AxesRope:
         place_TH = place_3T.index_select(0, self._axis).T
         cos_PH, sin_PH = self._table_PR.chunk(2, dim=1)
         return torch.cat((cos_PH.gather(0, place_TH), sin_PH.gather(0, place_TH)), dim=1)
+
+
+class PlaceRope(AxesRope):
+    """Positions are places, but for windows of images: of the last three axes these have their
+    column, their row and the number of their image. An image's tokens are one, a row of windows
+    with one more behind each, and one (Tencent 2025, HunyuanOCR; transformers 5.23,
+    modeling_hunyuan_vl.py). `sections`: pairs of each axis. The first and the second dimensions of
+    pairs turn by axes of their own (`RopeSpec.halves`)."""
+
+    def __init__(
+        self, scope: Scope, spec: RopeSpec, *, sections: Sequence[int], merge: int
+    ) -> None:
+        super().__init__(scope, spec, axis_of_pair=(0,) * len(spec.frequencies), merge=merge)
+        self.axes = len(sections)
+        axes = [axis for axis, count in enumerate(sections) for _ in range(2 * count)]
+        self._axis_of_dim = torch.tensor(axes, device=scope.device)
+
+    def positions(self, spans: Sequence[MediaSpan], length: int) -> PromptPositions:
+        """See AxesRope."""
+        position_AP = np.tile(np.arange(length), (self.axes, 1))
+        for number, span in enumerate(spans):
+            rows, columns = span.grid[1] // self._merge, span.grid[2] // self._merge + 1
+            row, column = np.indices((rows, columns)).reshape(2, -1)
+            inside = slice(span.offset + 1, span.end - 1)
+            position_AP[-3:, inside] = np.stack((column, row, np.full_like(row, number)))
+        return PromptPositions(position_3P=position_AP, delta=0)
+
+    def table(self, position_3T: np.ndarray) -> torch.Tensor:
+        """table_TX: cosines and sines of the first dimensions of pairs, then of the second."""
+        place_AT = to_device(position_3T, self._table_PR.device)
+        place_TD = place_AT.index_select(0, self._axis_of_dim).T
+        cos_PH, sin_PH = self._table_PR.chunk(2, dim=1)
+        halves = place_TD.chunk(2, dim=1)
+        return torch.cat(
+            [part.gather(0, half) for half in halves for part in (cos_PH, sin_PH)], dim=1
+        )
 
 
 def _text(first: int, count: int) -> np.ndarray:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from headrace.back.kernels.upload import to_device
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.axes_rope import AxesRope
 from headrace.back.layers.vision.encoder import Grid
 from headrace.back.layers.vision.grids import coordinates, frame_lengths, nearest, starts_of
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
@@ -77,15 +78,15 @@ class TowerNorm:
 class PlainTowerSpec:
     """side: patches a side of the one size there is; 0: any. positions: the table's name, a row
     for each patch, before them one for the class token if there is one, with `class_last` behind
-    them. table_side: patches a side of a table that is resized to each image; sides:
-    the only ones such images have.
+    them, or `skipped` ones. table_side: patches a side of a table that is resized to each image;
+    sides: the only ones such images have.
     class_token: its name and shape; it sees and is seen, and is left out in the end, or with
     `class_alone` is all that is left, or with `class_kept` stands before the patches. prefix:
     learned rows that are seen likewise, without places.
     cropped: a resized table is that of a square around the image. shares: instead of being resized,
-    the table gives each patch the place that its share of the image falls into. rows_each: see
-    MediaForm. before, behind: norms around the layers. theta, turns: of the rotation, where layers
-    rotate.
+    the table gives each patch the place that its share of the image falls into. rows_each, extra,
+    row_extra: see MediaForm. before, behind: norms around the layers. theta, turns: of the
+    rotation, where layers rotate.
     layers_name: where the layers lie. frames: whether an input may have several t, each an image
     of its own (tiles). mutual: see MediaForm. embedded: a norm of the patches alone. packings: of
     the kinds whose inputs are cut; learned: the names of the row that ends rows and of the one that
@@ -99,6 +100,7 @@ class PlainTowerSpec:
     projector: ProjectorSpec
     side: int = 0
     table_side: int = 0
+    skipped: int = 0
     sides: tuple[tuple[int, int], ...] = ()
     smooth: bool = True
     positions: tuple[str, tuple[int, ...]] | None = None
@@ -110,6 +112,8 @@ class PlainTowerSpec:
     cropped: bool = False
     shares: bool = False
     rows_each: int = 0
+    extra: int = 0
+    row_extra: int = 0
     before: TowerNorm | None = None
     behind: TowerNorm | None = None
     theta: float = 10_000.0
@@ -129,10 +133,12 @@ class PlainTower:
     """`MediaEncoder` by a PlainTowerSpec. `whole` is the scope of the checkpoint, `scope` the
     tower's."""
 
-    rope = None
     layers = 0
 
-    def __init__(self, whole: Scope, scope: Scope, spec: PlainTowerSpec) -> None:
+    def __init__(
+        self, whole: Scope, scope: Scope, spec: PlainTowerSpec, rope: AxesRope | None = None
+    ) -> None:
+        self.rope = rope
         whole, scope = (replace(one, mesh=Mesh(), online=None) for one in (whole, scope))
         self._spec, self._scope = spec, scope
         width, eps = spec.layer.width, spec.layer.eps
@@ -170,7 +176,7 @@ class PlainTower:
             names = [spec.learned[0]] * packing.newline + [spec.learned[-1]] * packing.tails
             self._rows[kind] = torch.stack([learned[name] for name in names])
         if self._positions is not None:
-            self._table_PE = self._positions.take().view(-1, width)
+            self._table_PE = self._positions.take().view(-1, width)[spec.skipped :]
         if self._class is not None:
             own = -1 if spec.class_last else 0
             self._first_KE = self._class.take().view(1, width) + self._table_PE[own]
@@ -267,6 +273,8 @@ def _forms(spec: PlainTowerSpec) -> tuple[MediaForm, ...]:
         max_t=65_536 if spec.frames else 1,
         mutual=spec.mutual,
         rows_each=spec.rows_each,
+        extra=spec.extra,
+        row_extra=spec.row_extra,
     )
     cut = (
         msgspec.structs.replace(image, kind=kind, packing=packing)

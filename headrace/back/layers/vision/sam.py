@@ -7,6 +7,7 @@ B squares of S x S patches, N = S * S, E width, H heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -72,34 +73,27 @@ class SamTower:
             )
             for i in range(spec.layers)
         ]
-        first, second = spec.narrowed
-        names, behind = spec.names, behind or scope
-        self._neck = (
-            scope.param(f"{names.neck[0]}.weight", (spec.middle, spec.width, 1, 1)),
-            scope.param(f"{names.neck[2]}.weight", (spec.middle, spec.middle, 3, 3)),
-        )
-        self._norms = [
-            LAYER.build(scope / name, spec.middle, eps=NECK_EPS) for name in names.neck[1::2]
-        ]
-        self._halving = (
-            behind.param(f"{names.halving[0]}.weight", (first, spec.middle, 3, 3)),
-            behind.param(f"{names.halving[1]}.weight", (second, first, 3, 3)),
-        )
-        self._weights: list[torch.Tensor] = []
+        self._neck = SamNeck(scope, spec)
+        self.halving = SamHalving(behind or scope, spec)
         self._table = torch.empty(0)
         scope.on_finish(self._finish)
 
     def forward(self, rows_NB: torch.Tensor, side: int) -> torch.Tensor:
         """See the class; patches of each square row by row."""
+        *_, x = self.outputs(rows_NB, side)
+        return self.halving.forward(self._neck.forward(x))
+
+    def outputs(self, rows_NB: torch.Tensor, side: int) -> Iterator[torch.Tensor]:
+        """[B, S, S, E] behind each layer."""
         x = self._patches.embed(rows_NB).view(-1, side, side, self._spec.width)
         x = x + self._places(side)
         for layer in self._layers:
             x = layer.forward(x)
-        one, two, three, four = self._weights
-        x = _normed(self._norms[0], F.conv2d(x.permute(0, 3, 1, 2), one))
-        x = _normed(self._norms[1], F.conv2d(x, two, padding=1))
-        x = F.conv2d(x, three, stride=2, padding=1)
-        return F.conv2d(x, four, stride=2, padding=1)
+            yield x
+
+    def narrowed(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, middle, S, S] of what a layer gives."""
+        return self._neck.forward(x)
 
     def _places(self, side: int) -> torch.Tensor:
         if side == self._spec.side:
@@ -110,7 +104,51 @@ class SamTower:
 
     def _finish(self) -> None:
         self._table = self._positions.take()
-        self._weights = [one.take() for one in (*self._neck, *self._halving)]
+
+
+class SamNeck:
+    """[B, S, S, E] -> [B, middle, S, S]."""
+
+    def __init__(self, scope: Scope, spec: SamSpec) -> None:
+        names, middle = spec.names.neck, spec.middle
+        self._params = (
+            scope.param(f"{names[0]}.weight", (middle, spec.width, 1, 1)),
+            scope.param(f"{names[2]}.weight", (middle, middle, 3, 3)),
+        )
+        self._norms = [LAYER.build(scope / name, middle, eps=NECK_EPS) for name in names[1::2]]
+        self._weights: list[torch.Tensor] = []
+        scope.on_finish(self._finish)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        one, two = self._weights
+        x = _normed(self._norms[0], F.conv2d(x.permute(0, 3, 1, 2), one))
+        return _normed(self._norms[1], F.conv2d(x, two, padding=1))
+
+    def _finish(self) -> None:
+        self._weights = [one.take() for one in self._params]
+
+
+class SamHalving:
+    """[B, middle, S, S] -> [B, narrowed[1], S / 4, S / 4]."""
+
+    def __init__(self, scope: Scope, spec: SamSpec) -> None:
+        (first, second), names = spec.narrowed, spec.names.halving
+        self._params = (
+            scope.param(f"{names[0]}.weight", (first, spec.middle, 3, 3)),
+            scope.param(f"{names[1]}.weight", (second, first, 3, 3)),
+        )
+        self._weights: list[torch.Tensor] = []
+        scope.on_finish(self._finish)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        for weight in self._weights:
+            x = F.conv2d(x, weight, stride=2, padding=1)
+        return x
+
+    def _finish(self) -> None:
+        self._weights = [one.take() for one in self._params]
 
 
 def _normed(norm: BlockNorm, x: torch.Tensor) -> torch.Tensor:

@@ -291,8 +291,9 @@ class Media:
         )
 
     def _positions(self, shape: StepShape) -> np.ndarray:
-        """int64 [3, T]: the positions of every token of the step."""
-        position_3T = np.tile(shape.position_T, (3, 1))
+        """int64 [3, T]: the positions of every token of the step, in each axis of the rope."""
+        assert self._encoder.rope is not None
+        position_3T = np.tile(shape.position_T, (self._encoder.rope.axes, 1))
         for index, row in enumerate(shape.rows.tolist()):
             media = self._rows.get(row)
             if media is None or media.positions is None:

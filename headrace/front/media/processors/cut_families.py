@@ -56,37 +56,6 @@ def _llava_next_video(files: CheckpointFiles) -> MediaSpec:
     )
 
 
-def _blip(files: CheckpointFiles) -> MediaSpec:
-    """One square, stretched, of so many tokens."""
-    image, vision = files.image, vision_section(files.config)
-    settings = ProcessorSettings(
-        patch=patch_pixels(vision),
-        merge=1,
-        side=side_pixels(vision, 224),
-        resample=image.int("resample", 3, ge=0, le=5),
-        rows_each=files.config.int("num_query_tokens", 32, ge=1, le=4096),
-    )
-    return image_only("square", settings, files.config)
-
-
-def _video_llava(files: CheckpointFiles) -> MediaSpec:
-    """The middle square of an image and of each frame."""
-    image, config = files.image, files.config
-    vision = vision_section(config)
-    settings = ProcessorSettings(
-        patch=vision.int("patch_size", 14, ge=1, le=1024),
-        merge=1,
-        side=side_pixels(vision, 224),
-        fit="crop",
-        resample=image.int("resample", 3, ge=0, le=5),
-        max_frames=files.video.int("num_frames", 8, ge=1, le=100_000),
-        extra=1,
-    )
-    spec = image_only("cropped_frames", settings, config)
-    token = config.int("video_token_id", None, aliases=("video_token_index",), ge=0)
-    return msgspec.structs.replace(spec, video_token=token)
-
-
 def _llava_onevision(files: CheckpointFiles) -> MediaSpec:
     image, config, video = files.image, files.config, files.video
     vision = vision_section(config)
@@ -328,38 +297,6 @@ def _lfm2(files: CheckpointFiles) -> MediaSpec:
     return image_only("lfm2", settings, config)
 
 
-def _got(files: CheckpointFiles) -> MediaSpec:
-    """One square, stretched; the text around it is the template's."""
-    image, vision = files.image, vision_section(files.config)
-    if image.bool("crop_to_patches", False):
-        raise image.wrong("crop_to_patches", "false")
-    settings = ProcessorSettings(
-        patch=vision.int("patch_size", 16, ge=1, le=1024),
-        merge=4,
-        side=side_pixels(vision, 1024),
-        resample=image.int("resample", 3, ge=0, le=5),
-    )
-    return image_only("square", settings, files.config)
-
-
-def _deepseek_vl(files: CheckpointFiles) -> MediaSpec:
-    """One square that a picture is fitted into; Janus has marks around it."""
-    image, vision = files.image, vision_section(files.config)
-    mean = image.list("image_mean", [0.48145466, 0.4578275, 0.40821073], of=float, length=3)
-    janus = files.config.raw["model_type"] == "janus"
-    settings = ProcessorSettings(
-        patch=vision.int("patch_size", 16, ge=1, le=1024),
-        merge=1,
-        side=side_pixels(vision, 384),
-        fit="inside",
-        shortest=image.int("min_size", 14, ge=1, le=1024),
-        pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
-        around=("<begin_of_image>", "<end_of_image>") if janus else ("", ""),
-        resample=image.int("resample", 3, ge=0, le=5),
-    )
-    return image_only("square", settings, files.config)
-
-
 def _video_llama(files: CheckpointFiles) -> MediaSpec:
     image, vision = files.image, vision_section(files.config)
     if image.int("merge_size", 1) != 1:
@@ -376,8 +313,6 @@ def _video_llama(files: CheckpointFiles) -> MediaSpec:
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llava_next": _llava_next,
     "llava_next_video": _llava_next_video,
-    "blip-2": _blip,
-    "video_llava": _video_llava,
     "llava_onevision": _llava_onevision,
     "llama4": _llama4,
     "kimi_k25": _kimi,
@@ -389,10 +324,7 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "minicpmv4_6": _minicpm,
     "minicpm_ocr": _minicpm,
     "deepseek_ocr2": _deepseek_ocr,
-    "deepseek_vl": _deepseek_vl,
-    "janus": _deepseek_vl,
     "video_llama_3": _video_llama,
-    "got_ocr2": _got,
     "lfm2_vl": _lfm2,
     "nemotron_h_omni": _nemotron,
     "NemotronH_Nano_Omni_Reasoning_V3": _nemotron,

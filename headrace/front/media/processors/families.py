@@ -32,6 +32,7 @@ from headrace.front.media.processors.reading import (
     with_video,
 )
 from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO, hears
+from headrace.front.media.processors.square_families import SQUARE_FAMILIES
 from headrace.front.media.processors.unnamed_families import UNNAMED
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
@@ -45,6 +46,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "anyres": "headrace.front.media.processors.anyres:AnyResolutionProcessor",
         "anyres_frames": "headrace.front.media.processors.anyres:AveragedFramesProcessor",
         "cropped_frames": "headrace.front.media.processors.anyres:CroppedFramesProcessor",
+        "hunyuan": "headrace.front.media.processors.hunyuan:HunyuanProcessor",
         "kimi": "headrace.front.media.processors.kimi:KimiProcessor",
         "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
         "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
@@ -59,7 +61,10 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "lfm2": "headrace.front.media.processors.lfm2:Lfm2Processor",
         "siglip2": "headrace.front.media.processors.siglip2:Siglip2Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
+        "two_squares": "headrace.front.media.processors.square:TwoSquaresProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
+        "idefics2": "headrace.front.media.processors.shrunk:Idefics2Processor",
+        "aria": "headrace.front.media.processors.shrunk:AriaProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
         "lighton": "headrace.front.media.processors.pixtral:UnbrokenProcessor",
         "idefics3": "headrace.front.media.processors.idefics3:Idefics3Processor",
@@ -69,7 +74,7 @@ _SPACED = (
     *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("exaone4_5", "hyperclovax_vision_v2"),
 )
-_READERS = {**CUT_FAMILIES, **RATIO_FAMILIES, **IDEFICS_FAMILIES}
+_READERS = {**CUT_FAMILIES, **SQUARE_FAMILIES, **RATIO_FAMILIES, **IDEFICS_FAMILIES}
 _STAMPED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "lfm3_vl"), ()),
     "cohere_compass": ("<|VISION_START|>", "<|VISION_END|>"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -10,7 +11,12 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.front.media.processors.cut_families import CheckpointFiles
 from headrace.front.media.processors.files import special_text
-from headrace.front.media.processors.reading import image_only, pixel_bounds, vision_section
+from headrace.front.media.processors.reading import (
+    image_only,
+    patch_pixels,
+    pixel_bounds,
+    vision_section,
+)
 
 
 def _gemma4(files: CheckpointFiles) -> MediaSpec:
@@ -103,10 +109,66 @@ def _kimi_vl(files: CheckpointFiles) -> MediaSpec:
     return image_only("kimi", settings, config)
 
 
+def _hunyuan(files: CheckpointFiles) -> MediaSpec:
+    """The filter is bicubic, whatever the files say, as in the reference."""
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
+        temporal=1,
+        image_pixels=pixel_bounds(image, (512 * 512, 2048 * 2048)),
+    )
+    return image_only("hunyuan", settings, config)
+
+
+def _idefics2(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    size = image.section("size") or ConfigReader({}, image.where)
+    queries = config.section("perceiver_config") or ConfigReader({}, config.where)
+    shortest = size.int("shortest_edge", 378, ge=1, le=16_384)
+    settings = ProcessorSettings(
+        patch=patch_pixels(vision_section(config)),
+        merge=1,
+        shortest=shortest,
+        longest=size.int("longest_edge", 980, ge=shortest, le=16_384),
+        tiles=(1, 5 if image.bool("do_image_splitting", False) else 1),
+        rows_each=queries.int("resampler_n_latents", 64, ge=1, le=4096),
+        resample=image.int("resample", 2, ge=0, le=5),
+        marks=("<fake_token_around_image>",),
+    )
+    spec = image_only("idefics2", settings, config)
+    return msgspec.structs.replace(spec, shares_ends=True)
+
+
+def _aria(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    if image.bool("split_image", False):
+        raise image.wrong("split_image", "false")
+    patch = patch_pixels(vision_section(config))
+    queries = config.raw.get("projector_patch_to_query_dict") or {"4900": 256}
+    most = max(int(count) for count in queries)
+    side = math.isqrt(most) * patch
+    if image.int("max_image_size", side) != side:
+        raise image.wrong("max_image_size", f"{side}, the size of {most} patches")
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=1,
+        side=side,
+        shortest=image.int("min_image_size", 336, ge=1, le=side),
+        rows_each=int(queries[str(most)]),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return image_only("aria", settings, config)
+
+
 RATIO_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
+    "aria": _aria,
+    "idefics2": _idefics2,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "glm5_next": _glm_next,
+    "hunyuan_vl": _hunyuan,
     "kimi_vl": _kimi_vl,
     "minimax_m3_vl": _minimax,
     "paddleocr_vl": _paddleocr,

@@ -82,6 +82,22 @@ class SquareProcessor:
         raise InvalidRequest("this model takes no video")
 
 
+class TwoSquaresProcessor(SquareProcessor):
+    """An image is a large square and a small one made of it, whose patches are one input's rows."""
+
+    def image(self, picture: Image.Image) -> ProcessedMedia:
+        """One input of as many tokens as the small square has patches."""
+        settings = self._settings
+        large = self.fitted(picture)
+        small_side = settings.sizes[0][0]
+        small = resized(large, height=small_side, width=small_side, resample=settings.resample)
+        parts = [self.input_of(square) for square in (large, small)]
+        rows = np.concatenate([one.rows for one in parts])
+        count = len(parts[1].rows)
+        one = TowerInput(kind="image", grid=(1, 1, len(rows)), rows=rows, num_tokens=count)
+        return ProcessedMedia(inputs=(one,), layout=(0,))
+
+
 class TiledProcessor(SquareProcessor):
     """An image is cut into the tiling nearest to its ratio, and stands whole behind its tiles."""
 

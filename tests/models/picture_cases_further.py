@@ -1,0 +1,152 @@
+"""Further families in the form of picture_cases.py."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
+from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
+    DeepseekVLHybridImageProcessorPil,
+)
+from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
+
+from headrace.front.media.processing import ProcessedMedia
+from tests.front.media.oracles import without_torchvision
+from tests.models.picture_cases import HALF_NORM, IMAGE, SIGLIP, PictureCase, Pictures, Theirs
+from tests.models.test_towers import TOWER, text
+
+with without_torchvision():
+    from transformers.models.aria.processing_aria import AriaProcessor
+    from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import (
+        HunYuanVLImageProcessorPil,
+    )
+    from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
+
+HUNYUAN: dict[str, Any] = {
+    **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 1},
+    "size": {"shortest_edge": 64, "longest_edge": 900},
+}
+
+
+def hunyuan(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = HunYuanVLImageProcessorPil(**HUNYUAN)(list(pictures), return_tensors="pt")
+    self = SimpleNamespace(
+        image_processor=SimpleNamespace(merge_size=2, spatial_patch_size=1), image_token="I",
+        cat_extra_token=True,
+    )  # fmt: skip
+    texts = [HunYuanVLProcessor.replace_image_token(self, inputs, i) for i in range(len(pictures))]
+    return Theirs(given=dict(inputs), texts=texts, typed=True)
+
+
+def idefics2(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = Idefics2ImageProcessorPil(**IDEFICS2)([list(pictures)], return_tensors="pt")
+    mark = "<fake_token_around_image>"
+    texts = [(mark + "I" * 5) * 5 + mark] * len(pictures)
+    return Theirs(given=dict(inputs), texts=texts)
+
+
+def aria(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    """Its processor knows two sizes of images alone."""
+    parts = []
+    with patch.object(AriaImageProcessorPil, "_preprocess", sized(AriaImageProcessorPil)):
+        parts = AriaImageProcessorPil(max_image_size=24, min_image_size=8)(
+            list(pictures), return_tensors="pt"
+        )
+    self = SimpleNamespace(size_conversion={24: 5}, image_token="I")
+    texts = [AriaProcessor.replace_image_token(self, parts, i) for i in range(len(pictures))]
+    parts.pop("num_crops")
+    return Theirs(given=dict(parts), texts=texts)
+
+
+def sized(owner: Any) -> Any:
+    """`_preprocess` that takes any size of images."""
+    source = textwrap.dedent(inspect.getsource(owner._preprocess)).replace("[490, 980]", "[24]")
+    names: dict[str, Any] = {}
+    exec(source, vars(inspect.getmodule(owner)), names)
+    return names["_preprocess"]
+
+
+def hybrid(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = DeepseekVLHybridImageProcessorPil(
+        size={"height": 16, "width": 16}, high_res_size={"height": 32, "width": 32}, min_size=5,
+        **HALF_NORM,
+    )  # fmt: skip
+    inputs = processor(list(pictures), return_tensors="pt")
+    return Theirs(given=dict(inputs), texts=["I" * 16 for _ in pictures])
+
+
+IDEFICS2: dict[str, Any] = {
+    "size": {"shortest_edge": 10, "longest_edge": 30},
+    "do_image_splitting": True,
+}
+CASES = {
+    "deepseek-vl-hybrid": PictureCase(
+        name="DeepseekVLHybrid",
+        config={
+            "vision_config": SIGLIP,
+            "high_res_vision_config": {
+                **{"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2},
+                **{"image_size": 32, "patch_size": 4, "global_attn_indexes": [0, 2]},
+                **{"output_channels": 6, "window_size": 5, "mlp_dim": 24, "num_pos_feats": 3},
+                "model_type": "sam_vision_model",
+            },
+            **{"text_config": text("llama"), "image_token_id": IMAGE},
+        },
+        process=hybrid,
+        files={**HALF_NORM, "min_size": 5},
+        sizes=((40, 24), (10, 90)),
+    ),
+    "idefics2": PictureCase(
+        name="Idefics2",
+        config={
+            "vision_config": TOWER,
+            "perceiver_config": {
+                **{"hidden_size": 48, "resampler_n_latents": 5, "resampler_depth": 2},
+                **{"resampler_n_heads": 4, "resampler_head_dim": 10, "num_key_value_heads": 2},
+            },
+            "text_config": text("mistral", sliding_window=None),
+            "image_token_id": IMAGE,
+        },
+        process=idefics2,
+        files=IDEFICS2,
+        marks={"<fake_token_around_image>": 102},
+    ),
+    "aria": PictureCase(
+        name="Aria",
+        config={
+            "vision_config": {**TOWER, "model_type": "idefics3_vision"},
+            "text_config": text(
+                "aria_text", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=2
+            ),
+            **{"image_token_index": IMAGE, "projector_patch_to_query_dict": {16: 3, 36: 5}},
+        },
+        process=aria,
+        files={"max_image_size": 24, "min_image_size": 8},
+    ),
+    "hunyuan-vl": PictureCase(
+        name="HunYuanVL",
+        config={
+            "vision_config": {**TOWER, "max_image_size": 24, "text_hidden_size": 48},
+            "text_config": {
+                **text("hunyuan_vl_text"),
+                "rope_parameters": {
+                    **{
+                        "rope_type": "dynamic",
+                        "factor": 1.0,
+                        "alpha": 100.0,
+                        "rope_theta": 10000.0,
+                    },
+                    "mrope_section": [1, 2, 1, 2],
+                },
+            },
+            **{"image_token_id": IMAGE, "im_start_id": 102, "im_end_id": 103},
+        },
+        process=hunyuan,
+        files=HUNYUAN,
+    ),
+}
