@@ -37,6 +37,8 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
         AutoModelForCausalLM,
         Emu3ForCausalLM,
         Emu3TextConfig,
+        InklingForCausalLM,
+        InklingTextConfig,
         Mistral4Config,
         Mistral4ForCausalLM,
         MllamaForCausalLM,
@@ -45,6 +47,7 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(InklingTextConfig, InklingForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(MllamaTextConfig, MllamaForCausalLM, exist_ok=True)
 
     torch.manual_seed(seed)
@@ -58,6 +61,10 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
         saved = json.loads((folder / "config.json").read_text())
         saved["architectures"] = [CLASSES[config.model_type]]
         (folder / "config.json").write_text(json.dumps(saved))
+    if config.model_type in WHOLE:
+        text = json.loads((folder / "config.json").read_text())
+        whole = {"architectures": [WHOLE[config.model_type]], "text_config": text}
+        (folder / "config.json").write_text(json.dumps(whole))
     if config.model_type in PUBLISHED:
         file = folder / "model.safetensors"
         save_file(PUBLISHED[config.model_type](load_file(file)), file)
@@ -88,7 +95,52 @@ def split_minimax_m3(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return stored
 
 
-PUBLISHED = {"minimax_m3_vl_text": split_minimax_m3}
+INKLING = (
+    ("model.embed_tokens.embed_norm.", "model.llm.embed_norm."),
+    ("model.embed_tokens.", "model.llm.embed."),
+    ("lm_head.", "model.llm.unembed."),
+    ("input_layernorm", "attn_norm"),
+    ("post_attention_layernorm", "mlp_norm"),
+    *(
+        (f"self_attn.{one}_proj", f"attn.w{one}_d{of}")
+        for one, of in zip("qkvr", "uvvu", strict=True)
+    ),
+    ("self_attn.o_proj", "attn.wo_ud"),
+    ("self_attn.", "attn."),
+    ("sconv.conv1d", "sconv"),
+    ("gate.e_score_correction_bias", "gate.bias"),
+    ("mlp.experts.gate_up_proj", "mlp.experts.w13_weight"),
+    ("mlp.experts.down_proj", "mlp.experts.w2_weight"),
+    ("shared_experts.gate_proj", "shared_experts.shared_w13_weight"),
+    ("shared_experts.down_proj", "shared_experts.shared_w2_weight"),
+    ("mlp.gate_proj.weight", "mlp.w13_dn.weight"),
+    ("mlp.down_proj", "mlp.w2_md"),
+    ("model.layers.", "model.llm.layers."),
+    ("model.norm.", "model.llm.norm."),
+)
+"""What the published checkpoint calls what transformers does; ups lie in turn with gates."""
+
+
+def publish_inkling(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As the checkpoint of the whole model has it."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if "up_proj" in name and "gate_up_proj" not in name:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
+        elif "gate_proj" in name:
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            tensor = torch.stack((tensor, up), dim=-2).flatten(-3, -2)
+        for ours, theirs in INKLING:
+            name = name.replace(ours, theirs)
+        stored[name] = tensor.contiguous()
+    return stored
+
+
+WHOLE = {"inkling_text": "InklingForConditionalGeneration"}
+"""Architectures that are published with other parts, by the type of their text part."""
+PUBLISHED = {"minimax_m3_vl_text": split_minimax_m3, "inkling_text": publish_inkling}
 """How checkpoints hold a text part that transformers saves otherwise when it is alone, by its type."""
 
 

@@ -780,6 +780,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
         },
     ),
+    "inkling": (
+        "InklingText",
+        {
+            **{"moe_intermediate_size": 24, "head_dim": 8, "swa_num_attention_heads": 4},
+            **{"swa_num_key_value_heads": 4, "swa_head_dim": 12, "sliding_window_size": 9},
+            **{"d_rel": 4, "rel_extent": 14, "log_scaling_n_floor": 5, "n_routed_experts": 6},
+            **{"num_experts_per_tok": 3, "n_shared_experts": 2, "logits_mup_width_multiplier": 2.0},
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     "xlstm": ("xLSTM", {"hidden_size": 128, "num_heads": 4, "autocast_kernel_dtype": "float32"}),
     "hrm-text": ("HrmText", {"head_dim": 8, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2}),
     "zamba2": (

@@ -12,6 +12,7 @@ from headrace.back.models.families import architecture_of, text_config
 from headrace.back.platforms.detect import FAKES
 from headrace.base.config.resolved import ModelSpec
 from headrace.launch.plan import build_without_memory, kernels_on_absent_device
+from tests.models.oracle import WHOLE
 from tests.models.test_encoders import ENCODER_CASES
 from tests.models.test_parity import CASES, tiny_config
 
@@ -59,6 +60,8 @@ def test_fp8_weights_have_a_kernel_on_a_gpu() -> None:
 def test_every_family_tells_the_kernels_it_would_have_on_a_gpu(case: str) -> None:
     architecture, make = CONFIGS[case]
     config = make().to_dict() | {"architectures": [architecture]}
+    if config["model_type"] in WHOLE:
+        config = {"architectures": [WHOLE[config["model_type"]]], "text_config": config}
     named = architecture_of(config)
     spec = ModelSpec(
         path="", name=case, format="dummy", family=named.family, dtype="bfloat16", max_model_len=32,

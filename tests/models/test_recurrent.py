@@ -36,7 +36,7 @@ DELTAS = (
     *("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe", "olmo-hybrid", "kimi-linear"),
     *("bailing-hybrid", "minimax", "lfm3"),
 )
-RARE = ("zamba", "recurrent-gemma", "rwkv", "xlstm", "zaya")
+RARE = ("zamba", "recurrent-gemma", "rwkv", "xlstm", "zaya", "inkling")
 FAMILIES = (
     "mamba2",
     "mamba",
@@ -184,10 +184,10 @@ def test_steps_of_what_indexers_choose_are_recorded_on_a_gpu(name: str, tmp_path
 
 HYBRIDS = (
     *("jamba", "zamba2", "falcon-h1", "nemotron-h", "granite-hybrid-experts", *DELTAS),
-    *("zamba", "recurrent-gemma", "zaya", "hy-v4", "minimax-m3", "qwen4"),
+    *("zamba", "recurrent-gemma", "zaya", "hy-v4", "minimax-m3", "qwen4", "inkling"),
 )
 """One at least for each kind of state that lies beside blocks."""
-FEW_BLOCKS = {"lfm3": 7, "zaya": 10, "minimax-m3": 5, "qwen4": 10}
+FEW_BLOCKS = {"lfm3": 7, "zaya": 10, "minimax-m3": 5, "qwen4": 10, "inkling": 7}
 """So many that one request has room and four have not; 6 of the others."""
 
 

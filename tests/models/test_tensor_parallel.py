@@ -32,7 +32,7 @@ NAMES = (
     "opt", "codegen", "gpt-bigcode", "dbrx",
     "hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note", "jais2", "hyperclovax", "jetmoe",
     "zamba", "recurrent-gemma", "rwkv", "xlstm", "hrm-text", "modernbert-decoder",
-    "openai-gpt", "ctrl", "mllama", "opt-post",
+    "openai-gpt", "ctrl", "mllama", "opt-post", "inkling",
 )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ TWO_ALONE = (
     "dots3-note",
     "mimo-v2-flash",
     "codegen",
+    "inkling",
 )
 """Heads of several sizes or numbers, or of one that follows from the width, are not halved by a key."""
 ALIKE = (

@@ -262,6 +262,18 @@ def test_llama_3_2_vision_has_the_logits_of_its_text_model(tmp_path: Path) -> No
     compare(got, oracle_logits(oracle, rows), 1e-4)
 
 
+def test_rows_of_inkling_s_head_behind_its_tokens_are_never_chosen(tmp_path: Path) -> None:
+    oracle = save_oracle(tiny_config("inkling"), tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    whole["text_config"]["unpadded_vocab_size"] = 90
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    rows, ours = random_rows(90, (7,)), load_ours(model_spec(tmp_path))
+    assert ours.argmax is None and ours.top_candidates is None
+    (got,) = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    assert torch.isneginf(got[:, 90:]).all()
+    compare([got[:, :90]], [oracle_logits(oracle, rows)[0][:, :90]], 1e-4)
+
+
 def test_emu3_has_the_logits_of_its_text_model(tmp_path: Path) -> None:
     """Beside the coder of images, which is not read."""
     oracle = save_oracle(tiny_config("emu3"), tmp_path)

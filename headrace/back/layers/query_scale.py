@@ -47,11 +47,33 @@ class QueryScale:
 
     def build(self, scope: Scope, heads: int) -> QueryFactors:
         """See QueryScaling; layers with one scale share the table."""
-        tables = scope.ledger.tables
-        if self not in tables:
-            table_P = self.table(scope.max_positions)
-            tables[self] = table_P.to(scope.dtype).to(scope.device)
-        return TableFactors(tables[self])
+        return _shared_table(scope, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateLogScale:
+    """Queries at position p are multiplied by 1 + alpha * log((p + 1) / floor), from where that is
+    more than 1 (Inkling)."""
+
+    alpha: float
+    floor: int
+
+    def table(self, max_positions: int) -> torch.Tensor:
+        """The factors of all positions, float32."""
+        count = torch.arange(1, max_positions + 1, dtype=torch.float32)
+        return 1 + self.alpha * count.div_(self.floor).clamp_(min=1.0).log_()
+
+    def build(self, scope: Scope, heads: int) -> QueryFactors:
+        """See QueryScaling; layers with one scale share the table."""
+        return _shared_table(scope, self)
+
+
+def _shared_table(scope: Scope, scale: QueryScale | LateLogScale) -> QueryFactors:
+    tables = scope.ledger.tables
+    if scale not in tables:
+        table_P = scale.table(scope.max_positions)
+        tables[scale] = table_P.to(scope.dtype).to(scope.device)
+    return TableFactors(tables[scale])
 
 
 class TableFactors:

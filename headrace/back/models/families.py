@@ -225,6 +225,8 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4_unified",
     "qwen4_exp_text": "qwen4",
+    "inkling_text": "inkling",
+    "inkling_model": "inkling",
     "mllama_text_model": "mllama",
 }
 """Families of the text part of models with several, by its `model_type`."""
@@ -233,6 +235,7 @@ WRAPPERS: Mapping[str, str] = {"MllamaForConditionalGeneration": "language_model
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
+    "InklingForConditionalGeneration": "model.llm",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
 RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})

@@ -22,7 +22,13 @@ def problem(**more: object) -> AttentionProblem:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("more", [{}, {"scale": 0.3}, {"window": 30}, {"sinks": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({}, {"scale": 0.3}, {"window": 30}, {"sinks": True}),
+        *({"bias_rank": 5, "scale": 0.3}, {"bias_rank": 3, "window": 17, "bias_width": 17}),
+    ],
+)
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_native_kernel_adds_biases_as_defined(library, dtype, more, whole) -> None:
     case = problem(dtype=dtype, **more)
@@ -50,6 +56,29 @@ def test_the_reference_adds_the_bias_of_each_distance() -> None:
             at, position = int(plan.host_query_start[row]) + i, length - queries + i
             scores = torch.einsum("hd,shd->hs", q[at], k[: position + 1])
             scores += bias_HW[:, (position - torch.arange(position + 1)).clamp(max=4)]
+            wanted = torch.einsum("hs,shd->hd", scores.softmax(-1), v[: position + 1])
+            assert torch.allclose(out[at], wanted, atol=1e-5)
+
+
+def test_the_reference_adds_the_bias_that_follows_from_a_state() -> None:
+    case = problem(kv_heads=2, head_dim=8, bias_width=5, bias_rank=3)
+    rows = [(1, 19), (7, 23)]
+    plan, num_blocks = sample_plan(rows, block_tokens=16, window=None, device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    kv = torch.randn(num_blocks, 2, 2, 16, 8, generator=generator)
+    q, states = (torch.randn(8, 4, size, generator=generator) for size in (8, 3))
+    bias_RW = torch.randn(3, 5, generator=generator)
+    out = bind_reference(case, None, bias_RW)(q, kv, plan, None, states)
+    for row, (queries, length) in enumerate(rows):
+        blocks = plan.block_table_RB[row].long()
+        k, v = kv[blocks].transpose(0, 1).transpose(2, 3).flatten(1, 2)[:, :length].unbind(0)
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        for i in range(queries):
+            at, position = int(plan.host_query_start[row]) + i, length - queries + i
+            scores = torch.einsum("hd,shd->hs", q[at], k[: position + 1])
+            for head in range(4):
+                for distance in range(5):
+                    scores[head, position - distance] += states[at, head] @ bias_RW[:, distance]
             wanted = torch.einsum("hs,shd->hd", scores.softmax(-1), v[: position + 1])
             assert torch.allclose(out[at], wanted, atol=1e-5)
 

@@ -16,6 +16,7 @@ from headrace.back.kernels.attention.op import (
     Plan,
     check_bias,
     check_lse,
+    check_states,
 )
 from headrace.back.kernels.kv_write.native import QUANTIZATION_IDS
 from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, value_bytes
@@ -32,7 +33,7 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 
 MAX_HEAD_DIM = 256
-_ARGUMENTS = (*(POINTER,) * 10, *(INT64,) * 15, FLOAT, FLOAT, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 11, *(INT64,) * 16, FLOAT, FLOAT, INT32, INT32)
 
 
 def bind_with(
@@ -50,6 +51,8 @@ def bind_with(
     slopes = problem.slopes_tensor()
     bias = None if bias_HW is None else bias_HW.float().contiguous()
     check_bias(problem, bias)
+    if bias is not None and problem.bias_rank:
+        bias = bias.flip(1).contiguous()  # read in the order of keys
     kernel = library.bind("attention", *_ARGUMENTS)
     heads, head_dim, element = problem.heads, problem.head_dim, DTYPES[problem.dtype]
     window, scale, softcap = problem.reach, problem.scale, problem.softcap or 0.0
@@ -62,8 +65,13 @@ def bind_with(
         width = value_bytes(head_dim, problem.quantized) + SCALE_BYTES
 
     def attention(
-        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        lse_TH: torch.Tensor | None = None,
+        states_THR: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        check_states(problem, states_THR, q_THD)
         if lse_TH is not None:
             check_lse(lse_TH, q_THD)
         assert q_THD.dtype == problem.dtype and kv.dtype == cache_dtype, (q_THD.dtype, kv.dtype)
@@ -86,8 +94,9 @@ def bind_with(
             sinks.data_ptr() if sinks is not None else None,
             slopes.data_ptr() if slopes is not None else None,
             bias.data_ptr() if bias is not None else None,
+            states_THR.data_ptr() if states_THR is not None else None,
             lse_TH.data_ptr() if lse_TH is not None else None,
-            problem.bias_width,
+            problem.bias_width, problem.bias_rank,
             rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
             *q_THD.stride()[:2], *kv.stride()[:3], window, scale, softcap, element,
             mode,

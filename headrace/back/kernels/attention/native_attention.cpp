@@ -112,6 +112,18 @@ HR_INLINE void add_bias(const Attention& p, int64_t head, int64_t position, int6
   for (int64_t j = 0; j < seen; ++j) s[j] += bias[smaller(position - low - j, last)] * by;
 }
 
+// The same where the bias follows from the states of the query, `token`.
+HR_INLINE void add_state_bias(const Attention& p, int64_t token, int64_t head, int64_t position, int64_t low, int64_t count,
+                              float* s) {
+  const float* states = p.states + (token * p.heads + head) * p.bias_rank;
+  const int64_t shift = p.bias_width - 1 - position + low, seen = smaller(count, position - low + 1);
+  for (int64_t r = 0; r < p.bias_rank; ++r) {
+    const float by = states[r] / p.scale;
+    const float* bias = p.bias + r * p.bias_width + shift;
+    for (int64_t j = larger<int64_t>(-shift, 0); j < seen; ++j) s[j] += bias[j] * by;
+  }
+}
+
 // Turns one row's scores into weights e^(s - max) where [from, to) is visible; returns what the row's earlier sums must
 // be multiplied by. slope: times the distance from the query, `first` of the first position, it goes onto a score.
 HR_INLINE float soften(const Attention& p, float* s, int64_t from, int64_t to, int64_t count, float slope, int64_t first,
@@ -268,8 +280,12 @@ void attend(void* context, int64_t i) {
       const int64_t lowest = first_seen(p.window, own_position(p, task, m));
       const int64_t from = smaller(larger<int64_t>(lowest - low, 0), count);
       const int64_t to = smaller(larger<int64_t>(position + 1 - low, 0), count);
-      if (p.bias != nullptr) add_bias(p, task.head + m % task.heads, position, low, count, scores + m * kTokens);
-      const float slope = p.slopes ? p.slopes[task.head + m % task.heads] : 0.0f;
+      const int64_t head = task.head + m % task.heads;
+      if (p.states != nullptr) {
+        const int64_t token = p.query_start[task.row] + task.token + m / task.heads;
+        add_state_bias(p, token, head, position, low, count, scores + m * kTokens);
+      } else if (p.bias != nullptr) add_bias(p, head, position, low, count, scores + m * kTokens);
+      const float slope = p.slopes ? p.slopes[head] : 0.0f;
       factors[m] = soften(p, scores + m * kTokens, from, to, count, slope, low - position, max[m], total[m]);
     }
     if constexpr (kByTile<S>) {
@@ -521,15 +537,16 @@ int32_t run_quantized(Attention& p, int32_t dtype) {
 // them; -Inf of one that sees nothing.
 // slopes: ALiBi's per query head, or null; causal queries only.
 // bias [heads, bias_width] float32, or null: what is added to the scaled score of a key, by how many positions it stands before
-// its query; from bias_width - 1 on it is the same.
+// its query; from bias_width - 1 on it is the same. With states [num_tokens, heads, bias_rank] float32 it is [bias_rank,
+// bias_width], the farthest distance first: see paged_attention.h.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
 // t * head_dim, strides in elements of the cache. window 0: all positions; -C: chunks of C. softcap 0: none. mode: 0 a cache of the queries' type,
 // 1 int8, 2 e4m3, 3 e5m2, 16 4 bits; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
 // every query of a row sees all of its positions.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
                                        const int32_t* kv_len, const int32_t* block_table, const float* sinks,
-                                       const float* slopes, const float* bias, float* lse, int64_t bias_width, int64_t rows,
-                                       int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
+                                       const float* slopes, const float* bias, const float* states, float* lse,
+                                       int64_t bias_width, int64_t bias_rank, int64_t rows, int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
                                        int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t q_token_stride,
                                        int64_t q_head_stride, int64_t block_stride, int64_t value_offset,
                                        int64_t head_stride, int64_t window, float scale, float softcap, int32_t dtype,
@@ -537,11 +554,13 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   if (head_dim < 1 || head_dim > kMaxHead || kv_heads < 1 || heads < 1 || heads % kv_heads || block_tokens < 1)
     return HR_BAD_SHAPE;
   if (bias != nullptr && (bias_width < 1 || scale == 0 || softcap > 0 || (mode & 8) != 0)) return HR_BAD_SHAPE;
+  if (states != nullptr && (bias == nullptr || bias_rank < 1)) return HR_BAD_SHAPE;
   Attention p{q, kv, out, query_start, kv_len, block_table, sinks, lse, rows, table_stride, heads, kv_heads, head_dim,
               head_dim, block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
               window != 0 ? window : INT32_MAX, scale, softcap, kRows, (mode & 8) == 0, (mode & 4) != 0, nullptr, nullptr, nullptr};
   p.slopes = slopes;
   p.bias = bias, p.bias_width = bias_width;
+  p.states = states, p.bias_rank = bias_rank;
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
   const int32_t form = (mode & 3) | (mode & 16) >> 2;
   if (form == 1) return run_quantized<int8_t>(p, dtype);

@@ -92,6 +92,7 @@ class AttentionFunction(Protocol):
         kv: torch.Tensor,
         plan: Plan,
         lse_TH: torch.Tensor | None = None,
+        states_THR: torch.Tensor | None = None,
         /,
     ) -> torch.Tensor:
         """out_THD; fills `lse_TH`."""
@@ -108,7 +109,18 @@ def check_bias(problem: AttentionProblem, bias_HW: torch.Tensor | None) -> None:
     """Asserts that the position bias is there if the problem has one, with its shape."""
     assert (bias_HW is not None) == bool(problem.bias_width), problem
     if bias_HW is not None:
-        assert bias_HW.shape == (problem.heads, problem.bias_width), bias_HW.shape
+        lines = problem.bias_rank or problem.heads
+        assert bias_HW.shape == (lines, problem.bias_width), bias_HW.shape
+
+
+def check_states(
+    problem: AttentionProblem, states_THR: torch.Tensor | None, q_THD: torch.Tensor
+) -> None:
+    """Asserts that the states of these queries are there if the problem's bias follows from them."""
+    assert (states_THR is not None) == bool(problem.bias_rank), problem
+    if states_THR is not None:
+        assert states_THR.shape == (*q_THD.shape[:2], problem.bias_rank), states_THR.shape
+        assert states_THR.dtype == torch.float32 and states_THR.is_contiguous(), states_THR.stride()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +132,9 @@ class AttentionProblem:
     own; 1: none do.
 
     `slopes`: of ALiBi, one per query head; none: there is no bias. `bias_width`: distances in the
-    table of a position bias, which does not go with a soft cap; 0: there is none.
+    table of a position bias, which does not go with a soft cap; 0: there is none. `bias_rank`:
+    numbers in the state of a query and head that the bias follows from; 0: it follows from the
+    head alone.
 
     Without `causal` there is neither chunk, slopes nor position bias: they are counted from a
     query's own position, which need not be among those it sees. With a window it is."""
@@ -141,11 +155,13 @@ class AttentionProblem:
     verify_queries: int = 1
     slopes: tuple[float, ...] = ()
     bias_width: int = 0
+    bias_rank: int = 0
 
     def __post_init__(self) -> None:
         assert self.causal or not (self.chunk or self.slopes or self.bias_width), self
         assert len(self.slopes) in (0, self.heads), self
         assert not (self.bias_width and self.softcap), self
+        assert self.bias_width or not self.bias_rank, self
         assert self.window is None or self.chunk is None, self
 
     @property
@@ -273,13 +289,17 @@ def sample_of(problem: AttentionProblem, plans: list[SamplePlan], num_blocks: in
     weights: tuple[torch.Tensor | None, ...] = (sinks_H,) if problem.sinks else ()
     if problem.bias_width:
         table_HW = random_tensor(
-            problem.heads,
+            problem.bias_rank or problem.heads,
             problem.bias_width,
             **{**new, "dtype": torch.float32},
         )
         weights = (sinks_H if problem.sinks else None, table_HW)
+    states_THR = random_tensor(
+        max(tokens), problem.heads, problem.bias_rank, **{**new, "dtype": torch.float32}
+    )
     arguments, *further = (
-        (q_THD[:count], kv, plan) for count, plan in zip(tokens, plans, strict=True)
+        (q_THD[:count], kv, plan, *((None, states_THR[:count]) if problem.bias_rank else ()))
+        for count, plan in zip(tokens, plans, strict=True)
     )
     return Sample(
         problem=problem,

@@ -10,8 +10,9 @@ B blocks, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,11 +31,24 @@ QUERY_TILE = 256
 @dataclass(frozen=True, kw_only=True)
 class PartialAttention:
     """What a call fills: outputs, and log-sum-exps [T, H] if they are asked for. bias_HW: the
-    position bias that is added to scores."""
+    position bias that is added to scores; with `states_THR` it is bias_RW, by which the bias of each
+    query follows from its states."""
 
     out_THD: torch.Tensor
     lse_TH: torch.Tensor | None
     bias_HW: torch.Tensor | None = None
+    states_THR: torch.Tensor | None = None
+
+    def biases(self, start: int, stop: int, distance: torch.Tensor) -> torch.Tensor:
+        """[H, Q, S] of queries start .. stop and keys `distance` [Q, S] positions before them."""
+        assert self.bias_HW is not None, "there is no position bias"
+        if self.states_THR is None:
+            return _table_bias(self.bias_HW, distance)
+        bias_QHW = self.states_THR[start:stop] @ self.bias_HW.float()
+        width = bias_QHW.shape[2]
+        index_QHS = distance.clamp(0, width - 1)[:, None].expand(-1, bias_QHW.shape[1], -1)
+        near_Q1S = (distance < width)[:, None]
+        return (bias_QHW.gather(2, index_QHS) * near_Q1S).transpose(0, 1)
 
 
 def bind_reference(
@@ -46,14 +60,20 @@ def bind_reference(
     assert (bias_HW is not None) == bool(problem.bias_width), problem
 
     def attention(
-        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        lse_TH: torch.Tensor | None = None,
+        states_THR: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert (states_THR is not None) == bool(problem.bias_rank), problem
         if problem.quantized:
             kv, plan = dequantized(problem, kv, plan)
         result = PartialAttention(
             out_THD=torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device),
             lse_TH=lse_TH,
             bias_HW=bias_HW,
+            states_THR=states_THR,
         )
         if lse_TH is not None:
             lse_TH.fill_(float("-inf"))
@@ -138,7 +158,7 @@ def _decode(
     q_KRGD = q_THD[start:end].unflatten(1, (kv_heads, -1)).transpose(0, 1)
     scores = scores_of(problem, q_KRGD, k_KRSD)
     if result.bias_HW is not None:
-        bias_HRS = _table_bias(result.bias_HW, kv_len_R[:, None] - 1 - position_RS)
+        bias_HRS = result.biases(start, end, kv_len_R[:, None] - 1 - position_RS)
         scores += bias_HRS.unflatten(0, (kv_heads, -1)).transpose(1, 2)
     shape = (kv_heads, 1, -1, 1)
     if problem.slopes:
@@ -235,7 +255,7 @@ def _prefill_row(
             first_query=offset + start - low,
             origin=low,
             sinks_H=sinks_H,
-            bias_HW=result.bias_HW,
+            biases=None if result.bias_HW is None else partial(result.biases, start, stop),
             lse_QH=None if result.lse_TH is None else result.lse_TH[start:stop],
         )
 
@@ -266,7 +286,7 @@ def _tile(
     first_query: int,
     origin: int,
     sinks_H: torch.Tensor | None,
-    bias_HW: torch.Tensor | None,
+    biases: Callable[[torch.Tensor], torch.Tensor] | None,
     lse_QH: torch.Tensor | None,
 ) -> torch.Tensor:
     """Queries at positions first_query .. over S positions counted from the same `origin`;
@@ -287,8 +307,8 @@ def _tile(
         )
     else:
         scores = scores_of(problem, q_KGQD, k_KGSD)
-        if bias_HW is not None:
-            scores += _table_bias(bias_HW, query_Q1 - key_S).unflatten(0, (problem.kv_heads, -1))
+        if biases is not None:
+            scores += biases(query_Q1 - key_S).unflatten(0, (problem.kv_heads, -1))
         head_shape = (problem.kv_heads, -1, 1, 1)
         if problem.slopes:
             scores += bias_of(problem, key_S - query_Q1, head_shape)

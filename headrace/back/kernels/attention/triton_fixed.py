@@ -338,6 +338,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
     if problem.quantized:
         return "knows no quantized caches"
+    if problem.bias_rank:
+        return "knows no biases that follow from states"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -31,6 +31,9 @@ struct Attention {
   const float* slopes = nullptr;  // per query head, times the distance of key from query onto a score (ALiBi)
   const float* bias = nullptr;  // [heads, bias_width] added to the score of a key so many positions before its query, or null
   int64_t bias_width = 0;       // distances that have a bias of their own; greater ones have that of the last
+  const float* states = nullptr;  // [tokens, heads, bias_rank], or null: then bias is [bias_rank, bias_width], the farthest
+                                  // distance first, and a query's is the sum of its lines times these; greater ones have none
+  int64_t bias_rank = 0;
 };
 
 // Where the parts of a row lie: `count` from number `first` on, those of a query and head beside each other; from float

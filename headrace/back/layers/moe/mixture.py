@@ -20,7 +20,12 @@ from headrace.back.kernels.route.op import RouteProblem
 from headrace.back.layers.linear import bind_linear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.moe.experts import ExpertSet, SharedExperts, bind_experts
-from headrace.back.layers.moe.weights import ExpertLayout, ExpertSizes, SeparateExperts
+from headrace.back.layers.moe.weights import (
+    ExpertLayout,
+    ExpertSizes,
+    LoadedExperts,
+    SeparateExperts,
+)
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import WeightPiece
@@ -67,11 +72,15 @@ class RouterSpec:
 @dataclass(frozen=True, kw_only=True)
 class SharedSpec:
     """Experts that every token takes. `inner`: of all together; `name`: the MLP in the module;
-    `gate`: the linear layer whose sigmoid weighs them, None: weight 1."""
+    `gate`: the linear layer whose sigmoid weighs them, None: weight 1. `joint`: the router scores
+    each of them behind the routed ones, and the sigmoids of all that a token takes share its scale
+    (Inkling). `layout`: how the checkpoint holds each of them, None: as one MLP."""
 
     inner: int
     name: str = "shared_experts"
     gate: str | None = None
+    joint: bool = False
+    layout: ExpertLayout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +123,10 @@ class Mixture:
         router, shared = spec.router, spec.shared
         assert shared is None or shared.inner % spec.inner == 0, (shared, spec.inner)
         self._num_shared = 0 if shared is None else shared.inner // spec.inner
+        assert not self._num_joint or (router.score == "sigmoid" and router.groups == 1), router
         self._router = scope.param(
             f"{router.name}.weight",
-            (router.experts + self._is_gated, self._routed_width),
+            (router.experts + self._num_joint + self._is_gated, self._routed_width),
             pieces=self._router_pieces(scope),
         )
         self._router_bias = (
@@ -150,9 +160,7 @@ class Mixture:
         self._shared = None
         if shared is not None:
             first = len(ledger.params)
-            mlp = SharedExperts(
-                scope / shared.name, width=width, expert=self._inner, count=self._num_shared
-            )
+            mlp = self._shared_experts(scope / shared.name, shared)
             sizes_of = (self._num_shared, width, inner)
             self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
         self._logits = self._route = self._experts = not_loaded
@@ -178,13 +186,26 @@ class Mixture:
             logits_TG = logits_TG.div_(cap).tanh_().mul_(cap)
         if stated_TX is not None:
             logits_TG = logits_TG.masked_fill(~stated_TX, float("-inf"))
-        expert_TK, weight_TK = self._route(logits_TG)
+        if self._num_joint:
+            expert_TK, weight_TK = self._jointly(logits_TG)
+        else:
+            expert_TK, weight_TK = self._route(logits_TG)
         self._scope.ledger.routing.see(expert_TK[:, : self._spec.router.top_k])
         if self._spec.router.idle:
             return self._beside_idle(x_TE, expert_TK, weight_TK)
         if self._spec.router.weighs_inputs:
             return self._of_weighed(x_TE, expert_TK, weight_TK)
         return self._experts(x_TE, expert_TK, weight_TK)
+
+    def _jointly(self, logits_TG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chosen and shared experts with their weights: the scale, shared out by their sigmoids."""
+        routed = self._spec.router.experts
+        expert_TK, score_TK = self._route(logits_TG[:, :routed].contiguous())
+        score_TK = torch.cat((score_TK, logits_TG[:, routed:].sigmoid()), dim=1)
+        shared_TS = expert_TK.new_tensor(range(routed, routed + self._num_joint))
+        expert_TK = torch.cat((expert_TK, shared_TS.expand(len(expert_TK), -1)), dim=1)
+        share_TK = score_TK / score_TK.sum(1, keepdim=True)
+        return expert_TK, share_TK * self._spec.router.scale
 
     def _beside_idle(
         self, x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -211,12 +232,27 @@ class Mixture:
         y_PE = self._experts(x_TKE.flatten(0, 1), expert_P1, weight_P1)
         return y_PE.view(x_TKE.shape).sum(1)
 
+    def _shared_experts(self, inside: Scope, shared: SharedSpec) -> LoadedExperts:
+        if shared.layout is None:
+            return SharedExperts(
+                inside, width=self._width, expert=self._inner, count=self._num_shared
+            )
+        sizes = ExpertSizes(experts=self._num_shared, width=self._width, inner=self._spec.inner)
+        return shared.layout.params(inside, sizes)
+
+    @property
+    def _num_joint(self) -> int:
+        """Shared experts that the router scores."""
+        joint = self._spec.shared is not None and self._spec.shared.joint
+        return self._num_shared if joint else 0
+
     @property
     def _is_gated(self) -> bool:
         return self._spec.shared is not None and self._spec.shared.gate is not None
 
     def _router_pieces(self, scope: Scope) -> tuple[WeightPiece, ...]:
-        router, shape = self._spec.router, (self._spec.router.experts, self._routed_width)
+        router = self._spec.router
+        shape = (router.experts + self._num_joint, self._routed_width)
         pieces = [WeightPiece(name=scope.name(f"{router.name}.weight"), shape=shape)]
         if self._spec.shared is not None and self._spec.shared.gate is not None:
             gate = scope.name(f"{self._spec.shared.gate}.weight")
@@ -233,14 +269,14 @@ class Mixture:
             experts=router.experts,
             top_k=router.top_k,
             score=router.score,
-            renormalize=router.renormalize,
+            renormalize=router.renormalize and not self._num_joint,
             softmax_chosen=router.softmax_chosen,
-            scale=router.scale,
+            scale=1.0 if self._num_joint else router.scale,
             groups=router.groups,
             kept_groups=router.kept_groups,
             group_score=router.group_score,
             bias=self._choice_bias is not None,
-            shared=self._num_shared,
+            shared=self._num_shared - self._num_joint,
             shared_gate=self._is_gated,
             jitter=router.jitter,
         )
@@ -254,7 +290,7 @@ class Mixture:
             device=scope.kind,
             dtype=scope.dtype,
             experts=router.experts + self._num_shared,
-            slots=1 if router.weighs_inputs else problem.slots,
+            slots=1 if router.weighs_inputs else problem.slots + self._num_joint,
             width=self._width,
             inner=local_size(self._inner, scope.mesh.tp),
             activation=self._activation,

@@ -1,5 +1,6 @@
 """Experts' weights that lie one after another in 2-D tensors: gates, ups, and downs turned
-(DBRX). X experts, E hidden size, I inner size."""
+(DBRX), or in 3-D ones of which gates and ups take turns (Inkling). X experts, E hidden size, I
+inner size."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from headrace.back.layers.moe.weights import (
     LoadedExperts,
 )
 from headrace.back.layers.scope import Scope
-from headrace.back.parallel.shard import Shard, local_size
+from headrace.back.parallel.shard import Part, Shard, local_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +53,39 @@ class _Stacked:
         gate_XIE, up_XIE = self._gate.take().view(each), self._up.take().view(each)
         down_XEI = self._down.take().view(each).transpose(1, 2).contiguous()
         return ExpertWeights(up_XIE=torch.cat((gate_XIE, up_XIE), dim=1), down_XEI=down_XEI)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedExperts:
+    """One tensor [X, 2I, E] of gates and ups in turn, and one [X, E, I]."""
+
+    up: str
+    down: str
+    biased = False
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout."""
+        return _Paired(scope, sizes, self)
+
+
+class _Paired:
+    matrices = None
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        return None, None
+
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: PairedExperts) -> None:
+        count, width, inner = sizes.experts, sizes.width, sizes.inner
+        pairs = Part("expert's inner values", 2 * inner, inner)
+        rows, columns = (
+            Shard(axis="tp", dim=dim, parts=(part,)) for dim, part in ((1, pairs), (2, sizes.part))
+        )
+        self._up = scope.param(names.up, (count, 2 * inner, width), shard=rows)
+        self._down = scope.param(names.down, (count, width, inner), shard=columns)
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        up_XIE = self._up.take()
+        up_XIE = torch.cat((up_XIE[:, 0::2], up_XIE[:, 1::2]), dim=1)
+        return ExpertWeights(up_XIE=up_XIE, down_XEI=self._down.take())

@@ -41,7 +41,8 @@ def wide_param(
 class ShortConv:
     """x_TC -> y_TC: a causal convolution of each channel with a SiLU behind it. `scope` is that of
     its weight [channels, 1, taps], or with `separate` that around these modules, which have the
-    weight of one part each; `parts`: the channels as they lie side by side. `form` is its cache."""
+    weight of one part each; `parts`: the channels as they lie side by side. `form` is its cache.
+    `adds_input`: y + x instead of y; `scale`: what x is multiplied with on its way in, a number."""
 
     def __init__(
         self,
@@ -53,9 +54,13 @@ class ShortConv:
         bias: bool = False,
         activation: str = "silu",
         separate: tuple[str, ...] = (),
+        adds_input: bool = False,
+        scale: Param | None = None,
     ) -> None:
         self._scope, self._cache, self._taps = scope, cache, taps
         self._activation = activation
+        self._adds_input, self._scale = adds_input, scale
+        assert not (adds_input and activation), activation
         self._conv: CausalConv = not_loaded
         channels = sum(part.size for part in parts)
         shard = Shard(axis="tp", dim=0, parts=parts)
@@ -93,5 +98,9 @@ class ShortConv:
             bias=self._bias is not None,
         )
         weight_WC = self._weight.take().float().squeeze(1).t().contiguous()
+        if self._adds_input:
+            weight_WC[-1] += 1.0
+        if self._scale is not None:
+            weight_WC *= self._scale.take().float()
         bias_C = None if self._bias is None else self._bias.take().float()
         self._conv = self._scope.bind(OP, problem, weight_WC, bias_C)
