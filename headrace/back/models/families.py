@@ -156,9 +156,7 @@ ARCHITECTURES: Mapping[str, str] = {
     **{"JambaForCausalLM": "jamba", "Mamba2ForCausalLM": "mamba2"},
     **{"BambaForCausalLM": "bamba", "FalconH1ForCausalLM": "falcon_h1"},
     "Zamba2ForCausalLM": "zamba2",
-    "ZambaForCausalLM": "zamba",
-    "ZayaForCausalLM": "zaya",
-    "DogeForCausalLM": "doge",
+    **{"ZambaForCausalLM": "zamba", "ZayaForCausalLM": "zaya", "DogeForCausalLM": "doge"},
     "RecurrentGemmaForCausalLM": "recurrent_gemma",
     "RwkvForCausalLM": "rwkv",
     "xLSTMForCausalLM": "xlstm",
@@ -225,8 +223,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4_unified",
     "qwen4_exp_text": "qwen4",
-    "inkling_text": "inkling",
-    "inkling_model": "inkling",
+    **{"inkling_text": "inkling", "inkling_model": "inkling"},
     "mllama_text_model": "mllama",
 }
 """Families of the text part of models with several, by its `model_type`."""
