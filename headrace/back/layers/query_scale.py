@@ -52,16 +52,16 @@ class QueryScale:
 
 @dataclass(frozen=True, kw_only=True)
 class LateLogScale:
-    """Queries at position p are multiplied by 1 + alpha * log((p + 1) / floor), from where that is
+    """Queries at position p are multiplied by 1 + alpha * log((p + 1) / first), from where that is
     more than 1 (Inkling)."""
 
     alpha: float
-    floor: int
+    first: int
 
     def table(self, max_positions: int) -> torch.Tensor:
         """The factors of all positions, float32."""
         count = torch.arange(1, max_positions + 1, dtype=torch.float32)
-        return 1 + self.alpha * count.div_(self.floor).clamp_(min=1.0).log_()
+        return 1 + self.alpha * count.div_(self.first).clamp_(min=1.0).log_()
 
     def build(self, scope: Scope, heads: int) -> QueryFactors:
         """See QueryScaling; layers with one scale share the table."""

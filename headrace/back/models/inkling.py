@@ -138,7 +138,7 @@ def _attention(
 ) -> StateBiasedSpec:
     """Sliding layers have heads of their own, and biases as far as they see."""
     window, extent = None, config.int("rel_extent", 1024, ge=1)
-    growth, floor = None, config.int("log_scaling_n_floor", None, ge=1)
+    growth, first = None, config.int("log_scaling_n_floor", None, ge=1)
     if sliding:
         heads = config.int("swa_num_attention_heads", 64, ge=1)
         kv_heads = config.int("swa_num_key_value_heads", 16, ge=1)
@@ -147,8 +147,8 @@ def _attention(
         head_dim = config.int("swa_head_dim", 128, ge=1)
         sizes = replace(sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         window = extent = config.int("sliding_window_size", 512, aliases=("sliding_window",), ge=1)
-    elif floor is not None:
-        growth = LateLogScale(alpha=config.float("log_scaling_alpha", 0.1), floor=floor)
+    elif first is not None:
+        growth = LateLogScale(alpha=config.float("log_scaling_alpha", 0.1), first=first)
     return StateBiasedSpec(
         attention=AttentionSpec(
             **{**plain_attention(sizes), "scale": 1 / sizes.head_dim},

@@ -116,7 +116,7 @@ def check_bias(problem: AttentionProblem, bias_HW: torch.Tensor | None) -> None:
 def check_states(
     problem: AttentionProblem, states_THR: torch.Tensor | None, q_THD: torch.Tensor
 ) -> None:
-    """Asserts that the states of these queries are there if the problem's bias follows from them."""
+    """Asserts that these queries' states are there if the problem's bias follows from them."""
     assert (states_THR is not None) == bool(problem.bias_rank), problem
     if states_THR is not None:
         assert states_THR.shape == (*q_THD.shape[:2], problem.bias_rank), states_THR.shape

@@ -31,8 +31,8 @@ QUERY_TILE = 256
 @dataclass(frozen=True, kw_only=True)
 class PartialAttention:
     """What a call fills: outputs, and log-sum-exps [T, H] if they are asked for. bias_HW: the
-    position bias that is added to scores; with `states_THR` it is bias_RW, by which the bias of each
-    query follows from its states."""
+    position bias that is added to scores; with `states_THR` it is bias_RW, by which the bias of
+    each query follows from its states."""
 
     out_THD: torch.Tensor
     lse_TH: torch.Tensor | None
