@@ -39,6 +39,10 @@ def is_encoder_decoder(named: Architecture) -> bool:
 def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the sizes of the decoder under the keys that decoders have."""
     view = {"max_position_embeddings": MOST_POSITIONS, **config}
+    if isinstance(config.get("decoder"), Mapping):
+        own = {key: value for key, value in config["decoder"].items() if value is not None}
+        view |= {"decoder_start_token_id": own.get("bos_token_id"), **own}
+        view["architectures"] = config.get("architectures")
     for key, names in DECODER_KEYS.items():
         stated = next((config[name] for name in names if config.get(name) is not None), None)
         if stated is not None:

@@ -67,7 +67,22 @@ def t5_like(config: Any, **more: Any) -> Any:
     return config(**sizes | more)
 
 
+def t5gemma() -> Any:
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        **{"query_pre_attn_scalar": 12, "sliding_window": 5, "max_position_embeddings": 64},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "pad_token_id": 1},
+        **{"bos_token_id": START, "eos_token_id": 96},
+    }
+    wide = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 12}
+    return transformers.T5GemmaConfig(
+        encoder=sizes | wide, decoder=sizes, vocab_size=97, decoder_start_token_id=START
+    )
+
+
 CASES: dict[str, Any] = {
+    "t5gemma": t5gemma,
     "bart": lambda: bart_like(transformers.BartConfig),
     "bart-scaled": lambda: bart_like(
         transformers.BartConfig, scale_embedding=True, activation_function="relu"
@@ -93,6 +108,10 @@ CASES: dict[str, Any] = {
     ),
     "mbart": lambda: bart_like(transformers.MBartConfig, scale_embedding=True),
 }
+
+
+UNRECORDED = ("t5gemma",)
+"""Logits are bounded by PyTorch's operations."""
 
 
 def whisper() -> Any:
@@ -286,7 +305,7 @@ def test_requests_that_lost_their_blocks_give_the_same_tokens(tmp_path: Path) ->
 @pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNRECORDED])
 def test_decodes_are_recorded(name: str, tmp_path: Path) -> None:
     oracle_of(name, tmp_path)
     core = engine(spec_of(tmp_path))

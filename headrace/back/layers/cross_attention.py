@@ -3,7 +3,7 @@
 
 These are written once, when a request starts, into a cache of their own, and read in every step:
 `write` and `attend_into`. T tokens of a step, S outputs of the encoder, E hidden size, H heads, D
-head_dim; H is this rank's.
+head_dim; H is this rank's. Heads of keys may serve several of queries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from headrace.back.parallel.shard import Part, local_units
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec:
     """One layer's cross-attention, in global sizes. `source`: width of the encoder's outputs;
-    `span`: the most of them; `names`: module, query, key, value, output."""
+    `span`: the most of them; `names`: module, query, key, value, output. `kv_heads`: where there
+    are fewer than `heads`; `softcap`: of scores."""
 
     width: int
     source: int
@@ -37,6 +38,8 @@ class CrossAttentionSpec:
     span: int
     bias: bool
     names: tuple[str, str, str, str, str]
+    kv_heads: int | None = None
+    softcap: float | None = None
 
     def build(self, scope: Scope, cache: int) -> CrossAttention:
         """The layer; `scope` is that of the decoder layer around it."""
@@ -49,10 +52,13 @@ class CrossAttention:
     def __init__(self, scope: Scope, cache: int, spec: CrossAttentionSpec) -> None:
         module, *projections, out = spec.names
         scope = scope / module
-        size = spec.heads * spec.head_dim
-        query, key, value = (Part(name, size, spec.heads) for name in projections)
+        kv_heads = spec.kv_heads or spec.heads
+        query, key, value = (
+            Part(name, count * spec.head_dim, count)
+            for name, count in zip(projections, (spec.heads, kv_heads, kv_heads), strict=True)
+        )
         self._spec, self._scope, self._cache = spec, scope, cache
-        self._heads = local_units(query, scope.mesh.tp)
+        self._heads, self._kv_heads = (local_units(part, scope.mesh.tp) for part in (query, key))
         self._query = ColumnLinear(scope, spec.width, (query,), bias=spec.bias)
         self._key_value = ColumnLinear(scope, spec.source, (key, value), bias=spec.bias)
         self._out = RowLinear(scope / out, query, spec.width, bias=spec.bias)
@@ -64,7 +70,7 @@ class CrossAttention:
         """Its cache."""
         return HeadsForm(
             cache=self._cache,
-            kv_heads=self._heads,
+            kv_heads=self._kv_heads,
             head_dim=self._spec.head_dim,
             kind="cross",
             span=self._spec.span,
@@ -75,8 +81,8 @@ class CrossAttention:
         self, source_SE: torch.Tensor, batch: Batch, slots_GS: tuple[torch.Tensor, ...]
     ) -> None:
         """Keeps the keys and values of these outputs in the slots of its group."""
-        key_value = self._key_value.project(source_SE).unflatten(1, (2 * self._heads, -1))
-        k_SHD, v_SHD = key_value.split_with_sizes([self._heads] * 2, dim=1)
+        key_value = self._key_value.project(source_SE).unflatten(1, (2 * self._kv_heads, -1))
+        k_SHD, v_SHD = key_value.split_with_sizes([self._kv_heads] * 2, dim=1)
         slot_S = slots_GS[batch.group_of_layer[self._cache]]
         self._write(k_SHD, v_SHD, batch.kv[self._cache], slot_S)
 
@@ -96,11 +102,13 @@ class CrossAttention:
         shape = {
             "device": scope.kind,
             "dtype": scope.dtype,
-            "kv_heads": self._heads,
+            "kv_heads": self._kv_heads,
             "head_dim": spec.head_dim,
             "block_tokens": scope.block_tokens,
             "quantized": scope.kv_quantized,
         }
         self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape))
-        self._problem = AttentionProblem(**shape, heads=self._heads, scale=spec.scale, causal=False)
+        self._problem = AttentionProblem(
+            **shape, heads=self._heads, scale=spec.scale, softcap=spec.softcap, causal=False
+        )
         self._attend = scope.bind(ATTENTION, self._problem)

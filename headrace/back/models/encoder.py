@@ -64,8 +64,8 @@ class SpanAttentionLayer:
 
     `names` are the checkpoint's query, key and value, or the one tensor that holds all three; `out`
     leads back. `window`: tokens seen on each side, None: all. `scale`: of the scores, None:
-    1/sqrt(head_dim). `position_bias`: added to them. `value_eps`: of a norm without weight over
-    each value, None: there is none.
+    1/sqrt(head_dim). `softcap`: of them. `position_bias`: added to them. `value_eps`: of a norm
+    without weight over each value, None: there is none.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class SpanAttentionLayer:
         rope: RopeSpec | None = None,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         qk_norm: QKNorm | None = None,
         value_eps: float | None = None,
         position_bias: RelativeBias | CausalBias | None = None,
@@ -94,7 +95,7 @@ class SpanAttentionLayer:
         self._head_dim = sizes.head_dim
         self._scale = sizes.head_dim**-0.5 if scale is None else scale
         self._scope = scope
-        self._window = window
+        self._window, self._softcap = window, softcap
         self._position_bias = position_bias
         self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias, merged=merged)
         self._out = RowLinear(scope / out, parts[0], sizes.width, bias=bias)
@@ -134,6 +135,7 @@ class SpanAttentionLayer:
             head_dim=self._head_dim,
             scale=self._scale,
             window=self._window,
+            softcap=self._softcap,
             bias_reach=0 if self._position_bias is None else self._position_bias.reach,
         )
         biases = () if self._position_bias is None else (self._position_bias.table,)

@@ -25,7 +25,7 @@ from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.positions import PositionsSpec
-from headrace.back.layers.residual import BlockNorm, add_norm
+from headrace.back.layers.residual import BlockNorm, Branch, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
 from headrace.back.models.encoder import EncoderLayer
@@ -53,13 +53,15 @@ class EncoderSource(Protocol):
 class CrossLayerSpec:
     """One decoder layer: attention, cross-attention, feed-forward. `norms` name those of the three
     branches. `post`: each stands behind the sum of its branch and the residual, which then is what
-    it gives; else before its branch."""
+    it gives; else before its branch, and those that `behind` names between its branch and the
+    sum."""
 
     attention: AttentionSpec
     cross: CrossAttentionSpec
     feed_forward: FeedForwardSpec
     norms: tuple[str, str, str]
     post: bool
+    behind: tuple[str, str, str] | None = None
 
 
 class CrossLayer:
@@ -69,11 +71,15 @@ class CrossLayer:
         self, scope: Scope, cache: int, spec: CrossLayerSpec, sizes: DecoderSizes, norm: NormSpec
     ) -> None:
         self._post = spec.post
-        self._norms = [norm.build(scope / name, sizes.width, eps=sizes.eps) for name in spec.norms]
-        self._attention = spec.attention.build(scope, cache, adds=not spec.post)
+        self._norms, self._behind = (
+            [norm.build(scope / name, sizes.width, eps=sizes.eps) for name in names or ()]
+            for names in (spec.norms, spec.behind)
+        )
+        adds = not spec.post and spec.behind is None
+        self._attention = spec.attention.build(scope, cache, adds=adds)
         self.cross = spec.cross.build(scope, cache + 1)
         place = FeedForwardPlace(
-            width=sizes.width, inner=sizes.inner, activation=sizes.activation, adds=not spec.post
+            width=sizes.width, inner=sizes.inner, activation=sizes.activation, adds=adds
         )
         self._feed_forward = spec.feed_forward.build(scope, place)
         self.kv_forms: tuple[CacheForm, ...] = (*self._attention.kv_forms, self.cross.kv_form)
@@ -96,18 +102,26 @@ class CrossLayer:
         x_TE, residual_TE = self._next(0, branch_TE, residual_TE)
         branch_TE = self.cross.attend_into(x_TE, residual_TE, batch)
         x_TE, residual_TE = self._next(1, branch_TE, residual_TE)
-        branch_TE = self._feed_forward.forward_into(x_TE, residual_TE)
+        branch_TE = self._normed(2, self._feed_forward.forward_into(x_TE, residual_TE))
         if not self._post:
             return branch_TE, residual_TE
         return None, add_norm(self._norms[2], branch_TE, residual_TE)
 
     def _next(
-        self, branch: int, branch_TE: object, residual_TE: torch.Tensor
+        self, branch: int, branch_TE: Branch, residual_TE: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the branch after `branch` reads, and the residual that it is added to."""
         norm = self._norms[branch if self._post else branch + 1]
-        x_TE = add_norm(norm, branch_TE, residual_TE)
+        x_TE = add_norm(norm, self._normed(branch, branch_TE), residual_TE)
         return x_TE, x_TE if self._post else residual_TE
+
+    def _normed(self, branch: int, branch_TE: Branch) -> Branch:
+        """What a branch gives, behind the norm that is its own."""
+        if not self._behind:
+            return branch_TE
+        branch_TE = total(branch_TE)
+        assert branch_TE is not None, "a branch with a norm behind it does not add"
+        return self._behind[branch].norm(branch_TE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +140,22 @@ class StackSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadSpec:
+    """The sizes of an encoder that has others than its decoder, and its embedding."""
+
+    sizes: DecoderSizes
+    name: str = "embed_tokens"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncoderDecoderSpec:
     """A whole encoder-decoder. `encoder_layer` builds one from its scope and number. `prefix` holds
     all but the head, `shared` below it is the embedding. `head`: the output head, where it is not
     the embedding; `logits_bias`: where its bias is. `source` makes what turns spectrograms into
     what the encoder's layers read, from its scope and the width; `hears` likewise what turns sounds
-    of any length; without either that are tokens."""
+    of any length; without either that are tokens. `reads`: the encoder has sizes, and below its
+    stack an embedding, of its own; `logits_softcap`: bounds the logits."""
 
     sizes: DecoderSizes
     encoder_layers: int
@@ -148,6 +172,8 @@ class EncoderDecoderSpec:
     shared: str = "shared"
     head: str | None = None
     logits_bias: str | None = None
+    logits_softcap: float | None = None
+    reads: ReadSpec | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -176,9 +202,17 @@ class EncoderDecoder:
             tied=spec.head is None,
         )
         encoder, decoder = inside / spec.encoder.stack, inside / spec.decoder.stack
+        self._read_embedding = self._embedding
+        if spec.reads is not None:
+            own = spec.reads
+            self._read_embedding = TokenEmbedding(
+                encoder / own.name, own.sizes.vocabulary, own.sizes.width, scale=own.scale
+            )
         self._source = spec.source and spec.source(encoder, sizes.width)
         self._hears = spec.hears and spec.hears(encoder, sizes.width)
         read = spec if reads else replace(spec, positions=None)
+        if spec.reads is not None:
+            read = replace(read, sizes=spec.reads.sizes)
         self._encoder_ends = StackEnds(encoder, read, spec.encoder)
         at = encoder / spec.encoder.layers
         self._encoder_layers = [
@@ -197,6 +231,7 @@ class EncoderDecoder:
             sizes.width,
             tied=self._embedding if spec.head is None else None,
             bias=scope / spec.logits_bias if spec.logits_bias else False,
+            softcap=spec.logits_softcap,
         )
         self.weights = WeightPlan(
             params=tuple(self._ledger.params), ignored=spec.ignored, prefix=inside.path
@@ -240,7 +275,7 @@ class EncoderDecoder:
         elif self._hears is not None:
             embedded_SE = self._hears.read(inputs.sounds)
         else:
-            embedded_SE = self._embedding.lookup(inputs.token_ids_S)
+            embedded_SE = self._read_embedding.lookup(inputs.token_ids_S)
         x_SE = add_norm(None, *self._encoder_ends.begin(embedded_SE, inputs.positions_S))
         for layer in self._encoder_layers:
             x_SE = layer.forward(x_SE, alone)

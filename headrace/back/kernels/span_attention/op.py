@@ -37,7 +37,8 @@ SpanAttention = Callable[
 @dataclass(frozen=True, kw_only=True)
 class SpanAttentionProblem:
     """`heads` H and `kv_heads` K of `head_dim` D; `scale` multiplies the scores; `window` tokens
-    seen on each side, None: all. `bias_reach`: of a position bias; 0: there is none."""
+    seen on each side, None: all. `bias_reach`: of a position bias; 0: there is none. `softcap`: of
+    scores, which does not go with a position bias; None: there is none."""
 
     device: str
     dtype: torch.dtype
@@ -47,6 +48,7 @@ class SpanAttentionProblem:
     scale: float
     window: int | None = None
     bias_reach: int = 0
+    softcap: float | None = None
 
 
 BIAS_BYTES = 64 << 20
@@ -60,7 +62,7 @@ def bind_reference(
     queries."""
     shared = problem.kv_heads < problem.heads
     assert (bias_HB is not None) == bool(problem.bias_reach), problem
-    assert problem.window is None or bias_HB is None, problem
+    assert bias_HB is None or (problem.window is None and problem.softcap is None), problem
 
     def attend(
         q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: Sequence[int]
@@ -70,6 +72,9 @@ def bind_reference(
             q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
             if bias_HB is None:
                 mask = _band(end - begin, problem.window, q_THD.device)
+                if problem.softcap is not None:
+                    y_THD[begin:end] = _capped(problem, q[0], k[0], v[0], mask)
+                    continue
                 y = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=mask, scale=problem.scale, enable_gqa=shared
                 )
@@ -86,6 +91,28 @@ def bind_reference(
         return y_THD
 
     return attend
+
+
+def _capped(
+    problem: SpanAttentionProblem,
+    q_HTD: torch.Tensor,
+    k_KTD: torch.Tensor,
+    v_KTD: torch.Tensor,
+    mask_TT: torch.Tensor | None,
+) -> torch.Tensor:
+    """[T, H, D] of one span whose scores have a soft cap, a tile of queries at a time."""
+    group, length = problem.heads // problem.kv_heads, q_HTD.shape[1]
+    k_HTD, v_HTD = (x.repeat_interleave(group, 0) for x in (k_KTD, v_KTD))
+    assert problem.softcap is not None
+    y_THD = q_HTD.new_empty(length, problem.heads, v_KTD.shape[2])
+    tile = max(1, BIAS_BYTES // (4 * problem.heads * length))
+    for at in range(0, length, tile):
+        scores = (q_HTD[:, at : at + tile] @ k_HTD.transpose(1, 2)).float() * problem.scale
+        scores = scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
+        if mask_TT is not None:
+            scores.masked_fill_(~mask_TT[at : at + tile], float("-inf"))
+        y_THD[at : at + tile] = (scores.softmax(-1).to(q_HTD.dtype) @ v_HTD).transpose(0, 1)
+    return y_THD
 
 
 def _biases(bias_HB: torch.Tensor, first: int, queries: int, length: int) -> torch.Tensor:

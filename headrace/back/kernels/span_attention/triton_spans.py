@@ -150,6 +150,8 @@ def _tiles(starts: tuple[int, ...], size: int, device: torch.device) -> torch.Te
 
 
 def _supports(problem: SpanAttentionProblem) -> str | None:
+    if problem.softcap is not None:
+        return "knows no soft caps"
     if problem.head_dim > MAX_HEAD:
         return f"takes heads of at most {MAX_HEAD}, not {problem.head_dim}"
     if problem.device == "cuda" and problem.dtype is not torch.float32 and problem.head_dim % UNIT:
