@@ -96,6 +96,15 @@ CASES: dict[str, Any] = {
     ),
     "mt5": lambda: t5_like(transformers.MT5Config),
     "umt5": lambda: t5_like(transformers.UMT5Config, relative_attention_max_distance=128),
+    "switch": lambda: t5_like(
+        transformers.SwitchTransformersConfig,
+        **{
+            "num_experts": 4,
+            "encoder_sparse_step": 2,
+            "decoder_sparse_step": 1,
+            "router_bias": True,
+        },
+    ),
     "mvp": lambda: bart_like(transformers.MvpConfig),
     "plbart": lambda: bart_like(transformers.PLBartConfig),
     "blenderbot": lambda: bart_like(transformers.BlenderbotConfig),

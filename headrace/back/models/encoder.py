@@ -21,10 +21,10 @@ from headrace.back.kernels.span_attention.op import SpanAttentionProblem
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.linear import ColumnLinear, RowLinear
-from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP, PlainMLP
+from headrace.back.layers.mlp import FeedForward, FeedForwardPlace, GatedMLP, PlainMLP
 from headrace.back.layers.norm import RMS_NO_WEIGHT
 from headrace.back.layers.position_bias import CausalBias, RelativeBias
-from headrace.back.layers.residual import BlockNorm
+from headrace.back.layers.residual import BlockNorm, total
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.encoder import MediaEncoder
@@ -142,13 +142,26 @@ class SpanAttentionLayer:
         self._attend = self._scope.bind(SPAN_ATTENTION, problem, *biases)
 
 
+class WholeBranch:
+    """x_TE -> y_TE of a feed-forward that leaves its sum to others, such as experts."""
+
+    def __init__(self, branch: FeedForward) -> None:
+        self._branch = branch
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        y_TE = total(self._branch.forward_into(x_TE, x_TE))
+        assert y_TE is not None, "a branch that does not add gives its sum"
+        return y_TE
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderLayer:
     """One layer. `before_*` norms come before their branch, `behind_*` ones after it, `after_*`
     ones after the sum with the residual."""
 
     attention: TokenLayer
-    mlp: PlainMLP | GatedMLP
+    mlp: PlainMLP | GatedMLP | WholeBranch
     before_attention: BlockNorm | None = None
     behind_attention: BlockNorm | None = None
     after_attention: BlockNorm | None = None

@@ -20,6 +20,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "T5ForConditionalGeneration": "t5",
     "MT5ForConditionalGeneration": "mt5",
     "UMT5ForConditionalGeneration": "umt5",
+    "SwitchTransformersForConditionalGeneration": "switch_transformers",
     "T5GemmaForConditionalGeneration": "t5gemma",
 }
 """Architectures whose prompt an encoder reads; their decoder begins with a token of its own."""

@@ -5,17 +5,29 @@ mT5).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.attention_names import AttentionNames
 from headrace.back.layers.cross_attention import CrossAttentionSpec
-from headrace.back.layers.mlp import GatedMLP, GatedMLPSpec, PlainMLP, PlainMLPSpec
+from headrace.back.layers.mlp import (
+    FeedForwardSpec,
+    GatedMLP,
+    GatedMLPSpec,
+    PlainMLP,
+    PlainMLPSpec,
+)
 from headrace.back.layers.norm import RMS
 from headrace.back.layers.position_bias import RelativeBias
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
-from headrace.back.models.encoder import EncoderLayer, EncoderSizes, SpanAttentionLayer
+from headrace.back.models.encoder import (
+    EncoderLayer,
+    EncoderSizes,
+    SpanAttentionLayer,
+    WholeBranch,
+)
 from headrace.back.models.encoder_decoder import (
     CrossLayerSpec,
     EncoderDecoder,
@@ -38,10 +50,20 @@ HEAD = r"lm_head\.weight"
 @dataclass(frozen=True, kw_only=True)
 class T5Form:
     """What tells the family's members apart. `scaled`: logits of a tied head are multiplied with
-    width ** -0.5; `shared_bias`: a stack's layers share that of the first."""
+    width ** -0.5; `shared_bias`: a stack's layers share that of the first; `feed_forward`: of a
+    layer by the config, its stack and number, and what T5 calls the module."""
 
     scaled: bool
     shared_bias: bool = True
+    feed_forward: Callable[[ConfigReader, str, int, str], FeedForwardSpec] | None = None
+
+    def feed_forward_of(
+        self, config: ConfigReader, stack: str, layer: int, name: str
+    ) -> FeedForwardSpec:
+        """That of a layer."""
+        if self.feed_forward is None:
+            return _feed_forward(config, name)
+        return self.feed_forward(config, stack, layer, name)
 
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
@@ -64,9 +86,20 @@ def build_t5(scope: Scope, config: ConfigReader, form: T5Form) -> EncoderDecoder
         EncoderDecoderSpec(
             sizes=sizes,
             encoder_layers=config.int("num_layers", ge=1),
-            encoder_layer=lambda at, i: _encoder_layer(at, config, encoder_biases.of(i)),
+            encoder_layer=lambda at, i: _encoder_layer(
+                at,
+                config,
+                encoder_biases.of(i),
+                form.feed_forward_of(config, "encoder", i, "layer.1.DenseReluDense"),
+            ),
             layers=tuple(
-                _layer(scope, config, sizes, decoder_biases.of(i)) for i in range(sizes.layers)
+                _layer(
+                    scope,
+                    sizes,
+                    decoder_biases.of(i),
+                    form.feed_forward_of(config, "decoder", i, "layer.2.DenseReluDense"),
+                )
+                for i in range(sizes.layers)
             ),
             norm=RMS,
             encoder=StackSpec(stack="encoder", layers="block", norm="final_layer_norm"),
@@ -119,7 +152,7 @@ class Biases:
 
 
 def _layer(
-    scope: Scope, config: ConfigReader, sizes: DecoderSizes, bias: RelativeBias
+    scope: Scope, sizes: DecoderSizes, bias: RelativeBias, feed_forward: FeedForwardSpec
 ) -> CrossLayerSpec:
     heads = {"width": sizes.width, "heads": sizes.heads, "head_dim": sizes.head_dim, "scale": 1.0}
     return CrossLayerSpec(
@@ -129,7 +162,7 @@ def _layer(
         cross=CrossAttentionSpec(
             **heads, source=sizes.width, span=scope.encoder_tokens, bias=False, names=CROSS_NAMES
         ),
-        feed_forward=_feed_forward(config, "layer.2.DenseReluDense"),
+        feed_forward=feed_forward,
         norms=("layer.0.layer_norm", "layer.1.layer_norm", "layer.2.layer_norm"),
         post=False,
     )
@@ -139,7 +172,8 @@ def encoder_layers(scope: Scope, config: ConfigReader, form: T5Form) -> list[Enc
     """Those of the encoder alone, below `scope`."""
     biases = Biases(scope, config, _sizes(config), form, both_ways=True)
     count = config.int("num_layers", ge=1)
-    return [_encoder_layer(scope / str(i), config, biases.of(i)) for i in range(count)]
+    spec = _feed_forward(config, "layer.1.DenseReluDense")
+    return [_encoder_layer(scope / str(i), config, biases.of(i), spec) for i in range(count)]
 
 
 def encoder_sizes(config: ConfigReader) -> EncoderSizes:
@@ -151,11 +185,13 @@ def encoder_sizes(config: ConfigReader) -> EncoderSizes:
     )
 
 
-def _encoder_layer(scope: Scope, config: ConfigReader, bias: RelativeBias) -> EncoderLayer:
+def _encoder_layer(
+    scope: Scope, config: ConfigReader, bias: RelativeBias, spec: FeedForwardSpec
+) -> EncoderLayer:
     encoder = encoder_sizes(config)
-    spec = _feed_forward(config, "layer.1.DenseReluDense")
     mlp = spec.build(scope, encoder.feed_forward)
-    assert isinstance(mlp, GatedMLP | PlainMLP), mlp
+    if not isinstance(mlp, GatedMLP | PlainMLP):
+        mlp = WholeBranch(mlp)
     attention = SpanAttentionLayer(
         scope / NAMES.module,
         encoder,

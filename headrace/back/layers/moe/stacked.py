@@ -1,6 +1,6 @@
 """Experts' weights that lie one after another in 2-D tensors: gates, ups, and downs turned
-(DBRX), or in 3-D ones of which gates and ups take turns (Inkling). X experts, E hidden size, I
-inner size."""
+(DBRX), or in 3-D ones of which gates and ups take turns (Inkling); and those of experts without
+gates. X experts, E hidden size, I inner size."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headrace.back.layers.moe.weights import (
     LoadedExperts,
 )
 from headrace.back.layers.scope import Scope
+from headrace.back.parallel.param import WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
 
 
@@ -89,3 +90,56 @@ class _Paired:
         up_XIE = self._up.take()
         up_XIE = torch.cat((up_XIE[:, 0::2], up_XIE[:, 1::2]), dim=1)
         return ExpertWeights(up_XIE=up_XIE, down_XEI=self._down.take())
+
+
+@dataclass(frozen=True, kw_only=True)
+class UngatedExperts:
+    """An up and a down tensor for each expert, {} for its number: down(act(up(x))). The activation
+    takes what is up here as the gate of ups that are 1: weights of zeros with a bias, for the
+    kernels of any experts."""
+
+    up: str
+    down: str
+    biased = True
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout."""
+        return _Ungated(scope, sizes, self)
+
+
+class _Ungated:
+    matrices = None
+
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: UngatedExperts) -> None:
+        count, width, inner = sizes.experts, sizes.width, sizes.inner
+        self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
+        up, down = (
+            tuple(
+                WeightPiece(name=scope.name(name.format(i)), shape=shape, offset=i * shape[0])
+                for i in range(count)
+            )
+            for name, shape in ((names.up, (inner, width)), (names.down, (width, inner)))
+        )
+        rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * count)
+        columns = Shard(axis="tp", dim=1, parts=(sizes.part,))
+        self._up = scope.param("experts.up", (count * inner, width), pieces=up, shard=rows)
+        shape = (count * width, inner)
+        self._down = scope.param("experts.down", shape, pieces=down, shard=columns)
+        self._like = torch.empty(0, dtype=scope.dtype, device=scope.params_device)
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        ones_XI = self._like.new_ones(self._sizes.experts, self._inner)
+        down_XE = self._like.new_zeros(self._sizes.experts, self._sizes.width)
+        return torch.cat((torch.zeros_like(ones_XI), ones_XI), dim=1), down_XE
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        up_XIE = self._up.take().view(self._sizes.experts, self._inner, self._sizes.width)
+        up_bias_XI, down_bias_XE = self.biases()
+        return ExpertWeights(
+            up_XIE=torch.cat((up_XIE, torch.zeros_like(up_XIE)), dim=1),
+            down_XEI=self._down.take().view(self._sizes.experts, self._sizes.width, self._inner),
+            up_bias_XI=up_bias_XI,
+            down_bias_XE=down_bias_XE,
+        )
