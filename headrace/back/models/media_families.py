@@ -45,6 +45,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Blip2ForConditionalGeneration": "blip_2",
     "Cohere2VisionForConditionalGeneration": "aya_vision",
     "MiniCPMV": "minicpmv_queries",
+    "MiniCPMO": "minicpmv_queries",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vision",
     "MiniMaxM3VLForConditionalGeneration": "minimax_m3_vision",
     "MiniCPMV4_6ForConditionalGeneration": "minicpmv",

@@ -69,7 +69,9 @@ class SpeechInTime(msgspec.Struct, frozen=True, kw_only=True):
 
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
-    sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any.
+    sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any; `part`:
+    so many are an input of their own. `breaks`: tokens of the text between its rows, which is what
+    stands behind one and before the next.
     `magnitudes`, `normalized`, `waveform`, `power`: how its frames are made, where that is not
     Whisper's way; `stack`: so many of other frames still stand side by side in a row, where it is
     none of these. `around`: text before and behind its tokens. `loudest`: decades of power below
@@ -78,6 +80,8 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     bands: int
     window: int = 0
+    part: int = 0
+    breaks: int = 0
     least: int = 0
     most: int = 0
     strides: tuple[tuple[int, int, int], ...] = ()
@@ -85,6 +89,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 0
     per_chunk: int = 0
     margin: int = 0
+    row: int = 0
     magnitudes: MagnitudeSettings | None = None
     normalized: NormalizedMel | None = None
     waveform: Waveform | None = None

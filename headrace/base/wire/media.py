@@ -57,6 +57,7 @@ class SoundSteps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunk      frames that are read apart from others; 0: all are read together
     per_chunk  tokens of a chunk, however few frames it has; 0: as many as its positions give
     margin     frames behind the last one, which are seen and have no token
+    row        tokens between two of `MediaForm.breaks`; 0: there is none
     """
 
     strides: Strides = ()
@@ -64,6 +65,7 @@ class SoundSteps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunk: int = 0
     per_chunk: int = 0
     margin: int = 0
+    row: int = 0
 
     def positions(self, frames: int) -> int:
         """Of a chunk, behind the convolutions."""
@@ -164,7 +166,8 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_rows     rows of one input at most
     sides        the only (h, w) of a grid there are, for models with fixed sizes; empty: any
     breaks       tokens of text behind each row of an input's tokens but the last (Pixtral's
-                 [IMG_BREAK]): they count among `MediaSpan.num_tokens`
+                 [IMG_BREAK], the marks around a second of MiniCPM-o's sound): they count among
+                 `MediaSpan.num_tokens`
     max_t        t of an input at most (1: each pair of frames of a video is an input of its own)
     sound        audio: how its frames become tokens; frames are rows, the grid (1, 1, frames)
     positions_per_s  how far apart steps of a video are in the decoder's positions for each second
@@ -213,7 +216,16 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def num_tokens(self, grid: tuple[int, int, int], cut: MediaCut | None = None) -> int:
         """Tokens it takes in a prompt."""
-        return self.num_rows(grid, cut) + self.breaks * (grid[0] * grid[1] // self.merge - 1)
+        num_rows = self.num_rows(grid, cut)
+        if not self.breaks:
+            return num_rows
+        return num_rows + self.breaks * (-(-num_rows // self.row_width(grid)) - 1)
+
+    def row_width(self, grid: tuple[int, int, int]) -> int:
+        """Rows of hidden size between two breaks."""
+        if self.sound is not None:
+            return self.sound.row
+        return grid[2] // self.merge
 
 
 class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -54,6 +54,7 @@ class MediumReply(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[InputShape, ...]
     layout: tuple[str | int, ...]
     row_break: str = ""
+    row: tuple[int, int] = (0, 0)
 
 
 class JobReply(msgspec.Struct, frozen=True, kw_only=True):

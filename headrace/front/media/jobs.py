@@ -151,7 +151,12 @@ def _media(replies: Sequence[MediumReply], rows: np.ndarray) -> list[ProcessedMe
             )
             begin = end
         media.append(
-            ProcessedMedia(inputs=tuple(inputs), layout=reply.layout, row_break=reply.row_break)
+            ProcessedMedia(
+                inputs=tuple(inputs),
+                layout=reply.layout,
+                row_break=reply.row_break,
+                row=reply.row,
+            )
         )
     assert begin == len(rows), (begin, len(rows))
     return media

@@ -28,6 +28,7 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[MediaInput, ...]
     layout: tuple[str | int, ...]
     row_break: str = ""
+    row: tuple[int, int] = (0, 0)
     merge: int = 1
 
     @property
@@ -39,6 +40,10 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
         """Placeholders of an input."""
         if not self.row_break:
             return one.num_tokens
+        row, breaks = self.row
+        if row:
+            whole, rest = divmod(one.num_tokens + breaks, row + breaks)
+            return whole * row + max(0, rest - breaks)
         t, h, w = one.grid
         return t * h * w // self.merge**2
 
@@ -47,9 +52,11 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
         count = self.rows_of(one)
         if not self.row_break:
             return [token] * count
-        width = one.grid[2] // self.merge
-        rows = [[token] * width, encode(self.row_break)] * (count // width)
-        return [each for row in rows[:-1] for each in row]
+        width = self.row[0] or one.grid[2] // self.merge
+        tokens = [token] * min(width, count)
+        for begin in range(width, count, width):
+            tokens += [*encode(self.row_break), *[token] * min(width, count - begin)]
+        return tokens
 
 
 def expanded(

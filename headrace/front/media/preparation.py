@@ -370,6 +370,7 @@ def _prepared(
         inputs=tuple(inputs),
         layout=medium.layout,
         row_break=medium.row_break,
+        row=medium.row,
         merge=merge,
     )
 

@@ -45,11 +45,13 @@ class TowerInput(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True):
     """A medium's inputs, and its `layout`: texts of the family, and indices of inputs, each of
     which takes as many placeholder tokens as it has merged patches. `row_break`: text behind each
-    row of them but the last."""
+    row of them but the last; `row`: placeholders of one and tokens of its break, where
+    rows are not those of patches; then they count among an input's `num_tokens`."""
 
     inputs: tuple[TowerInput, ...]
     layout: tuple[str | int, ...]
     row_break: str = ""
+    row: tuple[int, int] = (0, 0)
 
 
 class Processor(Protocol):

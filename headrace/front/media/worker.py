@@ -48,6 +48,7 @@ def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[Processed
             ),
             layout=medium.layout,
             row_break=medium.row_break,
+            row=medium.row,
         )
         for medium in media
     )

@@ -208,7 +208,9 @@ class AudioTowerSpec:
     before the norm. norm: its name. max_frames: of an input. fills: an input shorter than a chunk
     is filled up to one too. silence: an input is filled up to so many frames by its last one, and
     what they became is left out in the end; 0: it is not. theta: of places that turn, where layers
-    rotate. beside: positions that the projector takes side by side."""
+    rotate. beside: positions that the projector takes side by side. block: positions that see each
+    other and all before them, 0: all see all. means: so many of the projector's rows are averaged;
+    breaks: see MediaForm."""
 
     bands: int
     steps: SoundSteps
@@ -224,6 +226,9 @@ class AudioTowerSpec:
     silence: int = 0
     theta: float = 10_000.0
     beside: int = 1
+    block: int = 0
+    means: int = 1
+    breaks: int = 0
 
 
 class AudioTower:
@@ -252,6 +257,7 @@ class AudioTower:
                 max_rows=spec.max_frames,
                 max_t=1,
                 sound=spec.steps,
+                breaks=spec.breaks,
             ),
         )
 
@@ -268,7 +274,7 @@ class AudioTower:
         else:  # so that none depends on the others
             x_SE = torch.cat([self._read([one]) for one in inputs])
         sizes = [self._positions(one.shape[0]) for one in inputs]
-        spans = TokenSpans(starts=_windows(sizes, spec.window))
+        spans = TokenSpans(starts=_windows(sizes, spec.window), block=spec.block)
         if spec.layer.rotary:
             spans = replace(spans, **_rotation(sizes, spec, x_SE.device))
         for layer in self._layers:
@@ -280,7 +286,11 @@ class AudioTower:
         if spec.silence:
             kept = zip(x_SE.split(sizes), tokens, strict=True)
             x_SE = torch.cat([one[: count * spec.beside] for one, count in kept])
-        return self._projector.merge(x_SE.reshape(-1, spec.beside * x_SE.shape[1]))
+        y_SF = self._projector.merge(x_SE.reshape(-1, spec.beside * x_SE.shape[1]))
+        if spec.means == 1:
+            return y_SF
+        whole = [one[: len(one) // spec.means * spec.means] for one in y_SF.split(sizes)]
+        return torch.cat(whole).unflatten(0, (-1, spec.means)).mean(1)
 
     def _read(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """x_SE of spectrograms, whose pieces are filled up to the same length."""

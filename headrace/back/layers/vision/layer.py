@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from headrace.back.kernels.rope.op import OP as ROPE
 from headrace.back.kernels.rope.op import RopeProblem
@@ -79,9 +81,12 @@ class VisionLayerSpec:
 @dataclass(frozen=True, kw_only=True)
 class TokenSpans:
     """What a layer attends within: the first patch of each span and N; and, where layers rotate,
-    table_NR: the cosines and sines of each patch, with place_N counting them."""
+    table_NR: the cosines and sines of each patch, with place_N counting them. `block`: patches that
+    see each other and those of blocks before them in their span, not those behind; 0: a span is one
+    block."""
 
     starts: Sequence[int]
+    block: int = 0
     table_NR: torch.Tensor | None = None
     place_N: torch.Tensor | None = None
 
@@ -162,7 +167,10 @@ class VisionAttention:
         )
         if spec.rotary:
             self._rotate(q_NHD, k_NHD, spans.place_N, spans.table_NR)
-        y_NHD = self._attend(q_NHD, k_NHD, v_NHD, spans.starts)
+        if spans.block:
+            y_NHD = _in_blocks(q_NHD, k_NHD, v_NHD, spans)
+        else:
+            y_NHD = self._attend(q_NHD, k_NHD, v_NHD, spans.starts)
         return self._out.project(y_NHD.reshape(x_NE.shape[0], -1))
 
     def _normed(self, norm: BlockNorm, x_NX: torch.Tensor) -> torch.Tensor:
@@ -189,3 +197,19 @@ class VisionAttention:
             scale=spec.head_dim**-0.5,
         )
         self._attend = self._scope.bind(SPAN_ATTENTION, attention)
+
+
+def _in_blocks(
+    q_NHD: torch.Tensor, k_NHD: torch.Tensor, v_NHD: torch.Tensor, spans: TokenSpans
+) -> torch.Tensor:
+    """Attention of each block over all up to its own end."""
+    parts = []
+    for start, end in pairwise(spans.starts):
+        for at in range(start, end, spans.block):
+            last = min(at + spans.block, end)
+            q, k, v = (
+                one.transpose(0, 1)[None]
+                for one in (q_NHD[at:last], k_NHD[start:last], v_NHD[start:last])
+            )
+            parts.append(F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0])
+    return torch.cat(parts, dim=1).transpose(0, 1)

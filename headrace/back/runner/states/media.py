@@ -122,7 +122,7 @@ class EncoderCache:
         assert slot_M is not None, span.key
         if not form.breaks:
             return np.arange(end - start), slot_M[start:end]
-        width = span.grid[2] // form.merge
+        width = form.row_width(span.grid)
         row, column = np.divmod(np.arange(start, end), width + form.breaks)
         seen = np.flatnonzero(column < width)
         return seen, slot_M[(row * width + column)[seen]]

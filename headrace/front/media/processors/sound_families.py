@@ -34,6 +34,7 @@ LINES = ((3, 1, 1), (3, 2, 1))
 PLANES = ((3, 2, 1),) * 3
 HALVES = ((3, 2, 1),) * 2
 STREAMING_PAD = "[STREAMING_PAD]"
+SOUND_OF_MINICPM = "<|audio|>"
 LONGEST_WORD = 10
 """Pieces of sound."""
 LONGEST_OF_GEMMA = 3000
@@ -183,6 +184,31 @@ def _qwen3_omni(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpe
         chunk=2 * audio.int("n_window", 50, ge=1, le=1 << 16),
     )
     return _hearing_too(spec, config, sound)
+
+
+def _minicpm_o(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
+    """Half minutes are inputs of their own, with marks around every second. The placeholder of its
+    authors is that of images, so that another token stands for a sound here."""
+    audio = _audio(config)
+    token = special_token(folder, SOUND_OF_MINICPM)
+    if token is None:
+        raise config.wrong("architectures", f"of a model whose vocabulary has {SOUND_OF_MINICPM}")
+    means = 2 if str(config.raw.get("version")) == "2.6" else 5
+    pool = config.int("audio_pool_step", means, ge=1, le=50)
+    longest = 2 * audio.int("max_source_positions", 1500, ge=1, le=1 << 16)
+    sound = SoundSettings(
+        bands=audio.int("num_mel_bins", 80, ge=1, le=1024),
+        part=longest,
+        most=longest,
+        strides=LINES,
+        pool=pool,
+        row=50 // pool,
+        breaks=2,
+        around=("<|audio_start|>", "<|audio_end|>"),
+    )
+    settings = msgspec.structs.replace(spec.settings, sound=sound)
+    written = {**spec.written, "audio": SOUND_OF_MINICPM}
+    return msgspec.structs.replace(spec, settings=settings, audio_token=token, written=written)
 
 
 def _gemma4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
@@ -347,6 +373,7 @@ SEEING_TOO = {
     "qwen2_5_omni_thinker": _qwen2_5_omni,
     "qwen3_omni_moe_thinker": _qwen3_omni,
     "gemma4": _gemma4,
+    "minicpmo": _minicpm_o,
     "nemotron_h_omni": _nemotron,
     "NemotronH_Nano_Omni_Reasoning_V3": _nemotron,
 }

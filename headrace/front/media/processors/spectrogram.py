@@ -30,15 +30,33 @@ def spectrogram(samples: Samples, settings: ProcessorSettings) -> ProcessedMedia
     take."""
     sound = settings.sound
     assert sound is not None, "the model does not hear"
-    count = steps_of(sound).tokens
-    frames = _frames(samples, sound)
-    if count(len(frames)) < 1:
+    size = sound.part * HOP or max(1, len(samples))
+    parts = [samples[at : at + size] for at in range(0, max(1, len(samples)), size)]
+    inputs = [one for part in parts if (one := _input(part, sound)) is not None]
+    if not inputs:
         raise InvalidRequest(f"sound of {len(samples) / RATE:.3f} s is too short")
-    rows = frames.view(np.uint8).reshape(len(frames), -1)
-    one = TowerInput(kind="audio", grid=(1, 1, len(rows)), rows=rows, num_tokens=count(len(frames)))
+    layout: list[str | int] = []
     before, behind = sound.around
-    layout = tuple(part for part in (before, 0, behind) if part != "")
-    return ProcessedMedia(inputs=(one,), layout=layout)
+    for number in range(len(inputs)):
+        layout += [part for part in (before, number, behind) if part != ""]
+    if not sound.row:
+        return ProcessedMedia(inputs=tuple(inputs), layout=tuple(layout))
+    row = (sound.row, sound.breaks)
+    return ProcessedMedia(
+        inputs=tuple(inputs), layout=tuple(layout), row_break=behind + before, row=row
+    )
+
+
+def _input(samples: Samples, sound: SoundSettings) -> TowerInput | None:
+    """A part of a sound; None where it is too short for a token."""
+    frames = _frames(samples, sound)
+    count = steps_of(sound).tokens(len(frames))
+    if count < 1:
+        return None
+    rows = frames.view(np.uint8).reshape(len(frames), -1)
+    if sound.row:
+        count += sound.breaks * (-(-count // sound.row) - 1)
+    return TowerInput(kind="audio", grid=(1, 1, len(rows)), rows=rows, num_tokens=count)
 
 
 def steps_of(sound: SoundSettings) -> SoundSteps:

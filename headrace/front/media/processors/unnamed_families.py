@@ -61,7 +61,7 @@ def _with_token(config: ConfigReader, token: int) -> ConfigReader:
 
 
 UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
-    "minicpmv": _minicpm_queries,
+    **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
     "ovis2_5": _ovis2_5,
     "ovis2_6": _ovis2_5,
     "ovis2_6_moe": _ovis2_5,
