@@ -38,13 +38,19 @@ class NormalizedMel(msgspec.Struct, frozen=True, kw_only=True):
 
 class PowerMel(msgspec.Struct, frozen=True, kw_only=True):
     """Logarithms of energies in mel bands between `low_hz` and `high_hz`, each `least` at least.
-    `frame`: samples that one sees, `transform`: of the transform."""
+    `frame`: samples that one sees, `transform`: of the transform; `scale`: of samples between -1
+    and 1. `centered`: a frame's mean is taken from it. `emphasis`: the share of the sample before,
+    which is taken from each. `shape`: of the window (hann, hamming, povey: Povey et al. 2011)."""
 
     frame: int = 400
     transform: int = 512
     low_hz: float = 125.0
     high_hz: float = 7500.0
     least: float = 1e-5
+    scale: float = 1.0
+    centered: bool = False
+    emphasis: float = 0.0
+    shape: str = "hann"
 
 
 class Waveform(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +75,15 @@ class SpeechInTime(msgspec.Struct, frozen=True, kw_only=True):
 
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
-    sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any; `part`:
-    so many are an input of their own. `breaks`: tokens of the text between its rows, which is what
+    sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any;
+    `part`: so many are an input of their own. `breaks`: tokens of the text between its rows, which is what
     stands behind one and before the next.
     `magnitudes`, `normalized`, `waveform`, `power`: how its frames are made, where that is not
     Whisper's way; `stack`: so many of other frames still stand side by side in a row, where it is
     none of these. `around`: text before and behind its tokens. `loudest`: decades of power below
     which RANGE lies, whatever the sound has; None: the sound's own. `in_time`: see SpeechInTime.
-    The rest as in `base/wire/media.py: SoundSteps`."""
+    `seeing`: whether images stand in its prompt, which each frame tells by one more value, 0 or 1;
+    None: it tells nothing. The rest as in `base/wire/media.py: SoundSteps`."""
 
     bands: int
     window: int = 0
@@ -98,6 +105,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     around: tuple[str, str] = ("", "")
     loudest: float | None = None
     in_time: SpeechInTime | None = None
+    seeing: bool | None = None
 
 
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,14 +51,14 @@ def channels_of(picture: Image.Image) -> np.ndarray:
 
 
 def patches_of(
-    channels: np.ndarray, patch: int, *, merge: int = 1, depth: int = 1
+    frames: np.ndarray, patch: int, *, merge: int = 1, depth: int = 1, channels: int = 3
 ) -> tuple[tuple[int, int, int], np.ndarray]:
-    """Grid and rows of frames uint8 [F, 3, H, W], `depth` frames to a row, in the order of
+    """Grid and rows of frames uint8 [F, channels, H, W], `depth` frames to a row, in the order of
     base/wire/media.py: windows of merge * merge patches, a row [channel, frame, y, x]."""
-    num_frames, _, height, width = channels.shape
+    num_frames, _, height, width = frames.shape
     grid = (num_frames // depth, height // patch, width // patch)
-    windows = channels.reshape(
-        grid[0], depth, 3, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
+    windows = frames.reshape(
+        grid[0], depth, channels, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
     )
     rows = windows.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return grid, np.ascontiguousarray(rows).reshape(grid[0] * grid[1] * grid[2], -1)

@@ -1,10 +1,14 @@
-"""Sound as LASR reads it: the natural logarithm of the energy in mel bands, of as many frames as
-the sound has whole ones. transformers 5.23, feature_extraction_lasr.py.
+"""Sound as LASR, and other families with settings of their own, read it: the natural logarithm of
+the energy in mel bands, of as many frames as the sound has whole ones. transformers 5.23,
+feature_extraction_lasr.py, feature_extraction_phi4_multimodal.py and those that follow Kaldi
+(audio_utils.py).
 
 N samples at RATE, F frames, M bands, B bins of the transform.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +17,11 @@ from headrace.base.config.media import PowerMel
 from headrace.front.media.log_mel import HOP, RATE
 
 Floats = npt.NDArray[np.float64]
+WINDOWS: Mapping[str, Callable[[int], Floats]] = {
+    "hann": np.hanning,
+    "hamming": np.hamming,
+    "povey": lambda size: np.hanning(size) ** 0.85,
+}
 
 
 def power_mel(
@@ -21,9 +30,15 @@ def power_mel(
     """int16 samples [N] -> float32 [F, M]."""
     if len(samples) < settings.frame:
         return np.zeros((0, bands), np.float32)
-    wave = samples / 32768.0
+    wave = samples / 32768.0 * settings.scale
     frames = np.lib.stride_tricks.sliding_window_view(wave, settings.frame)[::HOP]
-    power = np.abs(np.fft.rfft(frames * np.hanning(settings.frame), settings.transform)) ** 2
+    if settings.centered:
+        frames = frames - frames.mean(1, keepdims=True)
+    if settings.emphasis:
+        before = np.concatenate([frames[:, :1], frames[:, :-1]], axis=1)
+        frames = frames - settings.emphasis * before
+    window = WINDOWS[settings.shape](settings.frame)
+    power = np.abs(np.fft.rfft(frames * window, settings.transform)) ** 2
     log = np.log(np.maximum(power @ mel_slopes(bands, settings), settings.least))
     return np.ascontiguousarray(log, dtype=np.float32)
 

@@ -109,6 +109,9 @@ class MediaPreparer:
         images = [part for part in parts if _kind_of(part) == "image"]
         if settings.alone and (len(images) > 1 or any(one.kind == "pages" for one in images)):
             settings = msgspec.structs.replace(settings, tiles=(1, 1))
+        if images and settings.sound is not None and settings.sound.seeing is not None:
+            sound = msgspec.structs.replace(settings.sound, seeing=True)
+            settings = msgspec.structs.replace(settings, sound=sound)
         budget = _TokenBudget(request.max_tokens)
         tasks = [
             asyncio.ensure_future(self._one(part, settings, request, budget)) for part in parts

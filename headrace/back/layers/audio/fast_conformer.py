@@ -26,7 +26,7 @@ from headrace.back.layers.audio.conformer_branches import (
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
-from headrace.base.wire.media import Strides
+from headrace.base.wire.media import Strides, length_after
 
 STRIDE = (3, 2, 1)
 QUERIES = 512
@@ -134,7 +134,14 @@ class FastConformer:
 class PositionReader:
     """frames_NM -> x_SE, and how many of them are no ghosts."""
 
-    def __init__(self, scope: Scope, spec: FastConformerSpec) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        spec: FastConformerSpec,
+        *,
+        names: tuple[str, str] = ("layers", "linear"),
+    ) -> None:
+        """`names`: of the convolutions and of the layer behind them."""
         self._spec, channels = spec, spec.channels
         shapes: list[tuple[int, int, int, int]] = [(channels, 1, 3, 3)]
         shapes += [(channels, 1, 3, 3), (channels, channels, 1, 1)] * (spec.halvings - 1)
@@ -142,13 +149,13 @@ class PositionReader:
         numbers = [0, *(2 + 3 * (i // 2) + i % 2 for i in range(2 * (spec.halvings - 1)))]
         self._params = [
             (
-                scope.param(f"layers.{number}.weight", shape),
-                scope.param(f"layers.{number}.bias", (channels,)),
+                scope.param(f"{names[0]}.{number}.weight", shape),
+                scope.param(f"{names[0]}.{number}.bias", (channels,)),
             )
             for number, shape in zip(numbers, shapes, strict=True)
         ]
-        inputs = channels * (spec.bands >> spec.halvings)
-        self._linear = WholeLinear(scope / "linear", inputs, spec.width, bias=True)
+        inputs = channels * length_after(spec.bands, spec.strides)
+        self._linear = WholeLinear(scope / names[1], inputs, spec.width, bias=True)
         self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
         scope.on_finish(self._finish)
 

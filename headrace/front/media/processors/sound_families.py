@@ -211,6 +211,32 @@ def _minicpm_o(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec
     return msgspec.structs.replace(spec, settings=settings, audio_token=token, written=written)
 
 
+def _phi4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
+    keys, audio = extractor_keys(folder), _audio(config)
+    frame = keys.int("win_length", 400, ge=2, le=1 << 14)
+    if keys.int("hop_length", HOP, ge=1) != HOP:
+        raise keys.wrong("hop_length", str(HOP))
+    halvings = audio.int("time_reduction", 8, ge=2, le=64).bit_length() - 1
+    sound = SoundSettings(
+        bands=audio.int("input_size", 80, ge=1, le=1024),
+        strides=((3, 2, 1),) * halvings,
+        power=PowerMel(
+            frame=frame,
+            transform=keys.int("n_fft", 512, ge=frame, le=1 << 15),
+            low_hz=keys.float("mel_min_frequency", 0.0, ge=0.0, le=RATE / 2),
+            high_hz=keys.float("mel_max_frequency", 7690.0, ge=1.0, le=RATE / 2),
+            least=1.0,
+            scale=32768.0,
+            emphasis=keys.float("preemphasis", 0.97, ge=0.0, le=1.0),
+            shape="hamming",
+        ),
+        seeing=False,
+    )
+    settings = msgspec.structs.replace(spec.settings, sound=sound)
+    token = audio.int("audio_token_id", 200_011, ge=0)
+    return msgspec.structs.replace(spec, settings=settings, audio_token=token)
+
+
 def _gemma4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
     """The marks around a sound are the tokenizer's."""
     keys = extractor_keys(folder)
@@ -374,6 +400,7 @@ SEEING_TOO = {
     "qwen3_omni_moe_thinker": _qwen3_omni,
     "gemma4": _gemma4,
     "minicpmo": _minicpm_o,
+    "phi4_multimodal": _phi4,
     "nemotron_h_omni": _nemotron,
     "NemotronH_Nano_Omni_Reasoning_V3": _nemotron,
 }

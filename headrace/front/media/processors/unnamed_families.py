@@ -10,7 +10,13 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.front.media.processors.cut_families import CheckpointFiles
 from headrace.front.media.processors.files import special_token
-from headrace.front.media.processors.reading import image_only, pixel_bounds, with_video
+from headrace.front.media.processors.reading import (
+    image_only,
+    pixel_bounds,
+    side_pixels,
+    vision_section,
+    with_video,
+)
 
 
 def _ovis2_5(files: CheckpointFiles) -> MediaSpec | None:
@@ -56,6 +62,20 @@ def _minicpm_queries(files: CheckpointFiles) -> MediaSpec | None:
     return msgspec.structs.replace(spec, numbered=marks, written={"image": "<unk>"})
 
 
+def _phi4(files: CheckpointFiles) -> MediaSpec | None:
+    """The placeholders stand in the towers' sections."""
+    image, vision = files.image, vision_section(files.config)
+    side = side_pixels(vision, 448)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=2,
+        side=side,
+        tiles=(1, image.int("dynamic_hd", 36, ge=1, le=256)),
+    )
+    token = vision.int("image_token_id", 200_010, ge=0)
+    return image_only("phi4", settings, _with_token(files.config, token))
+
+
 def _with_token(config: ConfigReader, token: int) -> ConfigReader:
     return ConfigReader({**config.raw, "image_token_id": token}, config.where)
 
@@ -63,6 +83,7 @@ def _with_token(config: ConfigReader, token: int) -> ConfigReader:
 UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
     "ovis2_5": _ovis2_5,
+    "phi4_multimodal": _phi4,
     "ovis2_6": _ovis2_5,
     "ovis2_6_moe": _ovis2_5,
 }
