@@ -103,8 +103,9 @@ def _shrunk(channels: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]
     """[3, H, W] -> [3, S, S]."""
     _, height, width = channels.shape
     down, across = _weights(height, side), _weights(width, side)
-    values = down @ channels.astype(np.float32) @ across.T
-    return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+    values = np.rint(down @ channels.astype(np.float32) @ across.T)
+    whole: npt.NDArray[np.uint8] = values.clip(0, 255).astype(np.uint8)
+    return whole
 
 
 def _weights(length: int, side: int) -> npt.NDArray[np.float32]:
