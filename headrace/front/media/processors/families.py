@@ -21,6 +21,7 @@ from headrace.front.media.processors.files import (
     special_token,
 )
 from headrace.front.media.processors.idefics_families import IDEFICS_FAMILIES
+from headrace.front.media.processors.omni_families import SEEING_TOO, hears
 from headrace.front.media.processors.ratio_families import RATIO_FAMILIES
 from headrace.front.media.processors.reading import (
     image_norm,
@@ -33,6 +34,7 @@ from headrace.front.media.processors.reading import (
 )
 from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO, hears
 from headrace.front.media.processors.square_families import SQUARE_FAMILIES
+from headrace.front.media.processors.sound_families import HEARING
 from headrace.front.media.processors.unnamed_families import UNNAMED
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(

@@ -3,9 +3,7 @@ ask."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,7 +32,6 @@ LINES = ((3, 1, 1), (3, 2, 1))
 PLANES = ((3, 2, 1),) * 3
 HALVES = ((3, 2, 1),) * 2
 STREAMING_PAD = "[STREAMING_PAD]"
-SOUND_OF_MINICPM = "<|audio|>"
 LONGEST_WORD = 10
 """Pieces of sound."""
 LONGEST_OF_GEMMA = 3000
@@ -52,7 +49,8 @@ def _audio_only(config: ConfigReader, sound: SoundSettings) -> MediaSpec:
     )
 
 
-def _audio(config: ConfigReader) -> ConfigReader:
+def audio_section(config: ConfigReader) -> ConfigReader:
+    """The audio tower's keys."""
     audio = config.section("audio_config")
     if audio is None:
         raise config.wrong("audio_config", "the audio tower's section")
@@ -60,7 +58,7 @@ def _audio(config: ConfigReader) -> ConfigReader:
 
 
 def _qwen2_audio(folder: Path, config: ConfigReader) -> MediaSpec:
-    audio = _audio(config)
+    audio = audio_section(config)
     sound = SoundSettings(
         bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
         most=2 * audio.int("max_source_positions", 1500, ge=1, le=1 << 16),
@@ -72,7 +70,7 @@ def _qwen2_audio(folder: Path, config: ConfigReader) -> MediaSpec:
 
 
 def _glm_asr(folder: Path, config: ConfigReader) -> MediaSpec:
-    audio = _audio(config)
+    audio = audio_section(config)
     sound = SoundSettings(
         bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
         most=2 * audio.int("max_position_embeddings", 1500, ge=1, le=1 << 16),
@@ -84,7 +82,7 @@ def _glm_asr(folder: Path, config: ConfigReader) -> MediaSpec:
 
 
 def _voxtral(folder: Path, config: ConfigReader) -> MediaSpec:
-    audio = _audio(config)
+    audio = audio_section(config)
     positions = audio.int("max_source_positions", 1500, ge=1, le=1 << 16)
     width, inner = audio.int("hidden_size", ge=1), audio.int("intermediate_size", ge=1)
     sound = SoundSettings(
@@ -100,7 +98,7 @@ def _voxtral(folder: Path, config: ConfigReader) -> MediaSpec:
 def _voxtral_realtime(folder: Path, config: ConfigReader) -> MediaSpec:
     """The silence around a sound is that of the reference's tokenizer (mistral-common): behind it
     what the text lags, a token, and the longest word there may be. Any token stands for a piece."""
-    audio, text = _audio(config), config.section("text_config") or config
+    audio, text = audio_section(config), config.section("text_config") or config
     beside = config.int("downsample_factor", 4, ge=1, le=64)
     delay = config.int("default_num_delay_tokens", 6, ge=0, le=1024)
     stated = read_keys(folder, "tekken.json").section("audio") or ConfigReader({}, "tekken.json")
@@ -133,7 +131,7 @@ def _voxtral_realtime(folder: Path, config: ConfigReader) -> MediaSpec:
 
 
 def _qwen3_asr(folder: Path, config: ConfigReader) -> MediaSpec:
-    audio = _audio(config)
+    audio = audio_section(config)
     least = extractor_keys(folder).int("min_length", 8000, ge=0, le=1 << 24)
     sound = SoundSettings(
         bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
@@ -157,107 +155,12 @@ def _granite_speech(folder: Path, config: ConfigReader) -> MediaSpec:
     return _audio_only(config, sound)
 
 
-def _hearing_too(spec: MediaSpec, config: ConfigReader, sound: SoundSettings) -> MediaSpec:
-    """A spec of images and video, for a model that hears as well."""
-    token = config.int("audio_token_id", aliases=("audio_token_index",), ge=0)
-    settings = msgspec.structs.replace(spec.settings, sound=sound)
-    return msgspec.structs.replace(spec, settings=settings, audio_token=token)
-
-
-def _qwen2_5_omni(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
-    audio = _audio(config)
-    sound = SoundSettings(
-        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
-        most=100 * extractor_keys(folder).int("chunk_length", 300, ge=1, le=7200),
-        strides=LINES,
-        pool=2,
-        chunk=2 * audio.int("n_window", 100, ge=1, le=1 << 16),
-    )
-    return _hearing_too(spec, config, sound)
-
-
-def _qwen3_omni(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
-    audio = _audio(config)
-    sound = SoundSettings(
-        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
-        strides=PLANES,
-        chunk=2 * audio.int("n_window", 50, ge=1, le=1 << 16),
-    )
-    return _hearing_too(spec, config, sound)
-
-
-def _minicpm_o(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
-    """Half minutes are inputs of their own, with marks around every second. The placeholder of its
-    authors is that of images, so that another token stands for a sound here."""
-    audio = _audio(config)
-    token = special_token(folder, SOUND_OF_MINICPM)
-    if token is None:
-        raise config.wrong("architectures", f"of a model whose vocabulary has {SOUND_OF_MINICPM}")
-    means = 2 if str(config.raw.get("version")) == "2.6" else 5
-    pool = config.int("audio_pool_step", means, ge=1, le=50)
-    longest = 2 * audio.int("max_source_positions", 1500, ge=1, le=1 << 16)
-    sound = SoundSettings(
-        bands=audio.int("num_mel_bins", 80, ge=1, le=1024),
-        part=longest,
-        most=longest,
-        strides=LINES,
-        pool=pool,
-        row=50 // pool,
-        breaks=2,
-        around=("<|audio_start|>", "<|audio_end|>"),
-    )
-    settings = msgspec.structs.replace(spec.settings, sound=sound)
-    written = {**spec.written, "audio": SOUND_OF_MINICPM}
-    return msgspec.structs.replace(spec, settings=settings, audio_token=token, written=written)
-
-
-def _phi4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
-    keys, audio = extractor_keys(folder), _audio(config)
-    frame = keys.int("win_length", 400, ge=2, le=1 << 14)
-    if keys.int("hop_length", HOP, ge=1) != HOP:
-        raise keys.wrong("hop_length", str(HOP))
-    halvings = audio.int("time_reduction", 8, ge=2, le=64).bit_length() - 1
-    sound = SoundSettings(
-        bands=audio.int("input_size", 80, ge=1, le=1024),
-        strides=((3, 2, 1),) * halvings,
-        power=PowerMel(
-            frame=frame,
-            transform=keys.int("n_fft", 512, ge=frame, le=1 << 15),
-            low_hz=keys.float("mel_min_frequency", 0.0, ge=0.0, le=RATE / 2),
-            high_hz=keys.float("mel_max_frequency", 7690.0, ge=1.0, le=RATE / 2),
-            least=1.0,
-            scale=32768.0,
-            emphasis=keys.float("preemphasis", 0.97, ge=0.0, le=1.0),
-            shape="hamming",
-        ),
-        seeing=False,
-    )
-    settings = msgspec.structs.replace(spec.settings, sound=sound)
-    token = audio.int("audio_token_id", 200_011, ge=0)
-    return msgspec.structs.replace(spec, settings=settings, audio_token=token)
-
-
-def _gemma4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
-    """The marks around a sound are the tokenizer's."""
-    keys = extractor_keys(folder)
-    begin = config.int("boa_token_id", 256_000, aliases=("boa_token_index",), ge=0)
-    end = config.int("eoa_token_index", 258_883, aliases=("eoa_token_id",), ge=0)
-    sound = SoundSettings(
-        bands=keys.int("feature_size", 128, ge=1, le=1024),
-        most=LONGEST_OF_GEMMA,
-        strides=HALVES,
-        magnitudes=_magnitudes(keys, frame_ms=20.0, band_hz=(0.0, 8000.0), least=1e-3),
-        around=(special_text(folder, begin), special_text(folder, end)),
-    )
-    return _hearing_too(spec, config, sound)
-
-
 def _gemma3n(folder: Path, config: ConfigReader) -> MediaSpec:
     """Every sound has as many tokens as the longest; the marks around it are the tokenizer's."""
     keys = extractor_keys(folder)
     begin = config.int("boa_token_id", 256_000, ge=0)
     end = config.int("eoa_token_id", 262_272, aliases=("eoa_token_index",), ge=0)
-    magnitudes = _magnitudes(
+    magnitudes = magnitudes_of(
         ConfigReader({"preemphasis": 0.97, "fft_overdrive": True, **keys.raw}, keys.where),
         frame_ms=32.0,
         band_hz=(125.0, 7600.0),
@@ -285,22 +188,6 @@ def normalized_mel_of(keys: ConfigReader, *, silent_frames: int = 0) -> Normaliz
         emphasis=keys.float("preemphasis", 0.97, ge=0.0, le=1.0),
         silent_frames=silent_frames,
     )
-
-
-def _nemotron(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
-    """The frame behind the last whole one is masked, but counted."""
-    audio = config.section("audio_config") or config.section("sound_config")
-    assert audio is not None
-    halvings = audio.int("subsampling_factor", 8, ge=2, le=64).bit_length() - 1
-    sound = SoundSettings(
-        bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
-        strides=((3, 2, 1),) * halvings,
-        normalized=normalized_mel_of(extractor_keys(folder), silent_frames=1),
-        around=("<so_start>", "<so_end>"),
-    )
-    token = config.int("audio_token_id", aliases=("sound_context_token_id",), ge=0)
-    settings = msgspec.structs.replace(spec.settings, sound=sound)
-    return msgspec.structs.replace(spec, settings=settings, audio_token=token)
 
 
 def _ctc(folder: Path, config: ConfigReader, sound: SoundSettings) -> MediaSpec:
@@ -361,10 +248,10 @@ def _wave_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
     return _ctc(folder, config, sound)
 
 
-def _magnitudes(
+def magnitudes_of(
     keys: ConfigReader, *, frame_ms: float, band_hz: tuple[float, float], least: float
 ) -> MagnitudeSettings:
-    """Of Gemma 4's extractor."""
+    """Of Gemma's extractors."""
     frame = round(16 * keys.float("frame_length_ms", frame_ms, ge=1.0, le=1000.0))
     transform = 1 << (frame - 1).bit_length()
     return MagnitudeSettings(
@@ -395,18 +282,3 @@ HEARING = {
     "lasr_ctc": _lasr,
 }
 """Those that hear and do not see."""
-SEEING_TOO = {
-    "qwen2_5_omni_thinker": _qwen2_5_omni,
-    "qwen3_omni_moe_thinker": _qwen3_omni,
-    "gemma4": _gemma4,
-    "minicpmo": _minicpm_o,
-    "phi4_multimodal": _phi4,
-    "nemotron_h_omni": _nemotron,
-    "NemotronH_Nano_Omni_Reasoning_V3": _nemotron,
-}
-"""Those that hear and see: what their sound adds to the rest."""
-
-
-def hears(config: Mapping[str, Any]) -> bool:
-    """Whether a config of them has a tower for sound."""
-    return bool(config.get("audio_config") or config.get("sound_config"))
