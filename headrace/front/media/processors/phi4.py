@@ -86,9 +86,9 @@ class Phi4Processor(SquareProcessor):
         """`tiles` [T, 3, S, S], `shown` [T, 1, P, P]: whether each patch shows anything."""
         settings = self._settings
         grid, rows = patches_of(tiles, settings.patch, merge=settings.merge)
-        told = patches_of(shown, 1, merge=settings.merge, channels=1)[1]
+        flags = patches_of(shown, 1, merge=settings.merge, channels=1)[1]
         num_tokens = cut.height * (cut.width + 1) + cut.tail
-        whole = np.ascontiguousarray(np.concatenate([rows, told], axis=1))
+        whole = np.ascontiguousarray(np.concatenate([rows, flags], axis=1))
         return TowerInput(kind="image", grid=grid, rows=whole, num_tokens=num_tokens, cut=cut)
 
 

@@ -54,8 +54,8 @@ def _input(samples: Samples, sound: SoundSettings) -> TowerInput | None:
     if count < 1:
         return None
     if sound.seeing is not None:
-        told = np.full((len(frames), 1), sound.seeing, np.float32)
-        frames = np.ascontiguousarray(np.concatenate([frames, told], axis=1))
+        flags = np.full((len(frames), 1), sound.seeing, np.float32)
+        frames = np.ascontiguousarray(np.concatenate([frames, flags], axis=1))
     rows = frames.view(np.uint8).reshape(len(frames), -1)
     if sound.row:
         count += sound.breaks * (-(-count // sound.row) - 1)
