@@ -37,17 +37,22 @@ STABLE = {"do_stable_layer_norm": True, "feat_extract_norm": "layer", "conv_bias
 
 @dataclass(frozen=True, kw_only=True)
 class CtcCase:
-    """`normal`: samples have mean 0 and deviation 1."""
+    """`normal`: samples have mean 0 and deviation 1. `slow`: apart from the gate."""
 
     model: str
     config: Callable[[], Any]
     normal: bool = True
+    slow: bool = False
 
     @property
     def reads_samples(self) -> bool:
-        return not self.model.startswith(("Parakeet", "Lasr"))
+        return not self.model.startswith(("Parakeet", "Lasr", "Granite", "Wav2Vec2Bert"))
 
     def extractor(self) -> Any:
+        if self.model == "GraniteSpeech5ForCTC":  # its own needs torchaudio
+            return transformers.SeamlessM4TFeatureExtractor()
+        if self.model == "Wav2Vec2BertForCTC":
+            return transformers.SeamlessM4TFeatureExtractor(num_mel_bins=80)
         if self.reads_samples:
             return transformers.Wav2Vec2FeatureExtractor(do_normalize=self.normal)
         if self.model == "LasrForCTC":
@@ -57,6 +62,10 @@ class CtcCase:
     def write(self, folder: Path) -> Any:
         """A checkpoint with its extractor and tokenizer; the reference's model."""
         oracle = save_media_oracle(getattr(transformers, self.model), self.config(), folder)
+        for name, buffer in oracle.named_buffers():
+            if name.endswith("inv_freq"):  # no weights: that of the config
+                dims = 2 * len(buffer)
+                buffer.copy_(10_000.0 ** -(torch.arange(0, dims, 2).float() / dims))
         self.extractor().save_pretrained(folder)
         (folder / "vocab.json").write_text(json.dumps(VOCABULARY))
         return oracle
@@ -68,6 +77,11 @@ class CtcCase:
         (Parakeet's own takes logarithms of float32 energies near 0)."""
         wave = samples / np.float32(32768.0)
         inputs = self.extractor()(wave, sampling_rate=RATE, return_tensors="pt")
+        if self.model == "Wav2Vec2BertForCTC":
+            count = int(inputs["attention_mask"].sum())
+            assert count == len(frames)
+            apart = inputs["input_features"][0, :count] - torch.from_numpy(frames.copy())
+            assert apart.abs().max() < 1e-3  # of values that are normalized by band
         if frames is not None and not self.reads_samples:
             inputs = {"input_features": torch.from_numpy(frames.copy())[None]}
             inputs["attention_mask"] = torch.ones(1, len(frames), dtype=torch.bool)
@@ -75,7 +89,7 @@ class CtcCase:
             inputs.pop("attention_mask", None)
         with torch.inference_mode():
             found = oracle(**inputs).logits[0]
-        if self.reads_samples:
+        if self.reads_samples or self.model == "Wav2Vec2BertForCTC":
             return found
         return found[: int(oracle._get_subsampling_output_length(inputs["attention_mask"].sum(-1)))]
 
@@ -115,6 +129,39 @@ CASES = {
             **{**WAVE, "num_conv_pos_embeddings": 15},
             conv_kernel=(10, 3, 3, 3, 3, 2, 2),
             conv_stride=(5, 2, 2, 2, 2, 2, 2),
+        ),
+    ),
+    "wav2vec2-conformer": CtcCase(
+        model="Wav2Vec2ConformerForCTC",
+        config=lambda: transformers.Wav2Vec2ConformerConfig(**WAVE, conv_depthwise_kernel_size=5),
+    ),
+    "wav2vec2-conformer-rotary": CtcCase(
+        model="Wav2Vec2ConformerForCTC",
+        config=lambda: transformers.Wav2Vec2ConformerConfig(
+            **WAVE, conv_depthwise_kernel_size=5, position_embeddings_type="rotary"
+        ),
+        slow=True,
+    ),
+    "wav2vec2-bert": CtcCase(
+        model="Wav2Vec2BertForCTC",
+        config=lambda: transformers.Wav2Vec2BertConfig(
+            **SIZES,
+            vocab_size=len(LETTERS),
+            pad_token_id=0,
+            conv_depthwise_kernel_size=5,
+            left_max_position_embeddings=6,
+            right_max_position_embeddings=3,
+        ),
+    ),
+    "granite-speech-5": CtcCase(
+        model="GraniteSpeech5ForCTC",
+        config=lambda: transformers.GraniteSpeech5CTCConfig(
+            vocab_size=len(LETTERS),
+            pad_token_id=0,
+            encoder_config={
+                **{**SIZES, "num_mel_bins": 16, "vocab_size": len(LETTERS), "context_size": 8},
+                **{"num_hidden_layers": 4, "conv_kernel_size": 3, "max_position_embeddings": 12},
+            },
         ),
     ),
     "lasr": CtcCase(

@@ -22,7 +22,10 @@ SECONDS = (0.5, 1.237)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # by the reference
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * case.slow) for name, case in CASES.items()],
+)
 def test_logits_of_every_frame(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     oracle = case.write(tmp_path)

@@ -1,5 +1,5 @@
 """Models that say of every frame of a sound which token is heard, or none: Parakeet, also its
-transducers, wav2vec 2.0, HuBERT, UniSpeech, UniSpeech-SAT, WavLM. A sound is a prompt of as many
+transducers, wav2vec 2.0 and its conformers, HuBERT, UniSpeech, UniSpeech-SAT, WavLM. A sound is a prompt of as many
 tokens as it has frames; the head's logits of each are what is asked for
 (front/client/ctc_transcription.py)."""
 
@@ -11,9 +11,11 @@ import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.gated_act.op import ACTIVATIONS
-from headrace.back.layers.audio.fast_conformer import ConformerSpec
+from headrace.back.layers.audio.fast_conformer import Conformer, ConformerSpec
 from headrace.back.layers.audio.fast_conformer_tower import FastConformerTower
+from headrace.back.layers.audio.halving_conformer import HalvingConformer
 from headrace.back.layers.audio.transducer import EmissionHead
+from headrace.back.layers.audio.wave_conformer import FrameConformerSpec
 from headrace.back.layers.audio.wave_places import (
     Activation,
     StackedPlacesSpec,
@@ -24,6 +26,7 @@ from headrace.back.layers.audio.wave_tower import DistanceBias, WaveTower, WaveT
 from headrace.back.layers.classifier import Classifier, ConvolutionHead, Dense
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
+from headrace.back.models.conformers import halving_spec, wave_layers
 from headrace.back.models.encoder import Encoder, EncoderSizes, FrameHead
 from headrace.back.models.lasr import lasr_spec
 from headrace.back.models.parakeet import conformer_spec, transducer_spec
@@ -32,8 +35,9 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError
 
-LASR = "LasrForCTC"
-CONFORMERS = {"ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT", LASR}
+LASR, GRANITE, BERT = "LasrForCTC", "GraniteSpeech5ForCTC", "Wav2Vec2BertForCTC"
+TURNING = "Wav2Vec2ConformerForCTC"
+CONFORMERS = {"ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT", LASR, GRANITE}
 PREFIXES = {
     "Wav2Vec2ForCTC": "wav2vec2",
     "HubertForCTC": "hubert",
@@ -42,10 +46,12 @@ PREFIXES = {
     "WavLMForCTC": "wavlm",
     "Data2VecAudioForCTC": "data2vec_audio",
     "SEWForCTC": "sew",
+    TURNING: "wav2vec2_conformer",
 }
 NAMES = ("feature_projection.layer_norm", "feature_projection.projection")
 NAMES_OF_SEW = ("layer_norm", "feature_projection")
 UNREAD = (
+    r"wav2vec2_conformer\.encoder\.(?:pos_conv_embed\..*|embed_positions\.inv_freq)",
     r".*\.num_batches_tracked",
     r".*\.masked_spec_embed",
     r"(?:.*\.)?(?:quantizer|project_q|project_hid)\..*",
@@ -67,11 +73,14 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
         inside = config.section("encoder_config")
         if inside is None:
             raise CheckpointError(f"{config.where}: encoder_config is missing")
-        spec: ConformerSpec
-        spec = lasr_spec(inside) if named == LASR else conformer_spec(inside)
+        spec = _conformer_spec(inside, named)
         says = transducer_spec(config, spec.width) if named in TRANSDUCERS else None
         tower = FastConformerTower(scope, scope / "encoder", spec, None, transducer=says)
-        head = EmissionHead() if says else ConvolutionHead(scope / "ctc_head", spec.width, labels)
+        head = _conformer_head(scope, config, tower.conformer) if says is None else EmissionHead()
+    elif named == BERT:
+        frames = _bert_spec(config)
+        tower = FastConformerTower(scope, scope / "wav2vec2_bert", frames, None)
+        head = Classifier(Dense(scope / "lm_head", frames.width, labels, bias=True))
     else:
         tower = WaveTower(scope / PREFIXES[named], _wave_spec(config, named))
         head = Classifier(Dense(scope / "lm_head", tower.width, labels, bias=True))
@@ -80,6 +89,29 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
     encoder.weights = replace(encoder.weights, renamed=RENAMED)
     scope.ledger.note(Decision("model.parts", "auto", "audio", "what the checkpoint takes"))
     return encoder
+
+
+def _conformer_head(scope: Scope, config: ConfigReader, conformer: Conformer) -> FrameHead:
+    labels, at = config.int("vocab_size", ge=1), scope / "ctc_head"
+    if not isinstance(conformer, HalvingConformer):
+        return ConvolutionHead(at, conformer.width, labels)
+    tied = config.bool("tie_word_embeddings", True)
+    return Classifier(conformer.out if tied else Dense(at, conformer.width, labels, bias=True))
+
+
+def _conformer_spec(encoder: ConfigReader, named: str) -> ConformerSpec:
+    if named == LASR:
+        return lasr_spec(encoder)
+    return halving_spec(encoder) if named == GRANITE else conformer_spec(encoder)
+
+
+def _bert_spec(config: ConfigReader) -> FrameConformerSpec:
+    for key in ("add_adapter", "use_intermediate_ffn_before_adapter"):
+        if config.bool(key, False):
+            raise config.wrong(key, "false")
+    bands = config.int("feature_projection_input_dim", 160, ge=1, le=4096)
+    layers = wave_layers(config, default="relative_key", activation="silu", backward=True)
+    return FrameConformerSpec(bands=bands, layers=layers)
 
 
 def _encoder(scope: Scope, config: ConfigReader, tower: MediaEncoder, head: FrameHead) -> Encoder:
@@ -132,6 +164,7 @@ def _wave_spec(config: ConfigReader, named: str) -> WaveTowerSpec:
             buckets=config.int("num_buckets", 320, ge=4),
             reach=config.int("max_bucket_distance", 800, ge=2),
         )
+    turning = named == TURNING
     norm = config.choice("feat_extract_norm", ("group", "layer"), "group")
     convolution = config.choice("feat_extract_activation", ACTIVATIONS, "gelu")
     return WaveTowerSpec(
@@ -147,7 +180,8 @@ def _wave_spec(config: ConfigReader, named: str) -> WaveTowerSpec:
         layers=config.int("num_hidden_layers", 12, ge=1),
         eps=config.float("layer_norm_eps", 1e-5, ge=0.0),
         activation=ACTIVATIONS[config.choice("hidden_act", ACTIVATIONS, "gelu")],
-        places=_places(config, named, width, ACTIVATIONS[convolution]),
+        places=None if turning else _places(config, named, width, ACTIVATIONS[convolution]),
+        conformer=wave_layers(config, default="relative") if turning else None,
         projected=named != "SEWForCTC" or channels[-1] != width,
         names=NAMES_OF_SEW if named == "SEWForCTC" else NAMES,
         before=config.bool("do_stable_layer_norm", False),

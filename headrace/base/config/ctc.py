@@ -11,6 +11,7 @@ from typing import Any
 CTC: Mapping[str, str] = {
     "ParakeetForCTC": "encoder_config",
     "LasrForCTC": "encoder_config",
+    "GraniteSpeech5ForCTC": "encoder_config",
     "ParakeetForRNNT": "encoder_config",
     "ParakeetForTDT": "encoder_config",
     "Wav2Vec2ForCTC": "",
@@ -20,6 +21,8 @@ CTC: Mapping[str, str] = {
     "WavLMForCTC": "",
     "Data2VecAudioForCTC": "",
     "SEWForCTC": "",
+    "Wav2Vec2ConformerForCTC": "",
+    "Wav2Vec2BertForCTC": "",
 }
 """Architectures, and the section with the sizes of their encoder."""
 TRANSDUCERS = frozenset({"ParakeetForRNNT", "ParakeetForTDT"})

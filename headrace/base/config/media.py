@@ -40,7 +40,8 @@ class PowerMel(msgspec.Struct, frozen=True, kw_only=True):
     """Logarithms of energies in mel bands between `low_hz` and `high_hz`, each `least` at least.
     `frame`: samples that one sees, `transform`: of the transform; `scale`: of samples between -1
     and 1. `centered`: a frame's mean is taken from it. `emphasis`: the share of the sample before,
-    which is taken from each. `shape`: of the window (hann, hamming, povey: Povey et al. 2011)."""
+    which is taken from each. `shape`: of the window (hann, hamming, povey: Povey et al. 2011).
+    `normal`: each band has mean 0 and deviation 1 over the sound."""
 
     frame: int = 400
     transform: int = 512
@@ -51,6 +52,7 @@ class PowerMel(msgspec.Struct, frozen=True, kw_only=True):
     centered: bool = False
     emphasis: float = 0.0
     shape: str = "hann"
+    normal: bool = False
 
 
 class Waveform(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +81,9 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     `part`: so many are an input of their own. `breaks`: tokens of the text between its rows, which is what
     stands behind one and before the next.
     `magnitudes`, `normalized`, `waveform`, `power`: how its frames are made, where that is not
-    Whisper's way; `stack`: so many of other frames still stand side by side in a row, where it is
-    none of these. `around`: text before and behind its tokens. `loudest`: decades of power below
+    Whisper's way; `stack`: so many of `power`'s frames, or of other frames still, stand side by
+    side in a row. `changes`: behind each frame stands its change, by the frames beside it.
+    `around`: text before and behind its tokens. `loudest`: decades of power below
     which RANGE lies, whatever the sound has; None: the sound's own. `in_time`: see SpeechInTime.
     `seeing`: whether images stand in its prompt, which each frame tells by one more value, 0 or 1;
     None: it tells nothing. The rest as in `base/wire/media.py: SoundSteps`."""
@@ -102,6 +105,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     waveform: Waveform | None = None
     power: PowerMel | None = None
     stack: int = 0
+    changes: bool = False
     around: tuple[str, str] = ("", "")
     loudest: float | None = None
     in_time: SpeechInTime | None = None

@@ -17,6 +17,7 @@ from headrace.base.config.media import PowerMel
 from headrace.front.media.log_mel import HOP, RATE
 
 Floats = npt.NDArray[np.float64]
+LEAST_VARIANCE = 1e-7
 WINDOWS: Mapping[str, Callable[[int], Floats]] = {
     "hann": np.hanning,
     "hamming": np.hamming,
@@ -40,6 +41,9 @@ def power_mel(
     window = WINDOWS[settings.shape](settings.frame)
     power = np.abs(np.fft.rfft(frames * window, settings.transform)) ** 2
     log = np.log(np.maximum(power @ mel_slopes(bands, settings), settings.least))
+    if settings.normal:
+        variance = log.var(0, ddof=1) if len(log) > 1 else np.zeros(bands)
+        log = (log - log.mean(0)) / np.sqrt(variance + LEAST_VARIANCE)
     return np.ascontiguousarray(log, dtype=np.float32)
 
 

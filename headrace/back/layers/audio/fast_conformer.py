@@ -80,7 +80,12 @@ class FastConformerSpec:
 
 
 class Conformer(Protocol):
-    """What a tower asks of one."""
+    """What a tower asks of one. width: of a position."""
+
+    @property
+    def width(self) -> int:
+        """See the class."""
+        ...
 
     def forward(self, frames_NM: torch.Tensor, *, ghosts: int = 0) -> torch.Tensor:
         """frames_NM -> x_SE of one input; `ghosts`: see FastConformer."""
@@ -115,6 +120,7 @@ class FastConformer:
     other position sees, as where a reference masks them and yet counts their position."""
 
     def __init__(self, scope: Scope, spec: FastConformerSpec) -> None:
+        self.width = spec.width
         self._spec = spec
         self._reader = PositionReader(scope / "subsampling", spec)
         self._layers = [
@@ -191,7 +197,8 @@ class FastConformerLayer:
 
     def __init__(self, scope: Scope, spec: FastConformerSpec) -> None:
         self._mlps = [PlainHalf(scope / f"feed_forward{i}", spec.branches) for i in (1, 2)]
-        self._attention = RelativeAttention(scope / "self_attn", spec)
+        attention = RelativeAttentionSpec(width=spec.width, heads=spec.heads, bias=spec.bias)
+        self._attention = RelativeAttention(scope / "self_attn", attention)
         self._convolution = SilentConvolution(scope / "conv", spec.branches)
         names = ("feed_forward1", "self_att", "conv", "feed_forward2", "out")
         self._norms = [LAYER.build(scope / f"norm_{one}", spec.width, eps=EPS) for one in names]
@@ -206,17 +213,45 @@ class FastConformerLayer:
         return last.norm(x_SE)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RelativeNames:
+    """Of the tensors of an attention with places relative to the query."""
+
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    out: str = "o_proj"
+    places: str = "relative_k_proj"
+    biases: tuple[str, str] = ("bias_u", "bias_v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeAttentionSpec:
+    """bias: of its linear layers but that of places."""
+
+    width: int
+    heads: int
+    bias: bool
+    names: RelativeNames = RelativeNames()
+
+    @property
+    def head_dim(self) -> int:
+        """D"""
+        return self.width // self.heads
+
+
 class RelativeAttention:
     """x_SE -> y_SE: (q + u) k plus (q + v) p of the distance; a ghost sees the mean of all."""
 
-    def __init__(self, scope: Scope, spec: FastConformerSpec) -> None:
-        self._spec, width = spec, spec.width
+    def __init__(self, scope: Scope, spec: RelativeAttentionSpec) -> None:
+        self._spec, width, names = spec, spec.width, spec.names
         self._query, self._key, self._value, self._out = (
-            WholeLinear(scope / f"{one}_proj", width, width, bias=spec.bias) for one in "qkvo"
+            WholeLinear(scope / one, width, width, bias=spec.bias)
+            for one in (names.query, names.key, names.value, names.out)
         )
-        self._places = WholeLinear(scope / "relative_k_proj", width, width)
+        self._places = WholeLinear(scope / names.places, width, width)
         shape = (spec.heads, spec.head_dim)
-        self._biases = [scope.param(name, shape) for name in ("bias_u", "bias_v")]
+        self._biases = [scope.param(name, shape) for name in names.biases]
         self._bias_HD: list[torch.Tensor] = []
         scope.on_finish(self._finish)
 

@@ -23,7 +23,7 @@ MOST_FRAMES = 60_000
 class FastConformerTower:
     """`MediaEncoder`. `whole` is the scope of the checkpoint, `scope` the tower's. `ghosts`: see
     FastConformer. `projector`: None: positions are tokens as they are. `transducer`: what they say
-    is the tokens' row."""
+    is the tokens' row. `conformer`: of the tower, once it is built."""
 
     rope = None
     layers = 0
@@ -42,7 +42,7 @@ class FastConformerTower:
             replace(one, mesh=Mesh(), online=None, adapters=None) for one in (whole, scope)
         )
         self._ghosts = ghosts
-        self._conformer = spec.build(scope)
+        self.conformer = spec.build(scope)
         self._projector = None if projector is None else projector.build(whole)
         self._transducer = None if transducer is None else Transducer(whole, transducer)
         self.width = spec.width if projector is None else projector.outputs
@@ -63,7 +63,7 @@ class FastConformerTower:
         """See MediaEncoder."""
         frames_NM = rows_NB.view(torch.float32).to(self.dtype)
         inputs = frames_NM.split([t * h * w for t, h, w in grids])
-        each = [self._conformer.forward(one, ghosts=self._ghosts) for one in inputs]
+        each = [self.conformer.forward(one, ghosts=self._ghosts) for one in inputs]
         if self._transducer is not None:
             return torch.cat([self._transducer.forward(one) for one in each])
         x_SE = torch.cat(each)

@@ -165,13 +165,24 @@ class ShawAttention:
             one.unflatten(0, y_BCE.shape[:2]).unflatten(-1, shape).transpose(1, 2)
             for one in (q_NX, *kv_NX.chunk(2, dim=-1))
         )
-        score_BHCC = q_BHCD @ k_BHCD.transpose(2, 3)
-        score_BHCC = score_BHCC + torch.einsum("bhcd,crd->bhcr", q_BHCD, self._place_CCD)
-        score_BHCC = score_BHCC.float() * spec.head_dim**-0.5
-        score_BHCC = score_BHCC.masked_fill(~blocks.inside_BC[:, None, None], -torch.inf)
-        y_BHCD = score_BHCC.softmax(-1).to(v_BHCD.dtype) @ v_BHCD
+        y_BHCD = shaw_attended(q_BHCD, k_BHCD, v_BHCD, self._place_CCD, blocks.inside_BC)
         y_NX = y_BHCD.transpose(1, 2).flatten(2).flatten(0, 1)
         return self._out.project(y_NX.index_select(0, blocks.at_T))
+
+
+def shaw_attended(
+    q_BHCD: torch.Tensor,
+    k_BHCD: torch.Tensor,
+    v_BHCD: torch.Tensor,
+    place_CCD: torch.Tensor,
+    inside_BC: torch.Tensor,
+) -> torch.Tensor:
+    """y_BHCD: each block's positions over those that are there, with a row for each distance."""
+    score_BHCC = q_BHCD @ k_BHCD.transpose(2, 3)
+    score_BHCC = score_BHCC + torch.einsum("bhcd,crd->bhcr", q_BHCD, place_CCD)
+    score_BHCC = score_BHCC.float() * q_BHCD.shape[3] ** -0.5
+    score_BHCC = score_BHCC.masked_fill(~inside_BC[:, None, None], -torch.inf)
+    return score_BHCC.softmax(-1).to(v_BHCD.dtype) @ v_BHCD
 
 
 class GatedConvolution:

@@ -60,6 +60,7 @@ class TurningConformer:
     """frames_NM -> x_SE of one input."""
 
     def __init__(self, scope: Scope, spec: TurningConformerSpec) -> None:
+        self.width = spec.width
         self._spec, width, inside = spec, spec.width, scope / "subsampler"
         self._into = WholeLinear(inside / "dense_0", spec.bands, width, bias=True)
         self._out = WholeLinear(inside / "dense_1", spec.channels, width, bias=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from headrace.back.layers.audio.wave_conformer import WaveConformer, WaveConformerSpec
 from headrace.back.layers.audio.wave_places import Activation, WavePlacesSpec
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
@@ -42,7 +43,8 @@ class WaveTowerSpec:
     """channels, strides: of the convolutions over samples. normed: each of them has a norm over its
     channels; else the first has one over time. projection_norm: before the projection, projected:
     whether there is one; names: of both. before: norms stand before each branch. Positions that
-    their places squeeze into one are unfolded behind the layers."""
+    their places squeeze into one are unfolded behind the layers. conformer: of layers of that kind,
+    which have places of their own."""
 
     channels: tuple[int, ...]
     strides: Strides
@@ -56,11 +58,12 @@ class WaveTowerSpec:
     layers: int
     eps: float
     activation: Activation
-    places: WavePlacesSpec
+    places: WavePlacesSpec | None
     before: bool
     projected: bool = True
     names: tuple[str, str] = ("feature_projection.layer_norm", "feature_projection.projection")
     distances: DistanceBias | None = None
+    conformer: WaveConformerSpec | None = None
 
 
 class WaveTower:
@@ -80,15 +83,20 @@ class WaveTower:
             self._before = LAYER.build(scope / norm, last, eps=spec.eps)
         if spec.projected:
             self._projection = WholeLinear(scope / projection, last, width, bias=True)
-        self._places = spec.places.build(scope / "encoder.pos_conv_embed")
-        if spec.places.squeeze > 1:
+        self._places = self._conformer = None
+        if spec.conformer is not None:
+            self._conformer = WaveConformer(scope, spec.conformer)
+        if spec.places is not None:
+            self._places = spec.places.build(scope / "encoder.pos_conv_embed")
+        if spec.places is not None and spec.places.squeeze > 1:
             inner = width * spec.places.squeeze
             self._unfold = WholeLinear(
                 scope / "encoder.upsample.projection", width, inner, bias=True
             )
         self._norm = LAYER.build(scope / "encoder.layer_norm", width, eps=spec.eps)
         self._layers = [
-            WaveLayer(scope / "encoder.layers" / str(index), spec) for index in range(spec.layers)
+            WaveLayer(scope / "encoder.layers" / str(index), spec)
+            for index in range(0 if spec.conformer else spec.layers)
         ]
         self._distances = None
         if spec.distances is not None:
@@ -123,6 +131,8 @@ class WaveTower:
         if self._before is not None:
             x_SC = self._before.norm(x_SC)
         x_SE = x_SC if self._projection is None else self._projection.project(x_SC)
+        if self._conformer is not None:
+            return self._norm.norm(self._conformer.forward(x_SE))
         whole = x_SE.shape[0]
         x_SE = self._placed(x_SE)
         if not spec.before:
@@ -141,6 +151,7 @@ class WaveTower:
         return F.pad(y_SE, (0, 0, 0, whole - y_SE.shape[0]))
 
     def _placed(self, x_SE: torch.Tensor) -> torch.Tensor:
+        assert self._places is not None and self._spec.places is not None, "places by convolutions"
         y_SE, squeeze = self._places.of(x_SE), self._spec.places.squeeze
         if squeeze > 1:
             x_SE = F.avg_pool1d(x_SE.T[None], squeeze, squeeze)[0].T

@@ -4,6 +4,7 @@ ask."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -248,6 +249,42 @@ def _wave_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
     return _ctc(folder, config, sound)
 
 
+def kaldi_mel(**more: Any) -> PowerMel:
+    """As Kaldi makes its filter banks, over samples of 16 bits."""
+    settings: dict[str, Any] = {
+        **{"low_hz": 20.0, "high_hz": RATE / 2, "least": 1.192092955078125e-07},
+        **{"scale": 32768.0, "centered": True, "emphasis": 0.97, "shape": "povey"},
+    }
+    return PowerMel(**{**settings, **more})
+
+
+def seamless_sound(keys: ConfigReader, bands: int, **more: Any) -> SoundSettings:
+    """Of SeamlessM4T's extractor; `bands`: of a row, which holds `stride` frames."""
+    stack = keys.int("stride", 2, ge=1, le=64)
+    if bands % stack:
+        raise keys.wrong("stride", f"a divisor of {bands}")
+    return SoundSettings(bands=bands, stack=stack, power=kaldi_mel(normal=True), **more)
+
+
+def _wave_bert(folder: Path, config: ConfigReader) -> MediaSpec:
+    bands = config.int("feature_projection_input_dim", 160, ge=1, le=4096)
+    return _ctc(folder, config, seamless_sound(extractor_keys(folder), bands))
+
+
+def _granite5(folder: Path, config: ConfigReader) -> MediaSpec:
+    """Frames with their changes, two of them side by side."""
+    encoder = config.section("encoder_config")
+    assert encoder is not None
+    halving = encoder.list("subsample_layers", (0, 1), of=int) or ()
+    sound = SoundSettings(
+        bands=encoder.int("num_mel_bins", 80, ge=1, le=1024),
+        stack=STACKED,
+        changes=True,
+        strides=((2, 2, 0),) * len(halving),
+    )
+    return _ctc(folder, config, sound)
+
+
 def magnitudes_of(
     keys: ConfigReader, *, frame_ms: float, band_hz: tuple[float, float], least: float
 ) -> MagnitudeSettings:
@@ -278,7 +315,9 @@ HEARING = {
     "gemma3n": _gemma3n,
     **dict.fromkeys(("parakeet_ctc", "parakeet_rnnt", "parakeet_tdt"), _parakeet_ctc),
     **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm"), _wave_ctc),
-    **dict.fromkeys(("data2vec-audio", "sew"), _wave_ctc),
+    **dict.fromkeys(("data2vec-audio", "sew", "wav2vec2-conformer"), _wave_ctc),
+    "wav2vec2-bert": _wave_bert,
+    "granite_speech5_ctc": _granite5,
     "lasr_ctc": _lasr,
 }
 """Those that hear and do not see."""

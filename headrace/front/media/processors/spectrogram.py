@@ -80,11 +80,14 @@ def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
     if sound.waveform is not None:
         return waveform(samples, sound.waveform)
     if sound.power is not None:
-        return power_mel(samples, sound.bands, sound.power)
+        stack = sound.stack or 1
+        frames = power_mel(samples, sound.bands // stack, sound.power)
+        rows = len(frames) // stack
+        return np.ascontiguousarray(frames[: rows * stack].reshape(rows, sound.bands))
     if sound.normalized is not None:
         return normalized_mel(samples, sound.bands, sound.normalized)
     if sound.stack:
-        return stacked_log_mel(samples, sound.bands, sound.stack)
+        return stacked_log_mel(samples, sound.bands, sound.stack, changes=sound.changes)
     if sound.in_time is not None:
         samples = with_silence(samples, sound.in_time)
     if sound.most:
@@ -114,7 +117,7 @@ def with_silence(samples: Samples, settings: SpeechInTime) -> Samples:
 
 def frame_s(sound: SoundSettings) -> float:
     """Seconds from one token to the next, of sounds whose tokens are what convolutions leave."""
-    samples = 1 if sound.waveform is not None else HOP
+    samples = 1 if sound.waveform is not None else HOP * (sound.stack or 1)
     for _, step, _ in sound.strides:
         samples *= step
     return samples * sound.pool / RATE
