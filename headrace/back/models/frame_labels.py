@@ -1,7 +1,7 @@
 """Models that say of every frame of a sound which token is heard, or none: Parakeet, also its
-transducers, wav2vec 2.0 and its conformers, HuBERT, UniSpeech, UniSpeech-SAT, WavLM. A sound is a prompt of as many
-tokens as it has frames; the head's logits of each are what is asked for
-(front/client/ctc_transcription.py)."""
+transducers, wav2vec 2.0 and its conformers, HuBERT, UniSpeech, UniSpeech-SAT, WavLM, Granite
+Speech 5. A sound is a prompt of as many tokens as it has frames; the head's logits of each are what
+is asked for (front/client/ctc_transcription.py)."""
 
 from __future__ import annotations
 

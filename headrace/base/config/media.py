@@ -78,8 +78,8 @@ class SpeechInTime(msgspec.Struct, frozen=True, kw_only=True):
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any;
-    `part`: so many are an input of their own. `breaks`: tokens of the text between its rows, which is what
-    stands behind one and before the next.
+    `part`: so many are an input of their own. `breaks`: tokens of the text between its rows, which
+    is what stands behind one and before the next.
     `magnitudes`, `normalized`, `waveform`, `power`: how its frames are made, where that is not
     Whisper's way; `stack`: so many of `power`'s frames, or of other frames still, stand side by
     side in a row. `changes`: behind each frame stands its change, by the frames beside it.

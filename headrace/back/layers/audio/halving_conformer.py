@@ -57,8 +57,8 @@ class HalvingConformerSpec:
 
 
 class HalvingConformer:
-    """frames_NM -> x_SE of one input. `out`: the head half way through, to which the last one may be
-    tied."""
+    """frames_NM -> x_SE of one input. `out`: the head half way through, to which the last one may
+    be tied."""
 
     def __init__(self, scope: Scope, spec: HalvingConformerSpec) -> None:
         self.width = spec.width

@@ -32,9 +32,8 @@ from headrace.front.media.processors.reading import (
     vision_section,
     with_video,
 )
-from headrace.front.media.processors.sound_families import HEARING, SEEING_TOO, hears
-from headrace.front.media.processors.square_families import SQUARE_FAMILIES
 from headrace.front.media.processors.sound_families import HEARING
+from headrace.front.media.processors.square_families import SQUARE_FAMILIES
 from headrace.front.media.processors.unnamed_families import UNNAMED
 
 PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
