@@ -24,6 +24,7 @@ from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.platforms import code_pages
 from headrace.back.platforms.detect import detect
+from headrace.back.platforms.device_threads import use_device
 from headrace.back.platforms.facts import freest
 from headrace.back.platforms.placement import interleave
 from headrace.back.runner.runner import Runner
@@ -93,12 +94,14 @@ class Resident:
     def weigh(self, order: WeightOrder) -> WeightReply:
         """Carries out an order about the weights; `join` and `leave` may be called by another
         thread."""
+        use_device(self._device)
         return self._weight_orders.carry_out(order)
 
     def adapt(self, order: AdapterOrder) -> AdapterReply:
         """Carries out an order; called by a thread of its own, which no step waits for."""
         loaded = self._loaded
         assert loaded is not None and loaded.model.adapters is not None, "it takes no adapters"
+        use_device(self._device)
         if self._adapters is None:
             self._adapters = AdapterStore(loaded.model.adapters, self._device)
         return self._adapters.carry_out(order)
@@ -116,6 +119,7 @@ class Resident:
         called by a thread of its own."""
         loaded = self._loaded
         assert loaded is not None, "the model was given up"
+        use_device(self._device)
         if self._kv_files is None:
             self._kv_files = KVFiles(loaded.origin, loaded.device, loaded.rank)
         return self._kv_files.carry_out(order, self.runner.memory, behind)

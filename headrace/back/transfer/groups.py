@@ -152,8 +152,6 @@ class WeightGroups:
         """Conflict if there is one of that name."""
         if group.name in self._groups:
             raise Conflict(f"group_name: {group.name!r:.100} has been joined already")
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
         self._groups[group.name] = join(group, group.first_rank + self._rank, self._device)
 
     def leave(self, name: str) -> None:

@@ -25,6 +25,7 @@ from headrace.back.models.load.fill import (
 from headrace.back.models.load.source import PLAIN, Source, renamed, separate_experts
 from headrace.back.models.weights import Copy, Param, copies
 from headrace.back.parallel.param import local_pieces
+from headrace.back.platforms.device_threads import device_pool
 from headrace.back.transfer.shadow import Cut, Shadow, Unit, give_memory
 from headrace.base.errors import CheckpointError, InvalidRequest
 
@@ -58,7 +59,7 @@ class WeightUpdate:
         self._scan(source)
         self._pushed |= source.entries.keys()
         threads = COPY_THREADS if self._device.type == "cpu" else DEVICE_COPY_THREADS
-        with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
+        with device_pool(threads, "weights") as pool:
             parts = self._parts(source, pool) if last else []
             for unit in self._shadow.units:
                 if self._will_be_full(unit, source) and not unit.is_committed:

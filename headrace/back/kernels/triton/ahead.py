@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from headrace.back.kernels.launches import without_launches
 from headrace.back.kernels.triton.compiler import job_of
 from headrace.back.kernels.triton.compilers import Compilers, running
+from headrace.back.platforms.device_threads import device_pool
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def compiling() -> Iterator[None]:
     try:
         with (
             without_launches(),
-            _threads(threads) as pool,
+            device_pool(threads, "compile") as pool,
             _Loading(pool, ignore_errors=True),
             _replaced(JITFunction, "run", compile_only),
         ):
@@ -96,12 +96,3 @@ class _Loading(AsyncCompileMode):
         kernel: FutureKernel = super().submit(key, loaded, finalize_fn)
         finalize_fn(kernel)
         return kernel
-
-
-def _threads(count: int) -> ThreadPoolExecutor:
-    """Threads that use the current device."""
-    if not torch.cuda.is_available():
-        return ThreadPoolExecutor(count)
-    return ThreadPoolExecutor(
-        count, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
-    )

@@ -11,7 +11,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
 
@@ -21,6 +20,7 @@ from headrace.back.models.load.safetensors import TORCH_DTYPES
 from headrace.back.models.load.source import CheckpointTensor, Source
 from headrace.back.models.weights import Copy, Param, WeightPlan, copies
 from headrace.back.parallel.param import member_name
+from headrace.back.platforms.device_threads import device_pool
 from headrace.base.errors import CheckpointError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -81,7 +81,7 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
 
     on_host = all(param.tensor is None or param.tensor.device.type == "cpu" for param, _ in work)
     threads = COPY_THREADS if on_host else DEVICE_COPY_THREADS
-    with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
+    with device_pool(threads, "load") as pool:
         return sum(pool.map(one, work))
 
 

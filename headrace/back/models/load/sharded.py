@@ -8,7 +8,6 @@ was not written for is refused by name.
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from headrace.back.models.load.fill import COPY_THREADS, scan
 from headrace.back.models.load.readers import reader_of
 from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.models.weights import Param, WeightPlan
+from headrace.back.platforms.device_threads import device_pool
 from headrace.base.config.weight_files import WeightFiles, natural_key
 from headrace.base.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def fill_shards(plan: WeightPlan, source: SafetensorsSource, *, scan_finite: boo
         param.filled()
 
     params = sorted(plan.params, key=lambda param: source.entries[param.name].order)
-    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="load") as pool:
+    with device_pool(COPY_THREADS, "load") as pool:
         list(pool.map(one, params))
 
 
