@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.back.models.encoder_families import ENCODERS, JUDGES
+from headrace.back.models.encoder_families import ENCODERS, HEADLESS, JUDGES, reserved_positions
 from headrace.back.models.families import (
     FALLBACK,
     HEADS,
@@ -26,7 +26,6 @@ from headrace.back.models.families import (
     architecture_of,
     indexed_layers,
     kv_heads_of,
-    reserved_positions,
     text_config,
 )
 from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
@@ -168,7 +167,7 @@ def describe(
     heads = _heads(reader, chosen)
     kv_heads = kv_heads_of(chosen, reader, heads)
     head_dim = reader.int("head_dim", 0, ge=0) or max(1, hidden // heads)
-    width, dtype = reader.int("vocab_size", ge=1), _dtype(reader, stored)
+    width, dtype = reader.int("vocab_size", aliases=("n_words",), ge=1), _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
     modules = _modules(located.path, reader, whole)
@@ -267,7 +266,7 @@ def _dtype(reader: ConfigReader, stored: Stored | None) -> str:
 
 
 def _heads(reader: ConfigReader, family: str) -> int:
-    none = 1 if family in RECURRENT else REQUIRED
+    none = 1 if family in RECURRENT | HEADLESS else REQUIRED
     return reader.int("num_attention_heads", none, aliases=HEADS, ge=1)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from headrace.back.attention.plan import Batch
-from headrace.back.models.encoder_families import ENCODERS
-from headrace.back.models.families import architecture_of, reserved_positions
+from headrace.back.models.encoder_families import ENCODERS, reserved_positions
+from headrace.back.models.families import architecture_of
 from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader, read_json
@@ -167,6 +168,24 @@ def narrow(kind: str, **own: Any) -> Callable[..., Any]:
 ESM = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 9}
 
 
+DEBERTA = {"relative_attention": True, "pos_att_type": "c2p|p2c", "max_relative_positions": 6}
+MOBILE = {"intra_bottleneck_size": 24, "embedding_size": 12, "num_feedforward_networks": 2}
+XLM = {"emb_dim": 32, "n_layers": 3, "n_heads": 4}
+XMOD = {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}
+CONV = {"embedding_size": 24, "conv_kernel_size": 5}
+
+
+def fnet(**more: Any) -> transformers.FNetConfig:
+    sizes = {key: value for key, value in SIZES.items() if key != "num_attention_heads"}
+    return transformers.FNetConfig(**sizes, max_position_embeddings=40, **more)
+
+
+def xlm_first(**more: Any) -> transformers.XLMConfig:
+    return transformers.XLMConfig(
+        vocab_size=96, **XLM, max_position_embeddings=40, n_langs=2, pad_token_id=1, **more
+    )
+
+
 def embedding_gemma2_text(**more: Any) -> transformers.EmbeddingGemma2TextConfig:
     return transformers.EmbeddingGemma2TextConfig(
         **SIZES,
@@ -252,6 +271,21 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("Data2VecTextForSequenceClassification", narrow("Data2VecText")),
     ("LongformerModel", narrow("Longformer", attention_window=[4, 8, 4])),
     ("LongformerForSequenceClassification", narrow("Longformer", attention_window=4)),
+    ("DebertaForSequenceClassification", narrow("Deberta", **DEBERTA)),
+    ("DebertaForTokenClassification", narrow("Deberta", **DEBERTA, position_biased_input=False)),
+    ("MobileBertForSequenceClassification", narrow("MobileBert", **MOBILE)),
+    ("MobileBertForTokenClassification", narrow("MobileBert", **MOBILE, trigram_input=False)),
+    ("SqueezeBertForSequenceClassification", narrow("SqueezeBert", embedding_size=32, v_groups=2)),
+    ("FNetForSequenceClassification", fnet),
+    ("XLMForSequenceClassification", xlm_first),
+    ("FlaubertForTokenClassification", narrow("Flaubert", **XLM, gelu_activation=False)),
+    ("LukeForSequenceClassification", narrow("Luke", entity_vocab_size=5, entity_emb_size=8)),
+    ("XmodForSequenceClassification", narrow("Xmod", **XMOD, adapter_reuse_layer_norm=True)),
+    ("XmodForTokenClassification", narrow("Xmod", **XMOD, ln_before_adapter=False)),
+    ("BigBirdForSequenceClassification", narrow("BigBird", attention_type="original_full")),
+    ("BigBirdForTokenClassification", narrow("BigBird")),
+    ("ConvBertForSequenceClassification", narrow("ConvBert", **CONV, num_groups=2)),
+    ("ConvBertForTokenClassification", narrow("ConvBert", **CONV, head_ratio=4)),
     ("T5EncoderModel", t5),
     ("UMT5EncoderModel", umt5),
     ("EmbeddingGemma2TextModel", embedding_gemma2_text),
@@ -408,6 +442,32 @@ def test_the_context_of_roberta_leaves_out_what_lies_before_its_first_position()
     config = roberta().to_dict()
     assert reserved_positions("roberta", config) == 2
     assert reserved_positions("bert", config) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "context"),
+    [
+        ("FNetForPreTraining", fnet, 40),
+        ("XLMWithLMHeadModel", xlm_first, 40),
+        ("FlaubertWithLMHeadModel", narrow("Flaubert", **XLM, vocab_size=96), 40),
+        ("BigBirdForPreTraining", narrow("BigBird", block_size=2, num_random_blocks=1), 14),
+    ],
+)
+def test_encoders_are_read_as_they_are_published(
+    name: str, make: Callable[..., Any], context: int, tmp_path: Path
+) -> None:
+    """With heads that nobody asks for, keys of their own, and texts no longer than are seen whole."""
+    oracle, spec = saved(tmp_path, name, make())
+    if "XLM" in name or "Flaubert" in name:
+        spec.config["n_words"] = spec.config.pop("vocab_size")
+        (tmp_path / "config.json").write_text(json.dumps(spec.config))
+    told = read_model_facts(LocatedModel(path=tmp_path, name="m", format="safetensors"))
+    assert told.encodes and told.max_model_len == context and told.logits_width == 96
+    inner = getattr(oracle, oracle.base_model_prefix)
+    with torch.inference_mode():
+        wanted = inner(torch.tensor(TEXTS[:1])).last_hidden_state[0]
+        ours = loaded(spec).forward(batch_of(TEXTS[:1]))
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Model", "Qwen3ForSequenceClassification"])

@@ -37,6 +37,8 @@ MIXERS = {
 BY_PYTORCH = (
     *("DebertaV2Model", "DebertaV2ForSequenceClassification"),
     *("LongformerModel", "LongformerForSequenceClassification"),
+    *("DebertaForSequenceClassification", "DebertaForTokenClassification"),
+    "FNetForSequenceClassification",
 )
 """Their mixers are PyTorch's operations."""
 

@@ -26,7 +26,9 @@ from headrace.back.models.encoder import (
     EncoderLayer,
     EncoderSizes,
     SpanAttentionLayer,
+    TokenBranch,
     TokenLayer,
+    TokenNorm,
     read_encoder_sizes,
 )
 from headrace.base.config.hf import ConfigReader
@@ -88,6 +90,8 @@ def build_bert(
     names: BertNames = BERT,
     bias_of: Callable[[Scope, EncoderSizes], RelativeBias] | None = None,
     attention_of: Callable[[Scope, EncoderSizes], Callable[[Scope], TokenLayer]] | None = None,
+    mlp_of: Callable[[Scope, EncoderSizes], TokenBranch] | None = None,
+    tail_of: Callable[[Scope, EncoderSizes], TokenNorm] | None = None,
     shared: tuple[str, ...] | None = None,
     num_tasks: int = 0,
     ignored: tuple[str, ...] = (),
@@ -95,7 +99,8 @@ def build_bert(
     """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at
     `first_position`, None: positions have no embeddings. `head` makes the classification head from
     the outer and the inner scope and the width, `bias_of` what all layers add to scores,
-    `attention_of` what makes the attention of a layer, where it is another. `shared`: where each
+    `attention_of` what makes the attention of a layer, where it is another, `mlp_of` and `tail_of`
+    its MLP and what stands behind the sum with it. `shared`: where each
     layer lies, if several are the same one; `num_tasks`: rows of a table of tasks, whose first
     every token is given; `ignored`: tensors besides."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
@@ -116,10 +121,12 @@ def build_bert(
     bias = None if bias_of is None else bias_of(inside, sizes)
     attention = None if attention_of is None else attention_of(inside, sizes)
     places = shared or tuple(str(i) for i in range(sizes.layers))
-    built = {
-        place: _layer(inside / names.layers / place, sizes, names, bias, attention)
-        for place in dict.fromkeys(places)
-    }
+    built: dict[str, EncoderLayer] = {}
+    for place in dict.fromkeys(places):
+        at = inside / names.layers / place
+        mlp = None if mlp_of is None else mlp_of(at, sizes)
+        tail = None if tail_of is None else tail_of(at, sizes)
+        built[place] = _layer(at, sizes, names, bias, attention, mlp, tail)
     norm = None
     if names.norm is not None:
         norm = LayerNorm(inside / names.norm, sizes.width, eps=sizes.eps)
@@ -153,11 +160,15 @@ def _layer(
     names: BertNames,
     bias: RelativeBias | None,
     attention_of: Callable[[Scope], TokenLayer] | None,
+    mlp: TokenBranch | None,
+    tail: TokenNorm | None,
 ) -> EncoderLayer:
     def norm(name: str | None) -> LayerNorm | None:
         return None if name is None else LayerNorm(scope / name, sizes.width, eps=sizes.eps)
 
-    activation = ElementwiseActivation(scope, sizes.activation)
+    if mlp is None:
+        activation = ElementwiseActivation(scope, sizes.activation)
+        mlp = PlainMLP(scope, names.mlp, sizes.feed_forward, activation)
     if attention_of is None:
         attention: TokenLayer = SpanAttentionLayer(
             scope, sizes, names=names.projections, out=names.out, position_bias=bias
@@ -169,8 +180,8 @@ def _layer(
         attention=attention,
         after_attention=norm(names.after_attention),
         before_mlp=norm(names.before_mlp),
-        mlp=PlainMLP(scope, names.mlp, sizes.feed_forward, activation),
-        after_mlp=norm(names.after_mlp),
+        mlp=mlp,
+        after_mlp=norm(names.after_mlp) if tail is None else tail,
     )
 
 

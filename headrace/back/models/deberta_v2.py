@@ -33,20 +33,25 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
         raise config.wrong("position_biased_input", "false")
     if config.int("conv_kernel_size", 0, ge=0):
         raise config.wrong("conv_kernel_size", "0: no convolution beside the first layer")
-    stated = config.raw.get("pos_att_type")
-    words = stated.lower().split("|") if isinstance(stated, str) else stated or []
-    if {word.strip() for word in words} != {"c2p", "p2c"}:
-        raise config.wrong("pos_att_type", "c2p and p2c")
+    check_terms(config)
     names = BertNames(projections=PROJECTIONS, typed=config.int("type_vocab_size", 0, ge=0) > 0)
     return build_bert(
         scope,
         config,
         prefix="deberta",
         first_position=None,
-        head=_head,
+        head=deberta_head,
         names=names,
         attention_of=lambda inside, sizes: _attention(inside, sizes, config),
     )
+
+
+def check_terms(config: ConfigReader) -> None:
+    """Refuses scores that are not of contents and of both ways between contents and distances."""
+    stated = config.raw.get("pos_att_type")
+    words = stated.lower().split("|") if isinstance(stated, str) else stated or []
+    if {word.strip() for word in words} != {"c2p", "p2c"}:
+        raise config.wrong("pos_att_type", "c2p and p2c")
 
 
 def _attention(
@@ -74,7 +79,7 @@ def _attention(
     return attention
 
 
-def _head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
+def deberta_head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
     """A GELU layer on the first token and the class logits; of tokens the logits alone."""
     head = outer.head
     if head.kind == "none":

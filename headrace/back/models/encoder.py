@@ -21,7 +21,7 @@ from headrace.back.kernels.span_attention.op import SpanAttentionProblem
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.linear import ColumnLinear, RowLinear
-from headrace.back.layers.mlp import FeedForward, FeedForwardPlace, GatedMLP, PlainMLP
+from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.norm import RMS_NO_WEIGHT
 from headrace.back.layers.position_bias import CausalBias, RelativeBias
 from headrace.back.layers.residual import BlockNorm, total
@@ -93,10 +93,6 @@ class SpanAttentionLayer:
         )
         self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._head_dim = sizes.head_dim
-        self._scale = sizes.head_dim**-0.5 if scale is None else scale
-        self._scope = scope
-        self._window, self._softcap = window, softcap
-        self._position_bias = position_bias
         self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias, merged=merged)
         self._out = RowLinear(scope / out, parts[0], sizes.width, bias=bias)
         self._qk_norms: list[HeadNorm] = []
@@ -108,8 +104,16 @@ class SpanAttentionLayer:
         if value_eps is not None:
             self._value_norm = RMS_NO_WEIGHT.build(scope, sizes.head_dim, eps=value_eps)
         self._rope = Rope(scope, rope) if rope else None
-        self._attend = not_loaded
-        scope.on_finish(self._finish)
+        self._spans = SpanHeads(
+            scope,
+            self._split[0],
+            self._split[1],
+            sizes.head_dim,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            position_bias=position_bias,
+        )
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the class."""
@@ -122,24 +126,51 @@ class SpanAttentionLayer:
             v_TKD = self._value_norm.norm(v_TKD)
         if self._rope is not None:
             self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
-        assert batch.query_start is not None
-        y_THD = self._attend(q_THD, k_TKD, v_TKD, batch.query_start.tolist())
+        y_THD = self._spans.attend(q_THD, k_TKD, v_TKD, batch)
         return self._out.project(y_THD.reshape(x_TE.shape[0], -1))
 
-    def _finish(self) -> None:
-        problem = SpanAttentionProblem(
-            device=self._scope.kind,
-            dtype=self._scope.dtype,
-            heads=self._split[0],
-            kv_heads=self._split[1],
-            head_dim=self._head_dim,
-            scale=self._scale,
-            window=self._window,
-            softcap=self._softcap,
-            bias_reach=0 if self._position_bias is None else self._position_bias.reach,
+
+class SpanHeads:
+    """(q_THD, k_TKD, v_TKD) -> y_THD inside each text, by `heads` and `kv_heads` of this rank.
+    `scale`, `window`, `softcap`, `position_bias`: see SpanAttentionLayer."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        position_bias: RelativeBias | CausalBias | None = None,
+    ) -> None:
+        self._scope, self._position_bias = scope, position_bias
+        self._problem = SpanAttentionProblem(
+            device=scope.kind,
+            dtype=scope.dtype,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5 if scale is None else scale,
+            window=window,
+            softcap=softcap,
+            bias_reach=0 if position_bias is None else position_bias.reach,
         )
+        self._attend = not_loaded
+        scope.on_finish(self._finish)
+
+    def attend(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """See the class."""
+        assert batch.query_start is not None
+        return self._attend(q_THD, k_TKD, v_TKD, batch.query_start.tolist())
+
+    def _finish(self) -> None:
         biases = () if self._position_bias is None else (self._position_bias.table,)
-        self._attend = self._scope.bind(SPAN_ATTENTION, problem, *biases)
+        self._attend = self._scope.bind(SPAN_ATTENTION, self._problem, *biases)
 
 
 class WholeBranch:
@@ -161,13 +192,13 @@ class EncoderLayer:
     ones after the sum with the residual."""
 
     attention: TokenLayer
-    mlp: PlainMLP | GatedMLP | WholeBranch
+    mlp: TokenBranch
     before_attention: BlockNorm | None = None
     behind_attention: BlockNorm | None = None
     after_attention: BlockNorm | None = None
     before_mlp: BlockNorm | None = None
     behind_mlp: BlockNorm | None = None
-    after_mlp: BlockNorm | None = None
+    after_mlp: TokenNorm | None = None
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the class."""
@@ -182,6 +213,14 @@ class TokenLayer(Protocol):
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x behind it."""
+        ...
+
+
+class TokenBranch(Protocol):
+    """What a layer asks of its second branch."""
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """y_TE."""
         ...
 
 

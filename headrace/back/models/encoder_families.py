@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 ENCODER_DECODERS: Mapping[str, str] = {
     "BartForConditionalGeneration": "bart",
@@ -54,6 +55,16 @@ TEXT_ENCODERS: Mapping[str, str] = {
     "DebertaV2ForMaskedLM": "deberta_v2",
     "DistilBertForMaskedLM": "distilbert",
     "ElectraForMaskedLM": "electra",
+    "DebertaForMaskedLM": "deberta",
+    "MobileBertForMaskedLM": "mobilebert",
+    "SqueezeBertForMaskedLM": "squeezebert",
+    "FNetForMaskedLM": "fnet",
+    "XLMForMaskedLM": "xlm",
+    "FlaubertForMaskedLM": "xlm",
+    "LukeForMaskedLM": "luke",
+    "XmodForMaskedLM": "xmod",
+    "BigBirdForMaskedLM": "big_bird",
+    "ConvBertForMaskedLM": "convbert",
     "GteForMaskedLM": "gte",
     "NewForMaskedLM": "gte",
     "EuroBertForMaskedLM": "eurobert",
@@ -71,10 +82,31 @@ ENCODERS = frozenset(
         *("two_towers", "embedding_gemma2", "deberta_v2", "albert", "ernie", "esm", "rembert"),
         *("t5_encoder", "umt5_encoder", *JUDGES.values(), "longformer"),
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
-        "frame_labels",
+        *("frame_labels", "deberta", "mobilebert", "squeezebert", "fnet", "xlm", "luke", "xmod"),
+        *("big_bird", "convbert"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
+HEADLESS = frozenset({"fnet"})
+"""Families that mix tokens without attention: their config states no heads."""
+
+
+def beyond_whole(config: Mapping[str, Any]) -> int:
+    """How many of BigBird's positions lie behind the longest text whose tokens all see each
+    other."""
+    stated, blocks, size = (
+        config.get(key, default)
+        for key, default in (
+            ("max_position_embeddings", 4096),
+            ("num_random_blocks", 3),
+            ("block_size", 64),
+        )
+    )
+    if not all(isinstance(one, int) for one in (stated, blocks, size)):
+        return 0
+    return max(0, stated - (5 + 2 * blocks) * size)
+
+
 FIRST_POSITION = dict.fromkeys(
     (
         "roberta",
@@ -84,7 +116,20 @@ FIRST_POSITION = dict.fromkeys(
         "data2vec_text",
         "esm",
         "longformer",
+        "luke",
+        "xmod",
     ),
     "pad_token_id",
 )
 """Families whose positions begin one behind the id under this key: fewer than are stated."""
+
+
+def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
+    """How many of the stated positions no text can use."""
+    if family == "big_bird" and config.get("attention_type", "block_sparse") == "block_sparse":
+        return beyond_whole(config)
+    key = FIRST_POSITION.get(family)
+    if key is None:
+        return 0
+    value = config.get(key, 1)
+    return value + 1 if isinstance(value, int) else 0

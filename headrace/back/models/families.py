@@ -12,7 +12,6 @@ from headrace.back.models.encoder_families import (
     BIDIRECTIONAL,
     EMBEDDERS,
     ENCODER_DECODERS,
-    FIRST_POSITION,
     JUDGES,
     TEXT_ENCODERS,
 )
@@ -28,7 +27,7 @@ from headrace.base.errors import CheckpointError
 FALLBACK = "transformers"
 TEXT_SECTIONS = ("text_config", "llm_config")
 """Where the text part's keys are."""
-WIDTH = ("n_embd", "d_model", "dim")
+WIDTH = ("n_embd", "d_model", "dim", "emb_dim")
 """What `hidden_size` is called besides."""
 HEADS = ("n_head", "n_heads", "num_heads", "attention_heads")
 """What `num_attention_heads` is called besides."""
@@ -257,6 +256,8 @@ COLBERT = "HF_ColBERT"
 CAUSAL, MASKED, LM_HEAD = "ForCausalLM", "ForMaskedLM", "LMHeadModel"
 _HEADS = {
     CAUSAL: "lm",
+    "WithLMHeadModel": "none",
+    "ForPreTraining": "none",
     LM_HEAD: "lm",
     MASKED: "none",
     "ForSequenceClassification": "sequence",
@@ -339,15 +340,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def family_of(config: Mapping[str, Any]) -> str:
     """The family of a config.json: that of the first architecture it names, else the fallback."""
     return architecture_of(config).family
-
-
-def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
-    """How many of the stated positions no text can use."""
-    key = FIRST_POSITION.get(family)
-    if key is None:
-        return 0
-    value = config.get(key, 1)
-    return value + 1 if isinstance(value, int) else 0
 
 
 def kv_heads_of(family: str, config: ConfigReader, heads: int) -> int:

@@ -3,10 +3,12 @@ a head of its own on the first token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.scope import Scope
 from headrace.back.models.bert import BERT, BertNames, build_bert
-from headrace.back.models.encoder import Encoder
+from headrace.back.models.encoder import Encoder, EncoderSizes, TokenNorm
 from headrace.base.config.hf import ConfigReader
 
 
@@ -17,12 +19,25 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
 
 
 def build_roberta(
-    scope: Scope, config: ConfigReader, *, prefix: str = "roberta", names: BertNames = BERT
+    scope: Scope,
+    config: ConfigReader,
+    *,
+    prefix: str = "roberta",
+    names: BertNames = BERT,
+    tail_of: Callable[[Scope, EncoderSizes], TokenNorm] | None = None,
+    ignored: tuple[str, ...] = (),
 ) -> Encoder:
-    """A member of the family; `prefix`: of its base model's tensors."""
-    first = config.int("pad_token_id", 1, ge=0) + 1
+    """A member of the family; `prefix`: of its base model's tensors; `tail_of`, `ignored`: see
+    build_bert."""
     return build_bert(
-        scope, config, prefix=prefix, first_position=first, head=first_token_head, names=names
+        scope,
+        config,
+        prefix=prefix,
+        first_position=config.int("pad_token_id", 1, ge=0) + 1,
+        head=first_token_head,
+        names=names,
+        tail_of=tail_of,
+        ignored=ignored,
     )
 
 

@@ -190,8 +190,7 @@ def _encoder_layer(
 ) -> EncoderLayer:
     encoder = encoder_sizes(config)
     mlp = spec.build(scope, encoder.feed_forward)
-    if not isinstance(mlp, GatedMLP | PlainMLP):
-        mlp = WholeBranch(mlp)
+    branch = mlp if isinstance(mlp, GatedMLP | PlainMLP) else WholeBranch(mlp)
     attention = SpanAttentionLayer(
         scope / NAMES.module,
         encoder,
@@ -205,7 +204,7 @@ def _encoder_layer(
         RMS.build(scope / f"layer.{i}.layer_norm", encoder.width, eps=encoder.eps) for i in range(2)
     )
     return EncoderLayer(
-        attention=attention, mlp=mlp, before_attention=before, before_mlp=before_mlp
+        attention=attention, mlp=branch, before_attention=before, before_mlp=before_mlp
     )
 
 
