@@ -25,7 +25,7 @@ H200 = {
     "fp8": "offline-qwen3-8b-fp8-weights.json",
     "int4-g128": "offline-qwen3-8b-int4-rows.json",
 }
-ROUNDED = "rounded, then as bf16"
+AS_FP8 = "as fp8, by groups"
 KERNELS = {
     "bf16": ("panels of bfloat16", "ours by rows, the library's"),
     "int8": (
@@ -34,13 +34,13 @@ KERNELS = {
     ),
     "int8-g32": ("the same, by groups", "streamed; experts by tiles"),
     "fp8": ("e4m3 to bfloat16 in registers", "e4m3 by e4m3 from 2 tokens"),
-    "fp8-tensor": (ROUNDED, "as fp8"),
-    "fp8-block": (ROUNDED, "e4m3 by e4m3 from 65 tokens; experts from 2"),
-    "mxfp8": (ROUNDED, "as fp8-block; experts by tiles, as they are"),
+    "fp8-tensor": ("as fp8", "as fp8"),
+    "fp8-block": (AS_FP8, "e4m3 by e4m3 from 65 tokens; experts from 2"),
+    "mxfp8": (AS_FP8, "as fp8-block; experts by tiles, as they are"),
     "int4": ("int8 by integers, by groups", "streamed up to 256 tokens"),
     "int4-g128": ("int8 by integers, by groups", "streamed up to 256 tokens"),
     "mxfp4": ("int8 by integers, by groups", "streamed up to 256 tokens"),
-    "nvfp4": (ROUNDED, "streamed up to 256 tokens"),
+    "nvfp4": ("int8 by integers, by groups", "streamed up to 256 tokens"),
 }
 """Scheme -> kernels of CPUs and of CUDA."""
 CPU_ROWS = {"bf16": "bf16", "int8": "int8", "int4": "int4"}

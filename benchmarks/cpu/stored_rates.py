@@ -17,13 +17,18 @@ import torch
 
 from headrace.back.layers.linear import gemm_of
 from headrace.back.quant.online import pack
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.scheme import ONLINE_SCHEMES
 
 SHAPES = {"qkv": (1024, 4096), "o": (2048, 1024), "gate_up": (1024, 6144), "down": (3072, 1024)}
 """Inputs and outputs."""
-BESIDE = {"int4-g128": "int4", "int4-asym-g128": "int4", "fp8": "int8"}
+BESIDE = {"int4-g128": "int4", "int4-asym-g128": "int4", "fp8": "int8", "fp8-block": "int8"}
 """What a checkpoint holds -> our own row."""
-NAMES = {"int4-g128": "GPTQ", "int4-asym-g128": "AWQ, GPTQ with zero points", "fp8": "fp8"}
+NAMES = {
+    "int4-g128": "GPTQ",
+    "int4-asym-g128": "AWQ, GPTQ with zero points",
+    "fp8": "fp8",
+    "fp8-block": "fp8 in blocks of 128 x 128",
+}
 ROWS = (1, 8, 32, 512)
 COPIES = 3
 """Of each weight, read in turn: more than the caches hold."""
@@ -35,7 +40,9 @@ def layer_of(scheme: str, rows: int) -> Callable[[], None]:
     for inputs, outputs in SHAPES.values():
         x_TI = torch.randn(rows, inputs).bfloat16()
         for _ in range(COPIES):
-            weight = pack(torch.randn(outputs, inputs).bfloat16() / inputs**0.5, SCHEMES[scheme])
+            weight = pack(
+                torch.randn(outputs, inputs).bfloat16() / inputs**0.5, ONLINE_SCHEMES[scheme]
+            )
             op, problem = gemm_of(weight, device="cpu", dtype=torch.bfloat16)
             calls.append((op.choose(problem).bind(weight, None), x_TI))
 

@@ -4,7 +4,7 @@ checked and noted."""
 from __future__ import annotations
 
 from headrace.back.models.families import FALLBACK
-from headrace.base.config.quantization_options import GPU_ONLY, WEIGHT_BITS, QuantizationParts
+from headrace.base.config.quantization_options import WEIGHT_BITS, QuantizationParts
 from headrace.base.config.resolved import DeviceSpec
 from headrace.base.config.tree import ModelOptions, Options
 from headrace.base.errors import ConfigError
@@ -33,19 +33,19 @@ def online_quantization(
             field=field,
         )
     for scheme in schemes:
-        bits = _bits(scheme, model, device_spec.device)
+        bits = WEIGHT_BITS[scheme]
         size = model.num_params * bits / 8 / 2**30
         reason = f"{size:.2f}GiB, packed while loading" if len(schemes) == 1 else "of its parts"
         choose.note(flag, scheme, f"{bits:g} bits a weight", reason)
     return None if options.model.quantization == "none" else options.model.quantization
 
 
-def online_weight_bytes(options: Options, model: ModelFacts, device: str) -> int:
+def online_weight_bytes(options: Options, model: ModelFacts) -> int:
     """Of the whole model in memory, about; of parts that differ the largest."""
     schemes = _schemes(options.model)
     if not schemes:
         return model.weight_bytes
-    return int(model.num_params * max(_bits(one, model, device) for one in schemes) / 8)
+    return int(model.num_params * max(WEIGHT_BITS[one] for one in schemes) / 8)
 
 
 def _schemes(options: ModelOptions) -> tuple[str, ...]:
@@ -54,9 +54,3 @@ def _schemes(options: ModelOptions) -> tuple[str, ...]:
     parts = options.quantization_config or QuantizationParts()
     both = (parts.of(part) or options.quantization for part in ("linear", "moe"))
     return tuple(dict.fromkeys(scheme for scheme in both if scheme != "none"))
-
-
-def _bits(scheme: str, model: ModelFacts, device: str) -> float:
-    if device != "cuda" and scheme in GPU_ONLY:
-        return 8 * model.weight_bytes / max(1, model.num_params)
-    return WEIGHT_BITS[scheme]

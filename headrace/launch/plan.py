@@ -28,7 +28,7 @@ from headrace.back.parallel.param import Param, local_shape
 from headrace.back.platforms import huge_pages
 from headrace.back.platforms.facts import DeviceFacts
 from headrace.back.quant.online import pack
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.back.runner.start import foretold
 from headrace.back.sampling.sampler import choose_kernels
@@ -239,7 +239,7 @@ def _gemm(spec: EngineSpec) -> Callable[[], object]:
     x_TI = torch.ones(_PROBE_ROWS, _PROBE_SIZE, dtype=dtype)
     plain = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
     scheme = spec.model.quantization
-    weight: Weight = plain if scheme not in SCHEMES else pack(plain, SCHEMES[scheme])
+    weight: Weight = plain if scheme is None else pack(plain, ONLINE_SCHEMES[scheme])
     op, problem = gemm_of(weight, device="cpu", dtype=dtype)
     gemm = op.choose(problem).bind(weight, None)
     return lambda: gemm(x_TI)

@@ -340,9 +340,7 @@ def _kv(
         if offloads(options) and device_spec.memory_bytes is not None:
             memory = device_spec.memory_bytes // KV_SHARE
         else:
-            memory = _kv_bytes(
-                online_weight_bytes(options, model, device_spec.device), machine, device_spec
-            )
+            memory = _kv_bytes(online_weight_bytes(options, model), machine, device_spec)
         longest = max_model_len + (model.encoder_tokens or longest_heard(model.spectrogram))
         most = scheduler.max_running * longest * max(1, model.kv_bytes_per_token)
         why = (

@@ -10,7 +10,7 @@ from typing import cast
 from headrace.back.kernels.triton import compilers
 from headrace.back.platforms import huge_pages
 from headrace.base import env
-from headrace.base.config.quantization_options import GPU_ONLY, WEIGHT_BITS
+from headrace.base.config.quantization_options import WEIGHT_BITS
 from headrace.base.config.resolved import EngineSpec, ModelSpec
 from headrace.base.config.weight_files import find_weight_files
 from headrace.base.errors import ConfigError
@@ -66,7 +66,7 @@ def _expected_bytes(model: ModelSpec) -> int:
     stored = sum(path.stat().st_size for path in find_weight_files(Path(model.path)).files)
     if model.quantization is None:
         return stored
-    if model.quantization in GPU_ONLY or model.quantization_parts is not None:
+    if model.quantization_parts is not None:
         return stored  # at most
     bits = WEIGHT_BITS[model.quantization]
     return int(stored * bits) // (32 if model.dtype == "float32" else 16)

@@ -23,7 +23,6 @@ from headrace.back.parallel.param import Param, WeightPiece, local_pieces
 from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
 from headrace.back.quant.cache_scales import FORM, CacheScales
-from headrace.back.quant.emulated import EmulatedExperts, EmulatedWeight, note_of
 from headrace.back.quant.experts import (
     Floats,
     MatricesOf,
@@ -42,7 +41,7 @@ from headrace.back.quant.gpu_weights import (
 from headrace.back.quant.kept import KeptWeight, scheme_of
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.parts import PartSchemes
-from headrace.back.quant.scheme import SCHEMES, Scheme
+from headrace.back.quant.scheme import Scheme
 from headrace.back.quant.stored import Stored, StoredWeight, kept_blocks
 from headrace.base.config.media import ImageNorm
 from headrace.base.config.resolved import Decision
@@ -271,11 +270,8 @@ class Scope:
         return None if self.online is None else self.online.of(part, weights)
 
     def _on_cpu(self, weight: Param, scheme: Scheme | None) -> LoadedWeight:
-        if scheme is not None and scheme.name in SCHEMES:
-            return OnlineWeight(weight, scheme)
         if scheme is not None:
-            self.ledger.note(note_of(scheme, self.dtype))
-            return EmulatedWeight(weight, scheme)
+            return OnlineWeight(weight, scheme)
         if self.stored and kept_blocks(weight, self.stored):
             return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
         kept = scheme_of(weight, self.stored) if self.stored else None
@@ -314,11 +310,8 @@ class Scope:
                 params, matrices, floats, MixtureSizes(experts, width, inner)
             )
         scheme = self._scheme_of("moe", *params)
-        if scheme is not None and scheme.name in SCHEMES:
-            return OnlineExperts(params, floats, scheme, experts=experts)
         if scheme is not None:
-            self.ledger.note(note_of(scheme, self.dtype))
-            return EmulatedExperts(floats, scheme)
+            return OnlineExperts(params, floats, scheme, experts=experts)
         if not self.stored or matrices is None:
             return None
         schemes = stored_schemes(matrices, self.stored, width=width, inner=inner)

@@ -11,7 +11,7 @@ O outputs, I inputs, E experts; a weight is [O, I] or [E, O, I].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -71,6 +71,8 @@ INT8 = WeightForm(bits=8, number=Number.INT, group=(1, 0), scale_dtype=torch.flo
 """Integers -127 .. 127, a scale for each output."""
 FP8 = WeightForm(bits=8, number=Number.FLOAT8_E4M3, group=(1, 0), scale_dtype=torch.float32)
 """e4m3 numbers, a scale for each output."""
+FP8_GROUPS = {size: replace(FP8, group=(1, size)) for size in (32, 128)}
+"""The same with a scale for each output and so many inputs."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
 from headrace.back.kernels.linear_int4.op import INT8_FROM
 from headrace.back.kernels.linear_int8.op import STREAMED_TOKENS
 from headrace.back.quant.gpu import GPU_SCHEMES
-from headrace.back.quant.kept import INT8_ROWS
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.kept import INT8_ROWS, PANEL_SCHEMES
 
 AS_THEY_ARE = "as they are"
 
@@ -19,10 +18,10 @@ def inputs_of(scheme: str, device: str) -> str:
     """How inputs of a weight that is kept in a scheme are multiplied on a kind of device."""
     if device == "cuda":
         return _on_gpu(scheme)
-    held = SCHEMES.get(scheme)
+    held = PANEL_SCHEMES.get(scheme)
     if held is None or (held.floating and held.bits == 8):
         return AS_THEY_ARE
-    return f"int8, a scale for {'a token' if held.group is None else f'{held.group} inputs of one'}"
+    return f"int8, a scale for {'a token' if held.group is None else f'{max(32, held.group)} inputs of one'}"
 
 
 def _on_gpu(scheme: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.experts_quant.layout import (
+    ROW_FORMS,
     ExpertPanels,
     ExpertsKind,
     PackedExperts,
@@ -34,9 +35,9 @@ from headrace.back.kernels.native.library import loaded
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies, local_shape
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.kept import normal
-from headrace.back.quant.online import layout_of, pack_into
-from headrace.back.quant.scheme import SCHEMES, Scheme
+from headrace.back.quant.kept import PANEL_SCHEMES, normal
+from headrace.back.quant.online import layout_of, pack_into, row_form
+from headrace.back.quant.scheme import Scheme
 from headrace.back.quant.stored import Stored, blocks_of
 from headrace.base.config.quantization import Numbers
 
@@ -72,8 +73,10 @@ class Cut:
 
 def form_of(scheme: Scheme) -> str:
     """The form of panels that holds a scheme's numbers."""
-    layout = layout_of(scheme)
-    return ("fp8" if scheme.floating else "int8") if layout is None else layout.name
+    layout, form = layout_of(scheme), row_form(scheme)
+    if layout is not None:
+        return layout.name
+    return next(name for name, one in ROW_FORMS.items() if one == form)
 
 
 class OnlineExperts:
@@ -205,7 +208,7 @@ class StoredExperts:
         assert self._panels is not None
         scales = groups.scales_RG.float()
         for cut in cuts(matrices, copy):
-            scheme = SCHEMES[self._schemes[cut.name]]
+            scheme = PANEL_SCHEMES[self._schemes[cut.name]]
             panels = self._panels[cut.name]
             part, source = part_of(copy, groups, cut, inputs=panels.inputs, group=scheme.group or 0)
             mine = part.scales_RG if scales.shape[1] == 1 else part.scales_RG[:, source]
@@ -283,7 +286,7 @@ def cuts(matrices: MatricesOf, copy: Copy) -> Iterator[Cut]:
 
 
 def _form(scheme: str) -> str:
-    return scheme if scheme in STORED_LAYOUTS else form_of(SCHEMES[scheme])
+    return scheme if scheme in STORED_LAYOUTS else form_of(PANEL_SCHEMES[scheme])
 
 
 def stored_schemes(
@@ -295,7 +298,7 @@ def stored_schemes(
     for one in matrices:
         for i, piece in enumerate(one.param.pieces):
             scheme = stored.get(piece.name, "")
-            if (scheme not in SCHEMES and scheme not in STORED_LAYOUTS) or piece.scale != 1.0:
+            if (scheme not in PANEL_SCHEMES and scheme not in STORED_LAYOUTS) or piece.scale != 1.0:
                 return None
             single = len(one.param.pieces) == 1
             for name in one.names if single else (one.names[i % len(one.names)],):
@@ -329,7 +332,7 @@ def _whole_groups(matrices: Sequence[MatricesOf], schemes: dict[str, str]) -> bo
 
 def _group(scheme: str) -> int:
     layout = STORED_LAYOUTS.get(scheme)
-    return layout.block if layout else SCHEMES[scheme].group or 0
+    return layout.block if layout else PANEL_SCHEMES[scheme].group or 0
 
 
 def _block_columns(form: str, begin: int, end: int, inputs: int) -> slice:

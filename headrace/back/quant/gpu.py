@@ -11,10 +11,9 @@ import torch
 from headrace.back.kernels.linear_fp8.layout import FLOAT8, Fp8Weight
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies
-from headrace.back.quant.emulated import row_slices
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.kept import BLOCKS, MICROSCALED, KeptSchemes
-from headrace.back.quant.scheme import ONLINE_SCHEMES, Scheme
+from headrace.back.quant.scheme import ONLINE_SCHEMES, Scheme, row_slices
 from headrace.base.config.quantization import Numbers
 
 GPU_SCHEMES: dict[str, int | None] = {"fp8": None, BLOCKS: 128, MICROSCALED: 32}

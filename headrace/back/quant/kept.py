@@ -15,17 +15,12 @@ import torch
 
 from headrace.back.kernels.linear_blocks import layout as blocks
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
-from headrace.back.kernels.linear_quant.layout import (
-    PackedWeight,
-    empty,
-    packed_bytes,
-    write_panels,
-)
-from headrace.back.parallel.bundle import FP8, INT8, CutGroup, Dim
+from headrace.back.kernels.linear_quant.layout import PackedWeight, write_panels
+from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies, cut_error
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.online import chunks, layout_of
-from headrace.back.quant.scheme import SCHEMES, Quantized, Scheme, halved
+from headrace.back.quant.online import chunks, empty_weight, size_of
+from headrace.back.quant.scheme import ONLINE_SCHEMES, SCHEMES, Quantized, Scheme, halved
 from headrace.base.config.quantization import Numbers
 from headrace.base.config.quantized_tensors import QuantizedTensor
 from headrace.base.errors import CheckpointError
@@ -34,15 +29,20 @@ KeptSchemes = Mapping[str, str]
 """Checkpoint weight -> name of the scheme that it is stored in."""
 
 BLOCKS = "fp8-g128"
-"""e4m3 with a scale for each output and 128 inputs, or for blocks of 128 outputs: GPUs only
-(gpu.py)."""
+"""e4m3 with a scale for each output and 128 inputs, or for blocks of 128 outputs."""
 MICROSCALED = "fp8-g32"
-"""MXFP8: e4m3 with a power of two for each output and 32 inputs; GPUs only (gpu.py)."""
+"""MXFP8: e4m3 with a power of two for each output and 32 inputs."""
 WHOLE_INT4 = {False: "int4-whole", True: "int4-asym-whole"}
 """4-bit integers with a scale (True: and a minimum) for each output: GPUs only (gpu_int4.py)."""
 NVFP4 = "nvfp4"
-"""e2m1 numbers with a scale for 16 inputs, itself an e4m3 number times one for all: GPUs only
-(gpu_int4.py)."""
+"""e2m1 numbers with a scale for 16 inputs, itself an e4m3 number times one for all."""
+PANEL_SCHEMES = {
+    **SCHEMES,
+    BLOCKS: ONLINE_SCHEMES["fp8-block"],
+    MICROSCALED: ONLINE_SCHEMES["mxfp8"],
+    NVFP4: ONLINE_SCHEMES["nvfp4"],
+}
+"""What CPUs read as it is stored."""
 LEVELLED = {f"{kind}-g{size}": (kind, size) for kind in ("nf4", "fp4") for size in (64, 128)}
 """Scheme -> the levels of its numbers, and the inputs that share a scale (bitsandbytes): GPUs only
 (gpu_int4.py)."""
@@ -148,12 +148,34 @@ def with_int8_rows(name: str) -> str:
 
 
 def scheme_of(param: Param, kept: KeptSchemes) -> Scheme | None:
-    """The scheme of a matrix all of whose pieces are stored in it."""
+    """The scheme of a matrix all of whose pieces are stored in it; None where a split over ranks
+    cuts a block of e4m3 or e2m1 numbers."""
     names = {kept.get(piece.name, "") for piece in param.pieces}
     scaled = any(piece.scale != 1.0 for piece in param.pieces)
     if len(param.shape) != 2 or len(names) != 1 or scaled:
         return None
-    return SCHEMES.get(names.pop())
+    name = names.pop()
+    scheme = PANEL_SCHEMES.get(name)
+    return None if scheme is None or (name not in SCHEMES and _is_cut(param, scheme)) else scheme
+
+
+def _is_cut(param: Param, scheme: Scheme) -> bool:
+    assert param.tensor is not None, param
+    try:
+        for copy in copies(param):
+            _group_columns(copy, scheme, param.tensor.shape[1])
+    except CutGroup:
+        return True
+    return False
+
+
+def _group_columns(copy: Copy, scheme: Scheme, inputs: int) -> tuple[slice, slice]:
+    """The groups of a copy, in the checkpoint and in a weight of so many inputs; CutGroup if it
+    cuts one."""
+    dim = Dim(1, per=scheme.group or 0)
+    here = copy.target[1]
+    assert isinstance(here, slice)
+    return dim.cut(copy.source, copy.shape), dim.cut((slice(0), here), (0, inputs))
 
 
 class KeptWeight:
@@ -169,9 +191,7 @@ class KeptWeight:
         self._waiting: _Unpacked | None = None
         self._packed: PackedWeight | BlockWeight | None = None
         self._lock = Lock()
-        layout = layout_of(scheme)
-        sizes = self._outputs, self._inputs
-        param.packed_bytes = packed_bytes(*sizes) if layout is None else layout.packed_bytes(*sizes)
+        param.packed_bytes = size_of(scheme, self._outputs, self._inputs)
         for copy in copies(param):
             self._group_columns(copy)
         param.tensor = None
@@ -207,15 +227,10 @@ class KeptWeight:
 
     def _group_columns(self, copy: Copy) -> tuple[slice, slice]:
         """The groups of a copy, in the checkpoint and here; ConfigError if it cuts one."""
-        dim = Dim(1, per=self._scheme.group or 0)
-        here = copy.target[1]
-        assert isinstance(here, slice)
         try:
-            source = dim.cut(copy.source, copy.shape)
-            target = dim.cut((slice(0), here), (0, self._inputs))
+            return _group_columns(copy, self._scheme, self._inputs)
         except CutGroup as error:
             raise cut_error(self._param, copy.name, error) from error
-        return source, target
 
     def _pack(self) -> None:
         waiting, self._waiting = self._waiting, None
@@ -234,19 +249,16 @@ class _Unpacked:
 
     def packed(self, scheme: Scheme) -> PackedWeight | BlockWeight:
         """The same numbers in panels."""
-        layout = layout_of(scheme)
         outputs, inputs = self.values_OI.shape
-        if layout is None:
-            weight = empty(outputs, inputs, FP8 if scheme.floating else INT8)
-            for first, rows in chunks(outputs, inputs):
-                write_panels(weight, first, self.values_OI[rows], self.scales_OG[rows])
-            return weight
-        segment = blocks.empty_segment(layout, outputs, inputs)
+        weight = empty_weight(outputs, inputs, scheme)
         for first, rows in chunks(outputs, inputs):
+            values, scales = self.values_OI[rows], self.scales_OG[rows]
+            if isinstance(weight, PackedWeight):
+                write_panels(weight, first, values, scales)
+                continue
             minima = None if self.minima_OG is None else self.minima_OG[rows]
-            numbers = self.values_OI[rows], self.scales_OG[rows], minima
-            blocks.write_quantized(segment, first, *numbers)
-        return BlockWeight(inputs, (segment,))
+            blocks.write_quantized(weight.segments[0], first, values, scales, minima)
+        return weight
 
 
 def check_order(groups: Groups, copy: Copy, scheme: Scheme) -> None:
@@ -273,7 +285,7 @@ def normal(
 ) -> Quantized:
     """Values, scales and minima as a scheme has them: value * scale - minimum."""
     if scheme.floating and scheme.bits == 4:
-        return halved(groups.values_RC, scales_RG)
+        return halved(groups.values_RC, scales_RG, scheme.group or 32)
     values, minima = normal_values(groups, scales_RG, source, scheme, numbers, name)
     return values, scales_RG, minima
 

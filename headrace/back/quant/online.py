@@ -11,6 +11,7 @@ import torch
 from headrace.back.kernels.linear_blocks import layout as blocks
 from headrace.back.kernels.linear_blocks.layout import (
     MXFP4,
+    NVFP4,
     ONLINE_LAYOUTS,
     BlockLayout,
     BlockWeight,
@@ -25,7 +26,7 @@ from headrace.back.kernels.linear_quant.layout import (
     write_panels,
 )
 from headrace.back.kernels.linear_quant.quantize import quantize
-from headrace.back.parallel.bundle import FP8, INT8
+from headrace.back.parallel.bundle import FP8, FP8_GROUPS, INT8, WeightForm
 from headrace.back.parallel.param import Param
 from headrace.back.quant.scheme import Scheme
 
@@ -42,13 +43,7 @@ class OnlineWeight:
         self._packed: PackedWeight | BlockWeight | None = None
         assert param.tensor is not None and param.tensor.dim() == 2, param
         param.on_filled = self._pack
-        outputs, inputs = param.tensor.shape
-        layout = layout_of(scheme)
-        param.packed_bytes = (
-            packed_bytes(outputs, inputs)
-            if layout is None
-            else layout.packed_bytes(outputs, inputs)
-        )
+        param.packed_bytes = size_of(scheme, *param.tensor.shape)
 
     def take(self) -> PackedWeight | BlockWeight:
         """The packed weight; a loader that does not announce full parameters has it packed now."""
@@ -63,13 +58,29 @@ class OnlineWeight:
 
 
 def layout_of(scheme: Scheme) -> BlockLayout | None:
-    """How a scheme with groups lies in memory; None: a scale per output."""
-    if scheme.group is None:
+    """How a scheme lies in blocks; None: it has a `row_form`."""
+    if row_form(scheme) is not None:
         return None
     if scheme.floating:
-        return MXFP4
+        return NVFP4 if scheme.outer else MXFP4
     kind = f"int{scheme.bits}{'-asym' if scheme.asymmetric else ''}"
     return ONLINE_LAYOUTS[f"{kind}-g{scheme.group}"]
+
+
+def row_form(scheme: Scheme) -> WeightForm | None:
+    """The form of panels of a byte a weight; None: a scheme lies in blocks (`layout_of`)."""
+    if scheme.floating and scheme.bits == 8:
+        return FP8 if scheme.group is None else FP8_GROUPS[scheme.group]
+    return INT8 if scheme.group is None else None
+
+
+def size_of(scheme: Scheme, outputs: int, inputs: int) -> int:
+    """Bytes of a weight of a scheme in panels, padding included."""
+    form, layout = row_form(scheme), layout_of(scheme)
+    if layout is not None:
+        return layout.packed_bytes(outputs, inputs)
+    assert form is not None, scheme
+    return packed_bytes(outputs, inputs, form)
 
 
 def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight | BlockWeight:
@@ -81,9 +92,10 @@ def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight | BlockWeight:
 
 def empty_weight(outputs: int, inputs: int, scheme: Scheme) -> PackedWeight | BlockWeight:
     """A weight of a scheme, to be filled."""
-    layout = layout_of(scheme)
+    form, layout = row_form(scheme), layout_of(scheme)
     if layout is None:
-        return empty(outputs, inputs, FP8 if scheme.floating else INT8)
+        assert form is not None, scheme
+        return empty(outputs, inputs, form)
     return BlockWeight(inputs, (blocks.empty_segment(layout, outputs, inputs),))
 
 
@@ -96,21 +108,26 @@ def pack_into(weight_OI: torch.Tensor, scheme: Scheme, packed: PackedWeight | Bl
 
 
 def _pack_rows(weight_OI: torch.Tensor, scheme: Scheme, packed: PackedWeight) -> None:
-    if not quantize(weight_OI, packed):
-        for first, rows in chunks(*weight_OI.shape):
-            quantized, scales, _ = scheme.quantize(weight_OI[rows])
-            write_panels(packed, first, quantized, scales)
+    if scheme.outputs == 1 and quantize(weight_OI, packed):
+        return
+    common = scheme.common(weight_OI)
+    for first, rows in chunks(*weight_OI.shape, scheme.outputs):
+        quantized, scales, _ = scheme.quantize(weight_OI[rows], common)
+        write_panels(packed, first, quantized, scales)
 
 
 def _pack_blocks(weight_OI: torch.Tensor, scheme: Scheme, segment: Segment) -> None:
     if scheme.floating or not quantize_blocks(weight_OI, segment):
+        common = scheme.common(weight_OI)
         for first, rows in chunks(*weight_OI.shape):
-            blocks.write_quantized(segment, first, *scheme.quantize(weight_OI[rows]))
+            blocks.write_quantized(segment, first, *scheme.quantize(weight_OI[rows], common))
 
 
-def chunks(outputs: int, inputs: int) -> list[tuple[int, slice]]:
-    """(number of the first panel, its rows and the next ones), a few panels at a time."""
-    panels = max(1, CHUNK_ELEMENTS // (PANEL * inputs))
+def chunks(outputs: int, inputs: int, unit: int = 1) -> list[tuple[int, slice]]:
+    """(number of the first panel, its rows and the next ones), a few panels and whole units of rows
+    at a time."""
+    least = -(-max(1, unit) // PANEL)
+    panels = max(1, CHUNK_ELEMENTS // (PANEL * inputs * least)) * least
     return [
         (first, slice(first * PANEL, (first + panels) * PANEL))
         for first in range(0, -(-outputs // PANEL), panels)

@@ -64,6 +64,13 @@ class Scheme:
         return weight if minima is None else weight - _spread(minima, self.group, inputs)
 
 
+def row_slices(outputs: int, inputs: int, scheme: Scheme, elements: int) -> list[slice]:
+    """About so many values at a time, whole blocks of outputs."""
+    unit = max(1, scheme.outputs)
+    step = unit * max(1, elements // (unit * max(1, inputs)))
+    return [slice(first, first + step) for first in range(0, outputs, step)]
+
+
 def _spread(numbers_OG: torch.Tensor, group: int | None, inputs: int) -> torch.Tensor:
     """One for each input, or for all."""
     if group is None:
@@ -92,7 +99,7 @@ ONLINE_SCHEMES = {
     "mxfp8": Scheme("mxfp8", 8, 32, floating=True),
     "nvfp4": Scheme("nvfp4", 4, 16, floating=True, outer=True),
 }
-"""The values of `--quantization`. CPUs round to the further ones and keep floats (emulated.py)."""
+"""The values of `--quantization`."""
 
 
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

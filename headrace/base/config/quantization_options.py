@@ -34,8 +34,6 @@ WEIGHT_BITS = {
     "mxfp4": 4.25, "nvfp4": 5.0,
 }  # fmt: skip
 """Bits of a weight with its share of scales, in memory."""
-GPU_ONLY = frozenset({"fp8-tensor", "fp8-block", "mxfp8", "nvfp4"})
-"""What CPUs have no kernels for: they round to it and keep floats."""
 SCHEME_ALIASES = {
     "fp8_per_tensor": "fp8-tensor",
     "fp8_per_channel": "fp8",

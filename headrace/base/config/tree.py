@@ -133,8 +133,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "output) or int4 (a scale per 32 inputs), made while loading; -gN: a scale per N inputs, -asym: and "
             "a minimum; fp8-tensor: one scale for all, fp8-block: for 128 x 128; mxfp8, mxfp4: a power of two per "
             "32 inputs; nvfp4: a scale per 16. Experts likewise. On CPUs activations become int8 on the way, but "
-            "for fp8, and fp8-tensor, fp8-block, mxfp8 and nvfp4 are rounded and kept as floats; on CUDA head and "
-            "embedding stay plain."
+            "for those of e4m3 numbers; on CUDA head and embedding stay plain."
         ),
     ] = "none"
     quantization_config: Annotated[

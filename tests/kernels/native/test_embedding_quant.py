@@ -7,7 +7,7 @@ from headrace.back.kernels.embedding_quant.native import bind_with
 from headrace.back.kernels.embedding_quant.op import EmbeddingQuantProblem, bind_reference
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem, random_weight
 from headrace.back.kernels.native.library import NativeError
-from headrace.back.parallel.bundle import FP8, INT8
+from headrace.back.parallel.bundle import FP8, FP8_GROUPS, INT8
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -20,7 +20,7 @@ def table(dtype, rows, width, form=INT8):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", [INT8, FP8])
+@pytest.mark.parametrize("form", [INT8, FP8, FP8_GROUPS[32]])
 @pytest.mark.parametrize("rows, width", [(1, 1), (64, 32), (131, 70), (200, 257)])
 def test_equals_the_definition(library, dtype, form, rows, width):
     asked, packed = table(dtype, rows, width, form)

@@ -95,7 +95,20 @@ def dequantized(panels):
 
 @pytest.mark.parametrize(
     "form",
-    ["int8", "fp8", "int4-g32", "int4-asym-g64", "int8-g128", "Q8_0", "Q4_K", "Q6_K", "MXFP4"],
+    [
+        "int8",
+        "fp8",
+        "int4-g32",
+        "int4-asym-g64",
+        "int8-g128",
+        "Q8_0",
+        "Q4_K",
+        "Q6_K",
+        "MXFP4",
+        "nvfp4",
+        "fp8-g32",
+        "fp8-g128",
+    ],
 )
 def test_is_the_dequantized_mixture_but_for_rounded_activations(library, form):
     problem = problem_of(form, torch.float32)
@@ -105,7 +118,7 @@ def test_is_the_dequantized_mixture_but_for_rounded_activations(library, form):
     wanted = plain.bind_reference(problem.mixture, up, dequantized(part.down))(*arguments)
     got = bind_with(library, problem, *weights)(*arguments)
     close(
-        got, wanted, problem, further=1.0 if form == "fp8" else 10.0
+        got, wanted, problem, further=1.0 if form.startswith("fp8") else 10.0
     )  # 1/127 of a group's largest value
 
 
@@ -119,7 +132,7 @@ def test_experts_of_several_forms_lie_behind_each_other(library):
     close(bind_with(library, problem, *weights)(*arguments), wanted, problem)
 
 
-@pytest.mark.parametrize("form", ["int4-g64", "int8", "fp8", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("form", ["int4-g64", "int8", "fp8", "Q6_K", "MXFP4", "fp8-g32"])
 def test_a_token_does_not_depend_on_those_beside_it(library, form):
     problem = problem_of(form, torch.bfloat16)
     run = bind_with(library, problem, *weights_of(problem))

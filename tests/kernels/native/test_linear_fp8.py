@@ -16,7 +16,7 @@ from headrace.back.kernels.linear_quant.layout import (
 from headrace.back.kernels.linear_quant.native import KERNEL, bind_with
 from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
 from headrace.back.kernels.linear_quant.quantize import quantize_with
-from headrace.back.parallel.bundle import FP8, INT8
+from headrace.back.parallel.bundle import FP8, FP8_GROUPS, INT8
 from headrace.back.quant.scheme import SCHEMES
 from tests.kernels.native.panels import DTYPES, close, defined, values, weight_for
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 # rows, outputs, inputs: below, at and above every tile, panel, step and block width
 SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (16, 128, 96), (17, 96, 192),
          (32, 70, 1030), (33, 200, 257), (67, 64, 1100), (515, 70, 130)]  # fmt: skip
+GROUPS = [(32, 257), (128, 1100), (128, 96)]  # inputs that share a scale, and all inputs
 CODES = [code for code in range(256) if code & 127 != 127]
 
 
@@ -72,6 +73,21 @@ def test_equals_the_definition_at_odd_sizes(library, dtype, rows, outputs, input
         defined(asked, weight, bias, x),
         dtype,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group, inputs", GROUPS)
+def test_groups_of_inputs_have_scales_of_their_own(library, dtype, group, inputs):
+    """By the definition, whatever the rows beside (QNT-01: blocks of e4m3 numbers on CPUs)."""
+    asked = replace(problem(dtype, 130, inputs, bias=True), form=FP8_GROUPS[group])
+    weight, bias = weight_for(asked), values(130, dtype=dtype, seed=2)
+    x = values(67, inputs, dtype=dtype)
+    linear = bind_with(library, asked, weight, bias)
+    together = linear(x)
+    close(together, defined(asked, weight, bias, x), dtype)
+    assert all(torch.equal(linear(x[:rows]), together[:rows]) for rows in (1, 4, 12, 33, 64))
+    codes, scales = read_rows(weight, torch.arange(130))
+    assert scales.shape == (130, -(-inputs // group)) and codes.shape == (130, inputs)
 
 
 def test_reads_strided_rows(library):

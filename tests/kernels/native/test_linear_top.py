@@ -18,11 +18,11 @@ from headrace.back.kernels.linear_quant import op as quant_op
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.linear_top.native import KERNEL, bind_with
 from headrace.back.kernels.linear_top.op import MAX_COUNT, OP, LinearTopProblem, bind_reference
-from headrace.back.parallel.bundle import FP8, INT8
+from headrace.back.parallel.bundle import FP8, FP8_GROUPS, INT8
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-HEADS = ["plain", "int8", "fp8", "int4", "Q4_K+Q6_K", "Q8_0"]
+HEADS = ["plain", "int8", "fp8", "fp8-g32", "int4", "Q4_K+Q6_K", "Q8_0"]
 ROWS = (1, 2, 3, 5, 8, 31, 64, 67)
 
 
@@ -37,8 +37,9 @@ def head(kind, dtype, outputs, inputs):
     if kind == "plain":
         weight = values(outputs, inputs, dtype=dtype, seed=1)
         return LinearProblem(**new, outputs=outputs, shared=True), weight, linear_native
-    if kind in ("int8", "fp8"):
-        quant = LinearQuantProblem(**new, outputs=outputs, form={"int8": INT8, "fp8": FP8}[kind])
+    forms = {"int8": INT8, "fp8": FP8, "fp8-g32": FP8_GROUPS[32]}
+    if kind in forms:
+        quant = LinearQuantProblem(**new, outputs=outputs, form=forms[kind])
         return quant, quant_op.random_weight(quant, generator), quant_native
     first = outputs // 2 if "+" in kind else outputs
     names = {"int4": "int4-g32"}.get(kind, kind).split("+")

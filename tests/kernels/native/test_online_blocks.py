@@ -19,12 +19,13 @@ from headrace.back.kernels.linear_blocks.native import KERNEL, bind_with
 from headrace.back.kernels.linear_blocks.op import OP, LinearBlocksProblem
 from headrace.back.kernels.linear_blocks.quantize import quantize_with
 from headrace.back.quant.online import layout_of
-from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.scheme import ONLINE_SCHEMES
 from tests.kernels.native.test_linear_blocks import close, values
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-GROUPED = [name for name, scheme in SCHEMES.items() if scheme.group]
+SCHEMES = ONLINE_SCHEMES
+GROUPED = [name for name, scheme in SCHEMES.items() if layout_of(scheme)]
 INTEGERS = [name for name in GROUPED if not SCHEMES[name].floating]
 # rows, outputs, inputs: below, at and above every tile, panel, group and block width
 SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (7, 128, 96), (9, 64, 320),

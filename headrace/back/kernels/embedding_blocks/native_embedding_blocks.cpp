@@ -41,6 +41,7 @@ void dequantize_row(const uint8_t* panel, int64_t o, Y* x, int64_t E) {
       for (int k = 0; k < smaller<int64_t>(32, E - g * 32); ++k, ++x) {
         const int h = k / C::sub;
         float scale = d, minimum = dmin;
+        if (C::scaled_parts && h > 0) scale = scale_at<typename C::Scale>(panel + (h * kPanel + o) * C::scale_size);
         if (C::two_level) {
           scale *= float(int8_t(group[h * kPanel + o]));
           if (C::minimum) minimum *= float(int8_t(group[(parts + h) * kPanel + o]));

@@ -18,8 +18,6 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 from headrace.back.parallel.bundle import INT8
 
-_ARGUMENTS = (*(POINTER,) * 3, *(INT64,) * 3, INT32)
-
 
 def bind_with(
     library: NativeLibrary, problem: EmbeddingQuantProblem, table: PackedWeight
@@ -27,8 +25,9 @@ def bind_with(
     """The kernel of one library; keeps the table."""
     assert (table.outputs, table.inputs) == (problem.rows, problem.width)
     assert table.panels.is_contiguous() and table.form == problem.form, table.form
-    name = "embedding_quant" if problem.form == INT8 else "embedding_fp8"
-    kernel = library.bind(name, *_ARGUMENTS)
+    grouped = () if problem.form == INT8 else (problem.form.group[1],)
+    name = "embedding_fp8" if grouped else "embedding_quant"
+    kernel = library.bind(name, *(POINTER,) * 3, *(INT64,) * (3 + len(grouped)), INT32)
     panels, code = table.panels, DTYPES[problem.dtype]
     rows, width, dtype = problem.rows, problem.width, problem.dtype
 
@@ -43,6 +42,7 @@ def bind_with(
             len(ids_T),
             rows,
             width,
+            *grouped,
             code,
         )
         return x_TE

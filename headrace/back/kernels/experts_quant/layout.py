@@ -2,7 +2,8 @@
 outputs of a linear layer, of gates, of ups and of downs.
 
 A form's name is that of a block layout (linear_blocks/layout.py), or "int8" or "fp8": a scale for
-each output (linear_quant/layout.py). X experts, O outputs, I inputs.
+each output, "fp8-g32" and "fp8-g128": and so many inputs (linear_quant/layout.py). X experts, O
+outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import torch
 
 from headrace.back.kernels.linear_blocks.layout import LAYOUTS, BlockWeight, Segment
 from headrace.back.kernels.linear_quant.layout import PANEL, PackedWeight, packed_bytes
-from headrace.back.parallel.bundle import FP8, INT8
+from headrace.back.parallel.bundle import FP8, FP8_GROUPS, INT8
 from headrace.back.platforms import huge_pages
 
-ROW_FORMS = {"int8": INT8, "fp8": FP8}
+ROW_FORMS = {
+    "int8": INT8,
+    "fp8": FP8,
+    **{f"fp8-g{size}": form for size, form in FP8_GROUPS.items()},
+}
 FORMS = (*ROW_FORMS, *LAYOUTS)
 FLOATS = -1
 """`row_group` of forms that multiply floats."""
@@ -25,14 +30,14 @@ FLOATS = -1
 def row_group(form: str) -> int:
     """Inputs that share a scale of the activations; 0: all of them. FLOATS: they stay floats."""
     if form in ROW_FORMS:
-        return FLOATS if form == "fp8" else 0
+        return 0 if form == "int8" else FLOATS
     return LAYOUTS[form].x_group
 
 
 def matrix_bytes(form: str, outputs: int, inputs: int) -> int:
     """What a matrix takes in memory, padding included."""
     if form in ROW_FORMS:
-        return packed_bytes(outputs, inputs)
+        return packed_bytes(outputs, inputs, ROW_FORMS[form])
     return LAYOUTS[form].packed_bytes(outputs, inputs)
 
 

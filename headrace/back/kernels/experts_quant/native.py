@@ -29,7 +29,7 @@ from headrace.back.kernels.native.library import (
 )
 from headrace.back.kernels.op import Kernel
 
-_ROW_NUMBERS = {"int8": 100, "fp8": 101}
+_ROW_NUMBERS = {"int8": 100, "fp8": 101, "fp8-g32": 133, "fp8-g128": 229}
 assert _ROW_NUMBERS.keys() == ROW_FORMS.keys()
 _ARGUMENTS = (*(POINTER,) * 7, *(INT64,) * 5, FLOAT, INT32, INT32)
 

@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t kInt8Rows = 100, kFp8Rows = 101;  // forms beside the codings of blocks
+constexpr int64_t kInt8Rows = 100, kFp8Rows = 101;  // forms beside the codings of blocks; e4m3 by groups is kFp8Rows + their inputs
 constexpr int64_t kRows = 128;                      // pairs of an expert that meet a panel at once
 constexpr int64_t kResults = kRows * kPanel;
 
@@ -49,8 +49,13 @@ struct Mixture : SortedPairs {
   bool no_memory;
 };
 
+HR_INLINE bool is_fp8(int64_t form) { return form == kFp8Rows || form == kFp8Rows + 32 || form == kFp8Rows + 128; }
+
 HR_INLINE int64_t bytes_of_panel(int64_t form, int64_t K) {
-  if (form == kInt8Rows || form == kFp8Rows) return kPanel * 4 + ceil_div(K, int64_t(4)) * kPanel * 4;
+  if (form == kInt8Rows || is_fp8(form)) {
+    const int64_t scales = form > kFp8Rows ? ceil_div(K, form - kFp8Rows) : 1;
+    return scales * kPanel * 4 + ceil_div(K, int64_t(4)) * kPanel * 4;
+  }
   int64_t bytes = 0;
   with_coding(form, [&](auto coding) {
     using C = decltype(coding);
@@ -81,7 +86,7 @@ constexpr bool kIsBf16<bf16> = true;
 template <class T>
 HR_INLINE bool preparation(int64_t form, int64_t K, Preparation& p) {
   p = {K, 0, 0, 1, false};
-  if (form == kFp8Rows) {
+  if (is_fp8(form)) {
     const int64_t size = kIsBf16<T> && HR_EXPORT(fp8_takes_bf16)() ? 2 : 4;
     p.is_float = true, p.stride = ceil_div(K, int64_t(32)) * 32 * size + 64;
     return true;
@@ -144,8 +149,8 @@ template <class T>
 HR_INLINE void product(const Preparation& how, const PanelRows& rows, const Matrix& w, int64_t j, int64_t count, float* results) {
   const uint8_t* panel = w.panels + j * bytes_of_panel(w.form, how.K);
   if (w.form == kInt8Rows) HR_EXPORT(int8_panel)(rows, how.K, panel, count, results);
-  else if (w.form == kFp8Rows)
-    HR_EXPORT(fp8_panel)(rows, how.K, panel, count, kIsBf16<T> && HR_EXPORT(fp8_takes_bf16)(), results);
+  else if (is_fp8(w.form))
+    HR_EXPORT(fp8_panel)(rows, how.K, w.form - kFp8Rows, panel, count, kIsBf16<T> && HR_EXPORT(fp8_takes_bf16)(), results);
   else HR_EXPORT(block_panel)(rows, how.K, w.form, panel, count, results);
 }
 

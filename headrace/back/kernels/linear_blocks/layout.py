@@ -9,7 +9,7 @@ checkpoint loads have blocks of 32, 64 or 128 inputs with a bfloat16 scale (and 
 block may be padded.
 
 Per panel, for every block of inputs:
-  [64] scale; with minima [64] minimum
+  [64] scale; with minima [64] minimum; `scaled_parts`: [64] scale of each part instead
   for every 32 inputs of the block:
     with two levels [32 / part][64] int8 multipliers of the scale, then as many of the minimum
     planes of 64 words (32 bits, one per output): byte b of step s is input 4 s + b, s = 0 .. 7
@@ -43,7 +43,8 @@ below 2^-124, which count as 0."""
 class BlockLayout:
     """A way to value weights. `number` is that of the native kernels; a block of `block` inputs
     takes `size` bytes in a checkpoint, 0: no checkpoint holds it; `part` inputs share a scale.
-    `dtype` is that of the scales; `levels` what the indices of a table stand for."""
+    `dtype` is that of the scales; `levels` what the indices of a table stand for. `scaled_parts`:
+    each part of a block has a scale of its own, and no multiplier."""
 
     name: str
     number: int
@@ -55,6 +56,7 @@ class BlockLayout:
     minimum: bool = False
     levels: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float16
+    scaled_parts: bool = False
 
     @property
     def form(self) -> WeightForm:
@@ -73,7 +75,7 @@ class BlockLayout:
     @property
     def two_level(self) -> bool:
         """Whether parts of a block have multipliers of their own."""
-        return self.part < self.block
+        return self.part < self.block and not self.scaled_parts
 
     @property
     def x_group(self) -> int:
@@ -83,7 +85,8 @@ class BlockLayout:
     @property
     def header_bytes(self) -> int:
         """Scales (and minima) of a block, in a panel."""
-        return PANEL * self.dtype.itemsize * (2 if self.minimum else 1)
+        parts = self.block // self.part if self.scaled_parts else 1
+        return PANEL * self.dtype.itemsize * (2 if self.minimum else parts)
 
     @property
     def scale_bytes(self) -> int:
@@ -173,6 +176,10 @@ ONLINE_LAYOUTS: dict[str, BlockLayout] = {
     )
 }
 """Made from plain weights while they load."""
+NVFP4 = BlockLayout(name="nvfp4", number=22, block=32, size=0, part=16, bits=4, levels=E2M1_LEVELS,
+                    dtype=torch.bfloat16, scaled_parts=True)  # fmt: skip
+"""Scales of 16 inputs, which are e4m3 numbers times one for all, are rounded to bfloat16."""
+ONLINE_LAYOUTS[NVFP4.name] = NVFP4
 LAYOUTS = STORED_LAYOUTS | ONLINE_LAYOUTS
 
 
@@ -230,7 +237,7 @@ def read_rows(
     scale = _column(header.unflatten(2, (-1, PANEL)), column_N).float()
     small = groups[..., : layout.scale_bytes].contiguous().view(torch.int8)
     parts = layout.block // layout.part
-    scales = scale[..., 0, None].expand(-1, -1, parts)
+    scales = scale if layout.scaled_parts else scale[..., 0, None].expand(-1, -1, parts)
     minima = scale[..., -1, None].expand(-1, -1, parts) if layout.minimum else None
     if layout.two_level:
         of_group = _column(small.unflatten(3, (2 if layout.minimum else 1, -1, PANEL)), column_N)
@@ -296,8 +303,12 @@ def write_quantized(
     ).to(torch.uint8)
     blocks = segment.panels[first : first + count].view(count, -1, layout.block_bytes)
     parts = [scales_OG] if minima_OG is None else [scales_OG, minima_OG]
+    if layout.scaled_parts:
+        each = layout.block // layout.part
+        spread = F.pad(scales_OG, (0, -scales_OG.shape[1] % each))
+        parts = [spread[:, i::each] for i in range(each)]
     header = torch.stack(
-        [F.pad(part, (0, 0, 0, missing)).view(count, PANEL, -1) for part in parts], 1
+        [F.pad(part, (0, 0, 0, missing)).reshape(count, PANEL, -1) for part in parts], 1
     )
     blocks[..., : layout.header_bytes].view(layout.dtype).copy_(
         header.permute(0, 3, 1, 2).flatten(2)

@@ -67,11 +67,8 @@ void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool f
         const int64_t at = column + j * kLanes;
         F scale[parts], minimum[parts];
         HR_UNROLL for (int h = 0; h < parts; ++h) {
-          scale[h] = d[j], minimum[h] = dmin[j];
-          if (C::two_level) {
-            scale[h] *= small_floats(group + h * kPanel + at);
-            if (C::minimum) minimum[h] *= small_floats(group + (parts + h) * kPanel + at);
-          }
+          scale[h] = part_scales<C>(d[j], super, group, h, at), minimum[h] = dmin[j];
+          if (C::two_level && C::minimum) minimum[h] *= small_floats(group + (parts + h) * kPanel + at);
         }
         I dot[MB][parts];
         HR_UNROLL for (int i = 0; i < MB; ++i) {
@@ -151,11 +148,8 @@ void wide_tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, b
         F scale[V], minimum[V];
         HR_UNROLL for (int j = 0; j < V; ++j) {
           const int64_t at = column + j * kLanes;
-          scale[j] = d[j], minimum[j] = dmin[j];
-          if (C::two_level) {
-            scale[j] *= small_floats(group + h * kPanel + at);
-            if (C::minimum) minimum[j] *= small_floats(group + (parts + h) * kPanel + at);
-          }
+          scale[j] = part_scales<C>(d[j], super, group, h, at), minimum[j] = dmin[j];
+          if (C::two_level && C::minimum) minimum[j] *= small_floats(group + (parts + h) * kPanel + at);
         }
         HR_UNROLL for (int i = 0; i < MB; ++i) {
           const int64_t fact = (m + i) * p.groups + g;

@@ -45,11 +45,8 @@ HR_INLINE void dequantize_group(const uint8_t* super, const uint8_t* group, char
     const auto* d = reinterpret_cast<const typename C::Scale*>(super) + j * kLanes;
     F scale[parts], less[parts];
     HR_UNROLL for (int h = 0; h < parts; ++h) {
-      scale[h] = load(d), less[h] = C::minimum ? load(d + kPanel) : F{};
-      if (C::two_level) {
-        scale[h] *= small_floats(group + h * kPanel + j * kLanes);
-        if (C::minimum) less[h] *= small_floats(group + (parts + h) * kPanel + j * kLanes);
-      }
+      scale[h] = part_scales<C>(load(d), super, group, h, j * kLanes), less[h] = C::minimum ? load(d + kPanel) : F{};
+      if (C::two_level && C::minimum) less[h] *= small_floats(group + (parts + h) * kPanel + j * kLanes);
       less[h] = at_once ? scale[h] * -more : -less[h];
     }
     I b[8];

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
-from headrace.back.kernels.linear_quant.layout import PANEL, PackedWeight
+from headrace.back.kernels.linear_quant.layout import FORMS, PANEL, PackedWeight
 from headrace.back.kernels.linear_quant.op import Linear, LinearQuantProblem
 from headrace.back.kernels.linear_quant.rows import QuantizedRows, checked, padded_inputs
 from headrace.back.kernels.native.library import (
@@ -22,12 +22,12 @@ from headrace.back.kernels.native.library import (
     unsupported,
 )
 from headrace.back.kernels.op import Kernel
-from headrace.back.parallel.bundle import FP8, INT8
+from headrace.back.parallel.bundle import INT8
 
 MAX_INPUTS = 65536
 """More could overflow the 32-bit sums of 255 * 127."""
-_NAMES = {INT8: "linear_quant", FP8: "linear_fp8"}
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
+_FP8_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 6, *(INT32,) * 3)
 _QUANTIZED_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
 
 
@@ -43,7 +43,12 @@ def bind_with(
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
     if problem.quantized_rows:
         return _bind_quantized_rows(library, problem, weight, bias_O)
-    kernel = library.bind(_NAMES[problem.form], *_ARGUMENTS)
+    grouped = () if problem.form == INT8 else (problem.form.group[1],)
+    kernel = (
+        library.bind("linear_fp8", *_FP8_ARGUMENTS)
+        if grouped
+        else library.bind("linear_quant", *_ARGUMENTS)
+    )
     inputs, outputs, code = problem.inputs, problem.outputs, DTYPES[problem.dtype]
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
@@ -57,7 +62,7 @@ def bind_with(
         y_TO = x_TI.new_empty(rows, problem.results, dtype=out)
         kernel(
             x_TI.data_ptr(), panels.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), problem.results, activation,
+            y_TO.data_ptr(), rows, outputs, inputs, *grouped, x_TI.stride(0), problem.results, activation,
             code, DTYPES[out],
         )  # fmt: skip
         return y_TO
@@ -102,8 +107,8 @@ def _supports(problem: LinearQuantProblem) -> str | None:
         return f"multiplies {problem.form} weights by plain rows"
     if problem.inputs > MAX_INPUTS and problem.form == INT8:
         return f"sums at most {MAX_INPUTS} inputs, not {problem.inputs}"
-    if problem.form not in _NAMES:
-        return f"reads {INT8} or {FP8}, not {problem.form}"
+    if problem.form not in FORMS:
+        return f"reads {', '.join(map(str, FORMS))}, not {problem.form}"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -2,8 +2,13 @@
 //
 // Weights are dequantized in registers to bf16, which holds them exactly (fp8.h), and multiplied by rows of bf16, or, where
 // there is no instruction for that and with rows of another type, of float32. The scale of an output multiplies its
-// finished sum. As for int8 weights a panel of 64 outputs is one stream of bytes, lanes are outputs, and a result is one
-// chain of operations whatever the rows beside it.
+// finished sum; where groups of inputs have a scale, a panel is one such panel for each group, whose results are added. As
+// for int8 weights a panel of 64 outputs is one stream of bytes, lanes are outputs, and a result is one chain of operations
+// whatever the rows beside it.
+//
+// By vectors few rows have their weights dequantized on the way: four vectors of outputs at a time, or, so that more rows share
+// what was dequantized, two. For many rows a stretch of inputs is dequantized into the first-level cache and all rows go by.
+// The products and their order are the same.
 //
 // With matrix tiles 32 inputs of a panel become the right operand of four tiles in the first-level cache, for a single row
 // too: a tile's sums are rounded in another order than the vector instruction's. For many rows 512 inputs are dequantized,
@@ -22,6 +27,9 @@ constexpr int64_t kPadded = 32;  // x has zeros up to a multiple of it: the inpu
 constexpr int64_t kFetched = 16 * kStepBytes;        // how far ahead
 // Rows of x per tile of kVectors vectors of sums: as many as leave registers for what is dequantized.
 constexpr int kRows = kRegisters == 32 ? 4 : 2;
+constexpr int kWideRows = kRegisters == 32 ? 12 : 4;        // beside two vectors
+constexpr int kDequantizedRows = kRegisters == 32 ? 6 : 2;  // where it was dequantized before
+constexpr int64_t kFewRows = 64, kStretch = 128;            // inputs that are dequantized at once for more rows
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HR_BF16_DOT 1
@@ -34,6 +42,7 @@ struct Gemm {
   const void* bias;
   void* y;
   int64_t M, N, K, y_stride, panel_bytes, panels, panels_per_chunk, row_blocks;
+  int64_t group;       // inputs that share a scale of an output
   int32_t activation;  // -1, or the first half of the outputs gates the second
   const Top* top;      // null, or where the best results are kept, and y is memory of a chunk
   int64_t y_first;     // the output that y begins with
@@ -56,23 +65,23 @@ HR_INLINE F add_pair(F acc, const bf16* x, U w) {
   return Dot<bf16>::add(acc, U{} + pair, w);
 }
 
-// MB rows against kVectors vectors of outputs, from `column` of the panel on.
-template <class X, int MB>
+// MB rows against V vectors of outputs, from `column` of the panel on.
+template <class X, int MB, int V>
 HR_INLINE void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
-  F acc[MB][kVectors] = {};
+  F acc[MB][V] = {};
   const X* x[MB];
   HR_UNROLL for (int i = 0; i < MB; ++i) x[i] = reinterpret_cast<const X*>(p.x + (m + i) * p.x_stride);
   const uint8_t* w = panel + kPanel * 4 + column * 4;
   for (int64_t k = 0; k < p.K; k += 4, w += kStepBytes) {
-    if (fetch) HR_UNROLL for (int j = 0; j < kVectors; ++j) __builtin_prefetch(w + kFetched + j * sizeof(U), 0, 3);
-    HR_UNROLL for (int j = 0; j < kVectors; ++j) {
-      U first, second;
-      dequantize_pairs(w + j * sizeof(U), first, second);
-      HR_UNROLL for (int i = 0; i < MB; ++i) acc[i][j] = add_pair(acc[i][j], x[i] + k, first);
-      HR_UNROLL for (int i = 0; i < MB; ++i) acc[i][j] = add_pair(acc[i][j], x[i] + k + 2, second);
-    }
+    if (fetch) HR_UNROLL for (int j = 0; j < V; ++j) __builtin_prefetch(w + kFetched + j * sizeof(U), 0, 3);
+    U first[V], second[V];
+    HR_UNROLL for (int j = 0; j < V; ++j) dequantize_pairs(w + j * sizeof(U), first[j], second[j]);
+    HR_UNROLL for (int i = 0; i < MB; ++i) HR_UNROLL for (int j = 0; j < V; ++j)
+      acc[i][j] = add_pair(acc[i][j], x[i] + k, first[j]);
+    HR_UNROLL for (int i = 0; i < MB; ++i) HR_UNROLL for (int j = 0; j < V; ++j)
+      acc[i][j] = add_pair(acc[i][j], x[i] + k + 2, second[j]);
   }
-  HR_UNROLL for (int j = 0; j < kVectors; ++j) {
+  HR_UNROLL for (int j = 0; j < V; ++j) {
     const F scale = load_raw<F>(panel + (column + j * kLanes) * 4);
     HR_UNROLL for (int i = 0; i < MB; ++i) {
       const F v = acc[i][j] * scale;
@@ -81,20 +90,88 @@ HR_INLINE void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t
   }
 }
 
-// results[rows][64]: rows [m, m + rows) against one panel.
+// Inputs k .. of a panel, as many as a stretch holds, as pairs [pair of inputs][64 outputs].
+HR_INLINE void dequantize_stretch(const uint8_t* panel, int64_t k, int64_t count, U* to) {
+  const uint8_t* w = panel + kPanel * 4 + k / 4 * kStepBytes;
+  constexpr int across = kPanel / kLanes;
+  for (int64_t i = 0; i < count; i += 4, w += kStepBytes, to += 2 * across)
+    HR_UNROLL for (int j = 0; j < across; ++j) {
+      __builtin_prefetch(w + kStretch / 4 * kStepBytes + j * sizeof(U), 0, 3);
+      dequantize_pairs(w + j * sizeof(U), to[j], to[across + j]);
+    }
+}
+
+// The products of MB rows with a stretch, on top of the sums in `results` but for the first stretch.
+template <class X, int MB>
+HR_INLINE void stretch_tile(const Gemm& p, const U* pairs, int64_t column, int64_t m, int64_t k, int64_t count, float* results) {
+  F acc[MB][kVectors] = {};
+  const X* x[MB];
+  HR_UNROLL for (int i = 0; i < MB; ++i) x[i] = reinterpret_cast<const X*>(p.x + (m + i) * p.x_stride) + k;
+  if (k > 0) HR_UNROLL for (int i = 0; i < MB; ++i) HR_UNROLL for (int j = 0; j < kVectors; ++j)
+    acc[i][j] = load_raw<F>(results + i * kPanel + column + j * kLanes);
+  const U* w = pairs + column / kLanes;
+  for (int64_t at = 0; at < count; at += 2, w += kPanel / kLanes)
+    HR_UNROLL for (int j = 0; j < kVectors; ++j) HR_UNROLL for (int i = 0; i < MB; ++i)
+      acc[i][j] = add_pair(acc[i][j], x[i] + at, w[j]);
+  HR_UNROLL for (int i = 0; i < MB; ++i) HR_UNROLL for (int j = 0; j < kVectors; ++j)
+    __builtin_memcpy(results + i * kPanel + column + j * kLanes, &acc[i][j], sizeof(F));
+}
+
+// results[rows][64] of more than kRows rows.
 template <class X>
-HR_INLINE void vector_rows(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, float* results) {
+void dequantized_rows(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, float* results) {
+  alignas(64) U pairs[kStretch / 2 * (kPanel / kLanes)];
+  const int64_t padded = ceil_div(p.K, int64_t(4)) * 4;
+  for (int64_t k = 0; k < padded; k += kStretch) {
+    const int64_t count = smaller(kStretch, padded - k);
+    dequantize_stretch(panel, k, count, pairs);
+    for (int64_t i = 0; i < rows;) {
+      const int64_t part = ceil_div(rows - i, ceil_div(rows - i, int64_t(kDequantizedRows)));
+      constexpr int most = kDequantizedRows;
+      float* to = results + i * kPanel;
+      for (int64_t column = 0; column < kPanel; column += kVectors * kLanes) {
+        if (most >= 6 && part == 6) stretch_tile<X, most >= 6 ? 6 : 1>(p, pairs, column, m + i, k, count, to);
+        if (most >= 5 && part == 5) stretch_tile<X, most >= 5 ? 5 : 1>(p, pairs, column, m + i, k, count, to);
+        if (most >= 4 && part == 4) stretch_tile<X, most >= 4 ? 4 : 1>(p, pairs, column, m + i, k, count, to);
+        if (most >= 3 && part == 3) stretch_tile<X, most >= 3 ? 3 : 1>(p, pairs, column, m + i, k, count, to);
+        if (part == 2) stretch_tile<X, 2>(p, pairs, column, m + i, k, count, to);
+        if (part == 1) stretch_tile<X, 1>(p, pairs, column, m + i, k, count, to);
+      }
+      i += part;
+    }
+  }
+  for (int64_t column = 0; column < kPanel; column += kLanes) {
+    const F scale = load_raw<F>(panel + column * 4);
+    for (int64_t i = 0; i < rows; ++i) {
+      const F v = load_raw<F>(results + i * kPanel + column) * scale;
+      __builtin_memcpy(results + i * kPanel + column, &v, sizeof v);
+    }
+  }
+}
+
+// The tile of so many rows, at most MB.
+template <class X, int MB, int V>
+HR_INLINE void tile_of(int64_t rows, const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
+  if (rows == MB) return tile<X, MB, V>(p, panel, column, m, fetch, results);
+  if constexpr (MB > 1) tile_of<X, MB - 1, V>(rows, p, panel, column, m, fetch, results);
+}
+
+// results[rows][64]: rows [m, m + rows) against one panel.
+template <class X, int MB, int V>
+HR_INLINE void rows_of(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, float* results) {
   const int64_t end = m + rows;
   for (bool fetch = true; m < end; fetch = false) {
-    const int64_t count = ceil_div(end - m, ceil_div(end - m, int64_t(kRows)));
-    for (int64_t column = 0; column < kPanel; column += kVectors * kLanes) {
-      if (kRows >= 4 && count == 4) tile<X, kRows >= 4 ? 4 : 1>(p, panel, column, m, fetch, results);
-      if (kRows >= 3 && count == 3) tile<X, kRows >= 3 ? 3 : 1>(p, panel, column, m, fetch, results);
-      if (count == 2) tile<X, 2>(p, panel, column, m, fetch, results);
-      if (count == 1) tile<X, 1>(p, panel, column, m, fetch, results);
-    }
+    const int64_t count = ceil_div(end - m, ceil_div(end - m, int64_t(MB)));
+    for (int64_t column = 0; column < kPanel; column += V * kLanes)
+      tile_of<X, MB, V>(count, p, panel, column, m, fetch, results);
     m += count, results += count * kPanel;
   }
+}
+template <class X>
+HR_INLINE void vector_rows(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, float* results) {
+  if (rows <= kRows) rows_of<X, kRows, kVectors>(p, panel, m, rows, results);
+  else if (rows <= kFewRows) rows_of<X, kWideRows, 2>(p, panel, m, rows, results);
+  else dequantized_rows<X>(p, panel, m, rows, results);
 }
 
 #if defined(HR_AMX)
@@ -175,14 +252,32 @@ constexpr bool kTiles =
     false;
 #endif
 
-// results[rows][64]. `dequantized`: memory of this thread.
+// results[rows][64] of inputs with a scale in common. `dequantized`: memory of this thread.
 template <class X>
-HR_INLINE void panel_results(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows,
+HR_INLINE void group_results(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows,
                              [[maybe_unused]] char* dequantized, float* results) {
 #if defined(HR_AMX)
   if constexpr (kTiles<X>) return tile_rows(p, panel, m, rows, dequantized, results);
 #endif
   vector_rows<X>(p, panel, m, rows, results);
+}
+
+// The bytes of whole tiles of results.
+HR_INLINE int64_t results_bytes(int64_t rows) { return ceil_div(rows, int64_t(32)) * 32 * kPanel * 4; }
+template <class X>
+constexpr int64_t kDequantizedBytes = kTiles<X> ? 64 * 1024 : 0;
+
+// results[rows][64]. `memory` of this thread: kDequantizedBytes, and results of a group.
+template <class X>
+void panel_results(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, char* memory, float* results) {
+  float* one = reinterpret_cast<float*>(memory + kDequantizedBytes<X>);
+  for (int64_t k = 0; k < p.K; k += p.group) {
+    Gemm group = p;
+    group.K = smaller(p.group, p.K - k), group.x += k * int64_t(sizeof(X));
+    group_results<X>(group, panel, m, rows, memory, k == 0 ? results : one);
+    panel += kPanel * 4 + group.K / 4 * kStepBytes;
+    if (k > 0) for (int64_t i = 0; i < rows * kPanel; i += kLanes) store(results + i, load(results + i) + load(one + i));
+  }
 }
 
 template <class X, class Y>
@@ -194,19 +289,18 @@ void panels_chunk(void* context, int64_t i) {
     p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = first * kPanel;
     if (p.y == nullptr) __builtin_trap();
   }
-  // Whole tiles of rows are stored.
-  const int64_t results_bytes = ceil_div(rows, int64_t(32)) * 32 * kPanel * 4, dequantized_bytes = kTiles<X> ? 64 * 1024 : 0;
-  char* memory = static_cast<char*>(hr_scratch(2 * results_bytes + dequantized_bytes, 1));
+  const int64_t bytes = results_bytes(rows);
+  char* memory = static_cast<char*>(hr_scratch(3 * bytes + kDequantizedBytes<X>, 1));
   if (memory == nullptr) __builtin_trap();
   float* results = reinterpret_cast<float*>(memory);
-  float* ups = reinterpret_cast<float*>(memory + results_bytes);
-  char* dequantized = memory + 2 * results_bytes;
+  float* ups = reinterpret_cast<float*>(memory + bytes);
+  memory += 2 * bytes;
 #if defined(HR_AMX)
   if (kTiles<X>) tile_shapes(smaller<int64_t>(rows, 2 * kTile));
 #endif
   for (int64_t j = first; j < end; ++j) {
-    panel_results<X>(p, p.w + j * p.panel_bytes, row, rows, dequantized, results);
-    if (p.activation >= 0) panel_results<X>(p, p.w + (j + p.panels) * p.panel_bytes, row, rows, dequantized, ups);
+    panel_results<X>(p, p.w + j * p.panel_bytes, row, rows, memory, results);
+    if (p.activation >= 0) panel_results<X>(p, p.w + (j + p.panels) * p.panel_bytes, row, rows, memory, ups);
     put_panel<Y>(p, j, row, rows, results, ups);
   }
 #if defined(HR_AMX)
@@ -245,7 +339,7 @@ int32_t multiply(Gemm& p) {
   // With an activation a chunk does panels of the first half, and those that they gate.
   if (p.activation >= 0) p.N /= 2;
   p.panels = ceil_div(p.N, kPanel);
-  p.panel_bytes = kPanel * 4 + ceil_div(p.K, int64_t(4)) * kStepBytes;
+  p.panel_bytes = ceil_div(p.K, p.group) * kPanel * 4 + ceil_div(p.K, int64_t(4)) * kStepBytes;
   p.row_blocks = ceil_div(p.M, kRowBlock);
   p.panels_per_chunk = larger<int64_t>(1, p.M > kRows ? 1 : kChunkBytes / p.panel_bytes);
   if (p.top != nullptr) p.panels_per_chunk = kTopOutputs / kPanel, p.y_stride = kTopOutputs;
@@ -267,19 +361,22 @@ struct Run {
   static int32_t of(Gemm& p) { return run<T, Y>(p); }
 };
 
+// Inputs that share a scale, as the kernel counts them; false: there is no such group.
+bool take_group(Gemm& p, int64_t group) {
+  p.group = group > 0 && group < p.K ? group : p.K;
+  return group >= 0 && group % kPadded == 0;
+}
+
 template <class X>
-HR_INLINE void panel_of_rows(const PanelRows& rows, int64_t K, const uint8_t* panel, int64_t count, float* results) {
+HR_INLINE void panel_of_rows(const PanelRows& rows, int64_t K, int64_t group, const uint8_t* panel, int64_t count, float* results) {
   Gemm p{};
   p.x = static_cast<const char*>(rows.x), p.x_stride = rows.stride, p.w = panel, p.K = K, p.M = count;
-  char* dequantized = nullptr;
+  char* memory = static_cast<char*>(hr_scratch(results_bytes(count) + kDequantizedBytes<X>, 1));
+  if (memory == nullptr || !take_group(p, group)) __builtin_trap();
 #if defined(HR_AMX)
-  if (kTiles<X>) {
-    dequantized = static_cast<char*>(hr_scratch(64 * 1024, 1));
-    if (dequantized == nullptr) __builtin_trap();
-    tile_shapes(smaller<int64_t>(count, 2 * kTile));
-  }
+  if (kTiles<X>) tile_shapes(smaller<int64_t>(count, 2 * kTile));
 #endif
-  panel_results<X>(p, panel, 0, count, dequantized, results);
+  panel_results<X>(p, panel, 0, count, memory, results);
 #if defined(HR_AMX)
   if (kTiles<X>) tiles_release();
 #endif
@@ -295,33 +392,37 @@ bool HR_EXPORT(fp8_takes_bf16)() {
   return false;
 #endif
 }
-void HR_EXPORT(fp8_panel)(const PanelRows& rows, int64_t K, const uint8_t* panel, int64_t count, bool is_bf16, float* results) {
+void HR_EXPORT(fp8_panel)(const PanelRows& rows, int64_t K, int64_t group, const uint8_t* panel, int64_t count, bool is_bf16,
+                         float* results) {
 #if defined(HR_BF16_DOT)
-  if (is_bf16) return panel_of_rows<bf16>(rows, K, panel, count, results);
+  if (is_bf16) return panel_of_rows<bf16>(rows, K, group, panel, count, results);
 #endif
-  if (!is_bf16) panel_of_rows<float>(rows, K, panel, count, results);
+  if (!is_bf16) panel_of_rows<float>(rows, K, group, panel, count, results);
 }
 
-// As `linear_quant`, with panels of e4m3 values.
+// As `linear_quant`, with panels of e4m3 values; `group` inputs, a multiple of 32, share a scale, 0: all.
 HR_PUBLIC int32_t HR_EXPORT(linear_fp8)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
-                                        int64_t K, int64_t x_stride, int64_t y_stride, int32_t activation, int32_t dtype,
-                                        int32_t y_dtype) {
-  if (!sound(M, N, K, activation, bias)) return HR_BAD_SHAPE;
-  if (M == 0 || N == 0) return HR_OK;
+                                        int64_t K, int64_t group, int64_t x_stride, int64_t y_stride, int32_t activation,
+                                        int32_t dtype, int32_t y_dtype) {
   Gemm p{};
+  p.K = K;
+  if (!sound(M, N, K, activation, bias) || !take_group(p, group)) return HR_BAD_SHAPE;
+  if (M == 0 || N == 0) return HR_OK;
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
-  p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride, p.source_stride = x_stride;
+  p.M = M, p.N = N, p.activation = activation, p.y_stride = y_stride, p.source_stride = x_stride;
   return run_typed<Run>(p, dtype, y_dtype);
 }
 HR_REPLAYABLE(linear_fp8)
 
 // The `count` best of the results that `linear_fp8` would give in float32: outputs and values [M, count], best first.
 HR_PUBLIC int32_t HR_EXPORT(linear_fp8_top)(const void* x, const void* w, int64_t* ids, float* values, int64_t M,
-                                            int64_t N, int64_t K, int64_t x_stride, int64_t count, int32_t dtype) {
-  if (!sound(M, N, K, -1, nullptr)) return HR_BAD_SHAPE;
+                                            int64_t N, int64_t K, int64_t group, int64_t x_stride, int64_t count,
+                                            int32_t dtype) {
   Gemm p{};
+  p.K = K;
+  if (!sound(M, N, K, -1, nullptr) || !take_group(p, group)) return HR_BAD_SHAPE;
   p.w = static_cast<const uint8_t*>(w), p.source = x;
-  p.M = M, p.N = N, p.K = K, p.activation = -1, p.source_stride = x_stride;
+  p.M = M, p.N = N, p.activation = -1, p.source_stride = x_stride;
   return run_top<Run>(p, ids, values, count, dtype);
 }
 HR_REPLAYABLE(linear_fp8_top)

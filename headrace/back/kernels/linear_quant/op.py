@@ -1,4 +1,5 @@
-"""y = x W^T + b with packed weights of a byte and a scale per output (float32).
+"""y = x W^T + b with packed weights of a byte and a scale per output (float32), or, of e4m3
+numbers, per output and group of inputs.
 
 `bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. T
 tokens, I inputs, O outputs.
@@ -8,7 +9,7 @@ tokens, I inputs, O outputs.
             quantized values are summed exactly. A NaN or Inf in x makes all outputs of its token
             NaN, and of no other
     fp8     activations stay as they are; their GEMMs with e4m3 numbers are summed in float32, and
-            the sum is scaled
+            the sum (of a group) is scaled
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from headrace.back.kernels.op import (
     random_tensor,
     sample_generator,
 )
-from headrace.back.parallel.bundle import FP8, INT8, WeightForm
+from headrace.back.parallel.bundle import INT8, Number, WeightForm
 
 Linear = Callable[[torch.Tensor | QuantizedRows], torch.Tensor]
 _ROWS = 1024
@@ -105,8 +106,12 @@ def _gemm(
     weight: PackedWeight, rows: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     weight_quantized, weight_scales = read_rows(weight, rows)
-    dots = (quantized @ values_of(weight, weight_quantized).double().T).float()
-    return dots * (scales * weight_scales.T)
+    values, total = values_of(weight, weight_quantized).double(), 0
+    size = weight.form.group[1] or weight.inputs
+    for i, scales_N in enumerate(weight_scales.T):
+        part = slice(i * size, (i + 1) * size)
+        total = total + (quantized[:, part] @ values[:, part].T).float() * (scales * scales_N)
+    return total
 
 
 def _sample(problem: LinearQuantProblem) -> Sample:
@@ -135,9 +140,12 @@ def random_weight(problem: LinearQuantProblem, generator: torch.Generator) -> Pa
     """A packed weight with quantized values over their whole range."""
     shape = (problem.outputs, problem.inputs)
     quantized = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
-    if problem.form == FP8:  # the bits of sign and magnitude, 0 .. 126: NaN is not among them
+    if (
+        problem.form.number is Number.FLOAT8_E4M3
+    ):  # the bits of sign and magnitude, 0 .. 126: NaN is not among them
         quantized = (quantized.abs() - 1).clamp_(min=0) | (quantized & -128)
-    scales = torch.rand(problem.outputs, 1, generator=generator) / 128
+    groups = -(-problem.inputs // (problem.form.group[1] or problem.inputs))
+    scales = torch.rand(problem.outputs, groups, generator=generator) / 128
     weight = empty(*shape, problem.form)
     write_panels(weight, 0, quantized, scales)
     return weight

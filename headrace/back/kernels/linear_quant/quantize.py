@@ -15,7 +15,7 @@ from headrace.back.kernels.native.library import (
     loaded,
     unsupported,
 )
-from headrace.back.parallel.bundle import INT8
+from headrace.back.parallel.bundle import FP8, INT8
 
 
 def quantize_with(library: NativeLibrary, weight_OI: torch.Tensor, packed: PackedWeight) -> None:
@@ -32,6 +32,8 @@ def quantize_with(library: NativeLibrary, weight_OI: torch.Tensor, packed: Packe
 
 def quantize(weight_OI: torch.Tensor, packed: PackedWeight) -> bool:
     """Fills all panels if there is a kernel for the weight; False if there is none."""
+    if packed.form not in (INT8, FP8):
+        return False
     if unsupported(weight_OI.device.type, weight_OI.dtype) or weight_OI.stride(1) != 1:
         return False
     quantize_with(loaded(), weight_OI, packed)

@@ -59,11 +59,13 @@ def _call(library: NativeLibrary, gemm: Any, weight: Any) -> tuple[Callable[...,
             x.data_ptr(), at, ids, values, rows, inputs, x.stride(0), segments, count, code
         ), (weight, table)
     if isinstance(weight, PackedWeight):
-        name = "linear_quant_top" if weight.form == INT8 else "linear_fp8_top"
-        kernel = library.bind(name, *(POINTER,) * 4, *(INT64,) * 5, INT32)
+        is_int8 = weight.form == INT8
+        grouped = () if is_int8 else (weight.form.group[1],)
+        name = "linear_quant_top" if is_int8 else "linear_fp8_top"
+        kernel = library.bind(name, *(POINTER,) * 4, *(INT64,) * (5 + len(grouped)), INT32)
         panels = weight.panels
         return lambda x, ids, values, rows, count: kernel(
-            x.data_ptr(), panels.data_ptr(), ids, values, rows, outputs, inputs, x.stride(0), count, code
+            x.data_ptr(), panels.data_ptr(), ids, values, rows, outputs, inputs, *grouped, x.stride(0), count, code
         ), weight  # fmt: skip
     assert weight.dtype == gemm.dtype and weight.stride(1) == 1, weight.stride()
     kernel = library.bind("linear_top", *(POINTER,) * 4, *(INT64,) * 6, INT32)

@@ -49,11 +49,9 @@ HR_INLINE void unpack_stretch(const uint8_t* panel, int64_t k, int64_t parts, Ti
     constexpr int64_t mine = C::sub < 32 ? 32 / C::sub : 1;
     for (int64_t h = 0; h < mine; ++h) HR_UNROLL for (int j = 0; j < 4; ++j) {
       const auto* d = reinterpret_cast<const typename C::Scale*>(super) + j * kLanes;
-      F scale = load(d), minimum = C::minimum ? load(d + kPanel) : F{};
-      if (C::two_level) {
-        scale *= small_floats(group + h * kPanel + j * kLanes);
-        if (C::minimum) minimum *= small_floats(group + (mine + h) * kPanel + j * kLanes);
-      }
+      const F scale = part_scales<C>(load(d), super, group, int(h), j * kLanes);
+      F minimum = C::minimum ? load(d + kPanel) : F{};
+      if (C::two_level && C::minimum) minimum *= small_floats(group + (mine + h) * kPanel + j * kLanes);
       const int64_t part = at / C::sub + h;
       __builtin_memcpy(&to.scales[part][j * kLanes], &scale, 64);
       if (C::minimum) __builtin_memcpy(&to.minima[part][j * kLanes], &minimum, 64);

@@ -27,7 +27,8 @@ HR_INLINE float to_float(e8m0 x) {
 constexpr int64_t kPanel = 64, kPlane = kPanel * 4;  // one plane: a 32-bit word of each output
 
 // One way to quantize a weight. `wide`: values are whole bytes, stored plus 128, or levels of a table. A scale (and
-// minimum) of type `Scale` belongs to `block` inputs; in two-level codings `sub` inputs have a multiplier of it.
+// minimum) of type `Scale` belongs to `block` inputs; in two-level codings `sub` inputs have a multiplier of it. `scaled_parts`:
+// each half of 16 inputs of a block of 32 has a scale of its own instead.
 template <int NUMBER, int BLOCK, int SUB, int BITS, int OFFSET, bool MINIMUM, bool TWO_LEVEL, bool TABLE = false,
           class SCALE = fp16>
 struct Coding {
@@ -36,6 +37,7 @@ struct Coding {
   static constexpr int x_group = SUB < 32 ? 32 : SUB;  // inputs that share a scale of the activations
   static constexpr bool minimum = MINIMUM, two_level = TWO_LEVEL, table = TABLE, wide = BITS == 8 || TABLE;
   static constexpr bool stored = NUMBER < 12 || NUMBER == 21;  // by checkpoints
+  static constexpr bool scaled_parts = SUB < BLOCK && !TWO_LEVEL;
   static constexpr int64_t scale_size = sizeof(SCALE);
 };
 using Q8_0 = Coding<0, 32, 32, 8, 128, false, false>;
@@ -51,6 +53,8 @@ using Q6_K = Coding<9, 256, 16, 6, 32, false, true>;
 using IQ4_NL = Coding<10, 32, 32, 4, 128, false, false, true>;
 using IQ4_XS = Coding<11, 256, 32, 4, 128, false, true, true>;
 using MXFP4 = Coding<21, 32, 32, 4, 128, false, false, true, e8m0>;
+// As NVFP4, with scales rounded to bfloat16.
+using E2m1 = Coding<22, 32, 16, 4, 128, false, false, true, bf16>;
 // Made while a plain checkpoint loads: a group of inputs with a bfloat16 scale, and a minimum where values are asymmetric.
 template <int NUMBER, int GROUP>
 using Int8 = Coding<NUMBER, GROUP, GROUP, 8, 128, false, false, false, bf16>;
@@ -85,6 +89,7 @@ HR_INLINE bool with_coding(int64_t number, Function f) {
     case 19: f(Int8<19, 64>{}); return true;
     case 20: f(Int8<20, 128>{}); return true;
     case 21: f(MXFP4{}); return true;
+    case 22: f(E2m1{}); return true;
     default: return false;
   }
 }
@@ -107,7 +112,7 @@ HR_INLINE int64_t x_group_of(int64_t number) {
 }
 
 template <class C>
-constexpr int64_t header_bytes() { return kPanel * C::scale_size * (C::minimum ? 2 : 1); }
+constexpr int64_t header_bytes() { return kPanel * C::scale_size * (C::minimum || C::scaled_parts ? 2 : 1); }
 template <class C>
 constexpr int64_t scale_bytes() { return C::two_level ? 32 / C::sub * kPanel * (C::minimum ? 2 : 1) : 0; }  // per 32 inputs
 template <class C>
@@ -119,7 +124,7 @@ constexpr int64_t super_bytes() { return header_bytes<C>() + C::block / 32 * gro
 alignas(16) constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 alignas(16) constexpr uint8_t kLevelsE2m1[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 template <class C>
-constexpr const uint8_t* levels_of() { return C::number == MXFP4::number ? kLevelsE2m1 : kLevels; }
+constexpr const uint8_t* levels_of() { return C::number == MXFP4::number || C::number == E2m1::number ? kLevelsE2m1 : kLevels; }
 
 template <class C>
 HR_INLINE I look_up(I quantized) {
@@ -144,6 +149,15 @@ HR_INLINE I look_up(I quantized) {
 
 // kLanes int8 as floats.
 HR_INLINE F small_floats(const uint8_t* p) { return load(reinterpret_cast<const int8_t*>(p)); }
+
+// The scales of part h of 32 inputs, for kLanes outputs from `at` on, where those of the block's first part are d.
+template <class C>
+HR_INLINE F part_scales(F d, const uint8_t* super, const uint8_t* group, int h, int64_t at) {
+  if constexpr (C::two_level) return d * small_floats(group + h * kPanel + at);
+  if constexpr (C::scaled_parts)
+    return h == 0 ? d : load(reinterpret_cast<const typename C::Scale*>(super) + h * kPanel + at);
+  return d;
+}
 
 // The unsigned values of a group of 32 inputs, of kLanes outputs from `column` on: b[s] holds inputs 4 s .. 4 s + 3.
 template <class C>

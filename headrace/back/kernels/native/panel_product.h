@@ -20,6 +20,8 @@ struct PanelRows {
 void HR_EXPORT(block_panel)(const PanelRows& rows, int64_t K, int64_t coding, const uint8_t* panel, int64_t count, float* results);
 // Panels of int8 values with a scale per output.
 void HR_EXPORT(int8_panel)(const PanelRows& rows, int64_t K, const uint8_t* panel, int64_t count, float* results);
-// Panels of e4m3 values with a scale per output, against float32 rows, or bf16 ones where it takes them.
+// Panels of e4m3 values with a scale for `group` inputs of an output (0: all), against float32 rows, or bf16 ones where it
+// takes them.
 bool HR_EXPORT(fp8_takes_bf16)();
-void HR_EXPORT(fp8_panel)(const PanelRows& rows, int64_t K, const uint8_t* panel, int64_t count, bool is_bf16, float* results);
+void HR_EXPORT(fp8_panel)(const PanelRows& rows, int64_t K, int64_t group, const uint8_t* panel, int64_t count, bool is_bf16,
+                          float* results);

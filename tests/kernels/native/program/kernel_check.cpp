@@ -96,6 +96,8 @@ void check_linear(int type, int64_t M, int64_t N, int64_t K) {
   compare("linear", type, y, exact, 2e-6);
 }
 
+using LinearFp8 = int32_t (*)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t,
+                              int64_t, int32_t, int32_t, int32_t);
 using Linear8 = int32_t (*)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t,
                             int32_t, int32_t, int32_t);
 using Pack8 = int32_t (*)(const void*, uint8_t*, int64_t, int64_t, int64_t, int32_t);
@@ -109,7 +111,7 @@ void check_fp8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
     w[i] = ldexpf(float((code & 7) + (exponent ? 8 : 0)), (exponent ? exponent : 1) - 10) * (next() >> 40 & 1 ? -1 : 1);
   }
   int status = kernel<Pack8>("quantize_fp8")(w.data(), panels.data(), N, K, K, F32);
-  status |= kernel<Linear8>("linear_fp8")(x.bytes.data(), panels.data(), nullptr, y.data(), M, N, K, K, N, -1, type, F32);
+  status |= kernel<LinearFp8>("linear_fp8")(x.bytes.data(), panels.data(), nullptr, y.data(), M, N, K, 0, K, N, -1, type, F32);
   if (!compared) return;
   vector<double> exact(size_t(M * N), 0);
   for (int64_t m = 0; m < M; ++m)
