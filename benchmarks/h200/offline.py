@@ -73,8 +73,10 @@ def make_engine(
     return OfflineEngine(resolve_options(options))
 
 
-def steps(engine: OfflineEngine, shape: str, extra: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """The decode step of each batch."""
+def steps(
+    engine: OfflineEngine, shape: str, extra: list[tuple[int, int]], output: int = OUTPUT
+) -> list[dict[str, Any]]:
+    """The decode step of each batch, over so many tokens of each row."""
     rows = []
     for batch, prompt in [*STEP_BARS[shape], *extra]:
         begin = time.perf_counter()
@@ -82,12 +84,12 @@ def steps(engine: OfflineEngine, shape: str, extra: list[tuple[int, int]]) -> li
             engine,
             batch_size=batch,
             input_len=prompt,
-            output_len=OUTPUT if prompt < 1024 else 128,
+            output_len=output if prompt < 1024 else min(output, 128),
             iterations=1,
             warmup=1,
         )
         distinct = distinct_experts(shape, batch)
-        floor = step_floor_ms(shape, batch=batch, context=prompt + OUTPUT / 2, distinct=distinct)
+        floor = step_floor_ms(shape, batch=batch, context=prompt + output / 2, distinct=distinct)
         rows.append(
             {
                 "shape": shape,
@@ -254,6 +256,9 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--gpu-memory", default="auto")
     parser.add_argument("--offload-experts", default=0)
+    parser.add_argument(
+        "--output", type=int, default=OUTPUT, help="tokens of a row that steps decode"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     extra = [tuple(map(int, one.split("x"))) for one in given.extra.split(",") if one]
@@ -289,7 +294,7 @@ def main() -> None:
     steps_of = engine.executor._resident.runner._steps if given.tensor_parallel == 1 else None
     try:
         for part in given.parts.split(","):
-            more = {"steps": (extra,), "gap": (given.gap_batches,)}.get(part, ())
+            more = {"steps": (extra, given.output), "gap": (given.gap_batches,)}.get(part, ())
             result[part] = PARTS[part](engine, given.shape, *more)
     finally:
         result["graphs"] = (

@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 
 from headrace.back.layers.reachable import bytes_of, room_of, tensors_of
+from headrace.back.platforms import huge_pages
 from headrace.base.errors import StartError
 
 log = logging.getLogger(__name__)
@@ -109,13 +110,17 @@ class HostPart:
                 )
             )
         self.host = torch.empty(self.num_bytes, dtype=torch.uint8)
+        huge_pages.advise(self.host.data_ptr(), self.num_bytes)
+        if self.device.type == "cuda":  # first pages, then pins, then copies at the link's rate
+            huge_pages.populate(self.host.data_ptr(), self.num_bytes)
+            self._mapped = _pinned(self, self.host, self.device)
         for storage in storages:
             start = starts[storage.data_ptr()]
             self.host[start : start + storage.nbytes()].copy_(
-                bytes_of(storage, self.device, storage.nbytes())
+                bytes_of(storage, self.device, storage.nbytes()), non_blocking=True
             )
         if self.device.type == "cuda":
-            self._mapped = _pinned(self, self.host, self.device)
+            torch.cuda.synchronize(self.device)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         for held in self._held:
             held.tensor.set_(nothing.untyped_storage(), 0, (0,), (1,))

@@ -245,7 +245,11 @@ class Scope:
             tensor.untyped_storage().resize_(0)
             return tensor
         if self.params_device.type == "cpu" and shape:
-            return huge_pages.kept(shape, dtype)
+            tensor = huge_pages.kept(shape, dtype)
+            many = self.device.type == "cuda" and tensor.nbytes >= huge_pages.LEAST_BYTES
+            if many:  # gigabytes in all, which few threads will fill
+                huge_pages.populate(tensor.data_ptr(), tensor.nbytes)
+            return tensor
         return torch.empty(shape, dtype=dtype, device=self.params_device)
 
     def quantized_table(self, weight: Param, part: str) -> LoadedWeight:

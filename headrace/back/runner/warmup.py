@@ -90,7 +90,8 @@ def warm_up(
     verify drafts, with few and with many drafts. Again with random rows, where those are steps of
     their own, in powers of two (others are recorded when they come). Returns the
     seconds. `compiling`: nothing is computed, so the sizes that take all kernels between them,
-    once, are enough, and what comes out means nothing.
+    once, are enough, and what comes out means nothing; so they are where weights are streamed from
+    host memory in every step, twice.
 
     Raises CheckpointError if the model's logits are not finite.
     """
@@ -98,7 +99,7 @@ def warm_up(
     num_rows, length = _largest(spec, device)
     generates = spec.model.head == "lm"
     for sampling in (GREEDY, *((RANDOM,) if generates and runner.samples_in_step else ())):
-        every = sampling is GREEDY and not compiling
+        every = sampling is GREEDY and not compiling and spec.model.offload is None
         common = runner.common_rows if every else runner.distinct_rows
         if sampling is RANDOM:
             common = tuple(rows for rows in common if not rows & (rows - 1))
