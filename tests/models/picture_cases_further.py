@@ -21,6 +21,12 @@ from tests.models.picture_cases import HALF_NORM, IMAGE, SIGLIP, PictureCase, Pi
 from tests.models.test_towers import TOWER, text
 
 with without_torchvision():
+    from transformers.models.granite_docling.image_processing_pil_granite_docling import (
+        GraniteDoclingImageProcessorPil,
+    )
+    from transformers.models.granite_docling.processing_granite_docling import (
+        GraniteDoclingProcessor,
+    )
     from transformers.models.aria.processing_aria import AriaProcessor
     from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import (
         HunYuanVLImageProcessorPil,
@@ -80,11 +86,50 @@ def hybrid(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
     return Theirs(given=dict(inputs), texts=["I" * 16 for _ in pictures])
 
 
+def docling(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = GraniteDoclingImageProcessorPil(
+        size={"height": 32, "width": 32}, **{**HALF_NORM, **DOCLING}
+    )
+    inputs = processor([list(pictures)], return_tensors="pt")
+    self = SimpleNamespace(
+        image_seq_len=4, fake_image_token="<fake_token_around_image>", image_token="I",
+        global_image_tag="<global-img>",
+    )  # fmt: skip
+    texts = [
+        GraniteDoclingProcessor.replace_image_token(self, inputs, i) for i in range(len(pictures))
+    ]
+    given = {key: inputs[key] for key in ("pixel_values", "pixel_attention_mask")}
+    return Theirs(given=given, texts=texts)
+
+
+DOCLING = {
+    **{"max_patches": 4, "dense_max_patches": 6, "dense_max_scale": 1.1},
+    "dense_min_aspect": 1.2,
+}
 IDEFICS2: dict[str, Any] = {
     "size": {"shortest_edge": 10, "longest_edge": 30},
     "do_image_splitting": True,
 }
+PLACES = {f"<row_{y}_col_{x}>": 105 + 3 * y + x for y in (1, 2, 3) for x in (1, 2, 3)}
 CASES = {
+    "granite-docling": PictureCase(
+        name="GraniteDocling",
+        config={
+            "vision_config": {
+                **{**TOWER, "image_size": 32, "out_hidden_size": 48, "scale_factor": 4},
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "text_config": {
+                **text("granite_docling_text", embedding_multiplier=3.0, logits_scaling=2.0),
+                **{"residual_multiplier": 0.5, "attention_multiplier": 0.3},
+            },
+            **{"image_token_id": IMAGE, "density_router_hidden_size": 8},
+        },
+        process=docling,
+        files={**HALF_NORM, **DOCLING},
+        marks={"<fake_token_around_image>": 102, "<global-img>": 103, **PLACES},
+        sizes=((90, 60), (40, 90), (20, 20)),
+    ),
     "deepseek-vl-hybrid": PictureCase(
         name="DeepseekVLHybrid",
         config={

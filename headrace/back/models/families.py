@@ -203,7 +203,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "step3p5": "step3p5",
     "deepseek_v3": "deepseek",
     "llama4_text": "llama4",
-    "aria_text": "aria_text",
+    **{"aria_text": "aria_text", "granite_docling_text": "granite"},
     "hunyuan_vl_text": "hunyuan_v1",
     "minimax_m3_vl_text": "minimax_m3",
     "glm5_next_text": "glm5_next",

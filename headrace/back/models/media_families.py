@@ -66,6 +66,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "QianfanOCRForConditionalGeneration": "internvl",
     "InternVLForConditionalGeneration": "internvl",
     "InternVLChatModel": "internvl",
+    "GraniteDoclingForConditionalGeneration": "granite_docling",
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
     "Gemma3ForConditionalGeneration": "gemma3_vision",

@@ -128,6 +128,8 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     `most_windows`: of what is shown of them, 0: any. `alone`: an image is cut where it is the
     prompt's only one. `rows_each`: tokens that an input becomes
     whatever its size, 0: they follow from it; `extra`: more than those of its windows.
+    `dense`: the most tiles of pictures which fewer would make smaller than this share of their
+    width, and whose ratio is above the third and at most the fourth number; 0: any.
     `marks`: further texts of the family around and between its tiles.
 
     Of models that hear: `sound`."""
@@ -156,6 +158,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = False
     rows_each: int = 0
     extra: int = 0
+    dense: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
     marks: tuple[str, ...] = ()
     sound: SoundSettings | None = None
 

@@ -92,7 +92,8 @@ class PlainTowerSpec:
     the kinds whose inputs are cut; learned: the names of the row that ends rows and of the one that
     ends an input, of the checkpoint, in the decoder's width. taken: behind how many layers
     outputs are taken, side by side; empty: behind the last. averaged: kinds of whose windows of
-    2 x 2 patches the means are projected."""
+    2 x 2 patches the means are projected. deep: decoder layers behind which the projector's further
+    columns are added."""
 
     patches: PatchSpec
     layer: VisionLayerSpec
@@ -127,18 +128,18 @@ class PlainTowerSpec:
     learned: tuple[str, ...] = ()
     taken: tuple[int, ...] = ()
     averaged: tuple[str, ...] = ()
+    deep: int = 0
 
 
 class PlainTower:
     """`MediaEncoder` by a PlainTowerSpec. `whole` is the scope of the checkpoint, `scope` the
     tower's."""
 
-    layers = 0
-
     def __init__(
         self, whole: Scope, scope: Scope, spec: PlainTowerSpec, rope: AxesRope | None = None
     ) -> None:
         self.rope = rope
+        self.layers = spec.deep
         whole, scope = (replace(one, mesh=Mesh(), online=None) for one in (whole, scope))
         self._spec, self._scope = spec, scope
         width, eps = spec.layer.width, spec.layer.eps

@@ -67,6 +67,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "idefics2": "headrace.front.media.processors.shrunk:Idefics2Processor",
         "aria": "headrace.front.media.processors.shrunk:AriaProcessor",
         "phi4": "headrace.front.media.processors.phi4:Phi4Processor",
+        "docling": "headrace.front.media.processors.docling:DoclingProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
         "lighton": "headrace.front.media.processors.pixtral:UnbrokenProcessor",
         "idefics3": "headrace.front.media.processors.idefics3:Idefics3Processor",

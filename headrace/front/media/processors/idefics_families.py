@@ -13,6 +13,7 @@ from headrace.front.media.processors.cut_families import CheckpointFiles
 from headrace.front.media.processors.files import special_token
 from headrace.front.media.processors.reading import (
     image_only,
+    patch_pixels,
     side_pixels,
     vision_section,
     with_video,
@@ -62,7 +63,33 @@ def _smolvlm(files: CheckpointFiles) -> MediaSpec:
     return with_video(msgspec.structs.replace(spec, settings=settings), mark)
 
 
+def _docling(files: CheckpointFiles) -> MediaSpec:
+    """The coarse path: so many tokens a tile."""
+    image, config = files.image, files.config
+    if image.bool("fine_route", False):
+        raise image.wrong("fine_route", "false")
+    vision = vision_section(config)
+    least = image.int("min_patches", 1, ge=1, le=256)
+    most = image.int("max_patches", 32, ge=least, le=256)
+    cuts = image.bool("crop_to_patches", True)
+    settings = ProcessorSettings(
+        patch=patch_pixels(vision),
+        merge=vision.int("scale_factor", 4, ge=1, le=16),
+        side=side_pixels(vision, 512),
+        tiles=(least, most) if cuts else (1, 1),
+        resample=image.int("resample", 3, ge=0, le=5),
+        dense=(
+            image.int("dense_max_patches", 0, ge=0, le=256),
+            image.float("dense_max_scale", 0.0, ge=0.0),
+            image.float("dense_min_aspect", 0.0, ge=0.0),
+            image.float("dense_max_aspect", 0.0, ge=0.0),
+        ),
+    )
+    return image_only("docling", settings, config)
+
+
 IDEFICS_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
+    "granite_docling": _docling,
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
     "modernvbert": _modernvbert,

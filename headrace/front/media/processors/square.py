@@ -139,11 +139,15 @@ class TiledProcessor(SquareProcessor):
         return ProcessedMedia(inputs=inputs, layout=tuple(layout))
 
 
-def tiling(width: int, height: int, bounds: tuple[int, int], side: int) -> tuple[int, int]:
-    """Columns and rows: of all tilings within the bounds the one whose ratio is nearest; among
-    equal ones the larger, as long as the picture fills more than half of it."""
+def tiling(
+    width: int, height: int, bounds: tuple[int, int], side: int, *, longest: int = 256
+) -> tuple[int, int]:
+    """Columns and rows, `longest` of either at most: of all tilings within the bounds the one whose
+    ratio is nearest; among equal ones the larger, as long as the picture fills more than half of
+    it."""
     least, most = bounds
-    choices = [(x, y) for x in range(1, most + 1) for y in range(1, most + 1)]
+    counts = range(1, min(most, longest) + 1)
+    choices = [(x, y) for x in counts for y in counts]
     choices = sorted((c for c in choices if least <= c[0] * c[1] <= most), key=np.prod)
     best, best_distance = (1, 1), float("inf")
     for choice in choices:
