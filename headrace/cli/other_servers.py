@@ -288,7 +288,7 @@ LLAMA: Mapping[str, OtherFlag] = {
     "--min-p": _refused(_PER_REQUEST),
     "-n": _refused("send max_tokens with each request"),
     "--lora": _refused(_NO_LORA),
-    "--mmproj": _refused(_NO_MEDIA),
+    "-mm": _as("--mmproj"),
     "-md": _DRAFT_MODEL,
     "--model-draft": _DRAFT_MODEL,
     "--ssl-key-file": _refused(_NO_TLS),

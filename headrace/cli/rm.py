@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.base.config.gguf_vision import PREFIX
 from headrace.base.config.units import show_bytes
 from headrace.base.errors import ConfigError
 from headrace.cli.pull import check_hub_id
@@ -32,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _files_of(model: str) -> list[Path]:
-    """What is removed: the repository's folder, or the files that a tag names."""
+    """What is removed: the repository's folder, or the files that a tag names, with the last model
+    also the file of its vision tower."""
     repository, tag = split_name(model)
     folder = cached_folder(repository)
     if not tag:
@@ -40,9 +42,11 @@ def _files_of(model: str) -> list[Path]:
     files = []
     for snapshot in folder.glob("snapshots/*"):
         names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")]
-        for variant, parts in gguf_variants(names).items():
-            if variant.lower().endswith(tag.lower()):
-                files += [snapshot / part for part in parts]
+        variants = gguf_variants(names)
+        chosen = [one for one in variants if one.lower().endswith(tag.lower())]
+        files += [snapshot / part for one in chosen for part in variants[one]]
+        if len(chosen) == len(variants):
+            files += [snapshot / name for name in names if Path(name).name.startswith(PREFIX)]
     return files
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from headrace.base import env
+from headrace.base.config.gguf_vision import vision_file_of
 from headrace.base.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.base.optional import require
 from headrace.launch.pooling_modules import MODULE_FILES, module_folders
@@ -148,7 +149,8 @@ def wanted_files(sizes: Mapping[str, int], tag: str, *, model: str) -> list[str]
             + ("GGUF files" if tag else "model*.safetensors and no GGUF files"),
             field="model",
         )
-    return sorted([*small, *choose_variant(variants, tag, model=model)])
+    chosen, vision = choose_variant(variants, tag, model=model), vision_file_of(top)
+    return sorted([*small, *chosen, *([] if vision is None else [vision])])
 
 
 def gguf_variants(names: Mapping[str, int] | list[str]) -> dict[str, list[str]]:

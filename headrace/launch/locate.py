@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from headrace.base.config.gguf_vision import PREFIX as VISION_PREFIX
+from headrace.base.config.gguf_vision import vision_beside
 from headrace.base.config.resolved import Decision
 from headrace.base.config.tree import ModelOptions
 from headrace.base.config.weight_files import (
@@ -47,7 +49,8 @@ BUNDLED: Final = {
 @dataclass(frozen=True, kw_only=True)
 class LocatedModel:
     """A model on disk. `path`: folder or GGUF file; `format`: safetensors, sharded_state, gguf or
-    dummy; `commit` of a hub id; `remote`: its weights are elsewhere."""
+    dummy; `commit` of a hub id; `remote`: its weights are elsewhere; `vision`: the GGUF file of a
+    GGUF model's tower."""
 
     path: Path
     name: str
@@ -55,6 +58,7 @@ class LocatedModel:
     commit: str | None = None
     decisions: tuple[Decision, ...] = ()
     remote: bool = False
+    vision: Path | None = None
 
 
 def locate(options: ModelOptions) -> LocatedModel:
@@ -103,6 +107,7 @@ def _at(path: Path, name: str, options: ModelOptions) -> LocatedModel:
             "use the transformers layout (config.json, model*.safetensors)"
         )
     files = sorted(path.glob("*.gguf"), key=lambda file: natural_key(file.name))
+    files = [file for file in files if not file.name.startswith(VISION_PREFIX)]
     firsts = [file for file in files if not re.search(r"-(?!0*1-)\d{5}-of-\d{5}\.gguf$", file.name)]
     if len(firsts) == 1:
         return _gguf(firsts[0], name, options)
@@ -119,10 +124,17 @@ def _gguf(path: Path, name: str, options: ModelOptions) -> LocatedModel:
             field="model",
         )
     chosen = "dummy" if options.load_format == "dummy" else "gguf"
-    return LocatedModel(path=path, name=name, format=chosen)
+    vision, decisions = None, tuple[Decision, ...]()
+    if not options.language_model_only:
+        vision, decisions = vision_beside(path, options.mmproj)
+    return LocatedModel(path=path, name=name, format=chosen, vision=vision, decisions=decisions)
 
 
 def _folder(path: Path, name: str, options: ModelOptions) -> LocatedModel:
+    if options.mmproj is not None:
+        raise ConfigError(
+            f"--mmproj goes with a GGUF file; {path} is a folder of safetensors", field="mmproj"
+        )
     if options.load_format == "gguf":
         raise ConfigError(
             f"--load-format gguf: {path} is a folder of safetensors; name a .gguf file",
@@ -206,6 +218,7 @@ def _at_commit(located: LocatedModel, snapshot: Path, why: str) -> LocatedModel:
         path=located.path,
         name=located.name,
         format=located.format,
+        vision=located.vision,
         commit=snapshot.name,
         decisions=(*located.decisions, decision),
     )

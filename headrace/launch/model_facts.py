@@ -31,6 +31,7 @@ from headrace.back.models.families import (
 from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
+from headrace.base.config.gguf_vision import seeing_config
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
 from headrace.base.config.media import MediaSpec
@@ -74,6 +75,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     `bare` are ModelSpec's; `encodes`: attention in both directions, no KV cache. Of an
     encoder-decoder all sizes are its decoder's; `encoder_tokens`: the most its encoder reads;
     `decoder_start`: what its decoder begins with.
+    `vision_path`: see ModelSpec.
     `generation_defaults` are the entries of generation_config.json as they stand there.
     """
 
@@ -110,6 +112,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     encoder_tokens: int = 0
     decoder_start: tuple[int, ...] = ()
     spectrogram: tuple[int, ...] = ()
+    vision_path: str | None = None
 
     @property
     def has_encoder(self) -> bool:
@@ -120,11 +123,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFacts:
     """Reads the files of a located model; `family` overrides the one its architecture names."""
     if located.path.is_file():
-        file = read_gguf(located.path)
-        generation = gguf_generation(file)
-        facts = describe(located, gguf_config(file), generation, _gguf_stored(file), family=family)
-        template = file.text("tokenizer.chat_template")
-        return msgspec.structs.replace(facts, chat_template=template)
+        return _gguf_facts(located, family)
     config = read_config(located.path)
     generation_path = located.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
@@ -133,6 +132,24 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     facts = describe(located, config, generation, stored, family=family)
     whole = inside_vlm(config) if is_late_vision(config) else config
     return msgspec.structs.replace(facts, media=read_media(located.path, whole))
+
+
+def _gguf_facts(located: LocatedModel, family: str) -> ModelFacts:
+    """Of a GGUF file, and the one of its tower."""
+    file, vision = read_gguf(located.path), located.vision
+    config = gguf_config(file) if vision is None else seeing_config(located.path, vision)
+    facts = describe(located, config, gguf_generation(file), _gguf_stored(file), family=family)
+    facts = msgspec.structs.replace(facts, chat_template=file.text("tokenizer.chat_template"))
+    if vision is None:
+        return facts
+    seen = _gguf_stored(read_gguf(vision))
+    return msgspec.structs.replace(
+        facts,
+        media=read_media(located.path, config),
+        vision_path=str(vision),
+        num_params=facts.num_params + seen.num_params,
+        weight_bytes=facts.weight_bytes + seen.num_bytes,
+    )
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):

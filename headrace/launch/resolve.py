@@ -187,6 +187,7 @@ def _finished(
         offload=offload,
         image_norm=None if model.media is None else model.media.norm,
         shares_encoder=options.model.mm_encoder_tp_mode == "data",
+        vision_path=model.vision_path,
     )
 
 

@@ -66,11 +66,11 @@ def test_a_model_is_pulled_checked_listed_and_removed(hub: Any, cache: Path) -> 
 
 
 def test_the_files_of_a_model_among_those_of_its_repository() -> None:
-    sizes = dict.fromkeys(GGUFS, 1)
-    assert wanted_files(sizes, "", model="m") == ["config.json", "small-Q4_K_M.gguf"]
-    assert wanted_files(sizes, "q8_0", model="m") == ["config.json", "small-Q8_0.gguf"]
+    sizes, sees = dict.fromkeys(GGUFS, 1), ["config.json", "mmproj-small.gguf"]
+    assert wanted_files(sizes, "", model="m") == [*sees, "small-Q4_K_M.gguf"]
+    assert wanted_files(sizes, "q8_0", model="m") == [*sees, "small-Q8_0.gguf"]
     parts = ["small-F16-00001-of-00002.gguf", "small-F16-00002-of-00002.gguf"]
-    assert wanted_files(sizes, "F16", model="m") == ["config.json", *parts]
+    assert wanted_files(sizes, "F16", model="m") == [*sees, *parts]
     deeper = {"Q2/big-Q2_K.gguf": 1, "a/b/big-Q3_K.gguf": 1}
     assert wanted_files(deeper, "", model="m") == ["Q2/big-Q2_K.gguf"]
     for tag in ("Q2_K", "4_K_M", "."):
@@ -91,7 +91,7 @@ def test_one_gguf_of_a_repository_is_pulled_by_its_tag(hub: Any, cache: Path) ->
         pulled = headrace(hub, "pull", model)
         assert pulled.returncode == 0, pulled.stderr
         files = {path.name for path in Path(pulled.stdout.strip()).iterdir()}
-        assert files == {"config.json", *names}
+        assert files == {"config.json", "mmproj-small.gguf", *names}
     wrong = headrace(hub, "pull", "org/ggufs:Q2_K")
     assert wrong.returncode == 2
     assert "there are small-F16, small-Q4_K_M, small-Q8_0" in " ".join(wrong.stderr.split())

@@ -21,13 +21,13 @@ from tests.models.picture_cases import HALF_NORM, IMAGE, SIGLIP, PictureCase, Pi
 from tests.models.test_towers import TOWER, text
 
 with without_torchvision():
+    from transformers.models.aria.processing_aria import AriaProcessor
     from transformers.models.granite_docling.image_processing_pil_granite_docling import (
         GraniteDoclingImageProcessorPil,
     )
     from transformers.models.granite_docling.processing_granite_docling import (
         GraniteDoclingProcessor,
     )
-    from transformers.models.aria.processing_aria import AriaProcessor
     from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import (
         HunYuanVLImageProcessorPil,
     )

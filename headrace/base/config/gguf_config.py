@@ -219,6 +219,11 @@ ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
         architecture="Qwen2ForCausalLM",
         fixed={**_SILU, "use_sliding_window": False},
     ),
+    "qwen2vl": GGUFArchitecture(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        fixed={**_SILU, "use_sliding_window": False},
+    ),
     "qwen3": GGUFArchitecture(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",

@@ -73,7 +73,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `max_model_len`; 0: of others. `spectrogram`: the shape of what an encoder of speech reads
     instead (base/wire/media.py: encoder_outputs). `image_norm`: what the checkpoint's processor
     says of the values of colours, None: as its family has them. `shares_encoder`: see
-    `--mm-encoder-tp-mode`.
+    `--mm-encoder-tp-mode`. `vision_path`: the GGUF file with the tower of a GGUF model.
     """
 
     path: str
@@ -107,6 +107,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     offload: OffloadSpec | None = None
     image_norm: ImageNorm | None = None
     shares_encoder: bool = False
+    vision_path: str | None = None
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):

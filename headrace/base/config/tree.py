@@ -75,6 +75,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Annotated[
         str | None, Meta(description="A folder with another tokenizer; by default the model's own.")
     ] = None
+    mmproj: Annotated[
+        str | None,
+        Meta(
+            description="The GGUF file with the vision tower of a GGUF model; by default the one beside it whose "
+            "name begins with mmproj."
+        ),
+    ] = None
     limit_mm_per_prompt: Annotated[
         MediaCounts | None,
         Meta(

@@ -29,6 +29,7 @@ from headrace.back.models.load.asked import cache_decisions, input_decisions, wi
 from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import absent, check, fill
 from headrace.back.models.load.gguf import GGUFSource
+from headrace.back.models.load.gguf_vision import SeeingGGUFSource
 from headrace.back.models.load.manifest import verify_manifest
 from headrace.back.models.load.offloaded import choose_offload
 from headrace.back.models.load.quantized import QuantizedSource
@@ -326,6 +327,8 @@ def open_source(spec: ModelSpec) -> Source:
     if spec.format == "safetensors":
         reader = reader_of(spec.reader, spec.weights_url)
         source: Source = SafetensorsSource(Path(spec.path), reader)
+    elif spec.vision_path is not None:
+        source = SeeingGGUFSource(Path(spec.path), Path(spec.vision_path))
     else:
         source = SOURCES[spec.format](Path(spec.path))
     if not isinstance(source, SafetensorsSource):

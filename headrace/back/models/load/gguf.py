@@ -117,6 +117,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
     "qwen3vl": _Dialect(blocks=_BLOCK),
     "qwen3vlmoe": _Dialect(blocks=_MIXTURE),
     "qwen2": _Dialect(blocks=_BLOCK),
+    "qwen2vl": _Dialect(blocks=_BLOCK),
     "qwen3": _Dialect(blocks=_BLOCK),
     "gemma2": _Dialect(blocks=_SANDWICH, norm_plus_one=True),
     "gemma3": _Dialect(blocks=_SANDWICH, norm_plus_one=True),
@@ -152,7 +153,7 @@ class GGUFSource:
             )
             for name, tensor in self._tensors.items()
         }
-        self._maps = {part: _mapped(part) for part in file.paths}
+        self._maps = {part: mapped(part) for part in file.paths}
 
     def copy(
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
@@ -164,7 +165,7 @@ class GGUFSource:
         heads = self._interleaved_heads(name)
         if len(shape) == 1:
             values = self._dequantize(tensor, rows_of).reshape(-1)
-            values = _deinterleaved(values, heads) if heads else values
+            values = deinterleaved(values, heads) if heads else values
             values = self._in_order(name, values)
             values = values - 1 if self._plus_one(name) else values
             if name.endswith(".A_log"):  # stored as -exp of it
@@ -172,7 +173,7 @@ class GGUFSource:
             target.copy_(torch.from_numpy(values)[source])
             return
         if heads:
-            rows_of = _deinterleaved(rows_of, heads)
+            rows_of = deinterleaved(rows_of, heads)
         rows_of = self._in_order(name, rows_of)
         if len(shape) == 3 and shape[1] == 1:  # a convolution, whose dimension of 1 is not stored
             shape, source, target = (shape[0], shape[2]), (source[0], source[2]), target[:, 0]
@@ -190,7 +191,7 @@ class GGUFSource:
         data = self._blocks(self._tensors[name])
         order = np.arange(len(data))
         if heads := self._interleaved_heads(name):
-            order = _deinterleaved(order, heads)
+            order = deinterleaved(order, heads)
         return StoredRows(data, self._in_order(name, order))
 
     def groups(
@@ -251,7 +252,7 @@ class GGUFSource:
         return self._dialect.norm_plus_one and named
 
 
-def _deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+def deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undoes GGUF's order of rotary rows: a head's row 2i is the i-th of its first half, row 2i+1
     of its second."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
@@ -297,7 +298,8 @@ def _refuse_types(file: GGUFFile) -> None:
             )
 
 
-def _mapped(path: Path) -> np.ndarray:
+def mapped(path: Path) -> np.ndarray:
+    """The bytes of a file."""
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     data.madvise(mmap.MADV_WILLNEED)

@@ -90,7 +90,7 @@ def read_media(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     spec = _read(folder, config)
     if spec is None or spec.image_token is None:
         return spec
-    image, _ = _processor_files(folder)
+    image, _ = _processor_files(folder, config)
     return msgspec.structs.replace(spec, norm=image_norm(image))
 
 
@@ -113,7 +113,7 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         return _internvl_chat(folder, config)
     if kind in UNNAMED:
         reader = ConfigReader(config, f"{folder}/config.json")
-        image, video = _processor_files(folder)
+        image, video = _processor_files(folder, config)
         return UNNAMED[str(kind)](
             CheckpointFiles(folder=folder, config=reader, image=image, video=video)
         )
@@ -124,7 +124,7 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     if "vision_config" not in config or not any(config.get(key) is not None for key in named):
         return None
     reader = ConfigReader(config, f"{folder}/config.json")
-    image, video = _processor_files(folder)
+    image, video = _processor_files(folder, config)
     if kind in _STILL:
         return _STILL[kind](image, reader)
     if kind in _READERS:
@@ -169,10 +169,12 @@ def _qwen_settings(
     )
 
 
-def _processor_files(folder: Path) -> tuple[ConfigReader, ConfigReader]:
+def _processor_files(folder: Path, config: Mapping[str, Any]) -> tuple[ConfigReader, ConfigReader]:
     """What the files say of the image processor, and of that for video: in files of their own, or
-    as sections of one."""
+    as sections of one; of GGUF files, in the config."""
     whole = read_keys(folder, "processor_config.json")
+    if folder.suffix == ".gguf":
+        whole = ConfigReader(config, str(folder))
     image = whole.section("image_processor") or read_keys(folder, "preprocessor_config.json")
     video = whole.section("video_processor") or read_keys(folder, "video_preprocessor_config.json")
     return image, video
@@ -210,7 +212,7 @@ def _two_towers(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     if mark is None:
         return None
     reader = ConfigReader({**config, "image_token_id": mark[0]}, f"{folder}/config.json")
-    image, _ = _processor_files(folder)
+    image, _ = _processor_files(folder, config)
     vision = vision_section(reader)
     patch = vision.int("patch_size", 16, ge=1, le=1024)
     if vision.raw.get("image_size") is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.base.config.gguf import read_gguf
 from headrace.base.config.hf import ConfigReader, read_json
 
 
@@ -22,7 +23,10 @@ def special_text(folder: Path, token: int | None) -> str:
 
 
 def special_token(folder: Path, text: str) -> int | None:
-    """The id of a token that the tokenizer's files list as added."""
+    """The id of a token that the tokenizer's files list as added, or a GGUF file at all."""
+    if folder.suffix == ".gguf":
+        tokens = read_gguf(folder).texts("tokenizer.ggml.tokens") or []
+        return tokens.index(text) if text in tokens else None
     listed = read_keys(folder, "added_tokens.json").raw.get(text)
     if isinstance(listed, int):
         return listed
