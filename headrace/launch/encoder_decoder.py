@@ -9,8 +9,9 @@ from typing import Any
 from headrace.back.models.encoder_families import ENCODER_DECODERS
 from headrace.back.models.families import Architecture
 from headrace.base.config.hf import ConfigReader
-from headrace.base.config.speech import SOUNDS
+from headrace.base.config.speech import sound_shape
 from headrace.base.wire.media import encoder_outputs
+from headrace.front.media.processors.speech_families import SpeechInput
 
 DECODER_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("d_model",),
@@ -38,7 +39,9 @@ def is_encoder_decoder(named: Architecture) -> bool:
 
 def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the sizes of the decoder under the keys that decoders have."""
-    view = {"max_position_embeddings": MOST_POSITIONS, **config}
+    inside = config.get("decoder_config")
+    within = inside if isinstance(inside, Mapping) else {}
+    view = {"max_position_embeddings": MOST_POSITIONS, **within, **config}
     if isinstance(config.get("decoder"), Mapping):
         own = {key: value for key, value in config["decoder"].items() if value is not None}
         view |= {"decoder_start_token_id": own.get("bos_token_id"), **own}
@@ -50,12 +53,11 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return view
 
 
-def spectrogram_of(config: ConfigReader) -> tuple[int, ...]:
+def spectrogram_of(config: ConfigReader, speech: SpeechInput | None) -> tuple[int, ...]:
     """The shape of what an encoder of speech reads (base/wire/media.py: encoder_outputs); empty of
     others."""
-    named = config.raw.get("architectures") or [""]
-    if named[0] in SOUNDS:
-        return SOUNDS[named[0]]
+    if speech is not None:
+        return sound_shape(speech.sound)
     if "num_mel_bins" not in config:
         return ()
     positions = config.int("max_source_positions", 1500, ge=1, le=1 << 16)

@@ -34,7 +34,7 @@ from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.gguf_vision import seeing_config
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
-from headrace.base.config.media import MediaSpec
+from headrace.base.config.media import MediaSpec, SoundSettings
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantized
 from headrace.base.config.refused import refuse_remote_code
@@ -42,6 +42,7 @@ from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
 from headrace.front.media.processors.families import read_media
+from headrace.front.media.processors.speech_families import read_speech
 from headrace.launch.colbert import read_colbert
 from headrace.launch.config_files import read_config
 from headrace.launch.encoder_decoder import (
@@ -113,6 +114,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     decoder_start: tuple[int, ...] = ()
     spectrogram: tuple[int, ...] = ()
     vision_path: str | None = None
+    hears: SoundSettings | None = None
+    speech_prompt: str = ""
 
     @property
     def has_encoder(self) -> bool:
@@ -220,7 +223,7 @@ def describe(
         dense=() if modules is None else modules.dense,
         unattended_expansion=bool(modules and modules.unattended),
     )
-    return with_encoder(facts, reader, generation) if is_encoder_decoder(named) else facts
+    return with_encoder(facts, reader, generation, whole) if is_encoder_decoder(named) else facts
 
 
 def _modules(path: Path, reader: ConfigReader, whole: ConfigReader) -> Modules | None:
@@ -233,15 +236,18 @@ def _modules(path: Path, reader: ConfigReader, whole: ConfigReader) -> Modules |
 
 
 def with_encoder(
-    facts: ModelFacts, reader: ConfigReader, generation: Mapping[str, Any]
+    facts: ModelFacts, reader: ConfigReader, generation: Mapping[str, Any], whole: ConfigReader
 ) -> ModelFacts:
     """The facts of an encoder-decoder, whose halves hold equally many positions unless it reads
-    speech."""
-    spectrogram = spectrogram_of(reader)
+    speech; `whole`: its config, of which `reader` is the decoder's view."""
+    speech = read_speech(Path(facts.path), whole)
+    spectrogram = spectrogram_of(reader, speech)
     return msgspec.structs.replace(
         facts,
         encoder_tokens=0 if spectrogram else _max_positions(reader, facts.family),
         spectrogram=spectrogram,
+        hears=None if speech is None else speech.sound,
+        speech_prompt="" if speech is None else speech.prompt,
         decoder_start=decoder_start(generation, reader, reader.where),
     )
 

@@ -166,6 +166,8 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         encoder_tokens=encoder_tokens(options, model, max_model_len),
         decoder_start=model.decoder_start,
         spectrogram=model.spectrogram,
+        hears=model.hears,
+        speech_prompt=model.speech_prompt,
         suppressed_ids=suppressed_ids(model.generation_defaults, model.config, model.logits_width),
         alignment_heads=alignment_heads(model.generation_defaults, model.config)
         if model.spectrogram

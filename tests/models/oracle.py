@@ -22,6 +22,7 @@ from headrace.back.models.weights import copies
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import ModelSpec
+from headrace.front.media.processors.speech_families import read_speech
 from headrace.launch.encoder_decoder import spectrogram_of
 
 BLOCK_TOKENS = 8
@@ -180,6 +181,7 @@ def model_spec(
     """The resolved description of the checkpoint in `folder`; `changes` override keys of its
     config."""
     config = json.loads((folder / "config.json").read_text()) | changes
+    reader = ConfigReader(config, "config.json")
     return ModelSpec(
         path=str(folder),
         name="oracle",
@@ -191,7 +193,7 @@ def model_spec(
         eos_ids=(),
         config=config,
         encoder_tokens=encoder_tokens,
-        spectrogram=spectrogram_of(ConfigReader(config, "config.json")),
+        spectrogram=spectrogram_of(reader, read_speech(folder, reader)),
     )
 
 

@@ -10,15 +10,11 @@ import numpy as np
 import torch
 import transformers
 
-from headrace.back.executor.inline import InlineExecutor
-from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
-from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
-from headrace.core.core import EngineCore
 from tests.front.media.test_log_mel import sound
-from tests.models.encoder_decoder_rank import spec_of
+from tests.models.listening import answers_to, check_answer
 from tests.models.media import save_media_oracle
 
-BOUND, START, NUM_TOKENS = 1e-4, 1, 10
+START, NUM_TOKENS = 1, 10
 
 
 def config(**more: Any) -> Any:
@@ -43,51 +39,13 @@ def wave(seconds: float) -> np.ndarray:
 def test_sounds_of_unequal_lengths(tmp_path: Path) -> None:
     cls = transformers.MoonshineForConditionalGeneration
     oracle = save_media_oracle(cls, config(), tmp_path)
-    spec = EngineSpec(
-        model=spec_of(tmp_path),
-        kv=KVSpec(block_tokens=8, prefix_caching=False, num_blocks=400),
-        scheduler=SchedulerSpec(max_step_tokens=64, max_running=3),
-        device=DeviceSpec(device="cpu", executor="inline", threads=1),
-    )
-    executor = InlineExecutor(spec)
-    core = EngineCore(spec, executor)
     waves = [wave(seconds) for seconds in (0.3, 1.7, 0.9, 2.345)]
-    answers: dict[int, tuple[list[int], list[np.ndarray]]] = {}
-    try:
-        for number, one in enumerate(waves):
-            answers[number] = ([], [])
-            request = EngineRequest(
-                id=number,
-                prompt=np.array([START], "<i4").tobytes(),
-                stop=StopRules(max_tokens=NUM_TOKENS, stop_ids=()),
-                sampling=RowSampling(temperature=0.0, logprobs=-1),
-                encoder=one.tobytes(),
-            )
-            core.add(request)
-        while core.has_work:
-            batch = core.step(wait=True).tokens
-            if batch is None:
-                continue
-            scores = batch.logprobs or []
-            for id, token, score in zip(
-                batch.ids.tolist(), batch.tokens.tolist(), scores, strict=True
-            ):
-                row = np.zeros(90, np.float32)
-                row[score.ids] = score.values
-                answers[id][0].append(token)
-                answers[id][1].append(row)
-            assert all(end.error is None for end in batch.finished), batch.finished
-    finally:
-        core.close()
-    for number, one in enumerate(waves):
-        ids, found = [START], answers[number]
-        for place in range(NUM_TOKENS):
-            with torch.inference_mode():
-                logits = oracle(
-                    input_values=torch.from_numpy(one)[None],
-                    decoder_input_ids=torch.tensor([ids]),
-                ).logits[0, -1]
-            expected = logits.log_softmax(-1).numpy()
-            assert np.abs(found[1][place] - expected).max() < BOUND, (number, place)
-            ids.append(int(expected.argmax()))
-        assert found[0] == ids[1:]
+    answers = answers_to(tmp_path, waves, [START], width=90, count=NUM_TOKENS)
+    for one, answer in zip(waves, answers, strict=True):
+        values = torch.from_numpy(one)[None]
+
+        def logits(ids: list[int], values: torch.Tensor = values) -> Any:
+            said = torch.tensor([ids])
+            return oracle(input_values=values, decoder_input_ids=said).logits[0, -1]
+
+        check_answer(answer, [START], logits)

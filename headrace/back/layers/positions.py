@@ -44,10 +44,12 @@ class LearnedPositions:
 
 @dataclass(frozen=True, kw_only=True)
 class SinusoidalPositions:
-    """Sines, then cosines, of (p + first) * 10000^(-i / (E/2 - spread)) for i = 0 .. E/2 - 1."""
+    """Sines, then cosines, of (p + first) * 10000^(-i / (E/2 - spread)) for i = 0 .. E/2 - 1, times
+    `scale`."""
 
     first: int = 0
     spread: int = 0
+    scale: float = 1.0
 
     def build(self, scope: Scope, width: int) -> Positions:
         """See PositionsSpec."""
@@ -67,7 +69,8 @@ class _Sinusoids:
         rows = max(scope.max_positions, scope.encoder_tokens)
         place_P = torch.arange(spec.first, spec.first + rows, dtype=torch.float32)
         angles = place_P[:, None] * frequencies
-        table_PE = torch.cat((angles.sin(), angles.cos()), dim=1).to(scope.dtype).to(scope.device)
+        values = torch.cat((angles.sin(), angles.cos()), dim=1) * spec.scale
+        table_PE = values.to(scope.dtype).to(scope.device)
         problem = EmbeddingProblem(
             device=scope.kind, dtype=scope.dtype, rows=len(table_PE), width=self._width
         )

@@ -152,10 +152,11 @@ class ReadSpec:
 class EncoderDecoderSpec:
     """A whole encoder-decoder. `encoder_layer` builds one from its scope and number. `prefix` holds
     all but the head, `shared` below it is the embedding. `head`: the output head, where it is not
-    the embedding; `logits_bias`: where its bias is. `source` makes what turns spectrograms into
-    what the encoder's layers read, from its scope and the width; `hears` likewise what turns sounds
-    of any length; without either that are tokens. `reads`: the encoder has sizes, and below its
-    stack an embedding, of its own; `logits_softcap`: bounds the logits."""
+    the embedding; `logits_bias`: where its bias is, as [1, V], `head_bias`: the layer that has it
+    as [V]. `source` makes what turns spectrograms into what the encoder's layers read, from its
+    scope and the width; `hears` likewise what turns sounds of any length; without either that are
+    tokens. `reads`: the encoder has sizes, and below its stack an embedding, of its own;
+    `logits_softcap`: bounds the logits."""
 
     sizes: DecoderSizes
     encoder_layers: int
@@ -172,6 +173,7 @@ class EncoderDecoderSpec:
     shared: str = "shared"
     head: str | None = None
     logits_bias: str | None = None
+    head_bias: str | None = None
     logits_softcap: float | None = None
     reads: ReadSpec | None = None
     ignored: tuple[str, ...] = ()
@@ -226,11 +228,11 @@ class EncoderDecoder:
         ]
         self.kv_forms = tuple(form for layer in self._layers for form in layer.kv_forms)
         self._head = LogitsHead(
-            scope / (spec.head or "lm_head"),
+            scope / (spec.head_bias or spec.head or "lm_head"),
             sizes.vocabulary,
             sizes.width,
             tied=self._embedding if spec.head is None else None,
-            bias=scope / spec.logits_bias if spec.logits_bias else False,
+            bias=scope / spec.logits_bias if spec.logits_bias else spec.head_bias is not None,
             softcap=spec.logits_softcap,
         )
         self.weights = WeightPlan(

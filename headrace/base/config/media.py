@@ -41,7 +41,8 @@ class PowerMel(msgspec.Struct, frozen=True, kw_only=True):
     `frame`: samples that one sees, `transform`: of the transform; `scale`: of samples between -1
     and 1. `centered`: a frame's mean is taken from it. `emphasis`: the share of the sample before,
     which is taken from each. `shape`: of the window (hann, hamming, povey: Povey et al. 2011).
-    `normal`: each band has mean 0 and deviation 1 over the sound."""
+    `normal`: each band has mean 0 and deviation 1 over the sound, by the deviation of a "sample" or
+    of the "whole"; "": it has its own."""
 
     frame: int = 400
     transform: int = 512
@@ -52,7 +53,7 @@ class PowerMel(msgspec.Struct, frozen=True, kw_only=True):
     centered: bool = False
     emphasis: float = 0.0
     shape: str = "hann"
-    normal: bool = False
+    normal: str = ""
 
 
 class Waveform(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.config.media import ImageNorm, MediaSpec
+from headrace.base.config.media import ImageNorm, MediaSpec, SoundSettings
 from headrace.base.config.quantization_options import QuantizationParts
 from headrace.base.config.server_options import ServerSettings
 
@@ -306,6 +306,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     `media`: what the model takes beside text; None: nothing.
     `encoder_tokens`, `decoder_start`: of an encoder-decoder the longest prompt, and what its
     decoder begins with, in whose `max_model_len` the answer lies; `spectrogram`: see ModelSpec;
+    `hears`, `speech_prompt`: of an encoder that reads sounds of any length how its frames are made,
+    and how the decoder is asked (front/text/speech_prompts.py);
     `suppressed_ids`: tokens that no transcript has; `alignment_heads`: the decoder's (layer,
     head) that look at the sound of the word they are about to say.
     """
@@ -326,6 +328,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     encoder_tokens: int = 0
     decoder_start: tuple[int, ...] = ()
     spectrogram: tuple[int, ...] = ()
+    hears: SoundSettings | None = None
+    speech_prompt: str = ""
     suppressed_ids: tuple[int, ...] = ()
     alignment_heads: tuple[tuple[int, int], ...] = ()
 

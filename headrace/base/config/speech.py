@@ -1,11 +1,15 @@
-"""Encoders of speech that read sounds of any length, by their architecture: the values of a frame,
-the most frames, and three numbers for each of the convolutions along time (base/wire/media.py:
-encoder_outputs). Without torch, so that launch can ask."""
+"""Encoders of speech that read sounds of any length: the values of a frame, the most frames, and
+three numbers for each of the convolutions along time (base/wire/media.py: encoder_outputs). Without
+torch, so that launch can ask."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from headrace.base.config.media import SoundSettings
 
 MOONSHINE = (1, 30 * 16_000, 127, 64, 0, 7, 3, 0, 3, 2, 0)
 """Samples; half a minute of them."""
-SOUNDS: Mapping[str, tuple[int, ...]] = {"MoonshineForConditionalGeneration": MOONSHINE}
+
+
+def sound_shape(sound: SoundSettings) -> tuple[int, ...]:
+    """Of an encoder that reads such frames, `most` of them."""
+    return sound.bands, sound.most, *(number for each in sound.strides for number in each)

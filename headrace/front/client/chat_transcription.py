@@ -59,8 +59,8 @@ def transcriber_of(
     text: TextSpec, tokenizer: Tokenizer, template: ChatTemplate
 ) -> SpeechModel | None:
     """What turns speech into text with this model; None where it does not."""
-    if len(text.spectrogram) > 2:
-        return SampleTranscriber(text)
+    if text.hears is not None:
+        return SampleTranscriber(text, tokenizer)
     if text.spectrogram:
         return Transcriber(text, tokenizer)
     if text.media is not None and text.media.blank is not None:

@@ -1,14 +1,16 @@
-"""Speech to text by an encoder-decoder that reads sounds of any length and whose text has no
-control tokens (Moonshine): a window of half a minute is what its encoder reads, the decoder begins
-with its start token, and there is nothing that it could be asked for."""
+"""Speech to text by an encoder-decoder that reads sounds of any length: a window of half a minute
+is what its encoder reads. The decoder begins with its start token, and there is nothing that it
+could be asked for (Moonshine), or with tokens for the languages (front/text/speech_prompts.py)."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from headrace.base.config.media import ProcessorSettings, SoundSettings, Waveform
+import msgspec
+
+from headrace.base.config.media import ProcessorSettings
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import SamplingParams
@@ -21,22 +23,31 @@ from headrace.front.client.transcription import (
     SpeechRequest,
     Window,
 )
+from headrace.front.media.log_mel import HOP
 from headrace.front.media.processors.spectrogram import spectrogram
+from headrace.front.text.speech_prompts import speech_prompt
+from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment
 
 
 class SampleTranscriber(SoundReader):
     """For one such model."""
 
-    def __init__(self, text: TextSpec) -> None:
-        values, frames, *strides = text.spectrogram
-        assert values == 1, "a frame is a sample"
-        super().__init__(frames)
-        steps = tuple(zip(strides[::3], strides[1::3], strides[2::3], strict=True))
-        sound = SoundSettings(bands=1, strides=steps, waveform=Waveform(normal=False))
-        self._settings = ProcessorSettings(sound=sound)
-        self._begins = list(text.decoder_start)
-        self._longest = max(1, text.max_model_len - len(self._begins))
+    def __init__(self, text: TextSpec, tokenizer: Tokenizer) -> None:
+        sound = text.hears
+        assert sound is not None, "the encoder reads sounds of any length"
+        super().__init__(sound.most if sound.waveform is not None else sound.most * HOP)
+        # Its samples bound a window: one frame more may be made of them.
+        self._settings = ProcessorSettings(sound=msgspec.structs.replace(sound, most=0))
+        self._prompt = speech_prompt(text.speech_prompt, tokenizer, text.decoder_start)
+        self._start = list(text.decoder_start)
+        self._context = text.max_model_len
+
+    def begins(self, request: SpeechRequest) -> list[int]:
+        """The decoder's first tokens."""
+        if self._prompt is None:
+            return self._start
+        return self._prompt.tokens(request.language, translates=request.translates)
 
     def _sound(self, samples: Samples) -> bytes:
         (one,) = spectrogram(samples, self._settings).inputs
@@ -44,9 +55,14 @@ class SampleTranscriber(SoundReader):
 
     def check(self, request: SpeechRequest) -> None:
         """See SpeechModel."""
-        if request.translates:
+        fields = ["prompt"]
+        if self._prompt is not None:
+            self._prompt.check(request.language, translates=request.translates)
+        elif request.translates:
             raise InvalidRequest("this model writes what is said, and translates nothing")
-        for field in ("language", "prompt"):
+        else:
+            fields.insert(0, "language")
+        for field in fields:
             if (value := getattr(request, field)) not in (None, ""):
                 raise InvalidRequest(
                     f"{field}: {value[:30]!r} given; this model takes none", field=field
@@ -78,16 +94,18 @@ class SampleTranscriber(SoundReader):
             async for window in windows:
                 if window.start:
                     yield " "
-                params = self._params(request)
-                async with aclosing(ask(self._begins, params, _bytes(window))) as events:
+                begins = self.begins(request)
+                params = self._params(request, begins)
+                async with aclosing(ask(begins, params, _bytes(window))) as events:
                     async for event in events:
                         if isinstance(event, Delta):
                             yield event.text
 
     async def _heard(self, window: Window, request: SpeechRequest, ask: Ask) -> Heard:
         said, tokens, total = "", list[int](), 0.0
-        params = self._params(request)
-        async with aclosing(ask(self._begins, params, _bytes(window))) as events:
+        begins = self.begins(request)
+        params = self._params(request, begins)
+        async with aclosing(ask(begins, params, _bytes(window))) as events:
             async for event in events:
                 if isinstance(event, Delta):
                     said += event.text
@@ -104,12 +122,13 @@ class SampleTranscriber(SoundReader):
             temperature=request.temperature,
             mean_logprob=total / (len(tokens) + 1),
             compression=len(data) / max(1, len(zlib.compress(data))),
-            num_prompt=len(self._begins),
+            num_prompt=len(begins),
             num_output=len(tokens),
         )
 
-    def _params(self, request: SpeechRequest) -> SamplingParams:
-        return SamplingParams(temperature=request.temperature, max_tokens=self._longest, logprobs=0)
+    def _params(self, request: SpeechRequest, begins: Sequence[int]) -> SamplingParams:
+        longest = max(1, self._context - len(begins))
+        return SamplingParams(temperature=request.temperature, max_tokens=longest, logprobs=0)
 
 
 def _bytes(window: Window) -> bytes:

@@ -18,6 +18,7 @@ from headrace.front.media.log_mel import HOP, RATE
 
 Floats = npt.NDArray[np.float64]
 LEAST_VARIANCE = 1e-7
+LEAST_DEVIATION = 1e-10
 WINDOWS: Mapping[str, Callable[[int], Floats]] = {
     "hann": np.hanning,
     "hamming": np.hamming,
@@ -41,9 +42,11 @@ def power_mel(
     window = WINDOWS[settings.shape](settings.frame)
     power = np.abs(np.fft.rfft(frames * window, settings.transform)) ** 2
     log = np.log(np.maximum(power @ mel_slopes(bands, settings), settings.least))
-    if settings.normal:
+    if settings.normal == "sample":
         variance = log.var(0, ddof=1) if len(log) > 1 else np.zeros(bands)
         log = (log - log.mean(0)) / np.sqrt(variance + LEAST_VARIANCE)
+    elif settings.normal == "whole":
+        log = (log - log.mean(0)) / np.maximum(log.std(0), LEAST_DEVIATION)
     return np.ascontiguousarray(log, dtype=np.float32)
 
 

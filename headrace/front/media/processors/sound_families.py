@@ -263,7 +263,7 @@ def seamless_sound(keys: ConfigReader, bands: int, **more: Any) -> SoundSettings
     stack = keys.int("stride", 2, ge=1, le=64)
     if bands % stack:
         raise keys.wrong("stride", f"a divisor of {bands}")
-    return SoundSettings(bands=bands, stack=stack, power=kaldi_mel(normal=True), **more)
+    return SoundSettings(bands=bands, stack=stack, power=kaldi_mel(normal="sample"), **more)
 
 
 def _wave_bert(folder: Path, config: ConfigReader) -> MediaSpec:
