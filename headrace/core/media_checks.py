@@ -6,6 +6,7 @@ from __future__ import annotations
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.media import (
     KEY_BYTES,
+    MARK_BYTES,
     MAX_STEP_S,
     MAX_TIME_POSITIONS,
     MediaForm,
@@ -106,6 +107,12 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
             raise _wrong(f"{field}.cut", "set; this model shows all of an input")
         if problem := form.packing.problem(one.grid, form.merge, one.cut):
             raise _wrong(f"{field}.cut", problem)
+    if one.marks and not (form.adds and len(one.marks) == MARK_BYTES * one.num_tokens):
+        raise _wrong(
+            f"{field}.marks",
+            f"{len(one.marks)} bytes, none or {MARK_BYTES} for each token are allowed, and none "
+            "where tokens depend on what follows",
+        )
     num_tokens = form.num_tokens(one.grid, one.cut)
     if one.num_tokens != num_tokens:
         raise _wrong(f"{field}.num_tokens", f"{one.num_tokens}, its grid makes {num_tokens}")
@@ -135,9 +142,10 @@ def _wrong(field: str, what: str) -> InvalidRequest:
 
 def media_mark(media: tuple[MediaSpan, ...], start: int, end: int) -> bytes:
     """What stands for the inputs with tokens at positions start .. end-1, beside these tokens, in
-    the hash of a block: of each its place relative to `start` and its key."""
+    the hash of a block: of each its place relative to `start` and its key, or the mark of its last
+    token there."""
     return b"".join(
-        (one.offset - start).to_bytes(MARK_AT_BYTES, "little", signed=True) + one.key
+        (one.offset - start).to_bytes(MARK_AT_BYTES, "little", signed=True) + one.key_before(end)
         for one in media
         if one.offset < end and one.offset + one.num_tokens > start
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -169,3 +172,43 @@ def test_sound_is_heard_while_it_comes(served: tuple[Timed, openai.OpenAI, Serve
         events = [*early, *until(socket, "transcription.done")]
     assert events[-1]["text"] == whole
     assert "".join(event["delta"] for event in events[:-1]) == whole
+
+
+@pytest.mark.slow
+def test_many_connections_at_the_pace_of_speech(
+    served: tuple[Timed, openai.OpenAI, Served],
+) -> None:
+    """20 of them, a piece of 80 ms every 80 ms: each text is that of a file of the same samples, and what was computed
+    of its beginning is found again (API-01)."""
+    _, client, server = served
+    sounds = [sound(3.2 + 0.08 * number) for number in range(20)]
+
+    def speak(samples: np.ndarray) -> tuple[str, str]:
+        with opened(server) as socket:
+            send(socket, "session.update", model="ear")
+            send(socket, "input_audio_buffer.commit", final=False)
+            began = time.monotonic()
+            for number, at in enumerate(range(0, len(samples), 1280), 1):
+                send(socket, "input_audio_buffer.append", audio=encoded(samples[at : at + 1280]))
+                time.sleep(max(0.0, began + 0.08 * number - time.monotonic()))
+            send(socket, "input_audio_buffer.commit", final=True)
+            events = until(socket, "transcription.done")
+        return events[-1]["text"], "".join(event["delta"] for event in events[:-1])
+
+    before = counted(server)
+    with ThreadPoolExecutor(len(sounds)) as pool:
+        said = list(pool.map(speak, sounds))
+    hits = counted(server) - before
+    create = client.audio.transcriptions.create
+    whole = [create(model="ear", file=("sound.wav", wav(one))).text for one in sounds]
+    assert said == [(text, text) for text in whole] and all(whole)
+    assert hits > 20 * 32, "what was heard before is not heard again"
+
+
+def counted(server: Served) -> float:
+    """Tokens of prompts that were found in the prefix cache."""
+    text = httpx.get(f"{server.url}/metrics").text
+    lines = [
+        one for one in text.splitlines() if one.startswith("headrace_cached_prompt_tokens_total")
+    ]
+    return sum(float(one.rsplit(" ", 1)[1]) for one in lines)

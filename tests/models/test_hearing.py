@@ -59,6 +59,7 @@ class Sound:
     kind: str = "audio"
     merge: int = 1
     breaks: int = 0
+    marks: bytes = b""
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -74,6 +75,7 @@ class Sound:
             num_tokens=self.num_tokens,
             grid=self.grid,
             rows=content,
+            marks=self.marks,
         )
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from headrace.base.wire.media import SoundSteps
+from headrace.front.client.timed_transcription import marks_of
 from tests.models.media import Answer, Prompt, SeeingEngine, compare_answers, save_media_oracle
 from tests.models.test_hearing import BANDS, TEXT, Sound
 
@@ -109,3 +110,23 @@ def test_the_beginning_of_a_sound_is_heard_the_same_whatever_follows(realtime: R
     )
     assert first.tokens == second.tokens == again.tokens
     assert first.tokens == realtime.expected(long, 9).tokens
+
+
+def test_more_sound_goes_on_where_less_has_ended(realtime: Realtime) -> None:
+    """What was heard and said of the beginning is in the prefix cache; a sound that begins otherwise finds nothing."""
+    engine = realtime.engine.with_steps(realtime.folder)
+    said: list[int] = []
+    for tokens, hit in ((14, 0), (20, 8), (24, 16)):
+        prompt = realtime.prompt(6, 24, [*PREFIX, *said])
+        frames = np.ascontiguousarray(prompt.inputs[0].frames[: tokens * FRAMES])
+        marks = marks_of(frames, FRAMES)
+        prompt.inputs[0] = Sound(frames=frames, num_tokens=tokens, marks=marks)
+        (answer,) = engine.run(prompt, max_tokens=tokens - len(prompt.ids), scored=False)
+        assert answer.num_cached == hit
+        said += answer.tokens
+    assert said == realtime.expected(realtime.prompt(6, 24), 24 - len(PREFIX)).tokens
+    other = realtime.prompt(7, 24, [*PREFIX, *said[:-1]])
+    frames = other.inputs[0].frames
+    other.inputs[0] = Sound(frames=frames, num_tokens=24, marks=marks_of(frames, FRAMES))
+    (answer,) = engine.run(other, max_tokens=1, scored=False)
+    assert answer.num_cached == 0

@@ -21,6 +21,7 @@ import msgspec
 
 KINDS = ("image", "video", "audio")
 KEY_BYTES = 32
+MARK_BYTES = 16
 MAX_ROWS = 65_536
 """Patches of one input at most."""
 MAX_STEP_S = 3600.0
@@ -240,6 +241,9 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grid         (t, h, w) in patches; h and w are multiples of the form's merge
     step_s       seconds between two t of a video (models whose positions follow time)
     cut          what of it becomes tokens; None: all, in their order
+    marks        of a sound that may go on: MARK_BYTES for each token, a digest of what is heard up
+                 to it, on which alone what the model keeps of it depends; they stand for it in the
+                 prefix cache instead of the key, so that more sound finds what less has left
     """
 
     kind: str
@@ -249,11 +253,19 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grid: tuple[int, int, int]
     step_s: float = 0.0
     cut: MediaCut | None = None
+    marks: bytes = b""
 
     @property
     def end(self) -> int:
         """The position behind its last token."""
         return self.offset + self.num_tokens
+
+    def key_before(self, position: int) -> bytes:
+        """What stands for its tokens before this position, of which there is one at least."""
+        if not self.marks:
+            return self.key
+        count = min(position, self.end) - self.offset
+        return self.marks[(count - 1) * MARK_BYTES : count * MARK_BYTES]
 
 
 class MediaInput(MediaSpan, frozen=True, kw_only=True, omit_defaults=True):
@@ -271,6 +283,7 @@ class MediaInput(MediaSpan, frozen=True, kw_only=True, omit_defaults=True):
             grid=self.grid,
             step_s=self.step_s,
             cut=self.cut,
+            marks=self.marks,
         )
 
 

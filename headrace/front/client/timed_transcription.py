@@ -4,11 +4,13 @@ said; when something is said, its token's place tells.
 
 Sound that arrives is heard as it comes, a second at a time: what was said of its beginning does not
 change with what follows, so that the next request begins behind it, and the text is that of the
-whole."""
+whole. Marks say so to the prefix cache: of each second only what is new is computed by the decoder,
+while the encoder hears the window again."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -19,7 +21,7 @@ import numpy as np
 
 from headrace.base.config.media import MediaSpec
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.media import MediaInput
+from headrace.base.wire.media import MARK_BYTES, MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Delta, Ended
 from headrace.front.client.sound_prompt import prepared_window
@@ -182,7 +184,9 @@ class TimedTranscriber(SoundReader):
     async def _input(self, window: Window) -> MediaInput:
         assert isinstance(window.sound, ProcessedMedia), "this model hears inputs"
         medium = await asyncio.to_thread(prepared_window, window.sound)
-        return msgspec.structs.replace(medium.inputs[0], offset=0)
+        (one,) = window.sound.inputs
+        marks = await asyncio.to_thread(marks_of, one.rows, self._how.piece)
+        return msgspec.structs.replace(medium.inputs[0], offset=0, marks=marks)
 
     def _params(
         self, sound: MediaInput, request: SpeechRequest, said: Sequence[int]
@@ -218,3 +222,13 @@ class TimedTranscriber(SoundReader):
             if segment.text.strip():
                 segments.append(segment)
         return segments
+
+
+def marks_of(rows: np.ndarray, piece: int) -> bytes:
+    """`MediaSpan.marks` of frames, so many of which are a token."""
+    digest = hashlib.sha256()
+    marks = []
+    for at in range(0, len(rows) // piece * piece, piece):
+        digest.update(rows[at : at + piece].tobytes())
+        marks.append(digest.copy().digest()[:MARK_BYTES])
+    return b"".join(marks)
