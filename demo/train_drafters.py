@@ -1,7 +1,8 @@
 """Trains the drafters that come with the bundled model: an EAGLE-3 head, a head for multi-token
-prediction and a block drafter (block_drafter.py).
+prediction, a block drafter (block_drafter.py) and a small model that drafts behind masks
+(parallel_drafter.py).
 
-    python -m demo.train_drafters --out demo/drafters [--minutes 4] [--kinds eagle3 mtp dflash]
+    python -m demo.train_drafters --out demo/drafters [--minutes 4] [--kinds eagle3 mtp dflash pard]
 
 The bundled model stays as it is and is the teacher: a drafter learns its distribution at each place
 of the conversations of demo/tasks. Each step unrolls a head over its own states, as it will draft
@@ -36,6 +37,7 @@ from demo.block_drafter import MASK, PLACES, DFlash, block_loss
 from demo.decoder import MLP, Norm, Qwen3, Shape, rope, rotate
 from demo.optimizer import Muon, adamw
 from demo.packing import Rows, start_workers, stream
+from demo.parallel_drafter import Pard, parallel_loss
 from demo.train import held_out_rows, to_device
 
 MODEL = Path(__file__).parent / "model"
@@ -69,6 +71,15 @@ SHAPES = {
         num_hidden_layers=2,
         num_attention_heads=1,
         num_key_value_heads=1,
+        intermediate_size=48,
+    ),
+    "pard": replace(
+        SHAPE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
         intermediate_size=48,
     ),
 }
@@ -211,6 +222,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "eagle3": lambda: Eagle3(SHAPES["eagle3"]),
     "mtp": lambda: Mtp(SHAPES["mtp"]),
     "dflash": lambda: DFlash(SHAPES["dflash"], BLOCK_TAPS),
+    "pard": lambda: Pard(SHAPES["pard"]),
 }
 PREFIXES = {"mtp": "mtp."}
 
@@ -308,9 +320,13 @@ Loss = Callable[[Batch], tuple[Tensor, Tensor]]
 
 def loss_of(kind: str, head: nn.Module, teacher: Teacher, known: Tensor) -> Loss:
     """How a kind learns."""
+    rng = Random(kind)
+    if isinstance(head, Pard):
+        return lambda batch: parallel_loss(
+            head, teacher.states(batch, head.taps)[1], teacher.table, batch, rng
+        )
     if not isinstance(head, DFlash):
         return lambda batch: head_loss(head, teacher, batch, known)
-    rng = Random(kind)
 
     def loss(batch: Batch) -> tuple[Tensor, Tensor]:
         return block_loss(head, teacher.states(batch, head.taps), teacher.table, batch, rng)
@@ -368,6 +384,8 @@ def train(
     for parameter in head.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
+    if isinstance(head, Pard):
+        head.begin(teacher.table)
     if arguments.weights and (arguments.weights / kind).is_dir():
         head.load_state_dict(read(kind, arguments.weights / kind))
     loss_function = loss_of(kind, head, teacher, known)
@@ -444,6 +462,8 @@ def write(kind: str, head: nn.Module, known: Tensor, folder: Path) -> None:
                 "target_layer_ids": [tap - 1 for tap in head.taps],
             },
         }
+    elif isinstance(head, Pard):
+        config["pard_token"] = MASK
     else:
         config["architectures"] = ["Qwen3MTP"]
     save_file(tensors, folder / "model.safetensors")
