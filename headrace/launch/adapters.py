@@ -6,14 +6,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
+from headrace.back.layers.adapters import KINDS
+from headrace.back.lora.peft import kinds_of
 from headrace.back.models.families import FALLBACK
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import AdapterSpec, DeviceSpec, EngineSpec
 from headrace.base.config.tree import Options
-from headrace.base.errors import ConfigError, HeadraceError, InvalidRequest
+from headrace.base.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
 from headrace.core.adapter_folders import check_name
 from headrace.core.adapters import Adapters
 from headrace.core.ports import AdapterWorkers, Executor
@@ -23,7 +26,7 @@ from headrace.launch.weights_source import WeightsSource
 log = logging.getLogger(__name__)
 
 
-KINDS = ("image", "video", "audio")
+MEDIA = ("image", "video", "audio")
 OF_SOUND = "of-sound"
 """The name of the adapter that a checkpoint has for requests with sound (Granite Speech)."""
 KEPT = 32
@@ -64,6 +67,7 @@ def adapter_spec(
         slots=slots,
         max_rank=max(rank, own),
         kept=max(kept, slots),
+        kinds=_kinds(asked.lora_kinds, modules),
         roots=tuple(_folder(root, "lora_folders") for root in asked.lora_folders),
         modules=((OF_SOUND, model.path), *modules) if own else modules,
         resolvers=tuple(
@@ -71,6 +75,20 @@ def adapter_spec(
         ),
         of_kinds=_of_kinds(asked.default_mm_loras, modules, own=bool(own)),
     )
+
+
+def _kinds(
+    asked: tuple[str, ...] | Literal["auto"], modules: tuple[tuple[str, str], ...]
+) -> tuple[str, ...]:
+    """What slots have room for beside matrices of linear layers, in the order of KINDS. Adapters that
+    cannot be read are refused when they are."""
+    if asked != "auto":
+        return tuple(kind for kind in KINDS if kind in asked)
+    found: set[str] = set()
+    for _, folder in modules:
+        with suppress(CheckpointError):
+            found |= kinds_of(Path(folder))
+    return tuple(kind for kind in KINDS if kind in found)
 
 
 def _own(model: ModelFacts) -> int:
@@ -107,9 +125,9 @@ def _of_kinds(
     known = {name for name, _ in modules}
     for one in asked:
         kind, _, name = one.partition("=")
-        if kind not in KINDS or name not in known:
+        if kind not in MEDIA or name not in known:
             raise ConfigError(
-                f"--default-mm-loras: {one!r}; KIND=NAME is wanted, KIND one of {', '.join(KINDS)}, NAME one of "
+                f"--default-mm-loras: {one!r}; KIND=NAME is wanted, KIND one of {', '.join(MEDIA)}, NAME one of "
                 f"--lora-modules ({', '.join(sorted(known)) or 'there are none'})",
                 field="default_mm_loras",
             )

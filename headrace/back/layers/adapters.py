@@ -1,5 +1,9 @@
-"""Low-rank adapters of a model's linear layers: slots that hold one adapter each, and the linear
-layers that add the adapter in their rows' slots to what the weight gives (op lora_linear).
+"""Low-rank adapters of a model's layers: slots that hold one adapter each, and the linear layers that
+add the adapter in their rows' slots to what the weight gives (op lora_linear). Tables of tokens:
+adapted_table.py; experts: moe/adapted.py.
+
+Magnitudes (Liu et al. 2024, "DoRA", equation 5) make of the sum y = m / |W + s B A| * (W + s B A) x: a
+factor for each output, which is taken when an adapter is read; the bias stays as it is.
 
 A linear layer is asked with rows alone. Which slots these have, `AdapterSlots.rows_T` says: a
 decoder sets it where it takes up a batch (`take`), and where it goes on with fewer rows. None: no
@@ -11,8 +15,9 @@ T rows, I inputs, O outputs, R ranks; sizes of modules are global, sizes of tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -25,32 +30,65 @@ from headrace.back.kernels.lora_linear.op import (
     LoraWeights,
     empty_weights,
 )
+from headrace.back.layers.dequantized import AnyWeight, float_rows
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Copy, Param, WeightPiece, copies
 from headrace.back.parallel.shard import Shard, local_size
 
+MAGNITUDES, TABLES, EXPERTS = "magnitudes", "tables", "experts"
+KINDS = (MAGNITUDES, TABLES, EXPERTS)
+"""What adapters may hold beside the matrices of linear layers, where slots have room for it."""
+
 
 class AdapterSlots:
     """The slots of one model. Slot 0 is none: its rows have no adapter; adapters lie in 1 ..
-    `count`, of at most `max_rank` ranks."""
+    `count`, of at most `max_rank` ranks. `kinds`: of KINDS, what there is room for."""
 
-    def __init__(self, *, count: int, max_rank: int) -> None:
-        self.count, self.max_rank = count, max_rank
-        self.linears: list[AdaptedLinear] = []
+    def __init__(self, *, count: int, max_rank: int, kinds: frozenset[str] = frozenset()) -> None:
+        self.count, self.max_rank, self.kinds = count, max_rank, kinds
+        self.layers: list[AdaptedLayer] = []
         self.rows_T: torch.Tensor | None = None
+        self._logits_at_N: torch.Tensor | None = None
 
     def take(self, batch: Batch) -> None:
         """The rows of this batch come next."""
-        self.rows_T = batch.slot_T
+        self.rows_T, self._logits_at_N = batch.slot_T, batch.logits_at_N
+
+    def take_row(self, slot: int, rows: int, like: torch.Tensor) -> None:
+        """So many rows of one slot come next."""
+        slot_T = torch.full((rows,), slot, dtype=torch.int32, device=like.device)
+        self.rows_T = slot_T if slot else None
+
+    def head_rows(self, count: int) -> torch.Tensor | None:
+        """The slots of the rows whose logits are wanted: those that came last, or those of them
+        that the batch wants logits of."""
+        rows_T = self.rows_T
+        if rows_T is None or len(rows_T) == count:
+            return rows_T
+        assert self._logits_at_N is not None and len(self._logits_at_N) == count, count
+        return rows_T.index_select(0, self._logits_at_N)
+
+    @property
+    def linears(self) -> list[AdaptedLinear]:
+        """Those of its layers that are linear."""
+        return [layer for layer in self.layers if isinstance(layer, AdaptedLinear)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots on this rank."""
-        return sum(linear.num_bytes for linear in self.linears)
+        return sum(layer.num_bytes for layer in self.layers)
 
-    def over(self, weight: Param, mesh: Mesh, device: torch.device, kind: str) -> AdaptedLinear:
+    def kept(self, make: Callable[[], Layer]) -> Layer:
+        """A layer with slots, made now."""
+        layer = make()
+        self.layers.append(layer)
+        return layer
+
+    def over(
+        self, weight: Param, mesh: Mesh, device: torch.device, kind: str, *, wide: bool = False
+    ) -> AdaptedLinear:
         """Slots for the linear layer of a weight [outputs, inputs]; `kind` of device is what the
-        kernel is chosen for."""
+        kernel is chosen for. `wide`: its results are float32."""
         shard, (outputs, inputs) = weight.shard, weight.shape
         parts = (outputs,)
         sizes = parts
@@ -68,9 +106,15 @@ class AdapterSlots:
             parts=sizes,
             rank=self.max_rank,
             slots=self.count,
+            turned=MAGNITUDES in self.kinds,
+            wide=wide,
         )
         modules = _modules(weight, parts)
-        return AdaptedLinear(self, modules, mesh=mesh, shard=shard, problem=problem, device=device)
+        return self.kept(
+            lambda: AdaptedLinear(
+                self, modules, mesh=mesh, shard=shard, problem=problem, device=device
+            )
+        )
 
 
 class LentSlots(AdapterSlots):
@@ -78,46 +122,86 @@ class LentSlots(AdapterSlots):
     first, in their order."""
 
     def __init__(self, slots: AdapterSlots) -> None:
-        super().__init__(count=slots.count, max_rank=slots.max_rank)
-        self._lent = iter(slots.linears)
+        super().__init__(count=slots.count, max_rank=slots.max_rank, kinds=slots.kinds)
+        self._lent = iter(slots.layers)
 
-    def over(self, weight: Param, mesh: Mesh, device: torch.device, kind: str) -> AdaptedLinear:
+    def kept(self, make: Callable[[], Layer]) -> Layer:
         """See AdapterSlots."""
-        linear = next(self._lent)
-        self.linears.append(linear)
-        return linear
+        layer: Any = next(self._lent)
+        self.layers.append(layer)
+        return layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedModule:
     """A linear layer of the checkpoint, all of which or a part of which an `AdaptedLinear` is.
-    `parts`: those of its parts that the module's outputs fill; `pieces`: where in them."""
+    `parts`: those of its parts that the module's outputs fill; `pieces`: where in them. `kind`:
+    "linear", "table" (of so many `inputs`) or "parameter" (of `experts` such layers, without a module of
+    their own)."""
 
     inputs: int
     outputs: int
     parts: tuple[int, ...]
     pieces: tuple[WeightPiece, ...]
+    kind: str = "linear"
+    experts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdapterShare:
     """What one adapter holds for one linear layer, on this rank, in host memory: a [P, R, I] and b
     [R, O] in the model's dtype, R the most of its parts' ranks; scale float32 [P], rank int32 [P].
+    `turn_2O`: see op lora_linear, once `turn` was told the `squares_O`: |W + s B A| squared of each
+    output, of this rank's inputs; `magnitude_O`: negative where there is none.
     """
 
     a_PRI: torch.Tensor
     b_RO: torch.Tensor
     scale_P: torch.Tensor
     rank_P: torch.Tensor
+    magnitude_O: torch.Tensor | None = None
+    squares_O: torch.Tensor | None = None
+    turn_2O: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What goes into slots."""
+        both = (self.a_PRI, self.b_RO, self.scale_P, self.rank_P)
+        return both if self.turn_2O is None else (*both, self.turn_2O)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowRank:
-    """An adapter's two matrices of one module, as stored: a [R, I], b [O, R], any float dtype."""
+    """An adapter's two matrices of one module, as stored: a [R, I], b [O, R], any float dtype, and
+    magnitudes [O], if it has some."""
 
     a_RI: torch.Tensor
     b_OR: torch.Tensor
     scale: float
+    magnitude_O: torch.Tensor | None = None
+
+
+class AdaptedLayer(Protocol):
+    """What a layer with slots is to whoever fills them. `modules`: those of the checkpoint that it
+    computes, by name."""
+
+    modules: dict[str, AdaptedModule]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots on this rank."""
+        ...
+
+    def share(self, pairs: dict[str, LowRank]) -> Any:
+        """This rank's share of the matrices of some of its modules."""
+        ...
+
+    def put(self, slot: int, share: Any | None) -> None:
+        """Fills a slot that no row has; None: its adapter leaves this layer as it is."""
+        ...
+
+
+Layer = TypeVar("Layer", bound=AdaptedLayer)
 
 
 class AdaptedLinear:
@@ -144,18 +228,41 @@ class AdaptedLinear:
         self._slots = slots
         self._shard = shard
         self._axis = mesh.axis(shard.axis) if shard else None
-        slots.linears.append(self)
+        self._weight: AnyWeight | None = None
+        self._bias: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots on this rank."""
         weights = self.weights
-        tensors = (weights.a_SKI, weights.b_SRO, weights.scale_SP, weights.rank_SP)
-        return sum(tensor.nbytes for tensor in tensors)
+        tensors = (
+            weights.a_SKI,
+            weights.b_SRO,
+            weights.scale_SP,
+            weights.rank_SP,
+            weights.turn_S2O,
+        )
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def add_to(self, gemm: Linear, bind: Callable[..., LoraLinear]) -> Linear:
-        """The layer's product, and what its rows' adapters add. `bind`: see Scope."""
-        slots, add = self._slots, bind(OP, self.problem, self.weights)
+    @property
+    def adds_up(self) -> bool:
+        """Whether what it gives is a share of a sum over ranks."""
+        return self._axis is not None and self._axis.size > 1 and self._by_inputs is not None
+
+    @property
+    def _by_inputs(self) -> Shard | None:
+        return self._shard if self._shard is not None and self._shard.dim == 1 else None
+
+    def add_to(
+        self,
+        gemm: Linear,
+        bind: Callable[..., LoraLinear],
+        weight: AnyWeight,
+        bias_O: torch.Tensor | None,
+    ) -> Linear:
+        """The layer's product with the weight and the bias, and what its rows' adapters add.
+        `bind`: see Scope."""
+        slots, add = self._slots, self.bound(bind, weight, bias_O)
 
         def project(x_TI: torch.Tensor) -> torch.Tensor:
             y_TO = gemm(x_TI)
@@ -164,6 +271,14 @@ class AdaptedLinear:
             return y_TO
 
         return project
+
+    def bound(
+        self, bind: Callable[..., LoraLinear], weight: AnyWeight, bias_O: torch.Tensor | None
+    ) -> LoraLinear:
+        """What adds to rows' products with the weight and the bias."""
+        if self.problem.turned:
+            self._weight, self._bias = weight, bias_O
+        return bind(OP, self.problem, self.weights)
 
     def share(self, pairs: dict[str, LowRank]) -> AdapterShare:
         """This rank's share of the matrices of some of its modules."""
@@ -183,12 +298,57 @@ class AdaptedLinear:
                 values_OR = pair.b_OR[copy.source]
                 scaled = values_OR if copy.scale == 1.0 else values_OR.float() * copy.scale
                 b_RO[:rank].t()[copy.target].copy_(scaled)
-        return AdapterShare(a_PRI=a_PRI, b_RO=b_RO, scale_P=scale_P, rank_P=rank_P)
+        share = AdapterShare(a_PRI=a_PRI, b_RO=b_RO, scale_P=scale_P, rank_P=rank_P)
+        if all(pair.magnitude_O is None for pair in pairs.values()):
+            return share
+        magnitude_O = self._magnitudes(pairs)
+        squares_O = self._squares(share, magnitude_O)
+        turn_2O = torch.tensor([[1.0], [0.0]]).repeat(1, problem.outputs)
+        return replace(share, magnitude_O=magnitude_O, squares_O=squares_O, turn_2O=turn_2O)
+
+    def _magnitudes(self, pairs: dict[str, LowRank]) -> torch.Tensor:
+        magnitude_O = torch.full((self.problem.outputs,), -1.0)
+        for name, pair in pairs.items():
+            if pair.magnitude_O is not None:
+                for copy in self._copies_of_b(self.modules[name], 1):
+                    values_O1 = pair.magnitude_O[:, None][copy.source].float() * copy.scale
+                    magnitude_O[:, None][copy.target].copy_(values_O1)
+        return magnitude_O
+
+    def _squares(self, share: AdapterShare, magnitude_O: torch.Tensor) -> torch.Tensor:
+        """|W + s B A| squared of the outputs that have magnitudes, over this rank's inputs."""
+        assert self._weight is not None, "the model is used before finish_load"
+        squares_O = torch.ones(self.problem.outputs)
+        ends = list(accumulate(self.problem.parts))
+        for first, chunk_NI in float_rows(self._weight):
+            for part, end in enumerate(ends):
+                begin = max(end - self.problem.parts[part], first)
+                end = min(end, first + len(chunk_NI))
+                if begin >= end or not bool((magnitude_O[begin:end] >= 0).any()):
+                    continue
+                new = {"device": chunk_NI.device, "dtype": torch.float32}
+                delta_NI = share.b_RO[:, begin:end].t().to(**new) @ share.a_PRI[part].to(**new)
+                whole_NI = delta_NI * float(share.scale_P[part])
+                whole_NI += chunk_NI[begin - first : end - first]
+                squares_O[begin:end] = whole_NI.square().sum(1).cpu()
+        return squares_O
+
+    def turn(self, share: AdapterShare) -> None:
+        """Takes the factors of outputs with magnitudes from their squares, which are whole now."""
+        magnitude_O, squares_O, turn_2O = share.magnitude_O, share.squares_O, share.turn_2O
+        assert magnitude_O is not None and squares_O is not None and turn_2O is not None
+        factor_O = torch.where(magnitude_O < 0, 1.0, magnitude_O / squares_O.sqrt())
+        turn_2O[0] = factor_O
+        share.b_RO.copy_(share.b_RO.float() * factor_O)
+        if self._bias is not None:
+            turn_2O[1] = (1.0 - factor_O) * self._bias.float().cpu()
 
     def put(self, slot: int, share: AdapterShare | None) -> None:
         """Fills a slot that no row has; None: its adapter leaves this layer as it is."""
         weights, at, problem = self.weights, slot - 1, self.problem
         weights.rank_SP[at].zero_()
+        if weights.turn_S2O is not None:
+            weights.turn_S2O[at, 0], weights.turn_S2O[at, 1] = 1.0, 0.0
         if share is None:
             return
         rank, parts = share.b_RO.shape[0], len(problem.parts)
@@ -197,12 +357,13 @@ class AdaptedLinear:
         weights.b_SRO[at, :rank].copy_(share.b_RO)
         weights.scale_SP[at].copy_(share.scale_P)
         weights.rank_SP[at].copy_(share.rank_P)
+        if weights.turn_S2O is not None and share.turn_2O is not None:
+            weights.turn_S2O[at].copy_(share.turn_2O)
 
     def _copies_of_a(self, name: str, module: AdaptedModule, rank: int) -> Iterator[Copy]:
-        by_inputs = self._shard if self._shard is not None and self._shard.dim == 1 else None
         shape = (rank, module.inputs)
         piece = WeightPiece(name=name, shape=shape)
-        return copies(self._param(shape, (piece,), by_inputs))
+        return copies(self._param(shape, (piece,), self._by_inputs))
 
     def _copies_of_b(self, module: AdaptedModule, rank: int) -> Iterator[Copy]:
         by_outputs = self._shard if self._shard is not None and self._shard.dim == 0 else None

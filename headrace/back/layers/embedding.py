@@ -20,10 +20,10 @@ from headrace.back.parallel.shard import Part, Shard
 
 
 class TokenEmbedding:
-    """ids_T -> x_TE, scaled by `scale`. `weight_VE` (local rows) is there after loading, for a tied
-    output head. Only a table that is `tied` to a head is quantized here: by itself it costs no
-    reading. `unused`: rows at the beginning of the checkpoint's table that no id reaches.
-    reading. `parts`: so many tensors hold it, as torch.chunk cuts rows; 0: one.
+    """ids_T -> x_TE, scaled by `scale`; `lookup` adds what adapters add, `plain` does not. `weight_VE`
+    (local rows) is there after loading, for a tied output head. Only a table that is `tied` to a head is
+    quantized here: by itself it costs no reading. `unused`: rows at the beginning of the checkpoint's
+    table that no id reaches. `parts`: so many tensors hold it, as torch.chunk cuts rows; 0: one.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class TokenEmbedding:
         parts: int = 0,
     ) -> None:
         self.lookup: Embedding = not_loaded
+        self.plain: Embedding = not_loaded
         self.weight_VE: torch.Tensor | PackedWeight | BlockWeight | None = None
         self.shard = Shard(axis="tp", dim=0, parts=(vocabulary_part(vocabulary),))
         self._scope = scope
@@ -46,6 +47,8 @@ class TokenEmbedding:
         pieces = tuple(_pieces(scope, vocabulary, width, parts)) if parts else None
         weight = scope.param("weight", (vocabulary, width), pieces=pieces, shard=self.shard)
         self._weight = scope.quantized_table(weight, "tied" if tied else "embedding")
+        adaptable = not (unused or parts)
+        self._adapted = scope.adapted_table(weight, scale=scale) if adaptable else None
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
@@ -67,7 +70,9 @@ class TokenEmbedding:
             return all_reduce(x_TE, axis).mul_(scale)
 
         scaled = scale == 1.0 or isinstance(weight_VE, torch.Tensor)
-        self.lookup = split if axis.size > 1 else (local if scaled else whole)
+        self.plain = self.lookup = split if axis.size > 1 else (local if scaled else whole)
+        if self._adapted is not None:
+            self.lookup = self._adapted.add_to(self.plain, self._scope.bind)
 
     def _bind(self, weight_VE: torch.Tensor | PackedWeight | BlockWeight) -> tuple[Embedding, int]:
         """The lookup in this rank's rows, and their number; of floats in all rows it scales."""

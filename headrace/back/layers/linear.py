@@ -360,7 +360,7 @@ def bind_adapted(
 ) -> Linear:
     """The GEMM, with what its rows' adapters add where it has slots."""
     gemm = bind_linear(scope, weight_OI, bias_O)
-    return gemm if adapted is None else adapted.add_to(gemm, scope.bind)
+    return gemm if adapted is None else adapted.add_to(gemm, scope.bind, weight_OI, bias_O)
 
 
 def _facts(scope: Scope, bias_O: torch.Tensor | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -13,12 +14,13 @@ from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES, LinearTopProblem
 from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
+from headrace.back.layers.adapters import AdaptedLinear
 from headrace.back.layers.embedding import vocabulary_part
 from headrace.back.layers.linear import Weight, bind_linear, gemm_of
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_gather
 from headrace.back.parallel.mesh import Axis
-from headrace.back.parallel.param import WeightPiece
+from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Shard, local_size
 
 TopOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -42,6 +44,9 @@ class LogitsHead:
     share the vocabulary, each takes the best of its own rows and only those pairs are gathered, not
     logits.
 
+    With adapters `logits`, `argmax` and `top_candidates` add what those of their rows add, whose slots they
+    ask for; `alone` is the head without, for drafters.
+
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`. `normed`: its rows are divided by their lengths (Baichuan 2). `bias`: it holds
     `scope / "bias"` too; or where it holds one, as [1, V].
@@ -62,6 +67,7 @@ class LogitsHead:
         self._project: Linear = not_loaded
         self.argmax: TopOf | None = None
         self.top_candidates: TopOf | None = None
+        self.alone = self
         self._scope = scope
         self._tied = tied
         self._scale = scale
@@ -69,10 +75,13 @@ class LogitsHead:
         self._normed = normed
         self._part = vocabulary_part(vocabulary)
         shard = Shard(axis="tp", dim=0, parts=(self._part,))
-        self._weight = None
+        self._weight, self._adapted = None, None
         if not tied:
             weight = scope.param("weight", (vocabulary, width), shard=shard)
             self._weight = weight if normed else scope.quantized_table(weight, "head")
+            self._adapted = None if normed else scope.adapted_head(weight)
+        elif not normed:
+            self._adapted = scope.adapted_head(_named(scope, (vocabulary, width), shard))
         self._bias = None
         if isinstance(bias, Scope):
             row = Shard(axis="tp", dim=1, parts=(self._part,))
@@ -128,6 +137,40 @@ class LogitsHead:
             )
         elif plain and isinstance(weight_VE, torch.Tensor):
             self.argmax = self._bind_narrow_argmax(weight_VE, shared=shared)
+        if self._adapted is not None:
+            self._adapt(self._adapted, weight_VE, bias_V)
+
+    def _adapt(
+        self, adapted: AdaptedLinear, weight_VE: Weight, bias_V: torch.Tensor | None
+    ) -> None:
+        """Rows with adapters go by whole rows of logits."""
+        slots, gemm, self.alone = self._scope.adapters, self._project, copy(self)
+        assert slots is not None
+        add = adapted.bound(self._scope.bind, weight_VE, bias_V)
+
+        def project(hidden_NE: torch.Tensor) -> torch.Tensor:
+            logits_NV, rows_N = gemm(hidden_NE), slots.head_rows(len(hidden_NE))
+            if rows_N is not None:
+                add(hidden_NE, logits_NV, rows_N)
+            return logits_NV
+
+        self._project = project
+        greedy = self._scope.bind(GREEDY, GreedyProblem(device=self._scope.kind))
+        self.argmax = self._over_logits(self.argmax, greedy)
+        self.top_candidates = self._over_logits(self.top_candidates, best_of)
+
+    def _over_logits(self, top: TopOf | None, of_logits: TopOf) -> TopOf | None:
+        """`top`, or where rows have adapters the same of their logits."""
+        slots = self._scope.adapters
+        if top is None or slots is None:
+            return top
+
+        def adapted(hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if slots.rows_T is None:
+                return top(hidden_NE)
+            return of_logits(self.logits(hidden_NE))
+
+        return adapted
 
     def _bind_narrow_argmax(self, weight_VE: torch.Tensor, *, shared: bool) -> TopOf | None:
         """From logits in the weight's own type: widening is exact, so the choice is the same."""
@@ -167,6 +210,25 @@ class LogitsHead:
         axis = self._scope.mesh.tp
         first = Shard(axis="tp", dim=0, parts=(self._part,)).spans(axis)[0].start
         return gathered_top(top, count=count, first=first, axis=axis)
+
+
+def _named(scope: Scope, shape: tuple[int, int], shard: Shard) -> Param:
+    """The weight that a tied head would have, without one."""
+    return Param(
+        name=scope.name("weight"),
+        shape=shape,
+        dtype=scope.dtype,
+        pieces=(WeightPiece(name=scope.name("weight"), shape=shape),),
+        tensor=None,
+        shard=shard,
+        spans=shard.spans(scope.mesh.tp),
+    )
+
+
+def best_of(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best NUM_CANDIDATES ids and logits of each row, in the order of op linear_top."""
+    value_NV, id_NV = logits_NV.sort(dim=1, descending=True, stable=True)
+    return id_NV[:, :NUM_CANDIDATES], value_NV[:, :NUM_CANDIDATES].contiguous()
 
 
 def gathered_top(top: TopOf, *, count: int, first: int, axis: Axis) -> TopOf:

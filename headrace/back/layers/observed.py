@@ -27,7 +27,7 @@ class ObservedLinears(AdapterSlots):
         self.gemms: dict[tuple[str, ...], Linear] = {}
 
     def over(  # type: ignore[override]  # asked for `add_to` alone
-        self, weight: Param, mesh: Mesh, device: torch.device, kind: str
+        self, weight: Param, mesh: Mesh, device: torch.device, kind: str, *, wide: bool = False
     ) -> ObservedLinear:
         """See AdapterSlots."""
         names = tuple(dict.fromkeys(piece.name for piece in weight.pieces))
@@ -42,7 +42,9 @@ class ObservedLinear:
     ) -> None:
         self._names, self._see, self._gemms = names, see, gemms
 
-    def add_to(self, gemm: Linear, bind: Callable[..., object]) -> Linear:
+    def add_to(
+        self, gemm: Linear, bind: Callable[..., object], weight: object, bias_O: object
+    ) -> Linear:
         """See AdaptedLinear."""
         self._gemms[self._names] = gemm
 

@@ -3,7 +3,8 @@
 Read key by key, as data only: what a key asks for is done, or refused by name. Safetensors alone:
 adapters come from strangers. A rank is what the tensors say; `alpha_pattern` and `rank_pattern` are
 compared as names, never run as the regular expressions they may be (their time would be a
-stranger's to choose).
+stranger's to choose). Which kinds of adapters are taken beside those of linear layers is the
+caller's to say (layers/adapters.py: KINDS).
 
 PEFT 0.21, `peft/tuners/lora/config.py` and `peft/utils/save_and_load.py`. R ranks, I inputs, O
 outputs.
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from headrace.back.layers.adapters import AdaptedModule, LowRank
+from headrace.back.layers.adapters import EXPERTS, MAGNITUDES, TABLES, AdaptedModule, LowRank
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.errors import CheckpointError
@@ -37,7 +38,7 @@ _BESIDE: Final = (
     *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
     *("lora_dropout", "layers_pattern", "megatron_core", "peft_version", "fan_in_fan_out"),
     *("eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
-    *("ensure_weight_tying", "runtime_config"),
+    "runtime_config",
 )
 """Keys of training and of bookkeeping, which change nothing of what the tensors mean."""
 _READ: Final = (
@@ -45,6 +46,8 @@ _READ: Final = (
     *("target_modules", "layers_to_transform", "exclude_modules"),
 )
 """Keys that are read without a `ConfigReader` asking for them."""
+SERVED: Final = {MAGNITUDES: "use_dora", EXPERTS: "target_parameters"}
+"""Keys that ask for what is served where there is room for it."""
 _PLAIN_STARTS: Final = (True, False, "gaussian", "eva", "orthogonal")
 """Beginnings of training that leave the base weights as they are."""
 
@@ -52,7 +55,8 @@ _PLAIN_STARTS: Final = (True, False, "gaussian", "eva", "orthogonal")
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """What adapter_config.json says. `targets`: ends of names of which every layer has an adapter;
-    None: the tensors alone say which."""
+    None: the tensors alone say which. `magnitudes`: there are some (DoRA). `parameters`: those that are
+    no weights of modules."""
 
     rank: int
     alpha: float
@@ -60,6 +64,8 @@ class LoraConfig:
     ranks: tuple[tuple[str, int], ...]
     alphas: tuple[tuple[str, float], ...]
     targets: tuple[str, ...] | None
+    magnitudes: bool = False
+    parameters: tuple[str, ...] = ()
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's adapter."""
@@ -73,36 +79,64 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PeftAdapter:
-    """An adapter as stored: its matrices by module of the base model."""
+    """An adapter as stored: its matrices by module of the base model, and its greatest rank."""
 
     pairs: dict[str, LowRank]
+    rank: int
     num_bytes: int
 
-    @property
-    def rank(self) -> int:
-        """The greatest."""
-        return max(len(pair.a_RI) for pair in self.pairs.values())
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPair:
+    """Matrices of one module, where they lie. `kind`: see AdaptedModule."""
+
+    a: StoredTensor
+    b: StoredTensor
+    kind: str = "linear"
+    magnitude: StoredTensor | None = None
 
 
 def read_adapter(
-    folder: Path, modules: Mapping[str, AdaptedModule], *, max_rank: int
+    folder: Path,
+    modules: Mapping[str, AdaptedModule],
+    *,
+    max_rank: int,
+    kinds: Collection[str] = (),
 ) -> PeftAdapter:
-    """The adapter in `folder` for a model with these `modules`; CheckpointError with the names and
-    numbers of everything that does not fit."""
-    config, path = read_config(folder), folder / WEIGHTS
-    stored = stored_tensors(folder)
-    halves = _halves(path, stored)
-    _check_modules(path, config, halves, modules, max_rank)
+    """The adapter in `folder` for a model with these `modules`, and room for these `kinds`;
+    CheckpointError with the names and numbers of everything that does not fit."""
+    config = read_config(folder, beside=[SERVED[kind] for kind in kinds if kind in SERVED])
+    path, stored = folder / WEIGHTS, stored_tensors(folder)
+    halves = _pairs(path, config, stored, modules)
+    _check_modules(path, config, halves, modules, max_rank, kinds)
     pairs = {
         module: LowRank(
-            a_RI=tensor_of(pair["A"]),
-            b_OR=tensor_of(pair["B"]),
-            scale=config.scale_of(module, pair["A"].shape[0]),
+            a_RI=tensor_of(pair.a),
+            b_OR=tensor_of(pair.b),
+            scale=config.scale_of(module, _rank(pair, modules[module])),
+            magnitude_O=None if pair.magnitude is None else tensor_of(pair.magnitude).flatten(),
         )
         for module, pair in halves.items()
     }
     num_bytes = sum(one.num_bytes for one in stored.values())
-    return PeftAdapter(pairs=pairs, num_bytes=num_bytes)
+    ranks = [_rank(pair, modules[module]) for module, pair in halves.items()]
+    return PeftAdapter(pairs=pairs, rank=max(ranks), num_bytes=num_bytes)
+
+
+def _rank(pair: StoredPair, module: AdaptedModule) -> int:
+    return pair.a.shape[0] // module.experts
+
+
+def kinds_of(folder: Path) -> set[str]:
+    """What an adapter holds beside matrices of linear layers, by its names."""
+    raw = read_json(folder / CONFIG)
+    kinds = {kind for kind, key in SERVED.items() if raw.get(key)}
+    for name in stored_tensors(folder):
+        if ".lora_embedding_" in name or name.startswith(f"{PREFIX}lm_head."):
+            kinds.add(TABLES)
+        if re.search(r"experts?\.(\d+|\w+_proj)\.", name):
+            kinds.add(EXPERTS)
+    return kinds
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -129,6 +163,8 @@ def read_config(folder: Path, *, beside: Collection[str] = ()) -> LoraConfig:
         ranks=_pattern(reader, "rank_pattern", int),
         alphas=_pattern(reader, "alpha_pattern", float),
         targets=_targets(reader),
+        magnitudes=bool(reader.raw.get("use_dora")),
+        parameters=tuple(str(one) for one in reader.raw.get("target_parameters") or ()),
     )
     known = {*_BESIDE, *_OFF, *_READ}
     unknown = [key for key in reader.unused() if key not in known and reader.raw.get(key)]
@@ -142,14 +178,15 @@ def read_config(folder: Path, *, beside: Collection[str] = ()) -> LoraConfig:
 INSTEAD = "; `headrace merge-adapter` merges them into the base"
 _OFF: Final[Mapping[str, tuple[object, str]]] = {
     "bias": ("none", "biases of the base are not adapted"),
-    "use_dora": (False, f"adapters with magnitudes (DoRA) are not applied{INSTEAD}"),
+    "use_dora": (False, f"adapters with magnitudes (DoRA) need --lora-kinds magnitudes{INSTEAD}"),
+    "ensure_weight_tying": (False, f"matrices that table and head share are not applied{INSTEAD}"),
     "lora_bias": (False, "adapters with biases are not applied"),
     "use_qalora": (False, "QALoRA is not applied"),
     "modules_to_save": (None, f"whole modules beside the adapter are not replaced{INSTEAD}"),
     "trainable_token_indices": (None, f"embeddings of tokens are not replaced{INSTEAD}"),
     "target_parameters": (
         None,
-        f"adapters of parameters that are no linear layers are not applied{INSTEAD}",
+        f"adapters of experts that are one parameter need --lora-kinds experts{INSTEAD}",
     ),
     "layer_replication": (None, "layers are not replicated"),
     "alora_invocation_tokens": (None, "adapters that begin within a prompt are not applied"),
@@ -212,60 +249,140 @@ def _by_name(pairs: tuple[tuple[str, Any], ...], module: str, default: Any) -> A
     return default
 
 
-def _halves(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """A and B by module."""
-    halves: dict[str, dict[str, StoredTensor]] = {}
+HALF = re.compile(r"(.+?)((?:\.base_layer)*)\.lora_([AB])(?:\.default)?\.weight")
+TABLE_HALF = re.compile(r"(.+)\.lora_embedding_([AB])(?:\.default)?")
+MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+_TABLE = re.compile(r"(.+)\.base_layer\.weight")
+
+
+def _pairs(
+    path: Path,
+    config: LoraConfig,
+    stored: Mapping[str, StoredTensor],
+    modules: Mapping[str, AdaptedModule],
+) -> dict[str, StoredPair]:
+    """A and B by module, or by parameter."""
+    halves: dict[tuple[str, str, str], dict[str, StoredTensor]] = {}
+    magnitudes: dict[str, StoredTensor] = {}
     others = []
     for name, tensor in stored.items():
-        match = re.fullmatch(r"(.+)\.lora_([AB])(?:\.default)?\.weight", name)
-        if match is None or not name.startswith(PREFIX):
+        inner = name.removeprefix(PREFIX)
+        if inner == name:
             others.append(name)
-            continue
-        halves.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = tensor
+        elif match := HALF.fullmatch(inner):
+            halves.setdefault((match[1], match[2], "linear"), {})[match[3]] = tensor
+        elif match := TABLE_HALF.fullmatch(inner):
+            halves.setdefault((match[1], "", "table"), {})[match[2]] = tensor
+        elif config.magnitudes and (match := MAGNITUDE.fullmatch(inner)):
+            magnitudes[match[1]] = tensor
+        elif not ((match := _TABLE.fullmatch(inner)) and _is_base(modules, match[1], tensor)):
+            others.append(name)
     if others:
         raise CheckpointError(f"{path}: {listed(others)}: no matrices of a linear layer's adapter")
     if not halves:
         raise CheckpointError(f"{path} holds no adapter")
-    for module, pair in halves.items():
+    pairs = {}
+    at_depths = [(module, depth) for module, depth, _ in halves]
+    for (module, depth, kind), pair in halves.items():
+        parameter = parameter_of(module, depth, at_depths, config.parameters)
         lacking = {"A", "B"} - pair.keys()
         if lacking:
-            missing = f"{PREFIX}{module}.lora_{lacking.pop()}.weight"
+            leaf = f"{depth}.lora_" if kind == "linear" else ".lora_embedding_"
+            end = ".weight" if kind == "linear" else ""
+            missing = f"{PREFIX}{module}{leaf}{lacking.pop()}{end}"
             raise CheckpointError(f"{path}: tensor {missing} is missing")
-    return halves
+        if depth and parameter is None:
+            raise CheckpointError(f"{path}: {module}{depth}: no parameter of that name is adapted")
+        pairs[parameter or module] = StoredPair(
+            a=pair["A"],
+            b=pair["B"],
+            kind=kind if parameter is None else "parameter",
+            magnitude=magnitudes.pop(module, None),
+        )
+    if magnitudes:
+        raise CheckpointError(f"{path}: {listed(list(magnitudes))}: magnitudes without matrices")
+    return pairs
+
+
+def _is_base(modules: Mapping[str, AdaptedModule], name: str, tensor: StoredTensor) -> bool:
+    """Whether a tensor is the base's own table, which PEFT saves beside adapters of it."""
+    module = modules.get(name)
+    return module is not None and tensor.shape in (
+        (module.inputs, module.outputs),
+        (module.outputs, module.inputs),
+    )
+
+
+def parameter_of(
+    module: str, depth: str, at_depths: Collection[tuple[str, str]], parameters: Sequence[str]
+) -> str | None:
+    """The parameter that an adapter of a module is for, None: its weight. Those of one module lie one
+    in another (`depth`: ".base_layer" for each; of all of them in `at_depths`), the module's first
+    innermost, in whatever order they are named: transformers has downs last."""
+    mine = sorted(
+        (
+            name
+            for name in parameters
+            if module == name.rpartition(".")[0] or module.endswith(f".{name.rpartition('.')[0]}")
+        ),
+        key=lambda name: name.endswith("down_proj"),
+    )
+    if not mine:
+        return None
+    level = depth.count(".base_layer")
+    deepest = max(way.count(".base_layer") for owner, way in at_depths if owner == module)
+    if deepest >= len(mine) or level > deepest:
+        return None
+    return f"{module}.{mine[deepest - level].rpartition('.')[2]}"
 
 
 def _check_modules(
     path: Path,
     config: LoraConfig,
-    halves: Mapping[str, Mapping[str, StoredTensor]],
+    pairs: Mapping[str, StoredPair],
     modules: Mapping[str, AdaptedModule],
     max_rank: int,
+    kinds: Collection[str],
 ) -> None:
-    unknown = [name for name in halves if name not in modules]
+    unknown = [
+        name
+        for name, pair in pairs.items()
+        if name not in modules or modules[name].kind != pair.kind
+    ]
     if unknown:
+        missing = [kind for kind in (TABLES, EXPERTS) if kind not in kinds]
+        hint = f"; of {' and '.join(missing)}: --lora-kinds" if missing else ""
         raise CheckpointError(
             f"{path}: {listed(unknown)}: this model has no linear layer of that name that takes an "
-            "adapter (it may be made for another base)"
+            f"adapter (it may be made for another base{hint})"
         )
-    for name, pair in halves.items():
+    for name, pair in pairs.items():
         _check_pair(path, name, pair, modules[name], config.rank_of(name), max_rank)
+        if config.magnitudes and pair.magnitude is None and modules[name].parts:
+            raise CheckpointError(f"{path}: {name}: use_dora is set, its magnitudes are missing")
     if config.targets is not None:
         wanted = [
             name
             for name in modules
             if any(name == end or name.endswith(f".{end}") for end in config.targets)
         ]
-        missing = [name for name in wanted if name not in halves]
+        missing = [name for name in wanted if name not in pairs and not _inside(name, pairs)]
         if missing:
             raise CheckpointError(
                 f"{path}: {listed(missing)}: target_modules names them, and their tensors are missing"
             )
 
 
+def _inside(name: str, pairs: Mapping[str, StoredPair]) -> bool:
+    """Whether a module is one of many that an adapter of one parameter may be for, or that the base
+    holds as a parameter: `target_modules` names no such thing."""
+    return re.search(r"\.experts\.\d+\.", name) is not None
+
+
 def _check_pair(
     path: Path,
     name: str,
-    pair: Mapping[str, StoredTensor],
+    pair: StoredPair,
     module: AdaptedModule,
     rank: int,
     max_rank: int,
@@ -275,8 +392,16 @@ def _check_pair(
             f"{path}: {name} has rank {rank}, at most {max_rank} are served (--max-lora-rank)",
             field="max_lora_rank",
         )
-    for half, shape in (("A", (rank, module.inputs)), ("B", (module.outputs, rank))):
-        tensor = pair[half]
+    if pair.magnitude is not None and not (pair.kind == "linear" and module.parts):
+        raise CheckpointError(
+            f"{path}: {name} has magnitudes (DoRA), which are served of linear layers alone{INSTEAD}",
+            field="use_dora",
+        )
+    ranks = rank * module.experts
+    wanted = [(pair.a, (ranks, module.inputs)), (pair.b, (module.outputs, ranks))]
+    if pair.magnitude is not None:
+        wanted.append((pair.magnitude, (module.outputs,)))
+    for tensor, shape in wanted:
         if tensor.shape != shape:
             raise CheckpointError(
                 f"{path}: {tensor.name} has the shape {list(tensor.shape)}, of this base and rank "

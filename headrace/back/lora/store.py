@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from headrace.back.layers.adapters import AdapterShare, AdapterSlots, LowRank
+from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots, LowRank
 from headrace.back.lora.peft import read_adapter
 from headrace.base.errors import HeadraceError, to_wire
 from headrace.base.wire.step import AdapterOrder, AdapterReply
@@ -27,9 +29,12 @@ class AdapterStore:
         self._slots = slots
         self._device = device
         self._modules = {
-            name: module for linear in slots.linears for name, module in linear.modules.items()
+            name: module for layer in slots.layers for name, module in layer.modules.items()
         }
-        self._adapters: dict[str, list[AdapterShare | None]] = {}
+        self._adapters: dict[str, list[Any | None]] = {}
+        self._group: dist.ProcessGroup | None = None
+        if any(linear.problem.turned and linear.adds_up for linear in slots.linears):
+            self._group = dist.new_group(backend="gloo")  # apart from the steps' own sums
 
     def carry_out(self, order: AdapterOrder) -> AdapterReply:
         """One order; what it could not do is told in the reply."""
@@ -49,25 +54,43 @@ class AdapterStore:
     def read(self, name: str, folder: str) -> AdapterReply:
         """Reads an adapter into host memory, in place of one of the same name; CheckpointError if
         it does not fit this model."""
-        adapter = read_adapter(Path(folder), self._modules, max_rank=self._slots.max_rank)
-        shares: list[AdapterShare | None] = []
-        for linear in self._slots.linears:
+        slots = self._slots
+        adapter = read_adapter(
+            Path(folder), self._modules, max_rank=slots.max_rank, kinds=slots.kinds
+        )
+        shares: list[Any | None] = []
+        for layer in slots.layers:
             pairs: dict[str, LowRank] = {
-                module: adapter.pairs[module]
-                for module in linear.modules
-                if module in adapter.pairs
+                module: adapter.pairs[module] for module in layer.modules if module in adapter.pairs
             }
-            shares.append(linear.share(pairs) if pairs else None)
+            shares.append(layer.share(pairs) if pairs else None)
+        self._turn(shares)
         self._adapters[name] = shares
         return AdapterReply(
             rank=adapter.rank, num_bytes=adapter.num_bytes, num_modules=len(adapter.pairs)
         )
 
+    def _turn(self, shares: list[Any | None]) -> None:
+        """Magnitudes become factors, once the lengths they are for are summed over the ranks."""
+        turned = [
+            (layer, share)
+            for layer, share in zip(self._slots.layers, shares, strict=True)
+            if isinstance(layer, AdaptedLinear) and share is not None and share.turn_2O is not None
+        ]
+        parts = [share.squares_O for layer, share in turned if layer.adds_up]
+        if parts:
+            sums = torch.cat(parts)
+            dist.all_reduce(sums, group=self._group)
+            for part, whole in zip(parts, sums.split([len(part) for part in parts]), strict=True):
+                part.copy_(whole)
+        for layer, share in turned:
+            layer.turn(share)
+
     def place(self, name: str, slot: int) -> None:
         """Puts an adapter that was read into a slot."""
         with torch.inference_mode():
-            for linear, share in zip(self._slots.linears, self._adapters[name], strict=True):
-                linear.put(slot, share)
+            for layer, share in zip(self._slots.layers, self._adapters[name], strict=True):
+                layer.put(slot, share)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 

@@ -17,9 +17,13 @@ import torch
 
 from headrace.back.layers.adapters import LowRank
 from headrace.back.lora.peft import (
+    HALF,
+    MAGNITUDE,
     PREFIX,
+    TABLE_HALF,
     LoraConfig,
     listed,
+    parameter_of,
     read_config,
     stored_tensors,
     tensor_of,
@@ -28,11 +32,14 @@ from headrace.base.config.hf import read_json
 from headrace.base.config.safetensors_header import StoredTensor
 from headrace.base.errors import CheckpointError
 
-MERGED = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
+MERGED = (
+    "use_dora",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "ensure_weight_tying",
+)
 """Keys of the configuration that adapters may have which are merged, not served."""
-_HALF = re.compile(r"(.+?)((?:\.base_layer)*)\.lora_([AB])(?:\.default)?\.weight")
-_TABLE_HALF = re.compile(r"(.+)\.lora_embedding_([AB])(?:\.default)?")
-_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 _ROWS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta")
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,20 +77,20 @@ def read_whole(folder: Path) -> WholeAdapter:
         if not name.startswith(PREFIX):
             raise CheckpointError(f"{folder}: {name} is no tensor of an adapter")
         inner = name.removeprefix(PREFIX)
-        if match := _HALF.fullmatch(inner):
+        if match := HALF.fullmatch(inner):
             halves.setdefault((match[1], match[2]), {})[match[3]] = tensor
-        elif match := _TABLE_HALF.fullmatch(inner):
+        elif match := TABLE_HALF.fullmatch(inner):
             tables.setdefault(match[1], {})[match[2]] = tensor
-        elif match := _MAGNITUDE.fullmatch(inner):
+        elif match := MAGNITUDE.fullmatch(inner):
             magnitudes[match[1]] = tensor
         elif match := _ROWS.fullmatch(inner):
             adapter.rows[match[1]] = (_indices(raw, match[1]), tensor_of(tensor))
         else:
             adapter.whole[inner.replace(".base_layer.", ".")] = tensor_of(tensor)
-    parameters = [str(one) for one in raw.get("target_parameters") or ()]
+    at_depths = list(halves)
     for (module, depth), pair in halves.items():
         low_rank = _pair(folder, module, pair)
-        parameter = _parameter(module, depth.count(".base_layer"), halves, parameters)
+        parameter = parameter_of(module, depth, at_depths, config.parameters)
         if parameter is not None:
             rank = config.rank_of(module)
             adapter.experts[parameter] = _scaled(config, module, low_rank, rank)
@@ -229,27 +236,6 @@ def _pair(folder: Path, module: str, pair: Mapping[str, StoredTensor]) -> LowRan
 
 def _scaled(config: LoraConfig, module: str, pair: LowRank, rank: int) -> LowRank:
     return LowRank(a_RI=pair.a_RI, b_OR=pair.b_OR, scale=config.scale_of(module, rank))
-
-
-def _parameter(
-    module: str,
-    depth: int,
-    halves: Mapping[tuple[str, str], object],
-    parameters: list[str],
-) -> str | None:
-    """The parameter that an adapter of a module is for, None: its weight. Those of one module lie
-    one in another, the first named innermost."""
-    mine = [
-        name
-        for name in parameters
-        if module == name.rpartition(".")[0] or module.endswith(f".{name.rpartition('.')[0]}")
-    ]
-    if not mine:
-        return None
-    deepest = max(way.count(".base_layer") for owner, way in halves if owner == module)
-    if deepest >= len(mine) or depth > deepest:
-        return None
-    return f"{module}.{mine[deepest - depth].rpartition('.')[2]}"
 
 
 def _indices(raw: Mapping[str, object], module: str) -> tuple[int, ...]:

@@ -246,8 +246,15 @@ class Decoder:
 
     @property
     def embed(self) -> Embedding:
-        """ids_T -> x_TE, as the layers read them: of drafters that share the table."""
-        return self._embedding.lookup
+        """ids_T -> x_TE, as the layers read them, without adapters: of drafters that share the
+        table."""
+        return self._embedding.plain
+
+    @property
+    def head(self) -> LogitsHead:
+        """The output head without adapters: of drafters that share it."""
+        assert self._head is not None, "the model has no language-model head"
+        return self._head.alone
 
     @property
     def taps_until(self) -> int:

@@ -167,7 +167,8 @@ def online_schemes(spec: ModelSpec) -> PartSchemes | None:
 def _slots(spec: ModelSpec) -> AdapterSlots | None:
     if spec.adapters is None:
         return None
-    return AdapterSlots(count=spec.adapters.slots, max_rank=spec.adapters.max_rank)
+    asked = spec.adapters
+    return AdapterSlots(count=asked.slots, max_rank=asked.max_rank, kinds=frozenset(asked.kinds))
 
 
 def _build(spec: ModelSpec, scope: Scope) -> LoadableModel:

@@ -80,11 +80,12 @@ class DFlashHead:
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        if self._target.argmax is not None:
-            self._top = self._target.argmax
+        head = self._target.head
+        if head.argmax is not None:
+            self._top = head.argmax
             return
         greedy = self._scope.bind(GREEDY, GreedyProblem(device=self._scope.kind))
-        self._top = lambda hidden_NE: greedy(self._target.logits(hidden_NE))
+        self._top = lambda hidden_NE: greedy(head.logits(hidden_NE))
 
     def follow(
         self, token_T: torch.Tensor, seen_TX: torch.Tensor | None, batch: Batch

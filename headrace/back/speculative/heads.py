@@ -97,7 +97,7 @@ class DraftHead:
     def _finish(self) -> None:
         if self._offset is not None:
             self.offset_D = self._offset.take()
-        head = self._head or self._target
+        head = self._head or self._target.head
         if head.argmax is not None:
             self._top = head.argmax
             return

@@ -89,10 +89,10 @@ class MedusaHeads:
         self._activate = scope.bind(ACTIVATION, ActivationProblem(**new, activation="silu"))
         columns = NormColumnsProblem(**new, width=self.width, eps=None)
         self._add = scope.bind(NORM_COLUMNS, columns, None)
-        heads: list[LogitsHead | Decoder] = [*(self._heads or [self._target] * self._spec.heads)]
+        heads = self._heads or [self._target.head] * self._spec.heads
         self._top = [head.argmax or self._from_logits(head) for head in heads]
 
-    def _from_logits(self, head: LogitsHead | Decoder) -> TopOf:
+    def _from_logits(self, head: LogitsHead) -> TopOf:
         greedy = self._scope.bind(GREEDY, GreedyProblem(device=self._scope.kind))
         return lambda hidden_NE: greedy(head.logits(hidden_NE))
 

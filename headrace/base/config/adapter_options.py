@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -58,6 +58,14 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=1, le=512, description="Greatest rank of an adapter; each slot has room for it."),
     ] = 64
+    lora_kinds: Annotated[
+        tuple[Literal["magnitudes", "tables", "experts"], ...] | Auto,
+        Meta(
+            description="What adapters may hold beside the matrices of linear layers, for which slots get "
+            "room: magnitudes (DoRA), tables (of tokens, and output heads), experts; auto: what those of "
+            "--lora-modules hold."
+        ),
+    ] = "auto"
     max_cpu_loras: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | Auto,
         Meta(

@@ -27,7 +27,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Low-rank adapters of the model: how many lie on the device beside each other, their greatest
-    rank, and how many more host memory keeps. `roots`: folders below which adapters may be loaded
+    rank, and how many more host memory keeps. `kinds`: what they may hold beside matrices of linear
+    layers (layers/adapters.py). `roots`: folders below which adapters may be loaded
     while the engine runs; `modules`: (name, folder) of those that are loaded at start; `loaded`: of
     those that were loaded since, which a core that is started again loads too; `resolvers`: folders
     in which they are found by name. `of_kinds`: (kind of media, adapter) of requests with such
@@ -36,6 +37,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     max_rank: int
     kept: int
+    kinds: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     loaded: tuple[tuple[str, str], ...] = ()

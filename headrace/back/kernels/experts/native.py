@@ -5,7 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.experts.op import SWIGLU_OAI, SWIGLU_STEP, Experts, ExpertsProblem
+from headrace.back.kernels.experts.op import (
+    SWIGLU_OAI,
+    SWIGLU_STEP,
+    Beside,
+    Experts,
+    ExpertsProblem,
+    check_beside,
+)
 from headrace.back.kernels.native.library import (
     DTYPES,
     FLOAT,
@@ -26,7 +33,7 @@ ACTIVATION_IDS = {
     SWIGLU_OAI: 100,
     SWIGLU_STEP: 101,
 }
-_ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 5, FLOAT, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 10, *(INT64,) * 5, FLOAT, INT32, INT32)
 
 
 def bind_with(
@@ -46,17 +53,23 @@ def bind_with(
     activation, element = ACTIVATION_IDS[problem.activation], DTYPES[problem.dtype]
 
     def experts(
-        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         assert x_TE.dtype == problem.dtype and x_TE.is_contiguous(), (x_TE.dtype, x_TE.stride())
         assert expert_TK.dtype == torch.int32 and weight_TK.dtype == torch.float32
         assert expert_TK.shape == weight_TK.shape == (x_TE.shape[0], problem.slots)
         assert expert_TK.is_contiguous() and weight_TK.is_contiguous()
+        if beside is not None:
+            check_beside(problem, beside, len(x_TE))
         y_TE = x_TE.new_empty(x_TE.shape)
         kernel(
             x_TE.data_ptr(), up_XIE.data_ptr(), down_XEI.data_ptr(),
             *(None if bias is None else bias.data_ptr() for bias in biases),
-            expert_TK.data_ptr(), weight_TK.data_ptr(), y_TE.data_ptr(), x_TE.shape[0],
+            expert_TK.data_ptr(), weight_TK.data_ptr(), y_TE.data_ptr(),
+            *((None, None) if beside is None else (part.data_ptr() for part in beside)), x_TE.shape[0],
             problem.slots, problem.experts, problem.width, problem.inner, problem.clamp, activation,
             element,
         )  # fmt: skip

@@ -20,6 +20,8 @@ struct Mixture : SortedPairs {
   const int32_t* experts_of;
   const float* weights;
   void *y, *inner_values;
+  const float* beside;
+  void* left;
   int64_t tokens, slots, experts, width, inner;
   float clamp;
   int32_t activation;
@@ -80,6 +82,7 @@ void inner_task(void* context, int64_t i) {
     product<T>(panels, rows, up + first * E, count, E, gates, kInner);
     product<T>(panels, rows, up + (p.inner + first) * E, count, E, ups, kInner);
     for (int64_t m = 0; m < rows; ++m) {
+      const int64_t pair = p.pairs[begin + m];
       T* to = static_cast<T*>(p.inner_values) + (begin + m) * p.inner + first;
       for (int64_t d = 0; d < count; d += kLanes) {
         const int64_t n = smaller<int64_t>(count - d, kLanes);
@@ -88,7 +91,13 @@ void inner_task(void* context, int64_t i) {
           const float* bias = p.up_bias + expert * 2 * p.inner + first + d;
           g += load_part(bias, n), u += load_part(bias + p.inner, n);
         }
-        store_part(to + d, gated_act(p.activation, p.clamp, g, u), n);
+        if (p.beside) {
+          const float* more = p.beside + pair * 2 * p.inner + first + d;
+          g += load_part(more, n), u += load_part(more + p.inner, n);
+        }
+        const F value = gated_act(p.activation, p.clamp, g, u);
+        store_part(to + d, value, n);
+        if (p.left) store_part(static_cast<T*>(p.left) + pair * p.inner + first + d, value, n);
       }
     }
   }
@@ -144,17 +153,19 @@ int32_t run(Mixture& p) {
 }  // namespace
 
 // x, y [tokens, width]; up [experts, 2 * inner, width] (gates, then ups), down [experts, width, inner]; up_bias
-// [experts, 2 * inner] and down_bias [experts, width], or null; experts_of and weights [tokens, slots]; all contiguous.
+// [experts, 2 * inner] and down_bias [experts, width], or null; experts_of and weights [tokens, slots]; beside float32
+// [tokens, slots, 2 * inner] is added in front of the activation, and left [tokens, slots, inner] takes the inner values, or
+// both are null; all contiguous.
 HR_PUBLIC int32_t HR_EXPORT(experts)(const void* x, const void* up, const void* down, const float* up_bias,
                                      const float* down_bias, const int32_t* experts_of, const float* weights, void* y,
-                                     int64_t tokens, int64_t slots, int64_t experts, int64_t width, int64_t inner,
+                                     const float* beside, void* left, int64_t tokens, int64_t slots, int64_t experts, int64_t width, int64_t inner,
                                      float clamp, int32_t activation, int32_t dtype) {
   if (tokens < 0 || slots < 1 || experts < 1 || width < 1 || inner < 1) return HR_BAD_SHAPE;
   for (int64_t i = 0; i < tokens * slots; ++i)
     if (experts_of[i] < 0 || experts_of[i] >= experts) return HR_BAD_INDEX;
   if (tokens == 0) return HR_OK;
-  Mixture p{{}, x, up, down, up_bias, down_bias, experts_of, weights, y, nullptr, tokens, slots, experts, width, inner, clamp,
-            activation, false};
+  Mixture p{{}, x, up, down, up_bias, down_bias, experts_of, weights, y, nullptr, beside, left, tokens, slots, experts, width,
+            inner, clamp, activation, false};
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);

@@ -11,6 +11,9 @@ sum.
 "swiglu_oai" is gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss); "swiglu_step" is silu, where c
 bounds its result and not the gate (Step-3.5). Any number of tokens may go to one expert, and none
 to another; sums are float32, and inner values are rounded to `dtype`.
+
+With a `beside` problem f takes a fourth argument or None: (more [T, K, 2I], float32, added to gates and ups in front of
+the activation; inner [T, K, I], which takes the rounded inner values), for what low-rank adapters add.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from headrace.back.kernels.op import (
     sample_generator,
 )
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Experts = Callable[..., torch.Tensor]
+Beside = tuple[torch.Tensor, torch.Tensor]
+"""See the top of the file."""
 SWIGLU_OAI = "swiglu_oai"
 SWIGLU_STEP = "swiglu_step"
 OAI_ALPHA = 1.702
@@ -49,6 +54,16 @@ class ExpertsProblem:
     activation: str = "silu"
     clamp: float = 0.0
     bias: bool = False
+    beside: bool = False
+
+
+def check_beside(problem: ExpertsProblem, beside: Beside, tokens: int) -> None:
+    """Asserts what kernels rely on."""
+    more_TKI, inner_TKI = beside
+    assert more_TKI.shape == (tokens, problem.slots, 2 * problem.inner), more_TKI.shape
+    assert inner_TKI.shape == (tokens, problem.slots, problem.inner), inner_TKI.shape
+    assert more_TKI.dtype == torch.float32 and inner_TKI.dtype == problem.dtype, inner_TKI.dtype
+    assert more_TKI.is_contiguous() and inner_TKI.is_contiguous()
 
 
 def bind_reference(
@@ -85,14 +100,22 @@ def each_expert(
     up_bias_XI, down_bias_XE = biases
 
     def experts(
-        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         y_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
         for expert in expert_TK.unique().tolist():
             at_P, slot_P = (expert_TK == expert).nonzero(as_tuple=True)
             up_PI = up(expert, x_TE[at_P])
             up_PI = up_PI if up_bias_XI is None else up_PI + up_bias_XI[expert].float()
-            down_PE = down(expert, activated(problem, up_PI))
+            if beside is not None:
+                up_PI = up_PI + beside[0][at_P, slot_P]
+            inner_PI = activated(problem, up_PI)
+            if beside is not None:
+                beside[1][at_P, slot_P] = inner_PI.to(problem.dtype)
+            down_PE = down(expert, inner_PI)
             down_PE = down_PE if down_bias_XE is None else down_PE + down_bias_XE[expert].float()
             y_TE.index_add_(0, at_P, down_PE * weight_TK[at_P, slot_P][:, None])
         return y_TE.to(x_TE.dtype)

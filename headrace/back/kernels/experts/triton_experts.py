@@ -13,7 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.experts.op import OAI_ALPHA, SWIGLU_OAI, Experts, ExpertsProblem
+from headrace.back.kernels.experts.op import (
+    OAI_ALPHA,
+    SWIGLU_OAI,
+    Beside,
+    Experts,
+    ExpertsProblem,
+    check_beside,
+)
 from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
 from headrace.back.kernels.gated_act.triton_gated_act import activate
 from headrace.back.kernels.op import Kernel
@@ -50,11 +57,12 @@ def gated(
 
 @triton.jit
 def up_kernel(
-    rows, up, bias, tiles, inner, clamp, alpha, E: tl.constexpr, I: tl.constexpr,
+    rows, up, bias, more, tiles, inner, clamp, alpha, E: tl.constexpr, I: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
-    CLAMP: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    CLAMP: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr, MORE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any. inner [., I] of the sorted rows."""
+    """Grid: any. inner [., I] of the sorted rows; more [., 2I] is added to their gates and ups."""
     enter(DEPENDENT)
     COLUMNS: tl.constexpr = (I + N - 1) // N
     o_m, o_k = tl.arange(0, M), tl.arange(0, K)
@@ -81,6 +89,11 @@ def up_kernel(
             p_bias = bias + i_x * (2 * I) + o_n
             b_gate += tl.load(p_bias, mask=m_n, other=0.0).to(tl.float32)[None, :]
             b_up += tl.load(p_bias + I, mask=m_n, other=0.0).to(tl.float32)[None, :]
+        if MORE:
+            p_more = more + o_row[:, None] * (2 * I) + o_n[None, :]
+            m_more = m_m[:, None] & m_n[None, :]
+            b_gate += tl.load(p_more, mask=m_more, other=0.0)
+            b_up += tl.load(p_more + I, mask=m_more, other=0.0)
         b_h = gated(b_gate, b_up, clamp, alpha, ACTIVATION, CLAMP, OAI)
         p_h = inner + o_row[:, None] * I + o_n[None, :]
         tl.store(p_h, b_h.to(inner.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
@@ -133,7 +146,10 @@ def bind(
     few = FEW if has_known_products() and problem.dtype is not torch.float32 else MANY
 
     def experts(
-        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         check_arguments(problem, x_TE, expert_TK, weight_TK)
         pairs, device = expert_TK.numel(), x_TE.device
@@ -143,10 +159,20 @@ def bind(
         rows_NE = sorted_rows.rows_NE
         constants = {"M": m, "BIAS": problem.bias, **tile}
         inner_NI = x_TE.new_empty((len(rows_NE), inner))
+        more_NI = None
+        if beside is not None:
+            places_P = sorted_rows.places_P.long()
+            check_beside(problem, beside, len(x_TE))
+            more_NI = beside[0].new_zeros((len(rows_NE), 2 * inner))
+            more_NI.index_copy_(0, places_P, beside[0].view(pairs, -1))
         up_kernel[programs](
-            rows_NE, up_XIE, up_bias_XI, sorted_rows.tiles, inner_NI, problem.clamp, OAI_ALPHA,
-            **activation_constants(problem), **constants, **common,
+            rows_NE, up_XIE, up_bias_XI, more_NI, sorted_rows.tiles, inner_NI, problem.clamp,
+            OAI_ALPHA, MORE=beside is not None, **activation_constants(problem), **constants,
+            **common,
         )  # fmt: skip
+        if beside is not None:
+            taken_PI = inner_NI.index_select(0, sorted_rows.places_P)
+            beside[1].view(pairs, -1).copy_(taken_PI)
         # The rows themselves are read no more: they take the results.
         down_kernel[programs](
             inner_NI, down_XEI, down_bias_XE, sorted_rows.tiles, rows_NE, **constants, **common

@@ -223,6 +223,8 @@ def _supports(problem: ExpertsProblem) -> str | None:
         return "asks for the TMA unit and the matrix instructions of compute capability 9.0"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"knows bfloat16 and float16, not {problem.dtype}"
+    if problem.beside:
+        return "adds nothing beside"
     if problem.activation != "silu" or problem.bias or problem.clamp:
         return "gates by silu, without biases or bounds"
     least = max(*K.values(), PART)  # boxes of the TMA unit lie within what they are cut from

@@ -199,6 +199,8 @@ def plans(problem: ExpertsBytesProblem) -> list[PlanCheck]:
 
 def _supports(problem: ExpertsBytesProblem) -> str | None:
     mixture, form = problem.mixture, problem.form
+    if mixture.beside:
+        return "adds nothing beside"
     if mixture.experts > MAX_EXPERTS:
         return f"knows {MAX_EXPERTS} experts at most"
     for inputs in (mixture.width, mixture.inner):

@@ -192,6 +192,8 @@ def plans(problem: ExpertsFp8Problem) -> list[PlanCheck]:
 
 def _supports(problem: ExpertsFp8Problem) -> str | None:
     mixture = problem.mixture
+    if mixture.beside:
+        return "adds nothing beside"
     if mixture.experts > MAX_EXPERTS:
         return f"knows {MAX_EXPERTS} experts at most"
     for inputs in (mixture.width, mixture.inner):

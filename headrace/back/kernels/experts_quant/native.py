@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.experts.native import ACTIVATION_IDS
-from headrace.back.kernels.experts.op import Experts
+from headrace.back.kernels.experts.op import Beside, Experts, check_beside
 from headrace.back.kernels.experts_quant.layout import (
     ROW_FORMS,
     ExpertPanels,
@@ -31,7 +31,7 @@ from headrace.back.kernels.op import Kernel
 
 _ROW_NUMBERS = {"int8": 100, "fp8": 101, "fp8-g32": 133, "fp8-g128": 229}
 assert _ROW_NUMBERS.keys() == ROW_FORMS.keys()
-_ARGUMENTS = (*(POINTER,) * 7, *(INT64,) * 5, FLOAT, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 9, *(INT64,) * 5, FLOAT, INT32, INT32)
 
 
 def bind_with(
@@ -52,16 +52,22 @@ def bind_with(
     address = table.ctypes.data
 
     def experts(
-        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         assert x_TE.dtype == mixture.dtype and x_TE.is_contiguous(), (x_TE.dtype, x_TE.stride())
         assert expert_TK.dtype == torch.int32 and weight_TK.dtype == torch.float32
         assert expert_TK.shape == weight_TK.shape == (x_TE.shape[0], mixture.slots)
         assert expert_TK.is_contiguous() and weight_TK.is_contiguous()
+        if beside is not None:
+            check_beside(mixture, beside, len(x_TE))
         y_TE = x_TE.new_empty(x_TE.shape)
         kernel(
             x_TE.data_ptr(), address, *(None if bias is None else bias.data_ptr() for bias in biases),
-            expert_TK.data_ptr(), weight_TK.data_ptr(), y_TE.data_ptr(), x_TE.shape[0],
+            expert_TK.data_ptr(), weight_TK.data_ptr(), y_TE.data_ptr(),
+            *((None, None) if beside is None else (part.data_ptr() for part in beside)), x_TE.shape[0],
             mixture.slots, mixture.experts, mixture.width, mixture.inner, mixture.clamp, activation,
             element,
         )  # fmt: skip

@@ -40,6 +40,8 @@ struct Mixture : SortedPairs {
   const int32_t* experts_of;
   const float* weights;
   void *y, *inner_values;
+  const float* beside;
+  void* left;
   int64_t tokens, slots, experts, width, inner;
   float clamp;
   int32_t activation;
@@ -170,12 +172,19 @@ void inner_task(void* context, int64_t i) {
     product<T>(p.of_x, rows, p.all[expert].gate, j, count, gates);
     product<T>(p.of_x, rows, p.all[expert].up, j, count, ups);
     for (int64_t m = 0; m < count; ++m) {
+      const int64_t pair = p.pairs[begin + m];
       T* to = static_cast<T*>(p.inner_values) + (begin + m) * p.inner + first;
       for (int64_t d = 0; d < left; d += kLanes) {
         const int64_t n = smaller<int64_t>(left - d, kLanes);
         F g = load(gates + m * kPanel + d), u = load(ups + m * kPanel + d);
         if (bias) g += load_part(bias + d, n), u += load_part(bias + p.inner + d, n);
-        store_part(to + d, gated_act(p.activation, p.clamp, g, u), n);
+        if (p.beside) {
+          const float* more = p.beside + pair * 2 * p.inner + first + d;
+          g += load_part(more, n), u += load_part(more + p.inner, n);
+        }
+        const F value = gated_act(p.activation, p.clamp, g, u);
+        store_part(to + d, value, n);
+        if (p.left) store_part(static_cast<T*>(p.left) + pair * p.inner + first + d, value, n);
       }
     }
   }
@@ -253,18 +262,18 @@ int32_t run(Mixture& p) {
 }  // namespace
 
 // As `experts`, with `all` [experts] for up and down: panels of gates and ups [inner, width] and of downs [width, inner], each
-// with the number of its form.
+// with the number of its form. beside, left: as there.
 HR_PUBLIC int32_t HR_EXPORT(experts_quant)(const void* x, const void* all, const float* up_bias, const float* down_bias,
-                                           const int32_t* experts_of, const float* weights, void* y, int64_t tokens,
-                                           int64_t slots, int64_t experts, int64_t width, int64_t inner, float clamp,
-                                           int32_t activation, int32_t dtype) {
+                                           const int32_t* experts_of, const float* weights, void* y, const float* beside,
+                                           void* left, int64_t tokens, int64_t slots, int64_t experts, int64_t width, int64_t inner,
+                                           float clamp, int32_t activation, int32_t dtype) {
   if (tokens < 0 || slots < 1 || experts < 1 || width < 1 || inner < 1) return HR_BAD_SHAPE;
   for (int64_t i = 0; i < tokens * slots; ++i)
     if (experts_of[i] < 0 || experts_of[i] >= experts) return HR_BAD_INDEX;
   if (tokens == 0) return HR_OK;
   Mixture p{};
   p.x = x, p.all = static_cast<const Expert*>(all), p.up_bias = up_bias, p.down_bias = down_bias;
-  p.experts_of = experts_of, p.weights = weights, p.y = y, p.tokens = tokens, p.slots = slots, p.experts = experts;
+  p.experts_of = experts_of, p.weights = weights, p.y = y, p.beside = beside, p.left = left, p.tokens = tokens, p.slots = slots, p.experts = experts;
   p.width = width, p.inner = inner, p.clamp = clamp, p.activation = activation;
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.back.kernels.experts.op import Experts, ExpertsProblem, activated
+from headrace.back.kernels.experts.op import Experts, ExpertsProblem, each_expert
 from headrace.back.kernels.experts_quant.layout import (
     ROW_FORMS,
     ExpertPanels,
@@ -60,22 +60,15 @@ def bind_reference(
     mixture = problem.mixture
     places = [(part, i) for part in parts for i in range(len(part))]
 
-    def experts(
-        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
-    ) -> torch.Tensor:
-        y_TE = torch.zeros(x_TE.shape, dtype=torch.float32)
-        for expert in expert_TK.unique().tolist():
-            part, i = places[expert]
-            at_P, slot_P = (expert_TK == expert).nonzero(as_tuple=True)
-            x_PE = x_TE[at_P]
-            up_PI = torch.cat([_product(m, i, x_PE) for m in (part.gate, part.up)], dim=1)
-            up_PI = up_PI if up_bias_XI is None else up_PI + up_bias_XI[expert].float()
-            down_PE = _product(part.down, i, activated(mixture, up_PI).to(x_TE.dtype))
-            down_PE = down_PE if down_bias_XE is None else down_PE + down_bias_XE[expert].float()
-            y_TE.index_add_(0, at_P, down_PE * weight_TK[at_P, slot_P][:, None])
-        return y_TE.to(x_TE.dtype)
+    def up(expert: int, x_PE: torch.Tensor) -> torch.Tensor:
+        part, i = places[expert]
+        return torch.cat([_product(m, i, x_PE) for m in (part.gate, part.up)], dim=1)
 
-    return experts
+    def down(expert: int, inner_PI: torch.Tensor) -> torch.Tensor:
+        part, i = places[expert]
+        return _product(part.down, i, inner_PI.to(mixture.dtype))
+
+    return each_expert(mixture, up, down, (up_bias_XI, down_bias_XE))
 
 
 def _product(panels: ExpertPanels, expert: int, x_PI: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ struct Lora {
   const Segment* segments;
   const float* scale;
   const int32_t* rank;
+  const float* turn;  // [slots, 2, outputs] or null
   const int64_t* parts;
   float* z;  // [places, num_parts * most]
   int64_t inputs, outputs, num_parts, most, x_stride, y_stride, rank_tiles, output_tiles;
@@ -83,15 +84,22 @@ void shrink(void* context, int64_t chunk) {
   }
 }
 
-// Outputs o .. o + `VECTORS` vectors (or the `count` left of one) of `ROWS` rows.
-template <class T, int ROWS, int VECTORS>
-HR_INLINE void expand_rows(const Lora& p, const T* b, T* const* y, const float* const* z, int64_t rank, int64_t o,
-                           int64_t count) {
+// Outputs o .. o + `VECTORS` vectors (or the `count` left of one) of `ROWS` rows. `turn`: of the slot, or null.
+template <class T, class Y, int ROWS, int VECTORS>
+HR_INLINE void expand_rows(const Lora& p, const T* b, const float* turn, Y* const* y, const float* const* z, int64_t rank,
+                           int64_t o, int64_t count) {
   F sums[ROWS][VECTORS];
   const bool whole = count >= VECTORS * kLanes;
   for (int r = 0; r < ROWS; ++r)
     HR_UNROLL for (int v = 0; v < VECTORS; ++v)
       sums[r][v] = whole ? load(y[r] + o + v * kLanes) : load_part(y[r] + o, count);
+  if (turn != nullptr)
+    HR_UNROLL for (int v = 0; v < VECTORS; ++v) {
+      const float* at = turn + o + v * kLanes;
+      const F factor = whole ? load(at) : load_part(at, count);
+      const F shift = whole ? load(at + p.outputs) : load_part(at + p.outputs, count);
+      HR_UNROLL for (int r = 0; r < ROWS; ++r) sums[r][v] = sums[r][v] * factor + shift;
+    }
   for (int64_t j = 0; j < rank; ++j) {
     F w[VECTORS];
     const T* row = b + j * p.outputs + o;
@@ -106,24 +114,26 @@ HR_INLINE void expand_rows(const Lora& p, const T* b, T* const* y, const float* 
     }
 }
 
-template <class T, int ROWS>
+template <class T, class Y, int ROWS>
 HR_INLINE void expand_span(const Lora& p, const Segment& s, int64_t r, int64_t part, int64_t begin, int64_t end) {
   const int64_t rank = p.rank[s.slot * p.num_parts + part];
   const T* b = static_cast<const T*>(p.b) + s.slot * p.most * p.outputs;
-  T* y[ROWS];
+  const float* turn = p.turn == nullptr ? nullptr : p.turn + s.slot * 2 * p.outputs;
+  Y* y[ROWS];
   const float* z[ROWS];
   for (int i = 0; i < ROWS; ++i) {
     const int64_t place = s.first + r + i;
-    y[i] = static_cast<T*>(p.y) + p.order[place] * p.y_stride;
+    y[i] = static_cast<Y*>(p.y) + p.order[place] * p.y_stride;
     z[i] = p.z + (place * p.num_parts + part) * p.most;
   }
   int64_t o = begin;
   for (; o + kVectors * kLanes <= end; o += kVectors * kLanes)
-    expand_rows<T, ROWS, kVectors>(p, b, y, z, rank, o, kVectors * kLanes);
-  for (; o < end; o += kLanes) expand_rows<T, ROWS, 1>(p, b, y, z, rank, o, smaller<int64_t>(kLanes, end - o));
+    expand_rows<T, Y, ROWS, kVectors>(p, b, turn, y, z, rank, o, kVectors * kLanes);
+  for (; o < end; o += kLanes) 
+    expand_rows<T, Y, ROWS, 1>(p, b, turn, y, z, rank, o, smaller<int64_t>(kLanes, end - o));
 }
 
-template <class T>
+template <class T, class Y>
 void expand(void* context, int64_t chunk) {
   const Lora& p = *static_cast<const Lora*>(context);
   const Segment& s = p.segments[chunk / p.output_tiles];
@@ -133,9 +143,9 @@ void expand(void* context, int64_t chunk) {
     const int64_t from = larger(tile, begin), end = smaller(tile_end, begin + p.parts[part]);
     if (from >= end || p.rank[s.slot * p.num_parts + part] == 0) continue;
     for (int64_t r = 0; r < s.count;) {
-      if (s.count - r >= 4) expand_span<T, 4>(p, s, r, part, from, end), r += 4;
-      else if (s.count - r >= 2) expand_span<T, 2>(p, s, r, part, from, end), r += 2;
-      else expand_span<T, 1>(p, s, r, part, from, end), r += 1;
+      if (s.count - r >= 4) expand_span<T, Y, 4>(p, s, r, part, from, end), r += 4;
+      else if (s.count - r >= 2) expand_span<T, Y, 2>(p, s, r, part, from, end), r += 2;
+      else expand_span<T, Y, 1>(p, s, r, part, from, end), r += 1;
     }
   }
 }
@@ -164,21 +174,25 @@ HR_INLINE int64_t arrange(const int32_t* slot, int64_t rows, int64_t slots, int3
 HR_INLINE int64_t aligned(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
 template <class T>
-HR_INLINE void run(Lora& p, int64_t segments) {
+HR_INLINE void run(Lora& p, int64_t segments, bool wide) {
   hr_parallel(shrink<T>, &p, segments * p.num_parts * p.rank_tiles);
-  hr_parallel(expand<T>, &p, segments * p.output_tiles);
+  if (wide) hr_parallel(expand<T, float>, &p, segments * p.output_tiles);
+  else hr_parallel(expand<T, T>, &p, segments * p.output_tiles);
 }
 
 }  // namespace
 
 // x [rows, inputs], y [rows, outputs] with row strides in elements; slot int32 [rows]; a [slots, parts * most, inputs], b
-// [slots, most, outputs], scale float32 and rank int32 [slots, parts]; part_sizes int64 [parts].
+// [slots, most, outputs], scale float32 and rank int32 [slots, parts]; turn float32 [slots, 2, outputs] or null; part_sizes
+// int64 [parts]; y is of y_dtype: dtype, or float32.
 HR_PUBLIC int32_t HR_EXPORT(lora_linear)(const void* x, void* y, const int32_t* slot, const void* a, const void* b,
-                                         const float* scale, const int32_t* rank, const int64_t* part_sizes, int64_t rows,
-                                         int64_t inputs, int64_t outputs, int64_t num_parts, int64_t most, int64_t slots,
-                                         int64_t x_stride, int64_t y_stride, int32_t dtype) {
+                                         const float* scale, const int32_t* rank, const float* turn,
+                                         const int64_t* part_sizes, int64_t rows, int64_t inputs, int64_t outputs,
+                                         int64_t num_parts, int64_t most, int64_t slots, int64_t x_stride,
+                                         int64_t y_stride, int32_t dtype, int32_t y_dtype) {
   if (rows < 0 || inputs < 1 || outputs < 1 || num_parts < 1 || most < 1 || slots < 1) return HR_BAD_SHAPE;
   if (dtype != HR_BF16 && dtype != HR_F16 && dtype != HR_F32) return HR_BAD_DTYPE;
+  if (y_dtype != dtype && y_dtype != HR_F32) return HR_BAD_DTYPE;
   int64_t used = 0;  // ranks in use, at most
   for (int64_t i = 0; i < slots * num_parts; ++i) {
     if (rank[i] < 0 || rank[i] > most) return HR_BAD_INDEX;
@@ -194,11 +208,12 @@ HR_PUBLIC int32_t HR_EXPORT(lora_linear)(const void* x, void* y, const int32_t* 
   if (num_segments < 0) return HR_BAD_INDEX;
   if (num_segments == 0 || used == 0) return HR_OK;
   auto* z = reinterpret_cast<float*>(memory + counts + orders + segment_bytes);
-  Lora p{x, a, b, y, order, segments, scale, rank, part_sizes, z, inputs, outputs, num_parts, most, x_stride, y_stride,
+  Lora p{x, a, b, y, order, segments, scale, rank, turn, part_sizes, z, inputs, outputs, num_parts, most, x_stride, y_stride,
          ceil_div(used, kRanks), ceil_div(outputs, kTile)};
-  if (dtype == HR_BF16) run<bf16>(p, num_segments);
-  else if (dtype == HR_F16) run<fp16>(p, num_segments);
-  else run<float>(p, num_segments);
+  const bool wide = y_dtype == HR_F32;
+  if (dtype == HR_BF16) run<bf16>(p, num_segments, wide);
+  else if (dtype == HR_F16) run<fp16>(p, num_segments, wide);
+  else run<float>(p, num_segments, wide);
   return HR_OK;
 }
 HR_REPLAYABLE(lora_linear)

@@ -10,10 +10,13 @@ with an A of its own (query, key, value).
     a_SKI     [S, P * R, I]: the A of part p begins at row p * R
     b_SRO     [S, R, O]: B transposed, of all parts side by side
     scale_SP  float32
+    turn_S2O  float32: with `turned` problems, y of a row becomes turn[0] * y + turn[1] first, where its
+              adapter changes the part at all (what magnitudes come to: Liu et al. 2024, "DoRA")
     rank_SP   int32: ranks in use, at most R; 0: the adapter does not change this part. What lies
               beyond is not read
 
-x and y may have row strides of their own. Sums are float32; y is rounded once.
+x and y may have row strides of their own. Sums are float32; y is rounded once, and float32 itself in
+`wide` problems.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ LoraLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLinearProblem:
-    """`parts`: outputs of each. `rank`: R. `slots`: S. `dtype` is that of x, y, A and B."""
+    """`parts`: outputs of each. `rank`: R. `slots`: S. `dtype` is that of x, y, A and B, but of y in
+    `wide` problems."""
 
     device: str
     dtype: torch.dtype
@@ -45,6 +49,13 @@ class LoraLinearProblem:
     parts: tuple[int, ...]
     rank: int
     slots: int
+    turned: bool = False
+    wide: bool = False
+
+    @property
+    def y_dtype(self) -> torch.dtype:
+        """That of y."""
+        return torch.float32 if self.wide else self.dtype
 
     @property
     def outputs(self) -> int:
@@ -60,6 +71,7 @@ class LoraWeights:
     b_SRO: torch.Tensor
     scale_SP: torch.Tensor
     rank_SP: torch.Tensor
+    turn_S2O: torch.Tensor | None = None
 
 
 def empty_weights(problem: LoraLinearProblem, device: torch.device) -> LoraWeights:
@@ -72,7 +84,14 @@ def empty_weights(problem: LoraLinearProblem, device: torch.device) -> LoraWeigh
         b_SRO=torch.zeros(b_shape, dtype=problem.dtype, device=device),
         scale_SP=torch.zeros((slots, parts), dtype=torch.float32, device=device),
         rank_SP=torch.zeros((slots, parts), dtype=torch.int32, device=device),
+        turn_S2O=_unturned(problem, device) if problem.turned else None,
     )
+
+
+def _unturned(problem: LoraLinearProblem, device: torch.device) -> torch.Tensor:
+    turn_S2O = torch.zeros((problem.slots, 2, problem.outputs), dtype=torch.float32, device=device)
+    turn_S2O[:, 0] = 1.0
+    return turn_S2O
 
 
 def check_weights(problem: LoraLinearProblem, weights: LoraWeights) -> None:
@@ -83,7 +102,11 @@ def check_weights(problem: LoraLinearProblem, weights: LoraWeights) -> None:
     assert weights.a_SKI.dtype == weights.b_SRO.dtype == problem.dtype, problem
     assert weights.scale_SP.shape == weights.rank_SP.shape == (slots, parts), problem
     assert weights.scale_SP.dtype == torch.float32 and weights.rank_SP.dtype == torch.int32
-    tensors = (weights.a_SKI, weights.b_SRO, weights.scale_SP, weights.rank_SP)
+    tensors = [weights.a_SKI, weights.b_SRO, weights.scale_SP, weights.rank_SP]
+    assert (weights.turn_S2O is not None) == problem.turned, problem
+    if weights.turn_S2O is not None:
+        assert weights.turn_S2O.shape == (slots, 2, problem.outputs), weights.turn_S2O.shape
+        tensors.append(weights.turn_S2O)
     assert all(tensor.is_contiguous() for tensor in tensors)
 
 
@@ -103,7 +126,13 @@ def bind_reference(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLine
                 used_J = rank_J < weights.rank_SP[slot, part]
                 z_TJ = (wide_TI @ a_JI.T).masked_fill(~used_J, 0.0) * weights.scale_SP[slot, part]
                 delta_TO = z_TJ @ b_JO.masked_fill(~used_J[:, None], 0.0)
-                sum_TO[:, first : first + size] += delta_TO.masked_fill(~mine_T1, 0.0)
+                own = slice(first, first + size)
+                if weights.turn_S2O is not None:
+                    factor_O, shift_O = weights.turn_S2O[slot, :, own]
+                    turned_TO = sum_TO[:, own] * factor_O + shift_O
+                    here_T1 = mine_T1 & (weights.rank_SP[slot, part] > 0)
+                    sum_TO[:, own] = torch.where(here_T1, turned_TO, sum_TO[:, own])
+                sum_TO[:, own] += delta_TO.masked_fill(~mine_T1, 0.0)
                 first += size
         y_TO.copy_(sum_TO)
 
@@ -120,11 +149,17 @@ def sample_weights(problem: LoraLinearProblem) -> LoraWeights:
     ranks = torch.full((slots, parts), rank, dtype=torch.int32)
     ranks[::2] = -(-rank // 2)
     ranks[-1, 0] = 0
+    turn_S2O = None
+    if problem.turned:
+        turn_S2O = (
+            1 + random_tensor(slots, 2, problem.outputs, **{**new, "dtype": torch.float32}) / 8
+        )
     return LoraWeights(
         a_SKI=a_SKI,
         b_SRO=b_SRO,
         scale_SP=scale.to(problem.device, torch.float32),
         rank_SP=ranks.to(problem.device),
+        turn_S2O=turn_S2O,
     )
 
 
@@ -136,7 +171,7 @@ def sample_rows(
     slot_T = (torch.arange(rows, dtype=torch.int32) * 3 + 1) % (problem.slots + 1)
     return (
         random_tensor(rows, problem.inputs, **new),
-        random_tensor(rows, problem.outputs, **new),
+        random_tensor(rows, problem.outputs, **new).to(problem.y_dtype),
         slot_T.to(problem.device),
     )
 

@@ -12,6 +12,8 @@ them; rows of other slots count as zeros meanwhile. A prompt's tile has one slot
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,8 @@ from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
 FEW_ROWS = 64
 """Up to so many rows each has programs of its own."""
+TILE_SLOTS = 512
+"""Of more slots (those of experts) tiles would hold rows of many: each row has programs of its own."""
 ROWS = 64
 """Rows of a tile."""
 SPLIT = 512
@@ -82,6 +86,7 @@ def expand_row_kernel(
     slots,
     b,
     rank,
+    turn,
     tiles,
     y,
     num_rows,
@@ -93,6 +98,7 @@ def expand_row_kernel(
     BS: tl.constexpr,
     BR: tl.constexpr,
     BO: tl.constexpr,
+    TURNED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -115,7 +121,13 @@ def expand_row_kernel(
             b_b = tl.load(p_b, mask=m_r[:, None] & m_o[None, :], other=0.0)
             b_sum += tl.sum(tl.sum(b_z, axis=0)[:, None] * b_b.to(tl.float32), axis=0)
         p_y = y + i_row.to(tl.int64) * y_stride + o_o
-        b_y = tl.load(p_y, mask=m_o, other=0.0).to(tl.float32) + b_sum
+        b_y = tl.load(p_y, mask=m_o, other=0.0).to(tl.float32)
+        if TURNED:
+            p_turn = turn + (slot - 1) * 2 * OUTPUTS + o_o
+            b_factor = tl.load(p_turn, mask=m_o & (num_ranks > 0), other=1.0)
+            b_shift = tl.load(p_turn + OUTPUTS, mask=m_o & (num_ranks > 0), other=0.0)
+            b_y = b_y * b_factor + b_shift
+        b_y += b_sum
         tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_o)
 
 
@@ -173,6 +185,7 @@ def expand_kernel(
     slots,
     b,
     rank,
+    turn,
     tiles,
     y,
     num_rows,
@@ -183,6 +196,7 @@ def expand_kernel(
     BT: tl.constexpr,
     BR: tl.constexpr,
     BO: tl.constexpr,
+    TURNED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -195,11 +209,21 @@ def expand_kernel(
     first = tl.min(tl.where(b_slot > 0, b_slot, 2147483647), axis=0)
     last = tl.max(b_slot, axis=0)
     b_sum = tl.zeros([BT, BO], tl.float32)
+    p_y = y + o_t.to(tl.int64)[:, None] * y_stride + o_o[None, :]
+    m_y = (b_slot > 0)[:, None] & m_o[None, :]
+    if TURNED:
+        b_sum += tl.load(p_y, mask=m_y, other=0.0).to(tl.float32)
     for slot in range(first, last + 1):
         m_slot = b_slot == slot
         num_ranks = tl.load(rank + (slot - 1) * PARTS + i_part)
         members = tl.sum(m_slot.to(tl.int32), axis=0)
         if members > 0:
+            if TURNED:
+                p_turn = turn + (slot - 1) * 2 * OUTPUTS + o_o
+                b_factor = tl.load(p_turn, mask=m_o & (num_ranks > 0), other=1.0)
+                b_shift = tl.load(p_turn + OUTPUTS, mask=m_o & (num_ranks > 0), other=0.0)
+                b_turned = b_sum * b_factor[None, :] + b_shift[None, :]
+                b_sum = tl.where(m_slot[:, None], b_turned, b_sum)
             for r in range(0, num_ranks, BR):
                 o_r = r + tl.arange(0, BR)
                 m_r = o_r < num_ranks
@@ -209,9 +233,9 @@ def expand_kernel(
                 p_b = b + o_j[:, None] * OUTPUTS + o_o[None, :]
                 b_b = tl.load(p_b, mask=m_r[:, None] & m_o[None, :], other=0.0)
                 b_sum = tl.dot(b_z.to(b_b.dtype), b_b, b_sum, input_precision="ieee")
-    p_y = y + o_t.to(tl.int64)[:, None] * y_stride + o_o[None, :]
-    m_y = (b_slot > 0)[:, None] & m_o[None, :]
-    b_y = tl.load(p_y, mask=m_y, other=0.0).to(tl.float32) + b_sum
+    b_y = b_sum
+    if not TURNED:
+        b_y += tl.load(p_y, mask=m_y, other=0.0).to(tl.float32)
     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_y)
 
 
@@ -219,18 +243,19 @@ def bind(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     """The kernels for one linear layer."""
     check_weights(problem, weights)
     few, many = _by_row(problem, weights), _by_tile(problem, weights)
+    most = FEW_ROWS if problem.slots <= TILE_SLOTS else sys.maxsize
 
     def lora_linear(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TO.stride(1) == 1, (x_TI.stride(), y_TO.stride())
         if x_TI.shape[0]:
-            (few if x_TI.shape[0] <= FEW_ROWS else many)(x_TI, y_TO, slot_T)
+            (few if x_TI.shape[0] <= most else many)(x_TI, y_TO, slot_T)
 
     return lora_linear
 
 
 def _by_row(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
-    tiles = _tiles(problem.parts, ROW_OUTPUTS).to(device)
+    tiles, turn = _tiles(problem.parts, ROW_OUTPUTS).to(device), weights.turn_S2O
     inputs = min(SPLIT, power_of_two(problem.inputs, least=16))
     splits = triton.cdiv(problem.inputs, inputs)
 
@@ -243,9 +268,9 @@ def _by_row(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
             x_TI.stride(0), INPUTS=problem.inputs, BI=inputs, **common,
         )  # fmt: skip
         expand_row_kernel[(rows, len(tiles))](
-            z_STPR, slot_T, weights.b_SRO, weights.rank_SP, tiles, y_TO, rows, y_TO.stride(0),
+            z_STPR, slot_T, weights.b_SRO, weights.rank_SP, turn, tiles, y_TO, rows, y_TO.stride(0),
             OUTPUTS=problem.outputs, SPLITS=splits, BS=power_of_two(splits), BO=ROW_OUTPUTS,
-            **common,
+            TURNED=problem.turned, **common,
         )  # fmt: skip
 
     return by_row
@@ -253,7 +278,7 @@ def _by_row(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
 
 def _by_tile(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
-    tiles = _tiles(problem.parts, OUTPUTS).to(device)
+    tiles, turn = _tiles(problem.parts, OUTPUTS).to(device), weights.turn_S2O
     ranks = min(64, power_of_two(most, least=16))
 
     def by_tile(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
@@ -265,8 +290,9 @@ def _by_tile(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
             x_TI.stride(0), INPUTS=problem.inputs, BR=ranks, BI=INPUTS, **common,
         )  # fmt: skip
         expand_kernel[(triton.cdiv(rows, ROWS), len(tiles))](
-            z_TPR, slot_T, weights.b_SRO, weights.rank_SP, tiles, y_TO, rows, y_TO.stride(0),
-            OUTPUTS=problem.outputs, BR=min(32, ranks), BO=OUTPUTS, **common,
+            z_TPR, slot_T, weights.b_SRO, weights.rank_SP, turn, tiles, y_TO, rows, y_TO.stride(0),
+            OUTPUTS=problem.outputs, BR=min(32, ranks), BO=OUTPUTS,
+            TURNED=problem.turned, **common,
         )  # fmt: skip
 
     return by_tile

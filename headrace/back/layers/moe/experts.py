@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace.back.kernels.experts.op import OP as EXPERTS
-from headrace.back.kernels.experts.op import Experts, ExpertsProblem
+from headrace.back.kernels.experts.op import Beside, Experts, ExpertsProblem
 from headrace.back.kernels.experts_bytes.layout import ByteExperts
 from headrace.back.kernels.experts_bytes.op import OP as EXPERTS_BYTES
 from headrace.back.kernels.experts_bytes.op import ExpertsBytesProblem
@@ -137,6 +137,19 @@ class SharedExperts:
         return ExpertWeights(up_XIE=torch.cat((gate_SIE, up_SIE), dim=1), down_XEI=down_SEI)
 
 
+def together(
+    routed: TakenExperts, shared: TakenExperts | None
+) -> tuple[TakenExperts, TakenExperts | None]:
+    """Both in one set, where both are floats: to be bound more than once."""
+    if shared is None or routed.floats is None or shared.floats is None:
+        return routed, shared
+    floats = ExpertWeights(
+        up_XIE=torch.cat((routed.floats.up_XIE, shared.floats.up_XIE)),
+        down_XEI=torch.cat((routed.floats.down_XEI, shared.floats.down_XEI)),
+    )
+    return TakenExperts(packed=None, floats=floats), None
+
+
 def bind_experts(
     scope: Scope, problem: ExpertsProblem, routed: TakenExperts, shared: TakenExperts | None
 ) -> Experts:
@@ -189,6 +202,10 @@ def _bind_on_gpu(
         bound = scope.bind_fused(EXPERTS_INT4, int4, experts, *biases)
     if bound is not None:
         return bound
+    if problem.beside:
+        choice = EXPERTS.choose(problem, invariant=scope.deterministic)
+        scope.ledger.choices.append(choice)
+        return lambda *arguments: choice.bind(*experts.floats(problem.dtype), *biases)(*arguments)
     scope.ledger.note(_DEQUANTIZED)
     return scope.bind(EXPERTS, problem, *experts.floats(problem.dtype), *biases)
 
@@ -199,14 +216,28 @@ def _bind_apart(
     """Where no kernel multiplies by both in one call, or they do not lie together."""
     slots, first = problem.slots - len(shared), len(routed)
     mix = _in_host_memory(scope, _bind(scope, replace(problem, slots=slots), (routed,)))
-    beside = _bind(scope, replace(problem, slots=len(shared)), (shared,))
+    others = _bind(scope, replace(problem, slots=len(shared)), (shared,))
 
     def experts(
-        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
-        y_TE = mix(x_TE, expert_TK[:, :slots].contiguous(), weight_TK[:, :slots].contiguous())
-        last_TS = (expert_TK[:, slots:] - first).contiguous()
-        return y_TE + beside(x_TE, last_TS, weight_TK[:, slots:].contiguous())
+        chosen = expert_TK[:, :slots].contiguous(), weight_TK[:, :slots].contiguous()
+        if beside is None:
+            y_TE = mix(x_TE, *chosen)
+        else:
+            mine = beside[0][:, :slots].contiguous(), beside[1][:, :slots].contiguous()
+            y_TE = mix(x_TE, *chosen, mine)
+            beside[1][:, :slots] = mine[1]
+        last = (expert_TK[:, slots:] - first).contiguous(), weight_TK[:, slots:].contiguous()
+        if beside is None:
+            return y_TE + others(x_TE, *last)
+        mine = beside[0][:, slots:].contiguous(), beside[1][:, slots:].contiguous()
+        y_TE = y_TE + others(x_TE, *last, mine)
+        beside[1][:, slots:] = mine[1]
+        return y_TE
 
     return experts
 

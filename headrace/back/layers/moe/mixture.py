@@ -10,16 +10,18 @@ T tokens, E hidden size, X experts, S shared ones, I inner size of an expert, K 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from headrace.back.kernels.experts.op import ExpertsProblem
 from headrace.back.kernels.route.op import OP as ROUTE
 from headrace.back.kernels.route.op import RouteProblem
+from headrace.back.layers.adapters import EXPERTS
 from headrace.back.layers.linear import bind_linear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
-from headrace.back.layers.moe.experts import ExpertSet, SharedExperts, bind_experts
+from headrace.back.layers.moe.adapted import AdaptedExperts
+from headrace.back.layers.moe.experts import ExpertSet, SharedExperts, bind_experts, together
 from headrace.back.layers.moe.weights import (
     ExpertLayout,
     ExpertSizes,
@@ -163,6 +165,7 @@ class Mixture:
             mlp = self._shared_experts(scope / shared.name, shared)
             sizes_of = (self._num_shared, width, inner)
             self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
+        self._adapted = self._slots_of_experts(sizes)
         self._logits = self._route = self._experts = not_loaded
         if scope.makes_experts(params) and not self._routed.is_quantized:
             scope.ledger.note(_PLAIN)
@@ -297,4 +300,34 @@ class Mixture:
             clamp=spec.clamp,
             bias=spec.layout.biased,
         )
-        self._experts = bind_experts(scope, experts, routed, shared)
+        if self._adapted is None:
+            self._experts = bind_experts(scope, experts, routed, shared)
+            return
+        routed, shared = together(routed, shared)
+        beside = replace(experts, beside=True)
+        adapted = bind_experts(scope, beside, routed, shared)
+        plain = adapted if scope.kind == "cpu" else bind_experts(scope, experts, routed, shared)
+        self._experts = self._adapted.add_to(plain, adapted, beside, scope.bind)
+
+    def _slots_of_experts(self, sizes: ExpertSizes) -> AdaptedExperts | None:
+        """Those of adapters, where there are any and these experts take them."""
+        scope, spec, slots = self._scope, self._spec, self._scope.adapters
+        router, names = spec.router, spec.layout.adapted
+        if slots is None or EXPERTS not in slots.kinds or names is None:
+            return None
+        if router.weighs_inputs or router.expert_scale or router.idle:
+            return None
+        return slots.kept(
+            lambda: AdaptedExperts(
+                slots,
+                names,
+                sizes,
+                path=scope.path,
+                shared_name="" if spec.shared is None else spec.shared.name,
+                shared=self._num_shared,
+                axis=scope.mesh.tp,
+                kind=scope.kind,
+                dtype=scope.dtype,
+                device=scope.device,
+            )
+        )

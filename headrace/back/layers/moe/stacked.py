@@ -27,6 +27,7 @@ class FlatExperts:
     up: str
     down: str
     biased = False
+    adapted = None
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""

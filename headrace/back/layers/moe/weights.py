@@ -60,8 +60,21 @@ class LoadedExperts(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """What adapters call experts, within their module: `each` gate, up and down with {} for the expert's
+    number; `fused`: the parameters of all gates and ups, and of all downs, as transformers has them."""
+
+    each: tuple[str, str, str]
+    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+
+
 class ExpertLayout(Protocol):
-    """How the checkpoint names the experts' tensors, within their module."""
+    """How the checkpoint names the experts' tensors, within their module. `adapted`: what adapters
+    call them; None: they take none."""
+
+    @property
+    def adapted(self) -> ExpertNames | None: ...
 
     @property
     def biased(self) -> bool:
@@ -87,6 +100,15 @@ class SeparateExperts:
     def biased(self) -> bool:
         """See ExpertLayout."""
         return self.bias_names is not None
+
+    @property
+    def adapted(self) -> ExpertNames | None:
+        """See ExpertLayout; not of experts with biases, which transformers stores transposed, nor of
+        those without gates."""
+        if self.biased or self.gate == self.up:
+            return None
+        gate, up, down = (name.removesuffix(".weight") for name in (self.gate, self.up, self.down))
+        return ExpertNames(each=(gate, up, down))
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout. One parameter for all gates and ups, one for all downs."""
@@ -177,6 +199,14 @@ class MergedExperts:
     down: str
     biased = False
 
+    @property
+    def adapted(self) -> ExpertNames | None:
+        """See ExpertLayout."""
+        if self.up != "experts.gate_up_proj":
+            return None
+        each = tuple(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))
+        return ExpertNames(each=(each[0], each[1], each[2]))
+
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
         return _Merged(scope, sizes, self)
@@ -209,6 +239,7 @@ class StackedExperts:
     up: str = "up_proj.weight"
     down: str = "down_proj.weight"
     biased = False
+    adapted = None
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
@@ -242,6 +273,7 @@ class TransposedExperts:
     up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
     biased = False
+    adapted = None
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
@@ -278,6 +310,7 @@ class InterleavedExperts:
     up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
     biased = True
+    adapted = None
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
