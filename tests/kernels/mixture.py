@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from headrace.back.kernels.experts.op import ExpertsProblem
@@ -51,3 +53,18 @@ def experts_problem(
         clamp={"swiglu_oai": 7.0, "swiglu_step": 0.4}.get(activation, 0.0),
         bias=is_oai,
     )
+
+
+def beside_error(run: Any, reference: Any, arguments: Any, problem: ExpertsProblem) -> float:
+    """How far results and inner values are from the reference's, of their greatest, where something is added in
+    front of the activation (op experts)."""
+    tokens, found = len(arguments[0]), []
+    generator = torch.Generator().manual_seed(3)
+    more = torch.randn(tokens, problem.slots, 2 * problem.inner, generator=generator)
+    more = more.to(arguments[0].device)
+    for experts in (run, reference):
+        inner = arguments[0].new_full((tokens, problem.slots, problem.inner), 9.0)
+        found.append((experts(*arguments, (more.clone(), inner)).float(), inner.float()))
+    assert not torch.equal(found[0][0], run(*arguments).float()), "nothing was added"
+    pairs = zip(*found, strict=True)
+    return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)

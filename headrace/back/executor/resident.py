@@ -95,7 +95,10 @@ class Resident:
         """Carries out an order about the weights; `join` and `leave` may be called by another
         thread."""
         use_device(self._device)
-        return self._weight_orders.carry_out(order)
+        reply = self._weight_orders.carry_out(order)
+        if order.action == "finish" and self._adapters is not None:
+            self._adapters.renew()
+        return reply
 
     def adapt(self, order: AdapterOrder) -> AdapterReply:
         """Carries out an order; called by a thread of its own, which no step waits for."""

@@ -54,10 +54,9 @@ class AdapterSlots:
         """The rows of this batch come next."""
         self.rows_T, self._logits_at_N = batch.slot_T, batch.logits_at_N
 
-    def take_row(self, slot: int, rows: int, like: torch.Tensor) -> None:
-        """So many rows of one slot come next."""
-        slot_T = torch.full((rows,), slot, dtype=torch.int32, device=like.device)
-        self.rows_T = slot_T if slot else None
+    def take_slot(self, slot: int, device: torch.device) -> None:
+        """Any number of rows come next that have this slot."""
+        self.rows_T = torch.full((1,), slot, dtype=torch.int32, device=device) if slot else None
 
     def head_rows(self, count: int) -> torch.Tensor | None:
         """The slots of the rows whose logits are wanted: those that came last, or those of them
@@ -65,6 +64,8 @@ class AdapterSlots:
         rows_T = self.rows_T
         if rows_T is None or len(rows_T) == count:
             return rows_T
+        if len(rows_T) == 1:
+            return rows_T.expand(count).contiguous()
         assert self._logits_at_N is not None and len(self._logits_at_N) == count, count
         return rows_T.index_select(0, self._logits_at_N)
 
@@ -152,7 +153,8 @@ class AdapterShare:
     """What one adapter holds for one linear layer, on this rank, in host memory: a [P, R, I] and b
     [R, O] in the model's dtype, R the most of its parts' ranks; scale float32 [P], rank int32 [P].
     `turn_2O`: see op lora_linear, once `turn` was told the `squares_O`: |W + s B A| squared of each
-    output, of this rank's inputs; `magnitude_O`: negative where there is none.
+    output, of this rank's inputs; `magnitude_O`: negative where there is none; `plain_b_RO`: b, which the
+    factors are in already, without them.
     """
 
     a_PRI: torch.Tensor
@@ -162,6 +164,7 @@ class AdapterShare:
     magnitude_O: torch.Tensor | None = None
     squares_O: torch.Tensor | None = None
     turn_2O: torch.Tensor | None = None
+    plain_b_RO: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -276,7 +279,7 @@ class AdaptedLinear:
         self, bind: Callable[..., LoraLinear], weight: AnyWeight, bias_O: torch.Tensor | None
     ) -> LoraLinear:
         """What adds to rows' products with the weight and the bias."""
-        if self.problem.turned:
+        if self.problem.turned and self._weight is None:  # a second model of its making fills these
             self._weight, self._bias = weight, bias_O
         return bind(OP, self.problem, self.weights)
 
@@ -301,10 +304,15 @@ class AdaptedLinear:
         share = AdapterShare(a_PRI=a_PRI, b_RO=b_RO, scale_P=scale_P, rank_P=rank_P)
         if all(pair.magnitude_O is None for pair in pairs.values()):
             return share
-        magnitude_O = self._magnitudes(pairs)
-        squares_O = self._squares(share, magnitude_O)
-        turn_2O = torch.tensor([[1.0], [0.0]]).repeat(1, problem.outputs)
-        return replace(share, magnitude_O=magnitude_O, squares_O=squares_O, turn_2O=turn_2O)
+        share = replace(
+            share,
+            magnitude_O=self._magnitudes(pairs),
+            squares_O=torch.ones(problem.outputs),
+            turn_2O=torch.tensor([[1.0], [0.0]]).repeat(1, problem.outputs),
+            plain_b_RO=b_RO.clone(),
+        )
+        self.measure(share)
+        return share
 
     def _magnitudes(self, pairs: dict[str, LowRank]) -> torch.Tensor:
         magnitude_O = torch.full((self.problem.outputs,), -1.0)
@@ -315,10 +323,12 @@ class AdaptedLinear:
                     magnitude_O[:, None][copy.target].copy_(values_O1)
         return magnitude_O
 
-    def _squares(self, share: AdapterShare, magnitude_O: torch.Tensor) -> torch.Tensor:
-        """|W + s B A| squared of the outputs that have magnitudes, over this rank's inputs."""
+    def measure(self, share: AdapterShare) -> None:
+        """Takes the squares of outputs with magnitudes, over this rank's inputs, from the weight as it
+        is now."""
+        magnitude_O, squares_O, b_RO = share.magnitude_O, share.squares_O, share.plain_b_RO
+        assert magnitude_O is not None and squares_O is not None and b_RO is not None
         assert self._weight is not None, "the model is used before finish_load"
-        squares_O = torch.ones(self.problem.outputs)
         ends = list(accumulate(self.problem.parts))
         for first, chunk_NI in float_rows(self._weight):
             for part, end in enumerate(ends):
@@ -327,19 +337,19 @@ class AdaptedLinear:
                 if begin >= end or not bool((magnitude_O[begin:end] >= 0).any()):
                     continue
                 new = {"device": chunk_NI.device, "dtype": torch.float32}
-                delta_NI = share.b_RO[:, begin:end].t().to(**new) @ share.a_PRI[part].to(**new)
-                whole_NI = delta_NI * float(share.scale_P[part])
+                whole_NI = b_RO[:, begin:end].t().to(**new) @ share.a_PRI[part].to(**new)
+                whole_NI *= float(share.scale_P[part])
                 whole_NI += chunk_NI[begin - first : end - first]
                 squares_O[begin:end] = whole_NI.square().sum(1).cpu()
-        return squares_O
 
     def turn(self, share: AdapterShare) -> None:
         """Takes the factors of outputs with magnitudes from their squares, which are whole now."""
         magnitude_O, squares_O, turn_2O = share.magnitude_O, share.squares_O, share.turn_2O
         assert magnitude_O is not None and squares_O is not None and turn_2O is not None
+        assert share.plain_b_RO is not None
         factor_O = torch.where(magnitude_O < 0, 1.0, magnitude_O / squares_O.sqrt())
         turn_2O[0] = factor_O
-        share.b_RO.copy_(share.b_RO.float() * factor_O)
+        share.b_RO.copy_(share.plain_b_RO.float() * factor_O)
         if self._bias is not None:
             turn_2O[1] = (1.0 - factor_O) * self._bias.float().cpu()
 

@@ -44,8 +44,8 @@ class LogitsHead:
     share the vocabulary, each takes the best of its own rows and only those pairs are gathered, not
     logits.
 
-    With adapters `logits`, `argmax` and `top_candidates` add what those of their rows add, whose slots they
-    ask for; `alone` is the head without, for drafters.
+    With adapters `logits` and `argmax` add what those of their rows add, whose slots they ask for, and
+    there are no `top_candidates`; `alone` is the head without, for drafters.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`. `normed`: its rows are divided by their lengths (Baichuan 2). `bias`: it holds
@@ -156,21 +156,13 @@ class LogitsHead:
 
         self._project = project
         greedy = self._scope.bind(GREEDY, GreedyProblem(device=self._scope.kind))
-        self.argmax = self._over_logits(self.argmax, greedy)
-        self.top_candidates = self._over_logits(self.top_candidates, best_of)
-
-    def _over_logits(self, top: TopOf | None, of_logits: TopOf) -> TopOf | None:
-        """`top`, or where rows have adapters the same of their logits."""
-        slots = self._scope.adapters
-        if top is None or slots is None:
-            return top
-
-        def adapted(hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if slots.rows_T is None:
-                return top(hidden_NE)
-            return of_logits(self.logits(hidden_NE))
-
-        return adapted
+        self.top_candidates = (
+            None  # a sampler asks for more of them later, whatever their slots are
+        )
+        if (top := self.argmax) is not None:
+            self.argmax = lambda hidden_NE: (
+                top(hidden_NE) if slots.rows_T is None else greedy(self.logits(hidden_NE))
+            )
 
     def _bind_narrow_argmax(self, weight_VE: torch.Tensor, *, shared: bool) -> TopOf | None:
         """From logits in the weight's own type: widening is exact, so the choice is the same."""
@@ -223,12 +215,6 @@ def _named(scope: Scope, shape: tuple[int, int], shard: Shard) -> Param:
         shard=shard,
         spans=shard.spans(scope.mesh.tp),
     )
-
-
-def best_of(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best NUM_CANDIDATES ids and logits of each row, in the order of op linear_top."""
-    value_NV, id_NV = logits_NV.sort(dim=1, descending=True, stable=True)
-    return id_NV[:, :NUM_CANDIDATES], value_NV[:, :NUM_CANDIDATES].contiguous()
 
 
 def gathered_top(top: TopOf, *, count: int, first: int, axis: Axis) -> TopOf:

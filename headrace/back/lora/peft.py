@@ -358,7 +358,8 @@ def _check_modules(
         )
     for name, pair in pairs.items():
         _check_pair(path, name, pair, modules[name], config.rank_of(name), max_rank)
-        if config.magnitudes and pair.magnitude is None and modules[name].parts:
+        mine = pair.kind == "linear" and modules[name].parts
+        if config.magnitudes and pair.magnitude is None and mine:
             raise CheckpointError(f"{path}: {name}: use_dora is set, its magnitudes are missing")
     if config.targets is not None:
         wanted = [

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots, LowRank
+from headrace.back.layers.adapters import AdaptedLinear, AdapterShare, AdapterSlots, LowRank
 from headrace.back.lora.peft import read_adapter
 from headrace.base.errors import HeadraceError, to_wire
 from headrace.base.wire.step import AdapterOrder, AdapterReply
@@ -32,9 +32,11 @@ class AdapterStore:
             name: module for layer in slots.layers for name, module in layer.modules.items()
         }
         self._adapters: dict[str, list[Any | None]] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._placed: dict[int, str] = {}
+        self._groups: tuple[dist.ProcessGroup | None, ...] = (None, None)
         if any(linear.problem.turned and linear.adds_up for linear in slots.linears):
-            self._group = dist.new_group(backend="gloo")  # apart from the steps' own sums
+            # Apart from the steps' own sums, and those of this thread from those of `renew`.
+            self._groups = tuple(dist.new_group(backend="gloo") for _ in range(2))
 
     def carry_out(self, order: AdapterOrder) -> AdapterReply:
         """One order; what it could not do is told in the reply."""
@@ -64,23 +66,42 @@ class AdapterStore:
                 module: adapter.pairs[module] for module in layer.modules if module in adapter.pairs
             }
             shares.append(layer.share(pairs) if pairs else None)
-        self._turn(shares)
+        self._turn(shares, self._groups[0])
         self._adapters[name] = shares
         return AdapterReply(
             rank=adapter.rank, num_bytes=adapter.num_bytes, num_modules=len(adapter.pairs)
         )
 
-    def _turn(self, shares: list[Any | None]) -> None:
-        """Magnitudes become factors, once the lengths they are for are summed over the ranks."""
-        turned = [
+    def renew(self) -> None:
+        """The weights have changed: factors of magnitudes are taken again, those in slots too. Called by
+        the thread that runs the steps."""
+        for shares in list(self._adapters.values()):
+            for layer, share in self._turned(shares):
+                layer.measure(share)
+            self._turn(shares, self._groups[1])
+        for slot, name in list(self._placed.items()):
+            if name in self._adapters and self._turned(self._adapters[name]):
+                self.place(name, slot)
+
+    def _turned(self, shares: list[Any | None]) -> list[tuple[AdaptedLinear, AdapterShare]]:
+        """The layers whose outputs have magnitudes."""
+        return [
             (layer, share)
             for layer, share in zip(self._slots.layers, shares, strict=True)
             if isinstance(layer, AdaptedLinear) and share is not None and share.turn_2O is not None
         ]
-        parts = [share.squares_O for layer, share in turned if layer.adds_up]
+
+    def _turn(self, shares: list[Any | None], group: dist.ProcessGroup | None) -> None:
+        """Magnitudes become factors, once the lengths they are for are summed over the ranks."""
+        turned = self._turned(shares)
+        parts = [
+            share.squares_O
+            for layer, share in turned
+            if layer.adds_up and share.squares_O is not None
+        ]
         if parts:
             sums = torch.cat(parts)
-            dist.all_reduce(sums, group=self._group)
+            dist.all_reduce(sums, group=group)
             for part, whole in zip(parts, sums.split([len(part) for part in parts]), strict=True):
                 part.copy_(whole)
         for layer, share in turned:
@@ -88,6 +109,7 @@ class AdapterStore:
 
     def place(self, name: str, slot: int) -> None:
         """Puts an adapter that was read into a slot."""
+        self._placed[slot] = name
         with torch.inference_mode():
             for layer, share in zip(self._slots.layers, self._adapters[name], strict=True):
                 layer.put(slot, share)

@@ -64,7 +64,12 @@ class CpuGraphs:
         self._arena = Arena()
         self._graphs: dict[Bucket, _Recorded] = {}
         self._seen: set[Bucket] = set()
-        self.foreign: tuple[str, ...] = ()
+        self._foreign: dict[Bucket, set[str]] = {}
+
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """Operations of torch that compute something in steps that are not recorded for that."""
+        return tuple(sorted(set().union(*self._foreign.values())))
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -118,7 +123,7 @@ class CpuGraphs:
     def wants(self, bucket: Bucket) -> bool:
         """See Replay."""
         small = bool(bucket.decode or bucket.queries) and bucket.tokens <= MOST_ROWS
-        return small and not self.foreign and bucket not in self._graphs
+        return small and bucket not in self._foreign and bucket not in self._graphs
 
     def record(
         self,
@@ -146,7 +151,7 @@ class CpuGraphs:
                 outputs = rest.sample(bucket, outputs)
         foreign = {name for recorder in recorders for name in recorder.foreign}
         if foreign:
-            self.foreign = tuple(sorted(foreign))
+            self._foreign[bucket] = foreign
             return outputs
         graphs = [recorder.graph() for recorder in recorders]
         kept = outputs.aliases(unowned)

@@ -347,6 +347,9 @@ class Runner:
                 refused[index] = refusal
                 continue
             start, stop = shape.query_start[index : index + 2].tolist()
+            if self._model.adapters is not None:
+                slot = 0 if shape.slots is None else int(shape.slots[index])
+                self._model.adapters.take_slot(slot, hidden_TE.device)
             scores = self._prompts.score(
                 row,
                 hidden_TE[start:stop],

@@ -15,11 +15,14 @@ from types import CellType, FunctionType, MethodType, ModuleType
 import torch
 
 from headrace.back.kernels.op import Kernel, Op
+from headrace.back.layers.adapted_table import AdaptedTable
 from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
+from headrace.back.layers.moe.adapted import AdaptedExperts
 from headrace.back.layers.scope import Ledger, Scope
 from headrace.back.parallel.mesh import Axis, Mesh
 
-_SHARED = (Scope, Ledger, Mesh, Axis, AdapterSlots, AdaptedLinear, Op, Kernel)
+_SLOTS = (AdapterSlots, AdaptedLinear, AdaptedTable, AdaptedExperts)
+_SHARED = (Scope, Ledger, Mesh, Axis, *_SLOTS, Op, Kernel)
 """What layers share with others, and what holds no weight of theirs."""
 _PLAIN = (type, ModuleType, str, bytes, bool, int, complex, torch.dtype, torch.device, type(None))
 _ENDS = (torch.Tensor, float, *_SHARED)

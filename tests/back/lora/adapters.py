@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 CONFIG: dict[str, Any] = {
     # as peft 0.21 saves it
@@ -89,3 +89,86 @@ def module_sizes(model: Any) -> dict[str, tuple[int, int]]:
         for linear in model.adapters.linears
         for name, module in linear.modules.items()
     }
+
+
+def write_kinds(folder: Path, model: Any, *, seed: int, rank: int = 4, dora: bool = True) -> None:
+    """An adapter of random matrices for everything that our model takes: magnitudes of linear layers, its table
+    and head, its shared experts, and of the routed ones each (odd seeds) or as parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    each = seed % 2 == 1
+    tensors: dict[str, torch.Tensor] = {}
+
+    def put(name: str, a: tuple[int, int], b: tuple[int, int], ends: tuple[str, str]) -> None:
+        for shape, end in zip((a, b), ends, strict=True):
+            values = torch.randn(shape, generator=generator) * 0.4 / shape[-1] ** 0.5
+            tensors[f"base_model.model.{name}.{end}"] = values
+
+    modules = {name: m for layer in model.adapters.layers for name, m in layer.modules.items()}
+    linear = ("lora_A.weight", "lora_B.weight")
+    for name, module in modules.items():
+        inputs, outputs, ranks = module.inputs, module.outputs, rank * module.experts
+        numbered = any(part.isdigit() for part in name.rpartition(".experts.")[2].split("."))
+        if module.kind == "table":
+            ends = ("lora_embedding_A", "lora_embedding_B")
+            put(name, (rank, inputs), (outputs, rank), ends)
+        elif module.kind == "parameter" and not each:
+            owner, _, leaf = name.rpartition(".")
+            inside = ".base_layer" if leaf != "down_proj" else ""
+            put(owner + inside, (ranks, inputs), (outputs, ranks), linear)
+        elif module.kind == "linear" and (each or module.parts or not numbered):
+            put(name, (rank, inputs), (outputs, rank), linear)
+            if dora and module.parts:
+                lengths = torch.rand(outputs, generator=generator) + 0.5
+                tensors[f"base_model.model.{name}.lora_magnitude_vector"] = lengths
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {**CONFIG, "r": rank, "use_dora": dora, "target_modules": "all-linear"}
+    names = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    config |= {} if each else {"target_parameters": names}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def merge_kinds(model: Any, folder: Path) -> None:
+    """What an adapter of `write_kinds` does, in the weights of a model of transformers."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    scale = CONFIG["lora_alpha"] / json.loads((folder / "adapter_config.json").read_text())["r"]
+    head = model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    with torch.no_grad():
+        for key, a in tensors.items():
+            name = key.removeprefix("base_model.model.")
+            if name.endswith(".lora_embedding_A"):
+                b = tensors[key[:-1] + "B"]
+                model.get_submodule(name.removesuffix(".lora_embedding_A")).weight += (
+                    scale * (b @ a).T
+                )
+            elif name.endswith(".lora_A.weight"):
+                b = tensors[key.replace("lora_A", "lora_B")]
+                _merge_linear(model, name.removesuffix(".lora_A.weight"), a, b, scale, tensors)
+
+
+def _merge_linear(
+    model: Any, name: str, a: torch.Tensor, b: torch.Tensor, scale: float, tensors: Any
+) -> None:
+    owner, _, rest = name.rpartition(".experts")
+    if rest in (".base_layer", "") and owner:
+        weight = getattr(
+            model.get_submodule(f"{owner}.experts"), "gate_up_proj" if rest else "down_proj"
+        )
+        for expert in range(len(weight)):
+            rows = a.view(len(weight), -1, a.shape[1])[expert]
+            weight[expert] += scale * b[:, expert :: len(weight)] @ rows
+        return
+    if owner and rest.split(".")[1].isdigit():
+        _, number, leaf = rest.split(".")
+        fused = "down_proj" if leaf == "down_proj" else "gate_up_proj"
+        weight = getattr(model.get_submodule(f"{owner}.experts"), fused)[int(number)]
+        half = len(weight) // 2
+        at = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}.get(leaf, slice(None))
+        weight[at] += scale * b @ a
+        return
+    weight = model.get_submodule(name).weight
+    weight += scale * b @ a
+    magnitude = tensors.get(f"base_model.model.{name}.lora_magnitude_vector")
+    if magnitude is not None:
+        weight *= (magnitude / weight.norm(dim=1))[:, None]

@@ -14,17 +14,22 @@ import torch.distributed as dist
 
 from headrace.back.lora.store import AdapterStore
 from headrace.back.parallel.mesh import tensor_parallel_mesh
-from tests.back.lora.test_applied import CPU, LENGTHS, spec_of
+from tests.back.lora.test_applied import CPU, KINDS, LENGTHS, spec_of
 from tests.models.oracle import BLOCK_TOKENS, load_ours
 from tests.models.paged import random_rows, teacher_forced
 
 SLOTS = (1, 0, 2)
 
 
+def kinds_of(folder: str) -> tuple[str, ...]:
+    """What there is room for: folders say it by their names."""
+    return KINDS if "kinds" in Path(folder).name else ()
+
+
 def main(rank: int, ranks: int, store: str, folders: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for folder in folders:
-        spec = spec_of(Path(folder))
+        spec = spec_of(Path(folder), kinds=kinds_of(folder))
         model = load_ours(spec, mesh=tensor_parallel_mesh())
         adapters = AdapterStore(model.adapters, CPU)
         for slot, name in enumerate(("one", "two"), start=1):

@@ -30,8 +30,14 @@ from headrace.base.wire.request import Call, EngineRequest, Reply, RowSampling, 
 from headrace.core.adapter_choice import adapted
 from headrace.core.adapters import Adapters
 from headrace.core.core import EngineCore
-from tests.back.lora.adapters import merge, module_sizes, write_adapter
-from tests.back.lora.test_applied import spec_of
+from tests.back.lora.adapters import (
+    merge,
+    merge_kinds,
+    module_sizes,
+    write_adapter,
+    write_kinds,
+)
+from tests.back.lora.test_applied import KINDS, spec_of
 from tests.models.oracle import load_ours, model_spec, save_oracle
 from tests.models.test_mixture import greedy
 from tests.models.test_parity import tiny_config
@@ -73,9 +79,11 @@ class Engine:
         tensor_parallel: int = 1,
         known: tuple[str, ...] = NAMES,
         num_blocks: int = 64,
+        kinds: tuple[str, ...] = (),
         **changes: Any,
     ) -> None:
-        adapters = AdapterSpec(slots=slots, max_rank=8, kept=8, roots=(str(tiny.folder),))
+        roots = (str(tiny.folder),)
+        adapters = AdapterSpec(slots=slots, max_rank=8, kept=8, roots=roots, kinds=kinds)
         spec = EngineSpec(
             model=msgspec.structs.replace(model_spec(tiny.folder), adapters=adapters),
             kv=KVSpec(block_tokens=16, prefix_caching=True, num_blocks=num_blocks),
@@ -193,6 +201,33 @@ def test_steps_with_adapters_are_recorded_beside_those_without(tiny: Tiny, engin
     replay = one.executor._resident.runner._steps._replay
     assert replay.foreign == ()
     assert {bucket.adapted for bucket in replay._graphs} == {False, True}
+
+
+@pytest.fixture(scope="module")
+def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A base with adapters of everything beside linear layers."""
+    tiny = Tiny(tmp_path_factory.mktemp("kinds"))
+    ours = load_ours(spec_of(tiny.folder, kinds=KINDS))
+    for number, name in enumerate(NAMES):
+        write_kinds(tiny.folder / name, ours, seed=number, rank=2 + number)
+        tiny.oracles[name] = copy.deepcopy(tiny.oracles[""])
+        merge_kinds(tiny.oracles[name], tiny.folder / name)
+    return tiny
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_magnitudes_tables_and_heads_go_through_recorded_steps_and_drafts(
+    drafts: bool, all_kinds: Tiny, engine: Any
+) -> None:
+    more = {"speculation": SpeculationSpec(method="ngram", num_tokens=3, max_rows=4)}
+    one = engine(tiny=all_kinds, kinds=KINDS, **(more if drafts else {}))
+    requests = {id: ((p * 3)[:30], name) for id, (p, name) in mixed(8, (4,)).items()}
+    for _ in range(2):
+        one.core.kv.reset_cache([])
+        assert one.run(requests) == expected(all_kinds, requests)
+    replay = one.executor._resident.runner._steps._replay
+    if isinstance(load(), NativeLibrary):
+        assert replay.foreign == () and any(bucket.adapted for bucket in replay._graphs)
 
 
 def test_more_adapters_than_slots_take_turns(tiny: Tiny, engine: Any) -> None:

@@ -116,6 +116,20 @@ def test_tensors_that_are_no_matrices_of_an_adapter_are_named(folder: Path) -> N
     assert "lora_magnitude_vector" in refusal(folder)
 
 
+def test_what_slots_have_no_room_for_is_refused_with_the_option(folder: Path) -> None:
+    change(folder, use_dora=True)
+    assert "need --lora-kinds magnitudes" in refusal(folder)
+    assert "q_proj: use_dora is set, its magnitudes are missing" in refusal(
+        folder, kinds=["magnitudes"]
+    )
+    change(folder, use_dora=False)
+    table = "base_model.model.model.embed_tokens.lora_embedding_"
+    extra = {f"{table}A": torch.ones(4, 9), f"{table}B": torch.ones(8, 4)}
+    rewrite(folder, lambda tensors: tensors.update(extra))
+    assert "model.embed_tokens: this model has no" in refusal(folder)
+    assert "of tables and experts: --lora-kinds" in refusal(folder)
+
+
 def test_a_number_that_is_not_finite_is_refused(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors[f"{Q0}.lora_A.weight"].fill_(torch.nan))
     assert f"{Q0}.lora_A.weight holds NaN or Inf" in refusal(folder)

@@ -15,7 +15,7 @@ from headrace.back.kernels.linear_blocks.layout import LAYOUTS, dequantize_rows
 from headrace.back.kernels.linear_quant import layout as rows_layout
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.native.library import NativeError
-from tests.kernels.mixture import experts_problem
+from tests.kernels.mixture import beside_error, experts_problem
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,6 +57,15 @@ def close(got, wanted, problem, further=1.0):
     error = (got.double() - wanted.double()).abs().max()
     assert error <= further * OP.tolerance(problem) * wanted.double().abs().max(), error
     return error
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4-g64"])
+def test_what_adapters_add_goes_in_front_of_the_activation(newest, form):
+    problem = problem_of(form, torch.float32)
+    weights = weights_of(problem)
+    run, reference = bind_with(newest, problem, *weights), op.bind_reference(problem, *weights)
+    error = beside_error(run, reference, arguments_of(problem, 7), problem.mixture)
+    assert error <= OP.tolerance(problem)
 
 
 @pytest.mark.covering(1)

@@ -18,9 +18,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUND = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def problem_of(dtype, inputs, parts, rank=8, slots=3):
+def problem_of(dtype, inputs, parts, rank=8, slots=3, **more):
     return LoraLinearProblem(
-        device="cpu", dtype=dtype, inputs=inputs, parts=parts, rank=rank, slots=slots
+        device="cpu", dtype=dtype, inputs=inputs, parts=parts, rank=rank, slots=slots, **more
     )
 
 
@@ -28,7 +28,7 @@ def exact(problem, weights, x, y, slots):
     wide = LoraLinearProblem(**{**vars(problem), "dtype": torch.float32})
     floats = LoraWeights(
         a_SKI=weights.a_SKI.float(), b_SRO=weights.b_SRO.float(),
-        scale_SP=weights.scale_SP, rank_SP=weights.rank_SP,
+        scale_SP=weights.scale_SP, rank_SP=weights.rank_SP, turn_S2O=weights.turn_S2O,
     )  # fmt: skip
     sums = y.float()
     bind_reference(wide, floats)(x.float(), sums, slots)
@@ -51,6 +51,19 @@ def test_is_near_the_exact_result(library, dtype, rows, inputs, parts, rank, slo
     assert (ours.float() - expected).abs().max() <= BOUND[dtype] * expected.abs().max()
     assert torch.equal(wider[:, sum(parts) :], y), "nothing is written beside y"
     assert torch.equal(ours[at == 0], y[at == 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 70])
+def test_magnitudes_turn_what_the_weight_gives_and_wide_results_are_not_rounded(
+    newest, dtype, rows
+):
+    problem = problem_of(dtype, 100, (300, 33), turned=True, wide=True)
+    weights, (x, y, at) = sample_weights(problem), sample_rows(problem, rows)
+    expected = exact(problem, weights, x, y, at)
+    bind_with(newest, problem, weights)(x, y, at)
+    assert y.dtype == torch.float32
+    assert (y - expected).abs().max() <= 4e-6 * expected.abs().max()
 
 
 def test_what_is_beyond_a_slots_rank_is_not_read(library):

@@ -8,7 +8,7 @@ from headrace.back.kernels.experts import op as experts_op
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.route import native as route
 from headrace.back.kernels.route import op as route_op
-from tests.kernels.mixture import ROUTERS, experts_problem, route_problem
+from tests.kernels.mixture import ROUTERS, beside_error, experts_problem, route_problem
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -34,6 +34,15 @@ def test_experts_equal_the_reference(library, dtype, activation, odd):
     )
     problem = experts_problem(dtype, "cpu", activation=activation, odd=odd)
     assert experts_op.OP.error(kernel, problem) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+def test_what_adapters_add_goes_in_front_of_the_activation(newest, dtype):
+    problem = experts_problem(dtype, "cpu", activation="swiglu_oai", odd=True)
+    sample = experts_op.OP.sample(problem)
+    run = experts.bind_with(newest, sample.problem, *sample.weights)
+    reference = experts_op.bind_reference(sample.problem, *sample.weights)
+    assert beside_error(run, reference, sample.arguments, sample.problem) <= 2 * BOUND[dtype]
 
 
 @pytest.mark.parametrize("dtype", BOUND)

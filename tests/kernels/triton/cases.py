@@ -38,6 +38,7 @@ from headrace.back.kernels.linear_int4 import op as linear_int4
 from headrace.back.kernels.linear_int4 import stream as linear_int4_stream
 from headrace.back.kernels.linear_int8 import op as linear_int8
 from headrace.back.kernels.logit_masks import op as logit_masks
+from headrace.back.kernels.lora_embedding import op as lora_embedding
 from headrace.back.kernels.lora_linear import op as lora_linear
 from headrace.back.kernels.merge_attention import op as merge_attention
 from headrace.back.kernels.ngram_draft import op as ngram_draft
@@ -88,7 +89,7 @@ def _many_adapted() -> object:
     from headrace.back.kernels.lora_linear import triton_lora_linear
 
     problem = lora_linear.LoraLinearProblem(
-        device="cpu", dtype=BF16, inputs=512, parts=(256, 64), rank=16, slots=4
+        device="cpu", dtype=BF16, inputs=512, parts=(256, 64), rank=16, slots=4, turned=True
     )
     add = triton_lora_linear.bind(problem, lora_linear.sample_weights(problem))
     return add(*lora_linear.sample_rows(problem, 100))
@@ -781,6 +782,16 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("stream add", _product(STREAM, 64, add=True)),
     *((f"wide {plan.m} act", _product(plan, 1024, activation="silu")) for plan in WIDE),
     ("lora_linear of many rows", _many_adapted),
+    (
+        "lora_embedding",
+        _call(
+            lora_embedding.OP,
+            "lora_embedding.triton_lora_embedding:KERNEL",
+            lora_embedding.LoraEmbeddingProblem(
+                device="cpu", dtype=BF16, rows=64, width=512, rank=16, slots=4
+            ),
+        ),
+    ),
     *(
         (
             f"lora_linear of {rank} ranks",

@@ -1,4 +1,5 @@
-"""Shrink and expand against the reference (test_interpreter.py starts this file in the interpreter)."""
+"""Shrink and expand, and those of tables, against the reference (test_interpreter.py starts this file in the
+interpreter)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from headrace.back.kernels.lora_embedding import op as lora_embedding
+from headrace.back.kernels.lora_embedding import triton_lora_embedding
+from headrace.back.kernels.lora_embedding.op import LoraEmbeddingProblem
 from headrace.back.kernels.lora_linear import triton_lora_linear
 from headrace.back.kernels.lora_linear.op import (
     OP,
@@ -30,9 +34,9 @@ DTYPES = [FP32, FP16] if interpreted() else [FP32, FP16, BF16]
 BOUND = {FP32: 1e-5, FP16: 2e-3, BF16: 1.5e-2}
 
 
-def problem_of(dtype, inputs, parts, rank, slots):
+def problem_of(dtype, inputs, parts, rank, slots, **more):
     return LoraLinearProblem(
-        device=DEVICE, dtype=dtype, inputs=inputs, parts=parts, rank=rank, slots=slots
+        device=DEVICE, dtype=dtype, inputs=inputs, parts=parts, rank=rank, slots=slots, **more
     )
 
 
@@ -49,6 +53,23 @@ def test_shrink_and_expand_equal_the_reference(dtype, rows, inputs, parts, rank,
     triton_lora_linear.bind(problem, weights)(x, y, at)
     error = (y.float() - expected.float()).abs().max() if rows else torch.tensor(0.0)
     assert error <= BOUND[dtype] * (expected.float().abs().max() if rows else 1.0)
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+def test_magnitudes_turn_what_the_weight_gives(rows):
+    problem = problem_of(FP32, 40, (130, 24), 6, 3, turned=True, wide=True)
+    weights, (x, y, at) = sample_weights(problem), sample_rows(problem, rows)
+    expected = y.clone()
+    bind_reference(problem, weights)(x, expected, at)
+    triton_lora_linear.bind(problem, weights)(x, y, at)
+    assert torch.allclose(y, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_a_table_equal_the_reference(dtype):
+    problem = LoraEmbeddingProblem(device=DEVICE, dtype=dtype, rows=40, width=530, rank=20, slots=3)
+    kernel = triton_lora_embedding.KERNEL
+    assert lora_embedding.OP.error(kernel, problem) <= lora_embedding.OP.tolerance(problem)
 
 
 def test_ranks_beyond_a_slots_own_and_slots_nobody_has_are_not_read():

@@ -12,7 +12,7 @@ from headrace.back.kernels.experts import triton_dispatch, triton_experts
 from headrace.back.kernels.route import op as route
 from headrace.back.kernels.route import triton_route
 from headrace.back.kernels.triton.wrap import interpreted
-from tests.kernels.mixture import ROUTERS, experts_problem, route_problem
+from tests.kernels.mixture import ROUTERS, beside_error, experts_problem, route_problem
 from tests.kernels.triton import test_kernels
 from tests.kernels.triton.test_kernels import BOUND, DEVICE, DTYPES
 
@@ -32,6 +32,13 @@ CASES = [("silu", False), ("gelu_tanh", True), ("swiglu_oai", False), ("swiglu_s
 def test_experts_equal_the_reference(dtype, activation, odd):
     problem = experts_problem(dtype, DEVICE, activation=activation, odd=odd)
     assert experts.OP.error(triton_experts.KERNEL, problem) <= BOUND[dtype]
+
+
+def test_what_adapters_add_goes_in_front_of_the_activation():
+    sample = experts.OP.sample(experts_problem(torch.float32, DEVICE, odd=True))
+    run = triton_experts.bind(sample.problem, *sample.weights)
+    reference = experts.bind_reference(sample.problem, *sample.weights)
+    assert beside_error(run, reference, sample.arguments, sample.problem) <= 1e-5
 
 
 @pytest.mark.skipif(interpreted(), reason="products of the interpreter depend on a row's place")
