@@ -315,7 +315,7 @@ class Mixture:
         router, names = spec.router, spec.layout.adapted
         if slots is None or EXPERTS not in slots.kinds or names is None:
             return None
-        if router.weighs_inputs or router.expert_scale or router.idle:
+        if router.weighs_inputs or router.expert_scale or router.idle or self._num_joint:
             return None
         return slots.kept(
             lambda: AdaptedExperts(

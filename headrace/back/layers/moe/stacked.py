@@ -64,6 +64,7 @@ class PairedExperts:
     up: str
     down: str
     biased = False
+    adapted = None
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
@@ -102,6 +103,7 @@ class UngatedExperts:
     up: str
     down: str
     biased = True
+    adapted = None
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
