@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, cast
 
-from headrace.back.layers.adapters import KINDS
+from headrace.back.layers.adapter_shares import KINDS
 from headrace.back.lora.peft import kinds_of
 from headrace.back.models.families import FALLBACK
 from headrace.base.config.hf import ConfigReader, read_json

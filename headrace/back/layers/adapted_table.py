@@ -19,7 +19,10 @@ from headrace.back.kernels.lora_embedding.op import (
     LoraTables,
     empty_tables,
 )
-from headrace.back.layers.adapters import AdaptedModule, AdapterSlots, LowRank
+from headrace.back.layers.adapter_shares import TABLES, AdaptedModule, LowRank
+from headrace.back.layers.adapters import AdapterSlots
+from headrace.back.layers.scope import Scope
+from headrace.back.parallel.param import Param
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,3 +101,21 @@ class AdaptedTable:
         tables.b_SRE[at, :rank].copy_(share.b_RE)
         tables.scale_S[at] = share.scale
         tables.rank_S[at] = rank
+
+
+def adapted_table(scope: Scope, weight: Param, *, scale: float) -> AdaptedTable | None:
+    """The slots of a table of tokens, whose rows are multiplied with `scale`, if there are any."""
+    slots = scope.adapters
+    if slots is None or TABLES not in slots.kinds:
+        return None
+    rows, width = weight.shape
+    problem = LoraEmbeddingProblem(
+        device=scope.kind,
+        dtype=scope.dtype,
+        rows=rows,
+        width=width,
+        rank=slots.max_rank,
+        slots=slots.count,
+    )
+    name = weight.pieces[0].name.removesuffix(".weight")
+    return slots.kept(lambda: AdaptedTable(slots, name, problem, scale=scale, device=scope.device))

@@ -13,6 +13,7 @@ from headrace.back.kernels.embedding_quant.op import OP as OP_QUANT
 from headrace.back.kernels.embedding_quant.op import EmbeddingQuantProblem
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.linear_quant.layout import PackedWeight
+from headrace.back.layers.adapted_table import adapted_table
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_reduce
 from headrace.back.parallel.param import WeightPiece
@@ -48,7 +49,7 @@ class TokenEmbedding:
         weight = scope.param("weight", (vocabulary, width), pieces=pieces, shard=self.shard)
         self._weight = scope.quantized_table(weight, "tied" if tied else "embedding")
         adaptable = not (unused or parts)
-        self._adapted = scope.adapted_table(weight, scale=scale) if adaptable else None
+        self._adapted = adapted_table(scope, weight, scale=scale) if adaptable else None
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:

@@ -14,6 +14,7 @@ from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES, LinearTopProblem
 from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
+from headrace.back.layers.adapter_shares import TABLES
 from headrace.back.layers.adapters import AdaptedLinear
 from headrace.back.layers.embedding import vocabulary_part
 from headrace.back.layers.linear import Weight, bind_linear, gemm_of
@@ -79,9 +80,9 @@ class LogitsHead:
         if not tied:
             weight = scope.param("weight", (vocabulary, width), shard=shard)
             self._weight = weight if normed else scope.quantized_table(weight, "head")
-            self._adapted = None if normed else scope.adapted_head(weight)
+            self._adapted = None if normed else _adapted(scope, weight)
         elif not normed:
-            self._adapted = scope.adapted_head(_named(scope, (vocabulary, width), shard))
+            self._adapted = _adapted(scope, _named(scope, (vocabulary, width), shard))
         self._bias = None
         if isinstance(bias, Scope):
             row = Shard(axis="tp", dim=1, parts=(self._part,))
@@ -202,6 +203,14 @@ class LogitsHead:
         axis = self._scope.mesh.tp
         first = Shard(axis="tp", dim=0, parts=(self._part,)).spans(axis)[0].start
         return gathered_top(top, count=count, first=first, axis=axis)
+
+
+def _adapted(scope: Scope, weight: Param) -> AdaptedLinear | None:
+    """The slots of a head, if there are any."""
+    slots = scope.adapters
+    if slots is None or TABLES not in slots.kinds:
+        return None
+    return slots.over(weight, scope.mesh, scope.device, scope.kind, wide=True)
 
 
 def _named(scope: Scope, shape: tuple[int, int], shard: Shard) -> Param:

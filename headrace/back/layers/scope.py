@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.back.kernels.lora_embedding.op import LoraEmbeddingProblem
 from headrace.back.kernels.op import KernelChoice, Op, decisions
-from headrace.back.layers.adapted_table import AdaptedTable
-from headrace.back.layers.adapters import TABLES, AdaptedLinear, AdapterSlots
+from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
 from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.layers.offload import HOST, HostPart, Offload
 from headrace.back.parallel.bundle import Bundle
@@ -298,31 +296,6 @@ class Scope:
         if self.adapters is None:
             return None
         return self.adapters.over(weight, self.mesh, self.device, self.kind)
-
-    def adapted_head(self, weight: Param) -> AdaptedLinear | None:
-        """The same of an output head."""
-        if self.adapters is None or TABLES not in self.adapters.kinds:
-            return None
-        return self.adapters.over(weight, self.mesh, self.device, self.kind, wide=True)
-
-    def adapted_table(self, weight: Param, *, scale: float) -> AdaptedTable | None:
-        """The same of a table of tokens, whose rows are multiplied with `scale`."""
-        slots = self.adapters
-        if slots is None or TABLES not in slots.kinds:
-            return None
-        rows, width = weight.shape
-        problem = LoraEmbeddingProblem(
-            device=self.kind,
-            dtype=self.dtype,
-            rows=rows,
-            width=width,
-            rank=slots.max_rank,
-            slots=slots.count,
-        )
-        name = weight.pieces[0].name.removesuffix(".weight")
-        return slots.kept(
-            lambda: AdaptedTable(slots, name, problem, scale=scale, device=self.device)
-        )
 
     def packed_experts(
         self,

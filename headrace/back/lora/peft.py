@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from headrace.back.layers.adapters import EXPERTS, MAGNITUDES, TABLES, AdaptedModule, LowRank
+from headrace.back.layers.adapter_shares import EXPERTS, MAGNITUDES, TABLES, AdaptedModule, LowRank
+from headrace.back.lora.names import PREFIX, StoredPair, listed, pairs_of
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -86,16 +86,6 @@ class PeftAdapter:
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredPair:
-    """Matrices of one module, where they lie. `kind`: see AdaptedModule."""
-
-    a: StoredTensor
-    b: StoredTensor
-    kind: str = "linear"
-    magnitude: StoredTensor | None = None
-
-
 def read_adapter(
     folder: Path,
     modules: Mapping[str, AdaptedModule],
@@ -107,7 +97,7 @@ def read_adapter(
     CheckpointError with the names and numbers of everything that does not fit."""
     config = read_config(folder, beside=[SERVED[kind] for kind in kinds if kind in SERVED])
     path, stored = folder / WEIGHTS, stored_tensors(folder)
-    halves = _pairs(path, config, stored, modules)
+    halves = pairs_of(path, config, stored, modules)
     _check_modules(path, config, halves, modules, max_rank, kinds)
     pairs = {
         module: LowRank(
@@ -249,93 +239,6 @@ def _by_name(pairs: tuple[tuple[str, Any], ...], module: str, default: Any) -> A
     return default
 
 
-HALF = re.compile(r"(.+?)((?:\.base_layer)*)\.lora_([AB])(?:\.default)?\.weight")
-TABLE_HALF = re.compile(r"(.+)\.lora_embedding_([AB])(?:\.default)?")
-MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
-_TABLE = re.compile(r"(.+)\.base_layer\.weight")
-
-
-def _pairs(
-    path: Path,
-    config: LoraConfig,
-    stored: Mapping[str, StoredTensor],
-    modules: Mapping[str, AdaptedModule],
-) -> dict[str, StoredPair]:
-    """A and B by module, or by parameter."""
-    halves: dict[tuple[str, str, str], dict[str, StoredTensor]] = {}
-    magnitudes: dict[str, StoredTensor] = {}
-    others = []
-    for name, tensor in stored.items():
-        inner = name.removeprefix(PREFIX)
-        if inner == name:
-            others.append(name)
-        elif match := HALF.fullmatch(inner):
-            halves.setdefault((match[1], match[2], "linear"), {})[match[3]] = tensor
-        elif match := TABLE_HALF.fullmatch(inner):
-            halves.setdefault((match[1], "", "table"), {})[match[2]] = tensor
-        elif config.magnitudes and (match := MAGNITUDE.fullmatch(inner)):
-            magnitudes[match[1]] = tensor
-        elif not ((match := _TABLE.fullmatch(inner)) and _is_base(modules, match[1], tensor)):
-            others.append(name)
-    if others:
-        raise CheckpointError(f"{path}: {listed(others)}: no matrices of a linear layer's adapter")
-    if not halves:
-        raise CheckpointError(f"{path} holds no adapter")
-    pairs = {}
-    at_depths = [(module, depth) for module, depth, _ in halves]
-    for (module, depth, kind), pair in halves.items():
-        parameter = parameter_of(module, depth, at_depths, config.parameters)
-        lacking = {"A", "B"} - pair.keys()
-        if lacking:
-            leaf = f"{depth}.lora_" if kind == "linear" else ".lora_embedding_"
-            end = ".weight" if kind == "linear" else ""
-            missing = f"{PREFIX}{module}{leaf}{lacking.pop()}{end}"
-            raise CheckpointError(f"{path}: tensor {missing} is missing")
-        if depth and parameter is None:
-            raise CheckpointError(f"{path}: {module}{depth}: no parameter of that name is adapted")
-        pairs[parameter or module] = StoredPair(
-            a=pair["A"],
-            b=pair["B"],
-            kind=kind if parameter is None else "parameter",
-            magnitude=magnitudes.pop(module, None),
-        )
-    if magnitudes:
-        raise CheckpointError(f"{path}: {listed(list(magnitudes))}: magnitudes without matrices")
-    return pairs
-
-
-def _is_base(modules: Mapping[str, AdaptedModule], name: str, tensor: StoredTensor) -> bool:
-    """Whether a tensor is the base's own table, which PEFT saves beside adapters of it."""
-    module = modules.get(name)
-    return module is not None and tensor.shape in (
-        (module.inputs, module.outputs),
-        (module.outputs, module.inputs),
-    )
-
-
-def parameter_of(
-    module: str, depth: str, at_depths: Collection[tuple[str, str]], parameters: Sequence[str]
-) -> str | None:
-    """The parameter that an adapter of a module is for, None: its weight. Those of one module lie one
-    in another (`depth`: ".base_layer" for each; of all of them in `at_depths`), the module's first
-    innermost, in whatever order they are named: transformers has downs last."""
-    mine = sorted(
-        (
-            name
-            for name in parameters
-            if module == name.rpartition(".")[0] or module.endswith(f".{name.rpartition('.')[0]}")
-        ),
-        key=lambda name: name.endswith("down_proj"),
-    )
-    if not mine:
-        return None
-    level = depth.count(".base_layer")
-    deepest = max(way.count(".base_layer") for owner, way in at_depths if owner == module)
-    if deepest >= len(mine) or level > deepest:
-        return None
-    return f"{module}.{mine[deepest - level].rpartition('.')[2]}"
-
-
 def _check_modules(
     path: Path,
     config: LoraConfig,
@@ -429,9 +332,3 @@ def tensor_of(stored: StoredTensor) -> torch.Tensor:
     if not bool(torch.isfinite(values).all()):
         raise CheckpointError(f"{stored.path}: tensor {stored.name} holds NaN or Inf")
     return values
-
-
-def listed(names: list[str], shown: int = 4) -> str:
-    """The first of them, and how many there are more."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(sorted(names)[:shown]) + more

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.back.layers.adapters import AdaptedLinear, AdapterShare, AdapterSlots, LowRank
+from headrace.back.layers.adapter_shares import AdapterShare, LowRank
+from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
 from headrace.back.lora.peft import read_adapter
 from headrace.base.errors import HeadraceError, to_wire
 from headrace.base.wire.step import AdapterOrder, AdapterReply

@@ -15,19 +15,9 @@ from pathlib import Path
 
 import torch
 
-from headrace.back.layers.adapters import LowRank
-from headrace.back.lora.peft import (
-    HALF,
-    MAGNITUDE,
-    PREFIX,
-    TABLE_HALF,
-    LoraConfig,
-    listed,
-    parameter_of,
-    read_config,
-    stored_tensors,
-    tensor_of,
-)
+from headrace.back.layers.adapter_shares import LowRank
+from headrace.back.lora.names import HALF, MAGNITUDE, PREFIX, TABLE_HALF, listed, parameter_of
+from headrace.back.lora.peft import LoraConfig, read_config, stored_tensors, tensor_of
 from headrace.base.config.hf import read_json
 from headrace.base.config.safetensors_header import StoredTensor
 from headrace.base.errors import CheckpointError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.back.layers.adapters import AdaptedModule
+from headrace.back.layers.adapter_shares import AdaptedModule
 from headrace.back.lora.peft import read_adapter, read_config
 from headrace.base.errors import CheckpointError
 from tests.back.lora.adapters import write_adapter

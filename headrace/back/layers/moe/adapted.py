@@ -22,7 +22,8 @@ from headrace.back.kernels.lora_linear.op import (
     LoraWeights,
     empty_weights,
 )
-from headrace.back.layers.adapters import AdaptedModule, AdapterSlots, LowRank
+from headrace.back.layers.adapter_shares import AdaptedModule, LowRank
+from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.moe.weights import ExpertNames, ExpertSizes
 from headrace.back.parallel.mesh import Axis
 
