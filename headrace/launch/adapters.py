@@ -80,15 +80,15 @@ def adapter_spec(
 def _kinds(
     asked: tuple[str, ...] | Literal["auto"], modules: tuple[tuple[str, str], ...]
 ) -> tuple[str, ...]:
-    """What slots have room for beside matrices of linear layers, in the order of KINDS. Adapters that
-    cannot be read are refused when they are."""
+    """What slots have room for beside matrices of linear layers, in the order of KINDS. Adapters
+    that cannot be read are refused when they are."""
     if asked != "auto":
         return tuple(kind for kind in KINDS if kind in asked)
-    found: set[str] = set()
+    held: set[str] = set()
     for _, folder in modules:
         with suppress(CheckpointError):
-            found |= kinds_of(Path(folder))
-    return tuple(kind for kind in KINDS if kind in found)
+            held |= kinds_of(Path(folder))
+    return tuple(kind for kind in KINDS if kind in held)
 
 
 def _own(model: ModelFacts) -> int:

@@ -1,5 +1,5 @@
-"""Low-rank adapters of a table of tokens: see adapters.py. Every rank has all of them, as it has all of a
-token's embedding once the ranks have summed it.
+"""Low-rank adapters of a table of tokens: see adapters.py. Every rank has all of them, as it has
+all of a token's embedding once the ranks have summed it.
 
 T tokens, V rows of the table, E its width, R ranks.
 """

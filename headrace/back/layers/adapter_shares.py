@@ -1,5 +1,5 @@
-"""Adapters apart from the layers with slots for them (adapters.py): which modules of a checkpoint these
-compute, an adapter's matrices as stored, and what a rank holds of them.
+"""Adapters apart from the layers with slots for them (adapters.py): which modules of a checkpoint
+these compute, an adapter's matrices as stored, and what a rank holds of them.
 
 R ranks, I inputs, O outputs, P parts.
 """
@@ -22,8 +22,8 @@ KINDS = (MAGNITUDES, TABLES, EXPERTS)
 class AdaptedModule:
     """A linear layer of the checkpoint, all of which or a part of which an `AdaptedLinear` is.
     `parts`: those of its parts that the module's outputs fill; `pieces`: where in them. `kind`:
-    "linear", "table" (of so many `inputs`) or "parameter" (of `experts` such layers, without a module of
-    their own)."""
+    "linear", "table" (of so many `inputs`) or "parameter" (of `experts` such layers, without a
+    module of their own)."""
 
     inputs: int
     outputs: int
@@ -38,8 +38,8 @@ class AdapterShare:
     """What one adapter holds for one linear layer, on this rank, in host memory: a [P, R, I] and b
     [R, O] in the model's dtype, R the most of its parts' ranks; scale float32 [P], rank int32 [P].
     `turn_2O`: see op lora_linear, once `turn` was told the `squares_O`: |W + s B A| squared of each
-    output, of this rank's inputs; `magnitude_O`: negative where there is none; `plain_b_RO`: b, which the
-    factors are in already, without them.
+    output, of this rank's inputs; `magnitude_O`: negative where there is none; `plain_b_RO`: b,
+    which the factors are in already, without them.
     """
 
     a_PRI: torch.Tensor

@@ -1,9 +1,9 @@
-"""Low-rank adapters of a model's layers: slots that hold one adapter each, and the linear layers that
-add the adapter in their rows' slots to what the weight gives (op lora_linear). Tables of tokens:
-adapted_table.py; experts: moe/adapted.py.
+"""Low-rank adapters of a model's layers: slots that hold one adapter each, and the linear layers
+that add the adapter in their rows' slots to what the weight gives (op lora_linear). Tables of
+tokens: adapted_table.py; experts: moe/adapted.py.
 
-Magnitudes (Liu et al. 2024, "DoRA", equation 5) make of the sum y = m / |W + s B A| * (W + s B A) x: a
-factor for each output, which is taken when an adapter is read; the bias stays as it is.
+Magnitudes (Liu et al. 2024, "DoRA", equation 5) make of the sum y = m / |W + s B A| * (W + s B A)
+x: a factor for each output, which is taken when an adapter is read; the bias stays as it is.
 
 A linear layer is asked with rows alone. Which slots these have, `AdapterSlots.rows_T` says: a
 decoder sets it where it takes up a batch (`take`), and where it goes on with fewer rows. None: no
@@ -276,8 +276,8 @@ class AdaptedLinear:
         return magnitude_O
 
     def measure(self, share: AdapterShare) -> None:
-        """Takes the squares of outputs with magnitudes, over this rank's inputs, from the weight as it
-        is now."""
+        """Takes the squares of outputs with magnitudes, over this rank's inputs, from the weight as
+        it is now."""
         magnitude_O, squares_O, b_RO = share.magnitude_O, share.squares_O, share.plain_b_RO
         assert magnitude_O is not None and squares_O is not None and b_RO is not None
         assert self._weight is not None, "the model is used before finish_load"

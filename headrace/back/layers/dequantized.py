@@ -1,4 +1,5 @@
-"""A loaded weight as floats, some outputs at a time: for what is computed from weights beside steps."""
+"""A loaded weight as floats, some outputs at a time: for what is computed from weights beside
+steps."""
 
 from __future__ import annotations
 

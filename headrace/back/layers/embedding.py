@@ -21,10 +21,11 @@ from headrace.back.parallel.shard import Part, Shard
 
 
 class TokenEmbedding:
-    """ids_T -> x_TE, scaled by `scale`; `lookup` adds what adapters add, `plain` does not. `weight_VE`
-    (local rows) is there after loading, for a tied output head. Only a table that is `tied` to a head is
-    quantized here: by itself it costs no reading. `unused`: rows at the beginning of the checkpoint's
-    table that no id reaches. `parts`: so many tensors hold it, as torch.chunk cuts rows; 0: one.
+    """ids_T -> x_TE, scaled by `scale`; `lookup` adds what adapters add, `plain` does not.
+    `weight_VE` (local rows) is there after loading, for a tied output head. Only a table that is
+    `tied` to a head is quantized here: by itself it costs no reading. `unused`: rows at the
+    beginning of the checkpoint's table that no id reaches. `parts`: so many tensors hold it, as
+    torch.chunk cuts rows; 0: one.
     """
 
     def __init__(

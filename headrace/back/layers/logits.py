@@ -45,8 +45,8 @@ class LogitsHead:
     share the vocabulary, each takes the best of its own rows and only those pairs are gathered, not
     logits.
 
-    With adapters `logits` and `argmax` add what those of their rows add, whose slots they ask for, and
-    there are no `top_candidates`; `alone` is the head without, for drafters.
+    With adapters `logits` and `argmax` add what those of their rows add, whose slots they ask for,
+    and there are no `top_candidates`; `alone` is the head without, for drafters.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`. `normed`: its rows are divided by their lengths (Baichuan 2). `bias`: it holds

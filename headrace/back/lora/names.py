@@ -1,5 +1,5 @@
-"""What PEFT calls the tensors of an adapter: the matrices of each module, those of parameters that are no
-weights of modules, and magnitudes."""
+"""What PEFT calls the tensors of an adapter: the matrices of each module, those of parameters that
+are no weights of modules, and magnitudes."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def _is_base(modules: Mapping[str, AdaptedModule], name: str, tensor: StoredTens
 def parameter_of(
     module: str, depth: str, at_depths: Collection[tuple[str, str]], parameters: Sequence[str]
 ) -> str | None:
-    """The parameter that an adapter of a module is for, None: its weight. Those of one module lie one
-    in another (`depth`: ".base_layer" for each; of all of them in `at_depths`), the module's first
-    innermost, in whatever order they are named: transformers has downs last."""
+    """The parameter that an adapter of a module is for, None: its weight. Those of one module lie
+    one in another (`depth`: ".base_layer" for each; of all of them in `at_depths`), the module's
+    first innermost, in whatever order they are named: transformers has downs last."""
     mine = sorted(
         (
             name

@@ -55,8 +55,8 @@ _PLAIN_STARTS: Final = (True, False, "gaussian", "eva", "orthogonal")
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """What adapter_config.json says. `targets`: ends of names of which every layer has an adapter;
-    None: the tensors alone say which. `magnitudes`: there are some (DoRA). `parameters`: those that are
-    no weights of modules."""
+    None: the tensors alone say which. `magnitudes`: there are some (DoRA). `parameters`: those that
+    are no weights of modules."""
 
     rank: int
     alpha: float

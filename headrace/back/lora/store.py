@@ -74,8 +74,8 @@ class AdapterStore:
         )
 
     def renew(self) -> None:
-        """The weights have changed: factors of magnitudes are taken again, those in slots too. Called by
-        the thread that runs the steps."""
+        """The weights have changed: factors of magnitudes are taken again, those in slots too.
+        Called by the thread that runs the steps."""
         for shares in list(self._adapters.values()):
             for layer, share in self._turned(shares):
                 layer.measure(share)

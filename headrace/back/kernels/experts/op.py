@@ -12,8 +12,9 @@ sum.
 bounds its result and not the gate (Step-3.5). Any number of tokens may go to one expert, and none
 to another; sums are float32, and inner values are rounded to `dtype`.
 
-With a `beside` problem f takes a fourth argument or None: (more [T, K, 2I], float32, added to gates and ups in front of
-the activation; inner [T, K, I], which takes the rounded inner values), for what low-rank adapters add.
+With a `beside` problem f takes a fourth argument or None: (more [T, K, 2I], float32, added to gates
+and ups in front of the activation; inner [T, K, I], which takes the rounded inner values), for what
+low-rank adapters add.
 """
 
 from __future__ import annotations

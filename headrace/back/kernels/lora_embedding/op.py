@@ -1,8 +1,8 @@
-"""What low-rank adapters add to a table of tokens: x += scale * B A[id], each token by the adapter in
-its slot (Hu et al. 2021, "LoRA", section 4.1).
+"""What low-rank adapters add to a table of tokens: x += scale * B A[id], each token by the adapter
+in its slot (Hu et al. 2021, "LoRA", section 4.1).
 
-`bind(problem, weights)` returns `f(ids_T, x_TE, slot_T) -> None`, which changes x in place. T tokens,
-V rows of the table, E its width, S slots, R the most ranks.
+`bind(problem, weights)` returns `f(ids_T, x_TE, slot_T) -> None`, which changes x in place. T
+tokens, V rows of the table, E its width, S slots, R the most ranks.
 
     ids_T     int64, 0 .. V - 1
     slot_T    int32: 0 leaves the token as it is, s is row s - 1 of the weights

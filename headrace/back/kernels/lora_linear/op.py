@@ -10,13 +10,13 @@ with an A of its own (query, key, value).
     a_SKI     [S, P * R, I]: the A of part p begins at row p * R
     b_SRO     [S, R, O]: B transposed, of all parts side by side
     scale_SP  float32
-    turn_S2O  float32: with `turned` problems, y of a row becomes turn[0] * y + turn[1] first, where its
-              adapter changes the part at all (what magnitudes come to: Liu et al. 2024, "DoRA")
+    turn_S2O  float32: with `turned` problems, y of a row becomes turn[0] * y + turn[1] first, where
+              its adapter changes the part at all (magnitudes: Liu et al. 2024, "DoRA")
     rank_SP   int32: ranks in use, at most R; 0: the adapter does not change this part. What lies
               beyond is not read
 
-x and y may have row strides of their own. Sums are float32; y is rounded once, and float32 itself in
-`wide` problems.
+x and y may have row strides of their own. Sums are float32; y is rounded once, and float32 itself
+in `wide` problems.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LoraLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLinearProblem:
-    """`parts`: outputs of each. `rank`: R. `slots`: S. `dtype` is that of x, y, A and B, but of y in
-    `wide` problems."""
+    """`parts`: outputs of each. `rank`: R. `slots`: S. `dtype` is that of x, y, A and B, but of y
+    in `wide` problems."""
 
     device: str
     dtype: torch.dtype

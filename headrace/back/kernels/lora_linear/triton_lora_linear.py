@@ -31,7 +31,8 @@ from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 FEW_ROWS = 64
 """Up to so many rows each has programs of its own."""
 TILE_SLOTS = 512
-"""Of more slots (those of experts) tiles would hold rows of many: each row has programs of its own."""
+"""Of more slots (those of experts) tiles would hold rows of many: each row has programs of its
+own."""
 ROWS = 64
 """Rows of a tile."""
 SPLIT = 512

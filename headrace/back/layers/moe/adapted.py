@@ -1,8 +1,8 @@
-"""Low-rank adapters of experts: see layers/adapters.py. A pair of a token and an expert has the slot of
-both: an expert's matrices in an adapter's slot are a slot of op lora_linear.
+"""Low-rank adapters of experts: see layers/adapters.py. A pair of a token and an expert has the
+slot of both: an expert's matrices in an adapter's slot are a slot of op lora_linear.
 
-What is added to gates and ups goes into the kernel in front of the activation; what is added to downs is
-computed of the inner values that the kernel leaves (op experts, `beside`).
+What is added to gates and ups goes into the kernel in front of the activation; what is added to
+downs is computed of the inner values that the kernel leaves (op experts, `beside`).
 
 T tokens, K slots of a token, X experts, E hidden size, I this rank's inner size, R ranks, P pairs.
 """
@@ -32,8 +32,8 @@ GATE, UP, DOWN = "gate", "up", "down"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertsShare:
-    """What one adapter holds for the experts that it changes, `at_N`: of gates and ups a [N, 2R, E] and
-    b [N, R, 2I], of downs a [N, R, I] and b [N, R, E]; scale float32 and rank int32 [N, 3]."""
+    """What one adapter holds for the experts that it changes, `at_N`: of gates and ups a [N, 2R, E]
+    and b [N, R, 2I], of downs a [N, R, I] and b [N, R, E]; scale float32 and rank int32 [N, 3]."""
 
     at_N: torch.Tensor
     up_a: torch.Tensor
@@ -50,8 +50,8 @@ class ExpertsShare:
 
 
 class AdaptedExperts:
-    """The slots of one layer's experts, whose names are below `path`: the routed ones by `names`, and
-    `shared` experts behind them, which are one MLP, `shared_name`."""
+    """The slots of one layer's experts, whose names are below `path`: the routed ones by `names`,
+    and `shared` experts behind them, which are one MLP, `shared_name`."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class AdaptedExperts:
         problem: ExpertsProblem,
         bind: Callable[..., LoraLinear],
     ) -> Experts:
-        """`plain` experts, or the `adapted` kernel, whose problem is `problem`, with what its pairs'
-        adapters add. `bind`: see Scope."""
+        """`plain` experts, or the `adapted` kernel, whose problem is `problem`, with what its
+        pairs' adapters add. `bind`: see Scope."""
         slots, count = self._slots, self._count
         add_up = bind(OP, self._up, self.up_weights)
         add_down = bind(OP, self._down, self.down_weights)

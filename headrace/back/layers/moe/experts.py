@@ -137,7 +137,7 @@ class SharedExperts:
         return ExpertWeights(up_XIE=torch.cat((gate_SIE, up_SIE), dim=1), down_XEI=down_SEI)
 
 
-def together(
+def joined(
     routed: TakenExperts, shared: TakenExperts | None
 ) -> tuple[TakenExperts, TakenExperts | None]:
     """Both in one set, where both are floats: to be bound more than once."""

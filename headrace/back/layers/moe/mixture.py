@@ -21,7 +21,7 @@ from headrace.back.layers.adapter_shares import EXPERTS
 from headrace.back.layers.linear import bind_linear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.moe.adapted import AdaptedExperts
-from headrace.back.layers.moe.experts import ExpertSet, SharedExperts, bind_experts, together
+from headrace.back.layers.moe.experts import ExpertSet, SharedExperts, bind_experts, joined
 from headrace.back.layers.moe.weights import (
     ExpertLayout,
     ExpertSizes,
@@ -303,7 +303,7 @@ class Mixture:
         if self._adapted is None:
             self._experts = bind_experts(scope, experts, routed, shared)
             return
-        routed, shared = together(routed, shared)
+        routed, shared = joined(routed, shared)
         beside = replace(experts, beside=True)
         adapted = bind_experts(scope, beside, routed, shared)
         plain = adapted if scope.kind == "cpu" else bind_experts(scope, experts, routed, shared)

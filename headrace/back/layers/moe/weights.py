@@ -62,8 +62,9 @@ class LoadedExperts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What adapters call experts, within their module: `each` gate, up and down with {} for the expert's
-    number; `fused`: the parameters of all gates and ups, and of all downs, as transformers has them."""
+    """What adapters call experts, within their module: `each` gate, up and down with {} for the
+    expert's number; `fused`: the parameters of all gates and ups, and of all downs, as transformers
+    has them."""
 
     each: tuple[str, str, str]
     fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
@@ -103,8 +104,8 @@ class SeparateExperts:
 
     @property
     def adapted(self) -> ExpertNames | None:
-        """See ExpertLayout; not of experts with biases, which transformers stores transposed, nor of
-        those without gates."""
+        """See ExpertLayout; not of experts with biases, which transformers stores transposed, nor
+        of those without gates."""
         if self.biased or self.gate == self.up:
             return None
         gate, up, down = (name.removesuffix(".weight") for name in (self.gate, self.up, self.down))
