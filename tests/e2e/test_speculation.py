@@ -184,9 +184,10 @@ def assert_equal(plain: dict[int, Answer], drafted: dict[int, Answer]) -> None:
         assert other.tokens == answer.tokens, id
         assert (other.reason, other.stop_id) == (answer.reason, answer.stop_id), id
         assert len(other.logprobs) == len(answer.logprobs)
-        for mine, theirs in zip(other.logprobs, answer.logprobs, strict=True):
+        for at, (mine, theirs) in enumerate(zip(other.logprobs, answer.logprobs, strict=True)):
             assert mine.ids.tolist() == theirs.ids.tolist() and mine.rank == theirs.rank
-            np.testing.assert_allclose(mine.values, theirs.values, atol=1e-4)
+            where = f"request {id}, token {at} of {len(answer.tokens)}"
+            np.testing.assert_allclose(mine.values, theirs.values, atol=1e-4, err_msg=where)
 
 
 def test_every_way_to_sample_gives_the_tokens_of_plain_decoding(pair: Any) -> None:
