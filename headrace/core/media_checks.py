@@ -9,6 +9,7 @@ from headrace.base.wire.media import (
     MARK_BYTES,
     MAX_STEP_S,
     MAX_TIME_POSITIONS,
+    MediaCut,
     MediaForm,
     MediaInput,
     MediaSpan,
@@ -102,7 +103,9 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
             f"{one.step_s}: {t} steps so far apart take {positions:.0f} positions, at most "
             f"{MAX_TIME_POSITIONS} are allowed",
         )
-    if one.cut is not None:
+    if one.cut is not None and one.cut.kept:
+        _check_kept(field, one.cut, num_rows // form.merge**2, form)
+    elif one.cut is not None:
         if form.packing is None:
             raise _wrong(f"{field}.cut", "set; this model shows all of an input")
         if problem := form.packing.problem(one.grid, form.merge, one.cut):
@@ -121,6 +124,15 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
             f"{field}.rows",
             f"{len(one.rows)} bytes, {num_rows} patches of {form.row_bytes} are needed",
         )
+
+
+def _check_kept(field: str, cut: MediaCut, windows: int, form: MediaForm) -> None:
+    if not form.prunes:
+        raise _wrong(f"{field}.cut.kept", "set; this model shows all of an input")
+    spare = 8 * len(cut.kept) - windows
+    bits = int.from_bytes(cut.kept, "big")
+    if not 0 <= spare < 8 or bits & ((1 << spare) - 1) or not bits or cut.columns or cut.tail:
+        raise _wrong(f"{field}.cut.kept", f"{windows} bits are needed, one of them set")
 
 
 def _check_keys(media: tuple[MediaInput, ...]) -> None:

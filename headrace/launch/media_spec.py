@@ -11,6 +11,9 @@ from headrace.base.config.tree import MediaCounts, Options
 from headrace.base.errors import ConfigError, MissingDependency
 from headrace.base.optional import available
 
+PRUNING = ("qwen_vl",)
+"""Processors of models whose video may be pruned."""
+
 
 def media_spec(options: Options, known: MediaSpec | None) -> MediaSpec | None:
     """The spec with the operator's limits; ConfigError for a folder that is none."""
@@ -35,6 +38,14 @@ def media_spec(options: Options, known: MediaSpec | None) -> MediaSpec | None:
         root = str(folder)
     counts = options.model.limit_mm_per_prompt or MediaCounts()
     most = {kind: n for kind, n in msgspec.structs.asdict(counts).items() if n is not None}
+    if rate := options.model.video_pruning_rate:
+        if known.processor not in PRUNING or known.video_token is None:
+            raise ConfigError(
+                f"--video-pruning-rate {rate:g}: this model's video is not pruned",
+                field="video_pruning_rate",
+            )
+        settings = msgspec.structs.replace(known.settings, pruned=rate)
+        known = msgspec.structs.replace(known, settings=settings)
     return msgspec.structs.replace(
         known, most=most, domains=options.server.allowed_media_domains, local_root=root
     )

@@ -125,6 +125,9 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     image. `resample`: Pillow's number of a filter (1 Lanczos, 2 bilinear, 3 bicubic).
     `pad_color`: what fills a padded square. `around`: text before and behind an image.
 
+    `pruned`: the share of a video's tokens that are left out, those whose pixels are nearest to the
+    step before.
+
     `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares.
     `most_windows`: of what is shown of them, 0: any. `alone`: an image is cut where it is the
     prompt's only one. `rows_each`: tokens that an input becomes
@@ -146,6 +149,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_frames: int = 4
     max_frames: int = 768
     max_duration_s: int = 300
+    pruned: float = 0.0
     side: int = 0
     fit: str = "stretch"
     shortest: int = 1

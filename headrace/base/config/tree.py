@@ -89,6 +89,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "kind. Without it 32 images, 4 videos and 16 sounds."
         ),
     ] = None
+    video_pruning_rate: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            lt=1.0,
+            description="The share of a video's tokens that are left out: those whose pixels changed least since the "
+            "step before. The first step is whole. Of models whose video is Qwen-VL's.",
+        ),
+    ] = 0.0
     language_model_only: Annotated[
         bool, Meta(description="Take text alone, though the model knows more.")
     ] = False

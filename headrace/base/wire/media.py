@@ -91,12 +91,20 @@ class MediaCut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     height       rows of windows of that picture that are shown
     width        columns of windows that are shown
     tail         whether one more learned row stands behind all
+    kept         a bit for each window of the input, the first one highest in its byte: those that
+                 are left where some are pruned; empty: none is
     """
 
     columns: int = 0
     height: int = 0
     width: int = 0
     tail: bool = False
+    kept: bytes = b""
+
+    @property
+    def num_kept(self) -> int:
+        """Windows that are left of those that are pruned."""
+        return int.from_bytes(self.kept, "big").bit_count()
 
 
 class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -180,6 +188,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     extra        rows of an input beyond those of its windows, whose places the encoder knows
     row_extra    such rows for each row of windows
     rows_each    rows that an input becomes whatever its size; 0: they follow from its windows
+    prunes       whether windows of an input may be left out (`MediaCut.kept`)
     adds         whether rows are added to what stands in their places, whichever tokens these are,
                  also behind the prompt: a token is said for each
     """
@@ -201,6 +210,7 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rows_each: int = 0
     extra: int = 0
     row_extra: int = 0
+    prunes: bool = False
     adds: bool = False
 
     def num_rows(self, grid: tuple[int, int, int], cut: MediaCut | None = None) -> int:
@@ -210,6 +220,8 @@ class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         num_rows = grid[0] * grid[1] * grid[2]
         if self.sound is not None:
             return self.sound.tokens(num_rows)
+        if cut is not None and cut.kept:
+            return cut.num_kept
         if cut is not None and self.packing is not None:
             return self.packing.num_rows(grid, self.merge, cut)
         num_windows = (grid[1] * grid[2] if self.mean_t else num_rows) // self.merge**2

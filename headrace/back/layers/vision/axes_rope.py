@@ -20,6 +20,7 @@ import torch
 from headrace.back.kernels.upload import to_device
 from headrace.back.layers.rope import RopeSpec, rope_table
 from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.grids import kept_windows
 from headrace.base.wire.media import MediaSpan
 
 
@@ -84,7 +85,8 @@ class AxesRope:
             parts.append(_text(position, span.offset - place))
             position += span.offset - place
             at_3P = self._coordinates(span)
-            parts.append(position + at_3P)
+            kept = kept_windows(span.cut, at_3P.shape[1])
+            parts.append(position + at_3P[:, kept])
             if self._behind_time:
                 position += int(at_3P.max()) + 1
             else:

@@ -73,6 +73,7 @@ class ConvTower:
             frames=patches.frames,
             merge=merge,
             max_t=1,
+            prunes=True,
         )
         self.forms = (image, video)
         self.width = spec.projector.outputs

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from headrace.base.wire.media import MediaCut
+
 Grid = tuple[int, int, int]
 
 
@@ -29,6 +31,13 @@ def frame_lengths(grids: Sequence[Grid]) -> list[int]:
 def starts_of(lengths: Sequence[int]) -> list[int]:
     """The first patch of each span, and their number."""
     return [0, *np.cumsum(np.asarray(lengths, np.int64)).tolist()]
+
+
+def kept_windows(cut: MediaCut | None, windows: int) -> np.ndarray:
+    """int64 [M]: the windows of an input of so many that are not pruned."""
+    if cut is None or not cut.kept:
+        return np.arange(windows)
+    return np.flatnonzero(np.unpackbits(np.frombuffer(cut.kept, np.uint8), count=windows))
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.upload import to_device
 from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.vision.grids import kept_windows, starts_of
 from headrace.base.wire.media import MediaCut, MediaForm, Packing
 
 
@@ -24,7 +27,7 @@ def packed(
     ones, of a form that packs."""
     packing = form.packing
     if packing is None:
-        return y_MW
+        return _kept(y_MW, form, grids, cuts)
     windows = [t * h * w // form.merge**2 for t, h, w in grids]
     parts = y_MW.split([*windows, packing.num_learned])
     learned = list(parts[-1].split(1))
@@ -45,6 +48,20 @@ def packed(
             tiles_THLW = torch.cat((tiles_THLW, ends), dim=2)
         rows += [tiles_THLW.reshape(-1, y_MW.shape[1]), *(learned if cut.tail else ())]
     return torch.cat(rows)
+
+
+def _kept(
+    y_MW: torch.Tensor, form: MediaForm, grids: Sequence[Grid], cuts: Sequence[MediaCut | None]
+) -> torch.Tensor:
+    """Without the rows of windows that are pruned."""
+    if not any(cut is not None and cut.kept for cut in cuts):
+        return y_MW
+    windows = [t * h * w // form.merge**2 for t, h, w in grids]
+    places = [
+        first + kept_windows(cut, count)
+        for first, cut, count in zip(starts_of(windows), cuts, windows, strict=False)
+    ]
+    return y_MW.index_select(0, to_device(np.concatenate(places), y_MW.device))
 
 
 def _shown(tiles_THLW: torch.Tensor, packing: Packing, cut: MediaCut) -> torch.Tensor:

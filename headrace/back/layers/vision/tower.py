@@ -206,5 +206,6 @@ def _forms(spec: TowerSpec) -> tuple[MediaForm, ...]:
         max_t=spec.max_t,
         positions_per_s=spec.positions_per_s,
         mean_t=spec.clips,
+        prunes=not spec.clips,
     )
     return (image, video) if spec.video else (image,)

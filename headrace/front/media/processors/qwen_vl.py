@@ -24,6 +24,7 @@ from headrace.front.media.processing import (
     Sampling,
     TowerInput,
 )
+from headrace.front.media.processors.pruning import with_kept
 
 MAX_RATIO = 200
 IMAGE_ROWS = "image"
@@ -95,7 +96,7 @@ class QwenVisionProcessor:
             grid, rows = self._patches(np.stack(channels))
             step_s = temporal * video.num_frames / (video.rate * len(indices))
             one = TowerInput(kind=VIDEO_ROWS, grid=grid, rows=rows, step_s=step_s)
-            return ProcessedMedia(inputs=(one,), layout=(0,))
+            return ProcessedMedia(inputs=with_kept([one], settings), layout=(0,))
         times = [index / video.rate for index in [*indices, *[indices[-1]] * padding]]
         inputs = list[TowerInput]()
         layout = list[str | int]()
@@ -105,7 +106,7 @@ class QwenVisionProcessor:
             time_s = (times[i] + times[i + temporal - 1]) / 2
             layout += [f"<{time_s:.1f} seconds>{begin}", len(inputs), end]
             inputs.append(TowerInput(kind=VIDEO_ROWS, grid=grid, rows=rows))
-        return ProcessedMedia(inputs=tuple(inputs), layout=tuple(layout))
+        return ProcessedMedia(inputs=with_kept(inputs, settings), layout=tuple(layout))
 
     def _frame_channels(self, frames: Iterable[Image.Image], count: int) -> list[np.ndarray]:
         channels: list[np.ndarray] = []
