@@ -121,10 +121,10 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     model = asked.model or str(write_model(folder, asked.shape))
     options = Options()
-    options = _with(options, "model", model=model, load_format="dummy", max_model_len=2048)
-    options = _with(options, "kv", kv_memory=asked.kv_memory, prefix_caching=False)
+    options = with_options(options, "model", model=model, load_format="dummy", max_model_len=2048)
+    options = with_options(options, "kv", kv_memory=asked.kv_memory, prefix_caching=False)
     plain = resolve_options(options).engine
-    options = _with(
+    options = with_options(
         options, "adapters", enable_lora=True, max_loras=asked.adapters, max_lora_rank=asked.rank
     )
     adapted = resolve_options(options).engine
@@ -169,7 +169,7 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _with(options: Options, group: str, **changes: Any) -> Options:
+def with_options(options: Options, group: str, **changes: Any) -> Options:
     changed = msgspec.structs.replace(getattr(options, group), **changes)
     return msgspec.structs.replace(options, **{group: changed})
 

@@ -345,10 +345,12 @@ def _weigh(
     """Has the workers carry out an order about the weights; `version`: of those it ends with."""
     order = order_of(str(call.arguments.get("order", "")))
     number, version = call.number, str(call.arguments.get("version") or "")
-    if engine.service.asleep and order.action == "push":
+    service = engine.service
+    if service.asleep and order.action == "push" and not service.keeps_weights:
         return lifecycle.push_asleep(engine, order, version)
     paused = engine.is_still or engine.is_frozen
-    check_state(order, can_run=engine.service.has_executor, is_paused=paused)
+    can_run = service.has_executor or service.keeps_weights
+    check_state(order, can_run=can_run, is_paused=paused)
 
     def on_done(result: dict[str, object] | HeadraceError) -> None:
         if isinstance(result, HeadraceError):

@@ -138,8 +138,8 @@ class ExecutorLifecycle:
     def push_asleep(
         self, host: ExecutorHost, order: WeightOrder, version: str
     ) -> dict[str, object]:
-        """New weights while the engine sleeps: those of a whole checkpoint's folder, which waking
-        loads. What waits in host memory is given back. Other orders are a Conflict."""
+        """New weights while the engine sleeps without any: those of a whole checkpoint's folder,
+        which waking loads. Other orders are a Conflict."""
         if (order.action, order.way) != ("push", "files") or not order.last:
             raise Conflict("the engine is asleep: wake its weights first, or name a folder")
         source = self._source_of(host)
@@ -150,10 +150,7 @@ class ExecutorLifecycle:
                 f"the engine is asleep, and takes whole checkpoints alone: {error.message}",
                 field="model_path",
             ) from None
-        service = host.service
-        if service.sleep_level == KEPT and not service.lost:
-            host.executor.close()
-        service.sleep_level = DROPPED
+        host.service.sleep_level = DROPPED
         source.turn_to(order.path)
         self._loaded_before = self._loaded_before or host.weights.loads
         return host.weights.turn_to(version)

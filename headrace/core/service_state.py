@@ -90,6 +90,11 @@ class ServiceState:
         return not (self.sleep_level or self.lost)
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether a sleeping core's workers are there, and their weights can be asked for."""
+        return self.sleep_level == KEPT and not self.lost
+
+    @property
     def admits(self) -> bool:
         """Whether requests that have never run may begin."""
         return self.pause is None

@@ -130,7 +130,7 @@ def test_weights_are_replaced_while_it_sleeps(
         told = update(server, versions, 1, weight_version="asleep")
         assert told["success"] and told["weight_version"] == "asleep"
         held = administer(server, "/update_weights_from_disk", {"model_path": "/nowhere"})
-        assert held.status_code == 400 and "asleep" in held.text
+        assert held.status_code == 400 and ("asleep" if level == 2 else "model_path") in held.text
         wake = administer(server, "/wake_up", {})
         assert wake.status_code == 200, wake.text
         answer = waiting.result(60)
@@ -139,6 +139,39 @@ def test_weights_are_replaced_while_it_sleeps(
     assert said(server)["header"] == "asleep"
     update(server, versions, 0, weight_version="back")
     assert tokens(server) == versions.tokens(0)
+
+
+def test_some_of_the_weights_come_in_parts_while_it_sleeps(
+    server: Served, versions: Versions
+) -> None:
+    """What is pushed is there before any memory of the cache is (ENG-19); at level 2 there is nothing to push
+    parts to."""
+    old, new = versions.tensors(0), versions.tensors(1)
+    attention = {name: x for name, x in new.items() if "self_attn" in name}
+    rest = {name: x for name, x in new.items() if name not in attention}
+    assert attention and rest and not torch.equal(*(x["model.norm.weight"] for x in (old, new)))
+
+    def push(tensors: Any, **more: Any) -> httpx.Response:
+        body = {"serialized_named_tensors": [base64.b64encode(save(tensors)).decode()], **more}
+        return administer(server, "/update_weights_from_tensor", body)
+
+    assert administer(server, "/sleep?level=1&mode=wait", {}).status_code == 200
+    first = push(attention, weight_version="half")
+    assert first.status_code == 200, first.text
+    assert administer(server, "/start_weight_update", {}).status_code == 200
+    assert push(rest).json()["mixed"]
+    assert (
+        administer(server, "/finish_weight_update", {"weight_version": "whole"}).status_code == 200
+    )
+    assert administer(server, "/wake_up", {}).status_code == 200
+    administer(server, "/resume", {})
+    answer = said(server)
+    assert answer["choices"][0]["token_ids"] == versions.tokens(1)
+    assert answer["header"] == "whole"
+    assert administer(server, "/sleep?level=2&mode=wait", {}).status_code == 200
+    refused = push(attention)
+    assert refused.status_code == 400 and "takes whole checkpoints alone" in refused.text
+    assert administer(server, "/wake_up", {}).status_code == 200
 
 
 def test_a_folder_that_cannot_be_loaded_leaves_the_weights_of_before(
@@ -263,7 +296,7 @@ def test_an_update_in_buckets_is_a_mixture_until_it_is_finished(
 
 
 def test_a_trainer_broadcasts_weights_over_gloo(server: Served, versions: Versions) -> None:
-    """Tensor by tensor, then all in one buffer."""
+    """Tensor by tensor, then all in one buffer, while it sleeps."""
     port = free_port()
     group = Group(name="trainer", address="127.0.0.1", port=port, backend="gloo")
     joined: list[httpx.Response] = []
@@ -286,6 +319,8 @@ def test_a_trainer_broadcasts_weights_over_gloo(server: Served, versions: Versio
             "shapes": [list(tensor.shape) for tensor in tensors.values()],
             **{"group_name": "trainer", "load_format": form, "weight_version": f"b{number}"},
         }
+        if form:
+            assert administer(server, "/sleep?level=1&mode=wait", {}).status_code == 200
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(administer, server, "/update_weights_from_distributed", asked)
             if form:
@@ -295,6 +330,9 @@ def test_a_trainer_broadcasts_weights_over_gloo(server: Served, versions: Versio
                 for tensor in tensors.values():
                     broadcast(tensor, members)
             assert answer.result(60).status_code == 200, answer.result().text
+        if form:
+            assert administer(server, "/wake_up", {}).status_code == 200
+            administer(server, "/resume", {})
         assert tokens(server) == versions.tokens(number)
     left = administer(server, "/destroy_weights_update_group", {"group_name": "trainer"})
     assert left.status_code == 200

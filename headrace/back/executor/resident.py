@@ -41,7 +41,7 @@ from headrace.base.errors import ConfigError, StartError
 from headrace.base.registry import Registry
 from headrace.base.wire.slots import KVOrder, KVReply
 from headrace.base.wire.step import AdapterOrder, AdapterReply, WorkerFacts
-from headrace.base.wire.weights import WeightOrder, WeightReply
+from headrace.base.wire.weights import BESIDE_STEPS, WeightOrder, WeightReply
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,11 @@ class Resident:
 
     def weigh(self, order: WeightOrder) -> WeightReply:
         """Carries out an order about the weights; `join` and `leave` may be called by another
-        thread."""
+        thread. Of a parked model the weights come back to the device first, without a runner."""
         use_device(self._device)
+        if self._copy is not None and order.action not in BESIDE_STEPS:
+            self._copy.back()
+            self._copy = None
         reply = self._weight_orders.carry_out(order)
         if order.action == "finish" and self._adapters is not None:
             self._adapters.renew()

@@ -5,6 +5,7 @@ ranks, with fewer slots than adapters (ENG-18, ENG-20, BEY-20)."""
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from headrace.back.executor.choose import make_executor
 from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.back.lora.store import AdapterStore
 from headrace.base.config.resolved import (
     AdapterSpec,
     DeviceSpec,
@@ -80,6 +82,7 @@ class Engine:
         known: tuple[str, ...] = NAMES,
         num_blocks: int = 64,
         kinds: tuple[str, ...] = (),
+        scheduler: SchedulerSpec = SchedulerSpec(max_step_tokens=16, max_running=4),
         **changes: Any,
     ) -> None:
         roots = (str(tiny.folder),)
@@ -87,7 +90,7 @@ class Engine:
         spec = EngineSpec(
             model=msgspec.structs.replace(model_spec(tiny.folder), adapters=adapters),
             kv=KVSpec(block_tokens=16, prefix_caching=True, num_blocks=num_blocks),
-            scheduler=SchedulerSpec(max_step_tokens=16, max_running=4),
+            scheduler=scheduler,
             device=DeviceSpec(
                 device="cpu",
                 executor="inline" if tensor_parallel == 1 else "processes",
@@ -305,6 +308,52 @@ def test_adapters_are_loaded_and_unloaded_beside_running_requests(tiny: Tiny, en
     assert "adapter 'one' is not loaded; loaded are: two" in one.errors[5]
     described = msgspec.msgpack.decode(one.call("adapters").result)["adapters"]
     assert [(each["name"], each["rank"], each["requests"]) for each in described] == [("two", 4, 0)]
+
+
+@pytest.mark.parametrize("policy", ["fair-adapters", "fcfs"])
+def test_adapters_share_the_tokens_of_steps(policy: str, tiny: Tiny, engine: Any) -> None:
+    """Until the adapter with few requests has its last token the crowd of the other has about as many."""
+    fair = SchedulerSpec(max_step_tokens=16, max_running=2, policy=policy)
+    one, prompt = engine(scheduler=fair), mixed(1)[1][0]
+    for id in range(1, 15):
+        one.add(id, [*prompt, id], "two" if id > 12 else "one")
+    counts, left = {"one": 0, "two": 0}, {13, 14}
+    while left:
+        batch = one.core.step(wait=True).tokens
+        for id in [] if batch is None else batch.ids.tolist():
+            counts["two" if id > 12 else "one"] += 1
+        left -= set() if batch is None else {end.id for end in batch.finished}
+    shared = counts["one"] <= counts["two"] + 2 * NUM_TOKENS
+    assert shared == (policy == "fair-adapters"), counts
+    one.finish()
+
+
+def test_no_step_waits_for_an_adapter_that_is_read(
+    tiny: Tiny, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, goes_on = engine(known=("one",)), threading.Event()
+    read = AdapterStore.read
+
+    def slowly(store: AdapterStore, name: str, folder: str) -> Any:
+        assert goes_on.wait(60), "nobody got tokens meanwhile"
+        return read(store, name, folder)
+
+    monkeypatch.setattr(AdapterStore, "read", slowly)
+    arguments = {"name": "two", "folder": str(tiny.folder / "two")}
+    requests = {1: (mixed(1)[1][0], "one"), 2: (mixed(2)[2][0], "")}
+    for id, (prompt, adapter) in requests.items():
+        one.add(id, prompt, adapter)
+    while one.core.scheduler.num_running < 2:
+        one.core.step(wait=True)
+    one.core.call(Call(number=7, operation="load_adapter", arguments=arguments))
+    done: set[int] = set()
+    while len(done) < 2:
+        batch = one.core.step(wait=True).tokens
+        done |= set() if batch is None else {end.id for end in batch.finished}
+    assert not one.replies
+    goes_on.set()
+    one.finish()
+    assert [reply.error for reply in one.replies] == [None]
 
 
 def test_what_cannot_be_loaded_is_told_and_leaves_what_runs(tiny: Tiny, engine: Any) -> None:
