@@ -1,5 +1,5 @@
-"""GEMMs with weights of 8-bit integers against the definition: on a GPU, or in the interpreter (test_interpreter.py).
-KRN-19."""
+"""GEMMs with weights of 8-bit integers against the definition: on a GPU, or in the interpreter
+(test_interpreter.py)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 from headrace.back.kernels.linear import triton_scaled_rows
-from headrace.back.kernels.linear.scaled_rows import scaled_rows
+from headrace.back.kernels.linear.scaled_rows import FLOAT8, scaled_rows
 from headrace.back.kernels.linear_int8 import op, triton_dequantize_int8, triton_linear_int8
 from headrace.back.kernels.linear_int8.layout import dequantize
+from headrace.back.kernels.rms_norm.op import RMSNormProblem
+from headrace.back.kernels.rms_norm.triton_rms_norm import bind_norm
 from headrace.back.kernels.triton.wrap import interpreted
 from tests.kernels.triton.test_linear_int4 import BOUND, DEVICE, DTYPE, error, pytestmark
 
@@ -100,6 +102,22 @@ def test_tokens_become_the_nearest_integers():
     assert torch.equal(rows.values_TI.cpu()[kept], expected.values_TI[kept])
     assert torch.equal(rows.scales_TG.cpu()[kept], expected.scales_TG[kept])
     assert rows.scales_TG[3].isnan().all() and expected.scales_TG[3].isnan().all()
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("dtype", [torch.int8, FLOAT8])
+def test_tokens_are_quantized_with_the_norm_before_as_by_two_kernels(dtype, group):
+    """KRN-19: the same bits. Squares are whole numbers, whose sum has no order."""
+    x = torch.randint(-3, 4, (5, 576), generator=torch.Generator().manual_seed(6)).to(DEVICE, DTYPE)
+    weight = torch.rand(576, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    problem = RMSNormProblem(device=DEVICE, dtype=DTYPE, width=576, eps=1e-6)
+    apart = bind_norm(problem, weight)(x)
+    shared = {"eps": 1e-6, "dtype": dtype}
+    whole = triton_scaled_rows.bind(576, group, norm_weight_I=weight, **shared)(x)
+    second = triton_scaled_rows.bind(576, group, norm_weight_I=None, **shared)(apart)
+    assert torch.equal(whole.values_TI.view(torch.uint8), second.values_TI.view(torch.uint8))
+    assert torch.equal(whole.scales_TG, second.scales_TG)
+    assert whole.scales_TG.shape[1] == (1 if group is None else 5)
 
 
 def test_what_no_kernel_serves_is_told():
