@@ -102,9 +102,10 @@ _KV_DTYPES = {
     "fp8_e5m2": ("--kv-dtype", "fp8_e5m2"),
     "int8_per_token_head": ("--kv-dtype", "int8"),
     "int4_per_token_head": ("--kv-dtype", "int4"),
+    "nvfp4": ("--kv-dtype", "nvfp4"),
 }
 _KV_HINT = (
-    f"allowed: {', '.join(_KV_DTYPES)}; nvfp4 and turboquant types are not built: int4_per_token_head "
+    f"allowed: {', '.join(_KV_DTYPES)}; turboquant types are not built: int4_per_token_head "
     "takes as much memory; float16 and bfloat16: --dtype"
 )
 _CACHE_TYPES = {

@@ -36,6 +36,7 @@ def line() -> CommandLine:
         ("M --kv-cache-dtype fp8", "M --kv-dtype fp8"),
         ("M --kv-cache-dtype fp8_e5m2", "M --kv-dtype fp8_e5m2"),
         ("M --kv-cache-dtype int4_per_token_head", "M --kv-dtype int4"),
+        ("M --kv-cache-dtype nvfp4", "M --kv-dtype nvfp4"),
         ("M --kv-cache-dtype-skip-layers 0", "M --kv-dtype-skip-layers 0"),
         (
             'M --pooler-config {"enable_chunked_processing":true,"max_embed_len":3000}',
@@ -99,7 +100,10 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
     [
         ("--pipeline-parallel-size 2", "--tensor-parallel"),
         ("--ssl-keyfile k.pem", "proxy"),
-        ("--kv-cache-dtype nvfp4", "allowed: auto, fp8.*nvfp4 and turboquant types are not built"),
+        (
+            "--kv-cache-dtype turboquant_4bit_nc",
+            "allowed: auto, fp8.*turboquant types are not built",
+        ),
         ("--kv-cache-dtype turboquant_k8v4", "int4_per_token_head"),
         ("-ngl 20", "whole on the GPU"),
         ("--temp 0.7", "with each request"),

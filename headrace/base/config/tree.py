@@ -218,11 +218,11 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
     ] = 16
     kv_dtype: Annotated[
-        Literal["auto", "int8", "fp8", "fp8_e5m2", "int4"],
+        Literal["auto", "int8", "fp8", "fp8_e5m2", "int4", "nvfp4"],
         Meta(
             description="Type of the KV cache; auto takes that of the activations. int8, fp8 (e4m3) and fp8_e5m2 keep "
             "values with a scale per token and head: about half the memory; int4 takes about a quarter, with a scale "
-            "and a smallest value. fp8_e5m2 and int4: CPU only."
+            "and a smallest value, nvfp4 with scales of 16 dimensions. fp8_e5m2, int4 and nvfp4: CPU only."
         ),
     ] = "auto"
     kv_dtype_skip_layers: Annotated[

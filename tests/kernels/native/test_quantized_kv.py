@@ -14,6 +14,7 @@ from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.kv_write.op import bind_reference as bind_write
 from headrace.back.kernels.kv_write.quantized import (
+    HALVES,
     SCALE_BYTES,
     dequantize,
     quantize,
@@ -36,12 +37,12 @@ SHAPES = [
     (8, 2, 128, 64, 50, None),
     (2, 1, 256, 16, None, None),
 ]
-CODES = pytest.mark.parametrize("code", ["int8", "fp8", "fp8_e5m2", "int4"])
+CODES = pytest.mark.parametrize("code", ["int8", "fp8", "fp8_e5m2", "int4", "nvfp4"])
 
 
 def as_read(dtype, code):
     """The type that the values of the cache have in products."""
-    return dtype if code == "int4" else torch.float32
+    return dtype if code in HALVES else torch.float32
 
 
 def write_problem(dtype, kv_heads, head_dim, block_tokens, code="int8"):
@@ -130,7 +131,8 @@ def test_long_chunks_equal_the_reference(library, heads, window, softcap, whole,
 
 
 @pytest.mark.parametrize(
-    ("code", "bound"), [("int8", 0.02), ("fp8", 0.06), ("fp8_e5m2", 0.12), ("int4", 0.2)]
+    ("code", "bound"),
+    [("int8", 0.02), ("fp8", 0.06), ("fp8_e5m2", 0.12), ("int4", 0.2), ("nvfp4", 0.25)],
 )
 def test_attention_is_near_that_over_the_plain_cache(newest, code, bound):
     problem, q, plain, quantized, plan = case(torch.float32, 8, 2, 64, 16, None, None, ROWS, code)

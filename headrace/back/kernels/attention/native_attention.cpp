@@ -265,7 +265,7 @@ void attend(void* context, int64_t i) {
   for (int64_t low = task.low; low < task.high; low += kTokens) {
     const int64_t count = smaller<int64_t>(kTokens, task.high - low);
     if constexpr (kByTile<S>) {
-      dequantize_tile(p, task.row, kv_head, low, count, tile);
+      dequantize_tile<T, S>(p, task.row, kv_head, low, count, tile);
       const TileCall<T> one(p, task, count, tile);
       score<T, T>(one.call, one.task, 0, panels, rows, 0, count, scores);
     } else score<T, S>(p, task, kv_head, panels, rows, low, count, scores);
@@ -541,7 +541,7 @@ int32_t run_quantized(Attention& p, int32_t dtype) {
 // bias_width], the farthest distance first: see paged_attention.h.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
 // t * head_dim, strides in elements of the cache. window 0: all positions; -C: chunks of C. softcap 0: none. mode: 0 a cache of the queries' type,
-// 1 int8, 2 e4m3, 3 e5m2, 16 4 bits; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
+// 1 int8, 2 e4m3, 3 e5m2, 16 4 bits, 17 e2m1; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
 // every query of a row sees all of its positions.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
                                        const int32_t* kv_len, const int32_t* block_table, const float* sinks,
@@ -567,6 +567,7 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   if (form == 2) return run_quantized<fp8>(p, dtype);
   if (form == 3) return run_quantized<e5m2>(p, dtype);
   if (form == 4) return head_dim % 2 ? HR_BAD_SHAPE : run_quantized<nibbles>(p, dtype);
+  if (form == 5) return head_dim % 2 ? HR_BAD_SHAPE : run_quantized<e2m1>(p, dtype);
   if (form != 0) return HR_BAD_DTYPE;
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);

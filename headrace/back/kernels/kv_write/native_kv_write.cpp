@@ -44,10 +44,11 @@ HR_INLINE void quantize_vector(const T* x, int64_t head_dim, int64_t block_token
   int32_t sums[2];
   uint8_t* bytes = reinterpret_cast<uint8_t*>(quantized);
   if constexpr (kIsFp8<S>) quantize_fp8(x, head_dim, reinterpret_cast<fp8*>(quantized), &scale, fixed);
+  else if constexpr (kIsE2m1<S>) quantize_e2m1(x, head_dim, bytes, &scale);
   else if constexpr (kByTile<S>) quantize_nibbles(x, head_dim, bytes, &scale);
   else if constexpr (!kInTiles<S>) quantize_e5m2(x, head_dim, bytes, &scale);
   else quantize(x, head_dim, head_dim, quantized, &scale, sums);
-  const int64_t size = kByTile<S> ? head_dim / 2 : head_dim;
+  const int64_t size = value_bytes<S>(head_dim);
   __builtin_memcpy(head + offset * size, quantized, size_t(size));
   __builtin_memcpy(head + block_tokens * size + offset * 4, &scale, 4);
 }
@@ -77,7 +78,7 @@ int32_t write_all(QuantizedWrite& p, int32_t dtype) {
 
 }  // namespace
 
-// The same for a quantized cache (1: int8, 2: e4m3, 3: e5m2, 4: 4 bits) with a float32 scale per token and head (as attention
+// The same for a quantized cache (1: int8, 2: e4m3, 3: e5m2, 4: 4 bits, 5: e2m1) with a float32 scale per token and head (as attention
 // reads it). Strides of k and v count elements, those of kv bytes. fixed [2, heads]: the scales of keys and values, e4m3 only;
 // null: found for each token.
 HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, int8_t* kv, const int64_t* slots,
@@ -96,6 +97,7 @@ HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, in
   if (form == 2) return write_all<fp8>(p, dtype);
   if (form == 3) return write_all<e5m2>(p, dtype);
   if (form == 4) return head_dim % 2 ? HR_BAD_SHAPE : write_all<nibbles>(p, dtype);
+  if (form == 5) return head_dim % 2 ? HR_BAD_SHAPE : write_all<e2m1>(p, dtype);
   return HR_BAD_DTYPE;
 }
 HR_REPLAYABLE(kv_write_quantized)

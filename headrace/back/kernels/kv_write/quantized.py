@@ -3,7 +3,8 @@ what it means.
 
 Such a cache is int8 [num_blocks, 2, K, block_tokens, V + 4]: the shape counts the bytes of a token,
 but the bytes of a block's head lie as [block_tokens][V] quantized values, then [block_tokens]
-scales, so that vectors of quantized values stay aligned. V is D, but D / 2 of "int4".
+scales, so that vectors of quantized values stay aligned. V is D, but D / 2 of "int4" and D / 2 + D /
+16 of "nvfp4".
 
 A value is quantized * scale; quantized = round(x * LARGEST / m), ties to even, with m the largest
 magnitude of the token's head and a float32 scale. Quantized values are integers up to 127 ("int8"),
@@ -19,6 +20,10 @@ token all the same.
 upper half; a value is number * scale + low, from a token's smallest value to its largest in 15
 steps. Scale and low are float16 numbers, in the four bytes of a scale.
 
+"nvfp4" holds e2m1 numbers (Open Compute, Microscaling Formats 1.0, 5.3.3), placed likewise, then an
+e4m3 scale for each 16 dimensions: that of the largest magnitude, which becomes 6, in units of the
+token's float32 scale, by which the largest of all is 448. Nearest numbers, ties to even.
+
 A NaN or Inf (or what float16 does not hold) makes the scale, read as float32, NaN, so that what is
 lost cannot go unseen; no quantized value is NaN.
 """
@@ -28,16 +33,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 SCALE_BYTES = 4
 LARGEST = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
 FLOATS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The type of the values of forms that hold floats."""
+HALVES = ("int4", "nvfp4")
+"""Forms with two dimensions in a byte."""
+_SHARED = 16
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def value_bytes(head_dim: int, form: str) -> int:
     """Bytes of a token's values of one head."""
-    return head_dim // 2 if form == "int4" else head_dim
+    if form not in HALVES:
+        return head_dim
+    return head_dim // 2 + (-(-head_dim // _SHARED) if form == "nvfp4" else 0)
 
 
 def values_and_scales(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +76,8 @@ def dequantize(kv: torch.Tensor, dtype: torch.dtype, form: str) -> torch.Tensor:
         scale, low = scales.contiguous()[..., None].view(torch.float16).float().chunk(2, -1)
         numbers = torch.cat((quantized & 15, (quantized >> 4) & 15), -1)
         return (numbers.float() * scale + low).to(dtype)
+    if form == "nvfp4":
+        return (_e2m1_values(quantized) * scales[..., None]).to(dtype)
     values = quantized.view(FLOATS.get(form, torch.int8))
     return (values.float() * scales[..., None]).to(dtype)
 
@@ -78,6 +92,8 @@ def quantize(
     x = x.masked_fill(lost[..., None], 0)
     if form == "int4":
         return _four_bits(x, lost)
+    if form == "nvfp4":
+        return _e2m1(x, lost)
     assert fixed is None or form == "fp8", form
     top = x.abs().amax(-1)
     # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
@@ -104,6 +120,36 @@ def _four_bits(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch
     lower, upper = numbers.masked_fill(lost[..., None], 0).chunk(2, -1)
     slots = pair.contiguous().view(torch.float32)[..., 0]
     return lower | upper << 4, slots.masked_fill(lost, torch.nan)
+
+
+def _e2m1(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    head_dim = x.shape[-1]
+    groups = F.pad(x, (0, -head_dim % _SHARED)).unflatten(-1, (-1, _SHARED))
+    tops = groups.abs().amax(-1)
+    top = tops.amax(-1, keepdim=True)
+    outer = top / top.new_tensor(6 * LARGEST["fp8"])
+    inverse = torch.where(top > 1e-30, top.new_tensor(LARGEST["fp8"]) / top, 0)
+    codes = (tops * inverse).clamp(max=LARGEST["fp8"]).to(torch.float8_e4m3fn)
+    scales = codes.float() * outer
+    unit = torch.where(scales > 0, scales.new_tensor(1.0) / scales, 0)
+    sizes = groups.abs() * unit[..., None]
+    steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=x.device)
+    numbers = torch.bucketize(sizes, steps)  # a tie goes down
+    numbers += torch.isin(sizes, steps[1::2])  # to an odd number: up instead
+    numbers |= (groups < 0).to(torch.int64) << 3
+    lower, upper = numbers.to(torch.int8).flatten(-2)[..., :head_dim].chunk(2, -1)
+    quantized = torch.cat((lower | upper << 4, codes.view(torch.int8)), -1)
+    return quantized, outer[..., 0].masked_fill(lost, torch.nan)
+
+
+def _e2m1_values(quantized: torch.Tensor) -> torch.Tensor:
+    """In units of the token's scale."""
+    half = quantized.shape[-1] * 8 // 9  # of head_dim / 2 + head_dim / 16 bytes, rounded up
+    half = next(n for n in range(half, 0, -1) if n + -(-2 * n // _SHARED) == quantized.shape[-1])
+    numbers = torch.cat((quantized[..., :half] & 15, (quantized[..., :half] >> 4) & 15), -1).long()
+    levels = torch.tensor((*_E2M1, *(-level for level in _E2M1)), device=quantized.device)
+    scales = quantized[..., half:].contiguous().view(torch.float8_e4m3fn).float()
+    return levels[numbers] * scales.repeat_interleave(_SHARED, -1)[..., : 2 * half]
 
 
 def random_quantized_cache(

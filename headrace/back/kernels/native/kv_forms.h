@@ -1,5 +1,5 @@
-// Forms of KV caches beside int8 and e4m3 (fp8.h): e5m2, read a value at a time as those are, and 4-bit numbers, which are
-// dequantized a tile of tokens at a time.
+// Forms of KV caches beside int8 and e4m3 (fp8.h): e5m2, read a value at a time as those are, and 4-bit numbers, whole ones
+// and e2m1, which are dequantized a tile of tokens at a time.
 #pragma once
 
 #include "fp8.h"
@@ -38,16 +38,37 @@ HR_INLINE void quantize_e5m2(const T* x, int64_t count, uint8_t* quantized, floa
 struct nibbles {
   uint8_t bits;
 };
+// NVFP4: e2m1 numbers placed likewise, then an e4m3 scale for each 16 dimensions, in units of the token's float32 scale.
+struct e2m1 {
+  uint8_t bits;
+};
+constexpr int64_t kShared = 16;
+template <class S>
+constexpr bool kIsE2m1 = false;
+template <>
+constexpr bool kIsE2m1<e2m1> = true;
+
 template <class S>
 constexpr bool kByTile = false;
 template <>
 constexpr bool kByTile<nibbles> = true;
+template <>
+constexpr bool kByTile<e2m1> = true;
 template <class S>
 constexpr bool kInTiles = true;  // whether matrix tiles read it
 template <>
 constexpr bool kInTiles<e5m2> = false;
 template <>
 constexpr bool kInTiles<nibbles> = false;
+template <>
+constexpr bool kInTiles<e2m1> = false;
+
+// Bytes of a token's head but for its scale.
+template <class S>
+HR_INLINE int64_t value_bytes(int64_t head_dim) {
+  if (!kByTile<S>) return head_dim;
+  return head_dim / 2 + (kIsE2m1<S> ? ceil_div(head_dim, kShared) : 0);
+}
 
 // head_dim (even, at most 256) values as such numbers, and their scale and smallest value in the four bytes of `slot`.
 template <class T>
@@ -84,6 +105,75 @@ HR_INLINE void quantize_nibbles(const T* x, int64_t head_dim, uint8_t* quantized
   for (int64_t i = 0; i < head_dim / 2; ++i) quantized[i] = uint8_t(numbers[i] | numbers[head_dim / 2 + i] << 4);
 }
 
+// The same as e2m1 numbers, to nearest, ties to even; zeros where a group's scale is 0.
+template <class T>
+HR_INLINE void quantize_e2m1(const T* x, int64_t head_dim, uint8_t* quantized, float* slot) {
+  alignas(64) float wide[256 + 16], tops[256 / kShared + 16];
+  alignas(64) uint8_t numbers[256 + 16];
+  const int64_t groups = ceil_div(head_dim, kShared), half = head_dim / 2;
+  for (int64_t k = 0; k < groups * kShared; k += kLanes)
+    store(wide + k, k < head_dim ? load_part(x + k, smaller<int64_t>(head_dim - k, kLanes)) : F{});
+  F most{};
+  I finite = most == 0.0f;
+  for (int64_t g = 0; g < groups; ++g) {
+    F top{};
+    for (int64_t k = g * kShared; k < (g + 1) * kShared; k += kLanes) {
+      const F size = (F)((U)load(wide + k) & 0x7fffffffu);
+      top = select(size > top, size, top);
+      finite &= size < __builtin_inff();
+    }
+    most = select(top > most, top, most), tops[g] = largest(top);
+  }
+  bool good = true;
+  for (int i = 0; i < kLanes; ++i) good = good && finite[i];
+  const float top = largest(most), outer = top / (6 * kMostFp8);
+  const float inverse = good && top > 1e-30f ? kMostFp8 / top : 0.0f;
+  *slot = good ? outer : __builtin_nanf("");
+  typedef uint8_t B __attribute__((vector_size(kLanes)));
+  for (int64_t g = 0; g < groups; g += kLanes) {
+    const F v = good ? load(tops + g) * inverse : F{};
+    const B codes = __builtin_convertvector(to_fp8(vmin(splat(kMostFp8), v)), B);
+    for (int64_t i = 0; i < kLanes && g + i < groups; ++i) quantized[half + g + i] = codes[i];
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    const float scale = to_float(fp8{quantized[half + g]}) * outer;
+    const F unit = splat(good && scale > 0 ? 1.0f / scale : 0.0f);
+    for (int64_t k = g * kShared; k < (g + 1) * kShared; k += kLanes) {
+      const F v = good ? load(wide + k) : F{}, size = (F)((U)v & 0x7fffffffu) * unit;
+      const I place = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) + (size >= 3.5f) +
+                      (size > 5.0f);  // a comparison that holds is -1
+      const B bytes = __builtin_convertvector((U)(-place) | ((U)(v < 0.0f) & 8), B);
+      __builtin_memcpy(numbers + k, &bytes, sizeof bytes);
+    }
+  }
+  for (int64_t i = 0; i < half; ++i) quantized[i] = uint8_t(numbers[i] | numbers[half + i] << 4);
+}
+
+// e2m1 bits as floats: exponent and mantissa where a float has them, 126 exponents too low.
+HR_INLINE F e2m1_floats(U code) {
+  const F size = (F)((code & 7) << 22) * 0x1p126f;
+  return (F)((U)size | (code & 8) << 28);
+}
+
+// One token's e2m1 numbers as values. Reads whole vectors, as below.
+template <class T>
+HR_INLINE void dequantize_e2m1(const uint8_t* from, int64_t head_dim, const int8_t* slot, T* to) {
+  alignas(64) float scales[256 + 16];
+  float outer;
+  __builtin_memcpy(&outer, slot, 4);
+  const int64_t half = head_dim / 2;
+  for (int64_t g = 0; g < ceil_div(head_dim, kShared); ++g) {
+    const F scale = splat(to_float(fp8{from[half + g]}) * outer);
+    for (int64_t k = 0; k < kShared; k += kLanes) store(scales + g * kShared + k, scale);
+  }
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const U both = load_bytes(from + i);
+    const F lower = e2m1_floats(both & 15) * load(scales + i), upper = e2m1_floats(both >> 4) * load(scales + half + i);
+    if (half - i >= kLanes) store(to + i, lower), store(to + half + i, upper);
+    else store_part(to + i, lower, half - i), store_part(to + half + i, upper, half - i);
+  }
+}
+
 // One token's numbers as values. Reads whole vectors: a block's scales lie behind its last token's.
 template <class T>
 HR_INLINE void dequantize_nibbles(const uint8_t* from, int64_t head_dim, const int8_t* slot, T* to) {
@@ -101,17 +191,20 @@ HR_INLINE void dequantize_nibbles(const uint8_t* from, int64_t head_dim, const i
 }
 
 // Keys and values of the KV positions [low, low + count) as a cache of one block of kTokens tokens: [2][kTokens][head_dim].
-template <class T>
+template <class T, class S>
 HR_INLINE void dequantize_tile(const Attention& p, int64_t row, int64_t kv_head, int64_t low, int64_t count, T* tile) {
-  const int64_t bytes = p.head_dim / 2;
+  const int64_t bytes = value_bytes<S>(p.head_dim);
   for (int64_t half = 0; half < 2; ++half)
     for (int64_t j = 0; j < count; ++j) {
       const int64_t block = p.block_table[row * p.table_stride + (low + j) / p.block_tokens];
       const int64_t offset = (low + j) % p.block_tokens;
       const int8_t* head =
           static_cast<const int8_t*>(p.kv) + block * p.block_stride + half * p.value_offset + kv_head * p.head_stride;
-      dequantize_nibbles(reinterpret_cast<const uint8_t*>(head) + offset * bytes, p.head_dim,
-                         head + p.block_tokens * bytes + offset * 4, tile + (half * kTokens + j) * p.head_dim);
+      const uint8_t* from = reinterpret_cast<const uint8_t*>(head) + offset * bytes;
+      const int8_t* slot = head + p.block_tokens * bytes + offset * 4;
+      T* to = tile + (half * kTokens + j) * p.head_dim;
+      if constexpr (kIsE2m1<S>) dequantize_e2m1(from, p.head_dim, slot, to);
+      else dequantize_nibbles(from, p.head_dim, slot, to);
     }
 }
 

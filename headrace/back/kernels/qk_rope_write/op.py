@@ -164,9 +164,14 @@ def _outputs(sample: Sample) -> list[torch.Tensor]:
 
 
 def _tolerance(problem: QKRopeWriteProblem) -> float:
-    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16, "fp8_e5m2": 1 / 8, "int4": 1 / 7}[
-        problem.quantized
-    ]
+    step = {
+        None: 0.0,
+        "int8": 1 / 127,
+        "fp8": 1 / 16,
+        "fp8_e5m2": 1 / 8,
+        "int4": 1 / 7,
+        "nvfp4": 1 / 3,
+    }[problem.quantized]
     return float_tolerance(problem.dtype) + step
 
 
