@@ -41,6 +41,21 @@ MAX_EXPERTS = 1024
 
 
 @triton.jit
+def tile_at(
+    tiles, i_work, COLUMNS: tl.constexpr, RESULTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
+    """Of item `i_work` of the dispatch's list, where each tile of M rows has COLUMNS items of N
+    results: its expert, which rows are there, the rows, the results, and which of them are."""
+    i_tile = i_work // COLUMNS
+    i_x = tl.load(tiles + 1 + 2 * i_tile).to(tl.int64)
+    o_m = tl.arange(0, M)
+    m_m = o_m < tl.load(tiles + 2 + 2 * i_tile)
+    o_row = i_tile.to(tl.int64) * M + o_m
+    o_n = i_work % COLUMNS * N + tl.arange(0, N)
+    return i_x, m_m, o_row, o_n, o_n < RESULTS
+
+
+@triton.jit
 def gated(
     b_gate, b_up, clamp, alpha, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, OAI: tl.constexpr
 ):
@@ -65,14 +80,9 @@ def up_kernel(
     """Grid: any. inner [., I] of the sorted rows; more [., 2I] is added to their gates and ups."""
     enter(DEPENDENT)
     COLUMNS: tl.constexpr = (I + N - 1) // N
-    o_m, o_k = tl.arange(0, M), tl.arange(0, K)
+    o_k = tl.arange(0, K)
     for i_work in range(tl.program_id(0), tl.load(tiles) * COLUMNS, tl.num_programs(0)):
-        i_tile = i_work // COLUMNS
-        i_x = tl.load(tiles + 1 + 2 * i_tile).to(tl.int64)
-        m_m = o_m < tl.load(tiles + 2 + 2 * i_tile)
-        o_row = i_tile.to(tl.int64) * M + o_m
-        o_n = i_work % COLUMNS * N + tl.arange(0, N)
-        m_n = o_n < I
+        i_x, m_m, o_row, o_n, m_n = tile_at(tiles, i_work, COLUMNS, I, M, N)
         p_x = rows + o_row[:, None] * E + o_k[None, :]
         p_gate = up + (i_x * (2 * I) + o_n[None, :]) * E + o_k[:, None]
         b_gate = tl.zeros([M, N], tl.float32)
@@ -107,14 +117,9 @@ def down_kernel(
     """Grid: any. out [., E] of the sorted rows, not weighted."""
     enter(DEPENDENT)
     COLUMNS: tl.constexpr = (E + N - 1) // N
-    o_m, o_k = tl.arange(0, M), tl.arange(0, K)
+    o_k = tl.arange(0, K)
     for i_work in range(tl.program_id(0), tl.load(tiles) * COLUMNS, tl.num_programs(0)):
-        i_tile = i_work // COLUMNS
-        i_x = tl.load(tiles + 1 + 2 * i_tile).to(tl.int64)
-        m_m = o_m < tl.load(tiles + 2 + 2 * i_tile)
-        o_row = i_tile.to(tl.int64) * M + o_m
-        o_n = i_work % COLUMNS * N + tl.arange(0, N)
-        m_n = o_n < E
+        i_x, m_m, o_row, o_n, m_n = tile_at(tiles, i_work, COLUMNS, E, M, N)
         p_h = inner + o_row[:, None] * I + o_k[None, :]
         p_w = down + (i_x * E + o_n[None, :]) * I + o_k[:, None]
         b_acc = tl.zeros([M, N], tl.float32)

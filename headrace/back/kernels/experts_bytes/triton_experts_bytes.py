@@ -21,6 +21,7 @@ from headrace.back.kernels.experts.triton_experts import (
     activation_constants,
     check_arguments,
     gated,
+    tile_at,
 )
 from headrace.back.kernels.experts_bytes.layout import GROUPS, ByteExperts
 from headrace.back.kernels.experts_bytes.op import ExpertsBytesProblem, sample_of
@@ -96,14 +97,9 @@ def grouped_bytes_kernel(
     ROWS: tl.constexpr = 2 * RESULTS if GATED else RESULTS
     STEP: tl.constexpr = K // GROUP * ROWS if GROUP else 0
     DTYPE: tl.constexpr = x.dtype.element_ty
-    o_m, o_k = tl.arange(0, M), tl.arange(0, K)
+    o_k = tl.arange(0, K)
     for i_work in range(tl.program_id(0), tl.load(tiles) * COLUMNS, tl.num_programs(0)):
-        i_list = i_work // COLUMNS
-        i_x = tl.load(tiles + 1 + 2 * i_list).to(tl.int64)
-        m_m = o_m < tl.load(tiles + 2 + 2 * i_list)
-        o_row = i_list.to(tl.int64) * M + o_m
-        o_n = i_work % COLUMNS * N + tl.arange(0, N)
-        m_n = o_n < RESULTS
+        i_x, m_m, o_row, o_n, m_n = tile_at(tiles, i_work, COLUMNS, RESULTS, M, N)
         p_x = x + o_row[:, None] * INPUTS + o_k[None, :]
         p_w = weight + (i_x * ROWS + o_n)[:, None] * INPUTS + o_k[None, :]
         p_s = scales + i_x * (G * ROWS) + o_n

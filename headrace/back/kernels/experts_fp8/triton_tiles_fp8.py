@@ -13,7 +13,7 @@ import triton.language as tl
 
 from headrace.back.kernels.experts.op import OAI_ALPHA, ExpertsProblem
 from headrace.back.kernels.experts.triton_dispatch import quantized
-from headrace.back.kernels.experts.triton_experts import activation_constants, gated
+from headrace.back.kernels.experts.triton_experts import activation_constants, gated, tile_at
 from headrace.back.kernels.experts_fp8.layout import GROUP, ScaledMatrices, num_groups
 from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows
 from headrace.back.kernels.triton.grid import enter
@@ -56,14 +56,9 @@ def grouped_fp8_kernel(
     COLUMNS: tl.constexpr = (RESULTS + N - 1) // N
     GROUPS: tl.constexpr = (INPUTS + K - 1) // K
     ROWS: tl.constexpr = 2 * RESULTS if GATED else RESULTS
-    o_m, o_k = tl.arange(0, M), tl.arange(0, K)
+    o_k = tl.arange(0, K)
     for i_work in range(tl.program_id(0), tl.load(tiles) * COLUMNS, tl.num_programs(0)):
-        i_list = i_work // COLUMNS
-        i_x = tl.load(tiles + 1 + 2 * i_list).to(tl.int64)
-        m_m = o_m < tl.load(tiles + 2 + 2 * i_list)
-        o_row = i_list.to(tl.int64) * M + o_m
-        o_n = i_work % COLUMNS * N + tl.arange(0, N)
-        m_n = o_n < RESULTS
+        i_x, m_m, o_row, o_n, m_n = tile_at(tiles, i_work, COLUMNS, RESULTS, M, N)
         p_x = x + o_row[:, None] * INPUTS + o_k[None, :]
         p_w = weight + (i_x * ROWS + o_n)[:, None] * INPUTS + o_k[None, :]
         p_s = scales + i_x * ((GROUPS if GROUPED else 1) * ROWS) + o_n

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.experts.op import OAI_ALPHA, ExpertsProblem
-from headrace.back.kernels.experts.triton_experts import activation_constants, gated
+from headrace.back.kernels.experts.triton_experts import activation_constants, gated, tile_at
 from headrace.back.kernels.linear_int4.layout import BLOCK, Int4Weight, block_groups
 from headrace.back.kernels.linear_int4.triton_tiles_int4 import block_of
 from headrace.back.kernels.triton.grid import enter
@@ -52,15 +52,10 @@ def grouped_int4_kernel(
     MATRICES: tl.constexpr = 2 if GATED else 1
     NEXT: tl.constexpr = 0 if WHOLE else S
     ROW: tl.constexpr = S if WHOLE else STEPS * S
-    o_m, o_k = tl.arange(0, M), tl.arange(0, 128)
+    o_k = tl.arange(0, 128)
     for i_work in range(tl.program_id(0), tl.load(tiles) * COLUMNS, tl.num_programs(0)):
-        i_list = i_work // COLUMNS
-        i_x = tl.load(tiles + 1 + 2 * i_list).to(tl.int64)
-        m_m = o_m < tl.load(tiles + 2 + 2 * i_list)
-        o_row = i_list.to(tl.int64) * M + o_m
+        i_x, m_m, o_row, o_n, m_n = tile_at(tiles, i_work, COLUMNS, RESULTS, M, 64)
         i_tile = i_x * (MATRICES * COLUMNS) + i_work % COLUMNS
-        o_n = i_work % COLUMNS * 64 + tl.arange(0, 64)
-        m_n = o_n < RESULTS
         p_words = words + i_tile * (STEPS * 1024)
         p_scales = scales + i_tile * ROW
         p_x = x + o_row[:, None] * INPUTS + o_k[None, :]
