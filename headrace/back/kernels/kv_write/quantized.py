@@ -3,8 +3,8 @@ what it means.
 
 Such a cache is int8 [num_blocks, 2, K, block_tokens, V + 4]: the shape counts the bytes of a token,
 but the bytes of a block's head lie as [block_tokens][V] quantized values, then [block_tokens]
-scales, so that vectors of quantized values stay aligned. V is D, but D / 2 of "int4" and D / 2 + D /
-16 of "nvfp4".
+scales, so that vectors of quantized values stay aligned. V is D, but D / 2 of "int4" and
+D / 2 + D / 16 of "nvfp4".
 
 A value is quantized * scale; quantized = round(x * LARGEST / m), ties to even, with m the largest
 magnitude of the token's head and a float32 scale. Quantized values are integers up to 127 ("int8"),
@@ -125,12 +125,12 @@ def _four_bits(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch
 def _e2m1(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     head_dim = x.shape[-1]
     groups = F.pad(x, (0, -head_dim % _SHARED)).unflatten(-1, (-1, _SHARED))
-    tops = groups.abs().amax(-1)
-    top = tops.amax(-1, keepdim=True)
+    largest = groups.abs().amax(-1)
+    top = largest.amax(-1, keepdim=True)
     outer = top / top.new_tensor(6 * LARGEST["fp8"])
     inverse = torch.where(top > 1e-30, top.new_tensor(LARGEST["fp8"]) / top, 0)
-    codes = (tops * inverse).clamp(max=LARGEST["fp8"]).to(torch.float8_e4m3fn)
-    scales = codes.float() * outer
+    group_scales = (largest * inverse).clamp(max=LARGEST["fp8"]).to(torch.float8_e4m3fn)
+    scales = group_scales.float() * outer
     unit = torch.where(scales > 0, scales.new_tensor(1.0) / scales, 0)
     sizes = groups.abs() * unit[..., None]
     steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=x.device)
@@ -138,7 +138,7 @@ def _e2m1(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     numbers += torch.isin(sizes, steps[1::2])  # to an odd number: up instead
     numbers |= (groups < 0).to(torch.int64) << 3
     lower, upper = numbers.to(torch.int8).flatten(-2)[..., :head_dim].chunk(2, -1)
-    quantized = torch.cat((lower | upper << 4, codes.view(torch.int8)), -1)
+    quantized = torch.cat((lower | upper << 4, group_scales.view(torch.int8)), -1)
     return quantized, outer[..., 0].masked_fill(lost, torch.nan)
 
 

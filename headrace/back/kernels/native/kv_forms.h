@@ -108,7 +108,7 @@ HR_INLINE void quantize_nibbles(const T* x, int64_t head_dim, uint8_t* quantized
 // The same as e2m1 numbers, to nearest, ties to even; zeros where a group's scale is 0.
 template <class T>
 HR_INLINE void quantize_e2m1(const T* x, int64_t head_dim, uint8_t* quantized, float* slot) {
-  alignas(64) float wide[256 + 16], tops[256 / kShared + 16];
+  alignas(64) float wide[256 + 16], group_sizes[256 / kShared + 16];
   alignas(64) uint8_t numbers[256 + 16];
   const int64_t groups = ceil_div(head_dim, kShared), half = head_dim / 2;
   for (int64_t k = 0; k < groups * kShared; k += kLanes)
@@ -122,7 +122,7 @@ HR_INLINE void quantize_e2m1(const T* x, int64_t head_dim, uint8_t* quantized, f
       top = select(size > top, size, top);
       finite &= size < __builtin_inff();
     }
-    most = select(top > most, top, most), tops[g] = largest(top);
+    most = select(top > most, top, most), group_sizes[g] = largest(top);
   }
   bool good = true;
   for (int i = 0; i < kLanes; ++i) good = good && finite[i];
@@ -131,9 +131,9 @@ HR_INLINE void quantize_e2m1(const T* x, int64_t head_dim, uint8_t* quantized, f
   *slot = good ? outer : __builtin_nanf("");
   typedef uint8_t B __attribute__((vector_size(kLanes)));
   for (int64_t g = 0; g < groups; g += kLanes) {
-    const F v = good ? load(tops + g) * inverse : F{};
-    const B codes = __builtin_convertvector(to_fp8(vmin(splat(kMostFp8), v)), B);
-    for (int64_t i = 0; i < kLanes && g + i < groups; ++i) quantized[half + g + i] = codes[i];
+    const F v = good ? load(group_sizes + g) * inverse : F{};
+    const B group_scales = __builtin_convertvector(to_fp8(vmin(splat(kMostFp8), v)), B);
+    for (int64_t i = 0; i < kLanes && g + i < groups; ++i) quantized[half + g + i] = group_scales[i];
   }
   for (int64_t g = 0; g < groups; ++g) {
     const float scale = to_float(fp8{quantized[half + g]}) * outer;
