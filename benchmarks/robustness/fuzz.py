@@ -269,13 +269,16 @@ def percentiles_ms(gaps: list[float]) -> dict[str, float]:
     return {f"p{p}": round(1000 * float(np.percentile(gaps, p)), 1) for p in percentiles}
 
 
+MORTAL = ("template_worker", "grammar.sandbox", "body_worker")
+
+
 def gone(before: dict[int, str], after: dict[int, str]) -> list[str]:
-    """Processes of the server that are no longer there, those apart that are made to be killed: template workers, and
-    the processes in which grammars are tried."""
+    """Processes of the server that are no longer there, those apart that are made to be killed: template workers,
+    and the processes in which grammars are tried and large bodies read."""
     return [
         line
         for pid, line in before.items()
-        if pid not in after and "template_worker" not in line and "grammar.sandbox" not in line
+        if pid not in after and not any(part in line for part in MORTAL)
     ]
 
 

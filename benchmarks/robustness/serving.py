@@ -87,6 +87,7 @@ ROLES = {
     "server.process": "api",
     "template_worker": "templates",
     "grammar.sandbox": "grammar sandboxes",
+    "body_worker": "large bodies",
 }
 
 

@@ -1,16 +1,25 @@
-"""A child process for bounded work: it answers over two pipes and is killed if it is late."""
+"""Child processes for bounded work: they answer over two pipes and are killed if they are late."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import queue
 import select
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from headrace.base import env
+from headrace.base.errors import InvalidRequest, Unavailable
+
+_SET_PIPE_SIZE = 1031
+_PIPE_BYTES = 1 << 20
 
 
 class PipeProcess:
@@ -47,10 +56,27 @@ class PipeProcess:
         status = self._process.wait()
         return -status if status < 0 else None
 
+    def widen(self) -> None:
+        """Larger pipes, if the system has them: a matter of speed alone."""
+        for end in (self._input.fileno(), self.output):
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(end, _SET_PIPE_SIZE, _PIPE_BYTES)
+
     def write(self, frame: bytes) -> None:
         """Sends all of it; OSError if the process is gone."""
         self._input.write(frame)
         self._input.flush()
+
+    def write_aside(self, parts: Sequence[bytes | bytearray]) -> None:
+        """Sends them in a thread, so that a process that does not read holds up nobody; that it is
+        gone, the reader sees."""
+        threading.Thread(target=self._write_all, args=(parts,), daemon=True).start()
+
+    def _write_all(self, parts: Sequence[bytes | bytearray]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed meanwhile
+            for part in parts:
+                self._input.write(part)
+            self._input.flush()
 
     def read(self, size: int, deadline: float) -> bytes:
         """Exactly so many bytes. TimeoutError at `deadline` of the monotonic clock, EOFError if the
@@ -67,6 +93,73 @@ class PipeProcess:
                 raise EOFError
             data += piece
         return bytes(data)
+
+
+class PooledProcess(Protocol):
+    """A process of a pool."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
+
+P = TypeVar("P", bound=PooledProcess)
+
+
+class ProcessPool(Generic[P]):
+    """At most `size` processes, started when they are first needed. Safe to use from several
+    threads."""
+
+    def __init__(self, make: Callable[[], P], *, size: int, what: str) -> None:
+        self._make, self._what = make, what
+        self._slots: queue.LifoQueue[P | None] = queue.LifoQueue()
+        for _ in range(size):
+            self._slots.put(None)
+        self.num_started = 0
+
+    @property
+    def num_idle(self) -> int:
+        """How many can be borrowed at once."""
+        return self._slots.qsize()
+
+    @contextlib.contextmanager
+    def borrowed(self, *, wait_s: float) -> Iterator[P]:
+        """A process for the block, which it survives, and a request that is refused there; what
+        else is raised ends it. Unavailable if all are busy for so long."""
+        try:
+            process = self._slots.get(timeout=wait_s)
+        except queue.Empty:
+            raise Unavailable(f"all {self._what} are busy", retry_after_s=1.0) from None
+        try:
+            if process is None or not process.alive:
+                process = self._make()
+                self.num_started += 1
+            yield process
+        except InvalidRequest:
+            raise
+        except BaseException:
+            if process is not None:
+                process.close()
+            process = None
+            raise
+        finally:
+            self._slots.put(process)
+
+    def close(self) -> None:
+        """Ends idle processes; they are started again when needed."""
+        idle = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                idle.append(self._slots.get_nowait())
+        for process in idle:
+            if process is not None:
+                process.close()
+            self._slots.put(None)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

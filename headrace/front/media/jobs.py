@@ -7,11 +7,8 @@ for it fails alone. Jobs come from threads, so that the event loop goes on meanw
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import queue
 import signal
-import threading
 import time
 from collections.abc import Sequence
 
@@ -19,14 +16,12 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, Unavailable
-from headrace.base.pipe_process import PipeProcess
+from headrace.base.pipe_process import PipeProcess, ProcessPool
 from headrace.front.media.job import LENGTHS, DecodingLimits, JobReply, MediaJob, MediumReply
 from headrace.front.media.processing import ProcessedMedia, TowerInput
 
 _START_S = 60.0
 _SLACK_S = 2.0
-_SET_PIPE_SIZE = 1031
-_PIPE_BYTES = 1 << 20
 
 
 class MediaProcesses:
@@ -35,41 +30,17 @@ class MediaProcesses:
 
     def __init__(self, limits: DecodingLimits, *, size: int = 2) -> None:
         self.limits = limits
-        self._slots: queue.LifoQueue[_MediaProcess | None] = queue.LifoQueue()
-        for _ in range(size):
-            self._slots.put(None)
+        self._pool = ProcessPool(lambda: _MediaProcess(limits), size=size, what="media processes")
 
     def run(self, job: MediaJob, files: Sequence[bytes]) -> list[ProcessedMedia]:
         """The media of a job; InvalidRequest (without a field) if a file is at fault, Unavailable
         if all processes are busy for long."""
-        try:
-            process = self._slots.get(timeout=self.limits.time_s)
-        except queue.Empty:
-            raise Unavailable("all media processes are busy", retry_after_s=1.0) from None
-        try:
-            if process is None or not process.alive:
-                process = _MediaProcess(self.limits)
+        with self._pool.borrowed(wait_s=self.limits.time_s) as process:
             return process.run(job, files)
-        except InvalidRequest:
-            raise
-        except BaseException:
-            if process is not None:
-                process.close()
-            process = None
-            raise
-        finally:
-            self._slots.put(process)
 
     def close(self) -> None:
         """Ends idle processes; they are started again when needed."""
-        idle = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                idle.append(self._slots.get_nowait())
-        for process in idle:
-            if process is not None:
-                process.close()
-            self._slots.put(None)
+        self._pool.close()
 
 
 class _MediaProcess:
@@ -79,8 +50,7 @@ class _MediaProcess:
         self._limits = limits
         bounds = (str(limits.memory_bytes), str(limits.time_s))
         self._child = PipeProcess("-m", "headrace.front.media.worker", *bounds)
-        with contextlib.suppress(OSError):  # a larger pipe is a matter of speed alone
-            fcntl.fcntl(self._child.output, _SET_PIPE_SIZE, _PIPE_BYTES)
+        self._child.widen()
         with contextlib.suppress(EOFError, TimeoutError):
             if self._child.read(1, time.monotonic() + _START_S) == b"!":
                 return
@@ -93,8 +63,7 @@ class _MediaProcess:
 
     def run(self, job: MediaJob, files: Sequence[bytes]) -> list[ProcessedMedia]:
         head = msgspec.msgpack.encode(job)
-        frame = [LENGTHS.pack(len(head), sum(map(len, files))) + head, *files]
-        threading.Thread(target=self._write, args=(frame,)).start()
+        self._child.write_aside([LENGTHS.pack(len(head), sum(map(len, files))) + head, *files])
         deadline = time.monotonic() + self._limits.time_s + _SLACK_S
         try:
             lengths = LENGTHS.unpack(self._child.read(LENGTHS.size, deadline))
@@ -110,11 +79,6 @@ class _MediaProcess:
         if reply.error:
             raise InvalidRequest(reply.error)
         return _media(reply.media, rows)
-
-    def _write(self, frame: list[bytes]) -> None:
-        with contextlib.suppress(OSError):  # the reader sees that the process is gone
-            for part in frame:
-                self._child.write(part)
 
     def _late(self) -> InvalidRequest:
         return InvalidRequest(f"decoding takes longer than {self._limits.time_s:g} s")

@@ -310,7 +310,7 @@ async def _document(request: Request) -> object:
     spec = context.services.server
     length = request.headers.get("content-length", "0")
     context.body_bytes = int(length) if length.isdecimal() else 0
-    return await read_json(request, spec, context.make_room)
+    return await read_json(request, spec, context.make_room, context.services.bodies.checks)
 
 
 async def _handled(request: Request, handler: Writer, document: object) -> Response:
@@ -327,7 +327,10 @@ def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> Api
 
     async def endpoint(request: Request) -> Response:
         context = context_of(request)
-        document = await read_json(request, context.services.server, context.make_room)
+        services = context.services
+        document = await read_json(
+            request, services.server, context.make_room, services.bodies.checks
+        )
         return await handler(context, request, document)
 
     return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "", bodies=bodies)

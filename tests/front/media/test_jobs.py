@@ -211,9 +211,8 @@ def test_a_job_that_takes_too_long_is_ended_and_costs_itself_alone() -> None:
 
 def test_a_process_killed_from_outside_is_not_the_file_s_fault(processes: MediaProcesses) -> None:
     run(processes, "image", encoded(picture(8, 8)))
-    process = processes._slots.get()
-    assert process is not None
-    processes._slots.put(process)
+    with processes._pool.borrowed(wait_s=0) as process:
+        pass
     os.kill(process._child._process.pid, signal.SIGSTOP)
     errors: list[HeadraceError] = []
 

@@ -67,7 +67,9 @@ async def document_of(context: RequestContext, text: str) -> Json:
     room = BodyRoom(context.services.bodies, context.tenant)
     try:
         await room.grow_to(len(text), wait_s=WAIT_S)
-        document = await parse_body(text.encode("utf-8", "surrogatepass"))
+        document = await parse_body(
+            text.encode("utf-8", "surrogatepass"), context.services.bodies.checks
+        )
     finally:
         room.close()
     if not isinstance(document, dict):

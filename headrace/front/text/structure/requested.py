@@ -16,14 +16,30 @@ from headrace.base.wire.grammar import (
     StructuredOutputs,
 )
 from headrace.front.text.structure.regex import portable
-from headrace.front.text.structure.schema import checked_schema
+from headrace.front.text.structure.schema import MAX_SCHEMA_BYTES, check_size, checked_schema
 from headrace.front.text.structure.structural_tag import structural_tag
 
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 4096
 MAX_REGEX_CHARS = 8192
 MAX_GRAMMAR_CHARS = 64 * 1024
+MAX_FORM_BYTES = 4 * MAX_SCHEMA_BYTES
+"""What may be said of an answer's form at all."""
+FORM_FIELDS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_choice", "guided_regex"),
+    *("guided_grammar", "text", "output_config"),
+)
+"""Where requests of all dialects say what an answer must look like."""
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+def check_form_sizes(document: dict[str, Any]) -> None:
+    """Refuses a request of any dialect by the size of the form it asks for, before it is a request
+    of any."""
+    for field in FORM_FIELDS:
+        value = document.get(field)
+        if isinstance(value, dict | list):
+            check_size(value, field=field, most=MAX_FORM_BYTES)
 
 
 def node_of(asked: StructuredOutputs, *, field: str = "structured_outputs") -> Node:
@@ -66,6 +82,7 @@ def _choice(choices: Any, field: str) -> Node:
         raise InvalidRequest(f"{field}: {len(choices)} choices; {MAX_CHOICES} allowed", field=field)
     if not choices:
         raise InvalidRequest(f"{field}: an empty list; at least one choice is needed", field=field)
+    check_size(list(choices), field=field, most=MAX_FORM_BYTES)
     return Either(tuple(Literal(_text(choice, field, MAX_CHOICE_CHARS)) for choice in choices))
 
 
