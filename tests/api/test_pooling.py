@@ -48,6 +48,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     )
     tokenizer.add_special_tokens([*SPECIAL, *LATE[:3]])
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"pad_token": "[PAD]"}')
     return tokenizer
 
 
@@ -511,6 +512,28 @@ def test_a_text_is_cut_at_the_end_that_is_asked_for(
         truncate = "START" if side == "left" else "END"
         told = served.post("/v2/embed", {**cohere, "truncate": truncate}).json()
         np.testing.assert_allclose(told["embeddings"]["float"][0], cut, atol=1e-6)
+
+
+def test_padding_fills_up_behind_what_was_cut(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    """contract.md 5: vLLM's field; tokens of padding are seen, and what is masked is not added."""
+    served, _, tokenizer = embedder
+    ids, most = tokenizer.encode(DOCUMENTS[0]).ids, SIZES["max_position_embeddings"]
+    cut = {"truncate_prompt_tokens": 4, "truncation_side": "left"}
+
+    def answer(**more: object) -> Any:
+        answer = served.post("/v1/embeddings", {"input": DOCUMENTS[:1], **more})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"][0]["embedding"], answer.json()["usage"]["prompt_tokens"]
+
+    for kept, more in ((ids, {}), ([ids[0], *ids[-3:]], cut)):
+        filled = answer(input=kept + [0] * (most - len(kept)))
+        assert answer(padding="max_length", **more) == filled
+        for padding in (True, "longest", "do_not_pad"):
+            assert answer(padding=padding, **more) == answer(input=kept)
+    refused = served.post("/v1/embeddings", {"input": "fox", "padding": "half"})
+    assert refused.json()["error"]["param"] == "padding", refused.text
 
 
 def test_inputs_of_cohere_are_texts_in_parts(

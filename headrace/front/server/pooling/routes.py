@@ -204,8 +204,23 @@ def _job(request: TextRequest, *, how: str, head: bool) -> PoolJob:
 async def _inputs(
     context: RequestContext, request: TextRequest, *, longest: int = 0
 ) -> list[PoolInput]:
-    """What is to be pooled, tokenized, of at most `longest` tokens if that is more than the model
-    can hold; takes the key's place first."""
+    """What is to be pooled, tokenized and cut or filled up as is asked for, of at most `longest`
+    tokens if that is more than the model can hold; takes the key's place first."""
+    if request.padding != "max_length":
+        return await _tokenized_inputs(context, request, longest=longest)
+    pad = context.services.tokenizer.special_id("pad_token")
+    if pad is None:
+        raise InvalidRequest("padding: this tokenizer has no padding token", field="padding")
+    found = await _tokenized_inputs(context, request, longest=longest)
+    if any(one.media for one in found):
+        raise InvalidRequest("padding: does not go with images and video", field="padding")
+    most = context.services.text.max_model_len
+    return [PoolInput(ids=[*one.ids, *[pad] * (most - len(one.ids))]) for one in found]
+
+
+async def _tokenized_inputs(
+    context: RequestContext, request: TextRequest, *, longest: int
+) -> list[PoolInput]:
     services = context.services
     services.base_name(request.model)
     if (request.input is None) == (request.messages is None):

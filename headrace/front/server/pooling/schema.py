@@ -93,7 +93,9 @@ Inputs = (
 class TextRequest(PoolingCommon, frozen=True, kw_only=True):
     """Texts, lists of ids, objects with an image, or conversations (one, or a list of them).
     `embed_dtype` and `endianness` (native: little) are of base64 and bytes.
-    `add_special_tokens`: texts get them by default, conversations what the template wrote."""
+    `add_special_tokens`: texts get them by default, conversations what the template wrote.
+    `padding`: max_length fills each up with padding tokens, which the model sees; what the others
+    would add is masked for it, so nothing is added."""
 
     input: Inputs | None = None
     messages: (
@@ -112,6 +114,7 @@ class TextRequest(PoolingCommon, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     truncation_side: Literal["left", "right"] = "right"
+    padding: bool | Literal["longest", "max_length", "do_not_pad"] = False
     encoding_format: Encoding = "float"
     embed_dtype: NumberType = "float32"
     endianness: Literal["native", "little", "big"] = "native"
