@@ -22,7 +22,7 @@ from headrace.base.wire.grammar import Node, Vocabulary, key_of
 from headrace.core.grammar.backends import make_backend
 from headrace.core.grammar.sandbox import CompileSandbox, SandboxStart
 from headrace.core.grammar.vocabulary_index import VocabularyIndex
-from headrace.core.ports import Encode, GrammarBackend, Matcher
+from headrace.core.ports import MAX_FORCED, Encode, GrammarBackend, Matcher
 
 log = logging.getLogger(__name__)
 ENTRY_BYTES = 98_304
@@ -44,13 +44,15 @@ class CompileLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 class GrammarEntry:
     """One tenant's grammar: on its way, compiled (`matcher`), or refused (`error`). `done` is set
-    last. Without a node only the vocabulary's engine is waited for."""
+    last. Without a node only the vocabulary's engine is waited for. `jumps_forward`: looking for
+    forced text in it is short enough for the loop."""
 
     def __init__(self, tenant: str, key: bytes, node: Node | None) -> None:
         self.tenant = tenant
         self.key = key
         self.node = node
         self.matcher: Matcher | None = None
+        self.jumps_forward = True
         self.error: HeadraceError | None = None
         self.cost_bytes = ENTRY_BYTES + 16 * len(key)
         self.done = False
@@ -209,7 +211,9 @@ class _Worker:
             self._sandbox = CompileSandbox(
                 SandboxStart(self._factory.backend, engine.vocabulary, memory)
             )
-        entry.cost_bytes += self._sandbox.compile(entry.node, self._limits.seconds)
+        outcome = self._sandbox.compile(entry.node, self._limits.seconds)
+        entry.cost_bytes += outcome.grown_bytes
+        entry.jumps_forward = outcome.num_forced < MAX_FORCED
         entry.matcher = engine.backend.compile(entry.node)
 
 

@@ -201,9 +201,13 @@ class GrammarHook:
         engine = self._compiler.engine
         assert engine is not None, "compiled without an engine"
         matcher = held.entry.matcher
-        held.place = _Place(
-            ConstraintTracker(engine.vocabulary_index, held.constraint.reasoning, matcher)
+        tracker = ConstraintTracker(
+            engine.vocabulary_index,
+            held.constraint.reasoning,
+            matcher,
+            jumps_forward=held.entry.jumps_forward,
         )
+        held.place = _Place(tracker)
         return _YES
 
     def payload(self, request_ids: list[int]) -> bytes | None:

@@ -48,10 +48,12 @@ class CompileJob(msgspec.Struct, frozen=True, tag="try"):
 
 
 class CompileOutcome(msgspec.Struct, frozen=True, tag="verdict"):
-    """What came of it: the error, or how many bytes the process has grown by."""
+    """What came of it: the error, or how many bytes the process has grown by, and how many tokens
+    must come first (MAX_FORCED: or more)."""
 
     error: str | None = None
     grown_bytes: int = 0
+    num_forced: int = 0
 
 
 _TO_SANDBOX: Codec[SandboxStart | CompileJob] = Codec(SandboxStart | CompileJob)
@@ -75,8 +77,8 @@ class CompileSandbox:
         """Whether it can be asked."""
         return self._child.alive
 
-    def compile(self, node: Node, limit_s: float) -> int:
-        """Compiles there; the bytes it took. InvalidRequest if the grammar is at fault: it cannot
+    def compile(self, node: Node, limit_s: float) -> CompileOutcome:
+        """Compiles there; what it took. InvalidRequest if the grammar is at fault: it cannot
         be compiled, or needs more memory, or more than `limit_s` of processor time. Unavailable if
         the machine is: the process was killed by somebody else, or got too little of the
         processor."""
@@ -93,7 +95,7 @@ class CompileSandbox:
             raise self._end(limit_s) from None
         if outcome.error is not None:
             raise InvalidRequest(outcome.error)
-        return outcome.grown_bytes
+        return outcome
 
     def _end(self, limit_s: float) -> HeadraceError:
         """Why the process has ended."""
@@ -131,17 +133,17 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     while (request := _next(source)) is not None:
         assert isinstance(request, CompileJob), request
         signal.setitimer(signal.ITIMER_PROF, request.limit_s)
-        before = _bytes("VmRSS")
+        before, num_forced = _bytes("VmRSS"), 0
         try:
             matcher = backend.compile(request.node)
-            matcher.forced()
+            num_forced = len(matcher.forced())
             error = backend.fill([matcher], masks)[0]
         except HeadraceError as refused:
             error = refused.message
         except Exception as failed:
             error = f"it cannot be compiled ({type(failed).__name__})"
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _answer(sink, CompileOutcome(error, max(0, _bytes("VmRSS") - before)))
+        _answer(sink, CompileOutcome(error, max(0, _bytes("VmRSS") - before), num_forced))
 
 
 def _next(source: BinaryIO) -> SandboxStart | CompileJob | None:

@@ -49,11 +49,18 @@ class MaskSpec(msgspec.Struct, frozen=True):
 
 
 class ConstraintTracker:
-    """The state of one answer. `matcher` None: only the reasoning is bounded."""
+    """The state of one answer. `matcher` None: only the reasoning is bounded. `jumps_forward`:
+    forced text is looked for."""
 
     def __init__(
-        self, vocabulary_index: VocabularyIndex, rule: ReasoningRule | None, matcher: Matcher | None
+        self,
+        vocabulary_index: VocabularyIndex,
+        rule: ReasoningRule | None,
+        matcher: Matcher | None,
+        *,
+        jumps_forward: bool = True,
     ) -> None:
+        self._jumps_forward = jumps_forward
         self._vocabulary_index = vocabulary_index
         self._budget = None if rule is None else rule.budget
         self._open = b"" if rule is None else rule.open.encode()
@@ -111,7 +118,9 @@ class ConstraintTracker:
     def force(self) -> list[int]:
         """The tokens that must follow now, if any. From here on `mask_spec` allows them alone, one
         by one, so that an answer has the same tokens whether they are sampled or not."""
-        if self.phase is Phase.GRAMMAR and not self._breaks_left and self.matcher is not None:
+        if self.phase is not Phase.GRAMMAR or self._breaks_left or self.matcher is None:
+            return list(self._forced)
+        if self._jumps_forward:
             self._forced = deque(self.matcher.forced())
         return list(self._forced)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -12,6 +13,7 @@ import pytest
 
 from headrace.base.wire.grammar import Ebnf, Json, Lark, Literal, Node, Regex
 from headrace.core.grammar.backends import make_backend
+from headrace.core.grammar.backends.guidance import GuidanceMatcher
 from headrace.core.grammar.compiler import CompileLimits, Compiler
 from headrace.core.grammar.hook import GrammarHook
 from headrace.core.ports import MAX_FORCED, AdmissionVerdict
@@ -59,6 +61,28 @@ def test_a_million_forced_characters_cost_no_more_than_the_tokens_asked_for(kind
     assert len(driver.tokens[1]) <= 64
     assert driver.finished[2].reason == "length" and len(driver.tokens[2]) == 200
     assert slowest_s < 0.5, f"a step took {slowest_s:.2f} s of processor time"
+
+
+def test_a_very_long_forced_text_is_not_looked_for_on_the_loop() -> None:
+    """Walking through it took 4 to 12 ms of each step (issue 16): the sandbox has seen how long it is."""
+    driver = GrammarDriver()
+    driver.run_one(constrained(9, Literal("warm")))
+    with mock.patch.object(GuidanceMatcher, "forced", autospec=True, return_value=[]) as looked:
+        driver.run_one(constrained(1, Literal("ab" * 8000), max_tokens=8))
+        assert not looked.called
+        driver.run_one(constrained(2, Literal("ab" * 20), max_tokens=8))
+        assert looked.called
+    assert len(driver.tokens[1]) == 8
+
+
+def test_one_that_is_met_later_is_walked_through_once() -> None:
+    backend = make_backend("llguidance", vocabulary(), encoder())
+    matcher = backend.compile(Regex("(x|y)(ab){3000}"))
+    (first,) = encoder()("x")
+    assert matcher.forced() == [] and matcher.accept(first)
+    tokens = matcher.forced()
+    assert len(tokens) == MAX_FORCED and all(matcher.accept(token) for token in tokens)
+    assert matcher.forced() == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

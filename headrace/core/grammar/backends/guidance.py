@@ -103,11 +103,14 @@ class GuidanceMatcher:
         return bool(self.matcher.consume_token(token))
 
     def forced(self) -> list[int]:
-        """See Matcher."""
+        """See Matcher. The library walks through a forced text to its end each time (10 ms): a
+        very long one is taken once and not looked for again."""
         self._catch_up()
         if self._probe is None:
             return []
         tokens: list[int] = self._probe.compute_ff_tokens()
+        if len(tokens) > MAX_FORCED:
+            self._probe = None
         return tokens[:MAX_FORCED]
 
     def _catch_up(self) -> None:

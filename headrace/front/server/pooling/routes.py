@@ -211,11 +211,11 @@ async def _inputs(
     pad = context.services.tokenizer.special_id("pad_token")
     if pad is None:
         raise InvalidRequest("padding: this tokenizer has no padding token", field="padding")
-    found = await _tokenized_inputs(context, request, longest=longest)
-    if any(one.media for one in found):
+    pool_inputs = await _tokenized_inputs(context, request, longest=longest)
+    if any(one.media for one in pool_inputs):
         raise InvalidRequest("padding: does not go with images and video", field="padding")
     most = context.services.text.max_model_len
-    return [PoolInput(ids=[*one.ids, *[pad] * (most - len(one.ids))]) for one in found]
+    return [PoolInput(ids=[*one.ids, *[pad] * (most - len(one.ids))]) for one in pool_inputs]
 
 
 async def _tokenized_inputs(
