@@ -9,32 +9,15 @@ fixes in llama.cpp, src/llama-model.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Final
+from array import array
+from typing import Final
 
 from headrace.base.config import gguf_mixtures as mixtures
 from headrace.base.config import gguf_recurrent as recurrent
+from headrace.base.config import gguf_rows
 from headrace.base.config.gguf import GGUFFile
+from headrace.base.config.gguf_row import Config, GGUFArchitecture
 from headrace.base.errors import CheckpointError
-
-Config = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GGUFArchitecture:
-    """How one value of `general.architecture` is read.
-
-    `model_type` and `architecture` are config.json's; `fixed` holds keys the metadata leave unsaid;
-    `keys` further metadata keys (without the architecture's prefix) by their config key; `adjust`
-    does what a table cannot.
-    """
-
-    model_type: str
-    architecture: str
-    fixed: Config = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
-    adjust: Callable[[GGUFFile, str, Config], None] | None = None
 
 
 def gguf_config(file: GGUFFile) -> Config:
@@ -51,7 +34,7 @@ def gguf_config(file: GGUFFile) -> Config:
         "model_type": row.model_type,
         "architectures": [row.architecture],
         **row.fixed,
-        **_common(file, name),
+        **_common(file, name, latent=row.latent),
         **_present(file, {key: f"{name}.{ours}" for key, ours in row.keys.items()}),
         **_token_ids(file),
     }
@@ -66,30 +49,55 @@ def gguf_generation(file: GGUFFile) -> Config:
     return _present(file, {key: f"general.sampling.{ours}" for key, ours in _SAMPLING.items()})
 
 
-def _common(file: GGUFFile, name: str) -> Config:
+def _common(file: GGUFFile, name: str, *, latent: bool = False) -> Config:
+    """`latent`: keys and values of an attention over latents are read elsewhere."""
     heads = _need_int(file, f"{name}.attention.head_count")
     hidden = _need_int(file, f"{name}.embedding_length")
     head_dim = _count(file, f"{name}.attention.key_length", hidden // heads)
     if head_dim < 2 or head_dim % 2:
         raise file.wrong(f"{name}.attention.key_length", "an even number")
-    if head_dim != _count(file, f"{name}.attention.value_length", head_dim):
+    if not latent and head_dim != _count(file, f"{name}.attention.value_length", head_dim):
         raise file.wrong(f"{name}.attention.value_length", f"the key length {head_dim}")
     return {
         "hidden_size": hidden,
         "num_hidden_layers": _layers(file, f"{name}.block_count"),
         "intermediate_size": _inner_size(file, name),
         "num_attention_heads": heads,
-        "num_key_value_heads": _count(file, f"{name}.attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(file, name, heads),
         "head_dim": head_dim,
         "max_position_embeddings": _need_int(file, f"{name}.context_length"),
-        "rms_norm_eps": file.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-6),
+        "rms_norm_eps": _epsilon(file, name),
         "rope_theta": file.number(f"{name}.rope.freq_base", 10000.0),
         "vocab_size": _vocab(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": _dtype(file),
+        **_rotated_share(file, name, head_dim),
         **_rope_scaling(file, name, head_dim),
     }
+
+
+def _epsilon(file: GGUFFile, name: str) -> float | None:
+    """Of root mean square norms, or of layer norms."""
+    plain = file.number(f"{name}.attention.layer_norm_epsilon")
+    return file.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-6 if plain is None else plain)
+
+
+def _kv_heads(file: GGUFFile, name: str, heads: int) -> int:
+    """One number, or one for each layer, which is 0 where there is no attention."""
+    key = f"{name}.attention.head_count_kv"
+    if not isinstance(file.metadata.get(key), array):
+        return _count(file, key, heads)
+    each = {int(count) for count in file.numbers(key) or ()} - {0}
+    if len(each) != 1 or min(each) < 1:
+        raise file.wrong(key, "the same number of at least 1 for all layers with attention")
+    return each.pop()
+
+
+def _rotated_share(file: GGUFFile, name: str, head_dim: int) -> Config:
+    """The part of a head that is rotated, where that is not all."""
+    rotated = _count(file, f"{name}.rope.dimension_count", head_dim)
+    return {} if rotated >= head_dim else {"partial_rotary_factor": rotated / head_dim}
 
 
 def _inner_size(file: GGUFFile, name: str) -> int:
@@ -305,6 +313,7 @@ ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
         fixed={**_SILU, "use_sliding_window": False, "mlp_bias": False},
         adjust=_smollm3,
     ),
+    **gguf_rows.ROWS,
 }
 
 

@@ -33,20 +33,21 @@ _CASED: Final = f"{_START}{_UPPER}*{_LOWER}+{_SHORT}?|{_START}{_UPPER}+{_LOWER}*
 )
 _TEKKEN: Final = f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _CASED_TAIL
 
+_LLAMA_3: Final = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
 PATTERNS: Final[dict[str, str | None]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2"), None),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), _THREE_DIGITS),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _ONE_DIGIT),
-    **dict.fromkeys(("gpt-4o", "llama4"), _CASED),
+    **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2", "exaone4"), None),
+    **dict.fromkeys((*_LLAMA_3, "smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), _THREE_DIGITS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _ONE_DIGIT),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _CASED),
     "tekken": _TEKKEN,
-    **dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), "digits"),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "command-r", "exaone"), "digits"),
 }
 """Pattern of each pre-tokenizer. None: GPT-2's own; "digits": GPT-2's own after splitting off every
 digit."""
-_WHOLE_WORDS: Final = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_WHOLE_WORDS: Final = (*_LLAMA_3, "tekken")
 """Pre-tokenizers whose models take a word that is a token as it is, without its merges."""
 _NFC: Final = ("qwen2", "deepseek-r1-qwen")
-_ADDS_BOS: Final = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_ADDS_BOS: Final = (*_LLAMA_3, "tekken")
 
 _SPECIAL: Final = {
     "bos_token": "bos",

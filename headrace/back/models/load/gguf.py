@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
+from headrace.back.models.load.gguf_dialects import DIALECTS, Dialect, Joined
 from headrace.back.models.load.gguf_heads import COLUMNS, ValueHeads
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
 from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
-from headrace.base.config.gguf_config import ARCHITECTURES, gguf_config
+from headrace.base.config.gguf_config import gguf_config
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 
@@ -31,102 +30,6 @@ CHUNK_ELEMENTS = 1 << 20
 """Elements dequantized at once: 4 MB of float32, about what a core's cache holds."""
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Rotary factors: part of the configuration (`gguf_config`), not weights."""
-
-_TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_MIXTURE = {
-    **_BLOCK,
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_MIXTRAL = {
-    **_BLOCK,
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.w2",
-}
-_GPT_OSS = {
-    **_MIXTURE,
-    "ffn_gate_inp": "mlp.router",
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks": "self_attn.sinks.",  # a name of its own
-}
-_DELTA = {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_in": "linear_attn.in_proj_qkvz",
-    "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_dt": "linear_attn.dt_bias.",
-    "ssm_a": "linear_attn.A_log.",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
-_SANDWICH = {
-    **_BLOCK,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_FUSED_MLP = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Dialect:
-    """How one architecture's tensors differ: block names, interleaved query and key rows, norms
-    stored plus one (but those of recurrent layers), value heads of these in another order."""
-
-    blocks: Mapping[str, str]
-    interleaved: bool = False
-    norm_plus_one: bool = False
-    other_heads: bool = False
-
-
-_DIALECTS: Mapping[str, _Dialect] = {
-    "llama": _Dialect(blocks=_MIXTRAL, interleaved=True),
-    "qwen2moe": _Dialect(blocks=_MIXTURE),
-    "qwen3moe": _Dialect(blocks=_MIXTURE),
-    "olmoe": _Dialect(blocks=_MIXTURE),
-    "gpt-oss": _Dialect(blocks=_GPT_OSS),
-    "qwen3next": _Dialect(blocks=_MIXTURE | _DELTA, norm_plus_one=True),
-    "qwen35": _Dialect(blocks=_BLOCK | _DELTA, norm_plus_one=True, other_heads=True),
-    "qwen35moe": _Dialect(blocks=_MIXTURE | _DELTA, norm_plus_one=True, other_heads=True),
-    "qwen3vl": _Dialect(blocks=_BLOCK),
-    "qwen3vlmoe": _Dialect(blocks=_MIXTURE),
-    "qwen2": _Dialect(blocks=_BLOCK),
-    "qwen2vl": _Dialect(blocks=_BLOCK),
-    "qwen3": _Dialect(blocks=_BLOCK),
-    "gemma2": _Dialect(blocks=_SANDWICH, norm_plus_one=True),
-    "gemma3": _Dialect(blocks=_SANDWICH, norm_plus_one=True),
-    "phi3": _Dialect(blocks=_FUSED_MLP),
-    "olmo2": _Dialect(blocks=_SANDWICH),
-    "granite": _Dialect(blocks=_BLOCK, interleaved=True),
-    "smollm3": _Dialect(blocks=_BLOCK, interleaved=True),
-}
-assert _DIALECTS.keys() == ARCHITECTURES.keys()
 
 
 class GGUFSource:
@@ -137,12 +40,12 @@ class GGUFSource:
         file = read_gguf(path)
         config = gguf_config(file)
         self._heads = (config["num_attention_heads"], config["num_key_value_heads"])
-        self._dialect = _DIALECTS[str(file.text("general.architecture"))]
+        self._dialect = DIALECTS[str(file.text("general.architecture"))]
         self._value_heads = ValueHeads(config) if self._dialect.other_heads else None
         _refuse_types(file)
         self._tensors = _renamed(file, self._dialect, config["num_hidden_layers"])
         order = {part: number for number, part in enumerate(file.paths)}
-        self.entries: Mapping[str, CheckpointTensor] = {
+        self.entries: dict[str, CheckpointTensor] = {
             name: CheckpointTensor(
                 shape=tensor.shape,
                 dtype=self._kept_as(name, tensor),
@@ -153,6 +56,17 @@ class GGUFSource:
             )
             for name, tensor in self._tensors.items()
         }
+        self._joined = _joined(file, self._dialect)
+        self.entries |= {
+            name: CheckpointTensor(
+                shape=_shape_of(joined, parts),
+                dtype="F32",
+                where=str(parts[0].path),
+                order=(order[parts[0].path], parts[0].offset),
+                dequantized=True,
+            )
+            for name, (joined, parts) in self._joined.items()
+        }
         self._maps = {part: mapped(part) for part in file.paths}
 
     def copy(
@@ -160,6 +74,9 @@ class GGUFSource:
     ) -> None:
         """Dequantizes the wanted rows to float32, chunk by chunk, and writes them in the target's
         dtype."""
+        if name in self._joined:
+            target.copy_(torch.from_numpy(self._join(name))[source])
+            return
         tensor = self._tensors[name]
         rows_of = self._blocks(tensor)
         heads = self._interleaved_heads(name)
@@ -221,6 +138,17 @@ class GGUFSource:
             values = values if order is None else values[:, order]
             target[row : row + step].copy_(torch.from_numpy(values)[:, columns])
 
+    def _join(self, name: str) -> np.ndarray:
+        """The values of a tensor that is several in the file."""
+        joined, tensors = self._joined[name]
+        parts = [
+            self._dequantize(tensor, self._blocks(tensor)).reshape(tensor.shape)
+            for tensor in tensors
+        ]
+        if joined.turned:
+            parts[0] = parts[0].swapaxes(1, 2)
+        return np.concatenate(parts, axis=parts[0].ndim - 2).reshape(_shape_of(joined, tensors))
+
     def _blocks(self, tensor: GGUFTensor) -> np.ndarray:
         """The raw blocks of a tensor: a row for each index of its first dimension."""
         data = self._maps[tensor.path][tensor.offset : tensor.offset + tensor.num_bytes]
@@ -258,28 +186,67 @@ def deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _renamed(file: GGUFFile, dialect: _Dialect, layers: int) -> dict[str, GGUFTensor]:
+Parts = tuple[GGUFTensor, GGUFTensor]
+
+
+def _joined(file: GGUFFile, dialect: Dialect) -> dict[str, tuple[Joined, Parts]]:
+    """What is one tensor here and two in the file, by its name here."""
+    by_name: dict[str, tuple[Joined, Parts]] = {}
+    for joined in dialect.joined:
+        first, second = joined.parts
+        for name, tensor in file.tensors.items():
+            match = re.fullmatch(rf"blk\.(\d+)\.{first}\.weight", name, re.ASCII)
+            other = match and file.tensors.get(f"blk.{match[1]}.{second}.weight")
+            if match and other is not None:
+                _check_parts(joined, (tensor, other))
+                by_name[f"model.layers.{match[1]}.{joined.name}"] = joined, (tensor, other)
+    return by_name
+
+
+def _check_parts(joined: Joined, parts: Parts) -> None:
+    first, second = (part.shape for part in parts)
+    columns = first[-2] if joined.turned else first[-1]
+    sizes = (*first[:-2], columns), (*second[:-2], second[-1])
+    if len(first) != len(second) or len(first) < 2 + joined.turned or sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"{parts[0].path}: tensors {parts[0].name} {first} and {parts[1].name} {second} do "
+            f"not go together as {joined.name}"
+        )
+
+
+def _shape_of(joined: Joined, parts: Parts) -> tuple[int, ...]:
+    first, second = (part.shape for part in parts)
+    rows = (first[-1] if joined.turned else first[-2]) + second[-2]
+    shape = (*second[:-2], rows, second[-1])
+    return (shape[0] * shape[1], shape[2]) if joined.flat else shape
+
+
+def _renamed(file: GGUFFile, dialect: Dialect, layers: int) -> dict[str, GGUFTensor]:
     """Tensors by their transformers name; one that has none keeps its own, and is refused as
     unknown later. Layers behind the last one only draft tokens, and are left out."""
     tensors_by_name: dict[str, GGUFTensor] = {}
+    parts = {tensor.name for _, both in _joined(file, dialect).values() for tensor in both}
     for name, tensor in file.tensors.items():
+        if name in parts:
+            continue
         match = re.match(r"blk\.(\d+)\.", name, re.ASCII)
-        drafts = dialect.other_heads and match is not None and int(match[1]) >= layers
+        drafts = dialect.other_heads or dialect.drafts
+        drafts = drafts and match is not None and int(match[1]) >= layers
         if name not in CONFIG_TENSORS and not drafts:
             tensors_by_name[_new_name(name, dialect)] = tensor
     return tensors_by_name
 
 
-def _new_name(name: str, dialect: _Dialect) -> str:
+def _new_name(name: str, dialect: Dialect) -> str:
     stem, _, kind = name.rpartition(".")
     if kind == "ssm_a":  # without an ending
         stem, kind = name, "weight"
     if kind in ("weight", "bias"):
         if stem == "output":
             return f"lm_head.{kind}"
-        if stem in _TOP:
-            return f"model.{_TOP[stem]}.{kind}"
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem, re.ASCII)
+        if stem in dialect.top:
+            return f"model.{dialect.top[stem]}.{kind}"
+        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem, re.ASCII)
         if match and match[2] in dialect.blocks:
             module = dialect.blocks[match[2]]
             ending = kind if not module.endswith(".") else ""

@@ -1,0 +1,471 @@
+"""GGUF files of further families: the logits of the transformers model that they were written from, under the names of
+the `gguf` library's table, with the order and the conventions of llama.cpp's converters. QNT-15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headrace.back.models.load.gguf_dialects import DIALECTS
+from headrace.base.config.gguf_config import ARCHITECTURES
+from headrace.base.errors import CheckpointError
+from tests.back.models.load.checkpoints import SIZES, _arch, _finish, _separated
+from tests.back.models.load.test_gguf_blocks import gguf_spec
+from tests.back.models.load.test_gguf_mixtures import ROWS, load, logits
+from tests.models.oracle import oracle_logits, randomize
+
+HEAD = {"head_dim": 16}
+ROUTED: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+}
+LATENT: dict[str, Any] = {
+    **{"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"num_key_value_heads": 4, "head_dim": 8},
+}
+HALF = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+}
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of rotated pairs side by side, as llama.cpp has them for some."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """`kind`: the prefix of its classes in transformers. `sizes`: of the config besides SIZES; `permutes`: rows of
+    queries and keys; `plus_one`: norms; `metadata`: what it writes besides; `converts`: one tensor of the model as
+    those of the file, by their names there or in the model."""
+
+    kind: str
+    sizes: dict[str, Any] = field(default_factory=dict)
+    permutes: bool = False
+    plus_one: bool = False
+    metadata: Callable[[gguf.GGUFWriter, Any], None] | None = None
+    converts: Callable[[str, torch.Tensor, Any], Iterator[tuple[str, torch.Tensor]]] | None = None
+
+
+def window(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+
+
+def logit_scale(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_logit_scale(config.logit_scale)
+    if getattr(config, "sliding_window", None):
+        window(writer, config)
+
+
+def experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    known = config.to_dict()
+    for write, names in (
+        (
+            writer.add_expert_count,
+            ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts"),
+        ),
+        (writer.add_expert_used_count, ("num_experts_per_tok", "moe_k", "moe_topk")),
+        (writer.add_expert_feed_forward_length, ("moe_intermediate_size", "intermediate_size")),
+        (writer.add_expert_shared_count, ("n_shared_experts", "moe_num_shared_experts")),
+        (
+            writer.add_leading_dense_block_count,
+            ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
+        ),
+        (writer.add_expert_weights_scale, ("routed_scaling_factor",)),
+        (writer.add_expert_weights_norm, ("norm_topk_prob",)),
+    ):
+        value = next((known[name] for name in names if known.get(name) is not None), None)
+        if value is not None:
+            write(value)
+
+
+def drafting(writer: gguf.GGUFWriter, config: Any) -> None:
+    experts(writer, config)
+    writer.add_nextn_predict_layers(1)
+    writer.kv_data[0].pop("glm4moe.block_count")
+    writer.add_block_count(config.num_hidden_layers + 1)
+    writer.add_tensor("blk.3.nextn.enorm.weight", np.ones(64, np.float32))
+
+
+def latent(writer: gguf.GGUFWriter, config: Any) -> None:
+    experts(writer, config)
+    for key in ("key_length", "value_length", "head_count_kv"):
+        writer.kv_data[0].pop(f"deepseek2.attention.{key}")
+    writer.kv_data[0].pop("deepseek2.rope.dimension_count")
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    sigmoid = config.model_type == "deepseek_v3"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if sigmoid else kinds.SOFTMAX)
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(
+            config.rope_parameters["original_max_position_embeddings"]
+        )
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def latent_parts(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Keys and values of latents apart, those of keys turned."""
+    if not name.endswith("kv_b_proj.weight"):
+        yield from bias_of_choice(name, tensor, config)
+        return
+    heads = tensor.unflatten(0, (config.num_attention_heads, -1))
+    keys, values = heads.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+    yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+    yield name.replace("kv_b_proj", "v_b_proj"), values
+
+
+def bias_of_choice(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if name.endswith(("e_score_correction_bias", "expert_bias")):
+        yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", tensor.flatten()
+    else:
+        yield name, tensor
+
+
+def short_conv(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    kinds = config.layer_types
+    writer.kv_data[0].pop(f"{writer.arch}.attention.head_count_kv")
+    writer.add_head_count_kv([config.num_key_value_heads * (kind != "conv") for kind in kinds])
+    if getattr(config, "num_experts", None):
+        experts(writer, config)
+
+
+def squeezed(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if ".conv.conv." in name:
+        yield name, tensor.squeeze(1)
+    else:
+        yield from bias_of_choice(name, tensor, config)
+
+
+def granite(writer: gguf.GGUFWriter, config: Any) -> None:
+    experts(writer, config)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    if shared := getattr(config, "shared_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(shared)
+
+
+def granite_parts(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = name.split(".")
+    if ".experts." in name:
+        matrix = parts[-2].removesuffix("_proj")
+        yield f"blk.{parts[2]}.ffn_{matrix}_exps.weight", tensor
+    elif "shared_mlp.input_linear" in name:
+        for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+            yield f"blk.{parts[2]}.ffn_{part}_shexp.weight", half
+    else:
+        yield name.replace(".router.weight", ".router.layer.weight"), tensor
+
+
+MULTIPLIERS = {
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25},
+    **{"attention_multiplier": 0.125, "logits_scaling": 4.0},
+}
+FAMILIES: dict[str, tuple[str, Family]] = {
+    "gemma": ("gemma", Family(kind="Gemma", sizes=HEAD, plus_one=True)),
+    "glm4": ("glm4", Family(kind="Glm4", sizes={**HEAD, **HALF, "attention_bias": True})),
+    "seed-oss": ("seed_oss", Family(kind="SeedOss", sizes=HEAD)),
+    "exaone4": (
+        "exaone4",
+        Family(
+            kind="Exaone4", sizes={"sliding_window": 8, "num_hidden_layers": 4}, metadata=window
+        ),
+    ),
+    "exaone4-whole": (
+        "exaone4",
+        Family(
+            kind="Exaone4", sizes={"sliding_window": None, "layer_types": ["full_attention"] * 2}
+        ),
+    ),
+    "starcoder2": ("starcoder2", Family(kind="Starcoder2", sizes={"sliding_window": None})),
+    "stablelm": ("stablelm", Family(kind="StableLm", sizes={**HALF, "use_qkv_bias": True})),
+    "command-r": (
+        "command-r",
+        Family(kind="Cohere", sizes={"logit_scale": 0.3}, metadata=logit_scale),
+    ),
+    "command-r-plus": (
+        "command-r",
+        Family(
+            kind="Cohere", sizes={"logit_scale": 0.3, "use_qk_norm": True}, metadata=logit_scale
+        ),
+    ),
+    "cohere2": (
+        "cohere2",
+        Family(
+            kind="Cohere2",
+            sizes={"sliding_window": 8, "num_hidden_layers": 4, "logit_scale": 0.3},
+            metadata=logit_scale,
+        ),
+    ),
+    "nemotron": ("nemotron", Family(kind="Nemotron", sizes=HALF, plus_one=True)),
+    "arcee": ("arcee", Family(kind="Arcee", permutes=True)),
+    "olmo": (
+        "olmo",
+        Family(
+            kind="Olmo",
+            sizes={"clip_qkv": 0.2},
+            permutes=True,
+            metadata=lambda writer, config: writer.add_clamp_kqv(config.clip_qkv),
+        ),
+    ),
+    "phi2": ("phi2", Family(kind="Phi", sizes=HALF)),
+    "ernie4.5": ("ernie4_5", Family(kind="Ernie4_5", sizes=HEAD)),
+    "ernie4.5-moe": (
+        "ernie4_5-moe",
+        Family(
+            kind="Ernie4_5_Moe",
+            sizes={
+                **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+                **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, **HEAD},
+            },
+            metadata=experts,
+            converts=bias_of_choice,
+        ),
+    ),
+    "hunyuan": ("hunyuan-dense", Family(kind="HunYuanDenseV1", sizes=HEAD)),
+    "hunyuan-moe": (
+        "hunyuan-moe",
+        Family(
+            kind="HunYuanMoEV1", sizes={**HEAD, "num_experts": 4, "moe_topk": 2}, metadata=experts
+        ),
+    ),
+    "lfm2": (
+        "lfm2",
+        Family(
+            kind="Lfm2",
+            sizes={
+                **{"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+                "block_auto_adjust_ff_dim": False,
+            },
+            metadata=short_conv,
+            converts=squeezed,
+        ),
+    ),
+    "lfm2-moe": (
+        "lfm2moe",
+        Family(
+            kind="Lfm2Moe",
+            sizes={
+                **{"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+                **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            },
+            metadata=short_conv,
+            converts=squeezed,
+        ),
+    ),
+    "glm4-moe": (
+        "glm4moe",
+        Family(
+            kind="Glm4Moe",
+            sizes={**ROUTED, **HALF, **HEAD, "use_qk_norm": True, "num_hidden_layers": 3},
+            metadata=drafting,
+            converts=bias_of_choice,
+        ),
+    ),
+    "dots1": (
+        "dots1",
+        Family(kind="Dots1", sizes={**ROUTED, **HEAD}, metadata=experts, converts=bias_of_choice),
+    ),
+    "minimax-m2": (
+        "minimax-m2",
+        Family(
+            kind="MiniMaxM2",
+            sizes={**HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, **HALF},
+            metadata=experts,
+            converts=bias_of_choice,
+        ),
+    ),
+    "deepseek-v2": (
+        "deepseek2",
+        Family(
+            kind="DeepseekV2",
+            sizes={
+                **ROUTED,
+                **LATENT,
+                "q_lora_rank": None,
+                "norm_topk_prob": False,
+                "topk_method": "greedy",
+            },
+            metadata=latent,
+            converts=latent_parts,
+        ),
+    ),
+    "deepseek-v3": (
+        "deepseek2",
+        Family(
+            kind="DeepseekV3",
+            sizes={
+                **{**ROUTED, **LATENT, "q_lora_rank": 20},
+                "rope_parameters": {
+                    **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "mscale": 0.7},
+                    **{"mscale_all_dim": 0.7, "original_max_position_embeddings": 64},
+                },
+            },
+            metadata=latent,
+            converts=latent_parts,
+        ),
+    ),
+    "granite-moe": (
+        "granitemoe",
+        Family(
+            kind="GraniteMoe",
+            sizes={**MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+            permutes=True,
+            metadata=granite,
+            converts=granite_parts,
+        ),
+    ),
+    "granite-moe-shared": (
+        "granitemoe",
+        Family(
+            kind="GraniteMoeShared",
+            sizes={
+                **{**MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+                "shared_intermediate_size": 32,
+            },
+            permutes=True,
+            metadata=granite,
+            converts=granite_parts,
+        ),
+    ),
+    "internlm2": ("internlm2", Family(kind="Llama", permutes=True)),
+    "exaone": ("exaone", Family(kind="Llama")),
+}
+
+
+def tiny(family: Family) -> Any:
+    config = getattr(transformers, f"{family.kind}Config")(**(SIZES | family.sizes))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family.kind}ForCausalLM")(config).eval()
+    randomize(model)
+    return model
+
+
+def write(path: Path, architecture: str, family: Family, model: Any) -> Path:
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    known = config.to_dict()
+    head_dim = known.get("head_dim") or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    plain = [known[key] for key in ("norm_epsilon", "layer_norm_eps", "norm_eps") if key in known]
+    plain += [1e-5]
+    if "rms_norm_eps" in known or family.kind.startswith("Lfm2"):
+        writer.add_layer_norm_rms_eps(known.get("rms_norm_eps") or plain[0])
+    else:
+        writer.add_layer_norm_eps(plain[0])
+    writer.add_eos_token_id(2)
+    if family.metadata is not None:
+        family.metadata(writer, config)
+    names = gguf.get_tensor_name_map(_arch(architecture), config.num_hidden_layers)
+    for name, tensor in _separated(architecture, model.state_dict()).items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for own, values in converted(family, name, tensor, config):
+            stored = (
+                own
+                if own.startswith("blk.")
+                else names.get_name(own, try_suffixes=(".weight", ".bias"))
+            )
+            assert stored is not None, own
+            writer.add_tensor(stored, np.ascontiguousarray(values))
+    _finish(writer)
+    return path
+
+
+def converted(
+    family: Family, name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What the converter makes of a tensor."""
+    pieces = family.converts(name, tensor, config) if family.converts else iter([(name, tensor)])
+    for own, piece in pieces:
+        values = piece.contiguous().numpy()
+        for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+            if family.permutes and f"self_attn.{part}_proj" in own:
+                values = permuted(values, heads)
+        if family.plus_one and own.endswith(("norm.weight", "layernorm.weight")):
+            values = values + 1
+        yield own, values
+
+
+ALIKE = (
+    "command-r",
+    "exaone",
+    "exaone4-whole",
+    "internlm2",
+    "deepseek-v2",
+    "granite-moe",
+    "ernie4.5",
+    "arcee",
+    "hunyuan",
+)
+"""Every part of these stands in another case."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in FAMILIES]
+)
+def test_files_answer_as_the_model_they_are_of(case: str, tmp_path: Path) -> None:
+    architecture, family = FAMILIES[case]
+    oracle = tiny(family)
+    model, _ = load(gguf_spec(write(tmp_path / "m.gguf", architecture, family, oracle)))
+    for mine, theirs in zip(logits(model), oracle_logits(oracle, ROWS), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-4)
+
+
+def test_parts_that_do_not_go_together_are_named(tmp_path: Path) -> None:
+    """Keys and values of latents, which are one tensor elsewhere."""
+    architecture, family = FAMILIES["deepseek-v3"]
+
+    def cut(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for own, piece in latent_parts(name, tensor, config):
+            yield own, piece[..., :-1] if "v_b_proj" in own else piece
+
+    model = tiny(family)
+    path = write(tmp_path / "m.gguf", architecture, replace(family, converts=cut), model)
+    with pytest.raises(
+        CheckpointError, match=r"attn_k_b.* and .*attn_v_b.*not go together as self"
+    ):
+        load(gguf_spec(path))
+
+
+def test_every_architecture_has_a_dialect() -> None:
+    assert DIALECTS.keys() == ARCHITECTURES.keys()
