@@ -139,7 +139,8 @@ def test_preemption_and_chunks_change_nothing(pair: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", slow_heads)
 def test_a_prefix_hit_has_the_drafters_keys_too(pair: Any, kind: str) -> None:
-    """A conversation that goes on: its drafts stand as often as if all had been computed."""
+    """A conversation that goes on: its drafts stand as often as if all had been computed (REG-085): hits take no
+    hidden state away that a drafter needs."""
     plain, drafted = pair(kind)
     first = requests_of(plain.spec, 2)[0]
     stop, sampling = StopRules(max_tokens=60), RowSampling(temperature=0.0)
