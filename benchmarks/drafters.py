@@ -4,7 +4,9 @@
     python -m benchmarks.drafters --write     makes drafters.md of the result
 
 Greedy, at most 128 tokens an answer, up to 4 drafts; `streams` prompts at a time, each in its chat format. Turns
-alternate between the engines, and their tokens are compared. CPU ms: processor time of the process for each token.
+alternate between the engines, and their tokens are compared. Milliseconds are those of a token once all rows have
+their first one; CPU ms: processor time of the process. Accepted: drafts that stand of those that a step verifies for
+a row.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ from headrace.bench.report import markdown_table, versions
 from headrace.launch.facts import resolve_options
 
 DEMO = Path(__file__).parents[1] / "demo"
-METHODS = ("eagle3", "mtp", "dflash")
+METHODS = ("ngram", "eagle3", "mtp", "dflash")
 RESULT = RESULTS / "drafters.json"
-LOADS = (("chat", 1), ("story", 1), ("json", 1), ("chat", 32))
+LOADS = {
+    "ngram": (("copy", 1), ("json", 1), ("chat", 32)),
+    "": (("chat", 1), ("story", 1), ("json", 1), ("chat", 32)),
+}
+"""By method; "": of the others."""
 DRAFTS = 4
 
 
@@ -52,8 +58,8 @@ def engine(method: str | None, streams: int) -> Bench:
     if method is not None:
         config = SpeculationOptions(
             method=method,
-            model=str(DEMO / "drafters" / method),
-            num_speculative_tokens=DRAFTS,
+            model=None if method == "ngram" else str(DEMO / "drafters" / method),
+            num_speculative_tokens=6 if method == "ngram" else DRAFTS,
         )
         scheduler = msgspec.structs.replace(scheduler, speculative_config=config)
     kv = msgspec.structs.replace(options.kv, prefix_caching=False)
@@ -65,23 +71,23 @@ def turn(bench: Bench, prompts: list[np.ndarray], streams: int) -> dict[str, Any
     """Answers all prompts, so many at a time: their tokens and what each took."""
     stops = bench.spec.model.eos_ids
     tokens: list[list[int]] = []
-    seconds = cpu_ms = 0.0
+    seconds = cpu_s = 0.0
+    behind = 0
     for begin in range(0, len(prompts), streams):
         some = prompts[begin : begin + streams]
         result = bench.run(some, [()] * len(some), stops)
         answers = [result["answers"].get(i, []) for i in range(len(some))]
-        count = sum(map(len, answers))
         tokens += answers
-        seconds += count / result["tok_s"]
-        cpu_ms += count * result["cpu_ms_per_token"]
-    count = sum(map(len, tokens))
-    return {"tokens": tokens, "ms": 1000 * seconds / count, "cpu_ms": cpu_ms / count}
+        seconds += result["decode_s"]
+        cpu_s += result["decode_cpu_s"]
+        behind += result["decode_tokens"]
+    return {"tokens": tokens, "ms": 1e3 * seconds / behind, "cpu_ms": 1e3 * cpu_s / behind}
 
 
 def measured(method: str, turns: int, items: int) -> list[dict[str, Any]]:
     """Medians of the paired turns, a line per load."""
     lines = []
-    for task, streams in LOADS:
+    for task, streams in LOADS.get(method, LOADS[""]):
         plain, drafting = engine(None, streams), engine(method, streams)
         prompts = prompts_of(task, max(items, streams))
         pairs = []
@@ -90,6 +96,11 @@ def measured(method: str, turns: int, items: int) -> list[dict[str, Any]]:
             if number:
                 pairs.append(pair)
         line: dict[str, Any] = {"method": method, "task": task, "streams": streams}
+        speculation = drafting.core.scheduler.speculation
+        assert speculation is not None
+        stats = speculation.stats
+        line["accepted"] = stats.num_accepted_tokens / max(1, stats.num_drafts)
+        line["drafted"] = stats.num_draft_tokens / max(1, stats.num_drafts)
         line["same_tokens"] = all(a["tokens"] == b["tokens"] for a, b in pairs)
         for key in ("ms", "cpu_ms"):
             line[f"plain_{key}"] = statistics.median(a[key] for a, _ in pairs)
@@ -112,15 +123,16 @@ def page(result: dict[str, Any]) -> str:
             line["streams"],
             *(f"{line[f'{side}_ms']:.2f}" for side in ("plain", "drafting", "times")),
             *(f"{line[f'{side}_cpu_ms']:.2f}" for side in ("plain", "drafting", "times")),
+            f"{line['accepted']:.2f} of {line['drafted']:.2f}",
             "yes" if line["same_tokens"] else "no",
         )
         for line in result["lines"]
     ]
     header = ("drafter", "task", "streams", "plain ms", "drafting ms", "times")
-    header += ("plain CPU ms", "drafting CPU ms", "times", "same tokens")
+    header += ("plain CPU ms", "drafting CPU ms", "times", "accepted", "same tokens")
     return (
         "# Trained drafters of the bundled model\n\nMade by `python -m benchmarks.drafters`, then "
-        f"`--write`: a CPU, {facts}; milliseconds per token, medians of\n{result['turns']} paired turns. "
+        f"`--write`: a CPU, {facts}; milliseconds per token behind the first, medians of\n{result['turns']} paired turns. "
         "Bars: 1.4 times at one stream; no slower than 0.97 times at 32.\n\n"
         + markdown_table(header, rows)
         + "\n"
@@ -133,12 +145,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--items", type=int, default=8)
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     if given.write:
         Path(__file__).with_suffix(".md").write_text(page(json.loads(RESULT.read_text())))
         return
-    lines = [line for method in METHODS for line in measured(method, given.turns, given.items)]
+    lines = [
+        line for method in given.methods for line in measured(method, given.turns, given.items)
+    ]
     result = {"versions": versions(), "turns": given.turns, "lines": lines}
     given.out.write_text(json.dumps(result, indent=1) + "\n")
     print(page(result))

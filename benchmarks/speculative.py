@@ -68,7 +68,7 @@ class Bench:
             )
             self._ids += 1
         answers: dict[int, list[int]] = {}
-        left = len(prompts)
+        left, decoding = len(prompts), (0.0, 0.0, 0)
         while left:
             batch = self.core.step(wait=True).tokens
             steps += 1
@@ -78,8 +78,15 @@ class Bench:
                 answers.setdefault(id - first, []).append(token)
             assert all(end.error is None for end in batch.finished), batch.finished
             left -= len(batch.finished)
+            if not decoding[2] and len(answers) == len(prompts):
+                written = sum(len(answer) for answer in answers.values())
+                decoding = time.perf_counter(), time.process_time(), written
         count = sum(len(answer) for answer in answers.values())
+        behind = max(1, count - decoding[2])
         return {
+            "decode_s": time.perf_counter() - decoding[0],
+            "decode_cpu_s": time.process_time() - decoding[1],
+            "decode_tokens": behind,
             "answers": answers,
             "steps": steps,
             "tok_s": count / (time.perf_counter() - begin),
