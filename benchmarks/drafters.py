@@ -29,7 +29,7 @@ from headrace.bench.report import markdown_table, versions
 from headrace.launch.facts import resolve_options
 
 DEMO = Path(__file__).parents[1] / "demo"
-METHODS = ("ngram", "eagle3", "mtp", "dflash")
+METHODS = ("ngram", "eagle3", "mtp", "dflash", "pard")
 RESULT = RESULTS / "drafters.json"
 LOADS = {
     "ngram": (("copy", 1), ("json", 1), ("chat", 32)),
@@ -132,7 +132,8 @@ def page(result: dict[str, Any]) -> str:
     header += ("plain CPU ms", "drafting CPU ms", "times", "accepted", "same tokens")
     return (
         "# Trained drafters of the bundled model\n\nMade by `python -m benchmarks.drafters`, then "
-        f"`--write`: a CPU, {facts}; milliseconds per token behind the first, medians of\n{result['turns']} paired turns. "
+        f"`--write`: a CPU, {facts};\nmilliseconds per token behind the first, medians of "
+        f"{result['turns']} paired turns. "
         "Bars: 1.4 times at one stream; no slower than 0.97 times at 32.\n\n"
         + markdown_table(header, rows)
         + "\n"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.drafters import prompts_of
 from headrace.back.executor.processes import ProcessExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.runner import devices, runner
@@ -65,12 +66,14 @@ slow_heads = [
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("drafters")
     save_head(root / "medusa", "medusa-shared")
-    return {**FOLDERS, "pard": pard_folder(root / "pard"), "medusa": root / "medusa"}
+    trained = {"pard-trained": DEMO / "drafters" / "pard"}
+    own = {"pard": pard_folder(root / "pard"), "medusa": root / "medusa"}
+    return FOLDERS | own | trained
 
 
 def speculating_with(kind: str, folders: dict[str, Path]) -> Speculation:
     return Speculation(
-        method=kind,
+        method=kind.partition("-")[0],
         model=str(folders[kind]),
         num_speculative_tokens=3 if kind == "medusa" else 4,
         adaptive=False,
@@ -124,6 +127,20 @@ def test_every_way_to_sample_gives_the_tokens_of_plain_decoding(pair: Any, kind:
     assert drafted.replay.foreign == ()
     parts = {bucket.part for bucket in drafted.replay._graphs}
     assert parts == {"", "draft", "follow"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pard-trained", "dflash"])
+def test_what_was_trained_on_conversations_is_mostly_right_in_them(pair: Any, kind: str) -> None:
+    plain, drafted = pair(kind)
+    stop, sampling = StopRules(max_tokens=40), RowSampling(temperature=0.0)
+    requests = [
+        EngineRequest(id=id, prompt=prompt.astype("<i4").tobytes(), stop=stop, sampling=sampling)
+        for id, prompt in enumerate(prompts_of("chat", 6), start=1)
+    ]
+    assert_equal(run(plain.core, requests), run(drafted.core, requests))
+    stats = drafted.core.scheduler.speculation.stats
+    assert stats.num_drafts > 30 and accepted(drafted) >= 2 * stats.num_drafts
 
 
 @pytest.mark.parametrize("kind", slow_heads)
