@@ -9,9 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
     DeepseekVLHybridImageProcessorPil,
+)
+from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
+    Ernie4_5_VLMoeImageProcessorPil,
 )
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 
@@ -106,6 +110,33 @@ DOCLING = {
     **{"max_patches": 4, "dense_max_patches": 6, "dense_max_scale": 1.1},
     "dense_min_aspect": 1.2,
 }
+
+
+def ernie(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = Ernie4_5_VLMoeImageProcessorPil(**HUNYUAN)(list(pictures), return_tensors="pt")
+    texts = ["I" * (int(grid.prod()) // 4) for grid in inputs["image_grid_thw"]]
+    return Theirs(given=dict(inputs), texts=texts, typed=True)
+
+
+def with_marks(oracle: Any) -> None:
+    """Its processor tells which tokens are images' and marks around them."""
+    forward, marks = oracle.model.forward, torch.tensor([IMAGE, *ERNIE_MARKS.values()])
+
+    def marked(input_ids: torch.Tensor, mm_token_type_ids: Any = None, **more: Any) -> Any:
+        if mm_token_type_ids is not None:
+            more["moe_mm_token_type_ids"] = torch.isin(input_ids, marks).long()
+        return forward(input_ids=input_ids, mm_token_type_ids=mm_token_type_ids, **more)
+
+    oracle.model.forward = marked
+
+
+ERNIE_MARKS = {
+    **{"image_start_token_id": 7, "image_end_token_id": 8},
+    **{"video_start_token_id": 9, "video_end_token_id": 10},
+}
+"""What test_pictures.py has before, between and behind images."""
+
+
 IDEFICS2: dict[str, Any] = {
     "size": {"shortest_edge": 10, "longest_edge": 30},
     "do_image_splitting": True,
@@ -145,6 +176,28 @@ CASES = {
         process=hybrid,
         files={**HALF_NORM, "min_size": 5},
         sizes=((40, 24), (10, 90)),
+    ),
+    "ernie4.5-vl": PictureCase(
+        name="Ernie4_5_VLMoe",
+        config={
+            "vision_config": {
+                **{"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40},
+                **{"patch_size": 4, "spatial_merge_size": 2},
+            },
+            "text_config": {
+                **text("ernie4_5_vl_moe_text", num_hidden_layers=3, head_dim=16),
+                **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [24, 20]},
+                "mlp_layer_types": ["dense", "sparse", "sparse"],
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [3, 3, 2]},
+                },
+            },
+            **{"image_token_id": IMAGE, **ERNIE_MARKS},
+        },
+        process=ernie,
+        mended=with_marks,
+        files=HUNYUAN,
+        step_tokens=(7, 3),
     ),
     "idefics2": PictureCase(
         name="Idefics2",

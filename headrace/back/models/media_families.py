@@ -21,6 +21,8 @@ WITH_MEDIA: Mapping[str, str] = {
     "Lfm3VlForConditionalGeneration": "lfm3_vl",
     "Lfm2VlForConditionalGeneration": "lfm2_vl",
     "LlavaForConditionalGeneration": "llava",
+    "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe",
+    "Ernie4_5_VL_MoeForConditionalGeneration": "ernie4_5_vl_moe",
     "Idefics2ForConditionalGeneration": "idefics2",
     "AriaForConditionalGeneration": "aria",
     "HunYuanVLForConditionalGeneration": "hunyuan_vl",

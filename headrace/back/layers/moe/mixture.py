@@ -30,7 +30,7 @@ from headrace.back.layers.moe.weights import (
 )
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
-from headrace.back.parallel.param import WeightPiece
+from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import local_size
 from headrace.base.config.resolved import Decision
 
@@ -40,14 +40,15 @@ _PLAIN = Decision("model.experts", "auto", "not quantized", "no kernel takes the
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """How experts are chosen and weighed: see op `route`, whose words these are. `name`: the
-    router's weight within the module; `bias_name`: that of the bias that only chooses, a tensor of
-    `bias_dims` dimensions, of which only the last is not 1, and `bias_optional` if the checkpoint
-    may lack it. `weighs_inputs`: the weights multiply
-    what goes into the experts, not what comes out (Llama 4). `expert_scale`: what each expert's
-    results are multiplied with, a tensor of the module. `softcap`: logits are bounded by it, c
-    tanh(x / c); 0: they are not. `idle`: so many experts, behind the others, give back what they
-    get (LongCat-Flash), or nothing with `idle_drops`."""
+    """How experts are chosen and weighed: see op `route`, whose words these are. `name`: the router
+    within the module, `weight`: its weight there, stored with inputs first if `transposed`;
+    `bias_name`: that of the bias that only chooses, a tensor of `bias_dims` dimensions, of which
+    only the last is not 1, and `bias_optional` if the checkpoint may lack it; `bias_row`: it is
+    this row of so many. `weighs_inputs`: the weights multiply what goes into the experts, not what
+    comes out (Llama 4). `expert_scale`: what each expert's results are multiplied with, a tensor of
+    the module. `softcap`: logits are bounded by it, c tanh(x / c); 0: they are not. `idle`: so many
+    experts, behind the others, give back what they get (LongCat-Flash), or nothing with
+    `idle_drops`."""
 
     experts: int
     top_k: int
@@ -59,7 +60,10 @@ class RouterSpec:
     kept_groups: int = 1
     group_score: str = "max"
     name: str = "gate"
+    weight: str = "weight"
+    transposed: bool = False
     bias_name: str | None = None
+    bias_row: tuple[int, int] | None = None
     bias_dims: int = 1
     bias_optional: bool = False
     linear_bias: bool = False
@@ -127,7 +131,7 @@ class Mixture:
         self._num_shared = 0 if shared is None else shared.inner // spec.inner
         assert not self._num_joint or (router.score == "sigmoid" and router.groups == 1), router
         self._router = scope.param(
-            f"{router.name}.weight",
+            f"{router.name}.{router.weight}",
             (router.experts + self._num_joint + self._is_gated, self._routed_width),
             pieces=self._router_pieces(scope),
         )
@@ -136,16 +140,7 @@ class Mixture:
             if router.linear_bias
             else None
         )
-        self._choice_bias = (
-            scope.param(
-                router.bias_name,
-                (*(1,) * (router.bias_dims - 1), router.experts),
-                init="zeros",
-                optional=router.bias_optional,
-            )
-            if router.bias_name
-            else None
-        )
+        self._choice_bias = _choice_bias(scope, router)
         sizes = ExpertSizes(experts=router.experts - router.idle, width=width, inner=spec.inner)
         self._expert_scale = None
         if router.expert_scale:
@@ -256,7 +251,9 @@ class Mixture:
     def _router_pieces(self, scope: Scope) -> tuple[WeightPiece, ...]:
         router = self._spec.router
         shape = (router.experts + self._num_joint, self._routed_width)
-        pieces = [WeightPiece(name=scope.name(f"{router.name}.weight"), shape=shape)]
+        name = scope.name(f"{router.name}.{router.weight}")
+        stored = shape[::-1] if router.transposed else shape
+        pieces = [WeightPiece(name=name, shape=stored, transposed=router.transposed)]
         if self._spec.shared is not None and self._spec.shared.gate is not None:
             gate = scope.name(f"{self._spec.shared.gate}.weight")
             pieces.append(WeightPiece(name=gate, shape=(1, self._width), offset=router.experts))
@@ -331,3 +328,21 @@ class Mixture:
                 device=scope.device,
             )
         )
+
+
+def _choice_bias(scope: Scope, router: RouterSpec) -> Param | None:
+    """The bias that only chooses, or its row in a tensor of several routers' biases."""
+    if not router.bias_name:
+        return None
+    pieces = None
+    if router.bias_row is not None:
+        row, rows = router.bias_row
+        name, shape = scope.name(router.bias_name), (rows, router.experts)
+        pieces = (WeightPiece(name=name, shape=shape, rows=(row, 1)),)
+    return scope.param(
+        router.bias_name,
+        (*(1,) * (router.bias_dims - 1), router.experts),
+        pieces=pieces,
+        init="zeros",
+        optional=router.bias_optional,
+    )

@@ -89,13 +89,14 @@ class ExpertLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateExperts:
-    """A gate, an up and a down tensor for each expert, {} for its number. `bias_names`: their
-    biases, each a tensor of all experts."""
+    """A gate, an up and a down tensor for each expert, {} for its number, counted from `first` on.
+    `bias_names`: their biases, each a tensor of all experts."""
 
     gate: str = "experts.{}.gate_proj.weight"
     up: str = "experts.{}.up_proj.weight"
     down: str = "experts.{}.down_proj.weight"
     bias_names: tuple[str, str, str] | None = None
+    first: int = 0
 
     @property
     def biased(self) -> bool:
@@ -106,7 +107,7 @@ class SeparateExperts:
     def adapted(self) -> ExpertNames | None:
         """See ExpertLayout; not of experts with biases, which transformers stores transposed, nor
         of those without gates."""
-        if self.biased or self.gate == self.up:
+        if self.biased or self.gate == self.up or self.first:
             return None
         gate, up, down = (name.removesuffix(".weight") for name in (self.gate, self.up, self.down))
         return ExpertNames(each=(gate, up, down))
@@ -114,16 +115,17 @@ class SeparateExperts:
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout. One parameter for all gates and ups, one for all downs."""
         width, inner, count = sizes.width, sizes.inner, sizes.experts
-        names = [name.format(i) for i in range(count) for name in (self.gate, self.up)]
+        numbers = range(self.first, self.first + count)
+        names = [name.format(i) for i in numbers for name in (self.gate, self.up)]
         up = tuple(
             WeightPiece(name=scope.name(name), shape=(inner, width), offset=i * inner)
             for i, name in enumerate(names)
         )
         down = tuple(
             WeightPiece(
-                name=scope.name(self.down.format(i)), shape=(width, inner), offset=i * width
+                name=scope.name(self.down.format(number)), shape=(width, inner), offset=i * width
             )
-            for i in range(count)
+            for i, number in enumerate(numbers)
         )
         rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * (2 * count))
         columns = Shard(axis="tp", dim=1, parts=(sizes.part,))

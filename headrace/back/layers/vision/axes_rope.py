@@ -45,9 +45,11 @@ class AxesRope:
     each pair of dimensions. `merge`: patches per side of a token's window. `positions_per_s`: how
     far apart steps of a video are in time for each second between them; None: 1 whatever the
     time. `behind_time`: the text behind a video begins behind its greatest position in any axis,
-    not only in height and width."""
+    not only in height and width. `marks_behind`: tokens of text behind the last input that steps
+    tell from others too."""
 
     axes = 3
+    marks_behind = 0
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,12 +27,36 @@ from headrace.back.layers.vision.grids import (
     window_order,
 )
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
-from headrace.back.layers.vision.merger import MergerSpec, SideBySideSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
-from headrace.back.layers.vision.reducer import ReducerSpec
 from headrace.back.layers.vision.turns import Turns, rows_then_columns
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm
+
+
+class TowerMerger(Protocol):
+    """x_NE -> y_MF."""
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """N rows in windows, each of which becomes one."""
+        ...
+
+
+class TowerMergerSpec(Protocol):
+    """What leads to the decoder, as data of its tower."""
+
+    @property
+    def merge(self) -> int:
+        """Patches per side of a window."""
+        ...
+
+    @property
+    def outputs(self) -> int:
+        """F."""
+        ...
+
+    def build(self, scope: Scope, name: str, *, norm_merged: bool = False) -> TowerMerger:
+        """`scope` is the tower's; `norm_merged`: see MergerSpec."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +74,7 @@ class TowerSpec:
     patches: PatchSpec
     layer: VisionLayerSpec
     layers: int
-    merger: MergerSpec | ReducerSpec | SideBySideSpec
+    merger: TowerMergerSpec
     positions: int = 0
     taps: Callable[[Grid, int, int], tuple[np.ndarray, np.ndarray]] = bilinear
     theta: float = 10_000.0

@@ -211,7 +211,8 @@ class Media:
         positions = None
         if self._encoder.rope is not None:
             positions = self._encoder.rope.positions(start.media, start.num_prompt)
-            until = max(until, _plain_from(positions))
+            marks_end = start.media[-1].end + self._encoder.rope.marks_behind if start.media else 0
+            until = max(until, _plain_from(positions), marks_end)
             self._delta_M[start.row] = positions.delta
         self.host_until[start.row] = until
         self._rows[start.row] = _RowMedia(start.media, positions, self._spans(start), marks)
@@ -234,7 +235,18 @@ class Media:
             return replace(batch, encoded=encoded)
         table_TR = self._encoder.rope.table(self._positions(shape))
         place_T = torch.arange(table_TR.shape[0], device=table_TR.device)
+        if self._encoder.rope.marks_behind:
+            batch = replace(batch, media_T=self._up_to_media(shape, reached))
         return replace(batch, encoded=encoded, rope_table_TR=table_TR, positions_T=place_T)
+
+    def _up_to_media(self, shape: StepShape, reached: list[int]) -> torch.Tensor:
+        """bool [T]: tokens before their row's `host_until`."""
+        assert self.host_until is not None
+        before_T = np.zeros(len(shape.position_T), bool)
+        for index in reached:
+            own = slice(*shape.query_start[index : index + 2].tolist())
+            before_T[own] = shape.position_T[own] < self.host_until[shape.rows[index]]
+        return to_device(before_T, self._device)
 
     def _with_mutual(self, batch: Batch, shape: StepShape) -> Batch:
         """The batch with plans in which tokens of spans see each other, if there are any."""

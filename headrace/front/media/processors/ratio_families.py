@@ -162,8 +162,21 @@ def _aria(files: CheckpointFiles) -> MediaSpec:
     return image_only("aria", settings, config)
 
 
+def _ernie(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
+        temporal=1,
+        image_pixels=pixel_bounds(image, (56 * 56, 28 * 28 * 6177)),
+    )
+    return image_only("qwen_vl", settings, config)
+
+
 RATIO_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "aria": _aria,
+    "ernie4_5_vl_moe": _ernie,
     "idefics2": _idefics2,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
