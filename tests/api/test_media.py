@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.front.server.http.strict_json import MAX_JSON_CONTAINERS
+from headrace.front.server.http.limits import MAX_JSON_CONTAINERS
 from tests.api.serving import Served
 
 MIB = 1 << 20

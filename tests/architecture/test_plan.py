@@ -74,11 +74,13 @@ def test_the_commands_that_send_json_say_so() -> None:
     assert [c for c in commands if "application/json" not in c] == []
 
 
-def test_the_tests_that_the_page_of_clients_names_exist() -> None:
-    rows = re.findall(
-        r"(tests/[\w/]+\.py) ((?:`test_\w+`(?:, )?)+)", (ROOT / "docs/CLIENTS.md").read_text()
-    )
-    assert len(rows) > 30
+PAGES_OF_TESTS = ("docs/CLIENTS.md", "benchmarks/robustness/README.md")
+
+
+@pytest.mark.parametrize("page", PAGES_OF_TESTS)
+def test_the_tests_that_a_page_names_exist(page: str) -> None:
+    rows = re.findall(r"(tests/[\w/]+\.py) ((?:`test_\w+`(?:, )?)+)", (ROOT / page).read_text())
+    assert len(rows) > 20
     for path, names in rows:
         source = (ROOT / path).read_text()
         for name in re.findall(r"`(test_\w+)`", names):

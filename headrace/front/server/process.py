@@ -161,7 +161,7 @@ async def _close(services: Services, engine: Engine) -> None:
         await engine.close()
     services.template.close()
     services.guest_templates.close()
-    services.bodies.checks.close()
+    services.body_checks.close()
     if services.models is not None:
         await services.models.close()
     if services.media is not None:

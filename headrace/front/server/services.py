@@ -22,6 +22,7 @@ from headrace.front.server.conversation.context import Services, stream_interval
 from headrace.front.server.conversation.tracing import Tracer
 from headrace.front.server.http.auth import KeyShares, tenant_of
 from headrace.front.server.http.body_budget import BodyBudget
+from headrace.front.server.http.body_checks import BodyChecks
 from headrace.front.server.http.keys import ApiKeys
 from headrace.front.server.many_models import ManyModels
 from headrace.front.server.state.batches import BatchStore
@@ -90,6 +91,7 @@ def services_over(
     engine: EngineClient, tokenizer: Tokenizer, text: TextSpec, server: ServerSpec
 ) -> Services:
     """The services over any engine."""
+    checks = BodyChecks()
     return Services(
         engine=engine,
         guest_templates=TemplatePool(TemplateLimits()),
@@ -97,7 +99,8 @@ def services_over(
         metrics=Metrics(),
         keys=ApiKeys(server),
         shares=KeyShares.of(server),
-        bodies=BodyBudget(server.body_budget_bytes),
+        bodies=BodyBudget(server.body_budget_bytes, rest=checks.close),
+        body_checks=checks,
         tracer=None
         if server.otlp_endpoint is None
         else Tracer(server.otlp_endpoint, model=text.model_names[0]),

@@ -310,7 +310,7 @@ async def _document(request: Request) -> object:
     spec = context.services.server
     length = request.headers.get("content-length", "0")
     context.body_bytes = int(length) if length.isdecimal() else 0
-    return await read_json(request, spec, context.make_room, context.services.bodies.checks)
+    return await read_json(request, spec, context.make_room, context.services.body_checks)
 
 
 async def _handled(request: Request, handler: Writer, document: object) -> Response:
@@ -329,7 +329,7 @@ def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> Api
         context = context_of(request)
         services = context.services
         document = await read_json(
-            request, services.server, context.make_room, services.bodies.checks
+            request, services.server, context.make_room, services.body_checks
         )
         return await handler(context, request, document)
 

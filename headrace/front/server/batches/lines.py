@@ -22,7 +22,7 @@ from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.http.auth import request_id
 from headrace.front.server.http.failures import ENDS, failure_of
-from headrace.front.server.http.strict_json import parse_json
+from headrace.front.server.http.limits import parse_json
 from headrace.front.server.state.batches import LineError
 
 Lines = Iterator[tuple[int, bytes]]

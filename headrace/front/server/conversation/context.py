@@ -42,6 +42,7 @@ from headrace.front.client.events import Ended, EngineClient
 from headrace.front.server.conversation.model_choice import HeldModel, ModelChoice
 from headrace.front.server.http.auth import KeyShares
 from headrace.front.server.http.body_budget import BodyBudget, BodyRoom
+from headrace.front.server.http.body_checks import BodyChecks
 from headrace.front.server.http.event_loop import LoopSigns
 from headrace.front.server.http.failures import OPENAI, VLLM, ErrorFormat
 from headrace.front.server.http.keys import ApiKeys
@@ -123,7 +124,8 @@ class Services:
     of the model's reasoning and tool calls. `interval`: what a chunk holds unless a request says
     so. `media`: for models that take more than text; `speech`: for those that hear. `sealer` is the
     same in every API process of a server. `models`: where there are several; these are then the
-    services of the default one, with an engine that stands for all."""
+    services of the default one, with an engine that stands for all. `body_checks` read large
+    documents before this process does."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -135,6 +137,7 @@ class Services:
     keys: ApiKeys
     shares: KeyShares
     bodies: BodyBudget
+    body_checks: BodyChecks = field(default_factory=BodyChecks)
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     tracer: Tracer | None = None
     interval: StreamInterval | None = None

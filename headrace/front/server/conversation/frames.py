@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.conversation.context import RequestContext
@@ -39,10 +39,10 @@ async def while_open(
         if working.done():
             working.result()
         elif over.done():
-            await socket.close(RESTARTING)
+            await close(socket, RESTARTING)
         else:
             await grow_old()
-            await socket.close(GOING_AWAY)
+            await close(socket, GOING_AWAY)
     finally:
         for task in (working, over):
             task.cancel()
@@ -57,9 +57,15 @@ async def next_text(socket: WebSocket) -> str | None:
         return None
     text: str | None = message.get("text")
     if text is None:
-        with suppress(WebSocketDisconnect):
-            await socket.close(UNSUPPORTED)
+        await close(socket, UNSUPPORTED)
     return text
+
+
+async def close(socket: WebSocket, code: int = 1000) -> None:
+    """Closes a connection that may be closed already, from either side."""
+    if socket.application_state is WebSocketState.CONNECTED:
+        with suppress(WebSocketDisconnect):
+            await socket.close(code)
 
 
 async def document_of(context: RequestContext, text: str) -> Json:
@@ -68,7 +74,7 @@ async def document_of(context: RequestContext, text: str) -> Json:
     try:
         await room.grow_to(len(text), wait_s=WAIT_S)
         document = await parse_body(
-            text.encode("utf-8", "surrogatepass"), context.services.bodies.checks
+            text.encode("utf-8", "surrogatepass"), context.services.body_checks
         )
     finally:
         room.close()
@@ -78,7 +84,9 @@ async def document_of(context: RequestContext, text: str) -> Json:
 
 
 async def send_event(socket: WebSocket, event: Json) -> None:
-    """A client that takes nothing for too long is left."""
+    """A client that takes nothing for too long is left; one that was told to go has left."""
+    if socket.application_state is WebSocketState.DISCONNECTED:
+        raise WebSocketDisconnect(1006)
     try:
         async with asyncio.timeout(STALL_S):
             await socket.send_text(orjson.dumps(event).decode())

@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.conversation.context import RequestContext
-from headrace.front.server.http.strict_json import parse_json
+from headrace.front.server.http.limits import parse_json
 
 Fields = dict[str, Any]
 Unary = Callable[[RequestContext, Fields], Awaitable[Fields]]

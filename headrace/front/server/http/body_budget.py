@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from headrace.base import heap
 from headrace.base.errors import OverloadError, RateLimited, RequestError, Unavailable
-from headrace.front.server.http.body_checks import BodyChecks
 
 FREE_BYTES = 64 * 1024
 WAIT_S = 1.0
@@ -46,15 +45,19 @@ class BodyBudget:
     once no bodies come any more, one collection ends them (behind 300 bodies 101 MiB were kept
     without it, 43 with it). Among bodies it would go through millions of objects.
 
-    `checks`: the processes that read large documents first; they end when bodies do.
+    `rest` is called then too.
 
     Invariants: what is held never exceeds a bound; no tenant is kept at zero; at most MAX_WAITING
     bodies wait."""
 
-    def __init__(self, total: int, trim: Callable[[], None] = heap.trim) -> None:
-        self.checks = BodyChecks()
+    def __init__(
+        self,
+        total: int,
+        trim: Callable[[], None] = heap.trim,
+        rest: Callable[[], None] = lambda: None,
+    ) -> None:
         self._total, self._share = total, total // 2
-        self._trim = trim
+        self._trim, self._rest = trim, rest
         self._trimming: asyncio.Task[None] | None = None
         self._given_back_at = 0.0
         self._held = Counter[str]()
@@ -127,7 +130,7 @@ class BodyBudget:
                 await asyncio.to_thread(self._trim)
             last = self._given_back_at
             gc.collect()
-            self.checks.close()
+            self._rest()
             await asyncio.to_thread(self._trim)
 
 

@@ -25,7 +25,7 @@ from headrace.base.errors import (
 from headrace.base.pipe_process import PipeProcess, ProcessPool
 from headrace.base.wire.codec import HEADER
 from headrace.front.server.http.body_worker import BODY_LENGTH, READY
-from headrace.front.server.http.strict_json import has_marks, parse_json
+from headrace.front.server.http.limits import has_marks, parse_json
 
 MANY_MARKS = 32 * 1024
 """So many brackets, quotes, colons and commas are made into values within a millisecond or two."""

@@ -21,7 +21,7 @@ import msgspec
 from headrace.base import heap
 from headrace.base.errors import InvalidRequest, WireError, to_wire
 from headrace.base.wire.codec import HEADER
-from headrace.front.server.http.strict_json import parse_json
+from headrace.front.server.http.limits import parse_json
 from headrace.front.text.structure.requested import check_form_sizes
 
 BODY_LENGTH = struct.Struct("<Q")

@@ -38,6 +38,7 @@ from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.frames import (
     UNSUPPORTED,
     Json,
+    close,
     document_of,
     next_text,
     send_event,
@@ -138,7 +139,7 @@ class RealtimeSession:
                     text = await next_text(self._socket)
             except TimeoutError:
                 await self._fail(RateLimited(f"nothing came for {IDLE_S:g} s"), None)
-                await self._socket.close()
+                await close(self._socket)
                 return
             if text is None:
                 return
@@ -378,4 +379,4 @@ async def serve(context: RequestContext, socket: WebSocket) -> None:
     failure = failure_of(error, request_id=context.request_id)
     with suppress(WebSocketDisconnect):
         await send_event(socket, {"type": "error", "error": error_fields(failure)})
-        await socket.close(UNSUPPORTED)
+        await close(socket, UNSUPPORTED)

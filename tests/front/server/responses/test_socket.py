@@ -14,6 +14,7 @@ from starlette.websockets import WebSocket
 
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.http.body_budget import BodyBudget
+from headrace.front.server.http.body_checks import BodyChecks
 from headrace.front.server.responses import websocket
 
 
@@ -71,7 +72,11 @@ async def test_a_client_that_left_is_no_lost_exception() -> None:
 
     server = SimpleNamespace(max_body_bytes=1 << 20, log_slow_s=None)
     services: Any = SimpleNamespace(
-        abandon=asyncio.Event(), server=server, tracer=None, bodies=BodyBudget(1 << 20)
+        abandon=asyncio.Event(),
+        server=server,
+        tracer=None,
+        bodies=BodyBudget(1 << 20),
+        body_checks=BodyChecks(),
     )
     socket = WebSocket({"type": "websocket"}, receive, send)
     await socket.accept()

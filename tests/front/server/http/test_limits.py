@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.http import strict_json
-from headrace.front.server.http.strict_json import (
+from headrace.front.server.http import limits
+from headrace.front.server.http.limits import (
     EXPLAINED_BYTES,
     MAX_JSON_CONTAINERS,
     MAX_JSON_DEPTH,
@@ -43,7 +43,7 @@ def test_every_document_is_read_as_python_reads_it(
     tree: Any, ascii_: bool, indent: int, piece_bytes: int
 ) -> None:
     body = json.dumps(tree, ensure_ascii=ascii_, indent=indent).encode()
-    with mock.patch.object(strict_json, "PIECE_BYTES", piece_bytes):
+    with mock.patch.object(limits, "PIECE_BYTES", piece_bytes):
         assert parse_json(body) == json.loads(body)
 
 
@@ -55,7 +55,7 @@ def test_a_key_that_occurs_twice_is_found_wherever_it_stands(
     doubled = json.dumps(tree)[:-1] + f", {json.dumps(key)}: 1}}"
     for body in (doubled, f"[1, {doubled}]", f'{{"x": {{"y": {doubled}}}}}'):
         with (
-            mock.patch.object(strict_json, "PIECE_BYTES", piece_bytes),
+            mock.patch.object(limits, "PIECE_BYTES", piece_bytes),
             pytest.raises(InvalidRequest, match="twice"),
         ):
             parse_json(body.encode())
