@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-import time
 
 from headrace.base import env
 
 ENTRY = """
-import gc, runpy, sys
+import gc, importlib, os, runpy, signal, sys
 gc.disable()
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+module, ranks, *arguments = sys.argv[1:]
+importlib.import_module(module)
+del sys.modules[module]
+running = set()
+for rank in range(int(ranks)):
+    if pid := os.fork():
+        running.add(pid)
+        continue
+    sys.argv = [module, str(rank), ranks, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    os._exit(0)
+while running:
+    pid, status = os.wait()
+    running.discard(pid)
+    if status:
+        for one in running:
+            os.kill(one, signal.SIGKILL)
+        sys.exit(f"a rank ended with status {status}")
 """
-"""A rank ends soon: its garbage is not looked for, among hundreds of thousands of objects that its imports leave."""
+"""Imports once and forks: importing takes longer than what most ranks do. A rank ends soon: its garbage is not looked
+for, among hundreds of thousands of objects that its imports leave."""
 
 
 def run_ranks(module: str, ranks: int, *arguments: object) -> None:
     """`python -m module RANK RANKS ARGUMENTS` for each rank; all must end with status 0. One that fails ends the
     others, which would wait for it."""
-    environment = env.child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    command = [sys.executable, "-c", ENTRY, module]
-    more = [str(ranks), *map(str, arguments)]
-    processes: list[subprocess.Popen[bytes]] = []
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENTRY, module, str(ranks), *map(str, arguments)],
+        env=env.child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
+        start_new_session=True,
+    )
     try:
-        for rank in range(ranks):
-            processes.append(subprocess.Popen([*command, str(rank), *more], env=environment))
-        while None in (codes := [one.poll() for one in processes]) and not any(codes):
-            time.sleep(0.02)
-        assert codes == [0] * ranks
+        assert process.wait() == 0
     finally:
-        for process in processes:
-            process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -38,11 +38,12 @@ PLACE = re.compile(r"administration: (\S+)/v1/admin/")
 
 @contextlib.contextmanager
 def admin_server(
-    *options: str, key: str | None = KEY, model: Path = MODEL
+    *options: str, key: str | None = KEY, model: Path = MODEL, null: bool = False
 ) -> Iterator[tuple[Served, httpx.Client]]:
     keyed = {} if key is None else {"HEADRACE_ADMIN_KEY": key}
-    options = (str(model), "--threads", "1", "--admin-listen", "127.0.0.1:0", *options)
-    with serving(None, *options, **keyed) as served:
+    options = ("--threads", "1", "--admin-listen", "127.0.0.1:0", *options)
+    started = serving(model, *options, **keyed) if null else serving(None, str(model), *options, **keyed)
+    with started as served:
         eventually(lambda: any("administration:" in line for line in served.lines), within_s=5)
         base = next(found[1] for line in served.lines if (found := PLACE.search(line)))
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -274,9 +275,9 @@ def _said_waiting(served: Served, client: httpx.Client, release: str) -> str:
 
 
 @pytest.mark.parametrize("mode", ["keep", pytest.param("wait", marks=pytest.mark.slow)])
-def test_a_core_that_dies_paused_comes_back_paused(mode: str) -> None:
+def test_a_core_that_dies_paused_comes_back_paused(mode: str, model: Path) -> None:
     """Who paused it counts on nothing running; resumed, it stays so through a further death."""
-    with admin_server() as (served, client):
+    with admin_server(model=model, null=True) as (served, client):
         before = said(served)
         assert client.post("/pause", json={"mode": mode}).status_code == 200
         _kill_and_wait(served)

@@ -253,6 +253,7 @@ def test_a_killed_core_fails_its_requests_at_once_and_is_restarted(model: Path) 
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_killed_api_process_takes_only_its_own_requests_along(model: Path) -> None:
     with serving(model, "--api-servers", "2", step_s=0.02) as served:
         readers = begun(served, 8, max_tokens=150, min_tokens=150)
@@ -275,6 +276,7 @@ def test_a_killed_api_process_takes_only_its_own_requests_along(model: Path) -> 
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends_the_server_with_a_failure(model: Path) -> None:
     """REG-110."""
     with serving(model) as served:
@@ -302,6 +304,7 @@ def test_children_die_with_a_killed_supervisor(model: Path) -> None:
         assert not still_alive(children, within_s=3)
 
 
+@pytest.mark.slow
 def test_a_stopped_core_turns_health_red_and_is_replaced(model: Path) -> None:
     with serving(model) as served:
         assert served.get("/health").status_code == 200
@@ -385,11 +388,13 @@ def test_metrics_of_several_api_processes_are_merged(model: Path) -> None:
     ("options", "said"),
     [
         (("--host", "0.0.0.0"), "--api-keys"),
-        (("--max-model-len", "5000"), "2048"),
-        (("--device", "cuda"), "CUDA"),
         (("--kv-blocks", "10", "--max-model-len", "1024"), "65 blocks"),
-        (("--admin-key", "k", "--api-keys", "k"), "differ"),
-        (("--tensor-parallel", "2", "--executor", "inline"), "inline"),
+        pytest.param(("--max-model-len", "5000"), "2048", marks=pytest.mark.slow),
+        pytest.param(("--device", "cuda"), "CUDA", marks=pytest.mark.slow),
+        pytest.param(("--admin-key", "k", "--api-keys", "k"), "differ", marks=pytest.mark.slow),
+        pytest.param(
+            ("--tensor-parallel", "2", "--executor", "inline"), "inline", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line_and_status_2(

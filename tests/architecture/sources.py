@@ -6,6 +6,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+from headrace.base.gc_pause import collection_paused
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "headrace"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -14,11 +16,15 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 @cache
 def sources() -> list[tuple[Path, str, ast.Module]]:
     """Path, dotted name without "headrace." and syntax tree of every module."""
-    modules = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        modules.append((path, name, ast.parse(path.read_text())))
-    return modules
+    with collection_paused():
+        return [
+            (path, _module_name(path), ast.parse(path.read_text()))
+            for path in sorted(PACKAGE.rglob("*.py"))
+        ]
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 @cache

@@ -33,9 +33,9 @@ class Offered:
         self._level = level
         self._deadline_s = deadline_s
 
-    def run(self) -> float:
+    def run(self, seconds: float = SECONDS) -> float:
         """Requests done a second, of those the engine could do."""
-        driver, end = self.driver, self.driver.clock.now + SECONDS
+        driver, end = self.driver, self.driver.clock.now + seconds
         due, id = driver.clock.now, 0
         while driver.clock.now < end:
             while due <= driver.clock.now:
@@ -47,7 +47,7 @@ class Offered:
             else:
                 driver.clock.now = due
         done = [f for f in driver.finished.values() if f.error is None]
-        return len(done) / (CAPACITY * SECONDS)
+        return len(done) / (CAPACITY * seconds)
 
     def request(self, id: int) -> Any:
         """The request of this number."""
@@ -63,7 +63,7 @@ class Offered:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
-@pytest.mark.parametrize("level", [2, 5, 20])
+@pytest.mark.parametrize("level", [2, pytest.param(5, marks=pytest.mark.slow), 20])
 def test_overload_leaves_the_throughput_as_it_is(level: float, policy: str) -> None:
     offered = Offered(level, policy=policy)
     assert offered.run() >= 0.95
@@ -83,7 +83,7 @@ def test_nothing_is_refused_below_the_capacity() -> None:
 
 def test_a_refusal_tells_the_predicted_wait() -> None:
     offered = Offered(2)
-    offered.run()
+    offered.run(5.0)
     driver, id = offered.driver, 10**6
     while (load := load_now(driver)).wait_s(load.waiting) < ORDER_S:
         driver.add(make_request(id, PROMPT, max_tokens=OUTPUT))
@@ -98,7 +98,7 @@ def test_a_refusal_tells_the_predicted_wait() -> None:
 
 def test_the_predicted_wait_is_the_one_that_comes() -> None:
     offered = Offered(2)
-    offered.run()
+    offered.run(5.0)
     driver = offered.driver
     load, begin = load_now(driver), driver.clock.now
     driver.add(make_request(10**6, PROMPT, max_tokens=OUTPUT))
@@ -161,7 +161,7 @@ def test_nobody_is_overtaken_for_ever() -> None:
 def test_what_can_no_longer_be_done_in_time_never_runs() -> None:
     """Its answer takes 0.16 s at least; when it could still begin it has 0.1 s."""
     offered = Offered(1)
-    offered.run()
+    offered.run(5.0)
     driver = offered.driver
     driver.run()
     driver.add(*(make_request(10**6 + i, PROMPT, max_tokens=500) for i in range(ROWS)))

@@ -339,8 +339,12 @@ def test_inputs_that_the_encoder_cannot_read_are_refused_with_the_numbers(tmp_pa
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
-    names = [*CASES, "whisper"]
+@pytest.mark.parametrize(
+    "names",
+    [("t5", "bart", "whisper"), pytest.param((*CASES,), marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_two_ranks_give_the_logits_of_one(names: tuple[str, ...], tmp_path: Path) -> None:
     folders = [tmp_path / name for name in names]
     for name, folder in zip(names, folders, strict=True):
         saved(whisper() if name == "whisper" else CASES[name](), folder)

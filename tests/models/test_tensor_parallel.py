@@ -53,6 +53,8 @@ ALIKE = (
     "qwen2", "jais2", "hyperclovax", "granite-moe", "granite-swa", "granite-hybrid-experts", "bamba", "glm-dsa",
     "nemotron-h-experts", "nemotron-h-latent-experts", "qwen3.5", "lfm2-moe", "lfm3", "gemma2", "olmo2", "phi",
     "falcon-alibi", "mimo-v2-flash", "zamba", "kolibri1",
+    "llama4", "phi3", "cohere-qk-norm", "gemma4-experts", "mamba", "jamba", "zamba2", "granite-moe", "opt-post",
+    "falcon-h1", "longcat-flash", "axk2", "deepseek-v3", "glm-dsa", "codegen", "laguna", "hrm-text",
 )  # fmt: skip
 """Every part of these is cut as in another family of the list: `make slow` alone cuts them by two."""
 BOUND = 1e-5

@@ -37,7 +37,7 @@ def is_alive(executor: ProcessExecutor) -> list[bool]:
     return [worker.process.poll() is None for worker in executor._workers]
 
 
-def test_two_ranks_give_the_tokens_of_one(pair: ProcessExecutor) -> None:
+def test_two_ranks_give_the_tokens_of_one_and_parked_they_go_on_with_the_same_weights(pair: ProcessExecutor) -> None:
     assert pair.facts.weight_bytes == 8
     driver = Driver(pair.facts)
     sequences = [driver.add([5, 6, 7]), driver.add([9])]
@@ -48,9 +48,12 @@ def test_two_ranks_give_the_tokens_of_one(pair: ProcessExecutor) -> None:
     for sequence in sequences:
         prompt = sequence.tokens[: sequence.num_prompt]
         assert sequence.outputs == greedy_reference(TinyModel(), prompt, 5)
+        driver.release(sequence)
+    pair.submit(driver.plan([])).result(60)
+    _park_and_go_on(pair)
 
 
-def test_parked_ranks_go_on_with_the_same_weights(pair: ProcessExecutor) -> None:
+def _park_and_go_on(pair: ProcessExecutor) -> None:
     """ENG-18, level 1; a rank that dies parked ends the other, and whoever waits for it is told."""
     pair.park()
     pair.unpark()
@@ -103,8 +106,9 @@ def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank:
     assert is_alive(pair) == [False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
     driver = Driver(pair.facts)
     pending = pair.submit(driver.plan([(driver.add([61]), 1)]))
