@@ -42,7 +42,9 @@ def admin_server(
 ) -> Iterator[tuple[Served, httpx.Client]]:
     keyed = {} if key is None else {"HEADRACE_ADMIN_KEY": key}
     options = ("--threads", "1", "--admin-listen", "127.0.0.1:0", *options)
-    started = serving(model, *options, **keyed) if null else serving(None, str(model), *options, **keyed)
+    started = (
+        serving(model, *options, **keyed) if null else serving(None, str(model), *options, **keyed)
+    )
     with started as served:
         eventually(lambda: any("administration:" in line for line in served.lines), within_s=5)
         base = next(found[1] for line in served.lines if (found := PLACE.search(line)))

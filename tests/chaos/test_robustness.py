@@ -34,12 +34,12 @@ def run(script: str, *arguments: str, check: bool = True) -> dict[str, Any]:
 
 
 def test_hostile_requests_do_no_harm_to_bystanders_or_the_server() -> None:
-    report = run("fuzz", "--cases", "600", "--seed", "7", "--calm-s", "0")
+    report = run("fuzz", "--cases", "450", "--seed", "7", "--calm-s", "0")
     assert report["problems"] == [] and report["restarts"] == 0
     assert report["bystander_streams"] >= 8 and report["bystander_mismatches"] == 0
     before, after, total = report["free_blocks"]
     assert before == after == total
-    assert report["statuses"]["400"] > 250 and report["statuses"]["200"] > 30
+    assert report["statuses"]["400"] > 180 and report["statuses"]["200"] > 20
     assert routes().keys() <= report["requests_by_row"].keys(), "every row of the table"
 
 
@@ -73,23 +73,28 @@ def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
     assert report["running_waiting"] == [0, 0]
 
 
-def test_the_death_of_any_process_ends_no_stream_without_a_word() -> None:
-    """1.4, 1.6; times are the full run's. A dead API process cuts its own connections."""
-    kinds = ("core", "api", "templates")
-    arguments = ("--streams", "6", "--tokens", "60", "--signals", "kill", "--kinds", *kinds)
+@pytest.mark.parametrize(
+    "kinds",
+    [("core", "templates"), pytest.param(("core", "api", "templates"), marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_the_death_of_any_process_ends_no_stream_without_a_word(kinds: tuple[str, ...]) -> None:
+    """1.4, 1.6; times are the full run's. A dead API process cuts its own connections: in `make test` that is
+    tests/api/test_lifecycle.py's."""
+    arguments = ("--streams", "6", "--tokens", "40", "--signals", "kill", "--kinds", *kinds)
     report = run("deaths", "--repeats", "1", *arguments, check=False)
     assert [row["process"] for row in report["rows"]] == list(kinds)
     for row in report["rows"]:
         assert row["problems"] == [] and sum(row["outcomes"].values()) == 6, row
         assert not row["outcomes"].keys() & {"wrong", "hangs"}, row
-    assert report["rows"][2]["outcomes"] == {"whole": 6}, "no stream needs a template any more"
+    assert report["rows"][-1]["outcomes"] == {"whole": 6}, "no stream needs a template any more"
 
 
 def test_grown_bodies_whose_clients_leave_harm_nobody() -> None:
     """P9, P21; what they leave in memory is the full run's."""
-    report = run("bodies", "--bodies", "40", "--largest", "3", "--rest-s", "0", check=False)
+    report = run("bodies", "--bodies", "20", "--largest", "2", "--rest-s", "0", check=False)
     assert report["restarts"] == [] and report["running_waiting"] == [0, 0]
-    assert sum(report["ends"].values()) == 40 and report["ends"]["left"] > 12
+    assert sum(report["ends"].values()) == 20 and report["ends"]["left"] > 5
 
 
 @pytest.mark.slow
@@ -120,9 +125,9 @@ def test_nothing_is_unpickled_in_any_process() -> None:
 
 def test_requests_with_constraints_of_their_own_do_not_touch_each_other() -> None:
     """P17/T17."""
-    report = run("canary", "--requests", "24", "--seed", "7")
+    report = run("canary", "--requests", "16", "--seed", "7")
     assert report["mismatches"] == report["tokens_outside_allowed"] == 0
-    assert report["tokens"] > 96
+    assert report["tokens"] > 64
 
 
 def test_the_time_of_a_refusal_does_not_tell_how_much_of_a_key_was_right() -> None:

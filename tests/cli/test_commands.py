@@ -86,6 +86,7 @@ def test_a_mistake_ends_the_process_with_status_2_and_no_traceback() -> None:
     assert "/nowhere/at/all" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_bench_throughput_prints_one_object() -> None:
     result = document("bench", "throughput", "--json", "--num-requests", "4", *SHAPE)
     rates = [float(str(result[k])) for k in ("output_tok_s", "total_tok_s", "req_s")]

@@ -24,7 +24,7 @@ def rendered(messages: list[dict[str, object]], **variables: object) -> str:
 
 def test_training_text_is_what_the_template_renders() -> None:
     rng = Random(11)
-    for _ in range(300):
+    for _ in range(100):
         conversation = training_conversation(rng)
         messages = [dict(message) for message in conversation.messages]
         if not conversation.thinking:

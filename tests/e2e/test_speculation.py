@@ -216,9 +216,9 @@ def test_lengths_that_only_the_device_knows_give_the_same_tokens(
 ) -> None:
     as_on_a_gpu(monkeypatch)
     plain, drafted = pair(prefix_caching=False)
-    requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+    requests = requests_of(plain.spec, len(SAMPLINGS))
     assert_equal(run(plain.core, requests, 4), run(drafted.core, requests, 4))
-    assert accepted(drafted) > 20
+    assert accepted(drafted) > 10
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -394,7 +394,7 @@ def test_earlier_requests_draft_for_those_that_ask_again() -> None:
     engines = [Engine(options(one, prefix_caching=False)) for one in (None, how)]
     try:
         plain, drafted = engines
-        requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+        requests = requests_of(plain.spec, len(SAMPLINGS))
         expected = run(plain.core, requests)
         steps = []
         for _ in range(2):

@@ -43,9 +43,7 @@ SHARED = ("internvl", "qwen3-vl")
 @pytest.mark.parametrize(
     "shared", [SHARED[1:], pytest.param(SHARED[:1], marks=pytest.mark.slow)], ids=" ".join
 )
-def test_ranks_that_share_out_images_give_the_same(
-    shared: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_ranks_that_share_out_images_give_the_same(shared: tuple[str, ...], tmp_path: Path) -> None:
     """MOD-02: one to seven images over two ranks, in one step: uneven shares, rows of every rank are those of one."""
     cases = {**qwen.CASES, **towers.CASES}
     for name in shared:

@@ -165,7 +165,10 @@ def with_media(
     *,
     renamed: tuple[tuple[str, str], ...] = (),
 ) -> Decoder:
-    """The decoder with what encodes images and more for it. `renamed`: see WeightPlan."""
+    """The decoder with what encodes images and more for it, whose weights must have been asked for
+    before the decoder's: its plan would not load them. `renamed`: see WeightPlan."""
+    unloaded = [param.name for param in scope.ledger.params[len(decoder.weights.params) :]]
+    assert not unloaded, f"built behind the decoder, which loads none of it: {unloaded[:3]}"
     decoder.media = encoder
     if scope.shares_encoder and scope.mesh.tp.size > 1:
         decoder.media = SharedEncoder(encoder, scope.mesh.tp)

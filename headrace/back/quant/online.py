@@ -30,8 +30,9 @@ from headrace.back.parallel.bundle import FP8, FP8_GROUPS, INT8, WeightForm
 from headrace.back.parallel.param import Param
 from headrace.back.quant.scheme import Scheme
 
-CHUNK_ELEMENTS = 1 << 18
-"""Values quantized at a time: the float32 copies stay in the second-level cache."""
+CHUNK_ELEMENTS = 1 << 16
+"""Values quantized at a time: the float32 copies stay in the second-level cache. To e2m1 numbers
+what stands beside them takes 30 bytes a value, for each thread that loads."""
 
 
 class OnlineWeight:

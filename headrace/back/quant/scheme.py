@@ -203,9 +203,9 @@ def _e2m1(groups_OGI: torch.Tensor, scales_OG: torch.Tensor, inputs: int) -> Qua
     inverse = torch.where(scales_OG == 0, 0, 1 / scales_OG)
     sizes = (groups_OGI * inverse[..., None]).abs()
     steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=sizes.device)
-    numbers = torch.bucketize(sizes, steps)  # a tie goes down
-    odd = torch.isin(sizes, steps[1::2])  # to an odd number: up instead
-    numbers = (numbers + odd) | (groups_OGI < 0).to(torch.int64) << 3
+    numbers = torch.bucketize(sizes, steps, out_int32=True)  # a tie goes down
+    numbers += torch.isin(sizes, steps[1::2])  # to an odd number: up instead
+    numbers |= (groups_OGI < 0).to(torch.int32) << 3
     values, halves, _ = halved(numbers.flatten(1), scales_OG, groups_OGI.shape[2])
     bad = ~groups_OGI.isfinite().all(2)
     return values[:, :inputs], halves.masked_fill(bad, torch.nan), None

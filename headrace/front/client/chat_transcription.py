@@ -19,6 +19,11 @@ from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.ctc_transcription import CtcTranscriber
 from headrace.front.client.events import Delta, Ended
+from headrace.front.client.plain_transcription import (
+    PlainTranscriber,
+    check_untranslated,
+    check_without_words,
+)
 from headrace.front.client.sample_transcription import SampleTranscriber
 from headrace.front.client.sound_prompt import prepared_window
 from headrace.front.client.timed_transcription import TimedTranscriber, is_in_time
@@ -26,7 +31,6 @@ from headrace.front.client.transcription import (
     Ask,
     Heard,
     Samples,
-    SoundReader,
     SpeechModel,
     SpeechRequest,
     Transcriber,
@@ -72,7 +76,7 @@ def transcriber_of(
     return None
 
 
-class ChatTranscriber(SoundReader):
+class ChatTranscriber(PlainTranscriber):
     """For one such model."""
 
     def __init__(
@@ -87,31 +91,13 @@ class ChatTranscriber(SoundReader):
 
     def check(self, request: SpeechRequest) -> None:
         """See SpeechModel."""
-        if request.translates:
-            raise InvalidRequest("this model writes what is said, and translates nothing")
-        if request.words:
-            raise InvalidRequest(
-                "timestamp_granularities: this model tells no times of words; segment is allowed",
-                field="timestamp_granularities",
-            )
+        check_untranslated(request)
+        check_without_words(request)
         if request.language is not None and request.language.lower() not in NAMES:
             raise InvalidRequest(
                 f"language: {request.language[:30]!r} given; known: {', '.join(sorted(NAMES))}",
                 field="language",
             )
-
-    async def heard(
-        self,
-        windows: AsyncGenerator[Window, None],
-        request: SpeechRequest,
-        ask: Ask,
-        *,
-        scores_silence: bool = False,
-    ) -> AsyncGenerator[Heard, None]:
-        """See SpeechModel; how likely silence is this model does not tell."""
-        async with aclosing(windows):
-            async for window in windows:
-                yield await self._heard(window, request, ask)
 
     async def _heard(self, window: Window, request: SpeechRequest, ask: Ask) -> Heard:
         ids, media = await self._prompt(window, request)

@@ -17,6 +17,11 @@ from headrace.base.config.ctc import NUMBERS
 from headrace.base.config.media import MediaSpec
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import RowPooling
+from headrace.front.client.plain_transcription import (
+    PlainTranscriber,
+    check_untranslated,
+    check_unused,
+)
 from headrace.front.client.pooling import NO_TOKENS, Float32, fold_pooled, probabilities
 from headrace.front.client.sound_prompt import prepared_window
 from headrace.front.client.transcription import (
@@ -24,7 +29,6 @@ from headrace.front.client.transcription import (
     Heard,
     PooledSound,
     Samples,
-    SoundReader,
     SpeechRequest,
     Window,
 )
@@ -50,7 +54,7 @@ class Label:
     score: float
 
 
-class CtcTranscriber(SoundReader):
+class CtcTranscriber(PlainTranscriber):
     """For one such model."""
 
     def __init__(self, media: MediaSpec, tokenizer: Tokenizer) -> None:
@@ -64,32 +68,13 @@ class CtcTranscriber(SoundReader):
 
     def check(self, request: SpeechRequest) -> None:
         """See SpeechModel."""
-        if request.translates:
-            raise InvalidRequest("this model writes what is said, and translates nothing")
-        for field in ("language", "prompt"):
-            if (value := getattr(request, field)) not in (None, ""):
-                raise InvalidRequest(
-                    f"{field}: {value[:30]!r} given; this model labels frames and takes none",
-                    field=field,
-                )
+        check_untranslated(request)
+        check_unused(request, "language", "prompt", model="this model labels frames and")
         if request.temperature:
             raise InvalidRequest(
                 f"temperature: {request.temperature} given; this model samples nothing",
                 field="temperature",
             )
-
-    async def heard(
-        self,
-        windows: AsyncGenerator[Window, None],
-        request: SpeechRequest,
-        ask: Ask,
-        *,
-        scores_silence: bool = False,
-    ) -> AsyncGenerator[Heard, None]:
-        """See SpeechModel; how likely silence is this model does not tell."""
-        async with aclosing(windows):
-            async for window in windows:
-                yield await self._heard(window, ask)
 
     async def deltas(
         self, windows: AsyncGenerator[Window, None], request: SpeechRequest, ask: Ask
@@ -99,7 +84,7 @@ class CtcTranscriber(SoundReader):
             async for one in each:
                 yield one.text
 
-    async def _heard(self, window: Window, ask: Ask) -> Heard:
+    async def _heard(self, window: Window, request: SpeechRequest, ask: Ask) -> Heard:
         assert isinstance(window.sound, ProcessedMedia), "a model of frames hears inputs"
         medium = await asyncio.to_thread(prepared_window, window.sound)
         assert self._media.audio_token is not None

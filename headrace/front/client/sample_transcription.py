@@ -12,14 +12,18 @@ import msgspec
 
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.config.resolved import TextSpec
-from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Delta, Ended
+from headrace.front.client.plain_transcription import (
+    PlainTranscriber,
+    check_untranslated,
+    check_unused,
+    check_without_words,
+)
 from headrace.front.client.transcription import (
     Ask,
     Heard,
     Samples,
-    SoundReader,
     SpeechRequest,
     Window,
 )
@@ -30,7 +34,7 @@ from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment
 
 
-class SampleTranscriber(SoundReader):
+class SampleTranscriber(PlainTranscriber):
     """For one such model."""
 
     def __init__(self, text: TextSpec, tokenizer: Tokenizer) -> None:
@@ -55,36 +59,13 @@ class SampleTranscriber(SoundReader):
 
     def check(self, request: SpeechRequest) -> None:
         """See SpeechModel."""
-        fields = ["prompt"]
-        if self._prompt is not None:
-            self._prompt.check(request.language, translates=request.translates)
-        elif request.translates:
-            raise InvalidRequest("this model writes what is said, and translates nothing")
+        if self._prompt is None:
+            check_untranslated(request)
+            check_unused(request, "language")
         else:
-            fields.insert(0, "language")
-        for field in fields:
-            if (value := getattr(request, field)) not in (None, ""):
-                raise InvalidRequest(
-                    f"{field}: {value[:30]!r} given; this model takes none", field=field
-                )
-        if request.words:
-            raise InvalidRequest(
-                "timestamp_granularities: this model tells no times of words; segment is allowed",
-                field="timestamp_granularities",
-            )
-
-    async def heard(
-        self,
-        windows: AsyncGenerator[Window, None],
-        request: SpeechRequest,
-        ask: Ask,
-        *,
-        scores_silence: bool = False,
-    ) -> AsyncGenerator[Heard, None]:
-        """See SpeechModel; how likely silence is this model does not tell."""
-        async with aclosing(windows):
-            async for window in windows:
-                yield await self._heard(window, request, ask)
+            self._prompt.check(request.language, translates=request.translates)
+        check_unused(request, "prompt")
+        check_without_words(request)
 
     async def deltas(
         self, windows: AsyncGenerator[Window, None], request: SpeechRequest, ask: Ask

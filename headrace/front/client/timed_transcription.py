@@ -20,10 +20,14 @@ import msgspec
 import numpy as np
 
 from headrace.base.config.media import MediaSpec
-from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MARK_BYTES, MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Delta, Ended
+from headrace.front.client.plain_transcription import (
+    check_untranslated,
+    check_unused,
+    check_without_words,
+)
 from headrace.front.client.sound_prompt import prepared_window
 from headrace.front.client.transcription import (
     Ask,
@@ -103,18 +107,9 @@ class TimedTranscriber(SoundReader):
 
     def check(self, request: SpeechRequest) -> None:
         """See SpeechModel."""
-        if request.translates:
-            raise InvalidRequest("this model writes what is said, and translates nothing")
-        for field in ("language", "prompt"):
-            if (value := getattr(request, field)) not in (None, ""):
-                raise InvalidRequest(
-                    f"{field}: {value[:30]!r} given; this model takes none", field=field
-                )
-        if request.words:
-            raise InvalidRequest(
-                "timestamp_granularities: this model tells no times of words; segment is allowed",
-                field="timestamp_granularities",
-            )
+        check_untranslated(request)
+        check_unused(request, "language", "prompt")
+        check_without_words(request)
 
     async def heard(
         self,

@@ -37,7 +37,9 @@ def is_alive(executor: ProcessExecutor) -> list[bool]:
     return [worker.process.poll() is None for worker in executor._workers]
 
 
-def test_two_ranks_give_the_tokens_of_one_and_parked_they_go_on_with_the_same_weights(pair: ProcessExecutor) -> None:
+def test_two_ranks_give_the_tokens_of_one_and_parked_they_go_on_with_the_same_weights(
+    pair: ProcessExecutor,
+) -> None:
     assert pair.facts.weight_bytes == 8
     driver = Driver(pair.facts)
     sequences = [driver.add([5, 6, 7]), driver.add([9])]

@@ -35,6 +35,10 @@ FORMS = [
     Int4Form(32, minima=True),
     Int4Form(None),
 ]
+RARE = (Int4Form(16, floats=True), Int4Form(None))
+SOME_FORMS = [
+    pytest.param(form, marks=pytest.mark.slow) if form in RARE else form for form in FORMS
+]
 BOUND = {"int4": 3e-3 if interpreted() else 1e-2, "fp8": 2e-2}
 BOUND["bytes"] = BOUND["int4"]
 
@@ -63,7 +67,8 @@ def close(module: Any, problem: Any, sample: Any, run: Any, kind: str) -> None:
         assert error(run(*arguments), expected(*arguments)) <= BOUND[kind], len(arguments[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("form", SOME_FORMS)
 @pytest.mark.parametrize(
     "width, inner, more", [(208, 144, GPT_OSS), (256, 64, {}), (64, 272, {"activation": "gelu"})]
 )
@@ -93,6 +98,7 @@ def test_tiles_of_bytes(form: ByteForm, width, inner, more):
         close(eight, problem, sample, run, "bytes")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("width, inner, more", [(208, 144, GPT_OSS), (128, 256, {})])
 def test_regimes_of_e4m3_numbers(group, width, inner, more):

@@ -319,10 +319,10 @@ def test_steps_mask_rows_as_a_cpu_does(kernels: Callable[[bool], None]) -> None:
     ]
     kernels(True)
     ours = Steps(samplings, DEVICE)
-    mine = [ours.within(flat_logits(5, seed % 3))[0].tokens.tolist() for seed in range(6)]
+    mine = [ours.within(flat_logits(5, seed))[0].tokens.tolist() for seed in range(3)]
     kernels(False)
     host = Steps(samplings, CPU)
-    assert mine == [host.step(flat_logits(5, seed % 3))[0].token_N.tolist() for seed in range(6)]
+    assert mine == [host.step(flat_logits(5, seed))[0].token_N.tolist() for seed in range(3)]
 
 
 @pytest.mark.parametrize("width", [1, 33, 4096, 9001])
