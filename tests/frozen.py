@@ -23,9 +23,13 @@ class Frozen:
         gc.disable()
 
     @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Before there is much."""
+        _begin_hypothesis()
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:
         """In the process that only shows results too."""
-        _begin_hypothesis()
         gc.freeze()
         gc.enable()
         for name, logger in logging.root.manager.loggerDict.items():
@@ -42,7 +46,8 @@ class Frozen:
 
 def _begin_hypothesis() -> None:
     """With its first example Hypothesis registers its source of numbers, which warns if nothing refers to that; it asks
-    the collector, which does not know what is frozen."""
+    the collector, which does not know what is frozen, and has it scan all there is: little now, millions of objects
+    once the tests are collected."""
     try:
         from hypothesis import given, strategies
     except ImportError:  # `make test-gpu` does without it

@@ -39,5 +39,5 @@ def test_an_encoder_that_is_built_behind_its_decoder_is_refused(first: str) -> N
     if early is not None:
         assert with_media(scope, decoder, early).media is early
         return
-    with pytest.raises(AssertionError, match="built behind the decoder.*vision_tower"):
+    with pytest.raises(AssertionError, match=r"built behind the decoder.*vision_tower"):
         with_media(scope, decoder, encoder())

@@ -29,6 +29,7 @@ from headrace.back.kernels.linear_quant.quantize import quantize
 from headrace.back.parallel.bundle import FP8, FP8_GROUPS, INT8, WeightForm
 from headrace.back.parallel.param import Param
 from headrace.back.quant.scheme import Scheme
+from headrace.base import heap
 
 CHUNK_ELEMENTS = 1 << 16
 """Values quantized at a time: the float32 copies stay in the second-level cache. To e2m1 numbers
@@ -55,7 +56,10 @@ class OnlineWeight:
         return packed
 
     def _pack(self) -> None:
+        """Threads that load have heaps of their own, in which the plain weights that they let go
+        would stay: up to 14 MiB each."""
         self._packed = pack(self._param.take(), self._scheme)
+        heap.trim()
 
 
 def layout_of(scheme: Scheme) -> BlockLayout | None:

@@ -22,9 +22,7 @@ def bind_with(library: NativeLibrary, problem: GroupSelectProblem) -> GroupSelec
         q_TJI: torch.Tensor, weight_TJ: torch.Tensor, entries: torch.Tensor, plan: Plan
     ) -> torch.Tensor:
         own, lists = (problem.group, problem.local, best_key), (problem.lists,)
-        return selection.launch(
-            kernel, problem, q_TJI, weight_TJ, entries, plan, *own, lists=lists
-        )
+        return selection.launch(kernel, problem, q_TJI, weight_TJ, entries, plan, *own, lists=lists)
 
     return group_select
 
