@@ -90,7 +90,6 @@ _LONGEST_TEXT = 1 << 20
 
 _NO_LORA = "LoRA adapters are taken in PEFT's layout: --lora-modules NAME=FOLDER"
 _ADAPTERS = "adapters are applied where the model runs"
-_NO_MEDIA = "no media are accepted"
 _NO_TLS = "serve TLS from a proxy in front of the server"
 _PER_REQUEST = "send it with each request, or put it into the model's generation_config.json"
 _ALWAYS = "always so"
@@ -203,9 +202,7 @@ VLLM: Mapping[str, OtherFlag] = {
         arity=ONE,
         why="how the model pools is read from its files; enable_chunked_processing and max_embed_len are taken",
     ),
-    "--limit-mm-per-prompt": _left_out(_NO_MEDIA, ONE),
-    "--mm-processor-kwargs": _left_out(_NO_MEDIA, ONE),
-    "--allowed-local-media-path": _left_out(_NO_MEDIA, ONE),
+    "--mm-processor-kwargs": _left_out("requests say it: mm_processor_kwargs", ONE),
     "--enable-lora": _left_out(_ADAPTERS, 0),
     "--lora-modules": _left_out(_ADAPTERS, SEVERAL),
     "--max-loras": _left_out(_ADAPTERS, ONE),

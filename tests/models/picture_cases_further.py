@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -17,6 +18,7 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
     Ernie4_5_VLMoeImageProcessorPil,
 )
+from transformers.models.fuyu.image_processing_pil_fuyu import FuyuImageProcessorPil
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 
 from headrace.front.media.processing import ProcessedMedia
@@ -26,6 +28,7 @@ from tests.models.test_towers import TOWER, text
 
 with without_torchvision():
     from transformers.models.aria.processing_aria import AriaProcessor
+    from transformers.models.fuyu.processing_fuyu import FuyuProcessor as FuyuWords
     from transformers.models.granite_docling.image_processing_pil_granite_docling import (
         GraniteDoclingImageProcessorPil,
     )
@@ -137,6 +140,23 @@ ERNIE_MARKS = {
 """What test_pictures.py has before, between and behind images."""
 
 
+def fuyu(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    processor = FuyuImageProcessorPil(**FUYU, patch_size={"height": 4, "width": 4})
+    rows, texts = [], []
+    for picture in pictures:
+        inputs = processor(picture, return_tensors="np")
+        sides = (inputs[f"image_unpadded_{side}"] for side in ("heights", "widths"))
+        height, width = (-(-int(np.ravel(side)[0]) // 4) for side in sides)
+        image = np.asarray(inputs["images"][0][0])[:, : height * 4, : width * 4]
+        rows.append(processor.patchify_image(image))
+        counts = {"num_patches": height * width, "row_width": width}
+        self = SimpleNamespace(image_token="I", image_newline_token="|NEWLINE|")
+        texts.append(FuyuWords.replace_image_token(self, {}, 0, **counts))
+    values = torch.tensor(np.concatenate(rows))[None].float()
+    return Theirs(given={"pixel_values": values}, texts=texts)
+
+
+FUYU: dict[str, Any] = {"size": {"height": 24, "width": 32}}
 IDEFICS2: dict[str, Any] = {
     "size": {"shortest_edge": 10, "longest_edge": 30},
     "do_image_splitting": True,
@@ -198,6 +218,18 @@ CASES = {
         mended=with_marks,
         files=HUNYUAN,
         step_tokens=(7, 3),
+    ),
+    "fuyu": PictureCase(
+        name="Fuyu",
+        model="FuyuForCausalLM",
+        config={
+            "text_config": text("persimmon", qk_layernorm=True),
+            **{"patch_size": 4, "image_token_id": IMAGE},
+        },
+        process=fuyu,
+        files={**FUYU, "image_mean": 0.5, "image_std": 0.5},
+        marks={"|NEWLINE|": 102, "<s>": 103},
+        sizes=((40, 24), (17, 10)),
     ),
     "idefics2": PictureCase(
         name="Idefics2",

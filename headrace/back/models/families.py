@@ -216,7 +216,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
     "nemotron_h": "nemotron_h",
-    **{"gemma": "gemma", "gemma2": "gemma2"},
+    **{"gemma": "gemma", "gemma2": "gemma2", "persimmon": "persimmon"},
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",

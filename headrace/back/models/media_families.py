@@ -23,6 +23,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "LlavaForConditionalGeneration": "llava",
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe",
     "Ernie4_5_VL_MoeForConditionalGeneration": "ernie4_5_vl_moe",
+    "FuyuForCausalLM": "fuyu",
     "Idefics2ForConditionalGeneration": "idefics2",
     "AriaForConditionalGeneration": "aria",
     "HunYuanVLForConditionalGeneration": "hunyuan_vl",

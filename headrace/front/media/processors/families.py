@@ -68,6 +68,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "aria": "headrace.front.media.processors.shrunk:AriaProcessor",
         "phi4": "headrace.front.media.processors.phi4:Phi4Processor",
         "docling": "headrace.front.media.processors.docling:DoclingProcessor",
+        "fuyu": "headrace.front.media.processors.shrunk:FuyuProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
         "lighton": "headrace.front.media.processors.pixtral:UnbrokenProcessor",
         "idefics3": "headrace.front.media.processors.idefics3:Idefics3Processor",

@@ -58,6 +58,9 @@ def image_norm(image: ConfigReader) -> ImageNorm | None:
         raise stated.wrong("rescale_factor", "1 / 255, with do_rescale true")
     if not stated.bool("do_normalize", True):
         return (0.0,) * 3, (1.0,) * 3
+    if isinstance(stated.raw.get("image_mean"), float):  # one number for all colours
+        three = {key: [stated.float(key)] * 3 for key in ("image_mean", "image_std")}
+        stated = ConfigReader({**stated.raw, **three}, stated.where)
     mean = stated.list("image_mean", None, of=float, length=3, aliases=("norm_mean",))
     std = stated.list("image_std", None, of=float, length=3, aliases=("norm_std",))
     if mean is None or std is None:

@@ -1,7 +1,7 @@
-"""Pictures that keep their ratio, between a least and a greatest side: Idefics 2 and Aria.
+"""Pictures that keep their ratio, between a least and a greatest side: Idefics 2, Aria and Fuyu.
 
 As transformers 5.23 (image_processing_pil_idefics2.py, processing_idefics2.py,
-image_processing_pil_aria.py, processing_aria.py).
+image_processing_pil_aria.py, processing_aria.py, image_processing_pil_fuyu.py, processing_fuyu.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.media.picture import channels_of, patches_of, resized
 from headrace.front.media.processing import ProcessedMedia, TowerInput
 from headrace.front.media.processors.square import SquareProcessor
+
+PADDING = 1
+"""Of 255: the reference pads with 1.0 before it rescales."""
 
 
 class Idefics2Processor(SquareProcessor):
@@ -72,3 +75,24 @@ class AriaProcessor(SquareProcessor):
         grid, rows = patches_of(ground[None], patch)
         one = TowerInput(kind="image", grid=grid, rows=rows, num_tokens=settings.rows_each)
         return ProcessedMedia(inputs=(one,), layout=(0,))
+
+
+class FuyuProcessor(SquareProcessor):
+    """See `Processor`. `sizes`: height and width that a larger picture is made to fit; `marks`:
+    behind each row of patches, and behind all."""
+
+    def image(self, picture: Image.Image) -> ProcessedMedia:
+        """One input in the upper left of patches that are almost black."""
+        settings, ((most_height, most_width),) = self._settings, self._settings.sizes
+        width, height = picture.size
+        if width > most_width or height > most_height:
+            scale = min(most_height / height, most_width / width)
+            height, width = max(1, int(height * scale)), max(1, int(width * scale))
+        small = resized(picture, height=height, width=width, resample=settings.resample)
+        patch, (line, end) = settings.patch, settings.marks
+        shape = (3, -(-height // patch) * patch, -(-width // patch) * patch)
+        ground = np.full(shape, PADDING, np.uint8)
+        ground[:, :height, :width] = channels_of(small)
+        grid, rows = patches_of(ground[None], patch)
+        one = TowerInput(kind="image", grid=grid, rows=rows)
+        return ProcessedMedia(inputs=(one,), layout=(0, line + end), row_break=line)

@@ -76,11 +76,36 @@ def _phi4(files: CheckpointFiles) -> MediaSpec | None:
     return image_only("phi4", settings, _with_token(files.config, token))
 
 
+def _fuyu(files: CheckpointFiles) -> MediaSpec | None:
+    """Its config has no part for a tower, as there is none."""
+    image, config = files.image, files.config
+    token = config.int("image_token_id", special_token(files.folder, "|SPEAKER|"), ge=0)
+    if token is None:
+        return None
+    patch = config.int("patch_size", 30, ge=1, le=1024)
+    size = image.section("size") or ConfigReader({}, image.where)
+    height, width = (
+        size.int(key, default, ge=1, le=16_384)
+        for key, default in (("height", 1080), ("width", 1920))
+    )
+    if height % patch or width % patch:
+        raise image.wrong("size", f"multiples of {patch} pixels")
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=1,
+        sizes=((height, width),),
+        resample=image.int("resample", 2, ge=0, le=5),
+        marks=("|NEWLINE|", "<s>"),
+    )
+    return image_only("fuyu", settings, _with_token(config, token))
+
+
 def _with_token(config: ConfigReader, token: int) -> ConfigReader:
     return ConfigReader({**config.raw, "image_token_id": token}, config.where)
 
 
 UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
+    "fuyu": _fuyu,
     **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
     "ovis2_5": _ovis2_5,
     "phi4_multimodal": _phi4,
