@@ -20,6 +20,7 @@ import msgspec
 
 from headrace.base.wire.media import MEDIA_HOOK, MediaContent, MediaInput, MediaPayload
 from headrace.base.wire.request import EngineRequest
+from headrace.core.media_checks import whole_inputs
 from headrace.core.ports import AdmissionHook, AdmissionVerdict
 
 YES = AdmissionVerdict("yes")
@@ -79,8 +80,7 @@ class EncoderCacheHook(AdmissionHook):
     def admit(self, request: EngineRequest) -> AdmissionVerdict:
         """See AdmissionHook; the sizes were checked (core/media_checks.py)."""
         if request.media:
-            inputs = {one.key: one for one in request.media}
-            self._requests[request.id] = _Waiting(inputs)
+            self._requests[request.id] = _Waiting(whole_inputs(request.media))
         return YES
 
     def ready(self, request_id: int) -> AdmissionVerdict:

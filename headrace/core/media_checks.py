@@ -3,6 +3,10 @@ are. The front made them; this is the last line before the device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.media import (
     KEY_BYTES,
@@ -45,7 +49,8 @@ def check_media(request: EngineRequest, facts: WorkerFacts, *, num_prompt: int) 
                 f"{one.offset}: its {one.num_tokens} tokens end behind the prompt's {num_prompt}",
             )
     _check_keys(request.media)
-    total = sum(one.num_tokens for one in _distinct(request.media))
+    _check_parts(request.media, forms)
+    total = sum(one.num_tokens for one in whole_inputs(request.media).values())
     if total > facts.media_tokens:
         raise _wrong(
             "media",
@@ -117,12 +122,19 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
             "where tokens depend on what follows",
         )
     num_tokens = form.num_tokens(one.grid, one.cut)
-    if one.num_tokens != num_tokens:
+    if not (one.first >= 0 and 1 <= one.num_tokens <= num_tokens - one.first):
+        raise _wrong(
+            f"{field}.num_tokens",
+            f"{one.num_tokens} behind {one.first}, its grid makes {num_tokens}",
+        )
+    if one.num_tokens != num_tokens and (form.breaks or form.adds or form.mutual or one.cut):
         raise _wrong(f"{field}.num_tokens", f"{one.num_tokens}, its grid makes {num_tokens}")
-    if len(one.rows) != num_rows * form.row_bytes:
+    needed = 0 if one.first else num_rows * form.row_bytes
+    if len(one.rows) != needed:
         raise _wrong(
             f"{field}.rows",
-            f"{len(one.rows)} bytes, {num_rows} patches of {form.row_bytes} are needed",
+            f"{len(one.rows)} bytes, {needed} are needed: {num_rows} patches of {form.row_bytes} "
+            "with the first part of an input, none with the others",
         )
 
 
@@ -144,8 +156,34 @@ def _check_keys(media: tuple[MediaInput, ...]) -> None:
             raise _wrong(f"media[{index}].key", "the same as that of an input of another shape")
 
 
-def _distinct(media: tuple[MediaInput, ...]) -> list[MediaInput]:
-    return list({one.key: one for one in media}.values())
+def _check_parts(media: tuple[MediaInput, ...], forms: Mapping[str, MediaForm]) -> None:
+    """Parts of an input follow each other to its end."""
+    reached: dict[bytes, int] = {}
+    for index, one in enumerate(media):
+        if one.first and one.first != reached.get(one.key):
+            before = reached.get(one.key, 0)
+            raise _wrong(f"media[{index}].first", f"{one.first}, the part before ends at {before}")
+        reached[one.key] = one.first + one.num_tokens
+    for index, one in enumerate(media):
+        num_tokens = forms[one.kind].num_tokens(one.grid, one.cut)
+        if reached[one.key] != num_tokens:
+            raise _wrong(
+                f"media[{index}].num_tokens",
+                f"{reached[one.key]} in all its parts, its grid makes {num_tokens}",
+            )
+
+
+def whole_inputs(media: tuple[MediaInput, ...]) -> dict[bytes, MediaInput]:
+    """The inputs by key, each with its content and the tokens of all its parts."""
+    whole: dict[bytes, MediaInput] = {}
+    for one in media:
+        before = whole.get(one.key)
+        if before is None:
+            whole[one.key] = one
+        elif before.num_tokens < one.first + one.num_tokens:
+            tokens = one.first + one.num_tokens
+            whole[one.key] = msgspec.structs.replace(before, num_tokens=tokens)
+    return whole
 
 
 def _wrong(field: str, what: str) -> InvalidRequest:
@@ -157,7 +195,8 @@ def media_mark(media: tuple[MediaSpan, ...], start: int, end: int) -> bytes:
     the hash of a block: of each its place relative to `start` and its key, or the mark of its last
     token there."""
     return b"".join(
-        (one.offset - start).to_bytes(MARK_AT_BYTES, "little", signed=True) + one.key_before(end)
+        (one.offset - one.first - start).to_bytes(MARK_AT_BYTES, "little", signed=True)
+        + one.key_before(end)
         for one in media
         if one.offset < end and one.offset + one.num_tokens > start
     )

@@ -15,16 +15,23 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from headrace.base.config.media import MediaSpec, ProcessorSettings, SoundSettings, VideoSound
 from headrace.base.wire.media import SoundSteps
+from headrace.front.media.placeholders import expanded
+from headrace.front.media.preparation import _prepared
+from headrace.front.media.processing import ProcessedMedia, TowerInput
+from headrace.front.media.processors.video_sound import with_sound
 from tests.models.media import (
     Family,
     Prompt,
     SeeingEngine,
+    answer_of,
     compare_answers,
     patches_of,
     save_media_oracle,
 )
 from tests.models.test_hearing import BANDS, ENCODER, LINES, PLANES, Sound
+from tests.models.test_pictures import Ready
 from tests.models.test_qwen_vl import CLIP, EXPERTS, HALF, QWEN3_TOWER, TOWER, text
 
 IMAGE, VIDEO, SOUND, SEES, HEARS = 100, 101, 104, 102, 105
@@ -95,6 +102,14 @@ class Omni(Family):
         return more
 
 
+class TowerSound:
+    """A sound with its rows."""
+
+    def __init__(self, heard: Sound) -> None:
+        self.kind, self.grid, self.num_tokens = heard.kind, heard.grid, heard.num_tokens
+        self.rows = heard.frames.view(np.uint8).reshape(len(heard.frames), -1)
+
+
 @pytest.fixture(scope="module", params=CASES)
 def omni(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -128,6 +143,41 @@ def test_everything_whole_and_in_chunks(omni: Omni) -> None:
     compare_answers(omni.engine.run(prompt)[0], expected)
     engine = omni.engine.with_steps(omni.folder, max_step_tokens=5)
     compare_answers(engine.run(prompt)[0], expected)
+
+
+def sounding(omni: Omni) -> tuple[Prompt, Ready]:
+    """A video whose sound takes turns with it; the prompt as the reference has it, and as ours is."""
+    seen, heard = omni.pixels(4, (3, 2, 4), frames=2, step_s=1.0), omni.sound(2, 230)
+    how = VideoSound(per_s=25.0, chunk_s=2.0) if omni.case.name == "Qwen2_5Omni" else None
+    settings = ProcessorSettings(
+        merge=2, sound=SoundSettings(bands=BANDS, in_video=how or VideoSound(per_s=25.0))
+    )
+    inputs = [
+        TowerInput(
+            kind=one.kind, grid=one.grid, rows=one.rows, step_s=1.0, num_tokens=one.num_tokens
+        )
+        for one in (seen, TowerSound(heard))
+    ]
+    apart = [ProcessedMedia(inputs=(one,), layout=(0,)) for one in inputs]
+    medium = _prepared(with_sound(*apart, settings), "video", b"k" * 32, 0, 2)
+    spec = MediaSpec(
+        processor="", settings=settings, image_token=IMAGE, video_token=VIDEO, audio_token=SOUND
+    )
+    written = [5, 6, SEES, HEARS, VIDEO, 106, 103, 10, 11]
+    ids, media = expanded(written, [medium], spec, lambda text: [], field="prompt")
+    assert sum(one.first > 0 for one in media) >= 2
+    prompt = Prompt(ids=ids, inputs=[seen, heard], offsets=[0, 0])
+    return prompt, Ready(ids, media)
+
+
+def test_a_video_and_its_sound(omni: Omni) -> None:
+    """Whole, and in chunks that cut its parts (MUL-04)."""
+    prompt, ready = sounding(omni)
+    inputs = omni.inputs(prompt) | {"use_audio_in_video": True}
+    expected = answer_of(omni.oracle, prompt, inputs, 5)
+    for step_tokens in (256, 5):
+        engine = omni.engine.with_steps(omni.folder, max_step_tokens=step_tokens)
+        compare_answers(engine.run(ready)[0], expected)
 
 
 @pytest.mark.slow

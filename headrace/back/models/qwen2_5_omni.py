@@ -39,7 +39,9 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     _, audio = parts_that_hear(config)
     per_s = config.float("position_id_per_seconds", 25.0, ge=0.0)
     scope = replace(scope, max_positions=scope.max_positions + MAX_TIME_POSITIONS)
-    rope = spaced_axes(scope, text, vision, positions_per_s=per_s, behind_time=True)
+    rope = spaced_axes(
+        scope, text, vision, positions_per_s=per_s, behind_time=True, paired_marks=True
+    )
     tower = windowed_tower(vision)
     names = replace(tower.layer.names, merged=None, qkv=QKV)
     tower = replace(tower, layer=replace(tower.layer, names=names), positions_per_s=per_s)

@@ -45,6 +45,7 @@ def spaced_axes(
     *,
     positions_per_s: float | None,
     behind_time: bool = False,
+    paired_marks: bool = False,
 ) -> AxesRope:
     """The decoder's positions; see AxesRope."""
     sizes = read_sizes(text)
@@ -60,6 +61,7 @@ def spaced_axes(
         merge=vision.int("spatial_merge_size", 2, ge=1),
         positions_per_s=positions_per_s,
         behind_time=behind_time,
+        paired_marks=paired_marks,
     )
 
 

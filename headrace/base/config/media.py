@@ -76,6 +76,16 @@ class SpeechInTime(msgspec.Struct, frozen=True, kw_only=True):
     pad: int
 
 
+class VideoSound(msgspec.Struct, frozen=True, kw_only=True):
+    """How a video's tokens and those of its sound take turns. `per_s`: tokens of sound a second;
+    `chunk_s`: of each so many seconds take turns, 0: each step of the video stands before the sound
+    from its time on. `around`: text before and behind all."""
+
+    per_s: float
+    chunk_s: float = 0.0
+    around: tuple[str, str] = ("", "")
+
+
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any;
@@ -87,7 +97,8 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     `around`: text before and behind its tokens. `loudest`: decades of power below
     which RANGE lies, whatever the sound has; None: the sound's own. `in_time`: see SpeechInTime.
     `seeing`: whether images stand in its prompt, which each frame tells by one more value, 0 or 1;
-    None: it tells nothing. The rest as in `base/wire/media.py: SoundSteps`."""
+    None: it tells nothing. `in_video`: how it stands in a video; None: it cannot. The rest as in
+    `base/wire/media.py: SoundSteps`."""
 
     bands: int
     window: int = 0
@@ -111,6 +122,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     loudest: float | None = None
     in_time: SpeechInTime | None = None
     seeing: bool | None = None
+    in_video: VideoSound | None = None
 
 
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +148,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     width, and whose ratio is above the third and at most the fourth number; 0: any.
     `marks`: further texts of the family around and between its tiles.
 
-    Of models that hear: `sound`."""
+    Of models that hear: `sound`; `sound_of_video`: a video's is heard too."""
 
     patch: int = 14
     merge: int = 2
@@ -166,6 +178,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
     marks: tuple[str, ...] = ()
     sound: SoundSettings | None = None
+    sound_of_video: bool = False
 
 
 class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):

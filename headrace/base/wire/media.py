@@ -256,6 +256,8 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     marks        of a sound that may go on: MARK_BYTES for each token, a digest of what is heard up
                  to it, on which alone what the model keeps of it depends; they stand for it in the
                  prefix cache instead of the key, so that more sound finds what less has left
+    first        tokens of its input that stand before it: an input may stand in a prompt in parts,
+                 of which the first one has the content
     """
 
     kind: str
@@ -266,6 +268,7 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_s: float = 0.0
     cut: MediaCut | None = None
     marks: bytes = b""
+    first: int = 0
 
     @property
     def end(self) -> int:
@@ -281,7 +284,8 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class MediaInput(MediaSpan, frozen=True, kw_only=True, omit_defaults=True):
-    """A span with its content: `rows` holds t * h * w rows of the form's `row_bytes`."""
+    """A span with its content: `rows` holds t * h * w rows of the form's `row_bytes`; none of a
+    part that is not the first."""
 
     rows: bytes = b""
 
@@ -296,6 +300,7 @@ class MediaInput(MediaSpan, frozen=True, kw_only=True, omit_defaults=True):
             step_s=self.step_s,
             cut=self.cut,
             marks=self.marks,
+            first=self.first,
         )
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.wire.media import MediaCut
+from headrace.front.media.processing import Layout
 
 LENGTHS = struct.Struct("<IQ")
 FRAMES_RATE = 2.0
@@ -52,7 +53,7 @@ class MediumReply(msgspec.Struct, frozen=True, kw_only=True):
     """One `ProcessedMedia`."""
 
     inputs: tuple[InputShape, ...]
-    layout: tuple[str | int, ...]
+    layout: Layout
     row_break: str = ""
     row: tuple[int, int] = (0, 0)
 

@@ -7,13 +7,14 @@ the same ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from headrace.base.config.media import MediaSpec
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaInput
+from headrace.front.media.processing import Layout
 
 EncodeText = Callable[[str], list[int]]
 MOST_NEWLINES = 8
@@ -26,7 +27,7 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     inputs: tuple[MediaInput, ...]
-    layout: tuple[str | int, ...]
+    layout: Layout
     row_break: str = ""
     row: tuple[int, int] = (0, 0)
     merge: int = 1
@@ -103,7 +104,7 @@ def expanded(
         if spec.shares_ends and edges[-2:-1] == [len(whole)]:
             medium = msgspec.structs.replace(medium, layout=medium.layout[1:])
         soft = spec.video_soft if kind == "video" else None
-        _write(medium, token if soft is None else soft, encode, whole, inputs)
+        _write(medium, token if soft is None else soft, encode, whole, inputs, tokens)
         edges.append(len(whole))
         position += 1
     if spec.joins_newlines and edges:
@@ -198,11 +199,24 @@ def _write(
     encode: EncodeText,
     whole: list[int],
     inputs: list[MediaInput],
+    tokens: Mapping[str, int | None],
 ) -> None:
     for piece in medium.layout:
         if isinstance(piece, str):
             whole += encode(piece)
             continue
+        if isinstance(piece, tuple):
+            inputs.append(_part(medium.inputs[piece[0]], len(whole), *piece[1:]))
+            own = tokens[inputs[-1].kind]
+            assert own is not None, "the model takes this kind"
+            whole += [own] * piece[2]
+            continue
         each = medium.inputs[piece]
         inputs.append(msgspec.structs.replace(each, offset=len(whole)))
         whole += medium.tokens_of(each, token, encode)
+
+
+def _part(whole: MediaInput, offset: int, first: int, count: int) -> MediaInput:
+    """Some of an input's tokens; its content stands with the first."""
+    rows = b"" if first else whole.rows
+    return msgspec.structs.replace(whole, offset=offset, first=first, num_tokens=count, rows=rows)

@@ -42,7 +42,8 @@ ReadFile = Callable[[str, str], Awaitable[bytes]]
 CACHE_BYTES = 256 << 20
 LOW_PIXELS = 512 * 512
 DEFAULT_MOST = {"image": 32, "video": 4, "audio": 16}
-_ARGUMENTS = ("min_pixels", "max_pixels", "fps", "max_frames")
+_SOUND = "use_audio_in_video"
+_ARGUMENTS = ("min_pixels", "max_pixels", "fps", "max_frames", _SOUND)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,11 +311,19 @@ def adjusted(settings: ProcessorSettings, arguments: Mapping[str, Any] | None) -
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0.01 <= fps <= 60:
         raise _bad("mm_processor_kwargs.fps", f"{fps!r:.80} given; allowed: 0.01 to 60")
     frames = _whole(arguments, "max_frames", settings.max_frames, 1, settings.max_frames)
+    sounds = arguments.get(_SOUND, False)
+    if not isinstance(sounds, bool):
+        raise _bad(
+            f"mm_processor_kwargs.{_SOUND}", f"{sounds!r:.80} given; true or false is wanted"
+        )
+    if sounds and (settings.sound is None or settings.sound.in_video is None):
+        raise _bad(f"mm_processor_kwargs.{_SOUND}", "true given; this model hears no video")
     return msgspec.structs.replace(
         settings,
         image_pixels=(least, most),
         video_pixels=(video_low, min(video_high, max(most, video_low))),
         fps=float(fps),
+        sound_of_video=sounds,
         min_frames=min(settings.min_frames, frames),
         max_frames=frames,
     )

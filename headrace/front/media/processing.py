@@ -42,6 +42,10 @@ class TowerInput(msgspec.Struct, frozen=True, kw_only=True):
     cut: MediaCut | None = None
 
 
+Layout = tuple[str | int | tuple[int, int, int], ...]
+"""Texts, indices of inputs, and parts of inputs: the index, the tokens before, and their number."""
+
+
 class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True):
     """A medium's inputs, and its `layout`: texts of the family, and indices of inputs, each of
     which takes as many placeholder tokens as it has merged patches. `row_break`: text behind each
@@ -49,7 +53,7 @@ class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True):
     rows are not those of patches; then they count among an input's `num_tokens`."""
 
     inputs: tuple[TowerInput, ...]
-    layout: tuple[str | int, ...]
+    layout: Layout
     row_break: str = ""
     row: tuple[int, int] = (0, 0)
 

@@ -48,6 +48,17 @@ def sound(data: bytes, limits: DecodingLimits) -> ProcessedMedia:
     return ProcessedMedia(inputs=(one,), layout=(0,))
 
 
+def has_sound(data: bytes) -> bool:
+    """Whether a file of a video has sound too; what cannot be read as sound has none."""
+    av = require("av", extra="media", purpose="sound")
+    try:
+        how = {"format": _container(data), "metadata_errors": "replace"}
+        with av.open(io.BytesIO(data), **how) as container:
+            return bool(container.streams.audio)
+    except Exception:
+        return False
+
+
 def samples_of(medium: ProcessedMedia) -> np.ndarray:
     """The int16 samples of a sound."""
     return medium.inputs[0].rows.reshape(-1).view("<i2")

@@ -22,7 +22,8 @@ from headrace.front.media.job import LENGTHS, InputShape, JobReply, MediaJob, Me
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.processors.families import PROCESSORS
 from headrace.front.media.processors.spectrogram import spectrogram
-from headrace.front.media.sound import samples_of, sound
+from headrace.front.media.processors.video_sound import with_sound
+from headrace.front.media.sound import has_sound, samples_of, sound
 
 
 def answer(job: MediaJob, payload: memoryview) -> tuple[JobReply, list[ProcessedMedia]]:
@@ -73,7 +74,11 @@ def _processed(job: MediaJob, files: list[bytes]) -> list[ProcessedMedia]:
     if job.kind == "image":
         return [decoders.image(files[0], processor, job.limits)]
     if job.kind == "video":
-        return [decoders.video(files[0], processor, job.limits)]
+        medium = decoders.video(files[0], processor, job.limits)
+        if job.settings.sound_of_video and has_sound(files[0]):
+            heard = spectrogram(samples_of(sound(files[0], job.limits)), job.settings)
+            medium = with_sound(medium, heard, job.settings)
+        return [medium]
     if job.kind == "frames":
         return [decoders.frames(files, processor, job.rate, job.limits)]
     if job.kind == "pages":

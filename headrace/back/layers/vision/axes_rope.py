@@ -23,6 +23,8 @@ from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.grids import kept_windows
 from headrace.base.wire.media import MediaSpan
 
+SOUNDING = {"video", "audio"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPositions:
@@ -46,7 +48,11 @@ class AxesRope:
     far apart steps of a video are in time for each second between them; None: 1 whatever the
     time. `behind_time`: the text behind a video begins behind its greatest position in any axis,
     not only in height and width. `marks_behind`: tokens of text behind the last input that steps
-    tell from others too."""
+    tell from others too. `paired_marks`: the two tokens before a video with sound have one
+    position, and the two behind it.
+
+    A video with its sound stands in parts, one right behind the other: both count from where the
+    first of them begins."""
 
     axes = 3
     marks_behind = 0
@@ -60,11 +66,13 @@ class AxesRope:
         merge: int,
         positions_per_s: float | None = None,
         behind_time: bool = False,
+        paired_marks: bool = False,
     ) -> None:
         assert len(axis_of_pair) == len(spec.frequencies), (axis_of_pair, spec)
         self._merge = merge
         self._positions_per_s = positions_per_s
         self._behind_time = behind_time
+        self._paired_marks = paired_marks
         self._axis = torch.tensor(axis_of_pair, device=scope.device)
         self._table_PR = torch.empty(0)
         self._scope = scope
@@ -80,23 +88,41 @@ class AxesRope:
     def positions(self, spans: Sequence[MediaSpan], length: int) -> PromptPositions:
         """Of a prompt of `length` tokens with these inputs, in order."""
         parts: list[np.ndarray] = []
-        place = position = 0
-        for span in spans:
-            if span.kind == "audio":
+        place = position = repeated = 0
+        for group in _groups(spans):
+            first, sounds = group[0], len(group) > 1
+            if first.kind == "audio":
                 continue
-            parts.append(_text(position, span.offset - place))
-            position += span.offset - place
-            at_3P = self._coordinates(span)
-            kept = kept_windows(span.cut, at_3P.shape[1])
-            parts.append(position + at_3P[:, kept])
-            if self._behind_time:
-                position += int(at_3P.max()) + 1
+            before = _text(position, first.offset - place, repeated)
+            repeated = int(sounds and self._paired_marks)
+            if repeated:
+                before = np.concatenate((before[:, :-1], before[:, -2:-1]), axis=1)
+            position = int(before[0, -1]) + 1 if before.size else position
+            parts.append(before)
+            parts += [position + self._part(span) for span in group]
+            if self._behind_time or sounds:
+                position += max(self._reach(span) for span in group) + 1
             else:
-                position += max(span.grid[1], span.grid[2]) // self._merge
-            place = span.end
-        parts.append(_text(position, length - place))
-        position += length - place
+                position += max(first.grid[1], first.grid[2]) // self._merge
+            place = group[-1].end
+        behind = _text(position, length - place, repeated)
+        parts.append(behind)
+        position = int(behind[0, -1]) + 1 if behind.size else position
         return PromptPositions(position_3P=np.concatenate(parts, axis=1), delta=position - length)
+
+    def _part(self, span: MediaSpan) -> np.ndarray:
+        """Of the tokens of a span, from where its video begins."""
+        if span.kind == "audio":
+            return _text(span.first, span.num_tokens)
+        at_3P = self._coordinates(span)
+        shown_3P = at_3P[:, kept_windows(span.cut, at_3P.shape[1])]
+        return shown_3P[:, span.first : span.first + span.num_tokens]
+
+    def _reach(self, span: MediaSpan) -> int:
+        """The greatest of its positions in any axis, also of what is not shown."""
+        if span.kind == "audio":
+            return span.first + span.num_tokens - 1
+        return int(self._coordinates(span).max())
 
     def _coordinates(self, span: MediaSpan) -> np.ndarray:
         t, h, w = span.grid
@@ -149,8 +175,25 @@ class PlaceRope(AxesRope):
         )
 
 
-def _text(first: int, count: int) -> np.ndarray:
-    return np.broadcast_to(np.arange(first, first + count), (3, count))
+def _text(first: int, count: int, repeated: int = 0) -> np.ndarray:
+    """Of so many tokens; `repeated`: the second has the position of the first."""
+    place = np.arange(first, first + count)
+    place[1:] -= repeated
+    return np.broadcast_to(place, (3, count))
+
+
+def _groups(spans: Sequence[MediaSpan]) -> list[list[MediaSpan]]:
+    """A video's parts and those of its sound together, which stand one right behind the other; any
+    other input by itself."""
+    groups: list[list[MediaSpan]] = []
+    for span in spans:
+        group = groups[-1] if groups else []
+        joins = span.first > 0 or (bool(group) and {group[0].kind, span.kind} == SOUNDING)
+        if group and joins and group[0].kind == "video" and group[-1].end == span.offset:
+            group.append(span)
+        else:
+            groups.append([span])
+    return groups
 
 
 def sections(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -121,7 +121,7 @@ class EncoderCache:
         slot_M, form = self._entries[span.key].slot_M, self._forms[span.kind]
         assert slot_M is not None, span.key
         if not form.breaks:
-            return np.arange(end - start), slot_M[start:end]
+            return np.arange(end - start), slot_M[span.first + start : span.first + end]
         width = form.row_width(span.grid)
         row, column = np.divmod(np.arange(start, end), width + form.breaks)
         seen = np.flatnonzero(column < width)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.hf import ConfigReader
-from headrace.base.config.media import MediaSpec, PowerMel, SoundSettings
+from headrace.base.config.media import MediaSpec, PowerMel, SoundSettings, VideoSound
 from headrace.front.media.log_mel import HOP, RATE
 from headrace.front.media.processors.files import extractor_keys, special_text, special_token
 from headrace.front.media.processors.sound_families import (
@@ -33,6 +33,15 @@ def _hearing_too(spec: MediaSpec, config: ConfigReader, sound: SoundSettings) ->
     return msgspec.structs.replace(spec, settings=settings, audio_token=token)
 
 
+def _marks(folder: Path, config: ConfigReader, ids: tuple[int, int]) -> tuple[str, str]:
+    """Around a sound."""
+    begin, end = (
+        config.int(f"audio_{name}_token_id", id, ge=0)
+        for name, id in zip(("start", "end"), ids, strict=True)
+    )
+    return special_text(folder, begin), special_text(folder, end)
+
+
 def _qwen2_5_omni(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
     audio = audio_section(config)
     sound = SoundSettings(
@@ -41,6 +50,11 @@ def _qwen2_5_omni(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaS
         strides=LINES,
         pool=2,
         chunk=2 * audio.int("n_window", 100, ge=1, le=1 << 16),
+        in_video=VideoSound(
+            per_s=config.float("position_id_per_seconds", 25.0, ge=1.0),
+            chunk_s=config.float("seconds_per_chunk", 2.0, ge=0.1),
+            around=_marks(folder, config, (151_647, 151_648)),
+        ),
     )
     return _hearing_too(spec, config, sound)
 
@@ -51,6 +65,10 @@ def _qwen3_omni(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpe
         bands=audio.int("num_mel_bins", 128, ge=1, le=1024),
         strides=PLANES,
         chunk=2 * audio.int("n_window", 50, ge=1, le=1 << 16),
+        in_video=VideoSound(
+            per_s=config.float("position_id_per_seconds", 13.0, ge=1.0),
+            around=_marks(folder, config, (151_669, 151_670)),
+        ),
     )
     return _hearing_too(spec, config, sound)
 
