@@ -1,5 +1,5 @@
 """Latent attention with a quantized kv_b_proj: what it is multiplied into is what its numbers stand for, in steps that
-read cached latents too; and no layer but the linear ones looks at a module's weight. QNT-10."""
+read cached latents too; and no layer but the linear ones looks at a module's weight. QNT-10, REG-059."""
 
 from __future__ import annotations
 

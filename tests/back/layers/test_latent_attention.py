@@ -48,7 +48,8 @@ def test_only_the_last_layer_absorbs_the_last_tokens_alone(tmp_path: Path) -> No
 def test_prompts_over_expanded_latents_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """KRN-06: whole, behind a prefix, beside decodes; and where there are too many positions."""
+    """KRN-06, REG-034: whole, behind a prefix, beside decodes, which read the latents that such prompts left; and where
+    there are too many positions."""
     save_oracle(tiny_config("deepseek-v3"), tmp_path)
     rows = random_rows(SIZES["vocab_size"], (30, 12, 45))
     steps = [[(0, 9), (1, 1)], [(1, 1), (0, 20), (2, 40)], [(0, 1), (1, 1), (2, 5)]]

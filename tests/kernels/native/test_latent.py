@@ -49,6 +49,7 @@ def test_latents_are_normed_rotated_and_written(library, shape, dtype, layout):
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_equals_the_reference(library, shape, dtype, whole):
+    """REG-031: in splits and whole, with log-sum-exps, beside rows of no length."""
     problem = attention_problem(shape, dtype, "cpu")
 
     def bind(problem):

@@ -39,6 +39,7 @@ def native(case):
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_gives_what_it_gives_alone(library, case, counts, dtype):
+    """REG-038, REG-039: whatever is packed around it; states that no row of the step owns keep their bits."""
     arranged = step(case, dtype, counts)
     problem, weights, *_ = arranged
     bound = native(case).bind_with(library, problem, *weights)

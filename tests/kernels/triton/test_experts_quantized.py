@@ -133,7 +133,7 @@ def test_rows_are_sorted_as_e4m3_numbers(tokens, monkeypatch):
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_streams_of_4_bit_numbers(form: Int4Form, width, inner, more, how):
-    """Each plan of Hopper's kernels: experts with none, with all; twice the same bits."""
+    """REG-055: each plan of Hopper's kernels, odd numbers of rows: experts with none, with all; twice the same bits."""
     whole = mixture(width, inner, **more)
     problem = int4.ExpertsInt4Problem(mixture=whole, form=form)
     generator = torch.Generator(device=DEVICE).manual_seed(1)

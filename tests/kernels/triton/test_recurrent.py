@@ -46,6 +46,7 @@ def triton_kernel(case: str) -> object:
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_gives_what_it_gives_alone(case: str, counts: str, dtype: torch.dtype) -> None:
+    """REG-038, REG-039: see tests/kernels/native/test_recurrent.py."""
     arranged = step(case, dtype, counts, DEVICE)
     problem, weights, *_ = arranged
     bound = triton_kernel(case).bind(problem, *weights)
