@@ -96,6 +96,12 @@ CASES: dict[str, Any] = {
     ),
     "mt5": lambda: t5_like(transformers.MT5Config),
     "umt5": lambda: t5_like(transformers.UMT5Config, relative_attention_max_distance=128),
+    "longt5": lambda: t5_like(
+        transformers.LongT5Config,
+        **{"encoder_attention_type": "transient-global", "local_radius": 4, "global_block_size": 4},
+        **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "longt5-local": lambda: t5_like(transformers.LongT5Config, local_radius=3),
     "switch": lambda: t5_like(
         transformers.SwitchTransformersConfig,
         **{
@@ -121,6 +127,17 @@ CASES: dict[str, Any] = {
 
 UNRECORDED = ("t5gemma",)
 """Logits are bounded by PyTorch's operations."""
+ALIKE = (
+    *("bart-scaled", "marian", "m2m", "mvp", "plbart", "blenderbot-small", "mt5", "longt5-local"),
+    *("switch", "pegasus"),
+)
+"""Every part of their decoders stands in another case: through the whole engine in `make slow` alone."""
+
+
+def through_the_engine(without: tuple[str, ...] = ()) -> list[Any]:
+    """Names of cases."""
+    names = [name for name in CASES if name not in without]
+    return [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in names]
 
 
 def whisper() -> Any:
@@ -267,7 +284,7 @@ def greedy(oracle: Any, read: list[int], start: list[int], num_tokens: int) -> l
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", through_the_engine())
 @pytest.mark.parametrize("start", [[START], [START, 5, 7]], ids=["start", "forced"])
 def test_greedy_tokens_equal_transformers_beside_each_other(
     name: str, start: list[int], tmp_path: Path
@@ -314,7 +331,7 @@ def test_requests_that_lost_their_blocks_give_the_same_tokens(tmp_path: Path) ->
 @pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
 )
-@pytest.mark.parametrize("name", [name for name in CASES if name not in UNRECORDED])
+@pytest.mark.parametrize("name", through_the_engine(UNRECORDED))
 def test_decodes_are_recorded(name: str, tmp_path: Path) -> None:
     oracle_of(name, tmp_path)
     core = engine(spec_of(tmp_path))

@@ -26,6 +26,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "T5ForConditionalGeneration": "t5",
     "MT5ForConditionalGeneration": "mt5",
     "UMT5ForConditionalGeneration": "umt5",
+    "LongT5ForConditionalGeneration": "longt5",
     "SwitchTransformersForConditionalGeneration": "switch_transformers",
     "T5GemmaForConditionalGeneration": "t5gemma",
 }

@@ -26,6 +26,7 @@ from headrace.back.models.encoder import (
     EncoderLayer,
     EncoderSizes,
     SpanAttentionLayer,
+    TokenLayer,
     WholeBranch,
 )
 from headrace.back.models.encoder_decoder import (
@@ -51,11 +52,13 @@ HEAD = r"lm_head\.weight"
 class T5Form:
     """What tells the family's members apart. `scaled`: logits of a tied head are multiplied with
     width ** -0.5; `shared_bias`: a stack's layers share that of the first; `feed_forward`: of a
-    layer by the config, its stack and number, and what T5 calls the module."""
+    layer by the config, its stack and number, and what T5 calls the module; `reads`: what makes the
+    attention of the encoder's layers, where it is another."""
 
     scaled: bool
     shared_bias: bool = True
     feed_forward: Callable[[ConfigReader, str, int, str], FeedForwardSpec] | None = None
+    reads: Callable[[Scope], TokenLayer] | None = None
 
     def feed_forward_of(
         self, config: ConfigReader, stack: str, layer: int, name: str
@@ -77,10 +80,13 @@ def build_t5(scope: Scope, config: ConfigReader, form: T5Form) -> EncoderDecoder
     """A member of the family."""
     sizes = _sizes(config)
     tied = config.bool("tie_word_embeddings", True)
-    encoder_biases, decoder_biases = (
-        Biases(scope / stack / "block", config, sizes, form, both_ways=stack == "encoder")
-        for stack in ("encoder", "decoder")
-    )
+
+    def biases(stack: str) -> Biases:
+        at, both = scope / stack / "block", stack == "encoder"
+        return Biases(at, config, sizes, form, both_ways=both)
+
+    encoder_biases = None if form.reads else biases("encoder")
+    decoder_biases = biases("decoder")
     return EncoderDecoder(
         scope,
         EncoderDecoderSpec(
@@ -89,8 +95,9 @@ def build_t5(scope: Scope, config: ConfigReader, form: T5Form) -> EncoderDecoder
             encoder_layer=lambda at, i: _encoder_layer(
                 at,
                 config,
-                encoder_biases.of(i),
+                encoder_biases.of(i) if encoder_biases else None,
                 form.feed_forward_of(config, "encoder", i, "layer.1.DenseReluDense"),
+                form.reads,
             ),
             layers=tuple(
                 _layer(
@@ -186,20 +193,27 @@ def encoder_sizes(config: ConfigReader) -> EncoderSizes:
 
 
 def _encoder_layer(
-    scope: Scope, config: ConfigReader, bias: RelativeBias, spec: FeedForwardSpec
+    scope: Scope,
+    config: ConfigReader,
+    bias: RelativeBias | None,
+    spec: FeedForwardSpec,
+    reads: Callable[[Scope], TokenLayer] | None = None,
 ) -> EncoderLayer:
     encoder = encoder_sizes(config)
     mlp = spec.build(scope, encoder.feed_forward)
     branch = mlp if isinstance(mlp, GatedMLP | PlainMLP) else WholeBranch(mlp)
-    attention = SpanAttentionLayer(
-        scope / NAMES.module,
-        encoder,
-        names=("q", "k", "v"),
-        out="o",
-        bias=False,
-        scale=1.0,
-        position_bias=bias,
-    )
+    if reads is not None:
+        attention = reads(scope)
+    else:
+        attention = SpanAttentionLayer(
+            scope / NAMES.module,
+            encoder,
+            names=("q", "k", "v"),
+            out="o",
+            bias=False,
+            scale=1.0,
+            position_bias=bias,
+        )
     before, before_mlp = (
         RMS.build(scope / f"layer.{i}.layer_norm", encoder.width, eps=encoder.eps) for i in range(2)
     )
