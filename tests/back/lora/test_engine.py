@@ -82,6 +82,7 @@ class Engine:
         known: tuple[str, ...] = NAMES,
         num_blocks: int = 64,
         kinds: tuple[str, ...] = (),
+        device: str = "cpu",
         scheduler: SchedulerSpec = SchedulerSpec(max_step_tokens=16, max_running=4),
         **changes: Any,
     ) -> None:
@@ -92,7 +93,7 @@ class Engine:
             kv=KVSpec(block_tokens=16, prefix_caching=True, num_blocks=num_blocks),
             scheduler=scheduler,
             device=DeviceSpec(
-                device="cpu",
+                device=device,
                 executor="inline" if tensor_parallel == 1 else "processes",
                 tensor_parallel=tensor_parallel,
             ),
@@ -206,16 +207,44 @@ def test_steps_with_adapters_are_recorded_beside_those_without(tiny: Tiny, engin
     assert {bucket.adapted for bucket in replay._graphs} == {False, True}
 
 
-@pytest.fixture(scope="module")
-def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def of_all_kinds(folder: Path, case: str = "qwen2") -> Tiny:
     """A base with adapters of everything beside linear layers."""
-    tiny = Tiny(tmp_path_factory.mktemp("kinds"))
+    tiny = Tiny(folder, case)
     ours = load_ours(spec_of(tiny.folder, kinds=KINDS))
     for number, name in enumerate(NAMES):
         write_kinds(tiny.folder / name, ours, seed=number, rank=2 + number)
         tiny.oracles[name] = copy.deepcopy(tiny.oracles[""])
         merge_kinds(tiny.oracles[name], tiny.folder / name)
     return tiny
+
+
+@pytest.fixture(scope="module")
+def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return of_all_kinds(tmp_path_factory.mktemp("kinds"))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+            ],
+        ),
+    ],
+)
+def test_experts_of_adapters_give_the_tokens_of_merged_weights(
+    device: str, tmp_path: Path, engine: Any
+) -> None:
+    """Beside magnitudes, tables and heads; on a GPU from graphs."""
+    tiny, requests = of_all_kinds(tmp_path, "qwen2-moe"), mixed(8)
+    one = engine(tiny=tiny, kinds=KINDS, device=device)
+    for _ in range(2):
+        one.core.kv.reset_cache([])
+        assert one.run(requests) == expected(tiny, requests)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
