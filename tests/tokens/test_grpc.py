@@ -264,12 +264,28 @@ def test_keys_open_over_grpc_what_they_open_over_http(channel: grpc.Channel) -> 
             for keep in (-2, -(2**31), 0)
         ),
         (engine.SERVICE, "Embed", {}, Code.INVALID_ARGUMENT),
+        *(
+            (render.SERVICE, method, {"sampling": "[1]"}, Code.INVALID_ARGUMENT)
+            for method in ("RenderChat", "RenderCompletion")
+        ),
     ],
 )
 def test_what_is_wrong_has_the_code_that_says_so(
     channel: grpc.Channel, service: Any, method: str, given: dict[str, Any], code: grpc.StatusCode
 ) -> None:
     assert refusal(channel, service, method, **given) is code
+
+
+def test_bytes_that_are_no_message_are_refused_behind_the_key(
+    served: Served, channel: grpc.Channel
+) -> None:
+    """They were UNKNOWN, with a trace in the log for everyone who asked (P19)."""
+    send = channel.unary_unary(f"/{control.SERVICE.full_name}/GetModelInfo")
+    for metadata, code in (([], Code.UNAUTHENTICATED), (keyed(ADMIN), Code.INVALID_ARGUMENT)):
+        with pytest.raises(grpc.RpcError) as caught:
+            send(b"\xff\xff", metadata=metadata, timeout=60)
+        assert caught.value.code() is code, caught.value.details()
+    assert not any("DecodeError" in line for line in served.lines)
 
 
 def test_a_call_that_is_cancelled_or_aborted_holds_nothing(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
+from headrace.base.errors import InvalidRequest
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.prompts import TokenizeRequest
 from headrace.front.server.conversation.rendering import render_chat, render_completion
@@ -18,15 +19,23 @@ from headrace.front.text.threads import TEXT_THREADS
 
 async def chat(context: RequestContext, fields: Fields) -> Fields:
     """RenderChat."""
-    document = {**fields.pop("sampling", {}), **fields}
+    document = {**_sampling(fields), **fields}
     return _rendered_fields(await render_chat(context, document))
 
 
 async def completion(context: RequestContext, fields: Fields) -> Fields:
     """RenderCompletion."""
-    document = {**fields.pop("sampling", {}), **fields, "prompt": fields.pop("prompts", [])}
+    document = {**_sampling(fields), **fields, "prompt": fields.pop("prompts", [])}
     rendered = await render_completion(context, document)
     return {"prompts": [_rendered_fields(each) for each in rendered]}
+
+
+def _sampling(fields: Fields) -> Fields:
+    """Takes the fields of a request that have no field of their own."""
+    sampling = fields.pop("sampling", {})
+    if not isinstance(sampling, dict):
+        raise InvalidRequest("sampling: must be a JSON object", field="sampling")
+    return sampling
 
 
 def _rendered_fields(rendered: dict[str, Any]) -> Fields:

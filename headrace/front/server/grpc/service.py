@@ -14,11 +14,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from headrace.base.errors import ConfigError, Unavailable
+from headrace.base.errors import ConfigError, InvalidRequest, Unavailable
 from headrace.front.server.administration.api import api_authenticator
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.grpc import admin, control, engine, inference, render
@@ -121,14 +122,14 @@ def _handlers(
     rpcs = {}
     for name, rpc in service.methods.items():
         path = f"{service.full_name}/{name}"
-        call = _Calls(services, authenticator, rpc, path, service.response(name))
+        messages = service.request(name), service.response(name)
+        call = _Calls(services, authenticator, rpc, path, *messages)
         streams = service.described[name].server_streaming
         make = (
             grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
         )
         rpcs[name] = make(
             call.stream if streams else call.unary,
-            request_deserializer=service.request(name).FromString,
             response_serializer=service.response(name).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, rpcs)
@@ -143,22 +144,24 @@ class _Calls:
         authenticator: ApiKeyAuthenticator,
         rpc: Rpc,
         path: str,
+        asked: Any,
         answer: Any,
     ) -> None:
         self._services = services
         self._authenticator = authenticator
         self._rpc = rpc
         self._path = path
+        self._asked = asked
         self._answer = answer
 
-    async def unary(self, message: Any, call: Any) -> Any:
+    async def unary(self, message: bytes, call: Any) -> Any:
         """One answer."""
         assert self._rpc.unary is not None
         async with self._request_context(call, message) as context:
             fields = await self._fields(context, message)
             return self._answer(**await self._rpc.unary(context, fields))
 
-    async def stream(self, message: Any, call: Any) -> AsyncGenerator[Any, None]:
+    async def stream(self, message: bytes, call: Any) -> AsyncGenerator[Any, None]:
         """Answers as they come; a client that leaves ends what runs for it."""
         assert self._rpc.stream is not None
         async with self._request_context(call, message) as context:
@@ -167,16 +170,20 @@ class _Calls:
                 async for one in answers:
                     yield self._answer(**one)
 
-    async def _fields(self, context: RequestContext, message: Any) -> Fields:
+    async def _fields(self, context: RequestContext, message: bytes) -> Fields:
         """What was sent, once the model it names can serve it."""
-        fields = fields_of(message, json=self._rpc.json)
+        try:
+            fields = fields_of(self._asked.FromString(message), json=self._rpc.json)
+        except DecodeError:
+            name = self._asked.DESCRIPTOR.full_name
+            raise InvalidRequest(f"the message is no {name}") from None
         if self._rpc.runs is not None:
             asked = {"model": fields.get("lora_name") or fields.get("model")}
             await context.choose_model(asked, runs=self._rpc.runs)
         return fields
 
     @contextlib.asynccontextmanager
-    async def _request_context(self, call: Any, message: Any) -> AsyncIterator[RequestContext]:
+    async def _request_context(self, call: Any, message: bytes) -> AsyncIterator[RequestContext]:
         """What app.Shell is to a request: who may ask, the room for the message while the call
         lasts, the trace, the count, and the failure as a code."""
         services = self._services
@@ -193,7 +200,7 @@ class _Calls:
             context.begin_trace(scope)
             if (left_s := call.time_remaining()) is not None:
                 context.timeout_s = max(0.0, left_s)
-            context.body_bytes = message.ByteSize()
+            context.body_bytes = len(message)
             await context.make_room(context.body_bytes, wait_s=WAIT_S)
             yield context
             code = grpc.StatusCode.OK
