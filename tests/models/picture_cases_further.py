@@ -28,6 +28,9 @@ from tests.models.test_towers import TOWER, text
 
 with without_torchvision():
     from transformers.models.aria.processing_aria import AriaProcessor
+    from transformers.models.cosmos3_edge.image_processing_pil_cosmos3_edge import (
+        Cosmos3EdgeImageProcessorPil,
+    )
     from transformers.models.fuyu.processing_fuyu import FuyuProcessor as FuyuWords
     from transformers.models.granite_docling.image_processing_pil_granite_docling import (
         GraniteDoclingImageProcessorPil,
@@ -157,6 +160,14 @@ def fuyu(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
 
 
 FUYU: dict[str, Any] = {"size": {"height": 24, "width": 32}}
+
+
+def cosmos(pictures: Pictures, ours: Sequence[ProcessedMedia]) -> Theirs:
+    inputs = Cosmos3EdgeImageProcessorPil(**HUNYUAN)(list(pictures), return_tensors="pt")
+    texts = ["I" * (int(grid.prod()) // 4) for grid in inputs["image_grid_thw"]]
+    return Theirs(given=dict(inputs), texts=texts, typed=True)
+
+
 IDEFICS2: dict[str, Any] = {
     "size": {"shortest_edge": 10, "longest_edge": 30},
     "do_image_splitting": True,
@@ -230,6 +241,24 @@ CASES = {
         files={**FUYU, "image_mean": 0.5, "image_std": 0.5},
         marks={"|NEWLINE|": 102, "<s>": 103},
         sizes=((40, 24), (17, 10)),
+    ),
+    "cosmos3-edge": PictureCase(
+        name="Cosmos3Edge",
+        config={
+            "vision_config": {
+                **{key: value for key, value in TOWER.items() if key != "image_size"},
+                **{"num_patches": 36, "spatial_merge_size": 2},
+            },
+            "text_config": {
+                **text("cosmos3_edge_text", head_dim=16),
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]},
+                },
+            },
+            **{"image_token_id": IMAGE, "projector_hidden_size": 56},
+        },
+        process=cosmos,
+        files={**HUNYUAN, **HALF_NORM},
     ),
     "idefics2": PictureCase(
         name="Idefics2",

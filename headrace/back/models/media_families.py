@@ -24,6 +24,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe",
     "Ernie4_5_VL_MoeForConditionalGeneration": "ernie4_5_vl_moe",
     "FuyuForCausalLM": "fuyu",
+    "Cosmos3EdgeForConditionalGeneration": "cosmos3_edge",
     "Idefics2ForConditionalGeneration": "idefics2",
     "AriaForConditionalGeneration": "aria",
     "HunYuanVLForConditionalGeneration": "hunyuan_vl",

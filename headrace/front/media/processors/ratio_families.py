@@ -174,8 +174,21 @@ def _ernie(files: CheckpointFiles) -> MediaSpec:
     return image_only("qwen_vl", settings, config)
 
 
+def _cosmos(files: CheckpointFiles) -> MediaSpec:
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
+        temporal=1,
+        image_pixels=pixel_bounds(image, (256 * 256, 4096 * 4096)),
+    )
+    return image_only("glm_v", settings, config)
+
+
 RATIO_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "aria": _aria,
+    "cosmos3_edge": _cosmos,
     "ernie4_5_vl_moe": _ernie,
     "idefics2": _idefics2,
     "gemma4": _gemma4,
