@@ -1,10 +1,12 @@
 """Writes the shape of a Qwen 3 or OLMoE config.json as a GGUF file with random weights, for llama.cpp.
 
     python benchmarks/cpu/make_gguf.py benchmarks/models/qwen3-0.6b /tmp/0.6b --types BF16,Q8_0,Q4_0
-    python benchmarks/cpu/make_gguf.py benchmarks/models/olmoe-1b-7b /tmp/olmoe --types Q8_0,Q4_0 --layers 4
+    python benchmarks/cpu/make_gguf.py benchmarks/models/olmoe-1b-7b /tmp/olmoe --types Q8_0,Q4_0,Q4_K_M --layers 4
 
 Every matrix has the named type, the embedding (which is the head too, but for OLMoE's) included: so both engines read
-the same bytes. The router is random, so that tokens are spread over the experts; of a layer's experts DIFFERENT are.
+the same bytes. Q4_K_M is Q4_K but for values, downs of every second layer and the head, which are Q6_K; its blocks are
+random bytes with usual scales. The router is random, so that tokens are spread over the experts; of a layer's experts
+DIFFERENT are.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ FILE_TYPES = {
     "F16": 1,
     "Q8_0": 7,
     "Q4_0": 2,
+    "Q4_K_M": 15,
 }  # general.file_type: what most matrices are
 
 
@@ -45,7 +48,35 @@ def add_tokenizer(out: gguf.GGUFWriter, vocabulary: int) -> None:
     out.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
-def write(config: dict[str, float], path: Path, kind: gguf.GGMLQuantizationType) -> None:
+TYPES = gguf.GGMLQuantizationType
+K_SCALES = {TYPES.Q4_K: (0, 1), TYPES.Q6_K: (104,)}
+"""Of a block's halfwords those that are float16 scales."""
+
+
+def blocks(rng: np.random.Generator, shape: tuple[int, ...], kind: TYPES) -> np.ndarray:
+    """Random values as rows of a type's bytes; of the types with blocks of 256 random bytes."""
+    if kind not in K_SCALES:
+        return gguf.quantize(rng.standard_normal(shape, dtype=np.float32) * SCALE, kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    *rows, columns = shape
+    data = rng.integers(0, 256, (*rows, columns // block, size), dtype=np.uint8)
+    if kind == TYPES.Q6_K:
+        data[..., 192:208] = rng.integers(16, 64, data[..., 192:208].shape, dtype=np.uint8)
+    halves = data.view(np.float16)
+    for place in K_SCALES[kind]:
+        halves[..., place] = SCALE / 512
+    return data.reshape(*rows, -1)
+
+
+def type_of(named: str, tensor: str, layer: int) -> TYPES:
+    """A matrix's type in a file of a named one."""
+    if named != "Q4_K_M":
+        return TYPES[named]
+    more = "attn_v" in tensor or "ffn_down" in tensor
+    return TYPES.Q6_K if tensor == "output.weight" or (more and layer % 2) else TYPES.Q4_K
+
+
+def write(config: dict[str, float], path: Path, named: str) -> None:
     """One file."""
     experts = int(config.get("num_experts", 0))
     out = gguf.GGUFWriter(str(path), "olmoe" if experts else "qwen3")
@@ -63,20 +94,23 @@ def write(config: dict[str, float], path: Path, kind: gguf.GGMLQuantizationType)
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
     out.add_rope_freq_base(config["rope_theta"])
     out.add_vocab_size(vocabulary)
-    out.add_file_type(FILE_TYPES[kind.name])
+    out.add_file_type(FILE_TYPES[named])
     if experts:
         out.add_expert_count(experts)
         out.add_expert_used_count(int(config["num_experts_per_tok"]))
     add_tokenizer(out, vocabulary)
     rng = np.random.default_rng(0)
 
+    def kind_of(name: str) -> TYPES:
+        return type_of(named, name, int(name.split(".")[1]) if name.startswith("blk.") else 0)
+
     def matrix(name: str, rows: int, columns: int) -> None:
-        values = rng.standard_normal((rows, columns), dtype=np.float32) * SCALE
-        out.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        kind = kind_of(name)
+        out.add_tensor(name, blocks(rng, (rows, columns), kind), raw_dtype=kind)
 
     def stack(name: str, rows: int, columns: int) -> None:
-        shape = (DIFFERENT, rows, columns)
-        few = gguf.quantize(rng.standard_normal(shape, dtype=np.float32) * SCALE, kind)
+        kind = kind_of(name)
+        few = blocks(rng, (DIFFERENT, rows, columns), kind)
         out.add_tensor(name, np.tile(few, (experts // DIFFERENT, 1, 1)), raw_dtype=kind)
 
     def ones(name: str, size: int) -> None:
@@ -124,7 +158,7 @@ def main() -> None:
     for name in given.types.split(","):
         path = given.prefix.with_name(f"{given.prefix.name}-{name}.gguf")
         if not path.exists():
-            write(config, path, gguf.GGMLQuantizationType[name])
+            write(config, path, name)
         print(path)
 
 

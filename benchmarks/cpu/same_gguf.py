@@ -1,7 +1,7 @@
-"""headrace and llama.cpp on the same GGUF file, in turn (A B A B): medians of rates and of processor seconds,
+"""headrace and llama.cpp on the same GGUF files, in turn (A B A B): medians of rates and of processor seconds,
 which count on a machine that others use.
 
-    PEER_PYTHON=PYTHON python -m benchmarks.cpu.same_gguf FILE.gguf [--threads 2] [--rounds 3]
+    PEER_PYTHON=PYTHON python -m benchmarks.cpu.same_gguf FILE.gguf ... [--threads 2] [--rounds 3]
 
 PYTHON: an interpreter that has llama-cpp-python. Files of random weights: make_gguf.py.
 """
@@ -38,19 +38,26 @@ def turn(session: Session, load: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Prints a table of each file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("models", nargs="+")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    threads = ["--threads", str(asked.threads)]
-    ours = [sys.executable, "-m", "benchmarks.cpu.headrace_session", asked.model, *threads]
+    for model in asked.models:
+        compare(model, threads=asked.threads, rounds=asked.rounds)
+
+
+def compare(model: str, *, threads: int, rounds: int) -> None:
+    """Prints the table of one file."""
+    facts = ["--threads", str(threads)]
+    ours = [sys.executable, "-m", "benchmarks.cpu.headrace_session", model, *facts]
     sessions = {"headrace": Session([*ours, "--load-format", "auto"])}
-    peer = [os.environ["PEER_PYTHON"], str(HERE / "llama_peer.py"), asked.model, *threads]
+    peer = [os.environ["PEER_PYTHON"], str(HERE / "llama_peer.py"), model, *facts]
     sessions["llama.cpp"] = Session(peer)
     for session in sessions.values():
         turn(session, (1, 8, 4))
+    print(f"\n{model}\n")
     print(
         "| load | headrace | llama.cpp | ratio | headrace processor s | llama.cpp processor s | ratio |"
     )
@@ -58,7 +65,7 @@ def main() -> None:
     for name, load in LOADS.items():
         figure = "prefill_tok_s" if load[1] > load[2] * 8 else "decode_tok_s"
         found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in sessions}
-        for _ in range(asked.rounds):
+        for _ in range(rounds):
             for engine, session in sessions.items():
                 found[engine].append(turn(session, load))
         rate = {e: statistics.median(row[figure] for row in rows) for e, rows in found.items()}
