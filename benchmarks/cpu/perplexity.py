@@ -41,6 +41,8 @@ KINDS: dict[str, dict[str, str]] = {
     "fp8_e5m2 KV": {"kv_dtype": "fp8_e5m2"},
     "int4 KV": {"kv_dtype": "int4"},
     "nvfp4 KV": {"kv_dtype": "nvfp4"},
+    "int4-rotated KV": {"kv_dtype": "int4-rotated"},
+    "int3-rotated KV": {"kv_dtype": "int3-rotated"},
     "int8 weights, int8 KV": {"quantization": "int8", "kv_dtype": "int8"},
     "int4 weights, fp8 KV": {"quantization": "int4", "kv_dtype": "fp8"},
 }

@@ -104,8 +104,8 @@ _KV_DTYPES = {
     "nvfp4": ("--kv-dtype", "nvfp4"),
 }
 _KV_HINT = (
-    f"allowed: {', '.join(_KV_DTYPES)}; turboquant types are not built: int4_per_token_head "
-    "takes as much memory; float16 and bfloat16: --dtype"
+    f"allowed: {', '.join(_KV_DTYPES)}; turboquant types are not built: --kv-dtype int4-rotated "
+    "and int3-rotated are much like them; float16 and bfloat16: --dtype"
 )
 _CACHE_TYPES = {
     "f16": (),

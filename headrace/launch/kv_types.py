@@ -14,6 +14,8 @@ MEANINGS = {
     "fp8": "e4m3 values with a scale per token and head",
     "fp8_e5m2": "e5m2 values with a scale per token and head",
     "int4": "4-bit values with a scale and a smallest value per token and head",
+    "int4-rotated": "the same of rotated heads",
+    "int3-rotated": "3-bit values of rotated heads with a scale and a smallest value per token and head",
     "nvfp4": "e2m1 values with an e4m3 scale per 16 dimensions and one per token and head",
 }
 ON_CUDA = ("int8", "fp8")

@@ -104,7 +104,7 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
             "--kv-cache-dtype turboquant_4bit_nc",
             "allowed: auto, fp8.*turboquant types are not built",
         ),
-        ("--kv-cache-dtype turboquant_k8v4", "int4_per_token_head"),
+        ("--kv-cache-dtype turboquant_k8v4", "int3-rotated"),
         ("-ngl 20", "whole on the GPU"),
         ("--temp 0.7", "with each request"),
         ("--max-num-seqs", "a value is needed"),

@@ -290,7 +290,7 @@ def test_a_coded_kv_cache_is_taken_where_kernels_read_it(coded: str, device: Any
     assert resolved(device).engine.model.kv_dtype is None
 
 
-@pytest.mark.parametrize("kind", ["fp8_e5m2", "int4", "nvfp4"])
+@pytest.mark.parametrize("kind", ["fp8_e5m2", "int4", "nvfp4", "int3-rotated"])
 def test_kv_types_of_cpus_are_refused_by_name_on_cuda(kind: str) -> None:
     assert resolved(CPU, kv={"kv_dtype": kind}).engine.model.kv_dtype == kind
     with pytest.raises(ConfigError, match=f"--kv-dtype {kind} runs on CPUs; on CUDA.*int8 and fp8"):

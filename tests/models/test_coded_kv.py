@@ -18,7 +18,14 @@ def logits(folder, kv_dtype, steps, plain=()):
 
 @pytest.mark.parametrize(
     ("code", "bound"),
-    [("int8", 0.03), ("fp8", 0.12), ("fp8_e5m2", 0.3), ("int4", 0.4), ("nvfp4", 0.5)],
+    [
+        ("int8", 0.03),
+        ("fp8", 0.12),
+        ("fp8_e5m2", 0.3),
+        ("int4", 0.4),
+        ("nvfp4", 0.5),
+        ("int3-rotated", 0.8),
+    ],
 )
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "olmo2"])
 def test_logits_are_near_those_over_the_plain_cache(tmp_path, family, code, bound):

@@ -60,8 +60,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys).
     `family` names a row of `back/models/registry.py`. `dtype`: float32, bfloat16 or float16.
-    `logits_width` bounds every token id. `kv_dtype`: quantized values in the KV cache (int8, fp8,
-    fp8_e5m2, int4 or nvfp4), but in the layers `kv_plain_layers` ("sliding_window": those with
+    `logits_width` bounds every token id. `kv_dtype`: quantized values in the KV cache (int8, fp8
+    and others: kernels/kv_write), but in the layers `kv_plain_layers` ("sliding_window": those with
     windows or chunks); None: `dtype`. `quantization`: weights as int8, fp8 or int4, made while it
     loads, but of the parts that `quantization_parts` tells apart; None: as they are. `head`: "lm",
     "sequence" (one class per text) or "token" (one per token) with `num_labels`, or "none"; `bare`:

@@ -218,11 +218,12 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
     ] = 16
     kv_dtype: Annotated[
-        Literal["auto", "int8", "fp8", "fp8_e5m2", "int4", "nvfp4"],
+        Literal["auto", "int8", "fp8", "fp8_e5m2", "int4", "nvfp4", "int4-rotated", "int3-rotated"],
         Meta(
             description="Type of the KV cache; auto takes that of the activations. int8, fp8 (e4m3) and fp8_e5m2 keep "
             "values with a scale per token and head: about half the memory; int4 takes about a quarter, with a scale "
-            "and a smallest value, nvfp4 with scales of 16 dimensions. fp8_e5m2, int4 and nvfp4: CPU only."
+            "and a smallest value, nvfp4 with scales of 16 dimensions; int4-rotated and int3-rotated (a fifth) rotate "
+            "heads first. On CUDA: int8 and fp8."
         ),
     ] = "auto"
     kv_dtype_skip_layers: Annotated[

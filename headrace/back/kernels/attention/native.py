@@ -19,7 +19,7 @@ from headrace.back.kernels.attention.op import (
     check_states,
 )
 from headrace.back.kernels.kv_write.native import QUANTIZATION_IDS
-from headrace.back.kernels.kv_write.quantized import HALVES, SCALE_BYTES, value_bytes
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, unfit, value_bytes
 from headrace.back.kernels.native.library import (
     DTYPES,
     FLOAT,
@@ -111,8 +111,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    if problem.quantized in HALVES and problem.head_dim % 2:
-        return f"reads two dimensions of a byte, {problem.head_dim} are odd"
+    if reason := unfit(problem.quantized, problem.head_dim):
+        return reason
     return unsupported(problem.device, problem.dtype)
 
 

@@ -214,15 +214,23 @@ HR_INLINE void mix_all(const Attention& p, const Task& task, int64_t kv_head, in
   }
 }
 
-template <class T>
+// S: the type of the cache; of a rotated one queries are rotated likewise.
+template <class T, class S = T>
 HR_INLINE void fill_queries(const Attention& p, const Task& task, char* panels) {
   const int64_t rows = int64_t(task.tokens) * task.heads;
   const T* q = static_cast<const T*>(p.q);
   for (int64_t m = 0; m < rows; ++m) {
     const int64_t token = p.query_start[task.row] + task.token + m / task.heads;
     const int64_t first = m / 4 * 4;
-    fill_panel_row(q + token * p.q_token_stride + (task.head + m % task.heads) * p.q_head_stride, p.head_dim, m % 4,
-                   smaller<int64_t>(rows - first, 4), panels + panel_bytes<T>(first, p.head_dim));
+    const T* row = q + token * p.q_token_stride + (task.head + m % task.heads) * p.q_head_stride;
+    alignas(64) T rotated[kIsRotated<S> ? kMaxHead : 1];
+    if constexpr (kIsRotated<S>) {
+      alignas(64) float wide[kMaxHead];
+      rotate(row, p.head_dim, wide);
+      for (int64_t k = 0; k < p.head_dim; k += kLanes) store(rotated + k, load(wide + k));
+      row = rotated;
+    }
+    fill_panel_row(row, p.head_dim, m % 4, smaller<int64_t>(rows - first, 4), panels + panel_bytes<T>(first, p.head_dim));
   }
 }
 
@@ -257,7 +265,7 @@ void attend(void* context, int64_t i) {
   alignas(64) float scores[kRows * kTokens];
   alignas(64) T tile[kByTile<S> ? 2 * kTokens * Most : 1];
   float max[kRows], total[kRows], factors[kRows];
-  fill_queries<T>(p, task, panels);
+  fill_queries<T, S>(p, task, panels);
   for (int64_t m = 0; m < rows; ++m) {
     begin_row(p, task, m, max[m], total[m]);
     for (int64_t d = 0; d < p.value_dim; d += kLanes) store(sums + m * sums_stride(p) + d, F{});
@@ -296,6 +304,8 @@ void attend(void* context, int64_t i) {
     if (kQuantized<S>) scale_columns(scores, rows, count, scales);
     if constexpr (!kByTile<S>) mix_all<S>(p, task, kv_head, rows, low, count, scores, factors, sums);
   }
+  if constexpr (kIsRotated<S>)
+    for (int64_t m = 0; m < rows; ++m) rotate_back(sums + m * sums_stride(p), p.head_dim);
   finish<T>(p, task, max, total, sums);
 }
 
@@ -541,7 +551,7 @@ int32_t run_quantized(Attention& p, int32_t dtype) {
 // bias_width], the farthest distance first: see paged_attention.h.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
 // t * head_dim, strides in elements of the cache. window 0: all positions; -C: chunks of C. softcap 0: none. mode: 0 a cache of the queries' type,
-// 1 int8, 2 e4m3, 3 e5m2, 16 4 bits, 17 e2m1; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
+// 1 int8, 2 e4m3, 3 e5m2, 16 4 bits, 17 e2m1, 18 and 19 rotated 4 and 3 bits; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
 // every query of a row sees all of its positions.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
                                        const int32_t* kv_len, const int32_t* block_table, const float* sinks,
@@ -568,6 +578,9 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   if (form == 3) return run_quantized<e5m2>(p, dtype);
   if (form == 4) return head_dim % 2 ? HR_BAD_SHAPE : run_quantized<nibbles>(p, dtype);
   if (form == 5) return head_dim % 2 ? HR_BAD_SHAPE : run_quantized<e2m1>(p, dtype);
+  const bool whole = head_dim >= 16 && (head_dim & (head_dim - 1)) == 0;
+  if (form == 6) return whole ? run_quantized<rotated4>(p, dtype) : int32_t(HR_BAD_SHAPE);
+  if (form == 7) return whole ? run_quantized<rotated3>(p, dtype) : int32_t(HR_BAD_SHAPE);
   if (form != 0) return HR_BAD_DTYPE;
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.kv_write.op import KVWrite, KVWriteProblem
-from headrace.back.kernels.kv_write.quantized import HALVES, SCALE_BYTES, value_bytes
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, unfit, value_bytes
 from headrace.back.kernels.native.library import (
     DTYPES,
     INT32,
@@ -19,7 +19,16 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 
 MAX_QUANTIZED_HEAD = 256
-QUANTIZATION_IDS = {None: 0, "int8": 1, "fp8": 2, "fp8_e5m2": 3, "int4": 4, "nvfp4": 5}
+QUANTIZATION_IDS = {
+    None: 0,
+    "int8": 1,
+    "fp8": 2,
+    "fp8_e5m2": 3,
+    "int4": 4,
+    "nvfp4": 5,
+    "int4-rotated": 6,
+    "int3-rotated": 7,
+}
 """How the native library numbers the forms of a cache."""
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 12)
 
@@ -94,8 +103,8 @@ def _bind_quantized(
 def _supports(problem: KVWriteProblem) -> str | None:
     if problem.quantized and problem.head_dim > MAX_QUANTIZED_HEAD:
         return f"quantizes heads of at most {MAX_QUANTIZED_HEAD}, not {problem.head_dim}"
-    if problem.quantized in HALVES and problem.head_dim % 2:
-        return f"puts two dimensions into a byte, {problem.head_dim} are odd"
+    if reason := unfit(problem.quantized, problem.head_dim):
+        return reason
     return unsupported(problem.device, problem.dtype)
 
 

@@ -44,6 +44,7 @@ HR_INLINE void quantize_vector(const T* x, int64_t head_dim, int64_t block_token
   int32_t sums[2];
   uint8_t* bytes = reinterpret_cast<uint8_t*>(quantized);
   if constexpr (kIsFp8<S>) quantize_fp8(x, head_dim, reinterpret_cast<fp8*>(quantized), &scale, fixed);
+  else if constexpr (kIsRotated<S>) quantize_rotated<S>(x, head_dim, bytes, &scale);
   else if constexpr (kIsE2m1<S>) quantize_e2m1(x, head_dim, bytes, &scale);
   else if constexpr (kByTile<S>) quantize_nibbles(x, head_dim, bytes, &scale);
   else if constexpr (!kInTiles<S>) quantize_e5m2(x, head_dim, bytes, &scale);
@@ -78,7 +79,7 @@ int32_t write_all(QuantizedWrite& p, int32_t dtype) {
 
 }  // namespace
 
-// The same for a quantized cache (1: int8, 2: e4m3, 3: e5m2, 4: 4 bits, 5: e2m1) with a float32 scale per token and head (as attention
+// The same for a quantized cache (1: int8, 2: e4m3, 3: e5m2, 4: 4 bits, 5: e2m1, 6 and 7: rotated 4 and 3 bits) with a float32 scale per token and head (as attention
 // reads it). Strides of k and v count elements, those of kv bytes. fixed [2, heads]: the scales of keys and values, e4m3 only;
 // null: found for each token.
 HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, int8_t* kv, const int64_t* slots,
@@ -98,6 +99,9 @@ HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, in
   if (form == 3) return write_all<e5m2>(p, dtype);
   if (form == 4) return head_dim % 2 ? HR_BAD_SHAPE : write_all<nibbles>(p, dtype);
   if (form == 5) return head_dim % 2 ? HR_BAD_SHAPE : write_all<e2m1>(p, dtype);
+  const bool whole = head_dim >= 16 && (head_dim & (head_dim - 1)) == 0;
+  if (form == 6) return whole ? write_all<rotated4>(p, dtype) : int32_t(HR_BAD_SHAPE);
+  if (form == 7) return whole ? write_all<rotated3>(p, dtype) : int32_t(HR_BAD_SHAPE);
   return HR_BAD_DTYPE;
 }
 HR_REPLAYABLE(kv_write_quantized)

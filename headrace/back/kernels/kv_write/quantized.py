@@ -4,7 +4,7 @@ what it means.
 Such a cache is int8 [num_blocks, 2, K, block_tokens, V + 4]: the shape counts the bytes of a token,
 but the bytes of a block's head lie as [block_tokens][V] quantized values, then [block_tokens]
 scales, so that vectors of quantized values stay aligned. V is D, but D / 2 of "int4" and
-D / 2 + D / 16 of "nvfp4".
+"int4-rotated", 3 D / 8 of "int3-rotated" and D / 2 + D / 16 of "nvfp4".
 
 A value is quantized * scale; quantized = round(x * LARGEST / m), ties to even, with m the largest
 magnitude of the token's head and a float32 scale. Quantized values are integers up to 127 ("int8"),
@@ -19,6 +19,11 @@ token all the same.
 "int4" holds numbers 0 .. 15, of dimension i in the lower half of byte i and of D / 2 + i in its
 upper half; a value is number * scale + low, from a token's smallest value to its largest in 15
 steps. Scale and low are float16 numbers, in the four bytes of a scale.
+
+The rotated forms hold such numbers, of 3 bits 0 .. 7, of a head that was multiplied by fixed signs and
+the Hadamard matrix over the root of D: what stands out is spread over all dimensions (Zandieh et al.
+2025, TurboQuant). Of 3 bits, byte i has the lower two of dimensions i, D / 4 + i, ... from its lowest
+bits on, and byte D / 4 + i the third of dimensions i, D / 8 + i, ...
 
 "nvfp4" holds e2m1 numbers (Open Compute, Microscaling Formats 1.0, 5.3.3), placed likewise, then an
 e4m3 scale for each 16 dimensions: that of the largest magnitude, which becomes 6, in units of the
@@ -39,17 +44,30 @@ SCALE_BYTES = 4
 LARGEST = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
 FLOATS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The type of the values of forms that hold floats."""
-HALVES = ("int4", "nvfp4")
+HALVES = ("int4", "nvfp4", "int4-rotated")
 """Forms with two dimensions in a byte."""
+ROTATED = {"int4-rotated": 15, "int3-rotated": 7}
+"""Forms of a rotated head, and their largest numbers."""
 _SHARED = 16
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def value_bytes(head_dim: int, form: str) -> int:
     """Bytes of a token's values of one head."""
+    if form == "int3-rotated":
+        return head_dim // 8 * 3
     if form not in HALVES:
         return head_dim
     return head_dim // 2 + (-(-head_dim // _SHARED) if form == "nvfp4" else 0)
+
+
+def unfit(form: str | None, head_dim: int) -> str | None:
+    """Why heads of a size cannot be kept in a form."""
+    if form in ROTATED and (head_dim < 16 or head_dim & (head_dim - 1)):
+        return f"{form} rotates heads whose size is a power of two from 16 on, not {head_dim}"
+    if form in HALVES and head_dim % 2:
+        return f"{form} puts two dimensions into a byte, {head_dim} are odd"
+    return None
 
 
 def values_and_scales(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,10 +90,10 @@ def typed(kv: torch.Tensor, form: str | None) -> tuple[torch.Tensor, torch.Tenso
 def dequantize(kv: torch.Tensor, dtype: torch.dtype, form: str) -> torch.Tensor:
     """What the cache means, [N, 2, K, B, D]."""
     quantized, scales = values_and_scales(kv)
-    if form == "int4":
+    if form == "int4" or form in ROTATED:
         scale, low = scales.contiguous()[..., None].view(torch.float16).float().chunk(2, -1)
-        numbers = torch.cat((quantized & 15, (quantized >> 4) & 15), -1)
-        return (numbers.float() * scale + low).to(dtype)
+        values = _numbers(quantized, form).float() * scale + low
+        return (_restored(values) if form in ROTATED else values).to(dtype)
     if form == "nvfp4":
         return (_e2m1_values(quantized) * scales[..., None]).to(dtype)
     values = quantized.view(FLOATS.get(form, torch.int8))
@@ -90,8 +108,13 @@ def quantize(
     x = x.float()
     lost = ~x.isfinite().all(-1)
     x = x.masked_fill(lost[..., None], 0)
-    if form == "int4":
-        return _four_bits(x, lost)
+    if form == "int4" or form in ROTATED:
+        numbers, slots = (
+            _whole_numbers(_rotated(x), lost, ROTATED[form])
+            if form in ROTATED
+            else _whole_numbers(x, lost, 15)
+        )
+        return _packed(numbers, form), slots
     if form == "nvfp4":
         return _e2m1(x, lost)
     assert fixed is None or form == "fp8", form
@@ -110,16 +133,56 @@ def quantize(
     return quantized, scales.masked_fill(lost, torch.nan)
 
 
-def _four_bits(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole_numbers(
+    x: torch.Tensor, lost: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = x.amin(-1), x.amax(-1)
-    pair = torch.stack(((high - low) / x.new_tensor(15.0), low), -1).to(torch.float16)
+    pair = torch.stack(((high - low) / x.new_tensor(float(most)), low), -1).to(torch.float16)
     lost = lost | ~pair.isfinite().all(-1)
     scale, base = pair.float().masked_fill(lost[..., None], 0).unbind(-1)
     inverse = torch.where(scale > 0, x.new_tensor(1.0) / scale, 0)
-    numbers = ((x - base[..., None]) * inverse[..., None]).clamp_(0, 15).round().to(torch.int8)
-    lower, upper = numbers.masked_fill(lost[..., None], 0).chunk(2, -1)
+    numbers = ((x - base[..., None]) * inverse[..., None]).clamp_(0, most).round().to(torch.int8)
     slots = pair.contiguous().view(torch.float32)[..., 0]
-    return lower | upper << 4, slots.masked_fill(lost, torch.nan)
+    return numbers.masked_fill(lost[..., None], 0), slots.masked_fill(lost, torch.nan)
+
+
+def _packed(numbers: torch.Tensor, form: str) -> torch.Tensor:
+    if form != "int3-rotated":
+        lower, upper = numbers.chunk(2, -1)
+        return lower | upper << 4
+    low = sum(part << 2 * q for q, part in enumerate((numbers & 3).chunk(4, -1)))
+    high = sum(part << j for j, part in enumerate((numbers >> 2).chunk(8, -1)))
+    return torch.cat((low, high), -1)
+
+
+def _numbers(quantized: torch.Tensor, form: str) -> torch.Tensor:
+    if form != "int3-rotated":
+        return torch.cat((quantized & 15, (quantized >> 4) & 15), -1)
+    low, high = quantized.split([quantized.shape[-1] // 3 * 2, quantized.shape[-1] // 3], -1)
+    lower = torch.cat([low >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    return lower | torch.cat([high >> bit & 1 for bit in range(8)], -1) << 2
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    return _hadamard(x * _signs(x))
+
+
+def _restored(x: torch.Tensor) -> torch.Tensor:
+    return _hadamard(x) * _signs(x)
+
+
+def _hadamard(x: torch.Tensor) -> torch.Tensor:
+    size, apart = x.shape[-1], 1
+    while apart < size:
+        first, second = x.unflatten(-1, (-1, 2, apart)).unbind(-2)
+        x = torch.stack((first + second, first - second), -2).flatten(-3)
+        apart *= 2
+    return x * x.new_tensor(size**-0.5)
+
+
+def _signs(x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(x.shape[-1], device=x.device)
+    return 1.0 - 2.0 * ((places * 0x9E3779B1 & 0xFFFFFFFF) >> 31).to(x.dtype)
 
 
 def _e2m1(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

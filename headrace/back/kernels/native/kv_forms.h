@@ -48,14 +48,34 @@ constexpr bool kIsE2m1 = false;
 template <>
 constexpr bool kIsE2m1<e2m1> = true;
 
+// Whole numbers of 4 bits, as nibbles, or of 3 of a head that was rotated first (an orthogonal transform spreads what stands out
+// over all dimensions): of 3 bits the lower two of dimensions i, head_dim / 4 + i, ... in byte i, then the third of dimensions i,
+// head_dim / 8 + i, ... in byte i of the rest.
+struct rotated4 {
+  uint8_t bits;
+};
+struct rotated3 {
+  uint8_t bits;
+};
 template <class S>
-constexpr bool kByTile = false;
+constexpr bool kIsRotated = false;
+template <>
+constexpr bool kIsRotated<rotated4> = true;
+template <>
+constexpr bool kIsRotated<rotated3> = true;
+template <class S>
+constexpr bool kIs3Bits = false;
+template <>
+constexpr bool kIs3Bits<rotated3> = true;
+
+template <class S>
+constexpr bool kByTile = kIsRotated<S>;
 template <>
 constexpr bool kByTile<nibbles> = true;
 template <>
 constexpr bool kByTile<e2m1> = true;
 template <class S>
-constexpr bool kInTiles = true;  // whether matrix tiles read it
+constexpr bool kInTiles = !kIsRotated<S>;  // whether matrix tiles read it
 template <>
 constexpr bool kInTiles<e5m2> = false;
 template <>
@@ -67,14 +87,48 @@ constexpr bool kInTiles<e2m1> = false;
 template <class S>
 HR_INLINE int64_t value_bytes(int64_t head_dim) {
   if (!kByTile<S>) return head_dim;
+  if (kIs3Bits<S>) return head_dim / 8 * 3;
   return head_dim / 2 + (kIsE2m1<S> ? ceil_div(head_dim, kShared) : 0);
 }
 
-// head_dim (even, at most 256) values as such numbers, and their scale and smallest value in the four bytes of `slot`.
+// Butterflies of neighbours H apart, within vectors.
+template <int H>
+HR_INLINE void neighbours(float* x, int64_t n) {
+  if constexpr (H < kLanes) for (int64_t k = 0; k < n; k += kLanes) {
+    const F v = load(x + k);
+    F to;
+    HR_UNROLL for (int i = 0; i < kLanes; ++i) to[i] = (i & H) ? v[i ^ H] - v[i] : v[i] + v[i ^ H];
+    store(x + k, to);
+  }
+}
+
+// n values (a power of two, at least 16) by the Hadamard matrix over the root of n: its own inverse.
+HR_INLINE void hadamard(float* x, int64_t n) {
+  neighbours<1>(x, n), neighbours<2>(x, n), neighbours<4>(x, n), neighbours<8>(x, n);
+  for (int64_t h = kLanes; h < n; h *= 2)
+    for (int64_t first = 0; first < n; first += 2 * h)
+      for (int64_t k = first; k < first + h; k += kLanes) {
+        const F a = load(x + k), b = load(x + k + h);
+        store(x + k, a + b), store(x + k + h, a - b);
+      }
+  const F scale = splat(float(1.0 / __builtin_sqrt(double(n))));
+  for (int64_t k = 0; k < n; k += kLanes) store(x + k, load(x + k) * scale);
+}
+// Fixed signs, so that no direction that models favour stays as it is.
+HR_INLINE void flip(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) if (uint32_t(i) * 0x9e3779b1u >> 31) x[i] = -x[i];
+}
 template <class T>
-HR_INLINE void quantize_nibbles(const T* x, int64_t head_dim, uint8_t* quantized, float* slot) {
+HR_INLINE void rotate(const T* x, int64_t n, float* to) {
+  for (int64_t k = 0; k < n; k += kLanes) store(to + k, load(x + k));
+  flip(to, n), hadamard(to, n);
+}
+HR_INLINE void rotate_back(float* x, int64_t n) { hadamard(x, n), flip(x, n); }
+
+// head_dim (even, at most 256) values as numbers 0 .. MOST, and their scale and smallest value in the four bytes of `slot`.
+template <int MOST, class T>
+HR_INLINE void whole_numbers(const T* x, int64_t head_dim, uint8_t* numbers, float* slot) {
   alignas(64) float wide[256 + 16];
-  alignas(64) uint8_t numbers[256 + 16];
   const int64_t whole = ceil_div(head_dim, kLanes) * kLanes;
   for (int64_t k = 0; k < head_dim; k += kLanes) store(wide + k, load_part(x + k, smaller<int64_t>(head_dim - k, kLanes)));
   for (int64_t k = head_dim; k < whole; ++k) wide[k] = wide[0];
@@ -89,7 +143,7 @@ HR_INLINE void quantize_nibbles(const T* x, int64_t head_dim, uint8_t* quantized
   for (int i = 0; i < kLanes; ++i) good = good && finite[i];
   const float least = -largest(-low), most = largest(high);
   fp16 pair[2];
-  put(pair, (most - least) / 15.0f), put(pair + 1, least);
+  put(pair, (most - least) / float(MOST)), put(pair + 1, least);
   const float scale = to_float(pair[0]), base = to_float(pair[1]);
   good = good && scale < __builtin_inff() && base < __builtin_inff() && base > -__builtin_inff();
   *slot = __builtin_nanf("");
@@ -98,11 +152,30 @@ HR_INLINE void quantize_nibbles(const T* x, int64_t head_dim, uint8_t* quantized
   typedef uint8_t B __attribute__((vector_size(kLanes)));
   for (int64_t k = 0; k < whole; k += kLanes) {
     F v = good ? (load(wide + k) - base) * inverse : F{};
-    v = vmax(F{}, vmin(splat(15.0f), v)) + 12582912.0f;  // 1.5 x 2^23: the sum rounds to whole numbers, ties to even
+    v = vmax(F{}, vmin(splat(float(MOST)), v)) + 12582912.0f;  // 1.5 x 2^23: the sum rounds to whole numbers, ties to even
     const B bytes = __builtin_convertvector((U)v & 15, B);
     __builtin_memcpy(numbers + k, &bytes, sizeof bytes);
   }
+}
+template <class T>
+HR_INLINE void quantize_nibbles(const T* x, int64_t head_dim, uint8_t* quantized, float* slot) {
+  alignas(64) uint8_t numbers[256 + 16];
+  whole_numbers<15>(x, head_dim, numbers, slot);
   for (int64_t i = 0; i < head_dim / 2; ++i) quantized[i] = uint8_t(numbers[i] | numbers[head_dim / 2 + i] << 4);
+}
+template <class S, class T>
+HR_INLINE void quantize_rotated(const T* x, int64_t head_dim, uint8_t* quantized, float* slot) {
+  alignas(64) float wide[256];
+  rotate(x, head_dim, wide);
+  if constexpr (!kIs3Bits<S>) return quantize_nibbles(wide, head_dim, quantized, slot);
+  alignas(64) uint8_t numbers[256 + 16];
+  whole_numbers<7>(wide, head_dim, numbers, slot);
+  __builtin_memset(quantized, 0, size_t(value_bytes<S>(head_dim)));
+  const int64_t quarter = head_dim / 4, eighth = head_dim / 8;
+  for (int64_t q = 0; q < 4; ++q)
+    for (int64_t i = 0; i < quarter; ++i) quantized[i] |= uint8_t((numbers[q * quarter + i] & 3) << 2 * q);
+  for (int64_t j = 0; j < 8; ++j)
+    for (int64_t i = 0; i < eighth; ++i) quantized[quarter + i] |= uint8_t(numbers[j * eighth + i] >> 2 << j);
 }
 
 // The same as e2m1 numbers, to nearest, ties to even; zeros where a group's scale is 0.
@@ -190,6 +263,22 @@ HR_INLINE void dequantize_nibbles(const uint8_t* from, int64_t head_dim, const i
   }
 }
 
+// One token's numbers of 3 bits as values, rotated as they are.
+template <class T>
+HR_INLINE void dequantize_3_bits(const uint8_t* from, int64_t head_dim, const int8_t* slot, T* to) {
+  alignas(64) uint8_t numbers[256 + 16];
+  fp16 pair[2];
+  __builtin_memcpy(pair, slot, 4);
+  const F scale = splat(to_float(pair[0])), base = splat(to_float(pair[1]));
+  const int64_t quarter = head_dim / 4, eighth = head_dim / 8;
+  for (int64_t q = 0; q < 4; ++q)
+    for (int64_t i = 0; i < quarter; ++i) numbers[q * quarter + i] = uint8_t(from[i] >> 2 * q & 3);
+  for (int64_t j = 0; j < 8; ++j)
+    for (int64_t i = 0; i < eighth; ++i) numbers[j * eighth + i] |= uint8_t((from[quarter + i] >> j & 1) << 2);
+  for (int64_t k = 0; k < head_dim; k += kLanes)
+    store(to + k, __builtin_convertvector((I)load_bytes(numbers + k), F) * scale + base);
+}
+
 // Keys and values of the KV positions [low, low + count) as a cache of one block of kTokens tokens: [2][kTokens][head_dim].
 template <class T, class S>
 HR_INLINE void dequantize_tile(const Attention& p, int64_t row, int64_t kv_head, int64_t low, int64_t count, T* tile) {
@@ -203,7 +292,8 @@ HR_INLINE void dequantize_tile(const Attention& p, int64_t row, int64_t kv_head,
       const uint8_t* from = reinterpret_cast<const uint8_t*>(head) + offset * bytes;
       const int8_t* slot = head + p.block_tokens * bytes + offset * 4;
       T* to = tile + (half * kTokens + j) * p.head_dim;
-      if constexpr (kIsE2m1<S>) dequantize_e2m1(from, p.head_dim, slot, to);
+      if constexpr (kIs3Bits<S>) dequantize_3_bits(from, p.head_dim, slot, to);
+      else if constexpr (kIsE2m1<S>) dequantize_e2m1(from, p.head_dim, slot, to);
       else dequantize_nibbles(from, p.head_dim, slot, to);
     }
 }
