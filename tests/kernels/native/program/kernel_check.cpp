@@ -196,9 +196,9 @@ void check_blocks(int coding, int64_t M, int64_t N, int64_t K, bool compared) {
 }
 
 using Attention = int32_t (*)(const void*, const void*, void*, const int32_t*, const int32_t*, const int32_t*,
-                              const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t,
-                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float,
-                              float, int32_t, int32_t);
+                              const float*, const float*, const float*, const float*, float*, int64_t, int64_t, int64_t,
+                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                              int64_t, int64_t, float, float, int32_t, int32_t);
 using Write = int32_t (*)(const void*, const void*, int8_t*, const int64_t*, const float*, int64_t, int64_t, int64_t, int64_t, int64_t,
                           int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t, int32_t);
 
@@ -232,7 +232,7 @@ void check_attention(int type, int form, int64_t length, bool compared) {
   const float scale = 1.0f / sqrtf(float(D)), sinks[] = {0.5f, -1.0f, 3.0f, 0.0f};
   const float slopes[] = {0.0f, 0.02f, 0.25f, 0.001f};
   status |= kernel<Attention>("attention")(q.bytes.data(), cache.data(), out.data(), starts, lengths, table.data(),
-                                           sinks, compared ? slopes : nullptr, nullptr, lse.data(), 0, 1, blocks, 1, blocks, H, KV, D, B, H * D, D, 2 * KV * B * width, KV * B * width,
+                                           sinks, compared ? slopes : nullptr, nullptr, nullptr, lse.data(), 0, 0, 1, blocks, 1, blocks, H, KV, D, B, H * D, D, 2 * KV * B * width, KV * B * width,
                                            B * width, 0, scale, 0, type, form);
   if (!compared) return;
   vector<double> exact(size_t(H * D), 0), exact_lse;
