@@ -20,10 +20,10 @@ token all the same.
 upper half; a value is number * scale + low, from a token's smallest value to its largest in 15
 steps. Scale and low are float16 numbers, in the four bytes of a scale.
 
-The rotated forms hold such numbers, of 3 bits 0 .. 7, of a head that was multiplied by fixed signs and
-the Hadamard matrix over the root of D: what stands out is spread over all dimensions (Zandieh et al.
-2025, TurboQuant). Of 3 bits, byte i has the lower two of dimensions i, D / 4 + i, ... from its lowest
-bits on, and byte D / 4 + i the third of dimensions i, D / 8 + i, ...
+The rotated forms hold such numbers, of 3 bits 0 .. 7, of a head that was multiplied by fixed signs
+and the Hadamard matrix over the root of D: what stands out is spread over all dimensions (Zandieh
+et al. 2025, TurboQuant). Of 3 bits, byte i has the lower two of dimensions i, D / 4 + i, ... from
+its lowest bits on, and byte D / 4 + i the third of dimensions i, D / 8 + i, ...
 
 "nvfp4" holds e2m1 numbers (Open Compute, Microscaling Formats 1.0, 5.3.3), placed likewise, then an
 e4m3 scale for each 16 dimensions: that of the largest magnitude, which becomes 6, in units of the
