@@ -117,6 +117,38 @@ def _deepseek2(file: GGUFFile, name: str, config: Config) -> None:
         config["rope_scaling"] = scaling | {"mscale": stated * 10, "mscale_all_dim": stated * 10}
 
 
+_GRANITE: Final = {
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+_MAMBA2: Final = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_d_ssm": "ssm.inner_size",
+}
+
+
+def _granite_hybrid(file: GGUFFile, name: str, config: Config) -> None:
+    """Layers with queries have attention, the others are Mamba 2; without experts the MLP is what
+    others call the shared one."""
+    config["layer_types"] = [
+        "attention" if f"blk.{layer}.attn_q.weight" in file.tensors else "mamba"
+        for layer in range(config["num_hidden_layers"])
+    ]
+    rotated = file.flag(f"{name}.rope.scaling.finetuned", False)
+    config["position_embedding_type"] = "rope" if rotated else "nope"
+    config.setdefault("num_local_experts", 0)
+    if not config["num_local_experts"]:
+        config["shared_intermediate_size"] = config["intermediate_size"]
+
+
 ROWS: Final[dict[str, GGUFArchitecture]] = {
     "gemma": GGUFArchitecture(model_type="gemma", architecture="GemmaForCausalLM", fixed=_GELU),
     "glm4": GGUFArchitecture(model_type="glm4", architecture="Glm4ForCausalLM", fixed=_SILU),
@@ -264,14 +296,13 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         model_type="granitemoe",
         architecture="GraniteMoeForCausalLM",
         fixed=_SILU,
-        keys={
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "shared_intermediate_size": "expert_shared_feed_forward_length",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "attention_multiplier": "attention.scale",
-            "logits_scaling": "logit_scale",
-        },
+        keys=_GRANITE,
+    ),
+    "granitehybrid": GGUFArchitecture(
+        model_type="granitemoehybrid",
+        architecture="GraniteMoeHybridForCausalLM",
+        fixed=_SILU,
+        keys=_GRANITE | _MAMBA2,
+        adjust=_granite_hybrid,
     ),
 }

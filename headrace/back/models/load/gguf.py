@@ -239,7 +239,7 @@ def _renamed(file: GGUFFile, dialect: Dialect, layers: int) -> dict[str, GGUFTen
 
 def _new_name(name: str, dialect: Dialect) -> str:
     stem, _, kind = name.rpartition(".")
-    if kind == "ssm_a":  # without an ending
+    if kind in ("ssm_a", "ssm_d"):  # without an ending
         stem, kind = name, "weight"
     if kind in ("weight", "bias"):
         if stem == "output":

@@ -156,6 +156,23 @@ _GRANITE_MOE = {
     "ffn_down_exps": "block_sparse_moe.output_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+_MAMBA2 = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt": "mamba.dt_bias.",
+    "ssm_a": "mamba.A_log.",
+    "ssm_d": "mamba.D.",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_GRANITE_PARTS = (
+    Joined(
+        name="block_sparse_moe.input_linear.weight",
+        parts=("ffn_gate_exps", "ffn_up_exps"),
+    ),
+    Joined(name="shared_mlp.input_linear.weight", parts=("ffn_gate_shexp", "ffn_up_shexp")),
+)
+_GRANITE_MLP = Joined(name="shared_mlp.input_linear.weight", parts=("ffn_gate", "ffn_up"))
 _LFM2_TOP = {"token_embd": "embed_tokens", "token_embd_norm": "embedding_norm"}
 _PLAIN_MLP = {
     **_BLOCK,
@@ -228,18 +245,10 @@ DIALECTS: Mapping[str, Dialect] = {
             ),
         ),
     ),
-    "granitemoe": Dialect(
-        blocks=_GRANITE_MOE,
+    "granitemoe": Dialect(blocks=_GRANITE_MOE, interleaved=True, joined=_GRANITE_PARTS),
+    "granitehybrid": Dialect(
+        blocks=_GRANITE_MOE | _MAMBA2 | {"ffn_down": "shared_mlp.output_linear"},
         interleaved=True,
-        joined=(
-            Joined(
-                name="block_sparse_moe.input_linear.weight",
-                parts=("ffn_gate_exps", "ffn_up_exps"),
-            ),
-            Joined(
-                name="shared_mlp.input_linear.weight",
-                parts=("ffn_gate_shexp", "ffn_up_shexp"),
-            ),
-        ),
+        joined=(*_GRANITE_PARTS, _GRANITE_MLP),
     ),
 }

@@ -185,9 +185,57 @@ def granite_parts(
         yield name.replace(".router.weight", ".router.layer.weight"), tensor
 
 
+def granite_hybrid(writer: gguf.GGUFWriter, config: Any) -> None:
+    granite(writer, config)
+    kinds = config.layer_types
+    writer.kv_data[0].pop(f"{writer.arch}.attention.head_count_kv")
+    writer.add_head_count_kv(
+        [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
+    )
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    if not config.num_local_experts:
+        for key in ("expert_count", "expert_used_count", "expert_shared_feed_forward_length"):
+            writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
+        writer.kv_data[0].pop(f"{writer.arch}.feed_forward_length")
+        writer.add_feed_forward_length(config.shared_intermediate_size)
+
+
+def granite_hybrid_parts(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of Mamba 2 as the converter leaves it; one MLP has the names of any."""
+    layer, last = name.split(".")[2:3], name.rsplit(".", 1)[-1]
+    if name.endswith("A_log"):
+        yield f"blk.{layer[0]}.ssm_a", -tensor.exp()[:, None]
+    elif name.endswith(".D"):
+        yield f"blk.{layer[0]}.ssm_d", tensor[:, None]
+    elif name.endswith("dt_bias"):
+        yield f"blk.{layer[0]}.ssm_dt.bias", tensor
+    elif "mamba.norm" in name:
+        yield name, tensor.reshape(config.mamba_n_groups, -1)
+    elif "mamba.conv1d" in name:
+        yield name, tensor.squeeze(1) if last == "weight" else tensor
+    elif config.num_local_experts or "shared_mlp" not in name:
+        yield from granite_parts(name, tensor, config)
+    elif "output_linear" in name:
+        yield f"blk.{layer[0]}.ffn_down.weight", tensor
+    else:
+        for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+            yield f"blk.{layer[0]}.ffn_{part}.weight", half
+
+
 MULTIPLIERS = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25},
     **{"attention_multiplier": 0.125, "logits_scaling": 4.0},
+}
+HYBRID: dict[str, Any] = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1},
+    **{"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
 }
 FAMILIES: dict[str, tuple[str, Family]] = {
     "gemma": ("gemma", Family(kind="Gemma", sizes=HEAD, plus_one=True)),
@@ -354,6 +402,29 @@ FAMILIES: dict[str, tuple[str, Family]] = {
             permutes=True,
             metadata=granite,
             converts=granite_parts,
+        ),
+    ),
+    "granite-hybrid": (
+        "granitehybrid",
+        Family(
+            kind="GraniteMoeHybrid",
+            sizes={
+                **{**MULTIPLIERS, **HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+                "position_embedding_type": "rope",
+            },
+            permutes=True,
+            metadata=granite_hybrid,
+            converts=granite_hybrid_parts,
+        ),
+    ),
+    "granite-hybrid-dense": (
+        "granitehybrid",
+        Family(
+            kind="GraniteMoeHybrid",
+            sizes={**MULTIPLIERS, **HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0},
+            permutes=True,
+            metadata=granite_hybrid,
+            converts=granite_hybrid_parts,
         ),
     ),
     "internlm2": ("internlm2", Family(kind="Llama", permutes=True)),
