@@ -532,8 +532,11 @@ def test_padding_fills_up_behind_what_was_cut(
         assert answer(padding="max_length", **more) == filled
         for padding in (True, "longest", "do_not_pad"):
             assert answer(padding=padding, **more) == answer(input=kept)
-    refused = served.post("/v1/embeddings", {"input": "fox", "padding": "half"})
-    assert refused.json()["error"]["param"] == "padding", refused.text
+    many = ["fox"] * (2**20 // most + 1)
+    for body in ({"input": "fox", "padding": "half"}, {"input": many, "padding": "max_length"}):
+        refused = served.post("/v1/embeddings", body)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == "padding", refused.text
 
 
 def test_inputs_of_cohere_are_texts_in_parts(

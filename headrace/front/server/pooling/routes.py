@@ -62,6 +62,10 @@ BINARY = ("bytes", "bytes_only")
 _PER_TOKEN = {"token_embed", "token_classify"}
 
 
+MAX_PADDED_TOKENS = 2**20
+"""A few bytes of a body become a context's length each: so many take some milliseconds."""
+
+
 async def post_embeddings(context: RequestContext, document: Any) -> Response:
     """POST /v1/embeddings."""
     request = parse(document, EmbeddingRequest)
@@ -211,10 +215,16 @@ async def _inputs(
     pad = context.services.tokenizer.special_id("pad_token")
     if pad is None:
         raise InvalidRequest("padding: this tokenizer has no padding token", field="padding")
+    most, number = context.services.text.max_model_len, _number_of_inputs(request)
+    if most * number > MAX_PADDED_TOKENS:
+        raise InvalidRequest(
+            f"padding: {number} inputs of {most} tokens; {MAX_PADDED_TOKENS} tokens are allowed "
+            "with it in one request",
+            field="padding",
+        )
     pool_inputs = await _tokenized_inputs(context, request, longest=longest)
     if any(one.media for one in pool_inputs):
         raise InvalidRequest("padding: does not go with images and video", field="padding")
-    most = context.services.text.max_model_len
     return [PoolInput(ids=[*one.ids, *[pad] * (most - len(one.ids))]) for one in pool_inputs]
 
 
@@ -304,6 +314,12 @@ async def _rendered(
             field="truncate_prompt_tokens",
         )
     return shortened(ids, truncate, most=most, field="messages", side=side), media
+
+
+def _number_of_inputs(request: TextRequest) -> int:
+    if request.input is not None:
+        return len(_listed_inputs(request.input))
+    return sum(isinstance(one, list) for one in request.messages or []) or 1
 
 
 def _check_number(request: TextRequest, number: int, field: str) -> None:
