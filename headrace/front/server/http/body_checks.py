@@ -30,8 +30,9 @@ from headrace.front.server.http.limits import has_marks, parse_json
 MANY_MARKS = 32 * 1024
 """So many brackets, quotes, colons and commas are made into values within a millisecond or two."""
 LIMIT_S = 10.0
+PATIENCE = 3
+"""Seconds waited for each of processor time that a body may take: beside others it is slower."""
 _START_S = 60.0
-_SLACK_S = 2.0
 
 
 class BodyChecks:
@@ -80,13 +81,16 @@ class _BodyProcess:
     def check(self, body: bytes | bytearray) -> None:
         """Raises what is wrong with a body."""
         self._child.write_aside([BODY_LENGTH.pack(len(body)), body])
-        deadline = time.monotonic() + self._limit_s + _SLACK_S
+        deadline = time.monotonic() + PATIENCE * self._limit_s
         try:
             (size,) = HEADER.unpack(self._child.read(HEADER.size, deadline))
             answer = self._child.read(size, deadline)
         except TimeoutError:
             self.close()
-            raise self._late() from None
+            raise Unavailable(
+                f"the machine is too busy: the body was not read within {PATIENCE * self._limit_s:g} s",
+                retry_after_s=self._limit_s,
+            ) from None
         except EOFError:
             error = self._why_ended()
             self.close()
@@ -95,14 +99,11 @@ class _BodyProcess:
         if refusal is not None:
             raise from_wire(refusal)
 
-    def _late(self) -> HeadraceError:
-        return InvalidRequest(f"the body takes longer than {self._limit_s:g} s to read")
-
     def _why_ended(self) -> HeadraceError:
         """Killed from outside, for want of memory say, it was not the body's doing."""
         number = self._child.exit_signal()
-        if number == signal.SIGALRM:
-            return self._late()
+        if number == signal.SIGPROF:
+            return InvalidRequest(f"the body takes longer than {self._limit_s:g} s to read")
         if number == signal.SIGKILL:
             return Unavailable("the process that reads large bodies was killed", retry_after_s=1.0)
         return InvalidRequest("reading the body ended the process that did it")

@@ -44,15 +44,15 @@ def verdict(body: bytes) -> WireError | None:
 
 
 def serve(source: BinaryIO, sink: BinaryIO, *, limit_s: float) -> None:
-    """Answers until the other end closes; a body that takes longer than `limit_s` ends the
-    process."""
+    """Answers until the other end closes; a body that takes more than `limit_s` of processor
+    time ends the process."""
     sink.write(READY)
     sink.flush()
     while len(head := source.read(BODY_LENGTH.size)) == BODY_LENGTH.size:
         body = source.read(BODY_LENGTH.unpack(head)[0])
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         answer = msgspec.msgpack.encode(verdict(body))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(HEADER.pack(len(answer)) + answer)
         sink.flush()
         del body
