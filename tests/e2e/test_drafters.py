@@ -143,7 +143,8 @@ def test_what_was_trained_on_conversations_is_mostly_right_in_them(pair: Any, ki
     assert stats.num_drafts > 30 and accepted(drafted) >= 2 * stats.num_drafts
 
 
-@pytest.mark.parametrize("kind", slow_heads)
+@SLOW
+@pytest.mark.parametrize("kind", KINDS)
 def test_preemption_and_chunks_change_nothing(pair: Any, kind: str) -> None:
     plain, drafted = pair(
         kind, kv_blocks=34, max_step_tokens=16, max_running=8, prefix_caching=False

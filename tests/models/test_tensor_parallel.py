@@ -55,6 +55,7 @@ ALIKE = (
     "falcon-alibi", "mimo-v2-flash", "zamba", "kolibri1",
     "llama4", "phi3", "cohere-qk-norm", "gemma4-experts", "mamba", "jamba", "zamba2", "granite-moe", "opt-post",
     "falcon-h1", "longcat-flash", "axk2", "deepseek-v3", "glm-dsa", "codegen", "laguna", "hrm-text",
+    "openai-gpt", "ctrl", "mllama", "qwen2-moe", "falcon-grouped", "kimi-linear",
 )  # fmt: skip
 """Every part of these is cut as in another family of the list: `make slow` alone cuts them by two."""
 BOUND = 1e-5

@@ -166,7 +166,9 @@ def test_text_has_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> No
     compare(got, oracle_logits(oracle, rows), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["MistralLarge4", "Glm5Next"])
+@pytest.mark.parametrize(
+    "name", ["MistralLarge4", pytest.param("Glm5Next", marks=pytest.mark.slow)]
+)
 def test_last_tokens_alone_have_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> None:
     """Layers behind the last that writes a cache read a choice that was made for fewer tokens."""
     oracle = whole_oracle(name, tmp_path)

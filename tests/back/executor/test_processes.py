@@ -97,6 +97,9 @@ def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
 def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
     driver = Driver(pair.facts)
     pending = pair.submit(driver.plan([(driver.add([61]), 1)]))
+    with pytest.raises(TimeoutError):  # it hangs
+        pending.result(0.05)
+    assert not pending.done()
     watch = Stopwatch()
     os.kill(pair._workers[rank].process.pid, signal.SIGKILL)
     with pytest.raises(EngineDead, match=f"worker {rank} was killed by signal 9"):
@@ -123,6 +126,7 @@ def test_a_stopped_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank
     assert is_alive(pair) == [False, False]
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_times_out_and_close_ends_the_workers(pair: ProcessExecutor) -> None:
     """Reliability 1.6."""
     driver = Driver(pair.facts)
