@@ -12,8 +12,9 @@ from headrace.back.layers.vision.shared_encoder import shares
 from headrace.back.parallel.mesh import Mesh
 from tests.models import test_qwen_vl as qwen
 from tests.models import test_towers as towers
-from tests.models.media import scored_by_runner
+from tests.models.media import save_media_oracle, scored_by_runner
 from tests.models.media_rank import CHUNK, LONG, many_images_of, prompts_of
+from tests.models.picture_cases_further import CASES as PICTURES
 from tests.rank_processes import run_ranks
 
 BOUND = 1e-4
@@ -28,6 +29,23 @@ def test_two_ranks_give_the_logits_of_one(many: int | None, tmp_path: Path) -> N
         module = qwen if name in qwen.CASES else towers
         module.save_case(module.CASES[name], tmp_path / name)
     folders = [tmp_path / name for name in names]
+    run_ranks("tests.models.media_rank", 2, tmp_path / "store", *folders)
+    for folder in folders:
+        alone = scored_by_runner(folder, prompts_of(folder.name), mesh=Mesh(), chunk=CHUNK)
+        for rank in range(2):
+            for ours, whole in zip(torch.load(folder / f"rank{rank}.pt"), alone, strict=True):
+                assert np.abs(ours.numpy() - np.stack(whole)).max() < BOUND, folder.name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_share_experts_of_images(tmp_path: Path) -> None:
+    """ERNIE 4.5 VL, of which a step takes two mixtures; Cosmos 3 Edge beside it."""
+    folders = [tmp_path / name for name in ("ernie4.5-vl", "cosmos3-edge")]
+    for folder in folders:
+        folder.mkdir()
+        config, oracle_class = PICTURES[folder.name].build(folder)
+        save_media_oracle(oracle_class, config, folder)
     run_ranks("tests.models.media_rank", 2, tmp_path / "store", *folders)
     for folder in folders:
         alone = scored_by_runner(folder, prompts_of(folder.name), mesh=Mesh(), chunk=CHUNK)
