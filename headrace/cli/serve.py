@@ -153,6 +153,8 @@ def what_to_try(text: TextSpec, server: ServerSpec, address: str) -> str:
     """The first things a person may want to do, ready to be pasted."""
     host = address.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
     model = json.dumps(text.model_names[0])
+    if _only_hears(text):
+        return _with_a_recording(model, server, host)
     messages = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
     keyed = bool(server.api_key_digests or server.api_key_file)
     header = '-H "Authorization: Bearer $KEY" ' if keyed else ""
@@ -163,6 +165,25 @@ def what_to_try(text: TextSpec, server: ServerSpec, address: str) -> str:
         f"try:  curl {host}/v1/chat/completions {header}-H 'Content-Type: application/json' -d '{body}'\n"
         f'  or  openai.OpenAI(base_url="{host}/v1", api_key={key}).chat.completions.create('
         f"model={model}, {ask})"
+    )
+
+
+def _only_hears(text: TextSpec) -> bool:
+    """Whether a model turns speech into text and there is no chat with it."""
+    sound = text.media.settings.sound if text.media is not None else None
+    listens = text.hears is not None or bool(text.spectrogram) or sound is not None
+    return listens and text.chat_template is None
+
+
+def _with_a_recording(model: str, server: ServerSpec, host: str) -> str:
+    keyed = bool(server.api_key_digests or server.api_key_file)
+    header = '-H "Authorization: Bearer $KEY" ' if keyed else ""
+    key = "KEY" if keyed else '"none"'
+    named = f"model={json.loads(model)}".replace("'", "'\\''")
+    return (
+        f"try:  curl {host}/v1/audio/transcriptions {header}-F file=@speech.wav -F '{named}'\n"
+        f'  or  openai.OpenAI(base_url="{host}/v1", api_key={key})'
+        f'.audio.transcriptions.create(model={model}, file=open("speech.wav", "rb"))'
     )
 
 
