@@ -123,13 +123,10 @@ class InlineExecutor:
         self._closed = threading.Event()
         self._profiler = Profiler()
         self._deferred_inputs: SimpleQueue[DeferredInputs | None] = SimpleQueue()
-        self._thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="headrace-worker",
-            initializer=set_threads,
-            initargs=(spec.device,),
-        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-worker")
         try:
+            # No initializer: of what fails in one, a pool tells only that it is broken.
+            self._thread.submit(set_threads, spec.device).result()
             self._resident: Resident = self._thread.submit(build_resident, spec, loader).result()
         except BaseException:
             self._thread.shutdown(wait=False)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from headrace.back.executor.inline import InlineExecutor, StepThreads
-from headrace.base.errors import EngineDead
+from headrace.back.kernels.native.library import load
+from headrace.base.errors import ConfigError, EngineDead
 from headrace.base.wire.step import StepPlan, WorkerFacts
 from tests.back.driver import Driver, greedy_reference
 from tests.back.tiny_model import TinyModel, tiny_spec
@@ -140,3 +141,16 @@ def test_torch_gets_threads_where_its_ops_are_large_or_the_products_are_its_own(
         assert torch.get_num_threads() == large
     finally:
         torch.set_num_threads(before)
+
+
+def test_what_is_wrong_with_its_threads_kernels_is_said_as_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A broken thread pool's traceback stood in place of the variable and its values."""
+    monkeypatch.setenv("HEADRACE_ISA", "mmx")
+    load.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"HEADRACE_ISA=mmx.* must be one of portable"):
+            InlineExecutor(tiny_spec(), loader=LOADER)
+    finally:
+        load.cache_clear()
