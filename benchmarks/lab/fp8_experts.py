@@ -43,6 +43,8 @@ FEW_UP = [
     (8, 1024, 4),
     (8, 1024, 8),
     (4, 1024, 2),
+    (2, 2048, 4),
+    (1, 2048, 2),
 ]
 FEW_DOWN = [
     (8, 256, 4),
@@ -52,9 +54,16 @@ FEW_DOWN = [
     (8, 256, 2),
     (16, 256, 4),
     (16, 256, 8),
+    (4, 512, 4),
+    (2, 512, 2),
+    (2, 256, 1),
 ]
 STREAM = [(200, 1), (160, 1), (120, 1), (100, 2), (66, 2), (66, 3)]
 """KiB of a program's steps on their way, programs of a multiprocessor."""
+EVEN = {32: (112, 96, 128), 256: (128, 96)}
+"""Tokens -> numbers of programs whose waves are whole, or nearly: of 32 tokens 672 items of gates and ups are 6 x 112,
+7 x 96, of 256 tokens 768 are 6 x 128 and 8 x 96. What a last wave of few items costs shows beside one program for each
+multiprocessor."""
 SEEDS = 6
 
 
@@ -85,6 +94,10 @@ def plans(tokens: int) -> Iterator[tuple[str, dict[str, Any], Any]]:
             yield f"few, down {down}", {"few": {**few.FEW, "down": down}}, plan
     if tokens >= 2:
         sms = stream.num_sms(torch.device("cuda"))
+        for programs in EVEN.get(tokens, ()):
+            taken = triton_experts_fp8.Fp8Plan(regime="stream", m=16 if tokens == 32 else 32)
+            even = {"stream_bytes": 200 << 10, "programs": programs}
+            yield f"stream of {taken.m} rows, {programs} programs", even, taken
         for m in (16, 32, 64):
             for kib, programs in STREAM if m == 16 or tokens > 128 else STREAM[:1]:
                 found = {"stream_bytes": kib << 10, "programs": programs * sms}
