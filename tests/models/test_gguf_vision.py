@@ -325,5 +325,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert (
         vision_file_of(["mmproj-BF16.gguf", "a.gguf", "mmproj-x-f16.gguf"]) == "mmproj-x-f16.gguf"
     )
-    with pytest.raises(CheckpointError, match=r"mmproj-a.gguf, mmproj-b.gguf; name one"):
-        vision_file_of(["mmproj-b.gguf", "mmproj-a.gguf"])
+    (tmp_path / "mmproj-b.gguf").write_bytes(b"")
+    found, (decision,) = vision_beside(model, None)
+    assert found is None and "mmproj-b.gguf, mmproj.gguf lie beside" in decision.why

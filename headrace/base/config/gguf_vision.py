@@ -23,7 +23,6 @@ PREFIX: Final = "mmproj"
 TYPES: Final = ("f16", "bf16", "f32", "q8_0")
 PROJECTOR: Final = "clip.projector_type"
 MERGE: Final = 2
-PATCHES: Final = "v.patch_embd.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +40,22 @@ class GGUFVision:
     image: Callable[[GGUFFile], Config] = field(default=lambda file: {})
 
 
+def vision_files(names: Iterable[str]) -> list[str]:
+    """Of files of one folder those of towers, whose names begin with "mmproj"."""
+    return sorted(name for name in names if name.startswith(PREFIX) and name.endswith(".gguf"))
+
+
 def vision_file_of(names: Iterable[str]) -> str | None:
-    """Of files of one folder the one with the tower, whose name begins with "mmproj": the only one,
-    or of several the one that alone has the first of TYPES there is; None: there is none."""
-    candidates = sorted(
-        name for name in names if name.startswith(PREFIX) and name.endswith(".gguf")
-    )
+    """The only one of them, or of several the one that alone has the first of TYPES there is; None:
+    there is none, or it is not clear which."""
+    candidates = vision_files(names)
     if len(candidates) <= 1:
         return candidates[0] if candidates else None
     for kind in TYPES:
         matches = [name for name in candidates if re.search(rf"(?i)(^|[-_.]){kind}([-_.]|$)", name)]
         if len(matches) == 1:
             return matches[0]
-    raise CheckpointError(
-        f"several files with a vision tower: {', '.join(candidates)}; name one with --mmproj",
-        field="mmproj",
-    )
+    return None
 
 
 def vision_beside(model: Path, stated: str | None) -> tuple[Path | None, tuple[Decision, ...]]:
@@ -67,9 +66,11 @@ def vision_beside(model: Path, stated: str | None) -> tuple[Path | None, tuple[D
         if not path.is_file():
             raise CheckpointError(f"--mmproj {stated}: there is no such file", field="mmproj")
         return path, ()
-    name = vision_file_of(path.name for path in model.parent.iterdir())
+    names = vision_files(path.name for path in model.parent.iterdir())
+    name = vision_file_of(names)
     if name is None:
-        return None, ()
+        why = f"{', '.join(names)} lie beside the model: name one with --mmproj"
+        return None, (Decision("--mmproj", "auto", "none", why),) if names else ()
     try:
         seeing_config(model, model.parent / name)
     except CheckpointError as error:
@@ -135,8 +136,8 @@ def _token(file: GGUFFile, text: str) -> int:
 
 def _image_keys(vision: GGUFFile) -> Config:
     """Mean and deviation of colours, and bounds of pixels if they are stated."""
-    values = {key: vision.numbers(f"clip.vision.{key}") for key in ("image_mean", "image_std")}
-    keys: Config = {key: value.tolist() for key, value in values.items() if value is not None}
+    values = ((key, vision.numbers(f"clip.vision.{key}")) for key in ("image_mean", "image_std"))
+    keys: Config = {key: value.tolist() for key, value in values if value is not None}
     for key, ours in (("image_min_pixels", "min_pixels"), ("image_max_pixels", "max_pixels")):
         if (bound := vision.whole(f"clip.vision.{key}")) is not None:
             keys[ours] = bound
