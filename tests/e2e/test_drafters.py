@@ -130,17 +130,25 @@ def test_every_way_to_sample_gives_the_tokens_of_plain_decoding(pair: Any, kind:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pard-trained", "dflash"])
-def test_what_was_trained_on_conversations_is_mostly_right_in_them(pair: Any, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "each"), [("pard-trained", 1.5), ("dflash", 2.5)])
+def test_what_was_trained_on_conversations_is_mostly_right_in_them(
+    pair: Any, kind: str, each: float
+) -> None:
+    """`each`: drafts of four that stand at least, up to the end of answers."""
     plain, drafted = pair(kind)
-    stop, sampling = StopRules(max_tokens=40), RowSampling(temperature=0.0)
+    stop = StopRules(max_tokens=60, stop_ids=plain.spec.model.eos_ids)
     requests = [
-        EngineRequest(id=id, prompt=prompt.astype("<i4").tobytes(), stop=stop, sampling=sampling)
-        for id, prompt in enumerate(prompts_of("chat", 6), start=1)
+        EngineRequest(
+            id=id,
+            prompt=prompt.astype("<i4").tobytes(),
+            stop=stop,
+            sampling=RowSampling(temperature=0.0),
+        )
+        for id, prompt in enumerate(prompts_of("chat", 12), start=1)
     ]
     assert_equal(run(plain.core, requests), run(drafted.core, requests))
     stats = drafted.core.scheduler.speculation.stats
-    assert stats.num_drafts > 30 and accepted(drafted) >= 2 * stats.num_drafts
+    assert stats.num_drafts > 20 and accepted(drafted) >= each * stats.num_drafts, vars(stats)
 
 
 @SLOW
