@@ -32,18 +32,34 @@ _CASED: Final = f"{_START}{_UPPER}*{_LOWER}+{_SHORT}?|{_START}{_UPPER}+{_LOWER}*
     r"|\p{N}{1,3}" + _CASED_TAIL
 )
 _TEKKEN: Final = f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _CASED_TAIL
+_DEEPSEEK_3: Final = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_SEED: Final = (
+    f"{_SHORT}|{_START}" + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LING: Final = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 
 _LLAMA_3: Final = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
-PATTERNS: Final[dict[str, str | None]] = {
+PATTERNS: Final[dict[str, str | tuple[str, ...] | None]] = {
     **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2", "exaone4"), None),
     **dict.fromkeys((*_LLAMA_3, "smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), _THREE_DIGITS),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _ONE_DIGIT),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), _ONE_DIGIT),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _CASED),
     "tekken": _TEKKEN,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_3),
+    "seed-coder": _SEED,
+    "bailingmoe": _LING,
     **dict.fromkeys(("starcoder", "refact", "smollm", "command-r", "exaone"), "digits"),
 }
-"""Pattern of each pre-tokenizer. None: GPT-2's own; "digits": GPT-2's own after splitting off every
-digit."""
+"""Pattern of each pre-tokenizer, or several, one after another. None: GPT-2's own; "digits":
+GPT-2's own after splitting off every digit."""
 _WHOLE_WORDS: Final = (*_LLAMA_3, "tekken")
 """Pre-tokenizers whose models take a word that is a token as it is, without its merges."""
 _NFC: Final = ("qwen2", "deepseek-r1-qwen")
@@ -140,8 +156,9 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
     if pattern == "digits":
         steps.append({"type": "Digits", "individual_digits": True})
     elif pattern is not None:
-        split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        steps.append({"type": "Split", **split})
+        how = {"type": "Split", "behavior": "Isolated", "invert": False}
+        every = (pattern,) if isinstance(pattern, str) else pattern
+        steps += [{**how, "pattern": {"Regex": one}} for one in every]
     bytes_ = {"add_prefix_space": False, "trim_offsets": True, "use_regex": own}
     steps.append({"type": "ByteLevel", **bytes_})
     model = _bpe(tokens, _merges(file), unknown=None, ignore_merges=name in _WHOLE_WORDS)

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headrace.base.errors import CheckpointError
-from headrace.front.text.gguf_tokenizer import PATTERNS, gguf_tokenizer
+from headrace.front.text.gguf_tokenizer import _NFC, _WHOLE_WORDS, PATTERNS, gguf_tokenizer
 
 TEXTS = [
     "",
@@ -39,7 +39,7 @@ def write(path: Path, fill: Callable[[gguf.GGUFWriter], None]) -> str:
     return str(path)
 
 
-def byte_level(pattern: str | None) -> tokenizers.Tokenizer:
+def byte_level(pattern: str | tuple[str, ...] | None) -> tokenizers.Tokenizer:
     """A byte-level BPE trained with the pattern, with a control token and a user-defined one at the end."""
     made = tokenizers.Tokenizer(models.BPE())
     steps: list[Any] = [
@@ -48,7 +48,8 @@ def byte_level(pattern: str | None) -> tokenizers.Tokenizer:
     if pattern == "digits":
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     elif pattern is not None:
-        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"))
+        every = (pattern,) if isinstance(pattern, str) else pattern
+        steps[:0] = [pre_tokenizers.Split(tokenizers.Regex(one), "isolated") for one in every]
     made.pre_tokenizer = pre_tokenizers.Sequence(steps)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -82,7 +83,10 @@ def write_byte_level(path: Path, made: tokenizers.Tokenizer, pre: str, **flags: 
     return write(path, fill)
 
 
-@pytest.mark.parametrize("pre", sorted(PATTERNS))
+DISTINCT = {(PATTERNS[name], name in _NFC, name in _WHOLE_WORDS): name for name in sorted(PATTERNS)}
+
+
+@pytest.mark.parametrize("pre", sorted(DISTINCT.values()))
 def test_byte_level_ids_are_those_of_the_original(pre: str, tmp_path: Path) -> None:
     made = byte_level(PATTERNS[pre])
     found = gguf_tokenizer(write_byte_level(tmp_path / "m.gguf", made, pre))
@@ -91,6 +95,48 @@ def test_byte_level_ids_are_those_of_the_original(pre: str, tmp_path: Path) -> N
         assert bare == made.encode(text, add_special_tokens=False).ids, text
         assert found.decode(bare, skip_special_tokens=False) == text
     assert found.num_ids == made.get_vocab_size()
+
+
+PIECES = {
+    "deepseek-v3": ["123", "45", " ", "中文かな", "abc", " x", "/path", " ++\n", "'s", "  ", " y"],
+    "seed-coder": [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        " 中文かなabc",
+        " x",
+        "/path",
+        " ++",
+        "\n",
+        "'s",
+        "  ",
+        " y",
+    ],
+    "bailingmoe": [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        " 中文かなabc",
+        " x",
+        "/path",
+        " ++\n",
+        "'s",
+        "  ",
+        " y",
+    ],
+}
+"""Of one text, split by hand as the models' own patterns say."""
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_text_is_split_as_the_model_splits_it(pre: str) -> None:
+    split = byte_level(PATTERNS[pre]).pre_tokenizer.pre_tokenize_str
+    text = "12345 中文かなabc x/path ++\n's   y"
+    assert [text[begin:end] for _, (begin, end) in split(text)] == PIECES[pre]
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path: Path) -> None:
