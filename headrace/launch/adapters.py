@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, cast
 
-from headrace.back.layers.adapter_shares import KINDS
-from headrace.back.lora.peft import kinds_of
 from headrace.back.models.families import FALLBACK
+from headrace.base.config.adapter_options import KINDS
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import AdapterSpec, DeviceSpec, EngineSpec
 from headrace.base.config.tree import Options
@@ -84,6 +83,10 @@ def _kinds(
     that cannot be read are refused when they are."""
     if asked != "auto":
         return tuple(kind for kind in KINDS if kind in asked)
+    if not modules:
+        return ()
+    from headrace.back.lora.peft import kinds_of  # with torch, which a start without needs not
+
     held: set[str] = set()
     for _, folder in modules:
         with suppress(CheckpointError):

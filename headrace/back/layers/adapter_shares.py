@@ -12,10 +12,9 @@ from itertools import accumulate
 import torch
 
 from headrace.back.parallel.param import Param, WeightPiece
+from headrace.base.config.adapter_options import KINDS
 
-MAGNITUDES, TABLES, EXPERTS = "magnitudes", "tables", "experts"
-KINDS = (MAGNITUDES, TABLES, EXPERTS)
-"""What adapters may hold beside the matrices of linear layers, where slots have room for it."""
+MAGNITUDES, TABLES, EXPERTS = KINDS
 
 
 @dataclass(frozen=True, kw_only=True)

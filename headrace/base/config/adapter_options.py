@@ -9,6 +9,9 @@ from msgspec import Meta
 
 from headrace.base.config.bounds import Auto
 
+KINDS = ("magnitudes", "tables", "experts")
+"""What adapters may hold beside the matrices of linear layers, where slots have room for it."""
+
 
 class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Low-rank adapters beside the model."""
