@@ -20,7 +20,8 @@ def test_nothing_is_collected_within_and_only_a_process_of_ours_keeps_what_lives
             kept = [[] for _ in range(1000)]
         assert gc.isenabled()
         frozen = gc.get_freeze_count() - before
-        assert frozen >= len(kept) if ours else frozen == 0
+        # what was frozen before may die meanwhile: then there is less of it
+        assert frozen >= len(kept) if ours else frozen <= 0
     finally:
         gc.enable()  # not thawed: each full collection of a worker of tests would then scan millions of objects
 
@@ -33,7 +34,7 @@ def test_one_that_is_off_stays_off_and_nothing_is_frozen(monkeypatch):
         with collection_paused():
             pass
         assert not gc.isenabled()
-        assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() <= before
     finally:
         gc.enable()
 

@@ -97,7 +97,7 @@ def test_every_number_of_the_tree_has_bounds(option: OptionField) -> None:
     group = get_type_hints(Options)[option.group]
     parts = list(_flatten(get_type_hints(group, include_extras=True)[option.name]))
     metas = [part for part in parts if isinstance(part, msgspec.Meta)]
-    greatest = [m.le for m in metas if m.le is not None]
+    greatest = [one for m in metas for one in (m.le, m.lt) if one is not None]
     if not greatest:
         assert option.choices, f"{option.flag} has neither bounds nor choices"
         return

@@ -118,10 +118,11 @@ async def test_the_same_content_has_the_same_key_and_is_processed_once(room: Roo
     first = await preparer.prepare(
         user(image_part(24, 24, 5), image_part(24, 24, 6)), MediaRequest()
     )
+    started = preparer._processes._pool.num_started
     preparer._processes.close()
     again = await preparer.prepare(user(image_part(24, 24, 5)), MediaRequest())
     assert again.media[0] is first.media[0]
-    assert preparer._processes._slots.queue.count(None) == preparer._processes._slots.qsize()
+    assert preparer._processes._pool.num_started == started
     assert first.media[0].inputs[0].key != first.media[1].inputs[0].key
     small = await preparer.prepare(
         user(image_part(24, 24, 5)), MediaRequest(arguments={"max_pixels": 256})
