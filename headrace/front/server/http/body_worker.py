@@ -26,7 +26,8 @@ from headrace.front.text.structure.requested import check_form_sizes
 
 BODY_LENGTH = struct.Struct("<Q")
 MEMORY_BYTES = 2 << 30
-NICENESS = 5
+NICENESS = 15
+"""Behind all streams: a body of so many values is rarely a user's."""
 READY = b"!"
 
 
