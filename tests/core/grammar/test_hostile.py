@@ -64,7 +64,7 @@ def test_a_million_forced_characters_cost_no_more_than_the_tokens_asked_for(kind
 
 
 def test_a_very_long_forced_text_is_not_looked_for_on_the_loop() -> None:
-    """Walking through it took 4 to 12 ms of each step (issue 16): the sandbox has seen how long it is."""
+    """Walking through it took 4 to 12 ms of each step: the sandbox has seen how long it is."""
     driver = GrammarDriver()
     driver.run_one(constrained(9, Literal("warm")))
     with mock.patch.object(GuidanceMatcher, "forced", autospec=True, return_value=[]) as looked:
