@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +114,17 @@ async def events(content: Any) -> AsyncIterator[bytes]:
                 yield line[6:].rstrip(b"\r")
 
 
+Body = Callable[[LoadSpec, str, int], tuple[str, dict[str, Any]]]
+"""Of a load and a model: the path and JSON body of the request of a number."""
+
+
 class LoadClient:
     """Sends one `LoadSpec` and keeps the ledger."""
 
-    def __init__(self, load: LoadSpec) -> None:
+    def __init__(self, load: LoadSpec, body: Body = make_body) -> None:
         if load.rate is None and load.concurrency is None:
             raise ConfigError("bench serve needs --concurrency or --rate")
-        self._load = load
+        self._load, self._body = load, body
         self._http = require("aiohttp", extra="bench", purpose="bench serve")
         self.outcomes: list[RequestOutcome] = []
 
@@ -193,7 +197,7 @@ class LoadClient:
     async def _exchange(
         self, session: Any, model: str, number: int, due: float, outcome: RequestOutcome
     ) -> None:
-        path, body = make_body(self._load, model, number)
+        path, body = self._body(self._load, model, number)
         async with session.post(path, json=body) as response:
             outcome.status = response.status
             if response.status != 200:
@@ -257,11 +261,11 @@ class LoadClient:
         }
 
 
-def run_load(load: LoadSpec, *, plot: Path | None = None) -> dict[str, Any]:
+def run_load(load: LoadSpec, *, plot: Path | None = None, body: Body = make_body) -> dict[str, Any]:
     """Runs a load from synchronous code; writes the plot if asked."""
     import uvloop
 
-    client = LoadClient(load)
+    client = LoadClient(load, body)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         report = runner.run(client.run())
     if plot is not None:
