@@ -125,10 +125,14 @@ class Images:
         self._data = jpeg(width, height)
         self._made = 0
 
-    def fresh(self) -> dict[str, Any]:
+    def fresh(self) -> list[dict[str, Any]]:
         """A part with a file that was never sent."""
         self._made += 1
-        return self.part(f"{self._made} {random.getrandbits(64)}")
+        return [self.part(f"{self._made} {random.getrandbits(64)}")]
+
+    def held(self) -> list[dict[str, Any]]:
+        """A part with the same file each time."""
+        return [self.part("kept")]
 
     def part(self, comment: str) -> dict[str, Any]:
         """A part with the file of this comment."""
@@ -197,12 +201,12 @@ def tower_part(shape: str, smaller: dict[str, Any]) -> list[dict[str, Any]]:
     few = {"num_hidden_layers": 4} | smaller.get("text", {})
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(
+        engine: Any = make_engine(
             write_seeing(Path(folder), shape, text=few, tower=smaller.get("tower", {})),
             kv_memory="4GiB",
         )
     try:
-        cache = engine.executor._resident.runner._state.cache  # type: ignore[attr-defined]
+        cache = engine.executor._resident.runner._state.cache
         device, encoder = cache._device, cache._encoder
         outputs, tower = encoder.width, TOWER | smaller.get("tower", {})
         side = tower["patch_size"]
@@ -262,8 +266,8 @@ def rate_part(base: str, sizes: Any, users: int, output: int, rounds: int) -> li
     for width, height in sizes:
         images = Images(width, height)
         load = {"concurrency": users, "output_tokens": output}
-        seen_load(base, lambda: [images.fresh()], num_requests=users, **load)  # noqa: B023
-        found = seen_load(base, lambda: [images.fresh()], num_requests=users * rounds, **load)  # noqa: B023
+        seen_load(base, images.fresh, num_requests=users, **load)
+        found = seen_load(base, images.fresh, num_requests=users * rounds, **load)
         rows.append(
             {
                 "pixels": f"{width} x {height}", "users": users, "req_s": found["req_s"],
@@ -280,7 +284,7 @@ def first_part(base: str, sizes: Any, count: int) -> list[dict[str, Any]]:
     rows = []
     for width, height in sizes:
         images = Images(width, height)
-        tokens = prompt_tokens(base, images.part("kept"))
+        tokens = prompt_tokens(base, images.held()[0])
         one = {"concurrency": 1, "output_tokens": 4}
         letters = "abcdefgh" * (tokens // 8)  # a token each
 
@@ -290,8 +294,8 @@ def first_part(base: str, sizes: Any, count: int) -> list[dict[str, Any]]:
         one["num_requests"] = count
         found: dict[str, list[float]] = {"new": [], "held": [], "text": []}
         for turn in range(3):
-            new = seen_load(base, lambda: [images.fresh()], **one)  # noqa: B023
-            held = seen_load(base, lambda: [images.part("kept")], **one)  # noqa: B023
+            new = seen_load(base, images.fresh, **one)
+            held = seen_load(base, images.held, **one)
             plain = seen_load(base, text, **one)
             for name, each in zip(found, (new, held, plain), strict=True):
                 if turn:
@@ -324,7 +328,7 @@ def beside_part(base: str, users: int, output: int, rates: Any, sizes: Any) -> l
         def come(images: Images = images, rate: float = rate, results: Any = results) -> None:
             count = max(2, int(rate * rows[0]["wall_s"] * 0.9))
             load = {"concurrency": None, "rate": rate, "num_requests": count, "output_tokens": 16}
-            results.append(seen_load(base, lambda: [images.fresh()], **load))
+            results.append(seen_load(base, images.fresh, **load))
 
         thread = threading.Thread(target=come)
         thread.start()
