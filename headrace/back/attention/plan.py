@@ -13,14 +13,19 @@ stale.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.gated_scan.op import StateTrail
+
+RecordedRun: TypeAlias = Callable[
+    [tuple[Hashable, ...], int, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +137,8 @@ class EncoderBatch:
     keys and values of each token go, empty for those that are not cross caches. spectrograms:
     float32 [texts, bands, frames], of an encoder that reads these instead of tokens, of which
     there are as many as positions. sounds: float32 [frames of each], of one that reads these.
+    recorded: runs what reads spectrograms in graphs by size (runner/encoder_graphs.py); None: there
+    are none.
     """
 
     token_ids_S: torch.Tensor
@@ -140,6 +147,7 @@ class EncoderBatch:
     slots_GS: tuple[torch.Tensor, ...]
     spectrograms: torch.Tensor | None = None
     sounds: tuple[torch.Tensor, ...] = ()
+    recorded: RecordedRun | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,10 @@ allocator, which gives a block out again only once the copy that used it is over
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import numpy as np
 import torch
 
@@ -34,3 +38,71 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def host_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Zeros int32 on the host, which a copy to or from the device does not wait for."""
     return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+class KeptCopies:
+    """What a pass of an encoder copies to the device, of which nothing but the sizes of its inputs
+    decides the values. The first pass writes it; while the pass is recorded for inputs of the same
+    sizes, the same tensors are found again, in the same order, and nothing is copied."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._named: dict[Hashable, torch.Tensor] = {}
+        self._held: list[torch.Tensor] = []
+        self._at: int | None = None
+
+    @contextmanager
+    def active(self, *, again: bool) -> Iterator[None]:
+        """While the pass runs: the first time, or `again`."""
+        self._at = 0 if again else None
+        token = _KEPT.set(self)
+        try:
+            yield
+        finally:
+            _KEPT.reset(token)
+        left = 0 if self._at is None else len(self._tensors) - self._at
+        assert not left, f"{left} of {len(self._tensors)} copies were not asked for again"
+
+    def copied(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The next tensor of the pass."""
+        if self._at is None:
+            self._tensors.append(make())
+            return self._tensors[-1]
+        self._at += 1
+        return self._tensors[self._at - 1]
+
+    def named(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The tensor of this key, made once."""
+        if key not in self._named:
+            self._named[key] = make()
+        return self._named[key]
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keeps a tensor that its owner may replace by another."""
+        self._held.append(tensor)
+
+
+_KEPT: ContextVar[KeptCopies | None] = ContextVar("kept copies", default=None)
+
+
+def kept_copies() -> KeptCopies | None:
+    """That of the pass of an encoder that runs, if it is one that is recorded."""
+    return _KEPT.get()
+
+
+def planned(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`to_device` for encoders: values that depend on the sizes of their inputs alone."""
+
+    def copy() -> torch.Tensor:
+        return to_device(values.numpy() if isinstance(values, torch.Tensor) else values, device)
+
+    on = _KEPT.get()
+    return copy() if on is None else on.copied(copy)
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which a recorded pass reads and its owner may replace by another."""
+    on = _KEPT.get()
+    if on is not None:
+        on.hold(tensor)
+    return tensor

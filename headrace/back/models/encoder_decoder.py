@@ -18,6 +18,7 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch, EncoderBatch
+from headrace.back.kernels.upload import held
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.embedding import TokenEmbedding
@@ -262,6 +263,19 @@ class EncoderDecoder:
 
     def _encode(self, inputs: EncoderBatch, batch: Batch) -> None:
         """Runs the encoder and keeps what the cross-attentions read of it."""
+        sounds, recorded = inputs.spectrograms, inputs.recorded
+        if sounds is None or recorded is None:
+            x_SE = self._encoded(inputs, sounds)
+        else:
+            key = ("spectrograms", *sounds.shape)
+            x_SE = recorded(
+                key, inputs.positions_S.numel(), sounds, lambda own: self._encoded(inputs, own)
+            )
+        for decoder_layer in self._layers:
+            decoder_layer.cross.write(x_SE, batch, inputs.slots_GS)
+
+    def _encoded(self, inputs: EncoderBatch, spectrograms: torch.Tensor | None) -> torch.Tensor:
+        """What the encoder makes of its inputs, x_SE."""
         alone = Batch(
             token_ids_T=inputs.token_ids_S,
             positions_T=inputs.positions_S,
@@ -272,18 +286,17 @@ class EncoderDecoder:
             query_start=inputs.query_start,
         )
         if self._source is not None:
-            assert inputs.spectrograms is not None, "an encoder of speech reads spectrograms"
-            embedded_SE = self._source.read(inputs.spectrograms)
+            assert spectrograms is not None, "an encoder of speech reads spectrograms"
+            embedded_SE = self._source.read(spectrograms)
         elif self._hears is not None:
             embedded_SE = self._hears.read(inputs.sounds)
         else:
             embedded_SE = self._read_embedding.lookup(inputs.token_ids_S)
-        x_SE = add_norm(None, *self._encoder_ends.begin(embedded_SE, inputs.positions_S))
+        positions_S = held(inputs.positions_S)
+        x_SE = add_norm(None, *self._encoder_ends.begin(embedded_SE, positions_S))
         for layer in self._encoder_layers:
             x_SE = layer.forward(x_SE, alone)
-        x_SE = self._encoder_ends.end((None, x_SE))
-        for decoder_layer in self._layers:
-            decoder_layer.cross.write(x_SE, batch, inputs.slots_GS)
+        return self._encoder_ends.end((None, x_SE))
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear, bind_linear
 from headrace.back.layers.norm import LAYER, RMS_NO_WEIGHT
 from headrace.back.layers.scope import Scope, not_loaded
@@ -109,7 +109,7 @@ class WindowEmbedding:
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
         at_2N = np.concatenate([coordinates(grid, 1) for grid in grids], axis=1)
-        row_N, column_N = to_device(at_2N, rows_NB.device)
+        row_N, column_N = planned(at_2N, rows_NB.device)
         pixels_NP = self._colours(rows_NB)
         x_NP = F.layer_norm(pixels_NP, pixels_NP.shape[1:], eps=EPS).to(self.dtype)
         x_NE = self._second.norm(self._embed(x_NP))

@@ -16,7 +16,7 @@ import torch
 
 from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.clipped import ClippedLinear
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation
@@ -160,7 +160,7 @@ class Gemma4Tower:
         """See MediaEncoder."""
         spec = self._spec
         at_2N = np.concatenate([coordinates(grid, spec.pool) for grid in grids], axis=1)
-        y_N, x_N = to_device(at_2N, rows_NB.device)
+        y_N, x_N = planned(at_2N, rows_NB.device)
         x_NE = self._patches.embed(rows_NB)
         x_NE = x_NE + (self._table_2PE[0][x_N] + self._table_2PE[1][y_N])
         angles = [place_N[:, None] * self._frequencies for place_N in (x_N, y_N)]

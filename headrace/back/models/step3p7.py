@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
@@ -143,7 +143,7 @@ class HalvingProjector:
     def _halved(self, x_NE: torch.Tensor, grid: Grid) -> torch.Tensor:
         t, h, w = grid
         row_N, column_N = coordinates((1, h, w), MERGE)
-        place_N = to_device(row_N * w + column_N, x_NE.device)
+        place_N = planned(row_N * w + column_N, x_NE.device)
         x_TNE = x_NE.unflatten(0, (t, -1))
         plain_TNE = torch.empty_like(x_TNE).index_copy_(1, place_N, x_TNE)
         planes = plain_TNE.transpose(1, 2).unflatten(2, (h, w))

@@ -14,16 +14,16 @@ argument").
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from headrace.back.runner.device_graphs import alias, capture
 from headrace.back.runner.replay import DeferredSampling
 from headrace.back.runner.results import DeviceEvent, StepEvent, recorded
 from headrace.back.runner.sizes import Bucket
@@ -158,7 +158,7 @@ class CudaGraphs:
             behind = self._capture(partial(rest.sample, bucket, outputs))[0]
         # The pool may give the outputs' memory to the next graph that is recorded: they are read
         # before it runs.
-        aliases = outputs.aliases(_alias)
+        aliases = outputs.aliases(alias)
         del outputs
         self._graphs[bucket] = _Recorded(graph=graph, outputs=aliases, rest=behind)
         left, _ = torch.cuda.mem_get_info(self._stream.device)
@@ -167,17 +167,7 @@ class CudaGraphs:
         return self._graphs[bucket]
 
     def _capture(self, work: Callable[[], StepTensors]) -> tuple[torch.cuda.CUDAGraph, StepTensors]:
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.stream(self._recording):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                outputs = work()
-            except BaseException:
-                with suppress(RuntimeError):  # says only that the recording is broken
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph, outputs
+        return capture(work, self._recording, self._pool)
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Replay."""
@@ -191,38 +181,3 @@ class CudaGraphs:
         events = (recorded(),) if self._read is None else (self._read, recorded())
         self._read = None
         return DeviceEvent(events)
-
-
-class _Alias:
-    """The memory of a tensor without owning it, as `__cuda_array_interface__` describes it."""
-
-    def __init__(self, tensor: torch.Tensor, kind: str) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "typestr": kind,
-            "data": (tensor.data_ptr(), False),
-            "strides": None,
-            "version": 3,
-        }
-
-
-_KINDS = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|i1"}
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that does not keep the memory: valid as long as its graph is."""
-    assert tensor.is_contiguous(), tensor.shape
-    alias = _Alias(tensor, _KINDS[tensor.element_size()])
-    return torch.as_tensor(alias, device=tensor.device).view(tensor.dtype)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Freeing a tensor of another stream by chance would break the recording."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

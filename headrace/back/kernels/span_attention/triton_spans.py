@@ -25,7 +25,7 @@ from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.span_attention.op import SpanAttention, SpanAttentionProblem
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, unsupported
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import kept_copies, to_device
 
 MAX_HEAD = 256
 KEPT_LISTS = 8
@@ -141,8 +141,15 @@ def parts(width: int) -> tuple[int, int]:
     return main, max(16, 1 << (left - 1).bit_length()) if left > 0 else 0
 
 
-@lru_cache(maxsize=KEPT_LISTS)
 def _tiles(starts: tuple[int, ...], size: int, device: torch.device) -> torch.Tensor:
+    recorded = kept_copies()
+    if recorded is None:
+        return _listed(starts, size, device)
+    return recorded.named((starts, size), lambda: _listed.__wrapped__(starts, size, device))
+
+
+@lru_cache(maxsize=KEPT_LISTS)
+def _listed(starts: tuple[int, ...], size: int, device: torch.device) -> torch.Tensor:
     lists = [
         (first, begin, end) for begin, end in pairwise(starts) for first in range(begin, end, size)
     ]

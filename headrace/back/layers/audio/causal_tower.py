@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import RMS
 from headrace.back.layers.scope import Scope
@@ -114,7 +115,7 @@ def _turns(
     """Cosines and sines [S, 1, D] of each place."""
     exponents = torch.arange(0, spec.head_dim, 2).float() / spec.head_dim
     angles = torch.arange(size)[:, None].float() * spec.theta**-exponents
-    doubled = torch.cat((angles, angles), dim=1)[:, None].to(like.device)
+    doubled = planned(torch.cat((angles, angles), dim=1)[:, None], like.device)
     return doubled.cos().to(like.dtype), doubled.sin().to(like.dtype)
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.audio.conformer_branches import (
     EPS,
     Activation,
@@ -131,7 +132,7 @@ class FastConformer:
         """See the class."""
         x_SE, real = self._reader.read(frames_NM, ghosts)
         x_SE = x_SE * self._spec.scale
-        place_PE = relative_places(real, self._spec.width).to(x_SE.device, x_SE.dtype)
+        place_PE = planned(relative_places(real, self._spec.width), x_SE.device).to(x_SE.dtype)
         for layer in self._layers:
             x_SE = layer.forward(x_SE, place_PE, real)
         return x_SE

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
@@ -71,9 +71,9 @@ def position_blocks(sizes: Sequence[int], block: int, device: torch.device) -> P
     place = first[:, None] + np.arange(block)
     inside = place < end[:, None]
     return PositionBlocks(
-        place_BC=to_device(np.where(inside, place, 0), device),
-        inside_BC=to_device(inside, device),
-        at_T=to_device(np.flatnonzero(inside), device),
+        place_BC=planned(np.where(inside, place, 0), device),
+        inside_BC=planned(inside, device),
+        at_T=planned(np.flatnonzero(inside), device),
         sizes=tuple(sizes),
     )
 

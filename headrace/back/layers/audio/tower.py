@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import held, planned
 from headrace.back.layers.linear import ColumnLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
@@ -99,7 +99,7 @@ class LinePairReader:
         (first, first_bias), (second, second_bias) = self._weights
         x_BEN = F.gelu(F.conv1d(frames_BNM.transpose(1, 2), first, first_bias, padding=1))
         if min(lengths) < x_BEN.shape[2]:  # behind a piece there is nothing, not its bias
-            length_B = to_device(np.asarray(lengths, np.int64), x_BEN.device)
+            length_B = planned(np.asarray(lengths, np.int64), x_BEN.device)
             inside_BN = torch.arange(x_BEN.shape[2], device=x_BEN.device) < length_B[:, None]
             x_BEN = x_BEN * inside_BN[:, None]
         x_BES = F.gelu(F.conv1d(x_BEN, second, second_bias, stride=2, padding=1))
@@ -110,7 +110,8 @@ class LinePairReader:
         if self._table is None and count > self._positions_PE.shape[0]:
             self._positions_PE = sines(count, self._width, self._scope)
         # What is filled up may be longer than the table; no piece is.
-        return F.pad(self._positions_PE[:count], (0, 0, 0, max(0, count - len(self._positions_PE))))
+        table_PE = held(self._positions_PE)
+        return F.pad(table_PE[:count], (0, 0, 0, max(0, count - len(table_PE))))
 
     def _finish(self) -> None:
         self._weights = [(weight.take(), bias.take()) for weight, bias in self._convolutions]
@@ -160,7 +161,7 @@ class PlanarStackReader:
         x_BSE = self._out.project(x_BSI.flatten(0, 1)).unflatten(0, x_BSI.shape[:2])
         if x_BSE.shape[1] > self._sines_SE.shape[0]:
             self._sines_SE = sines(x_BSE.shape[1], self._width, self._scope)
-        return x_BSE + self._sines_SE[: x_BSE.shape[1]]
+        return x_BSE + held(self._sines_SE)[: x_BSE.shape[1]]
 
     def _finish(self) -> None:
         self._weights = [(weight.take(), bias.take()) for weight, bias in self._convolutions]
@@ -329,8 +330,8 @@ def _rotation(
     dims = spec.layer.rotary_dims or spec.layer.head_dim
     exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
     angles = torch.arange(max(sizes))[:, None] * (1.0 / spec.theta**exponents)
-    table_PR = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
-    place_N = torch.cat([torch.arange(size) for size in sizes]).to(device)
+    table_PR = planned(torch.cat((angles.cos(), angles.sin()), dim=1), device)
+    place_N = planned(torch.cat([torch.arange(size) for size in sizes]), device)
     return {"table_NR": table_PR, "place_N": place_N}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.audio.conformer_branches import (
     BranchSpec,
     PlainHalf,
@@ -98,7 +99,7 @@ class TurningConformer:
         dims = self._spec.width // self._spec.heads
         scales = self._spec.theta ** -(torch.arange(0, dims, 2).float() / dims)
         angles = torch.arange(x_SE.shape[0])[:, None].float() * scales
-        doubled = torch.cat((angles, angles), dim=1)[:, None].to(x_SE.device)
+        doubled = planned(torch.cat((angles, angles), dim=1)[:, None], x_SE.device)
         return doubled.cos().to(x_SE.dtype), doubled.sin().to(x_SE.dtype)
 
 

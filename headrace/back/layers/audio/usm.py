@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.clipped import ClippedLinear
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import RMS
@@ -83,9 +83,9 @@ def near_positions(sizes: Sequence[int], spec: UsmLayerSpec, device: torch.devic
     near = own[:, None] + np.arange(1 - spec.left, spec.right + 1)
     inside = (near >= starts[:, None]) & (near < ends[:, None])
     return NearPositions(
-        place_TS=to_device(np.clip(near, 0, len(own) - 1), device),
-        seen_TS=to_device(inside, device),
-        first_T=to_device(own - starts, device),
+        place_TS=planned(np.clip(near, 0, len(own) - 1), device),
+        seen_TS=planned(inside, device),
+        first_T=planned(own - starts, device),
     )
 
 

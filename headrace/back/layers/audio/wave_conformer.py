@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.audio.conformer_branches import EPS, Activation
 from headrace.back.layers.audio.fast_conformer import (
     RelativeAttention,
@@ -80,14 +81,15 @@ class WaveConformer:
         """What layers ask for: sines of distances, or the turns [2, S, 1, D] of places."""
         spec, size = self._spec, x_SE.shape[0]
         if spec.places == "relative":
-            return relative_places(size, spec.width).to(x_SE.device, x_SE.dtype)
+            return planned(relative_places(size, spec.width), x_SE.device).to(x_SE.dtype)
         if spec.places != "rotary":
             return None
         dims = spec.width // spec.heads
         scales = spec.theta ** -(torch.arange(0, dims, 2).float() / dims)
         angles = torch.arange(size)[:, None].float() * scales
         doubled = torch.cat((angles, angles), dim=1)[:, None]
-        return torch.stack((doubled.cos(), doubled.sin())).to(x_SE.device, x_SE.dtype)
+        turns = torch.stack((doubled.cos(), doubled.sin()))
+        return planned(turns, x_SE.device).to(x_SE.dtype)
 
     def _seen(self, x_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, S]: which keys a query sees; None: all."""

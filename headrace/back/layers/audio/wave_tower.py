@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.audio.wave_conformer import WaveConformer, WaveConformerSpec
 from headrace.back.layers.audio.wave_places import Activation, WavePlacesSpec
 from headrace.back.layers.linear import WholeLinear
@@ -139,7 +140,7 @@ class WaveTower:
             x_SE = self._norm.norm(x_SE)
         bias_HSS = None
         if spec.distances is not None:
-            bucket_SS = distance_buckets(x_SE.shape[0], spec.distances).to(x_SE.device)
+            bucket_SS = planned(distance_buckets(x_SE.shape[0], spec.distances), x_SE.device)
             bias_HSS = self._bias_DH[bucket_SS].permute(2, 0, 1)
         for layer in self._layers:
             x_SE = layer.forward(x_SE, bias_HSS)

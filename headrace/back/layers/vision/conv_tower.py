@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP
 from headrace.back.layers.scope import Scope
@@ -84,7 +84,7 @@ class ConvTower:
         spec, merge = self._spec, self._spec.projector.merge
         x_NE = self._norm.norm(self._patches.embed(rows_NB))
         at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
-        place_2N = to_device(at_2N, x_NE.device)
+        place_2N = planned(at_2N, x_NE.device)
         angles_NH = rows_then_columns(place_2N, spec.layer.head_dim, spec.theta)
         spans = TokenSpans(
             starts=starts_of(frame_lengths(grids)),

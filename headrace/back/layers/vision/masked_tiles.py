@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
@@ -90,7 +90,7 @@ class MaskedTiles:
         """See MediaEncoder."""
         spec, side = self._spec, self._spec.side
         x_TNE = self._patches.embed(rows_NB[:, :-1]).unflatten(0, (-1, side**2))
-        at_2N = to_device(coordinates((1, side, side), MERGE), x_TNE.device)
+        at_2N = planned(coordinates((1, side, side), MERGE), x_TNE.device)
         shown_TN = rows_NB[:, -1].bool().view(-1, side**2)
         x_TNE = x_TNE + self._table_PE[self._places_of(at_2N, shown_TN)]
         seen_TN = shown_TN | ~shown_TN.any(1, keepdim=True)

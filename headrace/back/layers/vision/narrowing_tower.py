@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import LAYER
@@ -103,7 +103,7 @@ class NarrowingTower:
         at_2N = at_2N.reshape(2, -1, self._merge**2)[:, :, order].reshape(2, -1)
         lengths = frame_lengths(grids)
         place_N = nearest(at_2N, grids, lengths, spec.side)
-        x_NE = x_NE + self._table_PE.index_select(0, to_device(place_N, x_NE.device))
+        x_NE = x_NE + self._table_PE.index_select(0, planned(place_N, x_NE.device))
         spans = TokenSpans(starts=starts_of(lengths))
         for index, layer in enumerate(self._layers):
             x_NE = layer.forward(x_NE, spans)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.axes_rope import AxesRope
@@ -196,10 +196,10 @@ class PlainTower:
         lengths = frame_lengths(grids)
         spans = TokenSpans(starts=starts_of(lengths))
         if spec.side:
-            place_N = to_device(at_2N[0] * spec.side + at_2N[1], x_NE.device)
+            place_N = planned(at_2N[0] * spec.side + at_2N[1], x_NE.device)
             x_NE += self._table_PE.index_select(0, place_N)
         elif spec.shares:
-            place_N = to_device(nearest(at_2N, grids, lengths, spec.table_side), x_NE.device)
+            place_N = planned(nearest(at_2N, grids, lengths, spec.table_side), x_NE.device)
             x_NE += self._table_PE.index_select(0, place_N)
         elif spec.table_side:
             x_NE += torch.cat([self._resized(grid) for grid in grids])
@@ -247,12 +247,12 @@ class PlainTower:
         size = (max(h, w),) * 2 if self._spec.cropped else (h, w)
         table = F.interpolate(table, size=size, mode="bilinear", antialias=smooth)[:, :, :h, :w]
         row_N, column_N = coordinates((1, h, w), self._spec.projector.merge)
-        place_N = to_device(row_N * w + column_N, table.device)
+        place_N = planned(row_N * w + column_N, table.device)
         resized_NE = table[0].flatten(1).T.index_select(0, place_N).to(self.dtype)
         return resized_NE.repeat(t, 1)
 
     def _rotation(self, at_2N: np.ndarray, count: int) -> dict[str, torch.Tensor]:
-        place_2N = to_device(at_2N, self._scope.device)
+        place_2N = planned(at_2N, self._scope.device)
         spec = self._spec
         angles_NH = spec.turns(place_2N, spec.layer.head_dim, spec.theta)
         if self._class is not None:  # it does not turn

@@ -7,7 +7,7 @@ N patches, M tokens, W the width of what the encoder gives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,6 +23,10 @@ class SharedEncoder:
         self._encoder, self._axis = encoder, axis
         self.forms, self.width = encoder.forms, encoder.width
         self.layers, self.dtype, self.rope = encoder.layers, encoder.dtype, encoder.rope
+
+    def around(self, wrap: Callable[[MediaEncoder], MediaEncoder]) -> SharedEncoder:
+        """The same, of what `wrap` makes of each rank's encoder."""
+        return SharedEncoder(wrap(self._encoder), self._axis)
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder. One input alone is encoded by every rank: nothing is sent."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import planned
 from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.axes_rope import AxesRope
@@ -141,7 +141,7 @@ class VisionTower:
         if spec.positions:
             x_NE += self._resampled(grids)
         if spec.clips:
-            x_NE += _time_sines(grids, spec.layer.width).to(x_NE)
+            x_NE += planned(_time_sines(grids, spec.layer.width), x_NE.device).to(x_NE.dtype)
         at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
         lengths = [t * h * w for t, h, w in grids] if spec.clips else frame_lengths(grids)
         frames = starts_of(lengths)
@@ -150,7 +150,7 @@ class VisionTower:
         if spec.window is not None:
             order, lengths = window_order(grids, merge, spec.window)
             windows = starts_of(lengths)
-            order_M = to_device(order, x_NE.device)
+            order_M = planned(order, x_NE.device)
             x_NE = _by_window(x_NE, order_M, merge)
             at_2N = at_2N.reshape(2, -1, merge**2)[:, order].reshape(2, -1)
         table_NR, place_N = self._rotary(at_2N)
@@ -173,7 +173,7 @@ class VisionTower:
     def _rotary(self, at_2N: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not self._spec.layer.rotary:
             return None, None
-        place_2N = to_device(at_2N, self._scope.device)
+        place_2N = planned(at_2N, self._scope.device)
         spec = self._spec
         angles_NH = spec.turns(place_2N, spec.layer.head_dim, spec.theta)
         table_NR = torch.cat((angles_NH.cos(), angles_NH.sin()), dim=1)
@@ -183,8 +183,8 @@ class VisionTower:
         """The learned positions of each patch."""
         spec, side = self._spec, int(self._spec.positions**0.5)
         taps = [spec.taps(grid, spec.merger.merge, side) for grid in grids]
-        place_NT = to_device(np.concatenate([place for place, _ in taps]), self._scope.device)
-        weight_NT = to_device(np.concatenate([weight for _, weight in taps]), self._scope.device)
+        place_NT = planned(np.concatenate([place for place, _ in taps]), self._scope.device)
+        weight_NT = planned(np.concatenate([weight for _, weight in taps]), self._scope.device)
         return (self._table_PE[place_NT].float() * weight_NT[..., None]).sum(1).to(self.dtype)
 
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from headrace.back.models.protocol import CausalModel
+from headrace.back.runner.encoder_graphs import graphs_on, recorded_encoder
 from headrace.back.runner.memory import KVMemory
 from headrace.back.runner.states.encoder_inputs import EncoderInputs, Sounds, Spectrograms
 from headrace.back.runner.states.media import Media
@@ -42,5 +43,8 @@ def state_of(model: CausalModel) -> StateFactory:
     if media is None:
         return base
     return lambda max_rows, device, memory: Media(
-        base(max_rows, device, memory), media, max_rows=max_rows, device=device
+        base(max_rows, device, memory),
+        recorded_encoder(media, graphs_on(device)),
+        max_rows=max_rows,
+        device=device,
     )

@@ -17,6 +17,7 @@ import torch
 from headrace.back.attention.plan import Batch, EncoderBatch
 from headrace.back.kernels.upload import to_device
 from headrace.back.runner.batch import StepShape
+from headrace.back.runner.encoder_graphs import graphs_on
 from headrace.back.runner.memory import KVMemory
 from headrace.back.runner.states.plain import PlainDecoder
 from headrace.base.wire.step import RowStart
@@ -103,6 +104,7 @@ class Spectrograms(EncoderInputs):
     def __init__(self, memory: KVMemory, device: torch.device, *, max_rows: int) -> None:
         super().__init__(memory, device, max_rows=max_rows)
         self._outputs = max(group.span or 0 for group in memory.groups if group.kind == "cross")
+        self._graphs = graphs_on(device)
 
     def _read(self, encoder: bytes) -> np.ndarray:
         """Bands of frames."""
@@ -118,6 +120,7 @@ class Spectrograms(EncoderInputs):
         return {
             "token_ids_S": none,
             "spectrograms": to_device(np.stack(inputs), self._device),
+            "recorded": None if self._graphs is None else self._graphs.run,
         }
 
 

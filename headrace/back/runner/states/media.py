@@ -104,7 +104,7 @@ class EncoderCache:
         cuts = [content.cut for content in contents]
         y_MW = self._encoder.encode(kind, rows_NB, grids)
         if form.packing is not None and form.packing.marks:
-            self._marks_KW = y_MW[-len(form.packing.marks) :]
+            self._marks_KW = y_MW[-len(form.packing.marks) :].clone()
         y_MW = packed(y_MW, form, grids, cuts)
         tokens = [form.num_rows(grid, cut) for grid, cut in zip(grids, cuts, strict=True)]
         assert y_MW.shape[0] == sum(tokens) <= self._free.size, (y_MW.shape, tokens)
