@@ -148,8 +148,8 @@ def experts_alone(shape: str) -> Iterator[None]:
         yield
 
 
-def steps(shape: str, out: dict[str, Any]) -> None:
-    """Decode steps and prefill of one shape, and which kernels it took."""
+def steps(shape: str, out: dict[str, Any], *, requests: bool) -> None:
+    """Decode steps and prefill of one shape, 512 requests if asked, and which kernels it took."""
     with tempfile.TemporaryDirectory() as folder, uniform_routing(shape), experts_alone(shape):
         engine = offline.make_engine(
             write_model(Path(folder), shape), quantization=QUANTIZATION[shape]
@@ -164,6 +164,8 @@ def steps(shape: str, out: dict[str, Any]) -> None:
     try:
         out["steps"] = offline.steps(engine, shape, [])
         out["prefill"] = offline.prefill(engine, shape)
+        if requests:
+            out["offline"] = offline.offline(engine, shape)
     finally:
         engine.close()
 
@@ -173,6 +175,7 @@ def main() -> None:
     parser.add_argument("--parts", default="kernels,steps")
     parser.add_argument("--shapes", default="qwen3-30b-a3b-fp8,gpt-oss-20b")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for the kernels")
+    parser.add_argument("--requests", action="store_true", help="512 of them too, of each shape")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
@@ -184,7 +187,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
         if "steps" in given.parts.split(","):
             for shape in given.shapes.split(","):
-                steps(shape, found.setdefault(shape, {}))
+                steps(shape, found.setdefault(shape, {}), requests=given.requests)
     finally:
         if given.out:
             given.out.write_text(json.dumps(found, indent=1))

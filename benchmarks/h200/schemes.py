@@ -1,12 +1,13 @@
 """What each scheme of weights makes of a model's steps, beside bfloat16 in one run on one GPU.
 
-    python -m benchmarks.h200.schemes --out schemes.json [--schemes bf16,fp8-tensor,...] [--seconds 180]
+    python -m benchmarks.h200.schemes --out schemes.json [--schemes bf16,fp8-tensor,...] [--seconds 180] [--whole]
 
 A quarter of Qwen3-8B: 9 of its 36 layers, a quarter of its vocabulary, random weights; so every ratio is that of the
 whole model but for what a step costs once. Decode steps of 1 and of 32 rows (128 tokens in, medians of 63 steps) and
 prefill of 1 x 8192 and 16 x 1024. Made while loading from dummy weights, or, where a checkpoint's own words matter
 (int8 and W4A8 inputs, static scales, GGUF), read from files of random numbers that are written first. bf16 is measured
 first and, where time is left, again at the end. It stops when its seconds are over, with what was measured until then.
+`--whole`: all of Qwen3-8B, decode steps alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,15 +249,17 @@ def write_gguf(folder: Path) -> Path:
 
 def open_engine(folder: Path, case: str) -> OfflineEngine:
     """The engine of one case."""
-    write: dict[str, Callable[[], Path]] = {"gguf-q4_k_m": lambda: write_gguf(folder)}
-    write |= {one: lambda one=one: write_compressed(folder, one) for one in COMPRESSED}  # type: ignore[misc]
-    stored = case in write
-    path = write[case]() if stored else write_model(folder, QUARTER)
+    stored = case not in ("bf16", *ONLINE)
+    if case in COMPRESSED:
+        path = write_compressed(folder, case)
+    else:
+        path = write_gguf(folder) if stored else write_model(folder, QUARTER)
+    quantization: Any = ONLINE.get(case, "none")
     model = ModelOptions(
         model=str(path),
         load_format="auto" if stored else "dummy",
         max_model_len=8448,
-        quantization=ONLINE.get(case, "none"),  # type: ignore[arg-type]
+        quantization=quantization,
     )
     options = Options(
         model=model,
@@ -320,20 +323,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schemes", default=",".join(CASES))
     parser.add_argument("--seconds", type=float, default=180)
+    parser.add_argument("--whole", action="store_true", help="all layers, decode steps alone")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.whole:
+        SHAPES[QUARTER] = SHAPES["qwen3-8b"]
     cases = given.schemes.split(",")
     if unknown := [case for case in cases if case not in CASES]:
         parser.error(f"--schemes: {', '.join(unknown)} not in {', '.join(CASES)}")
     until = time.monotonic() + given.seconds
     rows: list[dict[str, Any]] = []
-    result = {"versions": versions() | device_name(), "rows": rows}
+    result = {"versions": versions() | device_name(), "whole": given.whole, "rows": rows}
     for case in [*cases, "bf16"]:
         begin = time.monotonic()
         if begin > until:
             break
         try:
-            rows.append(measure(case, STEPS, PREFILL))
+            rows.append(measure(case, STEPS, () if given.whole else PREFILL))
         except Exception as failure:  # one scheme that fails must not cost the others
             rows.append({"case": case, "failed": f"{type(failure).__name__}: {failure}"[:400]})
         rows[-1]["took_s"] = round(time.monotonic() - begin, 1)

@@ -154,6 +154,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 201088,
     },
 }
+SHAPES["gpt-oss-120b"] = SHAPES["gpt-oss-20b"] | {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 SHAPES["qwen3-8b-fp8"] = SHAPES["qwen3-8b-fp8-block"] = SHAPES["qwen3-8b"]
 SHAPES["qwen3-8b-int4"] = SHAPES["qwen3-8b"]
 SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"]
@@ -163,9 +167,10 @@ QUANTIZATION = {
     "qwen3-8b-int4": "int4-g128",
     "qwen3-30b-a3b-fp8": "fp8",
     "gpt-oss-20b": "mxfp4",
+    "gpt-oss-120b": "mxfp4",
 }
 """Shape -> `--quantization`: linear layers in fewer bits, the head in bfloat16."""
-EXPERTS_ALONE = ("gpt-oss-20b",)
+EXPERTS_ALONE = ("gpt-oss-20b", "gpt-oss-120b")
 """Shapes of which only the experts are quantized."""
 WEIGHT_BITS = {"fp8": 8, "fp8-block": 8 + 32 / 128, "int4-g128": 4 + 16 / 128, "mxfp4": 4.25}
 RATES = {"fp8": 2, "fp8-block": 2}
@@ -188,6 +193,7 @@ STEP_BARS = {
     "qwen3-30b-a3b": {(1, 128): 2.2, (32, 128): 14.0, (256, 128): 18.5},
     "qwen3-30b-a3b-fp8": {(1, 128): 1.3, (32, 128): 7.4, (256, 128): 10.2},
     "gpt-oss-20b": {(1, 128): 1.3, (32, 128): 5.4},
+    "gpt-oss-120b": {(1, 128): 1.8, (32, 128): 18.0},
     "deepseek-v2-lite": {(1, 128): 1.7, (32, 128): 8.1, (256, 128): 9.2},
 }
 PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
@@ -200,6 +206,7 @@ PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
     "qwen3-30b-a3b": {(1, 8192): 70_000, (16, 1024): 88_000},
     "qwen3-30b-a3b-fp8": {},
     "gpt-oss-20b": {},
+    "gpt-oss-120b": {},
     "deepseek-v2-lite": {(1, 8192): 100_000, (16, 1024): 115_000},
 }
 OFFLINE_BARS = {
