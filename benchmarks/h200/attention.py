@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -166,6 +170,83 @@ def prefill() -> list[dict[str, object]]:
         found.append(row)
         print(row, flush=True)
     return found
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "window 512": {"window": 512},
+    "window 4096": {"window": 4096},
+    "chunks of 8192": {"chunk": 8192},
+    "soft cap": {"softcap": 50.0},
+    "sinks": {"sinks": True},
+    "heads of 256": {"head_dim": 256, "heads": 16, "kv_heads": 4},
+    "heads of 256, window 4096, soft cap": {
+        "head_dim": 256,
+        "heads": 16,
+        "kv_heads": 4,
+        "window": 4096,
+        "softcap": 50.0,
+    },
+}
+WINDOWED = {
+    "1 x 8192": [(8192, 8192)],
+    "1 x 32768": [(32768, 32768)],
+    "16 x 1024": [(1024, 1024)] * 16,
+}
+
+
+def seen_by(case: AttentionProblem, length: int) -> int:
+    """Positions that the queries of a prompt see, together."""
+    if case.chunk:
+        chunks, rest = divmod(length, case.chunk)
+        return chunks * case.chunk * (case.chunk + 1) // 2 + rest * (rest + 1) // 2
+    window = min(case.window or length, length)
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def variants() -> list[dict[str, object]]:
+    """Prompts of 32 heads over 8, or 16 of 256 over 4, with windows, chunks, caps and sinks: microseconds and TFLOP/s
+    of what is seen, by tiles of Hopper's kernel and by the generic one."""
+    found = []
+    for (name, more), (rows_name, rows) in itertools.product(VARIANTS.items(), WINDOWED.items()):
+        case = replace(problem("8B"), **more)
+        case = replace(case, scale=case.head_dim**-0.5)
+        plan, blocks = sample_plan(rows, block_tokens=16, window=None, device="cuda")
+        new = {"device": "cuda", "dtype": torch.bfloat16}
+        q = torch.randn(sum(count for count, _ in rows), case.heads, case.head_dim, **new)
+        kv = torch.randn(blocks, 2, case.kv_heads, 16, case.head_dim, **new)
+        given = (torch.zeros(case.heads, device="cuda"),) if case.sinks else ()
+        flops = 4 * sum(seen_by(case, length) for _, length in rows) * case.heads * case.head_dim
+        row: dict[str, object] = {"variant": name, "rows": rows_name}
+        wide = case.head_dim > 128
+        tiles = (64, 2), *(() if wide else ((128, 2), (64, 4)))
+        for n, stages in tiles:
+            own = HopperTiles(n=n, stages=stages)
+            with patch.object(hopper, "tiles_for", lambda _, own=own: own):
+                row[f"{n}, {stages}"] = _rated(kernels.bind(case, *given), q, kv, plan, flops)
+        with patch.object(hopper, "unfit", lambda _: "another is measured"):
+            row["generic"] = _rated(kernels.bind(case, *given), q, kv, plan, flops)
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def _rated(
+    attend: Callable[..., object], q: torch.Tensor, kv: torch.Tensor, plan: SamplePlan, flops: float
+) -> str:
+    try:
+        us = each_us([partial(attend, q, kv, plan)] * 2, replays=3)
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"[:150]
+    return f"{us:.1f} us, {flops / us / 1e6:.0f} TFLOP/s"
+
+
+def main() -> None:
+    """Prints and writes what `variants` finds: python -m benchmarks.h200.attention OUT."""
+    print(torch.cuda.get_device_name(), flush=True)
+    found = variants()
+    if sys.argv[1:]:
+        Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 
 
 def quantized(rate: float) -> list[dict[str, object]]:
@@ -330,3 +411,7 @@ def poison(kv: torch.Tensor, plan: SamplePlan) -> None:
         ] = True
     used[0] = False
     kv.movedim(3, 1)[~used.to(kv.device)] = float("nan")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,14 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.h200.shapes import device_name, write_model
+from benchmarks.h200.shapes import SHAPES, device_name, write_model
 from headrace.bench.report import markdown_table, versions
 from headrace.bench.serve import LoadSpec, run_load
 from headrace.bench.startup import free_port, wait_ready
 
 # out tok/s, TTFT p50 ms, ITL p99 ms: vLLM 0.26 with the same load
-PEER = {
+PEER: dict[str, dict[int, tuple[float | None, ...]]] = {
     "qwen3-8b": {16: (1800, 257, 7.7), 64: (3278, 759, 190), 256: (3818, 812, 209)},
+    "deepseek-v2-lite": {64: (5619, None, None), 256: (7515, None, None)},
     "qwen3-0.6b": {16: (5728, 72, 3.7), 64: (11273, 194, 24), 256: (15408, 474, 37)},
 }
 ROUNDS = 5
@@ -68,11 +69,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def measure(base: str, shape: str, users: int) -> dict[str, Any]:
     """One closed loop, after one that is not counted with one request per user."""
-    load = {"base_url": base, "endpoint": "completions", "token_ids": 150_000, "output_tokens": 128}
+    load = {"base_url": base, "endpoint": "completions", "output_tokens": 128}
+    load |= {"token_ids": SHAPES[shape]["vocab_size"] - 2000}
     load |= {"input_words": 1024, "spread": 0.5, "concurrency": users, "timeout_s": 120.0}
     run_load(LoadSpec(**load, num_requests=users, seed=0))
     found = run_load(LoadSpec(**load, num_requests=users * ROUNDS, seed=users))
-    peer = PEER[shape].get(users, (None, None, None))
+    peer = PEER.get(shape, {}).get(users, (None, None, None))
     return {
         "shape": shape,
         "users": users,

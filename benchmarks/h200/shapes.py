@@ -7,7 +7,7 @@ is some text.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,30 @@ SHAPES["gpt-oss-120b"] = SHAPES["gpt-oss-20b"] | {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
 }
+SHAPES["qwen3.5-9b"] = _COMMON | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "rope_parameters": {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
 SHAPES["qwen3-8b-fp8"] = SHAPES["qwen3-8b-fp8-block"] = SHAPES["qwen3-8b"]
 SHAPES["qwen3-8b-int4"] = SHAPES["qwen3-8b"]
 SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"]
@@ -176,7 +200,7 @@ WEIGHT_BITS = {"fp8": 8, "fp8-block": 8 + 32 / 128, "int4-g128": 4 + 16 / 128, "
 RATES = {"fp8": 2, "fp8-block": 2}
 """What the tensor cores multiply in a second, in that of bfloat16."""
 # (batch, prompt): ms a decode step may take
-STEP_BARS = {
+STEP_BARS: dict[str, dict[tuple[int, int], float | None]] = {
     "qwen3-8b": {
         (1, 128): 4.1,
         (8, 128): 4.4,
@@ -191,6 +215,7 @@ STEP_BARS = {
     "qwen3-8b-int4": {(1, 128): 1.7, (32, 128): 2.7},
     "qwen3-0.6b": {(1, 128): 0.75, (32, 128): 1.0, (256, 128): 3.4},
     "qwen3-30b-a3b": {(1, 128): 2.2, (32, 128): 14.0, (256, 128): 18.5},
+    "qwen3.5-9b": {(1, 128): None, (32, 128): None, (256, 128): None},
     "qwen3-30b-a3b-fp8": {(1, 128): 1.3, (32, 128): 7.4, (256, 128): 10.2},
     "gpt-oss-20b": {(1, 128): 1.3, (32, 128): 5.4},
     "gpt-oss-120b": {(1, 128): 1.8, (32, 128): 18.0},
@@ -204,6 +229,7 @@ PREFILL_BARS: dict[str, dict[tuple[int, int], int]] = {
     "qwen3-8b-int4": {(1, 8192): 36_800, (16, 1024): 42_100},
     "qwen3-0.6b": {},
     "qwen3-30b-a3b": {(1, 8192): 70_000, (16, 1024): 88_000},
+    "qwen3.5-9b": {},
     "qwen3-30b-a3b-fp8": {},
     "gpt-oss-20b": {},
     "gpt-oss-120b": {},
@@ -249,8 +275,8 @@ def write_model(folder: Path, shape: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """Of one layer. `kv`: what makes keys and values; `rest`: all others that every token meets;
-    `expert`: of one that is routed to (0: there are none)."""
+    """Of one layer. `kv`: what makes keys and values (of a recurrent layer: its state); `rest`: all others that every
+    token meets; `expert`: of one that is routed to (0: there are none)."""
 
     kv: int
     rest: int
@@ -271,6 +297,15 @@ def layer_weights(shape: str) -> list[LayerWeights]:
         kv, rest = width * 2 * c["num_key_value_heads"] * head_dim, width * 2 * heads * head_dim
     dense = LayerWeights(kv=kv, rest=rest + 3 * width * c["intermediate_size"])
     experts, _ = routing(shape)
+    if "linear_num_key_heads" in c:
+        keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+        gated = replace(dense, rest=dense.rest + width * heads * head_dim)
+        recurrent = LayerWeights(
+            kv=width * (2 * keys + values + 2 * c["linear_num_value_heads"]),
+            rest=2 * width * values + 3 * width * c["intermediate_size"],
+        )
+        return [gated if kind == "full_attention" else recurrent for kind in c["layer_types"]]
     if not experts:
         return [dense] * c["num_hidden_layers"]
     expert = 3 * width * c.get("moe_intermediate_size", c["intermediate_size"])
@@ -296,9 +331,26 @@ def cache_width(shape: str) -> int:
     return int(2 * c["num_key_value_heads"] * c["head_dim"])
 
 
+def caching_layers(shape: str) -> int:
+    """Layers with a cache of keys and values."""
+    kinds = SHAPES[shape].get("layer_types")
+    return kinds.count("full_attention") if kinds else int(SHAPES[shape]["num_hidden_layers"])
+
+
+def state_bytes(shape: str) -> int:
+    """What a row reads and writes of recurrent state in a step, kept in float32 (the inputs of convolutions, a fiftieth
+    of it, not counted)."""
+    c = SHAPES[shape]
+    layers = c.get("layer_types", []).count("linear_attention")
+    if not layers:
+        return 0
+    heads, size = c["linear_num_value_heads"], c["linear_key_head_dim"] * c["linear_value_head_dim"]
+    return int(2 * 4 * layers * heads * size)
+
+
 def step_floor_ms(shape: str, *, batch: int, context: float, distinct: float = 0.0) -> float:
-    """Weights and KV of the batch read once, in bfloat16 but for quantized weights; `distinct`: experts of a layer that
-    the batch is routed to, on average."""
+    """Weights, KV and states of the batch read once, in bfloat16 but for quantized weights; `distinct`: experts of a
+    layer that the batch is routed to, on average."""
     c, layers = SHAPES[shape], layer_weights(shape)
     dense = float(sum(layer.kv + layer.rest for layer in layers))
     routed = distinct * sum(layer.expert for layer in layers)
@@ -308,8 +360,9 @@ def step_floor_ms(shape: str, *, batch: int, context: float, distinct: float = 0
         dense *= share if shape not in EXPERTS_ALONE else 1
     weights = dense + routed
     weights += c["vocab_size"] * c["hidden_size"]  # not the embedding table, unless it is the head
-    kv = len(layers) * cache_width(shape)
-    return 2e3 * (weights + batch * context * kv) / BYTES_PER_S
+    kv = caching_layers(shape) * cache_width(shape)
+    moved = 2 * (weights + batch * context * kv) + batch * state_bytes(shape)
+    return 1e3 * moved / BYTES_PER_S
 
 
 def prefill_bound(shape: str) -> float:

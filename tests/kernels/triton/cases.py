@@ -109,6 +109,24 @@ def _hopper() -> object:
     return None
 
 
+def _hopper_variants() -> object:
+    """The same with windows, chunks, soft caps, sinks and heads of 256."""
+    from headrace.back.kernels.attention import hopper
+
+    for problem in (
+        _attention(32, 8, 128, window=512),
+        _attention(40, 8, 128, chunk=8192),
+        _attention(64, 8, 64, window=128, sinks=True),
+        _attention(8, 4, 256, window=4096, softcap=50.0),
+        _attention(16, 4, 256),
+    ):
+        q_THD, kv, plan = attention.OP.sample(problem).arguments
+        sinks_H = torch.zeros(problem.heads) if problem.sinks else None
+        run = hopper.bind_prefill(problem, sinks_H, min_queries=2)
+        run(q_THD, kv, plan, torch.empty_like(q_THD), None)
+    return None
+
+
 def _hopper_decode() -> object:
     """The same of rows with one query: with other rows' prefixes and without."""
     from headrace.back.kernels.attention import hopper_decode
@@ -197,6 +215,18 @@ def _fixed_decodes() -> object:
     problem = _attention(32, 8, 128)
     tile = FixedAttentionTile(m=16, n=64, warps=2, stages=2)
     return bind(problem, tile=tile)(*attention.OP.sample(problem).arguments)
+
+
+def _sparse_by_steps() -> object:
+    """Lists in parts, and the tiles of many tokens."""
+    from headrace.back.kernels.sparse_latent_attention.triton_sparse_latent import bind_by_steps
+
+    problem = replace(SPARSE_LATENT, heads=128)
+    attend = bind_by_steps(problem)
+    sample = sparse.OP.sample(problem)
+    for one in (sample.arguments, *sample.further):
+        attend(*one)
+    return None
 
 
 def _index_select_parts() -> object:
@@ -540,6 +570,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         _call(attention.OP, _ATTENTION, _attention(8, 4, 256, window=1024, causal=False)),
     ),
     ("attention Hopper", _hopper),
+    ("attention Hopper variants", _hopper_variants),
     ("attention Hopper decode", _hopper_decode),
     ("attention Hopper lse", _hopper_lse),
     ("attention few queries", _few_queries),
@@ -570,6 +601,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "sparse_latent_attention",
         _call(sparse.OP, "sparse_latent_attention.triton_sparse_latent:KERNEL", SPARSE_LATENT),
     ),
+    ("sparse_latent_attention by steps", _sparse_by_steps),
     (
         "sparse_attention",
         _call(sparse_heads.OP, "sparse_attention.triton_sparse_attention:KERNEL", SPARSE),

@@ -72,6 +72,18 @@ def test_attention_over_chosen_positions_equals_the_reference(shape, dtype):
     assert sparse_attention.OP.error(triton_sparse_latent.KERNEL, problem) <= BOUND[dtype]
 
 
+@pytest.mark.parametrize("sinks", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_lists_cut_into_parts_and_wide_tiles_equal_the_reference(monkeypatch, sinks):
+    """KRN-03: of few tokens parts of a list, some of them empty, and of many more heads at once."""
+    problem = SparseLatentProblem(
+        device=DEVICE, dtype=torch.float16, heads=70, rank=32, rotary=16, top_k=300,
+        block_tokens=16, scale=0.2, sinks=sinks,
+    )  # fmt: skip
+    monkeypatch.setattr(triton_sparse_latent, "PART", 32)
+    bound = BOUND[torch.float16]
+    assert sparse_attention.OP.error(triton_sparse_latent.BY_STEPS, problem) <= bound
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads, kv_heads, dim, lists", [(6, 2, 24, 2), (40, 2, 32, 1)])
 def test_heads_over_chosen_positions_equal_the_reference(heads, kv_heads, dim, lists, dtype):

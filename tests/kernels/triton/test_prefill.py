@@ -3,12 +3,15 @@ work from it, which needs the TMA and so a GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
 from headrace.back.kernels.attention import hopper, triton_attention
+from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.attention.triton_lists import row_bucket
 from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
 from headrace.back.kernels.kv_write.quantized import values_and_scales
@@ -18,6 +21,7 @@ from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
     FP16,
+    FP32,
     NAN,
     attention_case,
     close,
@@ -81,6 +85,16 @@ HOPPER_SHAPES = [
     (16, 1, 64, 128, None, None),
     (7, 1, 128, 64, None, None),
 ]
+VARIANTS = [
+    (8, 2, 128, 16, 70, None),
+    (8, 2, 128, 16, 300, 30.0),
+    (5, 1, 64, 16, -200, None),
+    (4, 4, 128, 8, -64, None),
+    (8, 4, 256, 16, None, None),
+    (6, 2, 256, 32, 100, 50.0),
+    (8, 2, 128, 16, 1, None),
+]
+"""Windows, of one position too, chunks (negative), soft caps and heads of 256."""
 HOPPER_ROWS = [(1, 1), (1, 300), (40, 95), (6, 6), (5, 260), (129, 129), (300, 1000), (127, 641)]
 
 
@@ -99,6 +113,32 @@ def test_the_tma_kernel_equals_the_reference(dtype, code, shape):
     expected = exact(problem, q, wide, plan)
     assert close(out[: len(expected)], expected, dtype)
     assert torch.equal(out[: len(expected)], attend(q, cache, padded)[: len(expected)])
+
+
+@hopper_only
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_the_tma_kernel_with_windows_caps_sinks_and_wide_heads_equals_the_reference(
+    dtype, shape, sinks
+):
+    """KRN-10: blocks that a window has left behind are the null block, which is NaN."""
+    problem, q, kv, plan, padded = attention_case(
+        shape, dtype, HOPPER_ROWS, pad_rows=2, pad_tokens=3
+    )
+    problem = replace(problem, sinks=sinks)
+    assert hopper.unfit(problem) is None
+    sink = torch.randn(shape[0], generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    given = (sink,) if sinks else ()
+    attend, tokens = triton_attention.bind(problem, *given), int(plan.query_start_R1[-1])
+    lse = torch.full(q.shape[:2], NAN, device=q.device)
+    out = attend(q, kv, padded, lse)
+    wide = attention.OP.reference.bind(replace(problem, dtype=FP32), *given)
+    expected_lse = torch.full((tokens, shape[0]), NAN, device=q.device)
+    expected = wide(q[:tokens].float(), kv.float(), plan, expected_lse)
+    assert close(out[:tokens], expected, dtype)
+    assert (lse[:tokens] - expected_lse).abs().max() < 0.05
+    assert torch.equal(out[:tokens], attend(q, kv, padded)[:tokens])
 
 
 @hopper_only

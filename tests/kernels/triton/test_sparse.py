@@ -46,8 +46,9 @@ SMALLER = (pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((70, 64), 
 
 
 @pytest.mark.parametrize(("top_k", "part"), [(300, 128), *SMALLER])
-def test_long_rows_of_few_tokens_are_cut_into_parts(top_k, part):
-    """KRN-04: with ties in several parts, rows of one part, and rows that see no more than they choose."""
+def test_long_rows_are_selected_from_by_candidates(top_k, part):
+    """KRN-04: with ties in several parts, rows of one part, and rows that see no more than they choose; by candidates,
+    and where a sample leads to too many or too few."""
     problem = IndexSelectProblem(
         device=DEVICE, dtype=torch.float32, heads=3, dim=16, top_k=top_k, block_tokens=16
     )
@@ -57,6 +58,32 @@ def test_long_rows_of_few_tokens_are_cut_into_parts(top_k, part):
         bind=partial(triton_index_select.bind, part=part),
     )
     assert index_select.OP.error(kernel, problem) == 0
+
+
+@pytest.mark.parametrize(
+    "case", ["random", "alike", "high where it samples", "low where it samples"]
+)
+def test_candidates_are_left_where_a_sample_misleads(case):
+    """KRN-04: too few or too many reach the bound, and one row is shorter."""
+    part, top_k, lengths = 64, 20, (1000, 300)
+    select = triton_index_select.EntrySelect(
+        heads=1, dim=16, top_k=top_k, group=1, block_tokens=16, part=part
+    )
+    plan, _ = sample_plan([(1, n) for n in lengths], block_tokens=16, window=None, device=DEVICE)
+    scores = torch.randint(-99, 99, (2, 1000), generator=torch.Generator().manual_seed(3)).int()
+    if case == "alike":
+        scores[:] = 7
+    for row, length in enumerate(lengths):
+        sampled = torch.arange(part) * length // part
+        if case.endswith("it samples"):
+            scores[row, sampled] += 1000 if case.startswith("high") else -1000
+        if case.startswith("high"):
+            scores[row, sampled[top_k - 5 :]] -= 2000
+        scores[row, length:] = 2**31 - 1
+    chosen = torch.empty((2, top_k), dtype=torch.int32, device=DEVICE)
+    select.select_long(scores.to(DEVICE), chosen, plan, 0)
+    positions = torch.tensor(lengths)[:, None] - 1
+    assert torch.equal(chosen.cpu(), index_select.best_positions(scores.float(), positions, top_k))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,7 +174,7 @@ def test_rows_are_left_whole_where_the_check_of_parts_fails(monkeypatch):
     )
     whole, parts = triton_index_select.KERNEL.plans(problem)
     assert whole.skip is None and (whole.name, parts.name) == (
-        "rows by a program each", "rows in parts",
+        "rows by a program each", "long rows by candidates",
     )  # fmt: skip
     monkeypatch.setattr(triton_index_select, "_whole", set())
     parts.skip("it disagrees")

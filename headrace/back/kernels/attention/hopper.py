@@ -16,6 +16,7 @@ from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kern
 from headrace.back.kernels.kv_write.quantized import typed, values_and_scales
 from headrace.back.kernels.triton.wrap import interpreted, launch, num_sms
 
+LOG2E = 1.4426950408889634
 PAIRS = 64
 """Query-head pairs of each of the two groups of warps that attend."""
 
@@ -31,6 +32,13 @@ class HopperTiles:
 
 
 TILES = HopperTiles()
+WIDE_TILES = HopperTiles(n=64, stages=2)
+"""Of heads of 256."""
+
+
+def tiles_for(problem: AttentionProblem) -> HopperTiles:
+    """A problem's."""
+    return WIDE_TILES if problem.head_dim > 128 else TILES
 
 
 def unfit(problem: AttentionProblem) -> str | None:
@@ -43,18 +51,28 @@ def unfit(problem: AttentionProblem) -> str | None:
         return f"knows bfloat16 and float16, not {problem.dtype}"
     if problem.quantized and problem.dtype is not torch.bfloat16:
         return f"dequantizes to bfloat16, not {problem.dtype}"
-    if problem.head_dim not in (64, 128):
-        return f"knows heads of 64 and 128, not {problem.head_dim}"
-    if problem.reach or problem.softcap is not None or problem.sinks:
-        return "knows no windows, no chunks, no soft cap and no sinks"
+    if problem.head_dim not in (64, 128, 256):
+        return f"knows heads of 64, 128 and 256, not {problem.head_dim}"
+    if problem.quantized and (reason := not_plain(problem)):
+        return reason
     if problem.slopes:
         return "knows no ALiBi"
     if not problem.causal:
         return "knows causal queries only"
-    if problem.block_tokens < 8 or TILES.n % problem.block_tokens:
-        return f"blocks of {problem.block_tokens} tokens do not fill tiles of {TILES.n}"
+    tiles = tiles_for(problem)
+    if problem.block_tokens < 8 or tiles.n % problem.block_tokens:
+        return f"blocks of {problem.block_tokens} tokens do not fill tiles of {tiles.n}"
     if problem.heads // problem.kv_heads > PAIRS:
         return f"more than {PAIRS} query heads share a KV head"
+    return None
+
+
+def not_plain(problem: AttentionProblem) -> str | None:
+    """What Hopper's other kernels do not serve."""
+    if problem.head_dim not in (64, 128):
+        return f"knows heads of 64 and 128, not {problem.head_dim}"
+    if problem.reach or problem.softcap is not None or problem.sinks:
+        return "knows no windows, no chunks, no soft cap and no sinks"
     return None
 
 
@@ -84,14 +102,19 @@ def descriptors(problem: AttentionProblem, heads: int) -> Callable[[torch.Tensor
     return descriptor
 
 
-def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
+def bind_prefill(
+    problem: AttentionProblem, sinks_H: torch.Tensor | None = None, *, min_queries: int
+) -> Launch:
     """The launch for rows with at least `min_queries` query tokens."""
     from headrace.back.kernels.attention.triton_prefill_hopper import prefill_hopper_kernel
     from headrace.back.kernels.attention.triton_prefill_quantized import prefill_quantized_kernel
 
     kv_heads, head_dim, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
     group = problem.heads // kv_heads
-    queries, tiles = 2 * (PAIRS // group), TILES
+    queries, tiles = 2 * (PAIRS // group), tiles_for(problem)
+    factor = inner = problem.scale * LOG2E
+    if problem.softcap is not None:
+        inner, factor = 2 * factor / problem.softcap, problem.softcap * LOG2E
     cache_of = descriptors(problem, 1)
     sizes: dict[str, Any] = {
         "GROUP": group, "KV_HEADS": kv_heads, "BLOCK_TOKENS": block_tokens, "N": tiles.n,
@@ -118,20 +141,24 @@ def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
         most = triton.cdiv(len(q_THD), queries) + len(plan.kv_len_R)
         key = ("tiles", queries, min_queries, most)
         tile_list, _ = lists.get(plan, key, prefill, lambda: make(plan, most))
-        arguments = (
-            q_THD, out_THD, lse_TH, tile_list, plan.block_table_RB, q_THD.stride(0),
-            q_THD.stride(1), problem.heads * head_dim, plan.block_table_RB.stride(0),
-            problem.scale * 1.4426950408889634,
+        lists_of = tile_list, plan.block_table_RB
+        strides = (
+            q_THD.stride(0), q_THD.stride(1), problem.heads * head_dim,
+            plan.block_table_RB.stride(0), factor,
         )  # fmt: skip
         grid = (num_sms(q_THD.device),)
         constants = {**sizes, "LSE": lse_TH is not None}
         if problem.quantized is not None:
             _, scales = typed(kv, problem.quantized)
             prefill_quantized_kernel[grid](
-                cache_of(kv), scales, *arguments, **constants, SLOTS=tiles.slots,
-                QUANTIZED=problem.quantized, num_warps=4,
+                cache_of(kv), scales, q_THD, out_THD, lse_TH, *lists_of, *strides, **constants,
+                SLOTS=tiles.slots, QUANTIZED=problem.quantized, num_warps=4,
             )  # fmt: skip
         else:
-            prefill_hopper_kernel[grid](cache_of(kv), *arguments, **constants, num_warps=4)
+            prefill_hopper_kernel[grid](
+                cache_of(kv), q_THD, out_THD, lse_TH, sinks_H, *lists_of, *strides, inner,
+                **constants, WINDOW=problem.reach, SOFTCAP=problem.softcap is not None,
+                SINKS=problem.sinks, num_warps=4,
+            )  # fmt: skip
 
     return prefill

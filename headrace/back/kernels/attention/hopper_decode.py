@@ -97,7 +97,7 @@ def heads_of(problem: AttentionProblem, streams: Streams, queries: int = 1) -> i
 
 def unfit(problem: AttentionProblem) -> str | None:
     """Why this kernel does not serve a problem."""
-    if reason := hopper.unfit(problem):
+    if reason := hopper.unfit(problem) or hopper.not_plain(problem):
         return reason
     streams = [one for _, one in _streams(problem)]
     rows = min(one.rows for one in streams)

@@ -167,7 +167,7 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
     biases = sinks_H, problem.slopes_tensor()
     decode = _bind_decode(problem, shared, biases, without)
     prefill = _bind_prefill(problem, shared, biases)
-    prefill_hopper = None if triton_plans.PREFILL_TMA in without else _bind_hopper(problem)
+    prefill_hopper = None if triton_plans.PREFILL_TMA in without else _bind_hopper(problem, sinks_H)
     with_few = triton_plans.FEW_QUERIES not in without
 
     def attention(
@@ -295,11 +295,11 @@ def _bind_prefill(
     return prefill
 
 
-def _bind_hopper(problem: AttentionProblem) -> Launch | None:
+def _bind_hopper(problem: AttentionProblem, sinks_H: torch.Tensor | None) -> Launch | None:
     if hopper.unfit(problem) is not None:
         return None
     few = decode_tiles(problem).m // (problem.heads // problem.kv_heads)
-    return hopper.bind_prefill(problem, min_queries=few + 1)
+    return hopper.bind_prefill(problem, sinks_H, min_queries=few + 1)
 
 
 def _supports(problem: AttentionProblem) -> str | None:

@@ -7,7 +7,8 @@ through the table, as far ahead as there is room; two attend, each for half of t
 and take turns on the matrix units by themselves. Each of the two starts the scores of the next
 positions before it weighs the values of these, so that the exponentials run beside a product (Shah
 et al. 2024, "FlashAttention-3", section 3). Positions are taken from the last ones back: only the
-first tiles of positions need masks.
+first tiles of positions need masks, and with windows or chunks (`WINDOW`, as `first_seen` of
+triton_rows.py takes it) the last ones too.
 
 H query heads, K KV heads, D head_dim, N positions of a tile. 64 query-head pairs a group of warps:
 Q = 64 // GROUP queries with all heads that share a KV head.
@@ -54,9 +55,32 @@ def blocks_from(p_table, first, last, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
+def first_seen(positions, WINDOW: gl.constexpr):
+    """As that of triton_rows.py; WINDOW 0: there is none."""
+    if WINDOW < 0:
+        first = gl.maximum(positions, 0) // -WINDOW * -WINDOW
+    elif WINDOW > 0:
+        first = gl.maximum(positions - WINDOW + 1, 0)
+    else:
+        first = positions * 0
+    return first
+
+
+@gluon.jit
+def _seen_blocks(p_table, first, lowest, last, BLOCKS: gl.constexpr):
+    """The cache's blocks of a tile, from a row's `first` on; those below `lowest`, which may have
+    been given back, are that one, and those behind `last` that one."""
+    blocks = ()
+    for i in gl.static_range(BLOCKS):
+        blocks += (gl.load(p_table + gl.maximum(gl.minimum(first + i, last), lowest)),)
+    return blocks
+
+
+@gluon.jit
 def _fetch(
     cache, tiles, table, table_stride, keys, values, k_ready, k_free, v_ready, v_free,
     KV_HEADS: gl.constexpr, N: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Asks for the keys and values of every tile, in the order they are taken."""
     BLOCKS: gl.constexpr = N // BLOCK_TOKENS
@@ -72,9 +96,11 @@ def _fetch(
             end = gl.load(p_tile + 5)
             last_block = (end - 1) // BLOCK_TOKENS
             num_tiles = gl.cdiv(end, N)
-            for i_back in range(0, num_tiles):
+            begin = first_seen(gl.load(p_tile + 3), WINDOW)
+            lowest_block = begin // BLOCK_TOKENS
+            for i_back in range(0, num_tiles - begin // N):
                 first_block = (num_tiles - 1 - i_back) * BLOCKS
-                blocks = blocks_from(p_table, first_block, last_block, BLOCKS)
+                blocks = _seen_blocks(p_table, first_block, lowest_block, last_block, BLOCKS)
                 stage = count % STAGES
                 phase = (count // STAGES & 1) ^ 1
                 mbarrier.wait(k_free.index(stage), phase)
@@ -112,19 +138,29 @@ def _clear(values, first, N: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
-def _weigh(b_s, b_max, factor, b_position, start, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights of scores against a new maximum, what the old sums shrink by, and the maximum."""
+def _weigh(
+    b_s, b_max, factor, inner, b_position, start, MASKED: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Weights of scores against a new maximum, what the old sums shrink by, and the maximum. With
+    SOFTCAP scores become tanh(scores * inner / (2 log2(e))), and `factor` is the cap * log2(e)."""
+    if SOFTCAP:
+        b_s = 1.0 - 2.0 / (gl.exp2(b_s * inner) + 1.0)
     if MASKED:
         o_n = start + gl.arange(0, b_s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-        b_s = gl.where(o_n[None, :] <= b_position[:, None], b_s, float("-inf"))
+        m_s = o_n[None, :] <= b_position[:, None]
+        if WINDOW != 0:
+            m_s = m_s & (o_n[None, :] >= first_seen(b_position, WINDOW)[:, None])
+        b_s = gl.where(m_s, b_s, float("-inf"))
     return softmax_weights(b_s, b_max, factor, MASKED, 1)
 
 
 @gluon.jit
 def _step(
     b_acc, b_p, b_max, b_sum, count, start, queries, keys, values, k_ready, k_free, v_ready, v_free,
-    b_position, factor, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, N: gl.constexpr,
+    b_position, factor, inner, STAGES: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    N: gl.constexpr,
 ):  # fmt: skip
     """Starts the scores of the positions from `start`, weighs the values of those before with
     `b_p`, and makes the weights of the new ones meanwhile."""
@@ -138,7 +174,9 @@ def _step(
     mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
     weighed = warpgroup_mma(b_p, values.index(before), b_acc, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=[scores])
-    b_next, b_shrink, b_max = _weigh(b_s, b_max, factor, b_position, start, MASKED, S_LAYOUT)
+    b_next, b_shrink, b_max = _weigh(
+        b_s, b_max, factor, inner, b_position, start, MASKED, WINDOW, SOFTCAP, S_LAYOUT
+    )
     b_sum = b_sum * b_shrink + gl.sum(b_next, axis=1)
     thread_barrier()
     mbarrier.arrive(k_free.index(stage), count=1)
@@ -152,13 +190,13 @@ def _step(
 
 @gluon.jit
 def attend(
-    HALF: gl.constexpr, q, out, lse, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
-    q_token_stride, q_head_stride, out_token_stride, factor, GROUP: gl.constexpr,
+    HALF: gl.constexpr, q, out, lse, sinks, tiles, queries, keys, values, k_ready, k_free, v_ready,
+    v_free, q_token_stride, q_head_stride, out_token_stride, factor, inner, GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
-    LSE: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """Attends for one half of every tile's queries. PAIRED: keys and values were e4m3 values
-    (triton_quantized.py)."""
+    (triton_quantized.py). `inner`: see `_weigh`."""
     D: gl.constexpr = queries.shape[2]
     Q: gl.constexpr = PAIRS // GROUP
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -196,6 +234,7 @@ def attend(
             thread_barrier()
 
             lowest = first_position + HALF * Q
+            first_tile = first_seen(first_position, WINDOW) // N
             b_position = gl.minimum(lowest + o_pair // GROUP, end - 1)
             start = (num_tiles - 1) * N
             stage = count % STAGES
@@ -208,7 +247,9 @@ def attend(
             thread_barrier()
             mbarrier.arrive(k_free.index(stage), count=1)
             b_max = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            b_w, _, b_max = _weigh(b_s, b_max, factor, b_position, start, True, S_LAYOUT)
+            b_w, _, b_max = _weigh(
+                b_s, b_max, factor, inner, b_position, start, True, WINDOW, SOFTCAP, S_LAYOUT
+            )
             b_sum = gl.sum(b_w, axis=1)
             b_p = gl.convert_layout(b_w.to(dtype), P_LAYOUT)
             b_acc = gl.zeros([PAIRS, D], gl.float32, O_LAYOUT)
@@ -218,20 +259,34 @@ def attend(
             count += 1
 
             seen_by_all = gl.minimum((lowest + 1) // N, num_tiles - 1)
+            if WINDOW != 0:
+                seen_by_all = gl.maximum(seen_by_all, first_tile)
             for i_tile in range(1, num_tiles - seen_by_all):
                 b_acc, b_p, b_max, b_sum = _step(
                     b_acc, b_p, b_max, b_sum, count, start - i_tile * N, mine, keys, values,
-                    k_ready, k_free, v_ready, v_free, b_position, factor, STAGES, True,
-                    S_LAYOUT, O_LAYOUT, P_LAYOUT, N,
+                    k_ready, k_free, v_ready, v_free, b_position, factor, inner, STAGES, True,
+                    WINDOW, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT, N,
                 )  # fmt: skip
                 count += 1
-            for _ in range(0, seen_by_all):
+            whole_from = 0
+            if WINDOW != 0:  # the first tile that all queries of this half see whole
+                highest = gl.minimum(lowest + Q - 1, end - 1)
+                whole_from = gl.minimum(gl.cdiv(first_seen(highest, WINDOW), N), seen_by_all)
+            for _ in range(whole_from, seen_by_all):
                 b_acc, b_p, b_max, b_sum = _step(
                     b_acc, b_p, b_max, b_sum, count, 0, mine, keys, values,
-                    k_ready, k_free, v_ready, v_free, b_position, factor, STAGES, False,
-                    S_LAYOUT, O_LAYOUT, P_LAYOUT, N,
+                    k_ready, k_free, v_ready, v_free, b_position, factor, inner, STAGES, False,
+                    WINDOW, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT, N,
                 )  # fmt: skip
                 count += 1
+            if WINDOW != 0:
+                for i_tile in range(0, whole_from - first_tile):
+                    b_acc, b_p, b_max, b_sum = _step(
+                        b_acc, b_p, b_max, b_sum, count, (whole_from - 1 - i_tile) * N, mine, keys,
+                        values, k_ready, k_free, v_ready, v_free, b_position, factor, inner, STAGES,
+                        True, WINDOW, SOFTCAP, S_LAYOUT, O_LAYOUT, P_LAYOUT, N,
+                    )  # fmt: skip
+                    count += 1
 
             before = (count - 1) % STAGES
             mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
@@ -239,6 +294,9 @@ def attend(
             b_acc = warpgroup_mma_wait(0, deps=[weighed])
             thread_barrier()
             mbarrier.arrive(v_free.index(before), count=1)
+            if SINKS:
+                b_sink = gl.load(sinks + i_head * GROUP + o_pair % GROUP) * 1.4426950408889634
+                b_sum += gl.exp2(b_sink - b_max * factor)
             if LSE:
                 o_pair_query = HALF * Q + o_pair // GROUP
                 p_lse = lse + ((token + o_pair_query) * KV_HEADS + i_head) * GROUP + o_pair % GROUP
@@ -274,13 +332,14 @@ def barriers(STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def prefill_hopper_kernel(
-    cache, q, out, lse, tiles, table, q_token_stride, q_head_stride, out_token_stride, table_stride,
-    factor,
+    cache, q, out, lse, sinks, tiles, table, q_token_stride, q_head_stride, out_token_stride,
+    table_stride, factor, inner,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, LSE: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    LSE: gl.constexpr,
 ):  # fmt: skip
-    """`cache`: descriptor of the cache as rows of D, a block of one head at a time; `factor`: scale
-    * log2(e)."""
+    """`cache`: descriptor of the cache as rows of D, a block of one head at a time; `factor`: from
+    scores, or those that `_weigh` caps, to log 2."""
     D: gl.constexpr = cache.block_shape[1]
     keys = gl.allocate_shared_memory(cache.dtype, [STAGES, N, D], cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, [STAGES, N, D], cache.layout)
@@ -292,24 +351,24 @@ def prefill_hopper_kernel(
             (
                 attend,
                 (
-                    gl.constexpr(0), q, out, lse, tiles, queries, keys, values, k_ready, k_free,
-                    v_ready, v_free, q_token_stride, q_head_stride, out_token_stride, factor, GROUP,
-                    KV_HEADS, N, STAGES, False, LSE,
+                    gl.constexpr(0), q, out, lse, sinks, tiles, queries, keys, values, k_ready,
+                    k_free, v_ready, v_free, q_token_stride, q_head_stride, out_token_stride,
+                    factor, inner, GROUP, KV_HEADS, N, STAGES, False, WINDOW, SOFTCAP, SINKS, LSE,
                 ),
             ),
             (
                 attend,
                 (
-                    gl.constexpr(1), q, out, lse, tiles, queries, keys, values, k_ready, k_free,
-                    v_ready, v_free, q_token_stride, q_head_stride, out_token_stride, factor, GROUP,
-                    KV_HEADS, N, STAGES, False, LSE,
+                    gl.constexpr(1), q, out, lse, sinks, tiles, queries, keys, values, k_ready,
+                    k_free, v_ready, v_free, q_token_stride, q_head_stride, out_token_stride,
+                    factor, inner, GROUP, KV_HEADS, N, STAGES, False, WINDOW, SOFTCAP, SINKS, LSE,
                 ),
             ),
             (
                 _fetch,
                 (
                     cache, tiles, table, table_stride, keys, values, k_ready, k_free, v_ready,
-                    v_free, KV_HEADS, N, BLOCK_TOKENS, STAGES,
+                    v_free, KV_HEADS, N, BLOCK_TOKENS, STAGES, WINDOW,
                 ),
             ),
         ],

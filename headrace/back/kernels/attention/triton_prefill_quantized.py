@@ -219,17 +219,19 @@ def prefill_quantized_kernel(
             (
                 attend,
                 (
-                    gl.constexpr(0), q, out, lse, tiles, queries, keys, values, k_ready, k_free,
-                    v_ready, v_free, q_token_stride, q_head_stride, out_token_stride, factor, GROUP,
-                    KV_HEADS, N, STAGES, QUANTIZED == "fp8", LSE,
+                    gl.constexpr(0), q, out, lse, None, tiles, queries, keys, values, k_ready,
+                    k_free, v_ready, v_free, q_token_stride, q_head_stride, out_token_stride,
+                    factor, factor, GROUP, KV_HEADS, N, STAGES, QUANTIZED == "fp8", 0, False, False,
+                    LSE,
                 ),
             ),
             (
                 attend,
                 (
-                    gl.constexpr(1), q, out, lse, tiles, queries, keys, values, k_ready, k_free,
-                    v_ready, v_free, q_token_stride, q_head_stride, out_token_stride, factor, GROUP,
-                    KV_HEADS, N, STAGES, QUANTIZED == "fp8", LSE,
+                    gl.constexpr(1), q, out, lse, None, tiles, queries, keys, values, k_ready,
+                    k_free, v_ready, v_free, q_token_stride, q_head_stride, out_token_stride,
+                    factor, factor, GROUP, KV_HEADS, N, STAGES, QUANTIZED == "fp8", 0, False, False,
+                    LSE,
                 ),
             ),
             (

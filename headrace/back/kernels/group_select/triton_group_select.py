@@ -12,13 +12,11 @@ from headrace.back.kernels.group_select.op import GroupSelect, GroupSelectProble
 from headrace.back.kernels.index_select.triton_index_select import (
     HEADS,
     MAX_DIM,
-    READ,
     EntrySelect,
     parts_of,
-    place_of,
     score_bits,
-    select_kernel,
 )
+from headrace.back.kernels.index_select.triton_select import READ, place_of, select_kernel
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter_late
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported

@@ -1,8 +1,12 @@
 """Positions and groups chosen by an indexer's scores, in Triton: a kernel scores what each token
 sees, a second one finds the highest of a token's scores by a radix select, four passes over their
-bits, and writes their places in order. Of few tokens with long rows, as when few requests decode,
-the passes are kernels over parts of a row. Nothing is scored where all is chosen, and nothing
-behind a query is looked at.
+bits, and writes their places in order. Nothing is scored where all is chosen, and nothing behind a
+query is looked at.
+
+Of long rows the select sees candidates alone: those scores that are not below a bound, which a
+sample of the row gives, so that a little more than enough are left. Programs over parts of a row
+count them, and then put them behind each other. Where there are fewer than enough, or too many, the
+select goes over the whole row: what is chosen is the same.
 
 The scores of some tokens at a time are kept, as integers of the same order; a step of a bucket has
 room for what its tables hold. Positions are groups of one (kernels/group_select).
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,32 +25,42 @@ import triton.language as tl
 
 from headrace.back.kernels.attention.op import Plan
 from headrace.back.kernels.index_select.op import IndexSelect, IndexSelectProblem, sample_of
+from headrace.back.kernels.index_select.triton_select import (
+    READ,
+    bound_kernel,
+    count_part_kernel,
+    gather_part_kernel,
+    place_of,
+    select_candidates_kernel,
+    select_kernel,
+)
 from headrace.back.kernels.op import Kernel, PlanCheck
-from headrace.back.kernels.sparse_latent_attention.triton_sparse_latent import row_of
 from headrace.back.kernels.triton.grid import enter_late, ordered
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
 log = logging.getLogger(__name__)
 
-PLACES, HEADS = 64, 16
-"""Of a tile of scores."""
-READ = 2048
-"""Scores that the select reads at once."""
-PART, MOST_PARTS, FEW_TOKENS = 4096, 64, 64
-"""Of few tokens with many scores each part has a program: positions, parts and tokens at most."""
+HEADS = 16
+"""Of a tile of a group's best keys, and of scores where there are few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTiles:
+    """Positions or groups of a tile of scores, heads of a product, and warps."""
+
+    places: int = 64
+    heads: int = HEADS
+    num_warps: int = 4
+
+
+TILES = ScoreTiles()
+PART, LEAST_PARTS = 4096, 3
+"""Rows of so many parts and more are long: scores of a part, and of the sample."""
+MOST_CANDIDATES = 4
+"""Of a token, times what it chooses."""
 KEPT = 1 << 26
 """Scores that are kept at once, at most: 268 MB."""
 MAX_DIM = 512
-
-
-@triton.jit
-def place_of(start, length, rows, i_t):
-    """The row of a token, any for padding, and its position, -1 for padding."""
-    i_row = row_of(start, rows, i_t)
-    is_padding = i_t >= tl.load(start + rows)
-    i_row = tl.where(is_padding, 0, i_row)
-    position = tl.load(length + i_row) - (tl.load(start + i_row + 1) - i_t)
-    return i_row, tl.where(is_padding, -1, position)
 
 
 @triton.jit
@@ -90,161 +105,6 @@ def index_scores_kernel(
     tl.store(p_score, score_bits(b_score), mask=m_n)
 
 
-@triton.jit
-def _choose_digit(b_counts, wanted):
-    """The digit of the lowest chosen score, of how many scores have each [256], and how many are
-    still wanted below it."""
-    b_above = tl.cumsum(b_counts, axis=0, reverse=True)
-    digit = tl.sum((b_above >= wanted).to(tl.int32), axis=0) - 1
-    o_digit = tl.arange(0, 256)
-    return digit, wanted - tl.sum(tl.where(o_digit > digit, b_counts, 0), axis=0)
-
-
-@triton.jit
-def _take(p_score, p_chosen, o_s, seen, lowest, wanted, count, ties, LOCAL: tl.constexpr):
-    """Writes those of the places o_s that are chosen behind `count` others; of equals to the lowest
-    `ties` came before. Both with these."""
-    b_bits = _turned(p_score, o_s, seen, LOCAL) ^ -2147483648
-    m_n = o_s < seen
-    b_tie = (m_n & (b_bits == lowest)).to(tl.int32)
-    b_rank = ties + tl.cumsum(b_tie, axis=0)
-    m_take = (m_n & (b_bits > lowest)) | ((b_tie == 1) & (b_rank <= wanted))
-    b_take = m_take.to(tl.int32)
-    tl.store(p_chosen + count + tl.cumsum(b_take, axis=0) - 1, o_s, mask=m_take)
-    return count + tl.sum(b_take, axis=0), ties + tl.sum(b_tie, axis=0)
-
-
-@triton.jit
-def _take_all(p_chosen, seen, TOP_K: tl.constexpr, N: tl.constexpr):
-    """Places [0, seen) and -1 behind them."""
-    for first in range(0, TOP_K, N):
-        o_k = first + tl.arange(0, N)
-        tl.store(p_chosen + o_k, tl.where(o_k < seen, o_k, -1), mask=o_k < TOP_K)
-
-
-@triton.jit
-def select_kernel(
-    scores, chosen, start, length, rows, first_token, score_stride, LISTS: tl.constexpr,
-    TOP_K: tl.constexpr, GROUP: tl.constexpr, BEGUN: tl.constexpr, LOCAL: tl.constexpr,
-    N: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid: tokens from `first_token` on, lists of each. BEGUN: groups are seen from their first
-    position on, else from their last; the last LOCAL of those seen are always chosen."""
-    enter_late(DEPENDENT)
-    i_s, i_l = tl.program_id(0), tl.program_id(1)
-    i_t = i_s + first_token
-    _, position = place_of(start, length, rows, i_t)
-    seen = (position + GROUP) // GROUP if BEGUN else (position + 1) // GROUP
-    p_chosen = chosen + (i_t.to(tl.int64) * LISTS + i_l) * TOP_K
-    if seen <= TOP_K:
-        _take_all(p_chosen, seen, TOP_K, N)
-        return
-    o_n = tl.arange(0, N)
-    p_score = scores + (i_s.to(tl.int64) * LISTS + i_l) * score_stride
-    prefix = 0  # of the lowest chosen score, whose sign bit is turned: digits are then in order
-    wanted = TOP_K
-    for shift in tl.static_range(24, -8, -8):
-        b_counts = tl.zeros([256], tl.int32)
-        for first in range(0, seen, N):
-            b_bits = _turned(p_score, first + o_n, seen, LOCAL)
-            m_n = first + o_n < seen
-            if shift < 24:
-                m_n = m_n & (((b_bits ^ prefix) >> (shift + 8)) == 0)
-            b_counts += tl.histogram((b_bits >> shift) & 255, 256, mask=m_n).to(tl.int32)
-        digit, wanted = _choose_digit(b_counts, wanted)
-        prefix = prefix | (digit << shift)
-    lowest = prefix ^ -2147483648
-    count, ties = 0, 0
-    for first in range(0, seen, N):
-        count, ties = _take(
-            p_score, p_chosen, first + o_n, seen, lowest, wanted, count, ties, LOCAL
-        )
-
-
-@triton.jit
-def _part_counts(hist, i_level, i_s, parts, seen, N: tl.constexpr, PARTS: tl.constexpr):
-    """How many scores of each of a token's parts have each digit of a level, [PARTS, 256]."""
-    o_p, o_digit = tl.arange(0, PARTS), tl.arange(0, 256)
-    p_level = hist + (i_level * tl.num_programs(0) + i_s).to(tl.int64) * parts * 256
-    m_p = o_p * N < seen
-    return tl.load(p_level + o_p[:, None] * 256 + o_digit[None, :], mask=m_p[:, None], other=0)
-
-
-@triton.jit
-def count_part_kernel(
-    scores, hist, start, length, rows, first_token, score_stride, parts, LEVEL: tl.constexpr,
-    TOP_K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid: tokens from `first_token` on, parts of N scores. Counts the digits of a level among the
-    scores whose digits of the levels before are those of the lowest chosen one. hist [4, tokens,
-    parts, 256]; PARTS: `parts`, padded."""
-    enter_late(DEPENDENT)
-    i_s, i_p = tl.program_id(0), tl.program_id(1)
-    _, position = place_of(start, length, rows, i_s + first_token)
-    seen = position + 1
-    if (seen <= TOP_K) | (i_p * N >= seen):
-        return
-    prefix, wanted = 0, TOP_K
-    for level in tl.static_range(LEVEL):
-        b_counts = tl.sum(_part_counts(hist, level, i_s, parts, seen, N, PARTS), axis=0)
-        digit, wanted = _choose_digit(b_counts, wanted)
-        prefix = prefix | (digit << (24 - 8 * level))
-    o_n = i_p * N + tl.arange(0, N)
-    b_bits = _turned(scores + i_s.to(tl.int64) * score_stride, o_n, seen, 0)
-    m_n = o_n < seen
-    if LEVEL:
-        m_n = m_n & (((b_bits ^ prefix) >> (32 - 8 * LEVEL)) == 0)
-    b_counts = tl.histogram((b_bits >> (24 - 8 * LEVEL)) & 255, 256, mask=m_n).to(tl.int32)
-    p_mine = hist + ((LEVEL * tl.num_programs(0) + i_s).to(tl.int64) * parts + i_p) * 256
-    tl.store(p_mine + tl.arange(0, 256), b_counts)
-
-
-@triton.jit
-def write_part_kernel(
-    scores, chosen, hist, start, length, rows, first_token, score_stride, parts,
-    TOP_K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid as before. Writes the chosen places of a part behind those of the parts before it."""
-    enter_late(DEPENDENT)
-    i_s, i_p = tl.program_id(0), tl.program_id(1)
-    i_t = i_s + first_token
-    _, position = place_of(start, length, rows, i_t)
-    seen = position + 1
-    p_chosen = chosen + i_t.to(tl.int64) * TOP_K
-    if seen <= TOP_K:
-        if i_p == 0:
-            _take_all(p_chosen, seen, TOP_K, N)
-        return
-    if i_p * N >= seen:
-        return
-    o_p, o_digit = tl.arange(0, PARTS), tl.arange(0, 256)
-    b_above = tl.zeros([PARTS], tl.int32)
-    b_ties = tl.zeros([PARTS], tl.int32)
-    prefix, wanted = 0, TOP_K
-    for level in tl.static_range(4):
-        b_parts = _part_counts(hist, level, i_s, parts, seen, N, PARTS)
-        digit, wanted = _choose_digit(tl.sum(b_parts, axis=0), wanted)
-        prefix = prefix | (digit << (24 - 8 * level))
-        b_above += tl.sum(tl.where((o_digit > digit)[None, :], b_parts, 0), axis=1)
-        b_ties = tl.sum(tl.where((o_digit == digit)[None, :], b_parts, 0), axis=1)
-    b_left = tl.maximum(wanted - (tl.cumsum(b_ties, axis=0) - b_ties), 0)
-    m_before = o_p < i_p
-    count = tl.sum(tl.where(m_before, b_above + tl.minimum(b_left, b_ties), 0), axis=0)
-    ties = tl.sum(tl.where(m_before, b_ties, 0), axis=0)
-    p_score = scores + i_s.to(tl.int64) * score_stride
-    o_n = i_p * N + tl.arange(0, N)
-    _take(p_score, p_chosen, o_n, seen, prefix ^ -2147483648, wanted, count, ties, 0)
-
-
-@triton.jit
-def _turned(p_score, o_s, seen, LOCAL: tl.constexpr):
-    """The scores' bits with the sign bit turned."""
-    b_bits = tl.load(p_score + o_s, mask=o_s < seen, other=-2147483648)
-    if LOCAL:
-        b_bits = tl.where(o_s >= seen - LOCAL, 0x7F800000, b_bits)
-    return b_bits ^ -2147483648
-
-
 def parts_of(tokens: int, scores: int) -> Iterator[tuple[int, int]]:
     """(first, number) of the tokens whose scores, so many of each, are kept at once."""
     most = max(1, KEPT // max(1, scores))
@@ -253,7 +113,7 @@ def parts_of(tokens: int, scores: int) -> Iterator[tuple[int, int]]:
 
 
 _whole: set[IndexSelectProblem] = set()
-"""Problems whose rows are never cut into parts: the check of that failed."""
+"""Problems whose long rows are selected from as others: the check of candidates failed."""
 
 
 def bind(problem: IndexSelectProblem, *, part: int = PART) -> IndexSelect:
@@ -280,16 +140,20 @@ def bind(problem: IndexSelectProblem, *, part: int = PART) -> IndexSelect:
 
 class EntrySelect:
     """f(q_TJI, weight_TJ, entries, plan, chosen_TK): groups by their entries, into chosen_TK.
-    `part`: see PART; for groups of one only, 0: rows are never cut."""
+    `part`: see PART; for groups of one only, 0: no row is long."""
 
     def __init__(
-        self, *, heads: int, dim: int, top_k: int, group: int, block_tokens: int, part: int = 0
-    ) -> None:
+        self, *, heads: int, dim: int, top_k: int, group: int, block_tokens: int, part: int = 0,
+        tiles: ScoreTiles | None = None,
+    ) -> None:  # fmt: skip
         assert group == 1 or not part, (group, part)
         self._group, self._shape, self._part = group, (heads, dim), part
+        tiles = tiles or TILES
+        self._places = tiles.places
         self._scores = {
-            "HEADS": heads, "J": HEADS, "DIM": dim, "I": max(16, power_of_two(dim)), "GROUP": group,
-            "SIZE": max(block_tokens, group), "TOP_K": top_k, "N": PLACES,
+            "HEADS": heads, "J": tiles.heads, "DIM": dim, "I": max(16, power_of_two(dim)),
+            "GROUP": group, "SIZE": max(block_tokens, group), "TOP_K": top_k, "N": tiles.places,
+            "num_warps": tiles.num_warps,
         }  # fmt: skip
         self._select = {
             "LISTS": 1, "TOP_K": top_k, "GROUP": group, "BEGUN": False, "LOCAL": 0, "N": READ,
@@ -308,44 +172,50 @@ class EntrySelect:
         assert weight_TJ.stride(1) == 1 and entries.stride()[1:] == (dim, 1), entries.stride()
         starts, lengths, table = plan.query_start_R1, plan.kv_len_R, plan.block_table_RB
         groups = max(1, plan.max_kv_len // self._group)
-        for first, count in parts_of(len(q_TJI), groups):
+        parts = triton.cdiv(groups, self._part) if self._part else 0
+        is_long = parts >= LEAST_PARTS
+        room = 2 * self._most if is_long else 0
+        for first, count in parts_of(len(q_TJI), groups + room):
             scores = torch.empty((count, groups), dtype=torch.int32, device=q_TJI.device)
-            index_scores_kernel[(count, triton.cdiv(groups, PLACES))](
+            index_scores_kernel[(count, triton.cdiv(groups, self._places))](
                 q_TJI, weight_TJ, entries, starts, lengths, table, scores, len(lengths), first,
                 q_TJI.stride(0), weight_TJ.stride(0), table.stride(0), entries.stride(0), groups,
-                num_warps=4, **self._scores, **launch(q_TJI.device),
+                **self._scores, **launch(q_TJI.device),
             )  # fmt: skip
-            parts = triton.cdiv(groups, self._part) if self._part else 0
-            if count <= FEW_TOKENS and 1 < parts <= MOST_PARTS:
-                self._select_by_parts(scores, chosen_TK, plan, first, parts)
+            if is_long:
+                self.select_long(scores, chosen_TK, plan, first)
                 continue
             select_kernel[(count, 1)](
                 scores, chosen_TK, starts, lengths, len(lengths), first, groups, num_warps=8,
                 **self._select, **launch(q_TJI.device),
             )  # fmt: skip
 
-    def _select_by_parts(
-        self,
-        scores: torch.Tensor,
-        chosen_TK: torch.Tensor,
-        plan: Plan,
-        first: int,
-        parts: int,
+    @property
+    def _most(self) -> int:
+        return MOST_CANDIDATES * int(self._select["TOP_K"])
+
+    def select_long(
+        self, scores: torch.Tensor, chosen_TK: torch.Tensor, plan: Plan, first: int
     ) -> None:
+        """Chooses for the tokens from `first` on, of long rows, whose scores are there."""
         (count, groups), device = scores.shape, scores.device
-        hist = torch.empty((4, count, parts, 256), dtype=torch.int32, device=device)
-        rows = plan.query_start_R1, plan.kv_len_R, len(plan.kv_len_R)
-        constants = {
-            "TOP_K": self._select["TOP_K"], "N": self._part, "PARTS": power_of_two(parts),
-            "num_warps": 8, **launch(device),
-        }  # fmt: skip
-        for level in range(4):
-            count_part_kernel[(count, parts)](
-                scores, hist, *rows, first, groups, parts, LEVEL=level, **constants
-            )
-        write_part_kernel[(count, parts)](
-            scores, chosen_TK, hist, *rows, first, groups, parts, **constants
+        parts = triton.cdiv(groups, self._part)
+        bounds, counts, candidates = (
+            torch.empty((count, *size), dtype=torch.int32, device=device)
+            for size in ((), (parts,), (2, self._most))
         )
+        rows = plan.query_start_R1, plan.kv_len_R, len(plan.kv_len_R), first, groups
+        constants = {"TOP_K": self._select["TOP_K"], "num_warps": 8, **launch(device)}
+        of_parts = {"N": self._part, **constants}
+        bound_kernel[(count,)](scores, bounds, *rows, **of_parts)
+        count_part_kernel[(count, parts)](scores, bounds, counts, *rows, **of_parts)
+        gather_part_kernel[(count, parts)](
+            scores, bounds, counts, candidates, *rows, MOST=self._most, **of_parts
+        )
+        select_candidates_kernel[(count,)](
+            scores, counts, candidates, chosen_TK, *rows, parts, MOST=self._most, PART=self._part,
+            N=self._select["N"], **constants,
+        )  # fmt: skip
 
 
 def _supports(problem: IndexSelectProblem) -> str | None:
@@ -355,17 +225,20 @@ def _supports(problem: IndexSelectProblem) -> str | None:
 
 
 def _plans(problem: IndexSelectProblem) -> list[PlanCheck]:
-    """Rows by a program each, and in parts."""
+    """Rows by a program each, and by candidates."""
 
     def skip(reason: str) -> None:
-        log.warning("index_select goes without parts of rows: %s", reason)
+        log.warning("index_select selects from whole rows: %s", reason)
         _whole.add(problem)
 
-    long = [[(1, 2 * PART + 900), (1, 1), (1, PART), (1, problem.top_k + 5)]]
+    long = [[(1, LEAST_PARTS * PART + 900), (1, 1), (1, PART), (1, problem.top_k + 5)]]
     return [
         PlanCheck(name="rows by a program each", sample=partial(sample_of, problem), bind=bind),
         PlanCheck(
-            name="rows in parts", sample=partial(sample_of, problem, long), bind=bind, skip=skip
+            name="long rows by candidates",
+            sample=partial(sample_of, problem, long),
+            bind=bind,
+            skip=skip,
         ),
     ]
 

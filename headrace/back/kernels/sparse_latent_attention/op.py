@@ -129,6 +129,7 @@ OP: Op[SparseLatentProblem] = Op(
     ),
     kernels=(
         "headrace.back.kernels.sparse_latent_attention.native:KERNEL",
+        "headrace.back.kernels.sparse_latent_attention.triton_sparse_latent:BY_STEPS",
         "headrace.back.kernels.sparse_latent_attention.triton_sparse_latent:KERNEL",
     ),
     sample=_sample,

@@ -1,8 +1,15 @@
-"""Attention over chosen positions of a cache of latents in one Triton kernel: a program takes a
-token and sixteen of its heads, and reads the chosen latents in their order. It cuts no list, so
-that a query's bits are the same in any step."""
+"""Attention over chosen positions of a cache of latents in Triton: a program takes a token and some
+of its heads, and reads the chosen latents in their order.
+
+Two kernels of the op are made of it. One cuts no list and takes sixteen heads, so that a query's
+bits are the same in any step. The other cuts the lists of few tokens into parts, whose results a
+second kernel puts together, and of many tokens takes more heads at once, which read a latent
+together.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,8 +25,24 @@ from headrace.back.kernels.sparse_latent_attention.op import (
 from headrace.back.kernels.triton.grid import enter_late
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
-HEADS, POSITIONS = 16, 32
-"""Of a tile: heads, as few as a dot takes, and positions."""
+
+@dataclass(frozen=True, kw_only=True)
+class SparseTiles:
+    """Heads and positions of a tile, as few as a dot takes; `part`: positions of a part of a list,
+    0: lists are not cut."""
+
+    heads: int = 16
+    positions: int = 32
+    num_warps: int = 4
+    num_stages: int = 2
+    part: int = 0
+
+
+TILES = SparseTiles()
+MANY = SparseTiles(heads=64, num_warps=8)
+FEW_TOKENS, PART = 8, 128
+"""Tokens up to which lists are cut; positions of a part of one token's list, of more in
+proportion."""
 
 
 @triton.jit
@@ -35,13 +58,16 @@ def row_of(start, rows, i_t):
 
 @triton.jit
 def sparse_latent_attention_kernel(
-    q, kv, start, table, chosen, out, sinks, rows, table_stride, block_stride, scale,
+    q, kv, start, table, chosen, out, partial, sinks, rows, table_stride, block_stride, scale,
     HEADS: tl.constexpr, H: tl.constexpr, RANK: tl.constexpr, C: tl.constexpr,
     ROTARY: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, S: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, SINKS: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens, tiles of H heads. C: RANK, R: ROTARY, padded. `scale`: in base 2."""
+    """Grid: tokens, tiles of H heads, parts of PART positions. C: RANK, R: ROTARY, padded. `scale`:
+    in base 2. With several parts, partial [tokens, parts, HEADS, C + 2] is written: sums, the
+    maximum and the total."""
     enter_late(DEPENDENT)
+    i_p, parts = tl.program_id(2), tl.num_programs(2)
     i_t, i_h = tl.program_id(0), tl.program_id(1)
     WIDTH: tl.constexpr = RANK + ROTARY
     dtype = kv.dtype.element_ty
@@ -56,13 +82,14 @@ def sparse_latent_attention_kernel(
     b_best = tl.full([H], float("-inf"), tl.float32)
     b_total = tl.zeros([H], tl.float32)
     if SINKS:
-        b_best = tl.load(sinks + o_h, mask=o_h < HEADS, other=0.0) * 1.4426950408889634
-        b_total = tl.full([H], 1.0, tl.float32)
+        b_sink = tl.load(sinks + o_h, mask=o_h < HEADS, other=0.0) * 1.4426950408889634
+        b_best = tl.where(i_p == 0, b_sink, b_best)
+        b_total = tl.where(i_p == 0, 1.0, b_total)
     b_out = tl.zeros([H, C], tl.float32)
     is_padding = i_t >= tl.load(start + rows)
-    count = tl.where(is_padding, 0, TOP_K)
-    for first in range(0, count, S):
-        m_list = first + o_s < TOP_K
+    until = tl.where(is_padding, 0, tl.minimum(i_p * PART + PART, TOP_K))
+    for first in range(i_p * PART, until, S):
+        m_list = first + o_s < until
         b_at = tl.load(p_chosen + first + o_s, mask=m_list, other=-1)
         m_s = b_at >= 0
         b_at = tl.maximum(b_at, 0)
@@ -77,21 +104,54 @@ def sparse_latent_attention_kernel(
         b_total = b_total * b_old + tl.sum(b_p, axis=1)
         b_out = b_out * b_old[:, None]
         b_out += tl.dot(b_p.to(dtype), b_kv, input_precision="ieee")
+    if PART < TOP_K:
+        i_own = (i_t.to(tl.int64) * parts + i_p) * HEADS
+        p_own = partial + (i_own + o_h) * (C + 2)
+        tl.store(p_own[:, None] + o_c[None, :], b_out, mask=m_h)
+        tl.store(p_own + C, b_best, mask=o_h < HEADS)
+        tl.store(p_own + C + 1, b_total, mask=o_h < HEADS)
+        return
     b_out = b_out / tl.where(b_total == 0.0, 1.0, b_total)[:, None]
     p_out = out + (i_t.to(tl.int64) * HEADS + o_h[:, None]) * RANK + o_c[None, :]
     tl.store(p_out, b_out.to(dtype), mask=m_h & m_c)
 
 
+@triton.jit
+def sparse_merge_kernel(
+    partial, out, HEADS: tl.constexpr, RANK: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+    P: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: tokens, heads. P: PARTS, padded."""
+    enter_late(DEPENDENT)
+    i_t, i_h = tl.program_id(0), tl.program_id(1)
+    o_p, o_c = tl.arange(0, P), tl.arange(0, C)
+    p_own = partial + ((i_t.to(tl.int64) * PARTS + o_p) * HEADS + i_h) * (C + 2)
+    m_p = o_p < PARTS
+    b_best = tl.load(p_own + C, mask=m_p, other=float("-inf"))
+    best = tl.max(b_best, axis=0)
+    b_share = tl.exp2(b_best - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(b_share * tl.load(p_own + C + 1, mask=m_p, other=0.0), axis=0)
+    b_out = tl.load(p_own[:, None] + o_c[None, :], mask=m_p[:, None], other=0.0)
+    b_out = tl.sum(b_out * b_share[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    p_out = out + (i_t.to(tl.int64) * HEADS + i_h) * RANK + o_c
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=o_c < RANK)
+
+
 def bind(
-    problem: SparseLatentProblem, sinks_H: torch.Tensor | None = None
+    problem: SparseLatentProblem,
+    sinks_H: torch.Tensor | None = None,
+    tiles: SparseTiles = TILES,
 ) -> SparseLatentAttentionFunction:
-    """The kernel of one shape; keeps the sinks."""
+    """The kernels of one shape and size of tiles; keeps the sinks."""
     assert problem.sinks == (sinks_H is not None), problem
     heads, rank, rotary = problem.heads, problem.rank, problem.rotary
+    part = min(tiles.part or problem.top_k, problem.top_k)
+    parts, depth = triton.cdiv(problem.top_k, part), max(16, power_of_two(rank))
     constants = {
-        "HEADS": heads, "H": HEADS, "RANK": rank, "C": max(16, power_of_two(rank)),
-        "ROTARY": rotary, "R": max(16, power_of_two(rotary)), "TOP_K": problem.top_k,
-        "S": POSITIONS, "BLOCK_TOKENS": problem.block_tokens, "SINKS": problem.sinks,
+        "HEADS": heads, "H": tiles.heads, "RANK": rank, "C": depth, "ROTARY": rotary,
+        "R": max(16, power_of_two(rotary)), "TOP_K": problem.top_k, "S": tiles.positions,
+        "BLOCK_TOKENS": problem.block_tokens, "SINKS": problem.sinks, "PART": part,
+        "num_warps": tiles.num_warps, "num_stages": tiles.num_stages,
     }  # fmt: skip
     scale = problem.scale * 1.4426950408889634
 
@@ -101,21 +161,60 @@ def bind(
         assert q_THW.is_contiguous() and q_THW.shape[1:] == (heads, rank + rotary), q_THW.shape
         assert kv.stride()[1:] == (rank + rotary, 1), kv.stride()
         assert chosen_TK.shape == (len(q_THW), problem.top_k) and chosen_TK.is_contiguous()
-        out_THC = q_THW.new_empty((len(q_THW), heads, rank))
-        sparse_latent_attention_kernel[(len(q_THW), -(-heads // HEADS))](
-            q_THW, kv, plan.query_start_R1, plan.block_table_RB, chosen_TK, out_THC,
+        num_tokens, device = len(q_THW), q_THW.device
+        out_THC = q_THW.new_empty((num_tokens, heads, rank))
+        size = num_tokens * parts * heads * (depth + 2) if parts > 1 else 0
+        partial = torch.empty(size, dtype=torch.float32, device=device)
+        sparse_latent_attention_kernel[(num_tokens, -(-heads // tiles.heads), parts)](
+            q_THW, kv, plan.query_start_R1, plan.block_table_RB, chosen_TK, out_THC, partial,
             q_THW if sinks_H is None else sinks_H, plan.kv_len_R.shape[0],
-            plan.block_table_RB.stride(0), kv.stride(0), scale,
-            num_warps=4, **constants, **launch(q_THW.device),
+            plan.block_table_RB.stride(0), kv.stride(0), scale, **constants, **launch(device),
         )  # fmt: skip
+        if parts > 1:
+            sparse_merge_kernel[(num_tokens, heads)](
+                partial, out_THC, HEADS=heads, RANK=rank, C=depth, PARTS=parts,
+                P=power_of_two(parts), num_warps=4, **launch(device),
+            )  # fmt: skip
         return out_THC
 
     return attention
 
 
-KERNEL = Kernel(
-    name="triton",
-    supports=lambda problem: unsupported(problem.device, problem.dtype),
-    bind=bind,
-    invariant=True,
-)
+def bind_by_steps(
+    problem: SparseLatentProblem, sinks_H: torch.Tensor | None = None
+) -> SparseLatentAttentionFunction:
+    """The same with tiles by the number of a step's tokens."""
+    few = {
+        tokens: bind(problem, sinks_H, replace(TILES, part=PART * tokens))
+        for tokens in (1, 2, 4, FEW_TOKENS)
+    }
+    many = bind(problem, sinks_H, _many(problem))
+
+    def attention(
+        q_THW: torch.Tensor, kv: torch.Tensor, plan: Plan, chosen_TK: torch.Tensor
+    ) -> torch.Tensor:
+        attend = few.get(power_of_two(len(q_THW)), many)
+        return attend(q_THW, kv, plan, chosen_TK)
+
+    return attention
+
+
+def _many(problem: SparseLatentProblem) -> SparseTiles:
+    heads = min(MANY.heads, max(TILES.heads, power_of_two(problem.heads)))
+    return MANY if heads == MANY.heads else replace(TILES, heads=heads)
+
+
+def _supports(problem: SparseLatentProblem) -> str | None:
+    return unsupported(problem.device, problem.dtype)
+
+
+def _supports_steps(problem: SparseLatentProblem) -> str | None:
+    if problem.dtype is torch.float32:
+        return "takes tiles that float32 does not fit"
+    if problem.rank > 512:
+        return f"latents of {problem.rank} are above 512"
+    return _supports(problem)
+
+
+KERNEL = Kernel(name="triton", supports=_supports, bind=bind, invariant=True)
+BY_STEPS = Kernel(name="triton by steps", supports=_supports_steps, bind=bind_by_steps)
