@@ -53,8 +53,11 @@ def test_the_bundled_model_answers_a_file(model: Path, tmp_path: Path) -> None:
     assert finished.returncode == 0 and "have been answered" in finished.stderr
 
 
-def test_killed_and_repeated_it_answers_each_line_once(model: Path, tmp_path: Path) -> None:
-    source = _written(tmp_path / "in", [chat_line(i, max_tokens=4) for i in range(200)])
+@pytest.mark.parametrize("lines", [200, pytest.param(300, marks=pytest.mark.slow)])
+def test_killed_and_repeated_it_answers_each_line_once(
+    lines: int, model: Path, tmp_path: Path
+) -> None:
+    source = _written(tmp_path / "in", [chat_line(i, max_tokens=4) for i in range(lines)])
     target = tmp_path / "out"
     slow = slowed(model, 0.02)
     for _ in range(2):
@@ -69,7 +72,7 @@ def test_killed_and_repeated_it_answers_each_line_once(model: Path, tmp_path: Pa
         file.write(b'{"custom_id": "r2')  # a line that the kill cut off
     done = subprocess.run(_command(source, target, model), capture_output=True)
     assert done.returncode == 0
-    assert _ids(target) == Counter(f"r{i}" for i in range(200))
+    assert _ids(target) == Counter(f"r{i}" for i in range(lines))
 
 
 @pytest.mark.parametrize(

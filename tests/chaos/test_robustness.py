@@ -33,13 +33,14 @@ def run(script: str, *arguments: str, check: bool = True) -> dict[str, Any]:
     return found
 
 
-def test_hostile_requests_do_no_harm_to_bystanders_or_the_server() -> None:
-    report = run("fuzz", "--cases", "450", "--seed", "7", "--calm-s", "0")
+@pytest.mark.parametrize("cases", [450, pytest.param(600, marks=pytest.mark.slow)])
+def test_hostile_requests_do_no_harm_to_bystanders_or_the_server(cases: int) -> None:
+    report = run("fuzz", "--cases", str(cases), "--seed", "7", "--calm-s", "0")
     assert report["problems"] == [] and report["restarts"] == 0
     assert report["bystander_streams"] >= 8 and report["bystander_mismatches"] == 0
     before, after, total = report["free_blocks"]
     assert before == after == total
-    assert report["statuses"]["400"] > 180 and report["statuses"]["200"] > 20
+    assert report["statuses"]["400"] > 0.4 * cases and report["statuses"]["200"] > 20
     assert routes().keys() <= report["requests_by_row"].keys(), "every row of the table"
 
 
@@ -74,14 +75,19 @@ def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [("core", "templates"), pytest.param(("core", "api", "templates"), marks=pytest.mark.slow)],
-    ids=len,
+    ("kinds", "tokens"),
+    [
+        (("core", "templates"), 40),
+        pytest.param(("core", "api", "templates"), 60, marks=pytest.mark.slow),
+    ],
+    ids=["two", "all"],
 )
-def test_the_death_of_any_process_ends_no_stream_without_a_word(kinds: tuple[str, ...]) -> None:
+def test_the_death_of_any_process_ends_no_stream_without_a_word(
+    kinds: tuple[str, ...], tokens: int
+) -> None:
     """1.4, 1.6; times are the full run's. A dead API process cuts its own connections: in `make test` that is
     tests/api/test_lifecycle.py's."""
-    arguments = ("--streams", "6", "--tokens", "40", "--signals", "kill", "--kinds", *kinds)
+    arguments = ("--streams", "6", "--tokens", str(tokens), "--signals", "kill", "--kinds", *kinds)
     report = run("deaths", "--repeats", "1", *arguments, check=False)
     assert [row["process"] for row in report["rows"]] == list(kinds)
     for row in report["rows"]:
@@ -90,11 +96,13 @@ def test_the_death_of_any_process_ends_no_stream_without_a_word(kinds: tuple[str
     assert report["rows"][-1]["outcomes"] == {"whole": 6}, "no stream needs a template any more"
 
 
-def test_grown_bodies_whose_clients_leave_harm_nobody() -> None:
+@pytest.mark.parametrize(("bodies", "mib"), [(20, 2), pytest.param(60, 4, marks=pytest.mark.slow)])
+def test_grown_bodies_whose_clients_leave_harm_nobody(bodies: int, mib: int) -> None:
     """P9, P21; what they leave in memory is the full run's."""
-    report = run("bodies", "--bodies", "20", "--largest", "2", "--rest-s", "0", check=False)
+    size = ("--bodies", str(bodies), "--largest", str(mib))
+    report = run("bodies", *size, "--rest-s", "0", check=False)
     assert report["restarts"] == [] and report["running_waiting"] == [0, 0]
-    assert sum(report["ends"].values()) == 20 and report["ends"]["left"] > 5
+    assert sum(report["ends"].values()) == bodies and report["ends"]["left"] > bodies // 4
 
 
 @pytest.mark.slow
@@ -123,11 +131,12 @@ def test_nothing_is_unpickled_in_any_process() -> None:
     assert report["hooked"] == report["processes"] >= 5
 
 
-def test_requests_with_constraints_of_their_own_do_not_touch_each_other() -> None:
+@pytest.mark.parametrize("requests", [16, pytest.param(40, marks=pytest.mark.slow)])
+def test_requests_with_constraints_of_their_own_do_not_touch_each_other(requests: int) -> None:
     """P17/T17."""
-    report = run("canary", "--requests", "16", "--seed", "7")
+    report = run("canary", "--requests", str(requests), "--seed", "7")
     assert report["mismatches"] == report["tokens_outside_allowed"] == 0
-    assert report["tokens"] > 64
+    assert report["tokens"] > 4 * requests
 
 
 def test_the_time_of_a_refusal_does_not_tell_how_much_of_a_key_was_right() -> None:

@@ -22,6 +22,7 @@ from tests.core.harness import (
 ROWS, PROMPT, OUTPUT, DEADLINE_S = 8, 16, 40, 2.0
 CAPACITY = 1 / (OUTPUT * DECODE_S / ROWS + PROMPT * TOKEN_S)  # requests a second
 SECONDS = 20.0
+LONG = pytest.mark.parametrize("seconds", [5.0, pytest.param(SECONDS, marks=pytest.mark.slow)])
 
 
 class Offered:
@@ -81,9 +82,10 @@ def test_nothing_is_refused_below_the_capacity() -> None:
     assert not offered.errors("QueueFull") and not offered.errors("DeadlineExceeded")
 
 
-def test_a_refusal_tells_the_predicted_wait() -> None:
+@LONG
+def test_a_refusal_tells_the_predicted_wait(seconds: float) -> None:
     offered = Offered(2)
-    offered.run(5.0)
+    offered.run(seconds)
     driver, id = offered.driver, 10**6
     while (load := load_now(driver)).wait_s(load.waiting) < ORDER_S:
         driver.add(make_request(id, PROMPT, max_tokens=OUTPUT))
@@ -96,9 +98,10 @@ def test_a_refusal_tells_the_predicted_wait() -> None:
     assert f"its time is {ORDER_S:g} s" in error.message
 
 
-def test_the_predicted_wait_is_the_one_that_comes() -> None:
+@LONG
+def test_the_predicted_wait_is_the_one_that_comes(seconds: float) -> None:
     offered = Offered(2)
-    offered.run(5.0)
+    offered.run(seconds)
     driver = offered.driver
     load, begin = load_now(driver), driver.clock.now
     driver.add(make_request(10**6, PROMPT, max_tokens=OUTPUT))
@@ -158,10 +161,11 @@ def test_nobody_is_overtaken_for_ever() -> None:
     assert list(driver.tokens) == [1, 2, 3]
 
 
-def test_what_can_no_longer_be_done_in_time_never_runs() -> None:
+@LONG
+def test_what_can_no_longer_be_done_in_time_never_runs(seconds: float) -> None:
     """Its answer takes 0.16 s at least; when it could still begin it has 0.1 s."""
     offered = Offered(1)
-    offered.run(5.0)
+    offered.run(seconds)
     driver = offered.driver
     driver.run()
     driver.add(*(make_request(10**6 + i, PROMPT, max_tokens=500) for i in range(ROWS)))

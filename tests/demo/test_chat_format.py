@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
+import pytest
 from jinja2 import Environment
 from tokenizers import Tokenizer
 
@@ -22,9 +23,10 @@ def rendered(messages: list[dict[str, object]], **variables: object) -> str:
     return environment.from_string(settings["chat_template"]).render(messages=messages, **variables)
 
 
-def test_training_text_is_what_the_template_renders() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.slow)])
+def test_training_text_is_what_the_template_renders(count: int) -> None:
     rng = Random(11)
-    for _ in range(100):
+    for _ in range(count):
         conversation = training_conversation(rng)
         messages = [dict(message) for message in conversation.messages]
         if not conversation.thinking:

@@ -211,14 +211,19 @@ def accepted(engine: Engine) -> int:
     return engine.core.scheduler.speculation.stats.num_accepted_tokens
 
 
+TURNS = pytest.mark.parametrize("turns", [1, pytest.param(2, marks=pytest.mark.slow)])
+"""How often every way to sample comes."""
+
+
+@TURNS
 def test_lengths_that_only_the_device_knows_give_the_same_tokens(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
+    turns: int, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_on_a_gpu(monkeypatch)
     plain, drafted = pair(prefix_caching=False)
-    requests = requests_of(plain.spec, len(SAMPLINGS))
+    requests = requests_of(plain.spec, turns * len(SAMPLINGS))
     assert_equal(run(plain.core, requests, 4), run(drafted.core, requests, 4))
-    assert accepted(drafted) > 10
+    assert accepted(drafted) > 10 * turns
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -387,14 +392,15 @@ def test_a_prediction_ends_where_the_row_needs_its_place(pair: Any) -> None:
     assert run(plain.core, [request])[0].tokens == run(drafted.core, [predicted])[0].tokens
 
 
-def test_earlier_requests_draft_for_those_that_ask_again() -> None:
+@TURNS
+def test_earlier_requests_draft_for_those_that_ask_again(turns: int) -> None:
     """By method suffix: all ways to sample give the tokens of plain decoding, and a second round of the same requests
     has more drafts that stand (SPC-06)."""
     how = Speculation(method="suffix", adaptive=False, num_speculative_tokens=8)
     engines = [Engine(options(one, prefix_caching=False)) for one in (None, how)]
     try:
         plain, drafted = engines
-        requests = requests_of(plain.spec, len(SAMPLINGS))
+        requests = requests_of(plain.spec, turns * len(SAMPLINGS))
         expected = run(plain.core, requests)
         steps = []
         for _ in range(2):

@@ -13,11 +13,10 @@ import torch
 
 pytest.importorskip("triton")
 MOST_BYTES = 32 << 10
-CALLS = 2
 WIDTH = 96
 
 
-def rank_main(rank: int, ranks: int, folder: str, dtype_name: str) -> None:
+def rank_main(rank: int, ranks: int, calls: int, folder: str, dtype_name: str) -> None:
     """One rank: every way of summing, several times, and what it got to a file."""
     from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums, memory_bytes
 
@@ -30,7 +29,7 @@ def rank_main(rank: int, ranks: int, folder: str, dtype_name: str) -> None:
     addresses = tuple(np.frombuffer(one, np.uint8).ctypes.data for one in maps)
     sums = PeerSums(addresses, rank=rank, device=torch.device("cpu"), most_bytes=MOST_BYTES)
     found = {}
-    for call in range(CALLS):
+    for call in range(calls):
         for two_shot in (False, True):
             mine = message(rank, call, dtype)
             found[f"sum {call} {two_shot}"] = sums.all_reduce(mine, two_shot=two_shot)
@@ -57,10 +56,15 @@ def norm(total: torch.Tensor, call: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "ranks, dtype", [(2, torch.float16), pytest.param(4, torch.float32, marks=pytest.mark.slow)]
+    "ranks, calls, dtype",
+    [
+        (2, 2, torch.float16),
+        pytest.param(2, 3, torch.float16, marks=pytest.mark.slow),
+        pytest.param(4, 3, torch.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_agree_to_the_bit_and_with_the_sum(
-    ranks: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: int, calls: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One shot and two, alone and with the norm after, call after call in the same memory."""
     from headrace.back.kernels.all_reduce import triton_all_reduce
@@ -73,7 +77,7 @@ def test_ranks_agree_to_the_bit_and_with_the_sum(
     spawn = multiprocessing.get_context("spawn")
     name = str(dtype).removeprefix("torch.")
     workers = [
-        spawn.Process(target=rank_main, args=(rank, ranks, str(tmp_path), name), daemon=True)
+        spawn.Process(target=rank_main, args=(rank, ranks, calls, str(tmp_path), name), daemon=True)
         for rank in range(ranks)
     ]
     for worker in workers:
@@ -82,7 +86,7 @@ def test_ranks_agree_to_the_bit_and_with_the_sum(
         worker.join(240)
         assert worker.exitcode == 0
     found = [torch.load(tmp_path / f"found-{rank}") for rank in range(ranks)]
-    for call in range(CALLS):
+    for call in range(calls):
         total, before = (
             sum_in_order([message(rank, call, dtype, other=other) for rank in range(ranks)])
             for other in (0, 1)

@@ -307,7 +307,8 @@ def test_steps_give_penalised_and_scored_rows_what_a_cpu_does(
     assert len(changed) > 2, "the penalty means to change tokens"
 
 
-def test_steps_mask_rows_as_a_cpu_does(kernels: Callable[[bool], None]) -> None:
+@pytest.mark.parametrize("turns", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_steps_mask_rows_as_a_cpu_does(turns: int, kernels: Callable[[bool], None]) -> None:
     """ENG-26: biases, allowed ids, suppressed ids and banned words of greedy and random rows."""
     every = tuple(range(0, WIDTH, 2))
     samplings = [
@@ -318,11 +319,11 @@ def test_steps_mask_rows_as_a_cpu_does(kernels: Callable[[bool], None]) -> None:
         RowSampling(temperature=0.9, seed=5, bad_words=tuple((i,) for i in range(400))),
     ]
     kernels(True)
-    ours = Steps(samplings, DEVICE)
-    mine = [ours.within(flat_logits(5, seed))[0].tokens.tolist() for seed in range(3)]
+    ours, seeds = Steps(samplings, DEVICE), [0, 1, 2] * turns
+    mine = [ours.within(flat_logits(5, seed))[0].tokens.tolist() for seed in seeds]
     kernels(False)
     host = Steps(samplings, CPU)
-    assert mine == [host.step(flat_logits(5, seed))[0].token_N.tolist() for seed in range(3)]
+    assert mine == [host.step(flat_logits(5, seed))[0].token_N.tolist() for seed in seeds]
 
 
 @pytest.mark.parametrize("width", [1, 33, 4096, 9001])
