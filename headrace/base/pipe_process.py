@@ -50,6 +50,10 @@ class PipeProcess:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """Ends the process alone: its reader, in whatever thread, sees the end and closes."""
+        self._process.kill()
+
     def exit_signal(self) -> int | None:
         """The number of the signal that ended the process; None if it ended by itself. Waits for
         the end, which must be near: its output has closed."""

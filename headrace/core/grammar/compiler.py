@@ -25,6 +25,7 @@ from headrace.core.grammar.vocabulary_index import VocabularyIndex
 from headrace.core.ports import MAX_FORCED, Encode, GrammarBackend, Matcher
 
 log = logging.getLogger(__name__)
+END_S = 2.0
 ENTRY_BYTES = 98_304
 """What the smallest grammar weighs: two matchers of llguidance 1.9 (measured: 77 KiB compiled, 81
 with its first masks)."""
@@ -117,8 +118,8 @@ class Compiler:
         )
         self._number = count()
         self._pending: list[GrammarEntry] = []
-        self._num_threads = 0
-        weakref.finalize(self, _stop, self._jobs, self.limits.threads)
+        self._workers: list[_Worker] = []
+        weakref.finalize(self, _stop, self._jobs, self._workers)
 
     @property
     def engine(self) -> GrammarEngine | None:
@@ -168,11 +169,11 @@ class Compiler:
 
     def _start_thread(self) -> None:
         """One more, if those there are have enough to do."""
-        if self._num_threads < min(self.limits.threads, len(self._pending)):
-            name = f"grammar-{self._num_threads}"
-            self._num_threads += 1
+        if len(self._workers) < min(self.limits.threads, len(self._pending)):
             worker = _Worker(self._jobs, self._factory, self.limits)
-            threading.Thread(target=worker.run, name=name, daemon=True).start()
+            worker.thread.name = f"grammar-{len(self._workers)}"
+            self._workers.append(worker)
+            worker.thread.start()
 
 
 class _Worker:
@@ -188,14 +189,22 @@ class _Worker:
         self._factory = factory
         self._limits = limits
         self._sandbox: CompileSandbox | None = None
+        self._ended = False
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
-    def run(self) -> None:
+    def end(self) -> None:
+        """Nobody waits for what it compiles any more."""
+        self._ended = True
+        if self._sandbox is not None:
+            self._sandbox.kill()
+
+    def _run(self) -> None:
         """Compiles until the compiler is gone."""
         while (entry := self._jobs.get()[2]) is not None:
             try:
                 self._compile(entry)
             except Exception as error:
-                if not isinstance(error, InvalidRequest | Unavailable):
+                if not isinstance(error, InvalidRequest | Unavailable) and not self._ended:
                     log.exception("a grammar could not be compiled")
                 entry.error = from_wire(to_wire(error))
             entry.done = True
@@ -207,16 +216,25 @@ class _Worker:
         if entry.node is None:
             return
         if self._sandbox is None or not self._sandbox.alive:
+            self._sandbox = CompileSandbox()
+            if self._ended:
+                self._sandbox.kill()
             memory = self._limits.memory_bytes
-            self._sandbox = CompileSandbox(
-                SandboxStart(self._factory.backend, engine.vocabulary, memory)
-            )
+            self._sandbox.start(SandboxStart(self._factory.backend, engine.vocabulary, memory))
         outcome = self._sandbox.compile(entry.node, self._limits.seconds)
         entry.cost_bytes += outcome.grown_bytes
         entry.jumps_forward = outcome.num_forced < MAX_FORCED
         entry.matcher = engine.backend.compile(entry.node)
 
 
-def _stop(jobs: queue.PriorityQueue[tuple[int, int, GrammarEntry | None]], threads: int) -> None:
-    for i in range(threads):
-        jobs.put((1 << 62, i, None))
+def _stop(
+    jobs: queue.PriorityQueue[tuple[int, int, GrammarEntry | None]], workers: list[_Worker]
+) -> None:
+    """What still waits is for nobody. The threads end before the process does: what they wait for goes first."""
+    for i in range(len(workers)):
+        jobs.put((-1, i, None))
+    for worker in workers:
+        worker.end()
+    for worker in workers:
+        if worker.thread is not threading.current_thread():
+            worker.thread.join(END_S)

@@ -61,10 +61,15 @@ _FROM_SANDBOX: Codec[CompileOutcome] = Codec(CompileOutcome)
 
 
 class CompileSandbox:
-    """The process, from the side of the core. One request at a time; not shared between threads."""
+    """The process, from the side of the core. One request at a time; but for `kill` not shared between threads."""
 
-    def __init__(self, begin: SandboxStart) -> None:
+    def __init__(self) -> None:
         self._child = PipeProcess("-m", "headrace.core.grammar.sandbox")
+        self._child.close.atexit = False  # its compiler ends it, after the thread that waits for it
+        self.kill = self._child.kill
+
+    def start(self, begin: SandboxStart) -> None:
+        """Comes before all else. EngineError if it does not."""
         try:
             self._send(begin)
             self._receive(time.monotonic() + START_S)

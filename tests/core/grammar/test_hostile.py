@@ -4,6 +4,8 @@ nobody else waits or ends (security P7, P12)."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -189,6 +191,29 @@ def test_what_one_tenant_asked_for_is_compiled_anew_for_another() -> None:
     entry = compiler.get(Literal("x"), tenant="a")
     assert compiler.get(Literal("x"), tenant="a") is entry
     assert compiler.get(Literal("x"), tenant="b") is not entry
+
+
+ENDS_AT_ONCE = """
+import atexit, time
+atexit.register(time.sleep, 0.3)  # runs last: what threads say meanwhile is seen
+import psutil
+from headrace.base.wire.grammar import Literal
+from headrace.core.grammar.compiler import CompileLimits, Compiler
+from tests.core.grammar.constrained import vocabulary
+compiler = Compiler(vocabulary, limits=CompileLimits(threads=1))
+for i in range(20):
+    compiler.get(Literal(f"a{i}"))
+while not psutil.Process().children():
+    time.sleep(0.001)
+"""
+
+
+def test_a_process_that_ends_beside_grammars_that_wait_says_nothing() -> None:
+    """A thread that was still starting its sandbox said that this does not start."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_one_tenant_cannot_take_every_place_of_those_that_wait_to_be_compiled() -> None:
