@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[*{*items} - {*kept}])
     items[:] = kept
     mark_rest_slow(items)
-    if settings is not None and settings.get_current_profile_name() == "same":
+    if settings is not None and config.getoption("--hypothesis-profile", None) in (None, "same"):
         for item in items:
             _draw_fewer(item)
     items.sort(key=lambda item: not comes_first(item))
