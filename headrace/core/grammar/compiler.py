@@ -230,7 +230,8 @@ class _Worker:
 def _stop(
     jobs: queue.PriorityQueue[tuple[int, int, GrammarEntry | None]], workers: list[_Worker]
 ) -> None:
-    """What still waits is for nobody. The threads end before the process does: what they wait for goes first."""
+    """What still waits is for nobody. The threads end before the process does: what they wait for
+    goes first."""
     for i in range(len(workers)):
         jobs.put((-1, i, None))
     for worker in workers:

@@ -61,7 +61,8 @@ _FROM_SANDBOX: Codec[CompileOutcome] = Codec(CompileOutcome)
 
 
 class CompileSandbox:
-    """The process, from the side of the core. One request at a time; but for `kill` not shared between threads."""
+    """The process, from the side of the core. One request at a time; but for `kill` not shared
+    between threads."""
 
     def __init__(self) -> None:
         self._child = PipeProcess("-m", "headrace.core.grammar.sandbox")
