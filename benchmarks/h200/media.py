@@ -210,6 +210,8 @@ def tower_part(shape: str, smaller: dict[str, Any]) -> list[dict[str, Any]]:
         device, encoder = cache._device, cache._encoder
         outputs, tower = encoder.width, TOWER | smaller.get("tower", {})
         side = tower["patch_size"]
+        if device.type == "cuda":
+            places_us(encoder)
         for width, height, images in _passes(smaller):
             grid = (1, 2 * round(height / side / 2), 2 * round(width / side / 2))
             patches = grid[1] * grid[2]
@@ -236,6 +238,38 @@ def _passes(smaller: dict[str, Any]) -> list[tuple[int, int, int]]:
         return [(64, 64, 1), (64, 64, 2)]
     return [(256, 256, 1), (256, 256, 16), (256, 256, 64), (1024, 1024, 1), (1024, 1024, 2), (1024, 1024, 4),
             (1920, 1080, 1), (1920, 1080, 2)]  # fmt: skip
+
+
+def places_us(encoder: Any) -> None:
+    """Positions and angles of one picture's patches: by PyTorch's operations and by one launch each, in turn."""
+    from headrace.back.kernels.patch_places import op, triton_patch_places
+
+    device, table = encoder._table_PE.device, encoder._table_PE
+    add = op.PatchPositionsProblem(
+        device=device.type,
+        dtype=table.dtype,
+        width=table.shape[1],
+        merge=2,
+        side=round(len(table) ** 0.5),
+    )
+    turn = op.PatchTurnsProblem(device=device.type, head_dim=72, merge=2, theta=10_000.0)
+    ways = {
+        "torch": (op.bind_positions(add), op.bind_turns(turn)),
+        "triton": (triton_patch_places.POSITIONS.bind(add), triton_patch_places.TURNS.bind(turn)),
+    }
+    for side in (16, 32, 64, 128):
+        x_NE = torch.zeros(side**2, table.shape[1], dtype=table.dtype, device=device)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(12):
+            for name, (positions, turns) in ways.items():
+                _wait(table)
+                begin = time.perf_counter()
+                positions(x_NE, table, [(1, side, side)])
+                turns([(1, side, side)], device)
+                _wait(table)
+                times[name].append(1e6 * (time.perf_counter() - begin))
+        medians = {name: round(sorted(found)[len(found) // 2]) for name, found in times.items()}
+        print(json.dumps({"patches": f"{side} x {side}", "places_us": medians}), flush=True)
 
 
 def encode_ms(encoder: Any, pixels: torch.Tensor, grids: list[tuple[int, int, int]]) -> float:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headrace.back.kernels.patch_places.op import rows_then_columns
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.merger import TwoLayers
 from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm
-from headrace.back.layers.vision.turns import rows_then_columns
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.vision import (
     ACTIVATIONS,

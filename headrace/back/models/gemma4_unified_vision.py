@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.patch_places.op import coordinates
 from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear, bind_linear
 from headrace.back.layers.norm import LAYER, RMS_NO_WEIGHT
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import coordinates
 from headrace.back.models import gemma4_unified
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.vision import parts_of, text_alone, with_media

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from headrace.back.kernels.patch_places.op import coordinates
 from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
 from headrace.back.kernels.upload import planned
@@ -24,7 +25,7 @@ from headrace.back.layers.norm import RMS, RMS_NO_WEIGHT
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.towers import Towers
 from headrace.back.layers.vision.encoder import Grid, MediaEncoder
-from headrace.back.layers.vision.grids import coordinates, frame_lengths, starts_of
+from headrace.back.layers.vision.grids import frame_lengths, starts_of
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.models import gemma4
 from headrace.back.models.blocks import Decoder

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.patch_places.op import coordinates
 from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import coordinates
 from headrace.back.layers.vision.layer import VisionLayerNames
 from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm

@@ -44,6 +44,7 @@ from headrace.back.kernels.merge_attention import op as merge_attention
 from headrace.back.kernels.ngram_draft import op as ngram_draft
 from headrace.back.kernels.nucleus import op as nucleus
 from headrace.back.kernels.op import Kernel, Op, load_kernel
+from headrace.back.kernels.patch_places import op as patch_places
 from headrace.back.kernels.penalties import op as penalties
 from headrace.back.kernels.position_shift import op as position_shift
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
@@ -502,6 +503,10 @@ def _spans(head_dim: int, **more: object) -> span_attention.SpanAttentionProblem
     return span_attention.SpanAttentionProblem(**shape, scale=head_dim**-0.5, **more)
 
 
+PATCH_POSITIONS = patch_places.PatchPositionsProblem(
+    device="cpu", dtype=BF16, width=1152, merge=2, side=48
+)
+PATCH_TURNS = patch_places.PatchTurnsProblem(device="cpu", head_dim=72, merge=2, theta=10_000.0)
 MOVED = position_shift.PositionShiftProblem(device="cpu")
 NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 
@@ -720,6 +725,14 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             _call(op, f"position_shift.triton_position_shift:{name}_KERNEL", MOVED),
         )
         for name, op in (("ADD", position_shift.ADD_OP), ("SUBTRACT", position_shift.SUBTRACT_OP))
+    ),
+    (
+        "patch positions",
+        _call(patch_places.OP, "patch_places.triton_patch_places:POSITIONS", PATCH_POSITIONS),
+    ),
+    (
+        "patch turns",
+        _call(patch_places.TURNS_OP, "patch_places.triton_patch_places:TURNS", PATCH_TURNS),
     ),
     ("spans 72", _call(span_attention.OP, _SPANS, _spans(72))),
     ("spans 64 window", _call(span_attention.OP, _SPANS, _spans(64, window=64))),

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.patch_places.op import coordinates, rows_then_columns
 from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import FeedForwardPlace, GatedMLP
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import coordinates, frame_lengths, starts_of
+from headrace.back.layers.vision.grids import frame_lengths, starts_of
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.merger import TwoLayers
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
-from headrace.back.layers.vision.turns import rows_then_columns
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm
 

@@ -11,16 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from headrace.back.kernels.patch_places.op import Grid, between, coordinates
 from headrace.base.wire.media import MediaCut
-
-Grid = tuple[int, int, int]
-
-
-def coordinates(grid: Grid, merge: int) -> np.ndarray:
-    """int64 [2, N]: the row and the column of each patch."""
-    t, h, w = grid
-    at = np.indices((h, w)).reshape(2, h // merge, merge, w // merge, merge)
-    return np.tile(at.transpose(0, 1, 3, 2, 4).reshape(2, -1), t)
 
 
 def frame_lengths(grids: Sequence[Grid]) -> list[int]:
@@ -60,42 +52,13 @@ def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
     return np.concatenate(orders), lengths
 
 
-def bilinear(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """How a table of side x side positions is resampled for each patch, corners on corners: places
-    in the table int64 [N, 4] and their weights float32 [N, 4]."""
-    _, h, w = grid
-    at = coordinates(grid, merge).astype(np.float32)
-    scale = np.array([[(side - 1) / max(h - 1, 1)], [(side - 1) / max(w - 1, 1)]], np.float32)
-    return _between(at * scale, side)
-
-
-def _between(exact: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """The four neighbours of rows and columns [2, N] and their weights."""
-    low = np.floor(exact).astype(np.int64)
-    high = np.minimum(low + 1, side - 1)
-    part = (exact - low).astype(np.float32)
-    (top, left), (bottom, right), (down, across) = low, high, part
-    places = np.stack(
-        (top * side + left, top * side + right, bottom * side + left, bottom * side + right), axis=1
-    )
-    weights = np.stack(
-        (
-            (1 - down) * (1 - across),
-            (1 - down) * across,
-            down * (1 - across),
-            down * across,
-        ),
-        axis=1,
-    )
-    return places, weights
-
-
 def bilinear_cells(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same, cells on cells."""
+    """How a table of side x side positions is resampled for each patch, cells on cells: places in
+    the table int64 [N, 4] and their weights float32 [N, 4]."""
     _, h, w = grid
     at = coordinates(grid, merge).astype(np.float32) + np.float32(0.5)
     scale = np.array([[side / h], [side / w]], np.float32)
-    return _between(np.maximum(at * scale - np.float32(0.5), 0), side)
+    return between(np.maximum(at * scale - np.float32(0.5), 0), side)
 
 
 def bicubic(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:

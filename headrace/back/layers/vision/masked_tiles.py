@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.patch_places.op import coordinates
 from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import coordinates
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm, Packing

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from headrace.back.kernels.patch_places.op import coordinates
 from headrace.back.kernels.upload import planned
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import coordinates, frame_lengths, nearest, starts_of
+from headrace.back.layers.vision.grids import frame_lengths, nearest, starts_of
 from headrace.back.layers.vision.layer import (
     TokenSpans,
     VisionAttention,

@@ -18,15 +18,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.patch_places.op import Turns, coordinates
 from headrace.back.kernels.upload import planned
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.axes_rope import AxesRope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import coordinates, frame_lengths, nearest, starts_of
+from headrace.back.layers.vision.grids import frame_lengths, nearest, starts_of
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
-from headrace.back.layers.vision.turns import Turns, alternating
+from headrace.back.layers.vision.turns import alternating
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm, Packing
 

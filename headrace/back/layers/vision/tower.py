@@ -7,28 +7,32 @@ rotated dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
+from headrace.back.kernels.patch_places.op import OP as POSITIONS
+from headrace.back.kernels.patch_places.op import (
+    TURNS_OP as TURNS,
+)
+from headrace.back.kernels.patch_places.op import (
+    PatchPositionsProblem,
+    PatchTurnsProblem,
+    Taps,
+    Turns,
+    bilinear,
+    rows_then_columns,
+)
 from headrace.back.kernels.upload import planned
 from headrace.back.layers.residual import BlockNorm
-from headrace.back.layers.scope import Scope
+from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.axes_rope import AxesRope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.grids import (
-    bilinear,
-    coordinates,
-    frame_lengths,
-    starts_of,
-    window_order,
-)
+from headrace.back.layers.vision.grids import frame_lengths, starts_of, window_order
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
-from headrace.back.layers.vision.turns import Turns, rows_then_columns
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm
 
@@ -76,7 +80,7 @@ class TowerSpec:
     layers: int
     merger: TowerMergerSpec
     positions: int = 0
-    taps: Callable[[Grid, int, int], tuple[np.ndarray, np.ndarray]] = bilinear
+    taps: Taps = bilinear
     theta: float = 10_000.0
     turns: Turns = rows_then_columns
     window: int | None = None
@@ -126,11 +130,31 @@ class VisionTower:
         self.dtype = scope.dtype
         self.rope = rope
         self._table_PE = torch.empty(0)
+        self._add_positions = self._turns = not_loaded
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
+        spec, merge, layer = self._spec, self._spec.merger.merge, self._spec.layer
         if self._positions is not None:
-            self._table_PE = self._positions.take().view(-1, self._spec.layer.width)
+            self._table_PE = self._positions.take().view(-1, layer.width).contiguous()
+            places = PatchPositionsProblem(
+                device=self._scope.kind,
+                dtype=self._scope.dtype,
+                width=layer.width,
+                merge=merge,
+                side=int(spec.positions**0.5),
+                taps=spec.taps,
+            )
+            self._add_positions = self._scope.bind(POSITIONS, places)
+        if layer.rotary:
+            turns = PatchTurnsProblem(
+                device=self._scope.kind,
+                head_dim=layer.head_dim,
+                merge=merge,
+                theta=spec.theta,
+                turns=spec.turns,
+            )
+            self._turns = self._scope.bind(TURNS, turns)
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
@@ -139,10 +163,10 @@ class VisionTower:
         if self._before is not None:
             x_NE = self._before.norm(x_NE)
         if spec.positions:
-            x_NE += self._resampled(grids)
+            self._add_positions(x_NE, self._table_PE, grids)
         if spec.clips:
             x_NE += planned(_time_sines(grids, spec.layer.width), x_NE.device).to(x_NE.dtype)
-        at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
+        table_NR = self._turns(grids, x_NE.device) if spec.layer.rotary else None
         lengths = [t * h * w for t, h, w in grids] if spec.clips else frame_lengths(grids)
         frames = starts_of(lengths)
         order_M: torch.Tensor | None = None
@@ -152,8 +176,8 @@ class VisionTower:
             windows = starts_of(lengths)
             order_M = planned(order, x_NE.device)
             x_NE = _by_window(x_NE, order_M, merge)
-            at_2N = at_2N.reshape(2, -1, merge**2)[:, order].reshape(2, -1)
-        table_NR, place_N = self._rotary(at_2N)
+            table_NR = None if table_NR is None else _by_window(table_NR, order_M, merge)
+        place_N = None if table_NR is None else torch.arange(len(x_NE), device=x_NE.device)
         full = TokenSpans(starts=frames, table_NR=table_NR, place_N=place_N)
         local = replace(full, starts=windows)
         deep_MF: list[torch.Tensor] = []
@@ -169,23 +193,6 @@ class VisionTower:
         if order_M is not None:
             y_MF = torch.empty_like(y_MF).index_copy_(0, order_M, y_MF)
         return torch.cat((y_MF, *deep_MF), dim=1) if deep_MF else y_MF
-
-    def _rotary(self, at_2N: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if not self._spec.layer.rotary:
-            return None, None
-        place_2N = planned(at_2N, self._scope.device)
-        spec = self._spec
-        angles_NH = spec.turns(place_2N, spec.layer.head_dim, spec.theta)
-        table_NR = torch.cat((angles_NH.cos(), angles_NH.sin()), dim=1)
-        return table_NR, torch.arange(table_NR.shape[0], device=table_NR.device)
-
-    def _resampled(self, grids: Sequence[Grid]) -> torch.Tensor:
-        """The learned positions of each patch."""
-        spec, side = self._spec, int(self._spec.positions**0.5)
-        taps = [spec.taps(grid, spec.merger.merge, side) for grid in grids]
-        place_NT = planned(np.concatenate([place for place, _ in taps]), self._scope.device)
-        weight_NT = planned(np.concatenate([weight for _, weight in taps]), self._scope.device)
-        return (self._table_PE[place_NT].float() * weight_NT[..., None]).sum(1).to(self.dtype)
 
 
 def _norm(scope: Scope, spec: VisionLayerSpec) -> BlockNorm:

@@ -5,18 +5,9 @@ N patches, D head_dim, F = D / 4 frequencies of an axis, H = D / 2 angles of a h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-Turns = Callable[[torch.Tensor, int, float], torch.Tensor]
-"""place_2N (rows, columns), D and theta -> angles_NH float32."""
-
-
-def rows_then_columns(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
-    """The row's angles, then the column's (Wang et al. 2024, Qwen2-VL)."""
-    angles_2NF = place_2N[..., None] * _frequencies(place_2N, head_dim // 2, theta)
-    return angles_2NF.permute(1, 0, 2).flatten(1)
+from headrace.back.kernels.patch_places.op import frequencies, rows_then_columns
 
 
 def columns_then_rows(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
@@ -31,14 +22,14 @@ def columns_first(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.
 
 def columns_beside_rows(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
     """Of each frequency the column's, then the row's (Kimi team 2025, Kimi-VL)."""
-    angles_2NF = place_2N.flip(0)[..., None] * _frequencies(place_2N, head_dim // 2, theta)
+    angles_2NF = place_2N.flip(0)[..., None] * frequencies(head_dim // 2, theta, place_2N.device)
     return angles_2NF.permute(1, 2, 0).flatten(1)
 
 
 def alternating(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
     """Of frequencies twice as dense rows have every other, columns the rest (Agrawal et al. 2024,
     Pixtral)."""
-    frequencies_H = _frequencies(place_2N, head_dim, theta)
+    frequencies_H = frequencies(head_dim, theta, place_2N.device)
     frequencies_2F = torch.stack((frequencies_H[0::2], frequencies_H[1::2]))
     return (place_2N[..., None] * frequencies_2F[:, None]).permute(1, 0, 2).flatten(1)
 
@@ -46,10 +37,5 @@ def alternating(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Te
 def still_rows_columns(place_2N: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
     """Of a third of the head each: the time's, which is none in a picture, the row's and the
     column's (MiniMax-M3)."""
-    angles_2NF = place_2N[..., None] * _frequencies(place_2N, 2 * (head_dim // 3 // 2), theta)
+    angles_2NF = place_2N[..., None] * frequencies(2 * (head_dim // 3 // 2), theta, place_2N.device)
     return torch.cat((torch.zeros_like(angles_2NF[0]), angles_2NF[0], angles_2NF[1]), dim=1)
-
-
-def _frequencies(place_2N: torch.Tensor, dims: int, theta: float) -> torch.Tensor:
-    exponents = torch.arange(0, dims, 2, dtype=torch.float32, device=place_2N.device) / dims
-    return 1.0 / theta**exponents

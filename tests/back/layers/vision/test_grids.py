@@ -11,14 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace.back.layers.vision.grids import (
-    bicubic,
-    bilinear,
-    bilinear_cells,
-    coordinates,
-    nearest,
-    window_order,
-)
+from headrace.back.kernels.patch_places.op import bilinear, coordinates
+from headrace.back.layers.vision.grids import bicubic, bilinear_cells, nearest, window_order
 
 GRIDS = [(1, 1, 1, 1), (1, 3, 5, 1), (1, 2, 6, 2), (3, 4, 10, 2), (2, 9, 3, 3), (1, 40, 4, 4)]
 WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
