@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.back.models.vlm_inside import thinker_config
+from headrace.base.config.checkpoint_parts import with_parts
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.two_towers import filled
 
@@ -24,7 +25,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             written = {} if inside is None else dict(inside.raw)
         if written:
             config["quantization_config"] = {"quant_method": method, **written}
-    return filled(thinker_config(config))
+    return filled(thinker_config(with_parts(folder, config)))
 
 
 _BESIDE = {

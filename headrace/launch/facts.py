@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.base import env, extensions
+from headrace.base.config.kimi_audio import CHAT_TEMPLATE
 from headrace.base.config.resolved import Decision, Resolved, ServerSpec, TextSpec
 from headrace.base.config.server_options import ServerOptions
 from headrace.base.config.tree import Options
@@ -73,11 +74,19 @@ def _chat_template(options: Options, facts: ModelFacts) -> str | None:
     if path is None:
         folder = Path(options.model.tokenizer or facts.tokenizer_path)
         own_template = read_facts(folder).chat_template if folder.is_dir() else None
-        return facts.chat_template or own_template
+        return (
+            facts.chat_template
+            or own_template
+            or _TEMPLATES.get(str(facts.config.get("model_type")))
+        )
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path}: it cannot be read: {error}") from None
+
+
+_TEMPLATES = {"kimi_audio": CHAT_TEMPLATE}
+"""By `model_type`, of models whose checkpoints have none."""
 
 
 def with_keys(options: ServerOptions) -> ServerOptions:

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from headrace.base import env
+from headrace.base.config.checkpoint_parts import PARTS
 from headrace.base.config.gguf_vision import vision_file_of
 from headrace.base.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.base.optional import require
@@ -42,6 +43,7 @@ SMALL_FILES: Final = (
     "merges.txt",
     "tokenizer.model",
     "spiece.model",
+    "tiktoken.model",
     "*.tiktoken",
     "modules.json",
     "config_sentence_transformers.json",
@@ -49,6 +51,8 @@ SMALL_FILES: Final = (
     "artifact.metadata",
 )
 WEIGHTS: Final = ("model*.safetensors", "model.safetensors.index.json")
+PART_FOLDERS: Final = tuple({folder for parts in PARTS.values() for folder in parts})
+PART_FILES: Final = ("config.json", "model.safetensors")
 HUB_ID: Final = re.compile(
     r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII
 )
@@ -141,7 +145,8 @@ def wanted_files(sizes: Mapping[str, int], tag: str, *, model: str) -> list[str]
     small = [name for name in top if any(fnmatch(name, pattern) for pattern in SMALL_FILES)]
     weights = [name for name in top if any(fnmatch(name, pattern) for pattern in WEIGHTS)]
     if weights and not tag:
-        return sorted([*small, *weights])
+        parts = {f"{part}/{name}" for part in PART_FOLDERS for name in PART_FILES}
+        return sorted([*small, *weights, *(name for name in sizes if name in parts)])
     variants = gguf_variants(sizes)
     if not variants:
         raise ConfigError(

@@ -29,6 +29,7 @@ from headrace.back.models.families import (
     text_config,
 )
 from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
+from headrace.base.config.checkpoint_parts import all_weight_files
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.gguf_vision import seeing_config
@@ -40,7 +41,6 @@ from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantiz
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
-from headrace.base.config.weight_files import find_weight_files
 from headrace.front.media.processors.families import read_media
 from headrace.front.media.processors.speech_families import read_speech
 from headrace.launch.colbert import read_colbert
@@ -51,6 +51,7 @@ from headrace.launch.encoder_decoder import (
     is_encoder_decoder,
     spectrogram_of,
 )
+from headrace.launch.generation_defaults import eos_ids_of
 from headrace.launch.late_vision import read_late_vision
 from headrace.launch.layer_windows import layer_windows
 from headrace.launch.locate import LocatedModel
@@ -202,7 +203,7 @@ def describe(
         dtype=dtype,
         max_model_len=_max_positions(reader, chosen) - reserved_positions(chosen, config),
         logits_width=width,
-        eos_ids=_eos_ids(generation, reader, where, width),
+        eos_ids=eos_ids_of(generation, reader, where, width),
         config=config,
         hidden_size=hidden,
         num_layers=layers,
@@ -310,16 +311,6 @@ def _max_positions(reader: ConfigReader, family: str) -> int:
     return min(MAX_POSITIONS, max(stated, extended))
 
 
-def _eos_ids(
-    generation: Mapping[str, Any], reader: ConfigReader, where: str, width: int
-) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's if it has any, else config.json's; each below
-    the logits width."""
-    name = where.replace("config.json", "generation_config.json")
-    stated = ConfigReader(generation, name).ids("eos_token_id", below=width)
-    return stated or reader.ids("eos_token_id", below=width)
-
-
 def _count_params(
     reader: ConfigReader, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int
 ) -> int:
@@ -342,8 +333,10 @@ def _inner(reader: ConfigReader, default: int) -> int:
 
 def _safetensors_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
     headers: dict[str, StoredTensor] = {}
-    for path in find_weight_files(folder).files:
-        headers |= read_safetensors_header(path)
+    files = all_weight_files(folder, config)
+    for path in files.files:
+        prefix = files.prefixes.get(path, "")
+        headers |= {prefix + name: one for name, one in read_safetensors_header(path).items()}
     quantization = stored_quantization(config, f"{folder}/config.json")
     if quantization is None:
         return _stored(headers.values())

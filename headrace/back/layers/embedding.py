@@ -25,7 +25,9 @@ class TokenEmbedding:
     `weight_VE` (local rows) is there after loading, for a tied output head. Only a table that is
     `tied` to a head is quantized here: by itself it costs no reading. `unused`: rows at the
     beginning of the checkpoint's table that no id reaches. `parts`: so many tensors hold it, as
-    torch.chunk cuts rows; 0: one.
+    torch.chunk cuts rows; 0: one. `beside`: the id whose row is added to that of every token, which
+    stands for another stream of tokens in which it alone is said; None: there is none. `beside_E`
+    is that row once it is loaded.
     """
 
     def __init__(
@@ -38,7 +40,10 @@ class TokenEmbedding:
         tied: bool = False,
         unused: int = 0,
         parts: int = 0,
+        beside: int | None = None,
     ) -> None:
+        self.beside_E: torch.Tensor | None = None
+        self._beside = beside
         self.lookup: Embedding = not_loaded
         self.plain: Embedding = not_loaded
         self.weight_VE: torch.Tensor | PackedWeight | BlockWeight | None = None
@@ -58,6 +63,9 @@ class TokenEmbedding:
         if self._unused and axis.size == 1:
             assert isinstance(weight_VE, torch.Tensor), "positions are not quantized"
             weight_VE = weight_VE[self._unused :]
+        if self._beside is not None:
+            assert isinstance(weight_VE, torch.Tensor), "a table of two streams is not quantized"
+            weight_VE = self._with_beside(weight_VE, self._beside)
         local, rows = self._bind(weight_VE)
         scale, self.weight_VE = self._scale, weight_VE
         first = self.shard.spans(axis)[0].start - self._unused
@@ -75,6 +83,16 @@ class TokenEmbedding:
         self.plain = self.lookup = split if axis.size > 1 else (local if scaled else whole)
         if self._adapted is not None:
             self.lookup = self._adapted.add_to(self.plain, self._scope.bind)
+
+    def _with_beside(self, weight_VE: torch.Tensor, beside: int) -> torch.Tensor:
+        """The table with one of its rows added to each; another rank may have that row."""
+        axis = self._scope.mesh.tp
+        local = beside - self.shard.spans(axis)[0].start
+        row_E = torch.zeros_like(weight_VE[0])
+        if 0 <= local < weight_VE.shape[0]:
+            row_E = weight_VE[local].clone()
+        self.beside_E = all_reduce(row_E[None], axis)[0] if axis.size > 1 else row_E
+        return weight_VE.add_(self.beside_E)
 
     def _bind(self, weight_VE: torch.Tensor | PackedWeight | BlockWeight) -> tuple[Embedding, int]:
         """The lookup in this rank's rows, and their number; of floats in all rows it scales."""

@@ -89,8 +89,8 @@ class DecoderSpec:
     `layer_inputs`: of the layers' tails. `draft_layer`: of the head for multi-token prediction,
     where that is not as the last layer.
     `streams`: of residuals, where there are several, or another width than embeddings have,
-    `embedding_width`. `media_rows`: rows of the embedding behind
-    those of the vocabulary, which no head knows. `renamed`: see WeightPlan."""
+    `embedding_width`. `embedding_beside`: see TokenEmbedding. `media_rows`: rows of the embedding
+    behind those of the vocabulary, which no head knows. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
     layers: tuple[DecoderLayerSpec, ...]
@@ -105,6 +105,7 @@ class DecoderSpec:
     layer_inputs: LayerInputsSpec | None = None
     streams: ResidualStreamsSpec | None = None
     embedding_width: int | None = None
+    embedding_beside: int | None = None
     media_rows: int = 0
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
@@ -134,6 +135,7 @@ class Decoder:
             embedded,
             scale=spec.embedding_scale,
             tied=sizes.tied and self.generates,
+            beside=spec.embedding_beside,
         )
         self._positions = spec.positions and spec.positions.build(inside, sizes.width)
         self._embedding_norm = None
@@ -249,6 +251,11 @@ class Decoder:
         """ids_T -> x_TE, as the layers read them, without adapters: of drafters that share the
         table."""
         return self._embedding.plain
+
+    @property
+    def embedding(self) -> TokenEmbedding:
+        """The table itself: of encoders whose rows hold embeddings of tokens."""
+        return self._embedding
 
     @property
     def head(self) -> LogitsHead:

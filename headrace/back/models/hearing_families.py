@@ -11,6 +11,7 @@ HEARING: Mapping[str, str] = {
     "Qwen3ASRForConditionalGeneration": "qwen3_asr",
     "Qwen2_5OmniThinkerForConditionalGeneration": "qwen2_5_omni",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen3_omni",
+    "MoonshotKimiaForCausalLM": "kimia",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
     "GraniteSpeechPlusForConditionalGeneration": "granite_speech",
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",

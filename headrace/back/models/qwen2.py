@@ -4,6 +4,7 @@ layers if switched on."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardSpec
@@ -34,8 +35,10 @@ def qwen2_decoder(
     feed_forwards: Sequence[FeedForwardSpec],
     *,
     bias: bool = True,
+    **more: Any,
 ) -> Decoder:
-    """The decoder with a feed-forward for each layer. `bias`: of query, key and value."""
+    """The decoder with a feed-forward for each layer. `bias`: of query, key and value; `more`: as
+    DecoderSpec has it."""
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     layers = tuple(
         LayerSpec(
@@ -46,7 +49,7 @@ def qwen2_decoder(
             qwen_windows(config, sizes.layers), feed_forwards, strict=True
         )
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, **more))
 
 
 def qwen_windows(config: ConfigReader, layers: int) -> tuple[int | None, ...]:

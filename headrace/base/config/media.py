@@ -97,7 +97,8 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     `around`: text before and behind its tokens. `loudest`: decades of power below
     which RANGE lies, whatever the sound has; None: the sound's own. `in_time`: see SpeechInTime.
     `seeing`: whether images stand in its prompt, which each frame tells by one more value, 0 or 1;
-    None: it tells nothing. `in_video`: how it stands in a video; None: it cannot. The rest as in
+    None: it tells nothing. `in_video`: how it stands in a video; None: it cannot. `paired`: rows
+    hold frames for two encoders (front/media/paired_mel.py). The rest as in
     `base/wire/media.py: SoundSteps`."""
 
     bands: int
@@ -123,6 +124,7 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     in_time: SpeechInTime | None = None
     seeing: bool | None = None
     in_video: VideoSound | None = None
+    paired: bool = False
 
 
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,7 +196,8 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     `numbered`: texts around the number of an image in its prompt, which stands before it.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
     the folder whose files may be named, or None. `transcribes`: what it says of a sound alone is
-    what is said there. `blank`: the label that says of a frame that nothing is heard anew, of
+    what is said there, `asks`: what is asked before it (empty: nothing, and it tells the language).
+    `blank`: the label that says of a frame that nothing is heard anew, of
     models that know labels of frames alone; None: it is no such model. `emits`: such a model says
     which tokens a frame emits (base/config/ctc.py)."""
 
@@ -211,6 +214,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm: ImageNorm | None = None
     audio_token: int | None = None
     transcribes: bool = False
+    asks: str = ""
     blank: int | None = None
     emits: bool = False
     most: dict[str, int] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +26,11 @@ PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
     """`files` in natural order; `weight_map` says which file has which tensor, where an index says
-    so."""
+    so. `prefixes`: what stands before the names of a file's tensors (checkpoint_parts.py)."""
 
     files: tuple[Path, ...]
     weight_map: Mapping[str, str] | None = None
+    prefixes: Mapping[Path, str] = field(default_factory=dict)
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -22,6 +22,7 @@ from headrace.front.client.events import Delta, Ended
 from headrace.front.client.plain_transcription import (
     PlainTranscriber,
     check_untranslated,
+    check_unused,
     check_without_words,
 )
 from headrace.front.client.sample_transcription import SampleTranscriber
@@ -93,6 +94,8 @@ class ChatTranscriber(PlainTranscriber):
         """See SpeechModel."""
         check_untranslated(request)
         check_without_words(request)
+        if self._media.asks:
+            check_unused(request, "language", model="this model hears which one it is and")
         if request.language is not None and request.language.lower() not in NAMES:
             raise InvalidRequest(
                 f"language: {request.language[:30]!r} given; known: {', '.join(sorted(NAMES))}",
@@ -137,7 +140,8 @@ class ChatTranscriber(PlainTranscriber):
                     async for event in events:
                         if isinstance(event, Delta):
                             said += event.text
-                            if request.language is None and MARK not in said:
+                            tells = not self._media.asks and request.language is None
+                            if tells and MARK not in said:
                                 continue  # what the language is
                             text = parsed(said, request.language)[1]
                             yield text[shown:]
@@ -156,7 +160,10 @@ class ChatTranscriber(PlainTranscriber):
     ) -> tuple[list[int], tuple[MediaInput, ...]]:
         """The turn's ids, and what its placeholders stand for."""
         messages: list[dict[str, object]] = [{"role": "user", "content": [MediaMark("audio")]}]
-        if request.prompt.strip():
+        if self._media.asks:
+            asked = {"type": "text", "text": request.prompt.strip() or self._media.asks}
+            messages = [{"role": "user", "content": [asked, MediaMark("audio")]}]
+        elif request.prompt.strip():
             messages.insert(0, {"role": "system", "content": request.prompt.strip()})
         ids = await self._template.render_async(messages, add_generation_prompt=True)
         if request.language is not None:

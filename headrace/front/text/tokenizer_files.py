@@ -49,14 +49,15 @@ def _find(place: Path) -> tuple[str, Path]:
         return "json", place / "tokenizer.json"
     if (place / "tekken.json").is_file():
         return "tekken", place / "tekken.json"
-    for file in (place / "tokenizer.model", place / "spiece.model", *place.glob("*.tiktoken")):
+    named = ("tokenizer.model", "spiece.model", "tiktoken.model")
+    for file in (*(place / name for name in named), *place.glob("*.tiktoken")):
         if file.is_file():
             return ("tiktoken" if _is_tiktoken(file) else "sentencepiece"), file
     if (place / "vocab.json").is_file() and not (place / "merges.txt").is_file():
         return "letters", place / "vocab.json"
     raise CheckpointError(
         f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, "
-        "*.tiktoken, tekken.json, vocab.json of letters"
+        "tiktoken.model, *.tiktoken, tekken.json, vocab.json of letters"
     )
 
 

@@ -14,6 +14,7 @@ import json
 from functools import cached_property
 from pathlib import Path
 
+from headrace.base.config.kimi_audio import special_tokens
 from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
 from headrace.front.text.threads import refusing_failures
@@ -92,7 +93,24 @@ def load_tiktoken(file: str) -> TiktokenTokenizer:
         except (binascii.Error, ValueError) as error:
             raise CheckpointError(f"{path.name}: line {number} is not base64 and a rank") from error
     digits = "1,3" if path.name == "tokenizer.model" else "1"
-    return TiktokenTokenizer(ranks, _special_tokens(path.parent), _PATTERN % digits, facts)
+    special = _special_tokens(path.parent)
+    if path.name == "tiktoken.model":
+        special = {**_kimi_audio_tokens(path.parent, len(ranks)), **special}
+    return TiktokenTokenizer(ranks, special, _PATTERN % digits, facts)
+
+
+def _kimi_audio_tokens(folder: Path, first: int) -> dict[str, int]:
+    """Kimi-Audio's, behind its ranks; other models that have such a file cut text by another
+    pattern, and are refused."""
+    path = folder / "config.json"
+    kind = json.loads(path.read_bytes()).get("model_type") if path.is_file() else None
+    if kind != "kimi_audio":
+        raise CheckpointError(
+            f"tokenizer: {folder}/tiktoken.model of a model of type {kind!r:.40}: how it cuts text "
+            "is not known; give its tokenizer.json",
+            field="tokenizer",
+        )
+    return special_tokens(first)
 
 
 def _special_tokens(folder: Path) -> dict[str, int]:

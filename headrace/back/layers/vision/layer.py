@@ -83,10 +83,11 @@ class TokenSpans:
     """What a layer attends within: the first patch of each span and N; and, where layers rotate,
     table_NR: the cosines and sines of each patch, with place_N counting them. `block`: patches that
     see each other and those of blocks before them in their span, not those behind; 0: a span is one
-    block."""
+    block. `seen_N`: bool, with `block`: which patches are seen at all; None: all."""
 
     starts: Sequence[int]
     block: int = 0
+    seen_N: torch.Tensor | None = None
     table_NR: torch.Tensor | None = None
     place_N: torch.Tensor | None = None
 
@@ -211,5 +212,7 @@ def _in_blocks(
                 one.transpose(0, 1)[None]
                 for one in (q_NHD[at:last], k_NHD[start:last], v_NHD[start:last])
             )
-            parts.append(F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0])
+            mask = None if spans.seen_N is None else spans.seen_N[start:last].expand(last - at, -1)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            parts.append(y[0])
     return torch.cat(parts, dim=1).transpose(0, 1)

@@ -44,6 +44,7 @@ from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.cache_scales import FORM, CacheScales
 from headrace.back.quant.gpu import GPU_SCHEMES
 from headrace.back.quant.stored import Stored
+from headrace.base.config.checkpoint_parts import all_weight_files, parts_of
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import Decision, ModelSpec
 from headrace.base.errors import CheckpointError
@@ -326,7 +327,10 @@ def open_source(spec: ModelSpec) -> Source:
         raise CheckpointError(f"load_format {spec.format!r} is not one of {known}, dummy")
     if spec.format == "safetensors":
         reader = reader_of(spec.reader, spec.weights_url)
-        source: Source = SafetensorsSource(Path(spec.path), reader)
+        folder, parts = Path(spec.path), None
+        if parts_of(spec.config):
+            parts = all_weight_files(folder, spec.config, reader.files(folder))
+        source: Source = SafetensorsSource(folder, reader, parts)
     elif spec.vision_path is not None:
         source = SeeingGGUFSource(Path(spec.path), Path(spec.vision_path))
     else:

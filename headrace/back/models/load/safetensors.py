@@ -184,14 +184,17 @@ def _all_tensors(files: WeightFiles, reader: Reader) -> dict[str, StoredTensor]:
     refused."""
     stored_tensors: dict[str, StoredTensor] = {}
     for path in files.files:
-        for name, stored in reader.header(path).items():
+        prefix = files.prefixes.get(path, "")
+        for own, stored in reader.header(path).items():
+            name = prefix + own
             if name in stored_tensors:
                 raise CheckpointError(
                     f"{path}: tensor {name!r} is in {stored_tensors[name].path.name} too"
                 )
             stored_tensors[name] = stored
     if files.weight_map is not None:
-        _check_index(files.weight_map, stored_tensors)
+        own = {n: one for n, one in stored_tensors.items() if one.path not in files.prefixes}
+        _check_index(files.weight_map, own)
     return stored_tensors
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.hf import ConfigReader
+from headrace.base.config.kimi_audio import TRANSCRIBE, blank_of
 from headrace.base.config.media import (
     MagnitudeSettings,
     MediaSpec,
@@ -20,6 +21,7 @@ from headrace.base.config.media import (
     Waveform,
 )
 from headrace.front.media.log_mel import HOP, RATE
+from headrace.front.media.paired_mel import TOKEN, WINDOW
 from headrace.front.media.processors.files import (
     extractor_keys,
     read_keys,
@@ -141,6 +143,28 @@ def _qwen3_asr(folder: Path, config: ConfigReader) -> MediaSpec:
         chunk=2 * audio.int("n_window", 50, ge=1, le=1 << 16),
     )
     return msgspec.structs.replace(_audio_only(config, sound), transcribes=True)
+
+
+def _kimi_audio(folder: Path, config: ConfigReader) -> MediaSpec:
+    positions = audio_section(config).int("max_source_positions", 1500, ge=1, le=1 << 16)
+    if 2 * positions != WINDOW:
+        raise config.wrong("audio_config.max_source_positions", f"{WINDOW // 2}")
+    sound = SoundSettings(
+        bands=audio_section(config).int("num_mel_bins", 128, ge=1, le=1024),
+        pool=TOKEN,
+        chunk=WINDOW + TOKEN,
+        margin=TOKEN,
+        paired=True,
+    )
+    return MediaSpec(
+        processor="sound",
+        settings=ProcessorSettings(sound=sound),
+        image_token=None,
+        video_token=None,
+        audio_token=blank_of(config),
+        transcribes=True,
+        asks=TRANSCRIBE,
+    )
 
 
 def _granite_speech(folder: Path, config: ConfigReader) -> MediaSpec:
@@ -308,6 +332,7 @@ HEARING = {
     "voxtral": _voxtral,
     "voxtral_realtime": _voxtral_realtime,
     "qwen3_asr": _qwen3_asr,
+    "kimi_audio": _kimi_audio,
     "granite_speech": _granite_speech,
     "granite_speech_plus": _granite_speech,
     "audioflamingo3": _qwen2_audio,

@@ -16,6 +16,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import SoundSteps
 from headrace.front.media.log_mel import HOP, RATE, LogMel
 from headrace.front.media.normalized_mel import normalized_mel
+from headrace.front.media.paired_mel import paired_log_mel
 from headrace.front.media.power_mel import power_mel
 from headrace.front.media.processing import ProcessedMedia, TowerInput
 from headrace.front.media.stacked_mel import stacked_log_mel
@@ -88,6 +89,8 @@ def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
         return normalized_mel(samples, sound.bands, sound.normalized)
     if sound.stack:
         return stacked_log_mel(samples, sound.bands, sound.stack, changes=sound.changes)
+    if sound.paired:
+        return paired_log_mel(samples, sound.bands)
     if sound.in_time is not None:
         samples = with_silence(samples, sound.in_time)
     if sound.most:
