@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from benchmarks.h200.shapes import device_name
 from headrace.back.layers.vision.encoder import Grid, MediaEncoder
@@ -36,29 +34,42 @@ ONE_LAYER: dict[str, Any] = {
     **{"num_hidden_layers": 1, "hidden_size": 4096, "intermediate_size": 12288},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }
-AUDIO = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20}
+AUDIO = {
+    **{"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20},
+    **{"encoder_ffn_dim": 5120},
+}
 
 
-def qwen3_vl(small: bool) -> Any:
+def qwen3_vl(small: bool) -> dict[str, Any]:
     """The tower of Qwen3-VL-8B: 27 layers of 1152."""
-    vision = {"out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]}
-    text = ONE_LAYER
+    vision = {
+        **{"model_type": "qwen3_vl", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
+        **{"num_heads": 16, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        **{"out_hidden_size": 4096, "num_position_embeddings": 2304, "in_channels": 3},
+        **{"deepstack_visual_indexes": [8, 16, 24], "hidden_act": "gelu_pytorch_tanh"},
+    }
+    text = {**ONE_LAYER, "model_type": "qwen3_vl_text", "rms_norm_eps": 1e-6}
+    text["rope_scaling"] = {"rope_type": "default", "mrope_section": [24, 20, 20]}
     if small:
-        vision = {**vision, "depth": 3, "deepstack_visual_indexes": [0, 1], "hidden_size": 64}
+        vision |= {"depth": 3, "deepstack_visual_indexes": [0, 1], "hidden_size": 64}
         vision |= {"num_heads": 4, "intermediate_size": 96, "out_hidden_size": 64}
-        text = {**text, "hidden_size": 64, "intermediate_size": 64}
-    return transformers.Qwen3VLConfig(vision_config=vision, text_config=text)
+        text |= {"hidden_size": 64, "intermediate_size": 64}
+    named = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+    marks = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
+    return {**named, **marks, "vision_config": vision, "text_config": text}
 
 
-def qwen2_audio(small: bool) -> Any:
+def qwen2_audio(small: bool) -> dict[str, Any]:
     """Whisper-large's encoder before a decoder's width."""
-    audio, text = {**AUDIO, "encoder_ffn_dim": 5120}, ONE_LAYER
+    audio = {**AUDIO, "num_mel_bins": 128, "max_source_positions": 1500}
+    text = {key: value for key, value in ONE_LAYER.items() if key != "head_dim"}
     if small:
-        audio = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4}
-        audio["encoder_ffn_dim"] = 96
-        text = {**text, "hidden_size": 64, "intermediate_size": 64}
-    text = {key: value for key, value in text.items() if key != "head_dim"}
-    return transformers.Qwen2AudioConfig(audio_config=audio, text_config=text)
+        audio |= {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4}
+        audio |= {"encoder_ffn_dim": 96}
+        text |= {"hidden_size": 64, "intermediate_size": 64}
+    named = {"architectures": ["Qwen2AudioForConditionalGeneration"], "model_type": "qwen2_audio"}
+    text |= {"model_type": "qwen2"}
+    return {**named, "audio_token_index": 151646, "audio_config": audio, "text_config": text}
 
 
 CASES: dict[str, tuple[Callable[[bool], Any], str, tuple[list[Grid], ...]]] = {
@@ -71,21 +82,13 @@ CASES: dict[str, tuple[Callable[[bool], Any], str, tuple[list[Grid], ...]]] = {
 }
 
 
-def encoder_of(config: Any, kind: str, device: torch.device) -> MediaEncoder:
+def encoder_of(config: dict[str, Any], kind: str, device: torch.device) -> MediaEncoder:
     """With dummy weights."""
-    names = {
-        "image": "Qwen3VLForConditionalGeneration",
-        "audio": "Qwen2AudioForConditionalGeneration",
-    }
-    config.architectures = [names[kind]]
-    with tempfile.TemporaryDirectory() as place:
-        config.save_pretrained(place)
-        raw = json.loads((Path(place) / "config.json").read_text())
-        spec = ModelSpec(
-            path=place, name="encoders", format="dummy", family=FAMILIES[kind], dtype="bfloat16",
-            max_model_len=4096, logits_width=151936, eos_ids=(), config=raw,
-        )  # fmt: skip
-        model, _ = load_model(spec, mesh=Mesh(), device=device, block_tokens=16)
+    spec = ModelSpec(
+        path="", name="encoders", format="dummy", family=FAMILIES[kind], dtype="bfloat16",
+        max_model_len=4096, logits_width=151936, eos_ids=(), config=config,
+    )  # fmt: skip
+    model, _ = load_model(spec, mesh=Mesh(), device=device, block_tokens=16)
     assert model.media is not None
     return model.media
 

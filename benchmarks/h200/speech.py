@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import transformers
 
 from benchmarks.h200.shapes import device_name
 from headrace.base.config.tree import (
@@ -44,14 +43,22 @@ BAR = 2400.0
 def write_model(folder: Path, shape: str) -> Path:
     """What `--load-format dummy` needs of a checkpoint."""
     width, layers, heads, bands, vocabulary = SHAPES[shape]
-    config = transformers.WhisperConfig(
-        d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads,
-        decoder_attention_heads=heads, encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width,
-        num_mel_bins=bands, vocab_size=vocabulary, decoder_start_token_id=START[0],
-        architectures=["WhisperForConditionalGeneration"], dtype="bfloat16",
-    )  # fmt: skip
-    config.save_pretrained(folder)
-    transformers.WhisperFeatureExtractor(feature_size=bands).save_pretrained(folder)
+    config = {
+        **{"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"},
+        **{"d_model": width, "encoder_layers": layers, "decoder_layers": layers},
+        **{"encoder_attention_heads": heads, "decoder_attention_heads": heads},
+        **{"encoder_ffn_dim": 4 * width, "decoder_ffn_dim": 4 * width, "num_mel_bins": bands},
+        **{"vocab_size": vocabulary, "decoder_start_token_id": START[0], "eos_token_id": 50257},
+        **{"max_source_positions": FRAMES // 2, "max_target_positions": 448, "dtype": "bfloat16"},
+        **{"activation_function": "gelu", "num_hidden_layers": layers},
+    }
+    extractor = {
+        **{"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bands},
+        **{"chunk_length": WINDOW_S, "hop_length": 160, "n_fft": 400, "sampling_rate": 16000},
+        **{"n_samples": 480_000, "nb_max_frames": FRAMES},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(extractor))
     return folder
 
 
