@@ -34,12 +34,13 @@ struct Linear {
 HR_INLINE int64_t tile_rows(int64_t left) { return ceil_div(left, ceil_div(left, kTileRows)); }
 
 template <class T, class Y, bool GATED, int MB, int NB, int PF>
-HR_INLINE void tile(const Linear& p, int64_t m, int64_t n) {
+HR_INLINE void tile(const Linear& p, int64_t m, int64_t n, int64_t number) {
   const T* w = static_cast<const T*>(p.w) + n * p.w_stride;
   const T* bias = static_cast<const T*>(p.bias);
   float out[MB][(NB + 3) / 4 * 4], ups[GATED ? MB : 1][(NB + 3) / 4 * 4];
-  // This tile's share of the next block's cache lines, as if rows followed each other without gaps.
-  const int64_t ahead = NB * p.w_stride * int64_t(sizeof(T)) + m / kTileRows * PF * p.K * int64_t(sizeof(T));
+  // This tile's share of the next block's cache lines, as if rows followed each other without gaps: the tiles of a block are
+  // numbered, as m / kTileRows would give 3 + 2 rows one share twice and leave the other.
+  const int64_t ahead = NB * p.w_stride * int64_t(sizeof(T)) + number * PF * p.K * int64_t(sizeof(T));
   dot_tile<T, MB, NB, PF>(p.panels + panel_bytes<T>(m, p.K), w, p.w_stride, p.K,
                           reinterpret_cast<const char*>(w) + ahead, out);
   if constexpr (GATED) {
@@ -62,12 +63,12 @@ HR_INLINE void tile(const Linear& p, int64_t m, int64_t n) {
 // NB weight rows against every row of x.
 template <class T, class Y, bool GATED, int NB, int PF>
 HR_INLINE void all_rows(const Linear& p, int64_t n) {
-  for (int64_t m = 0; m < p.M;) {
+  for (int64_t m = 0, number = 0; m < p.M; ++number) {
     const int64_t rows = tile_rows(p.M - m);
-    if (rows == 4) tile<T, Y, GATED, 4, NB, PF>(p, m, n);
-    if (rows == 3) tile<T, Y, GATED, 3, NB, PF>(p, m, n);
-    if (rows == 2) tile<T, Y, GATED, 2, NB, PF>(p, m, n);
-    if (rows == 1) tile<T, Y, GATED, 1, NB, PF>(p, m, n);
+    if (rows == 4) tile<T, Y, GATED, 4, NB, PF>(p, m, n, number);
+    if (rows == 3) tile<T, Y, GATED, 3, NB, PF>(p, m, n, number);
+    if (rows == 2) tile<T, Y, GATED, 2, NB, PF>(p, m, n, number);
+    if (rows == 1) tile<T, Y, GATED, 1, NB, PF>(p, m, n, number);
     m += rows;
   }
 }
@@ -78,7 +79,7 @@ __attribute__((noinline)) void outputs(const Linear& p, int64_t n, int64_t end) 
   constexpr int NB = kTileColumns;
   const int64_t tiles = ceil_div(p.M, kTileRows);
   if (p.M == 1)
-    for (; n + kBlockOfOne <= end; n += kBlockOfOne) tile<T, Y, GATED, 1, kBlockOfOne, kBlockOfOne>(p, 0, n);
+    for (; n + kBlockOfOne <= end; n += kBlockOfOne) tile<T, Y, GATED, 1, kBlockOfOne, kBlockOfOne>(p, 0, n, 0);
   else if (tiles == 1)
     for (; n + NB <= end; n += NB) all_rows<T, Y, GATED, NB, NB>(p, n);
   else if (tiles == 2)
