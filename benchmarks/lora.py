@@ -1,7 +1,8 @@
 """What low-rank adapters cost a decode step: rows of several adapters against the same engine
 without any, in paired turns.
 
-    python -m benchmarks.lora [--model M | --shape S] [--rows 8] [--adapters 4] [--rank 16] [--turns 9]
+    python -m benchmarks.lora [--model M | --shape S] [--rows 8] [--adapters 4] [--rank 16]
+                              [--targets all | attention] [--turns 9]
     python -m benchmarks.lora --write     puts what results hold into lora.md
 
 Three engines over the same dummy weights: without adapters, with slots that no row uses, and with
@@ -38,6 +39,11 @@ from headrace.launch.plan import build_without_memory
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE / "lora.md"
+TARGETS: dict[str, tuple[str, ...]] = {
+    "all": (),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
+"""Which linear layers have adapters; (): all."""
 PROMPT, ANSWER = 32, 48
 WARM = 8
 """Decode steps of a turn that are not counted: sizes are recorded meanwhile."""
@@ -91,12 +97,18 @@ class Bench:
         return 1e3 * statistics.median(wall[WARM:]), 1e3 * statistics.median(cpu[WARM:])
 
 
-def write_adapters(spec: EngineSpec, folder: Path, names: tuple[str, ...], rank: int) -> None:
-    """Random adapters for all linear layers of the model, in PEFT's layout."""
+def write_adapters(
+    spec: EngineSpec, folder: Path, names: tuple[str, ...], rank: int, targets: str
+) -> None:
+    """Random adapters for linear layers of the model, in PEFT's layout."""
+    ends = TARGETS[targets]
     model = build_without_memory(spec.model, block_tokens=spec.kv.block_tokens)
     assert model.adapters is not None
     modules = {
-        name: module for linear in model.adapters.linears for name, module in linear.modules.items()
+        name: module
+        for linear in model.adapters.linears
+        for name, module in linear.modules.items()
+        if not ends or name.endswith(ends)
     }
     for number, name in enumerate(names):
         generator = torch.Generator().manual_seed(number)
@@ -111,7 +123,7 @@ def write_adapters(spec: EngineSpec, folder: Path, names: tuple[str, ...], rank:
             "peft_type": "LORA",
             "r": rank,
             "lora_alpha": rank,
-            "target_modules": "all-linear",
+            "target_modules": list(ends) or "all-linear",
         }
         (folder / name / "adapter_config.json").write_text(json.dumps(config))
 
@@ -129,7 +141,7 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
     )
     adapted = resolve_options(options).engine
     names = tuple(f"adapter-{i}" for i in range(asked.adapters))
-    write_adapters(adapted, folder, names, asked.rank)
+    write_adapters(adapted, folder, names, asked.rank, asked.targets)
     benches = {
         "base": Bench(plain, folder, ()),
         "slots unused": Bench(adapted, folder, ()),
@@ -153,6 +165,7 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
         "rows": asked.rows,
         "num_adapters": asked.adapters,
         "rank": asked.rank,
+        "targets": asked.targets,
         **{
             name: {
                 "ms": statistics.median(ms for ms, _ in each),
@@ -176,8 +189,9 @@ def with_options(options: Options, group: str, **changes: Any) -> Options:
 
 HEAD = """# Adapters
 
-Made by `python -m benchmarks.lora --write`: a decode step with adapters on all linear layers, against the same
-engine without any; medians of paired turns, dummy weights. `slots unused`: a server that takes
+Made by `python -m benchmarks.lora --write`: a decode step with adapters on all linear layers (or those of
+attention), against the same engine without any; medians of paired turns, dummy weights. `slots unused`: a server that
+takes
 adapters, whose rows have none. CPU ms: processor time of the process per step; on CPUs it is what
 counts, as the machine did other things too.
 
@@ -195,9 +209,10 @@ def page() -> str:
         one = json.loads(path.read_text())
         base, unused, adapters = (one[name] for name in ("base", "slots unused", "adapters"))
         where = f"{one['model']}, {one['device']}"
+        on = "" if one.get("targets", "all") == "all" else f", {one['targets']}"
         where += f", {one['threads']} thread(s)" if one["device"] == "cpu" else ""
         rows.append(
-            f"| {where} | {one['rows']} | {one['num_adapters']} x {one['rank']} | {base['ms']:.2f} | "
+            f"| {where} | {one['rows']} | {one['num_adapters']} x {one['rank']}{on} | {base['ms']:.2f} | "
             f"{unused['ms']:.2f} | {adapters['ms']:.2f} | {adapters['times']:.2f} | {base['cpu_ms']:.2f} | "
             f"{adapters['cpu_ms']:.2f} | {adapters['cpu_times']:.2f} |"
         )
@@ -213,6 +228,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--targets", choices=TARGETS, default="all")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--kv-memory", default="256MiB")
     parser.add_argument("--out", default="")

@@ -1,25 +1,29 @@
-"""What drafts cost, as measured: the times of plain steps and of steps that verify, in medians."""
+"""What drafts cost, as measured: the times of plain steps and of steps that verify, in medians.
+
+A step's time by itself says little: where steps are planned while others run, what one takes in
+late another takes in early. So what is measured is the mean of a few alike steps in a row.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from statistics import median
 
-PLAIN_FIRST = 3  # steps of a number of rows before one drafts: what drafts cost is compared to them
-PLAIN_KNOWN = 8  # until so many are measured every second step is plain,
-PLAIN_STEPS = 64  # and of so many one
+UNCOUNTED = 2  # steps of a size before one is measured: they may be run and recorded, not replayed
+RUN = 4  # steps in a row that are measured together; plain ones come so many in a row,
+PLAIN_KNOWN = 2  # until so many are measured every second run,
+PLAIN_STEPS = 128  # and of so many steps one run
 LEAST = 0.01  # tokens that a draft costs at least: what is free cannot be compared
-MEASURED = 15  # of the newest measurements of a size the median counts
-FEW = 4  # measurements of other sizes count as so many of a size's own
+FEW = 2  # measurements of other sizes count as so many of a size's own
+SHARED = 0.5  # of what drafts add to a step, the part that is the same for any number of them
+MEASURED = 9  # of the newest measurements of a size the median counts
 
 
 class RecentMedian:
-    """The median of the last measurements, which a few steps that something else delayed do not
-    move. The first one does not count: what it measured may have been made in it."""
+    """The median of the last measurements, which a few that something else delayed do not move."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=MEASURED)
-        self._counts = False
 
     @property
     def count(self) -> int:
@@ -33,22 +37,29 @@ class RecentMedian:
 
     def add(self, value: float) -> None:
         """A measurement."""
-        if self._counts:
-            self._values.append(value)
-        self._counts = True
+        self._values.append(value)
+
+
+class _Run:
+    """Steps in a row with as many rows, all of them plain or none."""
+
+    def __init__(self, rows: int, drafts: int) -> None:
+        self.kind = rows, drafts > 0
+        self.steps = self.drafts = 0
+        self.seconds = 0.0
 
 
 class DraftPrices:
     """What drafts cost, as measured, in tokens: the time that a draft adds to a step, over the time
-    in which a plain step of as many rows gains one. A number of drafts that was measured seldom or
-    never has the price of others as well: with as many rows, or of all."""
+    in which a plain step of as many rows gains one. What a number of drafts costs that was measured
+    seldom or never is guessed from the nearest one that was: with as many rows, or with others."""
 
     def __init__(self) -> None:
         self._plain: dict[int, RecentMedian] = {}
         self._extra: dict[tuple[int, int], RecentMedian] = {}
-        self._of_rows: dict[int, RecentMedian] = {}
-        self._of_all = RecentMedian()
+        self._seen: dict[tuple[int, int], int] = {}
         self._steps: dict[int, int] = {}
+        self._run = _Run(0, 0)
 
     def turn(self, rows: int) -> int:
         """Which step this is of those with about so many rows: counts up."""
@@ -57,37 +68,73 @@ class DraftPrices:
         return self._steps[size]
 
     def wants_plain(self, rows: int, turn: int) -> bool:
-        """Whether the step is to be plain: at first, then every second one until enough of them are
+        """Whether the step is to be plain: at first, then every second run until enough of them are
         known, and now and then."""
         plain = self._plain.get(_size_class(rows))
-        known = turn >= PLAIN_FIRST and plain is not None
-        if plain is not None and plain.count < PLAIN_KNOWN and turn % 2 == 0:
+        if plain is None:
             return True
-        return not known or turn % PLAIN_STEPS == 0
+        return turn % (2 * RUN if plain.count < PLAIN_KNOWN else PLAIN_STEPS) < RUN
+
+    def measured(self, rows: int) -> int:
+        """Of steps of about so many rows with drafts."""
+        size = _size_class(rows)
+        return sum(own.count for key, own in self._extra.items() if key[0] == size)
 
     def price(self, rows: int, drafts: int) -> float:
         """Of each of `drafts` in a step; 0 while no price is known."""
-        size, share = self._sizes(rows, drafts)
-        of_rows = self._of_rows.get(size, self._of_all)
-        others = of_rows.value or self._of_all.value
-        own = self._extra.get((size, share), self._of_all)
-        return (own.count * own.value + FEW * others) / (own.count + FEW)
+        size, share = _size_class(rows), _share_class(rows, drafts)
+        own, guess = self._extra.get((size, share)), self._guess(size, share)
+        if own is None:
+            return guess
+        if not guess:
+            return own.value
+        return (own.count * own.value + FEW * guess) / (own.count + FEW)
+
+    def _guess(self, size: int, share: int) -> float:
+        """By the nearest other size."""
+        others = [key for key in self._extra if key != (size, share)]
+        if not others:
+            return 0.0
+        nearest = min(others, key=lambda key: (abs(key[0] - size), abs(key[1] - share)))
+        fewer = 2.0 ** (nearest[1] - share)
+        return self._extra[nearest].value * (SHARED * fewer + 1.0 - SHARED)
 
     def observe(self, rows: int, drafts: int, seconds: float) -> None:
         """A step of decodes is done."""
-        plain = self._plain.setdefault(_size_class(rows), RecentMedian())
-        if not drafts:
-            plain.add(seconds / rows)
-        elif plain.value > 0.0:
-            extra = (seconds / plain.value - rows) / drafts
-            sizes = self._sizes(rows, drafts)
-            own = self._extra.setdefault(sizes, RecentMedian())
-            for prices in (own, self._of_rows.setdefault(sizes[0], RecentMedian()), self._of_all):
-                prices.add(max(extra, LEAST))
+        exact, run = (rows, drafts), self._run
+        seen = self._seen[exact] = self._seen.get(exact, 0) + 1
+        if seen <= UNCOUNTED or run.kind != (rows, drafts > 0):
+            self._take(run)
+            run = self._run = _Run(rows, drafts)
+        if seen <= UNCOUNTED:
+            return
+        run.steps, run.drafts, run.seconds = (
+            run.steps + 1,
+            run.drafts + drafts,
+            run.seconds + seconds,
+        )
+        if run.steps == RUN:
+            self._take(run)
+            self._run = _Run(rows, drafts)
 
-    @staticmethod
-    def _sizes(rows: int, drafts: int) -> tuple[int, int]:
-        return _size_class(rows), (8 * drafts // rows).bit_length()
+    def _take(self, run: _Run) -> None:
+        if not run.steps:
+            return
+        rows, drafting = run.kind
+        size, each = _size_class(rows), run.seconds / (run.steps * rows)
+        plain = self._plain.setdefault(size, RecentMedian())
+        if not drafting:
+            plain.add(each)
+        elif plain.value > 0.0:
+            drafts = run.drafts / run.steps
+            extra = (each / plain.value - 1.0) * rows / drafts
+            own = self._extra.setdefault((size, _share_class(rows, drafts)), RecentMedian())
+            own.add(max(extra, LEAST))
+
+
+def _share_class(rows: int, drafts: float) -> int:
+    """Drafts of a row on average, in powers of two."""
+    return int(8 * drafts / rows).bit_length()
 
 
 def _size_class(rows: int) -> int:

@@ -29,16 +29,19 @@ from headrace.base.wire.step import StepResult, WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
-from headrace.core.scheduler.draft_prices import DraftPrices
+from headrace.core.scheduler.draft_prices import LEAST, SHARED, DraftPrices
 from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
 
-KEEP = 0.8  # share of its weight that what became of a row's drafts keeps at its next ones
+KEEP = 0.9  # share of its weight that what became of a row's drafts keeps at its next ones,
+KEEP_ALL = 0.98  # and what became of those of all rows, step by step
 FIRST_CHANCE = 0.8  # that a draft stands, before any was tried
 PROBE_STEPS = 64  # where drafts do not pay, of so many steps one tries them
 LEAST_PROBE_STEPS = 8  # or one of fewer,
 PROBE_SHARE = 0.01  # as long as that costs no more than this share of the tokens
+SURE = 5  # measurements of steps with drafts before that; the first may have been held up
 RETRY_STEPS = 16  # and where they pay, of so many one tries rows that have none
-START_WEIGHT = 1.0  # drafts for which the chance of others stands when a row begins
+OTHERS = 3.0  # drafts for which the chance of all rows counts beside a row's own
+FIRST_WEIGHT = 10.0  # drafts for which the first chance counts
 MARGIN = 1.25  # so many times what they cost drafts are to bring: neither is known exactly
 
 Int32 = npt.NDArray[np.int32]
@@ -182,10 +185,10 @@ class DraftLengths:
         self._proposed_at = np.full(rows.num_rows, -1, np.int32)
         self._stats = DraftStats(max_drafts)
         self._prices = DraftPrices() if spec.adaptive else None
-        self._stood = np.full(rows.num_rows, FIRST_CHANCE)
+        self._stood = np.zeros(rows.num_rows)
         self._predicted = np.zeros(rows.num_rows, bool)
-        self._tried = np.ones(rows.num_rows)
-        self._chance = FIRST_CHANCE
+        self._tried = np.zeros(rows.num_rows)
+        self._all_stood, self._all_tried = FIRST_WEIGHT * FIRST_CHANCE, FIRST_WEIGHT
         self._unpaid = 0  # for so many rows nothing pays until something is learned
         self._waiting: Sized = ()
 
@@ -203,8 +206,7 @@ class DraftLengths:
         self._most[row] = self._next[row] = self._max_drafts if self._may_draft(request.wire) else 0
         self._proposed_at[row] = -1
         self._predicted[row] = bool(request.wire.prediction)
-        self._stood[row] = START_WEIGHT * min(self._chance, FIRST_CHANCE)
-        self._tried[row] = START_WEIGHT
+        self._stood[row] = self._tried[row] = 0.0
         self._unpaid = 0
 
     def lacking_blocks(self, crossing: Intp) -> Intp:
@@ -225,9 +227,13 @@ class DraftLengths:
         if not 0 < len(decoding) <= self._max_rows:
             return
         rows = self._rows
-        drafts = np.minimum(self._next[decoding], rows.limit[decoding] - rows.length[decoding])
-        if self._prices is not None:
-            drafts = self._worthwhile(self._prices, decoding, drafts)
+        room = rows.limit[decoding] - rows.length[decoding]
+        if self._prices is None:
+            drafts = np.minimum(self._next[decoding], room)
+        else:
+            drafts = self._worthwhile(
+                self._prices, decoding, np.minimum(self._most[decoding], room)
+            )
         planned = rows.num_planned_tokens[decoding]
         pool, next_blocks = self._kv.pool, [len(decoding)] * len(self._kv.kinds)
         behind = -planned % self._kv.block_tokens  # room in the block of the newest token
@@ -244,30 +250,39 @@ class DraftLengths:
         """Of `most` drafts of each row those that pay."""
         rows, turn = len(decoding), prices.turn(len(decoding))
         best, best_net = np.zeros_like(most), 0.0
-        every = min(
-            PROBE_STEPS, max(LEAST_PROBE_STEPS, int(prices.price(rows, rows) / PROBE_SHARE))
-        )
+        every = LEAST_PROBE_STEPS
+        if prices.measured(rows) >= SURE:
+            every = min(PROBE_STEPS, max(every, int(prices.price(rows, rows) / PROBE_SHARE)))
         probe = turn % every == every // 2
         if prices.wants_plain(rows, turn) or (rows == self._unpaid and not probe):
             return best
-        chance = np.clip(self._stood[decoding] / self._tried[decoding], 0.01, 0.99)
+        chance = self._chances(decoding)
+        tried, most_for_cost = best, 0.0
         cap = 1
         while cap < 2 * self._max_drafts:
             drafts = np.minimum(most, cap)
             price = MARGIN * prices.price(rows, int(drafts.sum()))
             if price > 0.0:
-                paying = np.log(min(price, 1.0)) / np.log(chance)
+                next_one = min((1.0 - SHARED) * price, 1.0)
+                paying = np.log(next_one) / np.log(chance)
                 drafts = np.minimum(drafts, paying.astype(np.int32))
             count = int(drafts.sum())
             gain = float((chance * (1.0 - chance**drafts) / (1.0 - chance)).sum())
-            net = gain - count * MARGIN * prices.price(rows, count) if count else 0.0
-            if net > best_net:
-                best, best_net = drafts, net
+            cost = count * MARGIN * prices.price(rows, count)
+            if gain - cost > best_net:
+                best, best_net = drafts, gain - cost
+            if gain > most_for_cost * cost:
+                tried, most_for_cost = drafts, gain / max(cost, LEAST)
             cap *= 2
         self._unpaid = 0 if best_net > 0.0 else rows
         if probe or (best_net > 0.0 and turn % RETRY_STEPS == 0):
-            return np.maximum(best, np.minimum(most, 1))
+            return np.maximum(np.maximum(best, tried), np.minimum(most, 1))
         return best
+
+    def _chances(self, rows: Intp) -> npt.NDArray[np.float64]:
+        """That a draft of these rows stands."""
+        stood = self._stood[rows] + OTHERS * (self._all_stood / self._all_tried)
+        return np.clip(stood / (self._tried[rows] + OTHERS), 0.01, 0.99)
 
     def _extend(
         self,
@@ -324,11 +339,11 @@ class DraftLengths:
         drafted = result.drafted[live] if len(result.drafted) else np.zeros_like(accepted)
         planned = in_flight.drafts[live]
         self._rows.settle_drafts(rows, planned, accepted)
+        tried = accepted + (accepted < planned)
         self._stood[rows] = KEEP * self._stood[rows] + accepted
-        self._tried[rows] = KEEP * self._tried[rows] + accepted + (accepted < planned)
-        tried = float(self._tried[rows].sum())
-        if tried:
-            self._chance += (1.0 - KEEP) * (float(self._stood[rows].sum()) / tried - self._chance)
+        self._tried[rows] = KEEP * self._tried[rows] + tried
+        self._all_stood = KEEP_ALL * self._all_stood + float(accepted.sum())
+        self._all_tried = KEEP_ALL * self._all_tried + float(tried.sum())
         self._stats.add(drafted, accepted)
         for place in np.flatnonzero(self._predicted[rows]).tolist():
             self._rows.owner(int(rows[place])).count_drafts(drafted[place], accepted[place])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace.base import splitmix
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import StepPlan
+from headrace.core.scheduler import draft_prices
 from headrace.core.scheduler.draft_prices import DraftPrices
 from tests.core.harness import EOS, FULL, Clock, Driver, make_request, make_spec, window_groups
 from tests.core.test_properties import alone, outcome, random_requests
@@ -241,19 +243,72 @@ def test_drafts_that_begin_to_stand_are_noticed():
     assert driver.ask("status")["accepted_draft_tokens"] > 3 * 4 * 40
 
 
+def observed(*steps: tuple[int, float]) -> DraftPrices:
+    """Runs of steps of four rows: drafts, seconds of each."""
+    prices = DraftPrices()
+    for drafts, seconds in steps:
+        for _ in range(draft_prices.UNCOUNTED + draft_prices.RUN):
+            prices.observe(4, drafts, seconds)
+    return prices
+
+
 def test_the_price_of_a_draft_is_what_it_adds_to_a_plain_step():
-    prices = DraftPrices()
-    for _ in range(3):
-        prices.observe(4, 0, 1.0)
-        prices.observe(4, 8, 1.5)
+    prices = observed((0, 1.0), (8, 1.5))
     assert prices.price(4, 8) == pytest.approx(0.25)  # half a step, 2 tokens, for 8 drafts
-    assert prices.price(4, 28) == prices.price(2, 8) == prices.price(4, 8), "of what is nearest"
+    assert prices.price(4, 28) < prices.price(4, 8) < prices.price(4, 4), "a part of it is shared"
 
 
-def test_a_first_step_of_a_size_does_not_count():
-    prices = DraftPrices()
-    prices.observe(4, 0, 900.0)
-    prices.observe(4, 0, 1.0)
-    prices.observe(4, 8, 900.0)
-    prices.observe(4, 8, 1.5)
+def test_first_steps_of_a_size_do_not_count():
+    """They are run and recorded, which takes many times as long as to replay them."""
+    prices = observed((0, 1.0))
+    for seconds in (900.0, 900.0, *4 * (1.5,)):
+        prices.observe(4, 8, seconds)
     assert prices.price(4, 8) == pytest.approx(0.25)
+
+
+def test_what_one_step_takes_in_late_another_takes_in_early():
+    prices = observed((0, 1.0))
+    for seconds in (1.5, 1.5, *2 * (2.9, 0.1)):
+        prices.observe(4, 8, seconds)
+    assert prices.price(4, 8) == pytest.approx(0.25)
+
+
+class RecordingDriver(PricedDriver):
+    """The first two steps of each size take eight plain ones more; one row at a time. A step with
+    drafts costs `shared` plain ones more, whatever their number."""
+
+    def __init__(self, shared: float, rate: float, *, num_tokens: int = 4, adaptive: bool = True):
+        super().__init__(0.1, rate, num_tokens=num_tokens, adaptive=adaptive)
+        submit, seen = self.executor.submit, Counter[int]()
+
+        def timed(plan: StepPlan) -> Any:
+            assert isinstance(self.clock, Clock)
+            drafts = int(plan.drafts.sum())
+            seen[drafts] += 1
+            more = (shared if drafts else 0.0) + (8.0 if seen[drafts] <= 2 else 0.0)
+            self.spent_s += more
+            self.clock.now += more
+            return submit(plan)
+
+        self.executor.submit = timed
+
+    def seconds(self) -> float:
+        """Of short answers behind others."""
+        begin = 0.0
+        for number in range(16):
+            begin = self.spent_s if number < 5 else begin
+            self.add(make_request(number, 8, max_tokens=30))
+            self.run()
+        return self.spent_s - begin
+
+
+@pytest.mark.parametrize(
+    ("shared", "rate"),
+    [(0.3, 0.8), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.5, 0.95), (0.3, 0.95)))],
+)
+def test_short_answers_have_drafts_although_steps_are_recorded(shared: float, rate: float):
+    """Nine tenths of what drafting always brings, or more."""
+    plain = RecordingDriver(shared, rate, num_tokens=0).seconds()
+    always = RecordingDriver(shared, rate, adaptive=False).seconds()
+    assert plain / always > 1.4
+    assert always / RecordingDriver(shared, rate).seconds() > 0.9
