@@ -88,6 +88,7 @@ ROLES = {
     "template_worker": "templates",
     "grammar.sandbox": "grammar sandboxes",
     "body_worker": "large bodies",
+    "stream_guard_worker": "stream guard",
 }
 
 

@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from headrace.base import env
 from headrace.base.errors import InvalidRequest, Unavailable
+from headrace.base.process_stop import stop_of
 
 _SET_PIPE_SIZE = 1031
 _PIPE_BYTES = 1 << 20
@@ -53,6 +54,11 @@ class PipeProcess:
     def kill(self) -> None:
         """Ends the process alone: its reader, in whatever thread, sees the end and closes."""
         self._process.kill()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal holds the process up."""
+        return stop_of(self._process.pid) is not None
 
     def exit_signal(self) -> int | None:
         """The number of the signal that ended the process; None if it ended by itself. Waits for

@@ -21,8 +21,7 @@ from headrace.front.server.administration.api import AdminAuthenticator, api_aut
 from headrace.front.server.conversation.context import SCOPE_KEY, RequestContext, Services
 from headrace.front.server.http.auth import ID_HEADERS, UNIX, client_label, request_id
 from headrace.front.server.http.failures import ENDS, Failure, failure_of
-from headrace.front.server.http.protocol import PLACE_KEY
-from headrace.front.server.http.sse import ClientGone, SlowReader
+from headrace.front.server.http.sse import CONNECTION_KEY, NO_CONNECTION, ClientGone, SlowReader
 from headrace.front.server.native.load_header import FORMAT_HEADER, load_header
 from headrace.front.server.openai import realtime
 from headrace.front.server.responses import websocket
@@ -96,14 +95,14 @@ class Shell:
         context = scope[SCOPE_KEY] = RequestContext(services=self.services, request_id=request_id())
         # With an app in the scope starlette raises 404 and 405 instead of answering them.
         scope["app"] = self
-        wire = _Wire(scope, receive, send, self.services, context)
+        wire = _Wire(scope, receive, send, context)
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")
         context.sent_id = client_label(wire.headers.get(b"x-request-id"))
         try:
             context.tenant = self.authenticator.tenant(scope)
             if context.tenant or not self.services.keys.required:
-                scope.get(PLACE_KEY, _no_place)()
+                scope.get(CONNECTION_KEY, NO_CONNECTION).keep_place()
             self._refuse_while_draining(scope)
             context.tells_timing = TIMING_HEADER in wire.headers
             context.begin_trace(scope)
@@ -124,12 +123,19 @@ class Shell:
             context.held.close()
             context.over(wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
-            method, route, status = scope["method"], template_of(scope["path"]), str(wire.status)
-            metrics.add("headrace_http_requests_total", method=method, route=route, status=status)
+            metrics.add(
+                "headrace_http_requests_total",
+                method=scope["method"],
+                route=template_of(scope["path"]),
+                status=str(wire.status),
+            )
 
     def _refuse_while_draining(self, scope: Scope) -> None:
-        asked_of_api = self.sockets is not None  # administration goes on while the API drains
-        if asked_of_api and self.services.draining and scope["path"] not in PUBLIC | {"/metrics"}:
+        if (
+            self.sockets is not None  # administration goes on while the API drains
+            and self.services.draining
+            and scope["path"] not in PUBLIC | {"/metrics"}
+        ):
             raise Unavailable("the server is shutting down", retry_after_s=DRAIN_RETRY_S)
 
     def _count_rejection(self, error: BaseException) -> None:
@@ -154,10 +160,6 @@ def _below(root: str, scope: Scope) -> Scope:
         if root and path.startswith(root + "/")
         else scope
     )
-
-
-def _no_place() -> None:
-    """The connection has none to keep: it is not one of our protocol (tests)."""
 
 
 def _header_timeout_s(value: bytes | None) -> float | None:
@@ -189,11 +191,9 @@ class _Wire:
         scope: Scope,
         receive: Receive,
         send: Send,
-        services: Services,
         context: RequestContext,
     ) -> None:
         self.scope = scope
-        self.services = services
         self.context = context
         self._receive = receive
         self._send = send
@@ -225,7 +225,7 @@ class _Wire:
                 extra.append((b"x-weights-version", version.encode("latin-1", "replace")))
             if (form := self.headers.get(FORMAT_HEADER)) is not None:
                 extra += await load_header(self.context.services, form)
-            if self.services.draining:
+            if self.context.services.draining:
                 extra.append((b"connection", b"close"))
             message = {**message, "headers": [*message.get("headers", []), *extra]}
         await self._send(message)
@@ -240,7 +240,7 @@ class _Wire:
         if self._body_pending:
             if b"expect" not in self.headers:
                 await self._discard()
-            if self._body_pending and not self.services.draining:
+            if self._body_pending and not self.context.services.draining:
                 headers.append((b"connection", b"close"))
         body = shape_of(self.scope).body(failure, self.context.request_id)
         headers.append((b"content-length", str(len(body)).encode()))

@@ -34,6 +34,7 @@ from headrace.front.server.conversation.context import Services
 from headrace.front.server.http.event_loop import watch_event_loop
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.server.http.stand_in import StandIn
+from headrace.front.server.http.stream_guard import StreamGuard
 from headrace.front.server.native.health import stand_in_probes
 from headrace.front.server.services import Engine, make_services, open_stores
 from headrace.front.server.state.sealing import Sealer, secret_in
@@ -55,9 +56,9 @@ class Server(uvicorn.Server):
     """uvicorn's server with our signals, a drain in place of its shutdown, and a stand-in for its
     loop."""
 
-    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+    def __init__(self, config: uvicorn.Config, services: Services, guard: StreamGuard) -> None:
         super().__init__(config)
-        self.services = services
+        self.services, self.guard = services, guard
         self._stand_in: StandIn | None = None
 
     def stand_in(self, listener: socket.socket) -> None:
@@ -142,9 +143,11 @@ async def serve(
     services.shut_down = lambda: report(status, Report(stop=True))
     remote = await _start_grpc(services)
     server.stand_in(listener)
+    server.guard.start()
     try:
         await server._serve([listener])
     finally:
+        server.guard.close()
         if remote is not None:
             await remote.stop(LAST_WORDS_S)
         if admin_server is not None:
@@ -209,9 +212,10 @@ def http_server(services: Services, app: ASGIApp) -> Server:
         header_timeout_s=spec.header_timeout_s,
         errors=services.errors,
     )
+    guard = StreamGuard()
     config = uvicorn.Config(
         app,
-        http=guarded_protocol(limits, services.metrics),
+        http=guarded_protocol(limits, services.metrics, guard),
         ws="websockets-sansio",
         ws_max_size=spec.max_body_bytes,
         lifespan="off",
@@ -224,7 +228,7 @@ def http_server(services: Services, app: ASGIApp) -> Server:
         timeout_keep_alive=max(1, round(spec.keepalive_timeout_s)),
         timeout_graceful_shutdown=round(LAST_WORDS_S),
     )
-    return Server(config, services)
+    return Server(config, services, guard)
 
 
 async def _connect(

@@ -133,6 +133,11 @@ class Worker:
         """Whether the process runs."""
         return self._child.alive
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal holds the process up: no request is at fault then."""
+        return self._child.is_stopped
+
     def frame(self, source: str, variables: dict[str, Any] | None) -> bytes:
         """One request: length and JSON. A template goes along until it was sent once. Without
         variables it asks for the names of those there are."""
@@ -160,6 +165,9 @@ class Worker:
             size = _LENGTH.unpack(self._child.read(_LENGTH.size, deadline))[0]
             reply: dict[str, Any] = json.loads(self._child.read(size, deadline))
         except TimeoutError:
+            if self.is_stopped:
+                why = "the chat template process was stopped by a signal"
+                raise Unavailable(why, retry_after_s=1.0) from None
             message = f"messages: the chat template takes longer than {limit_s:g} s"
             raise InvalidRequest(message, field="messages") from None
         except EOFError:
@@ -272,6 +280,9 @@ class LoopRenderer:
             return
         if self._seen != self._replies:
             self._seen = self._replies
+        elif self._worker is not None and self._worker.is_stopped:
+            self._end(None)
+            return
         elif self._late_at != self._replies:
             self._late_at, delay_s = self._replies, max(limit_s - PATIENCE_S, 0.0)
             for _, answer in list(self._sent)[1:]:
@@ -282,15 +293,16 @@ class LoopRenderer:
             return
         self._timer = self._loop.call_later(delay_s, self._check)
 
-    def _end(self, error: HeadraceError) -> None:
-        """The process is lost: the first one fails, the others go another way."""
+    def _end(self, error: HeadraceError | None) -> None:
+        """The process is lost: the first one fails with the error, if it was its doing; the others
+        go another way."""
         assert self._worker is not None and self._loop is not None
         self._loop.remove_reader(self._worker.output)
         if self._timer is not None:
             self._timer.cancel()
         self.close()
         for i, (_, answer) in enumerate(self._sent):
-            if i:
+            if i or error is None:
                 _settle(answer, None)
             elif not answer.done():
                 answer.set_exception(error)

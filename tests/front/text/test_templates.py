@@ -4,6 +4,7 @@ pool and, without a thread, on the event loop."""
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -194,6 +195,22 @@ def test_a_process_that_is_killed_over_a_request_is_no_fault_of_it():
         worker.ask("a", worker.frame("a", {}), 60.0)
     assert caught.value.status == 503 and caught.value.retry_after_s
     worker.close()
+
+
+def test_a_process_that_is_stopped_over_a_request_is_no_fault_of_it():
+    worker = Worker(LIMITS)
+    worker._child._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(Unavailable, match="was stopped") as caught:
+        worker.ask("a", worker.frame("a", {}), 0.05)
+    assert caught.value.status == 503 and caught.value.retry_after_s
+    worker.close()
+
+
+async def test_what_a_stopped_process_was_asked_goes_another_way(short: LoopRenderer) -> None:
+    assert await short.render("a", {}) == "a"
+    assert short._worker is not None
+    short._worker._child._process.send_signal(signal.SIGSTOP)
+    assert await asyncio.gather(short.render("b", {}), short.render("c", {})) == ["b", "c"]
 
 
 async def test_a_request_that_is_given_up_leaves_the_order_of_the_others(

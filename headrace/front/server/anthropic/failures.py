@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import orjson
 
-from headrace.front.server.http.failures import ErrorFormat, Failure
+from headrace.front.server.http.failures import CUT, ID_PLACE, ErrorFormat, Failure
 
 _TYPES = {
     401: "authentication_error",
@@ -27,8 +27,14 @@ def body(failure: Failure, request_id: str) -> bytes:
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
 
 
+def last_event(failure: Failure, request_id: str) -> bytes:
+    """The end of a stream that failed."""
+    return b"event: error\ndata: " + body(failure, request_id) + b"\n\n"
+
+
 SHAPE = ErrorFormat(
     body=body,
-    last_words=lambda failure, ident: b"event: error\ndata: " + body(failure, ident) + b"\n\n",
+    last_words=last_event,
+    cut=last_event(CUT, ID_PLACE.decode()),
     ping=b'event: ping\ndata: {"type":"ping"}\n\n',
 )

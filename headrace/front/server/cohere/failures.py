@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import orjson
 
-from headrace.front.server.http.failures import ErrorFormat, Failure
+from headrace.front.server.http.failures import CUT, ID_PLACE, ErrorFormat, Failure
 
 
 def body(failure: Failure, request_id: str) -> bytes:
@@ -20,4 +20,6 @@ def last_event(failure: Failure, request_id: str) -> bytes:
     return b"event: message-end\ndata: " + data + b"\n\ndata: [DONE]\n\n"
 
 
-SHAPE = ErrorFormat(body=body, last_words=last_event, ping=b": ping\n\n")
+SHAPE = ErrorFormat(
+    body=body, last_words=last_event, cut=last_event(CUT, ID_PLACE.decode()), ping=b": ping\n\n"
+)

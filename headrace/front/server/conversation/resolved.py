@@ -170,8 +170,6 @@ class PromptSource:
 
 def prompt_source(request: ChatRequest) -> PromptSource:
     """The messages and options of a chat whose tools are functions."""
-    continues = bool(request.continue_final_message)
-    opens = request.add_generation_prompt
     kwargs = dict(request.chat_template_kwargs or {})
     for name in ("reasoning_effort", "verbosity", "documents"):
         if getattr(request, name) is not None:
@@ -183,12 +181,18 @@ def prompt_source(request: ChatRequest) -> PromptSource:
         tools=None if request.tool_choice == "none" else request.tools,
         template=request.chat_template,
         kwargs=kwargs,
-        opens=not continues if opens is None else opens,
-        continues=continues,
+        opens=_opens(request),
+        continues=bool(request.continue_final_message),
         special_tokens=bool(request.add_special_tokens),
         truncation=truncation_of(request),
         media_arguments=request.mm_processor_kwargs,
     )
+
+
+def _opens(request: ChatRequest) -> bool:
+    """Whether the prompt ends with the beginning of an answer."""
+    opens = request.add_generation_prompt
+    return not request.continue_final_message if opens is None else opens
 
 
 _CALLS = frozenset({"function_call", "tool_calls"})
@@ -318,12 +322,11 @@ def resolved(
 
 def _echoed(request: ChatRequest) -> str:
     """With `echo` the text of the last message, where the answer goes on in its role."""
+    if not request.echo:
+        return ""
     last = request.messages[-1]
-    opens = request.add_generation_prompt
-    if opens is None:
-        opens = not request.continue_final_message
-    role = "assistant" if opens else last.get("role")
-    if not request.echo or last.get("role") != role or last.get("content") is None:
+    role = "assistant" if _opens(request) else last.get("role")
+    if last.get("role") != role or last.get("content") is None:
         return ""
     return parts_text(last["content"], f"messages[{len(request.messages) - 1}].content")
 

@@ -24,6 +24,7 @@ from headrace.base.errors import (
     OverloadError,
     RequestError,
     Unauthorized,
+    Unavailable,
 )
 from headrace.front.server.http.error_names import ERROR_NAMES, names_of
 
@@ -111,24 +112,22 @@ class ErrorFormat:
     """How a dialect says what went wrong, and that nothing has happened yet.
 
     `body` is the JSON document of a failed request, given the failure and the request's id;
-    `last_words` what ends a stream that had begun; `ping` a sign of life in a stream that waits.
+    `last_words` what ends a stream that had begun; `cut` is that of one whose process has died,
+    where ID_PLACE stands for the request's id; `ping` a sign of life in a stream that waits.
     """
 
     body: Callable[[Failure, str], bytes]
     last_words: Callable[[Failure, str], bytes]
+    cut: bytes
     ping: bytes
 
 
-OPENAI = ErrorFormat(
-    body=lambda failure, _: failure.body(),
-    last_words=lambda failure, _: b"data: " + failure.body() + b"\n\ndata: [DONE]\n\n",
-    ping=b": ping\n\n",
-)
-VLLM = ErrorFormat(
-    body=lambda failure, _: failure.vllm_body(),
-    last_words=lambda failure, _: b"data: " + failure.vllm_body() + b"\n\ndata: [DONE]\n\n",
-    ping=OPENAI.ping,
-)
+def _openai_words(failure: Failure, _: str) -> bytes:
+    return b"data: " + failure.body() + b"\n\ndata: [DONE]\n\n"
+
+
+def _vllm_words(failure: Failure, _: str) -> bytes:
+    return b"data: " + failure.vllm_body() + b"\n\ndata: [DONE]\n\n"
 
 
 def clean(message: str) -> str:
@@ -175,3 +174,23 @@ def _known(error: BaseException) -> HeadraceError | None:
     if isinstance(error, RequestError | OverloadError | EngineError):
         return error
     return None
+
+
+ID_PLACE = b"req-of-this-stream"
+CUT = failure_of(
+    Unavailable("the process that sent this answer has died; the answer is not whole"),
+    request_id="",
+)
+"""What has happened to a stream whose process is gone."""
+OPENAI = ErrorFormat(
+    body=lambda failure, _: failure.body(),
+    last_words=_openai_words,
+    cut=_openai_words(CUT, ""),
+    ping=b": ping\n\n",
+)
+VLLM = ErrorFormat(
+    body=lambda failure, _: failure.vllm_body(),
+    last_words=_vllm_words,
+    cut=_vllm_words(CUT, ""),
+    ping=OPENAI.ping,
+)

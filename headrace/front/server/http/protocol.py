@@ -8,6 +8,9 @@ Everything after the headers is limits.py."""
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -21,8 +24,10 @@ from headrace.base.errors import (
 )
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.server.http.failures import OPENAI, ErrorFormat
-from headrace.front.server.http.sse import ABORT_KEY, STALL_S
+from headrace.front.server.http.sse import CONNECTION_KEY, STALL_S
 from headrace.front.server.http.stand_in import refusal
+from headrace.front.server.http.stream_guard import BETWEEN_STREAMS, StreamGuard
+from headrace.front.server.http.stream_guard_worker import DESCRIPTOR, STREAMING
 
 MAX_HEADERS = 64
 
@@ -31,8 +36,7 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 LEAVE_S = 2.0
-PLACE_KEY = "headrace.keep_place"
-"""In the scope: what a connection calls its own once a request on it has shown a key."""
+LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 class HeaderTimeout(RequestError):
@@ -51,13 +55,16 @@ class ConnectionLimits:
     errors: ErrorFormat = OPENAI
 
 
-def guarded_protocol(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:
+def guarded_protocol(
+    limits: ConnectionLimits, metrics: Metrics, guard: StreamGuard
+) -> type[asyncio.Protocol]:
     """The protocol class uvicorn is given as `http`; a class, because uvicorn constructs it per
     connection."""
 
     class Guarded(GuardedProtocol):
         connection_limits = limits
         connection_metrics = metrics
+        stream_guard = guard
         strangers = {}
 
     return Guarded
@@ -74,6 +81,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     connection_limits: ConnectionLimits
     connection_metrics: Metrics
+    stream_guard: StreamGuard
     strangers: dict[GuardedProtocol, None]
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -89,6 +97,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Makes room for the connection, or refuses it; starts the clock of the first header
         block."""
         super().connection_made(transport)
+        self._descriptor: int = transport.get_extra_info("socket").fileno()
         self.strangers[self] = None
         self._start_head()
         limit = self.connection_limits.max_connections
@@ -107,10 +116,34 @@ class GuardedProtocol(HttpToolsProtocol):
         """A request on it has shown a key: it is no stranger any more."""
         self.strangers.pop(self, None)
 
+    def abort(self) -> None:
+        """Closes the connection without waiting for its reader."""
+        self.transport.abort()
+
+    def keep_stream(self, last_events: bytes) -> None:
+        """Until the answer that has begun is whole: should this process die, the connection ends
+        with these events."""
+        self.stream_guard.states[self._descriptor] = STREAMING
+        with suppress(OSError):  # the guard is gone, or is behind
+            socket.send_fds(
+                self.stream_guard.channel,
+                [
+                    DESCRIPTOR.pack(self._descriptor),
+                    b"%x\r\n" % len(last_events),
+                    last_events,
+                    LAST_CHUNK,
+                ],
+                [self._descriptor],
+            )
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the clocks. What the last request left goes too: its scope knows this connection, a
         circle that only the garbage collector would find."""
         self._end_head()
+        if self.stream_guard.states[self._descriptor]:  # closing it here is not its end
+            self.stream_guard.states[self._descriptor] = 0
+            with socket.socket(fileno=os.dup(self._descriptor)) as own, suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
         if self._leave_timer is not None:
             self._leave_timer.cancel()
         self.strangers.pop(self, None)
@@ -144,8 +177,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """A further request on a kept connection: its header block gets a clock of its own."""
         super().on_message_begin()
         self._header_bytes = 0
-        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]  # our keys
-        self.scope[PLACE_KEY] = self.keep_place  # type: ignore[literal-required]  # our keys
+        self.scope[CONNECTION_KEY] = self  # type: ignore[literal-required]  # our key
         if self._head_timer is None and not self._is_over:
             self._start_head()
 
@@ -190,6 +222,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A refusal that has waited for this answer follows it."""
+        if self.stream_guard.states[self._descriptor]:
+            self.stream_guard.states[self._descriptor] = BETWEEN_STREAMS
         is_last = not self.pipeline
         super().on_response_complete()
         if is_last and self._refusal is not None:
@@ -237,13 +271,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _is_over(self) -> bool:
-        gone = self._is_upgraded or self.transport.is_closing()
-        return self._refusal is not None or gone
+        return self._refusal is not None or self._is_upgraded or self.transport.is_closing()
 
     def _start_head(self) -> None:
         self._head_bytes = 0
-        seconds = self.connection_limits.header_timeout_s
-        self._head_timer = self.loop.call_later(seconds, self._head_timed_out)
+        self._head_timer = self.loop.call_later(
+            self.connection_limits.header_timeout_s, self._head_timed_out
+        )
 
     def _end_head(self) -> None:
         if self._head_timer is not None:

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.base.errors import Unavailable
-from headrace.front.server.http.failures import OPENAI, ErrorFormat, failure_of
+from headrace.front.server.http.failures import ID_PLACE, OPENAI, ErrorFormat, failure_of
 
 T = TypeVar("T")
 
@@ -42,9 +42,25 @@ DONE = b"data: [DONE]\n\n"
 STALL_S = 60.0
 
 
-ABORT_KEY = "headrace.abort"
-"""Key of the scope under which the connection's abort stands: closes without waiting for the
-reader."""
+CONNECTION_KEY = "headrace.connection"
+"""Key of the scope under which its `ClientConnection` stands."""
+
+
+class ClientConnection:
+    """What a request may ask of the connection that it came by. This one does nothing: it stands in
+    where there is no other (tests)."""
+
+    def abort(self) -> None:
+        """Closes it without waiting for the reader."""
+
+    def keep_place(self) -> None:
+        """A request on it has shown a key."""
+
+    def keep_stream(self, last_events: bytes) -> None:
+        """The stream that has begun ends with these events if the process dies."""
+
+
+NO_CONNECTION = ClientConnection()
 
 
 _HEADERS = [
@@ -115,10 +131,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream; every way it can end closes the generator, which aborts what still
         runs."""
-        watch = asyncio.ensure_future(self._watch(scope.get(ABORT_KEY, _nothing)))
+        connection: ClientConnection = scope.get(CONNECTION_KEY, NO_CONNECTION)
+        watch = asyncio.ensure_future(self._watch(connection))
         tasks: list[asyncio.Future[Any]] = [watch, self.first]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            connection.keep_stream(self.shape.cut.replace(ID_PLACE, self.request_id.encode()))
             pings = asyncio.ensure_future(self._ping(send))
             tasks.append(pings)
             try:
@@ -158,24 +176,20 @@ class EventStream(Response):
             else:
                 await self._write(send, self.shape.ping)
 
-    async def _watch(self, abort: Callable[[], None]) -> None:
+    async def _watch(self, connection: ClientConnection) -> None:
         """Ends the connection once a write has waited for its reader for `STALL_S`. It looks at
         times: a clock for each write would cost as much as the write."""
         waited_s = 0.0
         while waited_s < STALL_S:
             await asyncio.sleep(STALL_S - waited_s)
             waited_s = time.monotonic() - self.silent_since if self._writing else 0.0
-        abort()
+        connection.abort()
 
 
 async def _ended(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _nothing() -> None:
-    pass
 
 
 async def started(
@@ -185,9 +199,10 @@ async def started(
     as it takes): what fails until then gets its own status."""
     first: asyncio.Future[bytes] = asyncio.ensure_future(anext(events))
     waits: asyncio.Future[Any] = asyncio.ensure_future(queued.wait())
-    either = asyncio.FIRST_COMPLETED
     try:
-        await asyncio.wait({first, waits}, timeout=patience_s or None, return_when=either)
+        await asyncio.wait(
+            {first, waits}, timeout=patience_s or None, return_when=asyncio.FIRST_COMPLETED
+        )
         if first.done():
             first.result()
         return first

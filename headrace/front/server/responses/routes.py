@@ -15,7 +15,7 @@ from headrace.front.server.conversation.pipeline import prompt_ids, streamed
 from headrace.front.server.conversation.rendering import rendered_translated
 from headrace.front.server.conversation.resolved import TranslatedRequest, as_sent, prompt_source
 from headrace.front.server.http.auth import RESPONSE_PREFIX, response_id
-from headrace.front.server.http.failures import OPENAI, ErrorFormat, Failure, failure_of
+from headrace.front.server.http.failures import CUT, OPENAI, ErrorFormat, Failure, failure_of
 from headrace.front.server.http.paging import number_of, page_of
 from headrace.front.server.http.sse import Chunks
 from headrace.front.server.responses import background
@@ -49,6 +49,7 @@ async def post_responses(context: RequestContext, document: Any) -> Response:
         shape = ErrorFormat(
             body=context.services.errors.body,
             last_words=lambda f, _: _failed(prepared, f),
+            cut=CUT_EVENT,
             ping=OPENAI.ping,
         )
         return await streamed(context, _chunks(prepared), shape=shape)
@@ -80,6 +81,7 @@ async def _followed(context: RequestContext, ident: str, *, after: int) -> Respo
     shape = ErrorFormat(
         body=context.services.errors.body,
         last_words=lambda failure, _: _error_event(failure, follower.after + 1),
+        cut=CUT_EVENT,
         ping=OPENAI.ping,
     )
     return await streamed(context, follower.events(), shape=shape)
@@ -94,6 +96,10 @@ def _error_event(failure: Failure, number: int) -> bytes:
         "sequence_number": number,
     }
     return encoded(event)
+
+
+CUT_EVENT = _error_event(CUT, 2**31 - 1)
+"""The process that counted the events is gone: this number is behind them all."""
 
 
 async def get_response(context: RequestContext, request: Request) -> Response:

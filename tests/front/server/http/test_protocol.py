@@ -19,6 +19,7 @@ from websockets.asyncio.client import connect
 
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.server.http.protocol import ConnectionLimits, GuardedProtocol
+from headrace.front.server.http.stream_guard import StreamGuard
 
 
 async def echo(socket: WebSocket) -> None:
@@ -36,6 +37,7 @@ async def test_no_clock_of_headers_runs_behind_an_upgrade() -> None:
     class Guarded(GuardedProtocol):
         connection_limits = ConnectionLimits(max_connections=10, header_timeout_s=30)
         connection_metrics = Metrics()
+        stream_guard = StreamGuard()
         strangers = {}
 
         def connection_made(self, transport: Any) -> None:
@@ -73,6 +75,7 @@ async def test_a_connection_goes_with_its_end_and_waits_for_no_collector() -> No
     class Guarded(GuardedProtocol):
         connection_limits = ConnectionLimits(max_connections=10, header_timeout_s=30)
         connection_metrics = Metrics()
+        stream_guard = StreamGuard()
         strangers = {}
 
         def connection_made(self, transport: Any) -> None:

@@ -16,7 +16,8 @@ from headrace.base.errors import EngineDead, Unavailable
 from headrace.front.server.http import sse
 from headrace.front.server.http.failures import OPENAI
 from headrace.front.server.http.sse import (
-    ABORT_KEY,
+    CONNECTION_KEY,
+    ClientConnection,
     ClientGone,
     EventStream,
     SlowReader,
@@ -25,13 +26,21 @@ from headrace.front.server.http.sse import (
 )
 
 
-class Border:
+class Border(ClientConnection):
     """An ASGI connection: collects what is sent; `leave` is the client's disconnect."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.left = asyncio.Event()
         self.stuck = False
+        self.kept: list[bytes] = []
+
+    def abort(self) -> None:
+        self.left.set()
+
+    def keep_stream(self, last_events: bytes) -> None:
+        assert self.sent[-1]["type"] == "http.response.start", "not before the answer has begun"
+        self.kept.append(last_events)
 
     async def receive(self) -> Message:
         await self.left.wait()
@@ -86,7 +95,7 @@ async def answer(
         ping_s=ping_s,
         silent_since=since,
     )
-    await stream({"type": "http", ABORT_KEY: border.left.set}, border.receive, border.send)
+    await stream({"type": "http", CONNECTION_KEY: border}, border.receive, border.send)
 
 
 async def test_a_stream_is_its_events_and_ends_the_message() -> None:
@@ -94,6 +103,7 @@ async def test_a_stream_is_its_events_and_ends_the_message() -> None:
     await answer(source, border)
     assert border.body == b"ab" and border.sent[0]["status"] == 200
     assert border.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert border.kept == [OPENAI.cut], "what its clients read should the process die"
     assert source.closed
 
 

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.server.http.stand_in import MAX_SILENT, StandIn
+from headrace.front.server.http.stream_guard import StreamGuard
 
 PROBE = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nUser-Agent: kube-probe\r\n\r\n"
 POST = (
@@ -48,7 +49,7 @@ class HeldServer:
         metrics = Metrics()
         config = uvicorn.Config(
             Starlette(routes=[Route("/echo", echo, methods=["POST"])]),
-            http=guarded_protocol(limits, metrics), lifespan="off", log_config=None, loop="none",
+            http=guarded_protocol(limits, metrics, StreamGuard()), lifespan="off", log_config=None, loop="none",
         )  # fmt: skip
         server = uvicorn.Server(config)
         config.load()
