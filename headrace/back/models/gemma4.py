@@ -12,7 +12,7 @@ from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.mlp import FeedForwardSpec, GatedMLPSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.moe.normed import NormedMixtureSpec
-from headrace.back.layers.moe.weights import MergedExperts
+from headrace.back.layers.moe.weights import MergedExperts, SeparateExperts
 from headrace.back.layers.norm import SANDWICH
 from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
@@ -24,6 +24,7 @@ from headrace.base.config.hf import ConfigReader
 
 OTHER_PARTS = r"model\.(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\..*"
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LAYOUT = MergedExperts(up="experts.gate_up_proj", down="experts.down_proj")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
@@ -189,6 +190,6 @@ def _feed_forward(config: ConfigReader, sizes: DecoderSizes, *, shares: bool) ->
     mixture = MixtureSpec(
         router=router,
         inner=config.int("moe_intermediate_size", ge=1),
-        layout=MergedExperts(up="experts.gate_up_proj", down="experts.down_proj"),
+        layout=SeparateExperts() if config.bool("separate_experts", False) else LAYOUT,
     )
     return NormedMixtureSpec(mixture=mixture, dense=dense, eps=sizes.eps)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
-from headrace.back.layers.moe.weights import TransposedExperts
+from headrace.back.layers.moe.weights import SeparateExperts, TransposedExperts
 from headrace.back.layers.norm import RMS_NO_WEIGHT
 from headrace.back.layers.query_scale import QueryScale
 from headrace.back.layers.rope import read_rope
@@ -100,7 +100,7 @@ def _mixture(config: ConfigReader, inner: int) -> MixtureSpec:
             weighs_inputs=True,
         ),
         inner=inner,
-        layout=LAYOUT,
+        layout=SeparateExperts() if config.bool("separate_experts", False) else LAYOUT,
         shared=SharedSpec(inner=inner, name="shared_expert"),
         name=MODULE,
     )

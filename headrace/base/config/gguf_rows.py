@@ -1,4 +1,4 @@
-"""More rows of the table of GGUF architectures: dense ones, and mixtures in the way of DeepSeek-V3.
+"""Rows of the table of GGUF architectures: dense ones.
 
 What the metadata leave unsaid is what the architecture fixes in llama.cpp, src/llama-model.cpp;
 how the tensors lie is in back/models/load/gguf_dialects.py.
@@ -6,33 +6,74 @@ how the tensors lie is in back/models/load/gguf_dialects.py.
 
 from __future__ import annotations
 
+import math
+from array import array
 from typing import Final
 
 from headrace.base.config import gguf_mixtures as mixtures
 from headrace.base.config.gguf import GGUFFile
-from headrace.base.config.gguf_row import Config, GGUFArchitecture
+from headrace.base.config.gguf_row import (
+    GELU,
+    SILU,
+    Config,
+    GGUFArchitecture,
+    count,
+    factors,
+    need_int,
+    rows_of,
+)
 
-_SILU: Final = {"hidden_act": "silu"}
-_GELU: Final = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-_ROUTED: Final = {
-    "n_routed_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "n_shared_experts": "expert_shared_count",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-}
-_DRAFTS: Final = {"num_nextn_predict_layers": "nextn_predict_layers"}
-_LATENT: Final = {
-    "q_lora_rank": "attention.q_lora_rank",
-    "kv_lora_rank": "attention.kv_lora_rank",
-    "qk_rope_head_dim": "rope.dimension_count",
-}
-_SOFTMAX, _SIGMOID = 1, 2
-"""Values of expert_gating_func."""
+_GEMMA2_27B_LAYERS: Final = 46
+_GEMMA3_27B_LAYERS: Final = 62
+_STILL: Final = 1e20
+"""From this divisor on a rotation counts as none."""
+_GEMMA_KEYS: Final = {"sliding_window": "attention.sliding_window"}
+
+
+def _phi3(file: GGUFFile, name: str, config: Config) -> None:
+    half = count(file, f"{name}.rope.dimension_count", config["head_dim"]) // 2
+    config["partial_rotary_factor"] = 2 * half / config["head_dim"]
+    context = config["max_position_embeddings"]
+    original = count(file, f"{name}.rope.scaling.original_context_length", context)
+    config["original_max_position_embeddings"] = original
+    if "rope_factors_long.weight" in file.tensors:
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "long_factor": factors(file, "rope_factors_long.weight", half),
+            "short_factor": factors(file, "rope_factors_short.weight", half),
+            "original_max_position_embeddings": original,
+        }
+        attention_factor = file.number(f"{name}.rope.scaling.attn_factor")
+        if attention_factor is not None:
+            config["rope_scaling"]["attention_factor"] = attention_factor
+
+
+def _gemma2(file: GGUFFile, name: str, config: Config) -> None:
+    """The 27B model scales queries by hidden_size / heads, the others by the head size; the file
+    does not say."""
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    big = layers == _GEMMA2_27B_LAYERS
+    config["query_pre_attn_scalar"] = config["hidden_size"] // heads if big else config["head_dim"]
+    kinds = ("sliding_attention", "full_attention")
+    config["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
+
+
+def _gemma3(file: GGUFFile, name: str, config: Config) -> None:
+    """Every sixth layer is full; the local layers' rotary base is 10,000 unless the file says
+    otherwise."""
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    big = layers == _GEMMA3_27B_LAYERS
+    config["query_pre_attn_scalar"] = config["hidden_size"] // heads if big else config["head_dim"]
+    config["rope_local_base_freq"] = file.number(f"{name}.rope.freq_base_swa", 10000.0)
+    config["layer_types"] = [
+        "full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)
+    ]
+
+
+def _smollm3(file: GGUFFile, name: str, config: Config) -> None:
+    """Every fourth layer has no rotary embedding (1 marks a layer that has it)."""
+    layers = config["num_hidden_layers"]
+    config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(layers)]
 
 
 def _qk_norm(file: GGUFFile, name: str, config: Config) -> None:
@@ -67,133 +108,226 @@ def _seed_oss(file: GGUFFile, name: str, config: Config) -> None:
     config["attention_out_bias"] = "blk.0.attn_output.bias" in file.tensors
 
 
-def _ernie_moe(file: GGUFFile, name: str, config: Config) -> None:
-    """Dense layers first, then experts in every so manieth."""
-    config["moe_layer_interval"] = file.whole(f"{name}.interleave_moe_layer_step") or 1
-
-
-def _lfm2(file: GGUFFile, name: str, config: Config) -> None:
-    """Layers without KV heads are convolutions."""
-    config["layer_types"] = [
-        "full_attention" if f"blk.{layer}.attn_q.weight" in file.tensors else "conv"
-        for layer in range(config["num_hidden_layers"])
-    ]
-
-
-def _behind_drafts(file: GGUFFile, name: str, config: Config) -> None:
-    """Layers at the end only draft tokens."""
-    config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)
-    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
-
-
-def _deepseek2(file: GGUFFile, name: str, config: Config) -> None:
-    """DeepSeek V2, V3 and R1, Kimi-K2, GLM-4.7-Flash. Files name the lengths of a head's keys and
-    values apart since the attention computes with latents."""
-    lengths = [
-        file.whole(f"{name}.attention.{one}_length_mla")
-        or file.whole(f"{name}.attention.{one}_length")
-        for one in ("key", "value")
-    ]
-    rotary = config["qk_rope_head_dim"]
-    if None in lengths or lengths[0] <= rotary:
-        raise file.wrong(f"{name}.attention.key_length_mla", f"a number above {rotary}")
-    config["head_dim"] = rotary
-    config["qk_nope_head_dim"], config["v_head_dim"] = lengths[0] - rotary, lengths[1]
-    config["num_key_value_heads"] = config["num_attention_heads"]
-    config.setdefault("q_lora_rank", None)
-    config["rope_interleave"] = True
-    config.pop("partial_rotary_factor", None)
-    gating = file.whole(f"{name}.expert_gating_func") or _SOFTMAX
-    if gating == _SOFTMAX:
-        config["model_type"] = "deepseek_v2"
-        config["architectures"] = ["DeepseekV2ForCausalLM"]
-        grouped = config.get("n_group", 1) > 1
-        config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
-    elif gating != _SIGMOID:
-        raise file.wrong(f"{name}.expert_gating_func", "1 (softmax) or 2 (sigmoid)")
+def _mistral3(file: GGUFFile, name: str, config: Config) -> None:
+    """Mistral Small 3.1 and later; Ministral 3 where queries grow with their position."""
+    beta = file.number(f"{name}.attention.temperature_scale")
+    if beta is None:
+        config["model_type"], config["architectures"] = "mistral", ["MistralForCausalLM"]
+        config["sliding_window"] = None
+        return
     scaling = config.get("rope_scaling")
-    if scaling is not None and scaling["rope_type"] == "yarn":
-        stated = file.number(f"{name}.rope.scaling.yarn_log_multiplier", 0.0) or 0.0
-        config["rope_scaling"] = scaling | {"mscale": stated * 10, "mscale_all_dim": stated * 10}
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise file.wrong(f"{name}.rope.scaling.type", "yarn, where queries grow")
+    whole = file.number(f"{name}.rope.scaling.yarn_log_multiplier", 1.0)
+    stated = {"mscale": 1.0, "mscale_all_dim": whole, "llama_4_scaling_beta": beta}
+    config["rope_scaling"] = scaling | stated
 
 
-_GRANITE: Final = {
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "shared_intermediate_size": "expert_shared_feed_forward_length",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "attention_multiplier": "attention.scale",
-    "logits_scaling": "logit_scale",
-}
-_MAMBA2: Final = {
-    "mamba_d_conv": "ssm.conv_kernel",
-    "mamba_d_state": "ssm.state_size",
-    "mamba_n_groups": "ssm.group_count",
-    "mamba_n_heads": "ssm.time_step_rank",
-    "mamba_d_ssm": "ssm.inner_size",
-}
+def _layer_types(file: GGUFFile, name: str, config: Config) -> None:
+    """By the list that says of each layer whether it has a window."""
+    key = f"{name}.attention.sliding_window_pattern"
+    local = file.numbers(key)
+    if local is None or len(local) != config["num_hidden_layers"]:
+        raise file.wrong(key, f"a list of {config['num_hidden_layers']} truth values")
+    kinds = ("full_attention", "sliding_attention")
+    config["layer_types"] = [kinds[bool(one)] for one in local]
 
 
-def _granite_hybrid(file: GGUFFile, name: str, config: Config) -> None:
-    """Layers with queries have attention, the others are Mamba 2; without experts the MLP is what
-    others call the shared one."""
-    config["layer_types"] = [
-        "attention" if f"blk.{layer}.attn_q.weight" in file.tensors else "mamba"
-        for layer in range(config["num_hidden_layers"])
+def _gemma3n(file: GGUFFile, name: str, config: Config) -> None:
+    """Shares of activations that are set to zero stand there as what their normal distribution is
+    cut at."""
+    _layer_types(file, name, config)
+    cuts = file.numbers(f"{name}.activation_sparsity_scale")
+    if cuts is None or len(cuts) != config["num_hidden_layers"]:
+        wanted = f"a list of {config['num_hidden_layers']} numbers"
+        raise file.wrong(f"{name}.activation_sparsity_scale", wanted)
+    config["activation_sparsity_pattern"] = [
+        0.0 if math.isinf(cut) else round(0.5 + 0.5 * math.erf(cut / math.sqrt(2)), 6)
+        for cut in cuts
     ]
-    rotated = file.flag(f"{name}.rope.scaling.finetuned", False)
-    config["position_embedding_type"] = "rope" if rotated else "nope"
-    config.setdefault("num_local_experts", 0)
-    if not config["num_local_experts"]:
-        config["shared_intermediate_size"] = config["intermediate_size"]
+    config["rope_local_base_freq"] = file.number(f"{name}.rope.freq_base_swa", 10000.0)
+    config["laurel_rank"] = rows_of(file, "blk.0.laurel_l.weight")
+    config["vocab_size_per_layer_input"] = rows_of(file, "per_layer_token_embd.weight")
+
+
+def _gemma4(file: GGUFFile, name: str, config: Config) -> None:
+    """Local and global layers have heads of their own sizes; the divisors of rotations are those
+    of global layers alone."""
+    _layer_types(file, name, config)
+    layers, kinds = config["num_hidden_layers"], config["layer_types"]
+    whole = config["head_dim"]
+    config["global_head_dim"] = whole
+    config["head_dim"] = count(file, f"{name}.attention.key_length_swa", whole)
+    _gemma4_heads(file, name, config)
+    width = file.whole(f"{name}.embedding_length_per_layer_input") or 0
+    config["hidden_size_per_layer_input"] = width
+    if width:
+        config["vocab_size_per_layer_input"] = rows_of(file, "per_layer_token_embd.weight")
+    inner = file.metadata.get(f"{name}.feed_forward_length")
+    if isinstance(inner, array):
+        config["use_double_wide_mlp"] = max(inner) == 2 * min(inner)
+    experts = file.whole(f"{name}.expert_count") or 0
+    if experts:
+        config |= {"enable_moe_block": True, "num_experts": experts, "separate_experts": True}
+        config["top_k_experts"] = need_int(file, f"{name}.expert_used_count")
+        config["moe_intermediate_size"] = need_int(file, f"{name}.expert_feed_forward_length")
+    local: Config = {"rope_type": "default", "rope_theta": 10000.0}
+    local["rope_theta"] = file.number(f"{name}.rope.freq_base_swa", 10000.0)
+    ropes = {"sliding_attention": local}
+    if "full_attention" in kinds:
+        ropes["full_attention"] = _proportional(file, config, whole)
+    for key in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+        config.pop(key, None)
+    config["rope_parameters"] = ropes
+    config["attention_k_eq_v"] = any(
+        kinds[i] == "full_attention" and f"blk.{i}.attn_v.weight" not in file.tensors
+        for i in range(layers - config.get("num_kv_shared_layers", 0))
+    )
+
+
+def _gemma4_heads(file: GGUFFile, name: str, config: Config) -> None:
+    """KV heads, which stand for each layer where global ones have others."""
+    key = f"{name}.attention.head_count_kv"
+    if not isinstance(file.metadata.get(key), array):
+        return
+    numbers = list(file.numbers(key) or ())
+    for kind, target in (
+        ("sliding_attention", "num_key_value_heads"),
+        ("full_attention", "num_global_key_value_heads"),
+    ):
+        layers = zip(numbers, config["layer_types"], strict=False)
+        own = {int(heads) for heads, one in layers if one == kind}
+        if len(own) > 1 or len(numbers) != config["num_hidden_layers"]:
+            raise file.wrong(key, "a number for each layer, the same for all layers of a kind")
+        if own:
+            config[target] = own.pop()
+
+
+def _proportional(file: GGUFFile, config: Config, head_dim: int) -> Config:
+    """Rotations of global layers: what does not turn is divided by far too much."""
+    divisors = factors(file, "rope_freqs.weight", head_dim // 2)
+    turned = sum(divisor == 1.0 for divisor in divisors)
+    share = turned / len(divisors)
+    if not turned or any(divisor < _STILL for divisor in divisors[turned:]):
+        raise file.wrong("rope_freqs.weight", f"1 first, then at least {_STILL:g}")
+    theta = config["rope_theta"]
+    return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
 
 
 ROWS: Final[dict[str, GGUFArchitecture]] = {
-    "gemma": GGUFArchitecture(model_type="gemma", architecture="GemmaForCausalLM", fixed=_GELU),
-    "glm4": GGUFArchitecture(model_type="glm4", architecture="Glm4ForCausalLM", fixed=_SILU),
+    "llama": GGUFArchitecture(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        fixed={**SILU, "mlp_bias": False},
+        adjust=mixtures.llama,
+    ),
+    "qwen2": GGUFArchitecture(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        fixed={**SILU, "use_sliding_window": False},
+    ),
+    "qwen2vl": GGUFArchitecture(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        fixed={**SILU, "use_sliding_window": False},
+    ),
+    "qwen3": GGUFArchitecture(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        fixed={**SILU, "use_sliding_window": False},
+    ),
+    "qwen3vl": GGUFArchitecture(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        fixed={**SILU, "use_sliding_window": False},
+    ),
+    "gemma2": GGUFArchitecture(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        fixed=GELU,
+        keys={
+            **_GEMMA_KEYS,
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        adjust=_gemma2,
+    ),
+    "gemma3": GGUFArchitecture(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        fixed=GELU,
+        keys={**_GEMMA_KEYS, "final_logit_softcapping": "final_logit_softcapping"},
+        adjust=_gemma3,
+    ),
+    "phi3": GGUFArchitecture(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        fixed=SILU,
+        keys={"sliding_window": "attention.sliding_window"},
+        adjust=_phi3,
+    ),
+    "olmo2": GGUFArchitecture(model_type="olmo2", architecture="Olmo2ForCausalLM", fixed=SILU),
+    "granite": GGUFArchitecture(
+        model_type="granite",
+        architecture="GraniteForCausalLM",
+        fixed={**SILU, "mlp_bias": False},
+        keys={
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "attention_multiplier": "attention.scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
+    "smollm3": GGUFArchitecture(
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        fixed={**SILU, "use_sliding_window": False, "mlp_bias": False},
+        adjust=_smollm3,
+    ),
+    "gemma": GGUFArchitecture(model_type="gemma", architecture="GemmaForCausalLM", fixed=GELU),
+    "glm4": GGUFArchitecture(model_type="glm4", architecture="Glm4ForCausalLM", fixed=SILU),
     "seed_oss": GGUFArchitecture(
         model_type="seed_oss",
         architecture="SeedOssForCausalLM",
-        fixed={**_SILU, "mlp_bias": False},
+        fixed={**SILU, "mlp_bias": False},
         adjust=_seed_oss,
     ),
     "exaone": GGUFArchitecture(
-        model_type="llama", architecture="LlamaForCausalLM", fixed={**_SILU, "mlp_bias": False}
+        model_type="llama", architecture="LlamaForCausalLM", fixed={**SILU, "mlp_bias": False}
     ),
     "exaone4": GGUFArchitecture(
         model_type="exaone4",
         architecture="Exaone4ForCausalLM",
-        fixed=_SILU,
+        fixed=SILU,
         keys={"sliding_window": "attention.sliding_window"},
         adjust=_exaone4,
     ),
     "internlm2": GGUFArchitecture(
-        model_type="llama", architecture="LlamaForCausalLM", fixed={**_SILU, "mlp_bias": False}
+        model_type="llama", architecture="LlamaForCausalLM", fixed={**SILU, "mlp_bias": False}
     ),
     "starcoder2": GGUFArchitecture(
         model_type="starcoder2",
         architecture="Starcoder2ForCausalLM",
-        fixed={**_GELU, "use_bias": True, "sliding_window": None},
+        fixed={**GELU, "use_bias": True, "sliding_window": None},
     ),
     "stablelm": GGUFArchitecture(
         model_type="stablelm",
         architecture="StableLmForCausalLM",
-        fixed=_SILU,
+        fixed=SILU,
         keys={"use_parallel_residual": "use_parallel_residual"},
         adjust=_stablelm,
     ),
     "command-r": GGUFArchitecture(
         model_type="cohere",
         architecture="CohereForCausalLM",
-        fixed=_SILU,
+        fixed=SILU,
         keys={"logit_scale": "logit_scale"},
         adjust=_qk_norm,
     ),
     "cohere2": GGUFArchitecture(
         model_type="cohere2",
         architecture="Cohere2ForCausalLM",
-        fixed=_SILU,
+        fixed=SILU,
         keys={"logit_scale": "logit_scale", "sliding_window": "attention.sliding_window"},
         adjust=_cohere2,
     ),
@@ -206,103 +340,48 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
     "olmo": GGUFArchitecture(
         model_type="olmo",
         architecture="OlmoForCausalLM",
-        fixed=_SILU,
+        fixed=SILU,
         keys={"clip_qkv": "attention.clamp_kqv"},
     ),
     "phi2": GGUFArchitecture(
         model_type="phi", architecture="PhiForCausalLM", fixed={"hidden_act": "gelu_new"}
     ),
     "ernie4_5": GGUFArchitecture(
-        model_type="ernie4_5", architecture="Ernie4_5ForCausalLM", fixed=_SILU
-    ),
-    "ernie4_5-moe": GGUFArchitecture(
-        model_type="ernie4_5_moe",
-        architecture="Ernie4_5_MoeForCausalLM",
-        fixed=_SILU,
-        keys={
-            "moe_num_experts": "expert_count",
-            "moe_k": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-            "moe_num_shared_experts": "expert_shared_count",
-            "moe_layer_start_index": "leading_dense_block_count",
-        },
-        adjust=_ernie_moe,
+        model_type="ernie4_5", architecture="Ernie4_5ForCausalLM", fixed=SILU
     ),
     "hunyuan-dense": GGUFArchitecture(
-        model_type="hunyuan_v1_dense", architecture="HunYuanDenseV1ForCausalLM", fixed=_SILU
+        model_type="hunyuan_v1_dense", architecture="HunYuanDenseV1ForCausalLM", fixed=SILU
     ),
-    "hunyuan-moe": GGUFArchitecture(
-        model_type="hunyuan_v1_moe",
-        architecture="HunYuanMoEV1ForCausalLM",
-        fixed=_SILU,
+    "mistral3": GGUFArchitecture(
+        model_type="ministral3",
+        architecture="Ministral3ForCausalLM",
+        fixed=SILU,
+        adjust=_mistral3,
+    ),
+    "gemma3n": GGUFArchitecture(
+        model_type="gemma3n_text",
+        architecture="Gemma3nForCausalLM",
+        fixed=GELU,
         keys={
-            "num_experts": "expert_count",
-            "moe_topk": "expert_used_count",
-            "intermediate_size": "expert_feed_forward_length",
+            **_GEMMA_KEYS,
+            "final_logit_softcapping": "final_logit_softcapping",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "altup_num_inputs": "altup.num_inputs",
+            "altup_active_idx": "altup.active_idx",
         },
+        adjust=_gemma3n,
     ),
-    "lfm2": GGUFArchitecture(
-        model_type="lfm2",
-        architecture="Lfm2ForCausalLM",
-        fixed={"block_auto_adjust_ff_dim": False},
-        keys={"conv_L_cache": "shortconv.l_cache"},
-        adjust=_lfm2,
-    ),
-    "lfm2moe": GGUFArchitecture(
-        model_type="lfm2_moe",
-        architecture="Lfm2MoeForCausalLM",
-        fixed={"block_auto_adjust_ff_dim": False, "norm_topk_prob": True, "use_expert_bias": True},
+    "gemma4": GGUFArchitecture(
+        model_type="gemma4_text",
+        architecture="Gemma4ForCausalLM",
+        fixed=GELU,
         keys={
-            **mixtures.CHOSEN,
-            **mixtures.INNER,
-            "conv_L_cache": "shortconv.l_cache",
-            "num_dense_layers": "leading_dense_block_count",
+            **_GEMMA_KEYS,
+            "final_logit_softcapping": "final_logit_softcapping",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
         },
-        adjust=_lfm2,
-    ),
-    "glm4moe": GGUFArchitecture(
-        model_type="glm4_moe",
-        architecture="Glm4MoeForCausalLM",
-        fixed={**_SILU, "n_group": 1, "topk_group": 1},
-        keys=_ROUTED | _DRAFTS,
-        adjust=_behind_drafts,
-    ),
-    "dots1": GGUFArchitecture(
-        model_type="dots1",
-        architecture="Dots1ForCausalLM",
-        fixed={**_SILU, "n_group": 1, "topk_group": 1},
-        keys=_ROUTED,
-    ),
-    "minimax-m2": GGUFArchitecture(
-        model_type="minimax_m2",
-        architecture="MiniMaxM2ForCausalLM",
-        fixed=_SILU,
-        keys={
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "intermediate_size": "expert_feed_forward_length",
-            "rotary_dim": "rope.dimension_count",
-        },
-    ),
-    "deepseek2": GGUFArchitecture(
-        model_type="deepseek_v3",
-        architecture="DeepseekV3ForCausalLM",
-        fixed=_SILU,
-        keys=_ROUTED | _LATENT,
-        adjust=_deepseek2,
-        latent=True,
-    ),
-    "granitemoe": GGUFArchitecture(
-        model_type="granitemoe",
-        architecture="GraniteMoeForCausalLM",
-        fixed=_SILU,
-        keys=_GRANITE,
-    ),
-    "granitehybrid": GGUFArchitecture(
-        model_type="granitemoehybrid",
-        architecture="GraniteMoeHybridForCausalLM",
-        fixed=_SILU,
-        keys=_GRANITE | _MAMBA2,
-        adjust=_granite_hybrid,
+        adjust=_gemma4,
+        varied=True,
     ),
 }

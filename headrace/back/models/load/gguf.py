@@ -8,8 +8,10 @@ interleaved rows of query and key projections, and the 1 that is added to Gemma'
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
 from headrace.back.models.load.gguf_dialects import DIALECTS, Dialect, Joined
-from headrace.back.models.load.gguf_heads import COLUMNS, ValueHeads
+from headrace.back.models.load.gguf_heads import Rows
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
@@ -39,18 +41,19 @@ class GGUFSource:
         self.where = str(path)
         file = read_gguf(path)
         config = gguf_config(file)
-        self._heads = (config["num_attention_heads"], config["num_key_value_heads"])
+        self._heads = (config.get("num_attention_heads", 0), config.get("num_key_value_heads", 0))
         self._dialect = DIALECTS[str(file.text("general.architecture"))]
-        self._value_heads = ValueHeads(config) if self._dialect.other_heads else None
+        order = self._dialect.order
+        self._order: Rows | None = None if order is None else order(config)
         _refuse_types(file)
         self._tensors = _renamed(file, self._dialect, config["num_hidden_layers"])
-        order = {part: number for number, part in enumerate(file.paths)}
+        places = {part: number for number, part in enumerate(file.paths)}
         self.entries: dict[str, CheckpointTensor] = {
             name: CheckpointTensor(
                 shape=tensor.shape,
                 dtype=self._kept_as(name, tensor),
                 where=str(tensor.path),
-                order=(order[tensor.path], tensor.offset),
+                order=(places[tensor.path], tensor.offset),
                 dequantized=True,
                 squeezed=True,
             )
@@ -62,7 +65,7 @@ class GGUFSource:
                 shape=_shape_of(joined, parts),
                 dtype="F32",
                 where=str(parts[0].path),
-                order=(order[parts[0].path], parts[0].offset),
+                order=(places[parts[0].path], parts[0].offset),
                 dequantized=True,
             )
             for name, (joined, parts) in self._joined.items()
@@ -84,9 +87,7 @@ class GGUFSource:
             values = self._dequantize(tensor, rows_of).reshape(-1)
             values = deinterleaved(values, heads) if heads else values
             values = self._in_order(name, values)
-            values = values - 1 if self._plus_one(name) else values
-            if name.endswith(".A_log"):  # stored as -exp of it
-                values = np.log(-values)
+            values = values - 1 if self._plus_one(name) else _logarithm(name, values)
             target.copy_(torch.from_numpy(values)[source])
             return
         if heads:
@@ -98,10 +99,10 @@ class GGUFSource:
         rows_of = rows_of.reshape(*shape[:-1], columns // tensor.type.block, tensor.type.size)
         if len(shape) == 3:  # experts
             for i, rows in enumerate(rows_of[source[0]]):
-                self._copy_rows(tensor, rows[source[1]], source[-1], target[i])
+                self._copy_rows(name, tensor, rows[source[1]], source[-1], target[i])
             return
-        order = None if self._value_heads is None else self._value_heads.columns(name)
-        self._copy_rows(tensor, rows_of[source[0]], source[-1], target, order)
+        order = None if self._order is None else self._order.columns(name)
+        self._copy_rows(name, tensor, rows_of[source[0]], source[-1], target, order)
 
     def blocks(self, name: str) -> StoredRows:
         """The rows of the map; those of interleaved projections in their new order."""
@@ -123,6 +124,7 @@ class GGUFSource:
 
     def _copy_rows(
         self,
+        name: str,
         tensor: GGUFTensor,
         rows: np.ndarray,
         columns: slice,
@@ -135,7 +137,7 @@ class GGUFSource:
             values = self._dequantize(tensor, part.reshape(-1, tensor.type.size)).reshape(
                 len(part), -1
             )
-            values = values if order is None else values[:, order]
+            values = _logarithm(name, values if order is None else values[:, order])
             target[row : row + step].copy_(torch.from_numpy(values)[:, columns])
 
     def _join(self, name: str) -> np.ndarray:
@@ -167,17 +169,22 @@ class GGUFSource:
 
     def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Rows in the order of the checkpoint that the file was made of."""
-        order = None if self._value_heads is None else self._value_heads.rows(name)
+        order = None if self._order is None else self._order.rows(name)
         return rows if order is None else rows[order]
 
     def _kept_as(self, name: str, tensor: GGUFTensor) -> str:
         """The type; of a matrix whose blocks of inputs do not stay whole that of floats."""
-        moved = self._value_heads is not None and name.endswith(COLUMNS)
+        moved = self._order is not None and self._order.columns(name) is not None
         return "F32" if moved else tensor.type.name
 
     def _plus_one(self, name: str) -> bool:
         named = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
         return self._dialect.norm_plus_one and named
+
+
+def _logarithm(name: str, values: np.ndarray) -> np.ndarray:
+    """Rates of decay, which files hold as -exp of what checkpoints have."""
+    return np.log(-values) if name.endswith(".A_log") else values
 
 
 def deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -199,7 +206,7 @@ def _joined(file: GGUFFile, dialect: Dialect) -> dict[str, tuple[Joined, Parts]]
             other = match and file.tensors.get(f"blk.{match[1]}.{second}.weight")
             if match and other is not None:
                 _check_parts(joined, (tensor, other))
-                by_name[f"model.layers.{match[1]}.{joined.name}"] = joined, (tensor, other)
+                by_name[f"{dialect.layers}.{match[1]}.{joined.name}"] = joined, (tensor, other)
     return by_name
 
 
@@ -230,29 +237,48 @@ def _renamed(file: GGUFFile, dialect: Dialect, layers: int) -> dict[str, GGUFTen
         if name in parts:
             continue
         match = re.match(r"blk\.(\d+)\.", name, re.ASCII)
-        drafts = dialect.other_heads or dialect.drafts
-        drafts = drafts and match is not None and int(match[1]) >= layers
-        if name not in CONFIG_TENSORS and not drafts:
-            tensors_by_name[_new_name(name, dialect)] = tensor
+        drafts = dialect.drafts and match is not None and int(match[1]) >= layers
+        if name in CONFIG_TENSORS or drafts:
+            continue
+        if name in dialect.stacked:
+            tensors_by_name |= _unstacked(tensor, dialect.stacked[name])
+        else:
+            tensors_by_name[_new_name(name, dialect)] = _flat(tensor)
     return tensors_by_name
+
+
+def _unstacked(tensor: GGUFTensor, names: str) -> dict[str, GGUFTensor]:
+    """The matrices that lie in one tensor behind each other."""
+    count, size = tensor.shape[0], tensor.num_bytes // tensor.shape[0]
+    return {
+        names.format(i): replace(
+            tensor, shape=tensor.shape[1:], offset=tensor.offset + i * size, num_bytes=size
+        )
+        for i in range(count)
+    }
+
+
+def _flat(tensor: GGUFTensor) -> GGUFTensor:
+    """Norms over groups have a row for each."""
+    if not tensor.name.endswith(".ssm_norm.weight"):
+        return tensor
+    return replace(tensor, shape=(math.prod(tensor.shape),))
 
 
 def _new_name(name: str, dialect: Dialect) -> str:
     stem, _, kind = name.rpartition(".")
     if kind in ("ssm_a", "ssm_d"):  # without an ending
         stem, kind = name, "weight"
-    if kind in ("weight", "bias"):
-        if stem == "output":
-            return f"lm_head.{kind}"
-        if stem in dialect.top:
-            return f"model.{dialect.top[stem]}.{kind}"
-        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem, re.ASCII)
-        if match and match[2] in dialect.blocks:
-            module = dialect.blocks[match[2]]
-            ending = kind if not module.endswith(".") else ""
-            return (
-                f"model.layers.{match[1]}.{module.removesuffix('.')}{'.' if ending else ''}{ending}"
-            )
+    if kind == "scale":  # a name of its own
+        stem, kind = name, ""
+    if stem in dialect.top:
+        return f"{dialect.top[stem]}.{kind}"
+    for prefix, place, blocks in dialect.sections:
+        match = re.fullmatch(rf"{prefix}\.(\d+)\.([\w.]+)", stem, re.ASCII)
+        if match and match[2] in blocks and kind in ("weight", "bias", ""):
+            module = blocks[match[2]]
+            ending = "" if module.endswith(".") else f".{kind}"
+            return f"{place}.{match[1]}.{module.removesuffix('.')}{ending}"
     return name
 
 

@@ -7,10 +7,14 @@ order of rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
+from headrace.back.models.load.gguf_heads import Rows, ValueHeads
+
+HEAD = {"output": "lm_head"}
+TOP = HEAD | {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -75,17 +79,26 @@ _FUSED_MLP = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """How one architecture's tensors differ: block names, interleaved query and key rows, norms
-    stored plus one (but those of recurrent layers), value heads of these in another order. `top`:
-    names outside of blocks; `drafts`: layers behind the last ones only draft tokens; `joined`: what
-    is one tensor here and several in the file."""
+    stored plus one (but those of recurrent layers), rows in another `order`. `layers`: where blocks
+    lie, `top`: names outside of them, `further`: blocks of another name, with their place and
+    names; `drafts`: layers behind the last ones only draft tokens; `joined`: what is one tensor
+    here and several in the file, `stacked`: what is several here, by their names."""
 
     blocks: Mapping[str, str]
     interleaved: bool = False
     norm_plus_one: bool = False
-    other_heads: bool = False
+    order: Callable[[Mapping[str, Any]], Rows] | None = None
+    layers: str = "model.layers"
     top: Mapping[str, str] = field(default_factory=lambda: TOP)
+    further: tuple[tuple[str, str, Mapping[str, str]], ...] = ()
     drafts: bool = False
     joined: tuple[Joined, ...] = ()
+    stacked: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sections(self) -> tuple[tuple[str, str, Mapping[str, str]], ...]:
+        """Blocks: what files call them, where they lie, and the names in one."""
+        return (("blk", self.layers, self.blocks), *self.further)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +186,114 @@ _GRANITE_PARTS = (
     Joined(name="shared_mlp.input_linear.weight", parts=("ffn_gate_shexp", "ffn_up_shexp")),
 )
 _GRANITE_MLP = Joined(name="shared_mlp.input_linear.weight", parts=("ffn_gate", "ffn_up"))
-_LFM2_TOP = {"token_embd": "embed_tokens", "token_embd_norm": "embedding_norm"}
+_LFM2_TOP = TOP | {"token_embd_norm": "model.embedding_norm"}
 _PLAIN_MLP = {
     **_BLOCK,
     "attn_output": "self_attn.dense",
     "ffn_up": "mlp.fc1",
     "ffn_down": "mlp.fc2",
+}
+
+_LLAMA4 = {
+    **_BLOCK,
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_exps": "feed_forward.experts.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.up_proj",
+    "ffn_down_exps": "feed_forward.experts.down_proj",
+    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+}
+_LAYER_INPUTS = {
+    **_SANDWICH,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_LAYER_INPUTS_TOP = {
+    **TOP,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_GEMMA3N = {
+    **_LAYER_INPUTS,
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale.",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4 = {
+    **_LAYER_INPUTS,
+    "layer_output_scale": "layer_scalar.",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale.",
+    "ffn_gate_up_exps": "experts.gate_up_proj.",
+    "ffn_down_exps": "experts.down_proj.",
+    "ffn_down_exps.scale": "router.per_expert_scale.",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+
+
+def _within(module: str, names: Mapping[str, str]) -> dict[str, str]:
+    return {name: f"{module}.{rest}" for name, rest in names.items()}
+
+
+_SCAN = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_a": "A_log.",
+    "ssm_d": "D.",
+    "ssm_out": "out_proj",
+}
+_SCAN1 = _SCAN | {"ssm_x": "x_proj", "ssm_dt": "dt_proj"}
+_SCAN2 = _SCAN | {"ssm_dt": "dt_bias.", "ssm_norm": "norm"}
+_BACKBONE = HEAD | {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
+_NORM = {"attn_norm": "norm"}
+_JAMBA = {
+    **_LLAMA4,
+    **_within("mamba", _SCAN1),
+    "ffn_norm": "pre_ff_layernorm",
+    "ssm_dt_norm": "mamba.dt_layernorm",
+    "ssm_b_norm": "mamba.b_layernorm",
+    "ssm_c_norm": "mamba.c_layernorm",
+}
+_FINAL = TOP | {"output_norm": "model.final_layernorm"}
+_NEMOTRON_H = {
+    **_NORM,
+    **_within("mixer", _SCAN2),
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b": "mixer.gate.e_score_correction_bias.",
+    "ffn_up_exps": "mixer.experts.up_proj",
+    "ffn_down_exps": "mixer.experts.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+_FALCON = {
+    "attn_norm": "input_layernorm",
+    "attn_norm_2": "ln_attn",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
 }
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -188,8 +303,10 @@ DIALECTS: Mapping[str, Dialect] = {
     "olmoe": Dialect(blocks=_MIXTURE),
     "gpt-oss": Dialect(blocks=_GPT_OSS),
     "qwen3next": Dialect(blocks=_MIXTURE | _DELTA, norm_plus_one=True),
-    "qwen35": Dialect(blocks=_BLOCK | _DELTA, norm_plus_one=True, other_heads=True),
-    "qwen35moe": Dialect(blocks=_MIXTURE | _DELTA, norm_plus_one=True, other_heads=True),
+    "qwen35": Dialect(blocks=_BLOCK | _DELTA, norm_plus_one=True, order=ValueHeads, drafts=True),
+    "qwen35moe": Dialect(
+        blocks=_MIXTURE | _DELTA, norm_plus_one=True, order=ValueHeads, drafts=True
+    ),
     "qwen3vl": Dialect(blocks=_BLOCK),
     "qwen3vlmoe": Dialect(blocks=_MIXTURE),
     "qwen2": Dialect(blocks=_BLOCK),
@@ -214,9 +331,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "nemotron": Dialect(blocks=_BLOCK, norm_plus_one=True),
     "arcee": Dialect(blocks=_BLOCK, interleaved=True),
     "olmo": Dialect(blocks=_BLOCK, interleaved=True),
-    "phi2": Dialect(
-        blocks=_PLAIN_MLP, top={"token_embd": "embed_tokens", "output_norm": "final_layernorm"}
-    ),
+    "phi2": Dialect(blocks=_PLAIN_MLP, top=TOP | {"output_norm": "model.final_layernorm"}),
     "ernie4_5": Dialect(blocks=_BLOCK),
     "ernie4_5-moe": Dialect(
         blocks=_ROUTED | {"exp_probs_b": "mlp.moe_statics.e_score_correction_bias."}
@@ -250,5 +365,30 @@ DIALECTS: Mapping[str, Dialect] = {
         blocks=_GRANITE_MOE | _MAMBA2 | {"ffn_down": "shared_mlp.output_linear"},
         interleaved=True,
         joined=(*_GRANITE_PARTS, _GRANITE_MLP),
+    ),
+    "mistral3": Dialect(blocks=_BLOCK, interleaved=True),
+    "llama4": Dialect(blocks=_LLAMA4),
+    "gemma3n": Dialect(
+        blocks=_GEMMA3N,
+        top=_LAYER_INPUTS_TOP,
+        stacked={
+            "altup_proj.weight": "model.altup_projections.{}.weight",
+            "altup_unembd_proj.weight": "model.altup_unembed_projections.{}.weight",
+        },
+    ),
+    "gemma4": Dialect(blocks=_GEMMA4, top=_LAYER_INPUTS_TOP),
+    "mamba": Dialect(
+        blocks=_NORM | _within("mixer", _SCAN1), layers="backbone.layers", top=_BACKBONE
+    ),
+    "mamba2": Dialect(
+        blocks=_NORM | _within("mixer", _SCAN2), layers="backbone.layers", top=_BACKBONE
+    ),
+    "jamba": Dialect(blocks=_JAMBA, top=_FINAL),
+    "falcon-h1": Dialect(
+        blocks=_LLAMA4 | _within("mamba", _SCAN2) | {"ffn_norm": "pre_ff_layernorm"}, top=_FINAL
+    ),
+    "nemotron_h": Dialect(blocks=_NEMOTRON_H, layers="backbone.layers", top=_BACKBONE),
+    "nemotron_h_moe": Dialect(
+        blocks=_NEMOTRON_H, layers="backbone.layers", top=_BACKBONE, drafts=True
     ),
 }

@@ -170,11 +170,12 @@ def _separated(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str,
         module, _, last = name.rpartition(".")
         kind = "bias" if last.endswith("_bias") else "weight"
         matrix = last.removesuffix("_bias")
-        if not module.endswith(".experts"):
+        if not module.endswith(".experts") or architecture == "gemma4":
             separate[name] = tensor
             continue
         oss = architecture == "gpt-oss"
-        whole = tensor.transpose(1, 2) if oss and kind == "weight" else tensor
+        turned = (oss or architecture == "llama4") and kind == "weight"
+        whole = tensor.transpose(1, 2) if turned else tensor
         if matrix == "down_proj":
             separate[f"{module}.down_proj.{kind}"] = whole
             continue

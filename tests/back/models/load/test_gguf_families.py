@@ -3,6 +3,7 @@ the `gguf` library's table, with the order and the conventions of llama.cpp's co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,6 +56,7 @@ class Family:
     plus_one: bool = False
     metadata: Callable[[gguf.GGUFWriter, Any], None] | None = None
     converts: Callable[[str, torch.Tensor, Any], Iterator[tuple[str, torch.Tensor]]] | None = None
+    text: bool = False
 
 
 def window(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -227,6 +229,106 @@ def granite_hybrid_parts(
     else:
         for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
             yield f"blk.{layer[0]}.ffn_{part}.weight", half
+
+
+def mistral3(writer: gguf.GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def llama4(writer: gguf.GGUFWriter, config: Any) -> None:
+    experts(writer, config)
+    writer.kv_data[0].pop("llama4.feed_forward_length")
+    writer.add_feed_forward_length(config.intermediate_size_mlp)
+    writer.kv_data[0].pop("llama4.expert_feed_forward_length")
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+
+
+def gemma3n(writer: gguf.GGUFWriter, config: Any) -> None:
+    local = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_sliding_window_pattern(local)
+    window(writer, config)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input or 0)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    if config.model_type == "gemma4_text":
+        gemma4(writer, config)
+        return
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    normal = torch.distributions.Normal(0.0, 1.0)
+    cuts = [normal.icdf(torch.tensor(one)).item() for one in config.activation_sparsity_pattern]
+    writer.add_activation_sparsity_scale(cuts)
+    writer.kv_data[0].pop("gemma3n.feed_forward_length")
+    writer.add_feed_forward_length(config.intermediate_size)
+
+
+def gemma3n_parts(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Maps between streams lie in one tensor."""
+    if name.endswith("correct_output_scale"):
+        yield f"blk.{name.split('.')[2]}.altup_correct_scale.weight", tensor
+    elif match := re.search(r"(altup_\w+)\.(\d)\.weight$", name):
+        before = config.__dict__.setdefault(match[1], [])
+        before.append(tensor)
+        if len(before) == config.altup_num_inputs - 1:
+            yield f"model.{match[1]}.weight", torch.stack(before)
+    else:
+        yield name, tensor
+
+
+def gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    each = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    local, whole = each[0].head_dim, each[1].head_dim
+    keys = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    for key in (*keys, "attention.head_count_kv", "feed_forward_length"):
+        writer.kv_data[0].pop(f"gemma4.{key}")
+    writer.add_key_length(whole)
+    writer.add_value_length(whole)
+    writer.add_key_length_swa(local)
+    writer.add_value_length_swa(local)
+    writer.add_rope_dimension_count(whole)
+    writer.add_rope_dimension_count_swa(local)
+    writer.add_head_count_kv([one.num_key_value_heads for one in each])
+    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+    wide = 1 + config.use_double_wide_mlp
+    inner = [config.intermediate_size] * first_shared
+    inner += [config.intermediate_size * wide] * config.num_kv_shared_layers
+    writer.add_feed_forward_length(inner)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    rope = config.rope_parameters["full_attention"]
+    turned = int(whole * rope["partial_rotary_factor"] / 2)
+    divisors = [1.0] * turned + [1e30] * (whole // 2 - turned)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+
+def gemma4_parts(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    layer = name.split(".")[2]
+    for ending, stored in (
+        ("layer_scalar", "layer_output_scale.weight"),
+        ("router.scale", "ffn_gate_inp.scale"),
+        ("per_expert_scale", "ffn_down_exps.scale"),
+        ("experts.gate_up_proj", "ffn_gate_up_exps.weight"),
+        ("experts.down_proj", "ffn_down_exps.weight"),
+    ):
+        if name.endswith(ending):
+            yield f"blk.{layer}.{stored}", tensor
+            return
+    yield name, tensor
 
 
 MULTIPLIERS = {
@@ -427,13 +529,90 @@ FAMILIES: dict[str, tuple[str, Family]] = {
             converts=granite_hybrid_parts,
         ),
     ),
+    "mistral3": (
+        "mistral3",
+        Family(
+            kind="Ministral3",
+            sizes={
+                **HEAD,
+                "rope_parameters": {
+                    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 1.0},
+                    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0},
+                    **{"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1},
+                },
+            },
+            permutes=True,
+            metadata=mistral3,
+        ),
+    ),
+    "llama4": (
+        "llama4",
+        Family(
+            kind="Llama4",
+            sizes={
+                **{**HEAD, "intermediate_size_mlp": 80, "num_local_experts": 4, "rms_norm_eps": 1e-5},
+                **{"interleave_moe_layer_step": 2, "num_hidden_layers": 4},
+            },
+            metadata=llama4,
+            text=True,
+        ),
+    ),
+    "gemma3n": (
+        "gemma3n",
+        Family(
+            kind="Gemma3n",
+            sizes={
+                **{**HEAD, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+                **{"num_kv_shared_layers": 2, "num_hidden_layers": 5, "laurel_rank": 8},
+                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+                "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
+                **{"sliding_window": 8, "intermediate_size": [96] * 5},
+            },
+            metadata=gemma3n,
+            converts=gemma3n_parts,
+            text=True,
+        ),
+    ),
+    "gemma4": (
+        "gemma4",
+        Family(
+            kind="Gemma4",
+            sizes={
+                **{**HEAD, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+                **{"num_kv_shared_layers": 2, "num_hidden_layers": 6, "global_head_dim": 32},
+                **{"sliding_window": 8, "use_double_wide_mlp": True},
+                "layer_types": ["sliding_attention", "full_attention"] * 3,
+            },
+            metadata=gemma3n,
+            converts=gemma4_parts,
+            text=True,
+        ),
+    ),
+    "gemma4-moe": (
+        "gemma4",
+        Family(
+            kind="Gemma4",
+            sizes={
+                **{**HEAD, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+                **{"num_kv_shared_layers": 0, "global_head_dim": 32, "sliding_window": 8},
+                **{"num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4},
+                **{"top_k_experts": 2, "moe_intermediate_size": 32},
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            metadata=gemma3n,
+            converts=gemma4_parts,
+            text=True,
+        ),
+    ),
     "internlm2": ("internlm2", Family(kind="Llama", permutes=True)),
     "exaone": ("exaone", Family(kind="Llama")),
 }
 
 
 def tiny(family: Family) -> Any:
-    config = getattr(transformers, f"{family.kind}Config")(**(SIZES | family.sizes))
+    named = f"{family.kind}{'Text' if family.text else ''}Config"
+    config = getattr(transformers, named)(**(SIZES | family.sizes))
+    config.allow_global_per_layer_attribute_access = True
     torch.manual_seed(0)
     model = getattr(transformers, f"{family.kind}ForCausalLM")(config).eval()
     randomize(model)
