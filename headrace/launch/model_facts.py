@@ -32,6 +32,7 @@ from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
 from headrace.base.config.checkpoint_parts import all_weight_files
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
+from headrace.base.config.gguf_encoders import gguf_pooling
 from headrace.base.config.gguf_vision import seeing_config
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
@@ -143,7 +144,12 @@ def _gguf_facts(located: LocatedModel, family: str) -> ModelFacts:
     file, vision = read_gguf(located.path), located.vision
     config = gguf_config(file) if vision is None else seeing_config(located.path, vision)
     facts = describe(located, config, gguf_generation(file), _gguf_stored(file), family=family)
-    facts = msgspec.structs.replace(facts, chat_template=file.text("tokenizer.chat_template"))
+    pooling, how = facts.pooling, gguf_pooling(file)
+    if how is not None and facts.head in ("none", "lm"):
+        pooling = msgspec.structs.replace(pooling, how=how)
+    facts = msgspec.structs.replace(
+        facts, chat_template=file.text("tokenizer.chat_template"), pooling=pooling
+    )
     if vision is None:
         return facts
     seen = _gguf_stored(read_gguf(vision))

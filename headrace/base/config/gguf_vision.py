@@ -375,7 +375,7 @@ PROJECTORS: Final[dict[str, GGUFVision]] = {
         model_type="llava",
         architecture="LlavaForConditionalGeneration",
         tokens={"image_token_index": "[IMG]"},
-        decoders=("llama",),
+        decoders=("llama", "mistral3"),
         vision=_pixtral,
         whole=_with_merger,
     ),

@@ -1,70 +1,34 @@
 """The tokenizer inside a GGUF file, rebuilt as a tokenizer.json document for the `tokenizers`
 library.
 
-Two vocabularies are read: "gpt2" (byte-level BPE with merges) and "llama" (SentencePiece BPE with
-scores). GGUF names a pre-tokenizer instead of storing its pattern; the patterns are those of the
-models' own tokenizer.json. A name that is not in the table is refused: a wrong pattern would split
-text differently and quietly change every answer.
+Five vocabularies are read: "gpt2" (byte-level BPE with merges), "gemma4" (the same of characters),
+"llama" (SentencePiece BPE with scores), "t5" (SentencePiece unigrams) and "bert" (WordPiece). GGUF
+names a pre-tokenizer instead of storing its pattern; the patterns are in gguf_patterns.py. A name
+that is not there is refused: a wrong pattern would split text differently and quietly change every
+answer.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.errors import CheckpointError
+from headrace.front.text.gguf_patterns import ADDS_BOS, NFC, PATTERNS, WHOLE_WORDS
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
 from headrace.front.text.tokenizer_json import JsonTokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of tokenizer.ggml.token_type that matter here (1 normal, 5 unused, 6 byte)."""
 
-_TAIL: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_CASED_TAIL: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_START: Final = r"[^\r\n\p{L}\p{N}]?"
-_THREE_DIGITS: Final = _SHORT + "|" + _START + r"\p{L}+|\p{N}{1,3}" + _TAIL
-_ONE_DIGIT: Final = _SHORT + "|" + _START + r"\p{L}+|\p{N}" + _TAIL
-_CASED: Final = f"{_START}{_UPPER}*{_LOWER}+{_SHORT}?|{_START}{_UPPER}+{_LOWER}*{_SHORT}?" + (
-    r"|\p{N}{1,3}" + _CASED_TAIL
-)
-_TEKKEN: Final = f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _CASED_TAIL
-_DEEPSEEK_3: Final = (
-    r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_SEED: Final = (
-    f"{_SHORT}|{_START}" + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LING: Final = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-    r"|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-
-_LLAMA_3: Final = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
-PATTERNS: Final[dict[str, str | tuple[str, ...] | None]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2", "exaone4"), None),
-    **dict.fromkeys((*_LLAMA_3, "smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), _THREE_DIGITS),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), _ONE_DIGIT),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _CASED),
-    "tekken": _TEKKEN,
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_3),
-    "seed-coder": _SEED,
-    "bailingmoe": _LING,
-    **dict.fromkeys(("starcoder", "refact", "smollm", "command-r", "exaone"), "digits"),
-}
-"""Pattern of each pre-tokenizer, or several, one after another. None: GPT-2's own; "digits":
-GPT-2's own after splitting off every digit."""
-_WHOLE_WORDS: Final = (*_LLAMA_3, "tekken")
-"""Pre-tokenizers whose models take a word that is a token as it is, without its merges."""
-_NFC: Final = ("qwen2", "deepseek-r1-qwen")
-_ADDS_BOS: Final = (*_LLAMA_3, "tekken")
-
+_FRAMED: Final = ("bert", "nomic-bert", "modern-bert")
+"""Architectures that read a text between two tokens of their own."""
 _SPECIAL: Final = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -80,17 +44,20 @@ def gguf_tokenizer(path: str) -> Tokenizer:
     tokens = file.texts("tokenizer.ggml.tokens")
     if not tokens:
         raise CheckpointError(f"{path}: it holds no vocabulary (tokenizer.ggml.tokens)")
-    if kind == "gpt2":
-        document = _byte_level(file, tokens)
-    elif kind == "llama":
-        document = _sentencepiece(file, tokens)
-    else:
-        raise file.wrong("tokenizer.ggml.model", "one of gpt2, llama")
+    if kind not in _VOCABULARIES:
+        raise file.wrong("tokenizer.ggml.model", f"one of {', '.join(sorted(_VOCABULARIES))}")
+    if kind == "bert":
+        tokens = word_pieces(tokens, _types(file, tokens))
+    document = _VOCABULARIES[kind](file, tokens)
     document["added_tokens"] = _added_tokens(file, tokens)
-    return JsonTokenizer(json.dumps(document), _facts(file, tokens, is_bpe=kind == "gpt2"))
+    facts = _facts(file, tokens, kind)
+    if file.text("general.architecture") in _FRAMED:
+        document["post_processor"] = _frame(file, tokens, kind)
+        facts = msgspec.structs.replace(facts, add_bos=None, add_eos=None)
+    return JsonTokenizer(json.dumps(document), facts)
 
 
-def _facts(file: GGUFFile, tokens: list[str], *, is_bpe: bool) -> TokenizerFacts:
+def _facts(file: GGUFFile, tokens: list[str], kind: str) -> TokenizerFacts:
     """Special tokens by role, the chat template, and whether a prompt gets bos and eos (llama.cpp's
     defaults)."""
     special = {
@@ -98,12 +65,12 @@ def _facts(file: GGUFFile, tokens: list[str], *, is_bpe: bool) -> TokenizerFacts
         for role, name in _SPECIAL.items()
         if (number := _token_id(file, name, tokens)) is not None
     }
-    adds_bos = not is_bpe or _pre_tokenizer(file) in _ADDS_BOS
+    adds_bos = kind in ("llama", "gemma4") or (kind == "gpt2" and _pre_tokenizer(file) in ADDS_BOS)
     return TokenizerFacts(
         special_tokens=special,
         chat_template=file.text("tokenizer.chat_template"),
         add_bos=file.flag("tokenizer.ggml.add_bos_token", adds_bos),
-        add_eos=file.flag("tokenizer.ggml.add_eos_token", False),
+        add_eos=file.flag("tokenizer.ggml.add_eos_token", kind == "t5"),
     )
 
 
@@ -151,24 +118,138 @@ def _pre_tokenizer(file: GGUFFile) -> str:
 def _byte_level(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
     name = _pre_tokenizer(file)
     pattern = PATTERNS[name]
-    own = pattern in (None, "digits")
+    own = pattern in (None, "digits", "falcon")
     steps: list[dict[str, Any]] = []
     if pattern == "digits":
         steps.append({"type": "Digits", "individual_digits": True})
+    elif pattern == "falcon":
+        steps.append({"type": "Punctuation", "behavior": "Contiguous"})
     elif pattern is not None:
-        how = {"type": "Split", "behavior": "Isolated", "invert": False}
-        every = (pattern,) if isinstance(pattern, str) else pattern
-        steps += [{**how, "pattern": {"Regex": one}} for one in every]
+        steps += [_split(one) for one in ((pattern,) if isinstance(pattern, str) else pattern)]
     bytes_ = {"add_prefix_space": False, "trim_offsets": True, "use_regex": own}
     steps.append({"type": "ByteLevel", **bytes_})
-    model = _bpe(tokens, _merges(file), unknown=None, ignore_merges=name in _WHOLE_WORDS)
-    normalizer = {"type": "NFC"} if name in _NFC else None
+    if pattern == "falcon":
+        steps.append({"type": "Digits", "individual_digits": False})
+        steps.append(_split("[0-9][0-9][0-9]"))
+    model = _bpe(tokens, _merges(file), unknown=None, ignore_merges=name in WHOLE_WORDS)
+    normalizer = {"type": "NFC"} if name in (*NFC, "qwen35", "modern-bert") else None
     return _document(
         model,
         normalizer,
         {"type": "Sequence", "pretokenizers": steps},
         {"type": "ByteLevel", **bytes_},
     )
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    how = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return {**how, "pattern": {"Regex": pattern}}
+
+
+def _characters(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
+    """Merges over a whole text, in which spaces are ▁."""
+    number = _token_id(file, "unknown", tokens)
+    unknown = None if number is None else tokens[number]
+    model = _bpe(tokens, _merges(file), unknown=unknown, byte_fallback=True, fuse_unk=True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    steps = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return _document(model, spaces, None, {"type": "Sequence", "decoders": steps})
+
+
+def word_pieces(tokens: list[str], kinds: list[int]) -> list[str]:
+    """As BERT's vocabulary has them: files mark what begins a word, by ▁, and BERT what does not,
+    by ##."""
+    return [
+        token if kind == CONTROL else token[1:] if token.startswith("▁") else f"##{token}"
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+
+
+def _wordpiece(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
+    """A vocabulary without capitals is of lower-cased text."""
+    kinds = _types(file, tokens)
+    cased = any(
+        token != token.lower()
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind not in (CONTROL, UNKNOWN) and not token.startswith("[")
+    )
+    number = _token_id(file, "unknown", tokens)
+    unknown = "[UNK]" if number is None else tokens[number]
+    model = {
+        "type": "WordPiece",
+        "unk_token": unknown,
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+        "vocab": _numbered(tokens),
+    }
+    normalizer = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
+    return _document(
+        model,
+        {**normalizer, "strip_accents": None, "lowercase": not cased},
+        {"type": "BertPreTokenizer"},
+        {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    )
+
+
+def _unigrams(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
+    key = "tokenizer.ggml.scores"
+    scores = _as_long(file, key, list(file.numbers(key) or []), len(tokens))
+    number = _token_id(file, "unknown", tokens)
+    if number is None:
+        number = next((i for i, one in enumerate(_types(file, tokens)) if one == UNKNOWN), None)
+    pairs = [[token, score] for token, score in zip(tokens, scores, strict=True)]
+    model = {"type": "Unigram", "unk_id": number, "vocab": pairs, "byte_fallback": False}
+    begins = file.flag("tokenizer.ggml.add_space_prefix", True)
+    spaces = {
+        **{"type": "Metaspace", "replacement": "▁", "split": True},
+        "prepend_scheme": "always" if begins else "never",
+    }
+    charsmap = file.numbers("tokenizer.ggml.precompiled_charsmap")
+    normalizer = None
+    if charsmap is not None:
+        packed = base64.b64encode(charsmap.tobytes()).decode()
+        normalizer = {"type": "Precompiled", "precompiled_charsmap": packed}
+    steps = [spaces]
+    if file.flag("tokenizer.ggml.remove_extra_whitespaces", False):
+        steps.insert(0, {"type": "WhitespaceSplit"})
+    return _document(model, normalizer, {"type": "Sequence", "pretokenizers": steps}, spaces)
+
+
+def _frame(file: GGUFFile, tokens: list[str], kind: str) -> dict[str, Any]:
+    """What encoders put around texts, and between the two of a pair: RoBERTa's kind two ends, and
+    no types."""
+    ids = [_named(file, tokens, ("cls", "bos"), 101), _named(file, tokens, _ENDS, 102)]
+    first, last = ({"SpecialToken": {"id": tokens[number], "type_id": 0}} for number in ids)
+    twice = kind == "t5" or (kind == "gpt2" and _pre_tokenizer(file) == "roberta-bpe")
+    other = 0 if twice else 1
+    end = {"SpecialToken": {"id": tokens[ids[1]], "type_id": other}}
+    one = [first, {"Sequence": {"id": "A", "type_id": 0}}, last]
+    two = [*([last] if twice else []), {"Sequence": {"id": "B", "type_id": other}}, end]
+    named = {tokens[number]: number for number in ids}
+    return {
+        "type": "TemplateProcessing",
+        "single": one,
+        "pair": one + two,
+        "special_tokens": {
+            token: {"id": token, "ids": [number], "tokens": [token]}
+            for token, number in named.items()
+        },
+    }
+
+
+_ENDS: Final = ("seperator", "separator", "eos")
+
+
+def _named(file: GGUFFile, tokens: list[str], names: tuple[str, ...], default: int) -> int:
+    """The id of the first of these roles that the file states."""
+    found = (_token_id(file, name, tokens) for name in names)
+    number = next((one for one in found if one is not None), default)
+    if number >= len(tokens):
+        raise CheckpointError(
+            f"{file.paths[0]}: tokenizer.ggml.{names[0]}_token_id is missing; it must be an id"
+        )
+    return number
 
 
 def _merges(file: GGUFFile) -> list[list[str]]:
@@ -225,14 +306,18 @@ def merges_of_scores(tokens: list[str], scores: list[float]) -> list[list[str]]:
 def _bpe(
     tokens: list[str], merges: list[list[str]], *, unknown: str | None, **options: bool
 ) -> dict[str, Any]:
-    vocabulary = {token: number for number, token in reversed(list(enumerate(tokens)))}
     return {
         "type": "BPE",
         "unk_token": unknown,
-        "vocab": vocabulary,
+        "vocab": _numbered(tokens),
         "merges": merges,
         **{"byte_fallback": False, "fuse_unk": False, "ignore_merges": False, **options},
     }
+
+
+def _numbered(tokens: list[str]) -> dict[str, int]:
+    """By token its first id."""
+    return {token: number for number, token in reversed(list(enumerate(tokens)))}
 
 
 def _document(model: Any, normalizer: Any, pre_tokenizer: Any, decoder: Any) -> dict[str, Any]:
@@ -247,3 +332,13 @@ def _document(model: Any, normalizer: Any, pre_tokenizer: Any, decoder: Any) -> 
         "decoder": decoder,
         "model": model,
     }
+
+
+_VOCABULARIES: Final[Mapping[str, Callable[[GGUFFile, list[str]], dict[str, Any]]]] = {
+    "gpt2": _byte_level,
+    "gemma4": _characters,
+    "llama": _sentencepiece,
+    "t5": _unigrams,
+    "bert": _wordpiece,
+}
+"""By tokenizer.ggml.model."""

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headrace.base.errors import CheckpointError
-from headrace.front.text.gguf_tokenizer import _NFC, _WHOLE_WORDS, PATTERNS, gguf_tokenizer
+from headrace.front.text.gguf_patterns import NFC, PATTERNS, WHOLE_WORDS
+from headrace.front.text.gguf_tokenizer import gguf_tokenizer
 
 TEXTS = [
     "",
@@ -39,14 +41,19 @@ def write(path: Path, fill: Callable[[gguf.GGUFWriter], None]) -> str:
     return str(path)
 
 
+OWN = (None, "digits", "falcon")
+
+
 def byte_level(pattern: str | tuple[str, ...] | None) -> tokenizers.Tokenizer:
     """A byte-level BPE trained with the pattern, with a control token and a user-defined one at the end."""
     made = tokenizers.Tokenizer(models.BPE())
-    steps: list[Any] = [
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern in (None, "digits"))
-    ]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern in OWN)]
     if pattern == "digits":
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    elif pattern == "falcon":
+        steps.insert(0, pre_tokenizers.Punctuation("contiguous"))
+        steps.append(pre_tokenizers.Digits(individual_digits=False))
+        steps.append(pre_tokenizers.Split(tokenizers.Regex("[0-9]{3}"), "isolated"))
     elif pattern is not None:
         every = (pattern,) if isinstance(pattern, str) else pattern
         steps[:0] = [pre_tokenizers.Split(tokenizers.Regex(one), "isolated") for one in every]
@@ -83,7 +90,7 @@ def write_byte_level(path: Path, made: tokenizers.Tokenizer, pre: str, **flags: 
     return write(path, fill)
 
 
-DISTINCT = {(PATTERNS[name], name in _NFC, name in _WHOLE_WORDS): name for name in sorted(PATTERNS)}
+DISTINCT = {(PATTERNS[name], name in NFC, name in WHOLE_WORDS): name for name in sorted(PATTERNS)}
 
 
 @pytest.mark.parametrize("pre", sorted(DISTINCT.values()))
@@ -102,6 +109,39 @@ PIECES = {
     "deepseek-v3": ["123", "45", " ", "中文かな", "abc", " x", "/path", " ++\n", "'s", "  ", " y"],
     "seed-coder": [*DIGITS, " 中文かなabc", " x", "/path", " ++", "\n", "'s", "  ", " y"],
     "bailingmoe": [*DIGITS, " 中文かなabc", " x", "/path", " ++\n", "'s", "  ", " y"],
+    "qwen35": [*DIGITS, " 中文かなabc", " x", "/path", " ++\n", "'s", "  ", " y"],
+    "kimi-k2": ["123", "45", " ", "中文", "かなabc", " x", "/path", " ++\n", "'s", "  ", " y"],
+    "deepseek-llm": [
+        *DIGITS,
+        " ",
+        "中文かな",
+        "abc",
+        " x",
+        "/",
+        "path",
+        " ++",
+        "\n",
+        "'",
+        "s",
+        "  ",
+        " y",
+    ],
+    "exaone-moe": [*DIGITS, " 中文かなabc x", "/path", " ++\n", "'s", "  ", " y"],
+    "falcon": [
+        "123",
+        "45",
+        " 中文かなabc",
+        " x",
+        "/",
+        "path",
+        " ",
+        "++",
+        "\n",
+        "'",
+        "s",
+        "  ",
+        " y",
+    ],
 }
 """Of one text, split by hand as the models' own patterns say."""
 
@@ -190,19 +230,116 @@ def test_without_the_space_prefix_text_starts_as_it_is(tmp_path: Path) -> None:
     assert ids != made.encode("number") and found.decode(ids) == "number"
 
 
+def with_architecture(writer: gguf.GGUFWriter, name: str) -> None:
+    writer.kv_data[0]["general.architecture"].value = name
+
+
+def test_word_pieces_are_those_of_bert(tmp_path: Path) -> None:
+    """Files mark the beginnings of words, BERT what continues them; pairs have types."""
+    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    made.train_from_iterator(CORPUS, trainer)
+    made.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokens = sorted(made.get_vocab(), key=made.get_vocab().get)
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        with_architecture(writer, "bert")
+        writer.add_tokenizer_model("bert")
+        phantom = [one[2:] if one.startswith("##") else f"▁{one}" for one in tokens]
+        writer.add_token_list(special + phantom[len(special) :])
+        writer.add_token_types([3] * len(special) + [1] * (len(tokens) - len(special)))
+        writer.add_uint32("tokenizer.ggml.cls_token_id", 2)
+        writer.add_sep_token_id(3)
+        writer.add_unk_token_id(1)
+
+    found = gguf_tokenizer(write(tmp_path / "m.gguf", fill))
+    for text in [*TEXTS, "unseen: ψ ☃", "a [MASK] b"]:
+        assert found.encode(text) == made.encode(text).ids, text
+    pair = made.encode("number one", "the word")
+    assert found.encode_pair("number one", "the word") == (pair.ids, pair.type_ids.index(1))
+
+
+@pytest.mark.parametrize("architecture", ["t5", "bert"])
+def test_unigrams_are_those_of_the_original(architecture: str, tmp_path: Path) -> None:
+    """T5's texts have an end, those of encoders (XLM-RoBERTa) a beginning too."""
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text.replace("\n", " ") for text in CORPUS if text),
+        model_writer=written,
+        model_type="unigram",
+        vocab_size=120,
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+    made = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    proto = sentencepiece_model_pb2.ModelProto.FromString(written.getvalue())
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        with_architecture(writer, architecture)
+        ids = range(made.get_piece_size())
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list([made.id_to_piece(number) for number in ids])
+        writer.add_token_scores([made.get_score(number) for number in ids])
+        writer.add_token_types([2 if n == made.unk_id() else 3 if n < 3 else 1 for n in ids])
+        writer.add_remove_extra_whitespaces(True)
+        writer.add_precompiled_charsmap(proto.normalizer_spec.precompiled_charsmap)
+        writer.add_bos_token_id(made.bos_id())
+        writer.add_eos_token_id(made.eos_id())
+
+    found = gguf_tokenizer(write(tmp_path / "m.gguf", fill))
+    begin = [made.bos_id()] if architecture == "bert" else []
+    for text in [*TEXTS[1:], "ﬁne ① full－width"]:
+        assert found.encode(text) == [*begin, *made.encode(text), made.eos_id()], text
+    if begin:
+        first, second = made.encode("number"), made.encode("word")
+        ends = [made.eos_id()]
+        joined = [*begin, *first, *ends, *ends, *second, *ends]
+        assert found.encode_pair("number", "word") == (joined, 0)
+
+
+def test_merges_of_characters_run_over_the_whole_text(tmp_path: Path) -> None:
+    """As Gemma 4's files have them."""
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(steps)
+    first = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=first, show_progress=False)
+    made.train_from_iterator(CORPUS, trainer)
+    tokens = sorted(made.get_vocab(), key=made.get_vocab().get)
+    document = json.loads(made.to_str())
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3, 3, 3, 2, *[6] * 256, *[1] * (len(tokens) - 260)])
+        writer.add_token_merges([" ".join(one) for one in document["model"]["merges"]])
+        writer.add_bos_token_id(2)
+        writer.add_unk_token_id(3)
+
+    found = gguf_tokenizer(write(tmp_path / "m.gguf", fill))
+    for text in [*TEXTS, "unseen: ψ ☃"]:
+        ids = found.encode(text)
+        assert ids == [2, *made.encode(text).ids], text
+        assert found.decode(ids) == text
+
+
 def test_a_pre_tokenizer_we_do_not_know_is_refused_with_the_list(tmp_path: Path) -> None:
-    path = write_byte_level(tmp_path / "m.gguf", byte_level(None), "bloom")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre is 'bloom'.*qwen2"):
+    path = write_byte_level(tmp_path / "m.gguf", byte_level(None), "superbpe")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre is 'superbpe'.*qwen2"):
         gguf_tokenizer(path)
 
 
 def test_other_kinds_of_vocabulary_and_none_are_refused(tmp_path: Path) -> None:
-    def unigram(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("t5")
+    def other(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("rwkv")
         writer.add_token_list(["a"])
 
-    with pytest.raises(CheckpointError, match="one of gpt2, llama"):
-        gguf_tokenizer(write(tmp_path / "a.gguf", unigram))
+    with pytest.raises(CheckpointError, match="one of bert, gemma4, gpt2, llama, t5"):
+        gguf_tokenizer(write(tmp_path / "a.gguf", other))
     with pytest.raises(CheckpointError, match="holds no vocabulary"):
         gguf_tokenizer(write(tmp_path / "b.gguf", lambda writer: None))
 

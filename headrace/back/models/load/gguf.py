@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
-from headrace.back.models.load.gguf_dialects import DIALECTS, Dialect, Joined
+from headrace.back.models.load.gguf_dialects import Dialect, Joined, dialect_of
 from headrace.back.models.load.gguf_heads import Rows
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
@@ -42,11 +42,11 @@ class GGUFSource:
         file = read_gguf(path)
         config = gguf_config(file)
         self._heads = (config.get("num_attention_heads", 0), config.get("num_key_value_heads", 0))
-        self._dialect = DIALECTS[str(file.text("general.architecture"))]
+        self._dialect = dialect_of(str(file.text("general.architecture")), file.tensors)
         order = self._dialect.order
         self._order: Rows | None = None if order is None else order(config)
         _refuse_types(file)
-        self._tensors = _renamed(file, self._dialect, config["num_hidden_layers"])
+        self._tensors = _renamed(file, self._dialect, config.get("num_hidden_layers", 0))
         places = {part: number for number, part in enumerate(file.paths)}
         self.entries: dict[str, CheckpointTensor] = {
             name: CheckpointTensor(

@@ -18,6 +18,8 @@ import transformers
 from headrace.back.models.load.gguf_dialects import DIALECTS
 from headrace.base.config.gguf_config import ARCHITECTURES
 from headrace.base.errors import CheckpointError
+from headrace.launch.locate import LocatedModel
+from headrace.launch.model_facts import read_model_facts
 from tests.back.models.load.checkpoints import SIZES, _arch, _finish, _separated
 from tests.back.models.load.test_gguf_blocks import gguf_spec
 from tests.back.models.load.test_gguf_mixtures import ROWS, load, logits
@@ -550,7 +552,12 @@ FAMILIES: dict[str, tuple[str, Family]] = {
         Family(
             kind="Llama4",
             sizes={
-                **{**HEAD, "intermediate_size_mlp": 80, "num_local_experts": 4, "rms_norm_eps": 1e-5},
+                **{
+                    **HEAD,
+                    "intermediate_size_mlp": 80,
+                    "num_local_experts": 4,
+                    "rms_norm_eps": 1e-5,
+                },
                 **{"interleave_moe_layer_step": 2, "num_hidden_layers": 4},
             },
             metadata=llama4,
@@ -696,7 +703,10 @@ ALIKE = (
 def test_files_answer_as_the_model_they_are_of(case: str, tmp_path: Path) -> None:
     architecture, family = FAMILIES[case]
     oracle = tiny(family)
-    model, _ = load(gguf_spec(write(tmp_path / "m.gguf", architecture, family, oracle)))
+    path = write(tmp_path / "m.gguf", architecture, family, oracle)
+    facts = read_model_facts(LocatedModel(path=path, name="m", format="gguf"))
+    assert facts.num_layers == oracle.config.num_hidden_layers and facts.logits_width == 96
+    model, _ = load(gguf_spec(path))
     for mine, theirs in zip(logits(model), oracle_logits(oracle, ROWS), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-4)
 

@@ -17,6 +17,8 @@ import transformers
 from headrace.base.config.gguf import read_gguf
 from headrace.base.config.gguf_config import gguf_config
 from headrace.base.errors import CheckpointError
+from headrace.launch.locate import LocatedModel
+from headrace.launch.model_facts import read_model_facts
 from tests.back.models.load.checkpoints import SIZES, _arch, _finish, _separated
 from tests.back.models.load.test_gguf_blocks import gguf_spec, library, run
 from tests.back.models.load.test_gguf_mixtures import ROWS, load, logits
@@ -89,7 +91,9 @@ def attending(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon)
+    writer.add_layer_norm_rms_eps(
+        getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+    )
 
 
 def jamba(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -335,7 +339,10 @@ ALIKE = ("falcon-mamba", "nemotron-h")
 def test_files_answer_as_the_model_they_are_of(case: str, tmp_path: Path) -> None:
     architecture, family = FAMILIES[case]
     oracle = tiny(family)
-    model, _ = load(gguf_spec(write(tmp_path / "m.gguf", architecture, family, oracle)))
+    path = write(tmp_path / "m.gguf", architecture, family, oracle)
+    facts = read_model_facts(LocatedModel(path=path, name="m", format="gguf"))
+    assert facts.num_layers == oracle.config.num_hidden_layers and facts.logits_width == 96
+    model, _ = load(gguf_spec(path))
     for mine, theirs in zip(logits(model), oracle_logits(oracle, ROWS), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-4)
 
