@@ -40,7 +40,7 @@ _SPECIAL: Final = {
 def gguf_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a GGUF file; one that is absent or of another kind is refused by name."""
     file = read_gguf(Path(path))
-    kind = file.text("tokenizer.ggml.model")
+    kind = file.text("tokenizer.ggml.model") or ""
     tokens = file.texts("tokenizer.ggml.tokens")
     if not tokens:
         raise CheckpointError(f"{path}: it holds no vocabulary (tokenizer.ggml.tokens)")
