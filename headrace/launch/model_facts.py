@@ -32,7 +32,6 @@ from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
 from headrace.base.config.checkpoint_parts import all_weight_files
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
-from headrace.base.config.gguf_encoders import gguf_pooling
 from headrace.base.config.gguf_vision import seeing_config
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
@@ -56,7 +55,7 @@ from headrace.launch.generation_defaults import eos_ids_of
 from headrace.launch.late_vision import read_late_vision
 from headrace.launch.layer_windows import layer_windows
 from headrace.launch.locate import LocatedModel
-from headrace.launch.pooling_facts import labels_of, read_pooling
+from headrace.launch.pooling_facts import as_filed, labels_of, read_pooling
 from headrace.launch.pooling_modules import Modules, read_modules
 from headrace.launch.two_towers import read_two_towers
 
@@ -144,12 +143,8 @@ def _gguf_facts(located: LocatedModel, family: str) -> ModelFacts:
     file, vision = read_gguf(located.path), located.vision
     config = gguf_config(file) if vision is None else seeing_config(located.path, vision)
     facts = describe(located, config, gguf_generation(file), _gguf_stored(file), family=family)
-    pooling, how = facts.pooling, gguf_pooling(file)
-    if how is not None and facts.head in ("none", "lm"):
-        pooling = msgspec.structs.replace(pooling, how=how)
-    facts = msgspec.structs.replace(
-        facts, chat_template=file.text("tokenizer.chat_template"), pooling=pooling
-    )
+    template, pooling = file.text("tokenizer.chat_template"), as_filed(facts.pooling, file)
+    facts = msgspec.structs.replace(facts, chat_template=template, pooling=pooling)
     if vision is None:
         return facts
     seen = _gguf_stored(read_gguf(vision))

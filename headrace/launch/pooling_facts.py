@@ -3,6 +3,10 @@ problem type of a classifier's config.json."""
 
 from __future__ import annotations
 
+import msgspec
+
+from headrace.base.config.gguf import GGUFFile
+from headrace.base.config.gguf_encoders import gguf_pooling
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import PoolingSpec
 from headrace.launch.pooling_modules import Modules
@@ -53,6 +57,14 @@ def read_pooling(
         padded=stated.padded,
         judge=None if encodes or head in ("sequence", "token") else _judge(whole),
     )
+
+
+def as_filed(pooling: PoolingSpec, file: GGUFFile) -> PoolingSpec:
+    """As a GGUF file says that its model pools."""
+    how = gguf_pooling(file)
+    if how is None or pooling.head not in ("none", "lm"):
+        return pooling
+    return msgspec.structs.replace(pooling, how=how)
 
 
 def _judged(config: ConfigReader) -> str:
