@@ -3,7 +3,7 @@ library.
 
 Five vocabularies are read: "gpt2" (byte-level BPE with merges), "gemma4" (the same of characters),
 "llama" (SentencePiece BPE with scores), "t5" (SentencePiece unigrams) and "bert" (WordPiece). GGUF
-names a pre-tokenizer instead of storing its pattern; the patterns are in gguf_patterns.py. A name
+names a pre-tokenizer instead of storing its pattern; the patterns are in gguf_tokenizer_patterns.py. A name
 that is not there is refused: a wrong pattern would split text differently and quietly change every
 answer.
 """
@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.errors import CheckpointError
-from headrace.front.text.gguf_patterns import ADDS_BOS, NFC, PATTERNS, WHOLE_WORDS
+from headrace.front.text.gguf_tokenizer_patterns import ADDS_BOS, NFC, PATTERNS, WHOLE_WORDS
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
 from headrace.front.text.tokenizer_json import JsonTokenizer
 
@@ -243,8 +243,8 @@ _ENDS: Final = ("seperator", "separator", "eos")
 
 def _named(file: GGUFFile, tokens: list[str], names: tuple[str, ...], default: int) -> int:
     """The id of the first of these roles that the file states."""
-    found = (_token_id(file, name, tokens) for name in names)
-    number = next((one for one in found if one is not None), default)
+    stated = (_token_id(file, name, tokens) for name in names)
+    number = next((one for one in stated if one is not None), default)
     if number >= len(tokens):
         raise CheckpointError(
             f"{file.paths[0]}: tokenizer.ggml.{names[0]}_token_id is missing; it must be an id"

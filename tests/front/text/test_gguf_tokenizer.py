@@ -17,8 +17,8 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headrace.base.errors import CheckpointError
-from headrace.front.text.gguf_patterns import NFC, PATTERNS, WHOLE_WORDS
 from headrace.front.text.gguf_tokenizer import gguf_tokenizer
+from headrace.front.text.gguf_tokenizer_patterns import NFC, PATTERNS, WHOLE_WORDS
 
 TEXTS = [
     "",
