@@ -19,7 +19,7 @@ import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
 from headrace.back.models.load.gguf_dialects import Dialect, Joined, dialect_of
-from headrace.back.models.load.gguf_heads import Rows
+from headrace.back.models.load.gguf_heads import RowOrder
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
@@ -44,7 +44,7 @@ class GGUFSource:
         self._heads = (config.get("num_attention_heads", 0), config.get("num_key_value_heads", 0))
         self._dialect = dialect_of(str(file.text("general.architecture")), file.tensors)
         order = self._dialect.order
-        self._order: Rows | None = None if order is None else order(config)
+        self._order: RowOrder | None = None if order is None else order(config)
         _refuse_types(file)
         self._tensors = _renamed(file, self._dialect, config.get("num_hidden_layers", 0))
         places = {part: number for number, part in enumerate(file.paths)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.back.models.load import gguf_names as names
-from headrace.back.models.load.gguf_heads import Rows, ValueHeads
+from headrace.back.models.load.gguf_heads import RowOrder, ValueHeads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Dialect:
     blocks: Mapping[str, str]
     interleaved: bool = False
     norm_plus_one: bool = False
-    order: Callable[[Mapping[str, Any]], Rows] | None = None
+    order: Callable[[Mapping[str, Any]], RowOrder] | None = None
     layers: str = "model.layers"
     top: Mapping[str, str] = field(default_factory=lambda: names.TOP)
     further: tuple[tuple[str, str, Mapping[str, str]], ...] = ()

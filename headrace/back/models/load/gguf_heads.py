@@ -23,7 +23,7 @@ _BEHIND_KEYS = ("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight")
 _COLUMNS = "linear_attn.out_proj.weight"
 
 
-class Rows(Protocol):
+class RowOrder(Protocol):
     """Where the rows and columns of a checkpoint's tensors lie in the file."""
 
     def rows(self, name: str) -> np.ndarray | None:
@@ -46,7 +46,7 @@ class ValueHeads:
         self._before = 2 * self._keys * int(config["linear_key_head_dim"])
 
     def rows(self, name: str) -> np.ndarray | None:
-        """See Rows."""
+        """See RowOrder."""
         if name.endswith(_BEHIND_KEYS):
             first = np.arange(self._before)
             return np.concatenate((first, self._before + self._places(self._size)))
@@ -56,7 +56,7 @@ class ValueHeads:
         return None
 
     def columns(self, name: str) -> np.ndarray | None:
-        """See Rows."""
+        """See RowOrder."""
         return self._places(self._size) if name.endswith(_COLUMNS) else None
 
     def _places(self, size: int) -> np.ndarray:
@@ -77,9 +77,9 @@ class GroupedHeads:
         self._rows = np.concatenate((queries, others[0], others[1]), axis=1).reshape(-1)
 
     def rows(self, name: str) -> np.ndarray | None:
-        """See Rows."""
+        """See RowOrder."""
         return self._rows if name.rpartition(".")[0].endswith("query_key_value") else None
 
     def columns(self, name: str) -> np.ndarray | None:
-        """See Rows."""
+        """See RowOrder."""
         return None
