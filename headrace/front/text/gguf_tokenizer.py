@@ -3,7 +3,7 @@ library.
 
 Five vocabularies are read: "gpt2" (byte-level BPE with merges), "gemma4" (the same of characters),
 "llama" (SentencePiece BPE with scores), "t5" (SentencePiece unigrams) and "bert" (WordPiece). GGUF
-names a pre-tokenizer instead of storing its pattern; the patterns are in gguf_tokenizer_patterns.py. A name
+names a pre-tokenizer instead of storing its pattern; gguf_tokenizer_patterns.py has them. A name
 that is not there is refused: a wrong pattern would split text differently and quietly change every
 answer.
 """

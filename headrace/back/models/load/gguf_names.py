@@ -1,5 +1,5 @@
-"""What GGUF files and checkpoints call the tensors of a block, and those outside of blocks: names by
-names. A name that ends with a dot has no ending of its own.
+"""What GGUF files and checkpoints call the tensors of a block, and those outside of blocks: the
+latter's names by the former's. A name that ends with a dot has no ending of its own.
 
 Source: gguf.tensor_mapping of the `gguf` library.
 """
