@@ -139,7 +139,7 @@ plots: $(RUN)
 	@$(BIN)/python -m benchmarks.plots
 
 # Takes the pictures of docs/WEBUI.md with the Chromium on the path.
-screenshots: $(DEV) $(HERE)
+screenshots: $(DEV) native-here
 	@$(BIN)/python -m benchmarks.screenshots
 
 # The messages and services of gRPC, from their .proto files.

@@ -24,7 +24,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from headrace.base import env
-from headrace.base.telemetry.vllm_names import ABSENT, FIGURES, SERIES
+from headrace.base.telemetry.vllm_names import ABSENT, FIGURES, SERIES, escaped
 
 OTHER = "other"
 disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
@@ -347,23 +347,25 @@ class Metrics:
 
 def _engine_text(engines: list[Mapping[str, object]]) -> bytes:
     """Figures of the cores as gauges `headrace_engine_NAME{engine="i"}`, in a server of several
-    models `{engine="MODEL"}`; only numbers with identifier names count."""
-    names = sorted(
-        {name for engine in engines for name, value in engine.items() if _is_figure(name, value)}
-    )
+    models `{engine="MODEL"}`; only numbers with identifier names count, and why requests wait."""
+    names = {name for one in engines for name, value in one.items() if _numbers(name, value)}
     lines: list[str] = []
-    for name in names:
+    for name in sorted(names):
         lines.append(f"# TYPE headrace_engine_{name} gauge")
         for index, engine in enumerate(engines):
-            value = engine.get(name)
-            if isinstance(value, int | float):
-                label = engine.get("model", index)
-                lines.append(f'headrace_engine_{name}{{engine="{label}"}} {float(value)}')
+            label = f'engine="{engine.get("model", index)}"'
+            for more, number in _numbers(name, engine.get(name)):
+                lines.append(f"headrace_engine_{name}{{{label}{more}}} {float(number)}")
     return ("\n".join(lines) + "\n").encode() if lines else b""
 
 
-def _is_figure(name: str, value: object) -> bool:
-    return isinstance(value, int | float) and name.isidentifier() and name.isascii()
+def _numbers(name: str, value: object) -> list[tuple[str, float]]:
+    """With what each has for labels."""
+    if name == "waiting_by_reason" and isinstance(value, Mapping):
+        return [(f',reason="{escaped(str(reason))}"', n) for reason, n in value.items()]
+    if isinstance(value, int | float) and name.isidentifier() and name.isascii():
+        return [("", float(value))]
+    return []
 
 
 def metrics_page() -> str:
@@ -383,7 +385,7 @@ def metrics_page() -> str:
     held = (
         "| `vllm:kv_cache_usage_perc` | headrace_engine_held_blocks / headrace_engine_total_blocks |\n"
         "| `vllm:cache_config_info` | tokens in a block and blocks in all, as labels |\n"
-        "| `vllm:num_requests_waiting_by_reason` | what `/v1/admin/queue` tells |\n"
+        "| `vllm:num_requests_waiting_by_reason` | headrace_engine_waiting_by_reason |\n"
         "| `vllm:iteration_tokens_total` | steps of the engine cores by their tokens |\n"
         "| `http_requests_total` | headrace_http_requests, by class of status (2xx, 4xx ...) |"
     )

@@ -76,7 +76,7 @@ _TYPE = re.compile(r"^# TYPE (headrace_\w+?)(_total)? (\w+)$")
 
 def vllm_text(ours: str, engines: Sequence[Mapping[str, object]], model: str) -> str:
     """The lines to add to the exposition `ours`."""
-    label = f'model_name="{_escaped(model)}"'
+    label = f'model_name="{escaped(model)}"'
     # What the front counts belongs to no core; where there is one only, it is that one's.
     front = f'engine="{0 if len(engines) == 1 else "all"}",{label}'
     lines = [renamed for line in ours.splitlines() for renamed in _renamed(line, front)]
@@ -104,7 +104,7 @@ def _of_several(name: str, engine: Mapping[str, object], label: str) -> list[str
     waiting = engine.get("waiting_by_reason")
     if name == "vllm:num_requests_waiting_by_reason":
         counts = waiting.items() if isinstance(waiting, Mapping) else ()
-        return [f'{name}{{{label},reason="{_escaped(str(k))}"}} {float(n)}' for k, n in counts]
+        return [f'{name}{{{label},reason="{escaped(str(k))}"}} {float(n)}' for k, n in counts]
     if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
         accepted = engine.get("accepted_draft_tokens_by_position")
         places = accepted if isinstance(accepted, list) else []
@@ -160,5 +160,5 @@ def _renamed(line: str, label: str) -> list[str]:
     return [f"{name}{suffix or ''}{{{both}}} {value}" for name in SERIES.get(ours, ())]
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

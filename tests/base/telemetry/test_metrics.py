@@ -43,6 +43,14 @@ def test_figures_of_the_cores_are_labelled_by_engine_and_only_numbers_count() ->
     assert "mode" not in text and "bad-name" not in text
 
 
+def test_a_series_tells_why_requests_wait() -> None:
+    waiting = {"waiting_by_reason": {"rows": 2, 'adapter "x"': 1}, "waiting_by_tenant": {"ab": 3}}
+    text = Metrics().exposition([{}, waiting]).decode()
+    assert 'headrace_engine_waiting_by_reason{engine="1",reason="rows"} 2.0' in text
+    assert r'reason="adapter \"x\""} 1.0' in text
+    assert "by_tenant" not in text
+
+
 def test_a_histogram_is_not_added_to() -> None:
     with pytest.raises(AssertionError, match="histogram"):
         Metrics().add("headrace_request_prompt_tokens")
