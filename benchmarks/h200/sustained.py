@@ -1,4 +1,6 @@
-"""The library's products under load, beside the clock and the power they leave: `python -m benchmarks.h200.sustained`.
+"""The library's products under load, beside the clock and the power they leave:
+
+    python -m benchmarks.h200.sustained [--out benchmarks/h200/results/sustained.json]
 
 A chain over the weights of six 8B layers is replayed for a third of a second: the first replay finds a cool device, the
 median one the clock that the board's power allows.
@@ -6,8 +8,11 @@ median one the clock that the board's power allows.
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +32,10 @@ def _product(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, *, add: boo
 
 
 def main() -> None:
-    clocks = Clocks()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="also every sample of clock and power, as JSON")
+    out = parser.parse_args().out
+    clocks, rows = Clocks(), []
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     for tokens in (128, 256, 2048, 8192):
         for name, shape in MODELS["8B"].items():
@@ -39,18 +47,23 @@ def main() -> None:
             graph = graph_of([partial(_product, x, y, w, add=shape.add) for w in weights])
             row: dict[str, Any] = {}
             graph.replay()
-            with clocks.sampled(row):
+            with clocks.sampled(row, trace=out is not None):
                 times, begin = [], time.perf_counter()
                 while time.perf_counter() - begin < SECONDS:
                     times.append(replay_us(graph, replays=1) / LAYERS)
             us, work = sorted(times)[len(times) // 2], 2 * tokens * size[0] * size[1]
             moved = 2 * (size[0] * size[1] + tokens * sum(size))
             floor = 1e6 * max(work / FLOPS, moved / BYTES_PER_S)
+            trace = row.pop("trace", None)
+            rows.append({"gemm": name, "tokens": tokens, "us": us, **row, "mhz_watts": trace})
             print(
                 f"{name} {tokens}: first {times[0]:.1f}, median {us:.1f} us, floor {floor:.1f}, "
                 f"{work / us / 1e6:.0f} TFLOP/s, {row}",
                 flush=True,
             )
+    if out is not None:
+        report = {"device": torch.cuda.get_device_name(), "rows": rows}
+        out.write_text(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ class Clocks:
         self._nvml, self._device = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
 
     @contextmanager
-    def sampled(self, into: dict[str, Any]) -> Iterator[None]:
-        """Adds medians of the block to `into`."""
+    def sampled(self, into: dict[str, Any], *, trace: bool = False) -> Iterator[None]:
+        """Adds medians of the block to `into`; with `trace` also [MHz, W] every 10 ms."""
         nvml, done, seen = self._nvml, threading.Event(), []
 
         def sample() -> None:
@@ -65,6 +65,8 @@ class Clocks:
             into["mhz"] = float(np.median([one[0] for one in seen]))
             into["watts"] = float(np.median([one[1] for one in seen]))
             into["reasons"] = hex(max({one[2] for one in seen}))
+            if trace:
+                into["trace"] = [[mhz, round(watts)] for mhz, watts, _ in seen]
 
 
 def exclusive(events: list[tuple[int, int, str]]) -> dict[str, Any]:
