@@ -22,19 +22,25 @@ if find_spec("triton") is not None:
 THOROUGH = {
     "test_attention_plans": ("few_queries_go_the_way_of_prompts", "tiles_that_do_not_compile_are_replaced"),
     "test_cascade": ("nan_behind_a_shared_prefix",),
-    "test_experts_quantized": ("of_e4m3_numbers[208", "tiles_of_4_bit_numbers[208", "tiles_of_4_bit_numbers[256"),
+    "test_experts_quantized": (
+        *("of_e4m3_numbers[208", "tiles_of_4_bit_numbers[208", "tiles_of_4_bit_numbers[256"),
+        "regimes_of_e4m3_numbers[128-256-more1-None",
+    ),
     "test_fixed": (
         *("the_same_bits_in_any_step[more1", "the_same_bits_in_any_step[more2", "the_same_bits_in_any_step[more3"),
-        *("halves_merge_to_the_whole[True", "the_same_where_parts_are_merged_elsewhere"),
+        *("halves_merge_to_the_whole[True", "halves_merge_to_the_whole[False-dtype1"),
+        "the_same_where_parts_are_merged_elsewhere",
     ),
     "test_kernels": ("the_tiles_of_many_rows[50", "halves_merge_to_the_whole[shape1"),
     "test_latent": ("heads_over_chosen_positions_equal_the_reference[40", "rows_beyond_that_memory"),
-    "test_linear_int4": ("many_tokens_become_int8[more1-32", "many_tokens_become_int8[more0"),
+    "test_linear_int4": (
+        *("many_tokens_become_int8[more1-32", "many_tokens_become_int8[more0", "many_tokens_become_int8[more1-None"),
+    ),
     "test_mixture": ("sorted_in_order_into_tiles_of_one_expert[300", "experts_equal_the_reference[swiglu_step"),
     "test_recurrent": ("the_self_check_accepts_it",),
     "test_sample": (
         *("the_draws_of_one_row_follow_its_distribution", "narrowed_down[few", "narrowed_down[ties"),
-        *("a_sample_that_misleads_costs_time_only[9.0", "a_top_p_of_almost_one"),
+        *("a_sample_that_misleads_costs_time_only[9.0", "a_top_p_of_almost_one", "costs_time_only[-9.0-256"),
     ),
     "test_sampling": ("what_a_step_does_itself_is_as_many_launches", "steps_give_penalised_and_scored_rows"),
     "test_spans": ("heads_of_72_give_the_same_over_and_over",),
