@@ -15,6 +15,7 @@ import tokenizers
 from headrace.base import errors
 from headrace.front.server.http.error_names import ERROR_NAMES, names_of
 from headrace.front.server.http.protocol import HeaderTimeout
+from headrace.front.server.openai.realtime_events import EmptyAudioBuffer, ModelNotChosen
 from headrace.front.server.responses.websocket import TooManyLanes
 from headrace.launch.locate import bundled_model
 from tests.api.clients import openai_client
@@ -53,7 +54,8 @@ def raw(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
 
 def test_every_error_class_has_names_and_every_name_a_class() -> None:
     known = errors._all_errors(errors.HeadraceError)
-    assert {HeaderTimeout.__name__, TooManyLanes.__name__} <= set(ERROR_NAMES) <= set(known)
+    elsewhere = (HeaderTimeout, TooManyLanes, EmptyAudioBuffer, ModelNotChosen)
+    assert {kind.__name__ for kind in elsewhere} <= set(ERROR_NAMES) <= set(known)
     for kind in known.values():
         assert names_of(kind).type and names_of(kind).vllm_type
 
