@@ -46,7 +46,9 @@ class CtcCase:
 
     @property
     def reads_samples(self) -> bool:
-        return not self.model.startswith(("Parakeet", "Lasr", "Granite", "Wav2Vec2Bert"))
+        return not self.model.startswith(
+            ("Parakeet", "Lasr", "Granite", "Nemotron", "Wav2Vec2Bert")
+        )
 
     def extractor(self) -> Any:
         if self.model == "GraniteSpeech5ForCTC":  # its own needs torchaudio
@@ -188,12 +190,23 @@ CASES = {
 TRANSDUCERS = {
     "rnnt": ("ParakeetForRNNT", transformers.ParakeetRNNTConfig, {}),
     "tdt": ("ParakeetForTDT", transformers.ParakeetTDTConfig, {"durations": [0, 1, 2, 3, 4]}),
+    "streaming": ("NemotronAsrStreamingForRNNT", transformers.NemotronAsrStreamingConfig, {}),
+    "streaming-asked": (
+        "Nemotron3_5AsrForRNNT",
+        transformers.Nemotron3_5AsrConfig,
+        {"num_prompts": 8, "prompt_intermediate_size": 24, "default_prompt_id": 5},
+    ),
 }
+
+
+CHUNKS = {"default_num_lookahead_tokens": 2, "sliding_window": 8}
+"""Positions in threes, which see two chunks before theirs."""
 
 
 def transducer(name: str, folder: Path) -> tuple[CtcCase, Any]:
     """A checkpoint of a transducer that says something, and the reference's model."""
     model, config, more = TRANSDUCERS[name]
+    inside = CHUNKS if name.startswith("streaming") else {}
     blank = len(LETTERS)
     case = CtcCase(
         model=model,
@@ -204,7 +217,7 @@ def transducer(name: str, folder: Path) -> tuple[CtcCase, Any]:
             pad_token_id=0,
             decoder_hidden_size=24,
             num_decoder_layers=2,
-            encoder_config={**SIZES, "num_mel_bins": 16, "subsampling_conv_channels": 6},
+            encoder_config={**SIZES, "num_mel_bins": 16, "subsampling_conv_channels": 6, **inside},
             **more,
         ),
     )
@@ -212,6 +225,10 @@ def transducer(name: str, folder: Path) -> tuple[CtcCase, Any]:
     if name == "tdt":  # or the reference says the same token of one frame without end
         oracle.joint.head.bias.data[blank + 1] -= 3.0
         oracle.save_pretrained(folder)
+    if name.startswith(
+        "streaming"
+    ):  # the reference's eager attention takes masks for their opposites
+        oracle.set_attn_implementation("sdpa")
     oracle.generation_config.decoder_start_token_id = blank
     oracle.generation_config.pad_token_id = 0
     return case, oracle

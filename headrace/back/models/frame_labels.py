@@ -29,7 +29,7 @@ from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.conformers import halving_spec, wave_layers
 from headrace.back.models.encoder import Encoder, EncoderSizes, FrameHead
 from headrace.back.models.lasr import lasr_spec
-from headrace.back.models.parakeet import conformer_spec, transducer_spec
+from headrace.back.models.parakeet import conformer_spec, streaming_spec, transducer_spec
 from headrace.base.config.ctc import TRANSDUCERS
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
@@ -37,7 +37,8 @@ from headrace.base.errors import CheckpointError
 
 LASR, GRANITE, BERT = "LasrForCTC", "GraniteSpeech5ForCTC", "Wav2Vec2BertForCTC"
 TURNING = "Wav2Vec2ConformerForCTC"
-CONFORMERS = {"ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT", LASR, GRANITE}
+STREAMING = {"NemotronAsrStreamingForRNNT", "Nemotron3_5AsrForRNNT"}
+CONFORMERS = {"ParakeetForCTC", "ParakeetForRNNT", "ParakeetForTDT", LASR, GRANITE, *STREAMING}
 PREFIXES = {
     "Wav2Vec2ForCTC": "wav2vec2",
     "HubertForCTC": "hubert",
@@ -102,6 +103,8 @@ def _conformer_head(scope: Scope, config: ConfigReader, conformer: Conformer) ->
 def _conformer_spec(encoder: ConfigReader, named: str) -> ConformerSpec:
     if named == LASR:
         return lasr_spec(encoder)
+    if named in STREAMING:
+        return streaming_spec(encoder)
     return halving_spec(encoder) if named == GRANITE else conformer_spec(encoder)
 
 

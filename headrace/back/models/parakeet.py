@@ -3,11 +3,21 @@ modeling_parakeet.py)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.back.kernels.gated_act.op import ACTIVATIONS
 from headrace.back.layers.audio.fast_conformer import FastConformerSpec
-from headrace.back.layers.audio.transducer import DIGIT, TransducerSpec
+from headrace.back.layers.audio.transducer import DIGIT, AskedSpec, TransducerSpec
 from headrace.base.config.ctc import most_symbols
 from headrace.base.config.hf import ConfigReader
+
+
+def streaming_spec(encoder: ConfigReader) -> FastConformerSpec:
+    """Nemotron's, which looks ahead no further than its own chunk (transformers 5.23,
+    modeling_nemotron_asr_streaming.py)."""
+    chunk = encoder.int("default_num_lookahead_tokens", 13, ge=0, le=4096) + 1
+    before = (encoder.int("sliding_window", 71, ge=1) - 1) // chunk
+    return replace(conformer_spec(encoder), chunk=chunk, before=before)
 
 
 def conformer_spec(encoder: ConfigReader, *, plain: bool = False) -> FastConformerSpec:
@@ -45,7 +55,8 @@ def conformer_spec(encoder: ConfigReader, *, plain: bool = False) -> FastConform
 
 
 def transducer_spec(config: ConfigReader, inputs: int) -> TransducerSpec:
-    """Of ParakeetForRNNT and ParakeetForTDT; `inputs`: width of the encoder."""
+    """Of ParakeetForRNNT, ParakeetForTDT, NemotronAsrStreamingForRNNT and Nemotron3_5AsrForRNNT.
+    `inputs`: width of the encoder."""
     vocabulary = config.int("vocab_size", 8193, ge=2, le=DIGIT**2 - 2)
     blank = config.int("blank_token_id", vocabulary - 1, ge=0, le=vocabulary - 1)
     durations = 0
@@ -54,7 +65,17 @@ def transducer_spec(config: ConfigReader, inputs: int) -> TransducerSpec:
         durations = len(listed)
         if list(listed) != list(range(durations)) or durations < 2:
             raise config.wrong("durations", "0, 1, 2 and so on")
+    asked = None
+    if "num_prompts" in config:
+        choices = config.int("num_prompts", 128, ge=1, le=1 << 16)
+        asked = AskedSpec(
+            width=inputs,
+            choices=choices,
+            inner=config.int("prompt_intermediate_size", 2048, ge=1),
+            choice=config.int("default_prompt_id", 101, ge=0, le=choices - 1),
+        )
     return TransducerSpec(
+        asked=asked,
         inputs=inputs,
         width=config.int("decoder_hidden_size", 640, ge=1),
         layers=config.int("num_decoder_layers", 2, ge=1),

@@ -14,6 +14,8 @@ CTC: Mapping[str, str] = {
     "GraniteSpeech5ForCTC": "encoder_config",
     "ParakeetForRNNT": "encoder_config",
     "ParakeetForTDT": "encoder_config",
+    "NemotronAsrStreamingForRNNT": "encoder_config",
+    "Nemotron3_5AsrForRNNT": "encoder_config",
     "Wav2Vec2ForCTC": "",
     "HubertForCTC": "",
     "UniSpeechForCTC": "",
@@ -25,7 +27,12 @@ CTC: Mapping[str, str] = {
     "Wav2Vec2BertForCTC": "",
 }
 """Architectures, and the section with the sizes of their encoder."""
-TRANSDUCERS = frozenset({"ParakeetForRNNT", "ParakeetForTDT"})
+TRANSDUCERS = frozenset(
+    {
+        *("ParakeetForRNNT", "ParakeetForTDT"),
+        *("NemotronAsrStreamingForRNNT", "Nemotron3_5AsrForRNNT"),
+    }
+)
 """Those whose frames emit tokens: NUMBERS for each of `most_symbols`."""
 NUMBERS = 3
 """Of an emission: its token and one (0: none), its frames, its log-probability."""

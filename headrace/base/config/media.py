@@ -28,12 +28,14 @@ class MagnitudeSettings(msgspec.Struct, frozen=True, kw_only=True):
 class NormalizedMel(msgspec.Struct, frozen=True, kw_only=True):
     """Logarithms of energies in mel bands, each band of mean 0 and deviation 1. `frame`: samples
     that one sees, `transform`: of the transform. `emphasis`: the share of the sample before, which
-    is taken from each. `silent_frames`: of zeros behind the sound, which have tokens too."""
+    is taken from each. `silent_frames`: of zeros behind the sound, which have tokens too. `plain`:
+    mean and deviation stay as they are."""
 
     frame: int = 400
     transform: int = 512
     emphasis: float = 0.97
     silent_frames: int = 0
+    plain: bool = False
 
 
 class PowerMel(msgspec.Struct, frozen=True, kw_only=True):

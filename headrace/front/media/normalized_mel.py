@@ -34,5 +34,5 @@ def normalized_mel(
     window = np.pad(np.hanning(settings.frame), (side, size - settings.frame - side))
     power = np.abs(np.fft.rfft(frames[:count] * window)) ** 2
     log = np.log(power @ slaney_filters(bands, size) + LEAST)
-    normal = (log - log.mean(0)) / (log.std(0, ddof=1) + EPS)
+    normal = log if settings.plain else (log - log.mean(0)) / (log.std(0, ddof=1) + EPS)
     return np.pad(normal, ((0, settings.silent_frames), (0, 0))).astype(np.float32)

@@ -20,7 +20,8 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True, kw_only=True)
 class BranchSpec:
     """taps: of the depthwise convolution. bias: of linear layers, convolution_bias: of the gated
-    convolution."""
+    convolution. looks_back: it sees no position behind its own, and has a norm of each position
+    instead of one by statistics."""
 
     width: int
     inner: int
@@ -28,6 +29,7 @@ class BranchSpec:
     bias: bool
     convolution_bias: bool
     activation: Activation
+    looks_back: bool = False
 
 
 class PlainHalf:
@@ -52,11 +54,11 @@ class SilentConvolution:
             "pointwise_conv1.weight": (2 * width, width, 1),
             "depthwise_conv.weight": (width, 1, spec.taps),
             "pointwise_conv2.weight": (width, width, 1),
-            **{
-                f"norm.{name}": (width,)
-                for name in ("running_mean", "running_var", "weight", "bias")
-            },
+            "norm.weight": (width,),
+            "norm.bias": (width,),
         }
+        if not spec.looks_back:
+            shapes |= {f"norm.running_{name}": (width,) for name in ("mean", "var")}
         if spec.convolution_bias:
             names = ("pointwise_conv1", "depthwise_conv", "pointwise_conv2")
             shapes |= {f"{one}.bias": (shapes[f"{one}.weight"][0],) for one in names}
@@ -76,16 +78,18 @@ class SilentConvolution:
         y_SE = F.glu(up_SX, dim=-1)
         if real < y_SE.shape[0]:
             y_SE = torch.cat([y_SE[:real], torch.zeros_like(y_SE[real:])])
-        kernel, taps = at["depthwise_conv.weight"], self._spec.taps
+        kernel, taps, back = at["depthwise_conv.weight"], self._spec.taps, self._spec.looks_back
         y_AES = F.conv1d(
-            F.pad(y_SE.T, ((taps - 1) // 2, taps // 2))[None],
+            F.pad(y_SE.T, (taps - 1, 0) if back else ((taps - 1) // 2, taps // 2))[None],
             kernel,
             at.get("depthwise_conv.bias"),
             groups=kernel.shape[0],
         )
-        mean, variance, weight, bias = (
-            at[f"norm.{name}"] for name in ("running_mean", "running_var", "weight", "bias")
-        )
-        y_SE = F.batch_norm(y_AES, mean, variance, weight, bias, eps=EPS)[0].T
+        weight, bias = at["norm.weight"], at["norm.bias"]
+        if back:
+            y_SE = F.layer_norm(y_AES[0].T, (kernel.shape[0],), weight, bias, eps=EPS)
+        else:
+            mean, variance = at["norm.running_mean"], at["norm.running_var"]
+            y_SE = F.batch_norm(y_AES, mean, variance, weight, bias, eps=EPS)[0].T
         y_SE = self._spec.activation(y_SE)
         return F.linear(y_SE, at["pointwise_conv2.weight"][:, :, 0], at.get("pointwise_conv2.bias"))

@@ -30,6 +30,8 @@ from headrace.back.layers.scope import Scope
 from headrace.base.wire.media import Strides, length_after
 
 STRIDE = (3, 2, 1)
+LOOKING_BACK = (2, 2, 1)
+"""As long: three frames, two of which may lie before the first and one behind the last."""
 QUERIES = 512
 """Scores of so many are made at a time: of ten minutes all would be gigabytes."""
 
@@ -38,7 +40,9 @@ QUERIES = 512
 class FastConformerSpec:
     """channels: of the convolutions before the layers, halvings: how many there are. taps: of the
     depthwise ones within. scale: of what goes into the first layer. bias: of linear layers,
-    convolution_bias: of the gated convolutions."""
+    convolution_bias: of the gated convolutions. chunk: a position sees its own so many and those of
+    `before` chunks before them, and convolutions look back alone; 0: it sees all (Noroozi et al.
+    2024)."""
 
     bands: int
     channels: int
@@ -52,6 +56,8 @@ class FastConformerSpec:
     bias: bool = True
     convolution_bias: bool = True
     activation: Activation = F.silu
+    chunk: int = 0
+    before: int = 0
 
     @property
     def branches(self) -> BranchSpec:
@@ -63,12 +69,13 @@ class FastConformerSpec:
             bias=self.bias,
             convolution_bias=self.convolution_bias,
             activation=self.activation,
+            looks_back=bool(self.chunk),
         )
 
     @property
     def strides(self) -> Strides:
         """Along time."""
-        return (STRIDE,) * self.halvings
+        return (LOOKING_BACK if self.chunk else STRIDE,) * self.halvings
 
     @property
     def head_dim(self) -> int:
@@ -154,12 +161,17 @@ class PositionReader:
         shapes += [(channels, 1, 3, 3), (channels, channels, 1, 1)] * (spec.halvings - 1)
         # An activation has a number of its own behind the first and behind each pair.
         numbers = [0, *(2 + 3 * (i // 2) + i % 2 for i in range(2 * (spec.halvings - 1)))]
+        places = [f"{names[0]}.{number}" for number in numbers]
+        if spec.chunk:
+            kinds = ("depthwise_conv", "pointwise_conv")
+            pairs = [f"layers.{i}.{kind}" for i in range(spec.halvings - 1) for kind in kinds]
+            places = ["conv_in", *pairs]
         self._params = [
             (
-                scope.param(f"{names[0]}.{number}.weight", shape),
-                scope.param(f"{names[0]}.{number}.bias", (channels,)),
+                scope.param(f"{place}.weight", shape),
+                scope.param(f"{place}.bias", (channels,)),
             )
-            for number, shape in zip(numbers, shapes, strict=True)
+            for place, shape in zip(places, shapes, strict=True)
         ]
         inputs = channels * length_after(spec.bands, spec.strides)
         self._linear = WholeLinear(scope / names[1], inputs, spec.width, bias=True)
@@ -176,9 +188,11 @@ class PositionReader:
             if weight.shape[-1] == 1:
                 x_ACNM = F.conv2d(x_ACNM, weight, bias)
             else:
-                groups = weight.shape[0] if index else 1
-                x_ACNM = F.conv2d(x_ACNM, weight, bias, stride=2, padding=1, groups=groups)
-                real = (real - 1) // 2 + 1
+                groups, padding = weight.shape[0] if index else 1, 1
+                if self._spec.chunk:
+                    x_ACNM, padding = F.pad(x_ACNM, (2, 1, 2, 1)), 0
+                x_ACNM = F.conv2d(x_ACNM, weight, bias, stride=2, padding=padding, groups=groups)
+                real = length_after(real, self._spec.strides[:1])
             if ghosts:
                 x_ACNM[:, :, real:] = 0.0
             if index == 0 or weight.shape[-1] == 1:
@@ -198,7 +212,13 @@ class FastConformerLayer:
 
     def __init__(self, scope: Scope, spec: FastConformerSpec) -> None:
         self._mlps = [PlainHalf(scope / f"feed_forward{i}", spec.branches) for i in (1, 2)]
-        attention = RelativeAttentionSpec(width=spec.width, heads=spec.heads, bias=spec.bias)
+        attention = RelativeAttentionSpec(
+            width=spec.width,
+            heads=spec.heads,
+            bias=spec.bias,
+            chunk=spec.chunk,
+            before=spec.before,
+        )
         self._attention = RelativeAttention(scope / "self_attn", attention)
         self._convolution = SilentConvolution(scope / "conv", spec.branches)
         names = ("feed_forward1", "self_att", "conv", "feed_forward2", "out")
@@ -228,11 +248,13 @@ class RelativeNames:
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeAttentionSpec:
-    """bias: of its linear layers but that of places."""
+    """bias: of its linear layers but that of places. chunk, before: see FastConformerSpec."""
 
     width: int
     heads: int
     bias: bool
+    chunk: int = 0
+    before: int = 0
     names: RelativeNames = RelativeNames()
 
     @property
@@ -307,6 +329,8 @@ class RelativeAttention:
             (heads, count, size), (count * places, places - 1, 1), count - 1
         )
         scale = self._spec.head_dim**-0.5
+        if self._spec.chunk:
+            bias_HCS = bias_HCS.masked_fill(self._unseen(at, count, size, k_HSD), float("-inf"))
         return F.scaled_dot_product_attention(
             of_content_HCD[None],
             k_HSD[None],
@@ -314,3 +338,10 @@ class RelativeAttention:
             attn_mask=(bias_HCS * scale)[None],
             scale=scale,
         )[0]
+
+    def _unseen(self, at: int, count: int, size: int, like: torch.Tensor) -> torch.Tensor:
+        """bool [C, S]: keys of chunks behind the query's, and of those too far before it."""
+        spec = self._spec
+        key_S = torch.arange(size, device=like.device) // spec.chunk
+        apart_CS = key_S[at : at + count, None] - key_S
+        return (apart_CS < 0) | (apart_CS > spec.before)

@@ -23,9 +23,36 @@ NUMBERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskedSpec:
+    """What a model is asked for stands beside each position, as one of `choices`: `choice`, through
+    two linear layers with `inner` values between them (the language in Nemotron 3.5)."""
+
+    width: int
+    choices: int
+    inner: int
+    choice: int
+
+
+class AskedProjector:
+    """x_SE -> y_SE."""
+
+    def __init__(self, scope: Scope, spec: AskedSpec) -> None:
+        self._spec = spec
+        self._up = WholeLinear(scope / "linear_1", spec.width + spec.choices, spec.inner, bias=True)
+        self._down = WholeLinear(scope / "linear_2", spec.inner, spec.width, bias=True)
+
+    def project(self, x_SE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        beside_SX = x_SE.new_zeros(x_SE.shape[0], self._spec.choices)
+        beside_SX[:, self._spec.choice] = 1.0
+        up_SX = self._up.project(torch.cat((x_SE, beside_SX), dim=1))
+        return self._down.project(F.relu(up_SX))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransducerSpec:
     """durations: how many there are, which count from 0; 0: it tells none. most: tokens of one
-    frame. start: what stands before the first token."""
+    frame. start: what stands before the first token. asked: None: there is nothing to ask for."""
 
     inputs: int
     width: int
@@ -36,6 +63,7 @@ class TransducerSpec:
     most: int
     durations: int
     activation: Callable[[torch.Tensor], torch.Tensor]
+    asked: AskedSpec | None = None
 
     @property
     def row_width(self) -> int:
@@ -62,6 +90,7 @@ class Transducer:
             }
             for layer in range(spec.layers)
         ]
+        self._asked = spec.asked and AskedProjector(scope / "prompt_projector", spec.asked)
         self._projector = WholeLinear(decoder / "decoder_projector", width, width, bias=True)
         outputs = spec.vocabulary + spec.durations
         self._head = WholeLinear(scope / "joint" / "head", width, outputs, bias=True)
@@ -78,6 +107,8 @@ class Transducer:
         spec = self._spec
         rows = torch.zeros(x_SE.shape[0], spec.most, NUMBERS)
         count = [0] * x_SE.shape[0]
+        if self._asked is not None:
+            x_SE = self._asked.project(x_SE)
         for frame, token, frames, score in self._emissions(self._into.project(x_SE)):
             high, low = divmod(token + 1, DIGIT)
             rows[frame, count[frame]] = torch.tensor([high, low, frames, score])

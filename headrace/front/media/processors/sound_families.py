@@ -34,6 +34,8 @@ STACKED = 2
 LINES = ((3, 1, 1), (3, 2, 1))
 PLANES = ((3, 2, 1),) * 3
 HALVES = ((3, 2, 1),) * 2
+STREAMING = ("nemotron_asr_streaming", "nemotron3_5_asr")
+"""Conformers whose convolutions look back alone."""
 STREAMING_PAD = "[STREAMING_PAD]"
 LONGEST_WORD = 10
 """Pieces of sound."""
@@ -233,13 +235,15 @@ def _parakeet_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
     encoder = config.section("encoder_config")
     assert encoder is not None
     halvings = encoder.int("subsampling_factor", 8, ge=2, le=64).bit_length() - 1
+    kind, normalized = config.str("model_type"), normalized_mel_of(extractor_keys(folder))
+    streams = kind in STREAMING
     sound = SoundSettings(
         bands=encoder.int("num_mel_bins", 80, ge=1, le=1024),
-        strides=((3, 2, 1),) * halvings,
-        normalized=normalized_mel_of(extractor_keys(folder)),
+        strides=((2, 2, 1) if streams else (3, 2, 1),) * halvings,
+        normalized=msgspec.structs.replace(normalized, plain=streams),
     )
     spec = _ctc(folder, config, sound)
-    emits = config.str("model_type") in ("parakeet_rnnt", "parakeet_tdt")
+    emits = streams or kind in ("parakeet_rnnt", "parakeet_tdt")
     return msgspec.structs.replace(spec, emits=emits)
 
 
@@ -339,6 +343,7 @@ HEARING = {
     "glmasr": _glm_asr,
     "gemma3n": _gemma3n,
     **dict.fromkeys(("parakeet_ctc", "parakeet_rnnt", "parakeet_tdt"), _parakeet_ctc),
+    **dict.fromkeys(STREAMING, _parakeet_ctc),
     **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm"), _wave_ctc),
     **dict.fromkeys(("data2vec-audio", "sew", "wav2vec2-conformer"), _wave_ctc),
     "wav2vec2-bert": _wave_bert,

@@ -32,6 +32,7 @@ from headrace.front.text.alignment import TimedWord
 from headrace.front.text.transcript import JoinedText, SpeechSegment, subrip, webvtt
 
 FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
+DIARIZED = "diarized_json"
 TIMED = ("srt", "vtt", "verbose_json")
 GRANULARITIES = ("segment", "word")
 FIELDS = {
@@ -103,8 +104,9 @@ def asked_of(form: Form, *, translates: bool) -> AskedTranscript:
     single = {name: values[-1] for name, values in form.fields.items()}
     shape = single.get("response_format", "json")
     if shape not in FORMATS:
+        why = "no model here tells speakers apart; " if shape == DIARIZED else ""
         raise InvalidRequest(
-            f"response_format: {shape[:30]!r} given; allowed: {', '.join(FORMATS)}",
+            f"response_format: {shape[:30]!r} given; {why}allowed: {', '.join(FORMATS)}",
             field="response_format",
         )
     granularities = form.fields.get("timestamp_granularities", [])
