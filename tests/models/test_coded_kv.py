@@ -39,6 +39,25 @@ def test_logits_are_near_those_over_the_plain_cache(tmp_path, family, code, boun
     torch.testing.assert_close(rows[-1], coded[29], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(("code", "bound"), [("int8", 0.03), ("fp8", 0.12)])
+@pytest.mark.parametrize(
+    "family", ["deepseek-v3.2", pytest.param("minicpm3", marks=pytest.mark.slow)]
+)
+def test_logits_are_near_those_over_plain_latents(tmp_path, family, code, bound):
+    """KRN-07, MOD-16. Neither experts nor positions are chosen, which would be others by a hair."""
+    config = tiny_config(family)
+    if family == "deepseek-v3.2":
+        config.index_topk, config.first_k_dense_replace = 64, config.num_hidden_layers
+    save_oracle(config, tmp_path)
+    whole = [[(0, 30), (1, 12)]]
+    plain, coded = logits(tmp_path, None, whole), logits(tmp_path, code, whole)
+    assert 0 < (coded - plain).norm() / plain.norm() < bound
+    pieces = [[(0, 20), (1, 3)], *([(0, 1), (1, 1)] for _ in range(9)), [(0, 1)]]
+    rows = logits(tmp_path, code, pieces)
+    assert torch.isfinite(rows).all()
+    torch.testing.assert_close(rows[-1], coded[29], rtol=1e-3, atol=1e-3)
+
+
 def test_skipped_layers_keep_the_type_of_the_activations(tmp_path):
     """With all layers skipped nothing is lost, with some of them less."""
     save_oracle(tiny_config("gemma2"), tmp_path)

@@ -1136,11 +1136,13 @@ def test_tables_of_experts_by_token_are_read_as_they_are_stored(tmp_path: Path) 
 
 
 def test_what_latents_cannot_be_is_said(tmp_path: Path) -> None:
-    """No silent fallback: a quantized cache of latents is refused; experts are quantized."""
+    """No silent fallback: what a cache of latents cannot be is refused; experts are quantized."""
     save_oracle(tiny_config("deepseek-v3"), tmp_path)
     spec = model_spec(tmp_path)
-    with pytest.raises(ConfigError, match="--kv-dtype int8: latents are kept in the model's dtype"):
-        load_ours(replace(spec, kv_dtype="int8"))
+    with pytest.raises(
+        ConfigError, match=r"--kv-dtype int4: latents are kept in the model's dtype .* fp8"
+    ):
+        load_ours(replace(spec, kv_dtype="int4"))
     ours = load_ours(replace(spec, quantization="int8"))
     fields = {d.field for d in ours.decisions}
     assert "kernel.experts_quant" in fields and "model.experts" not in fields

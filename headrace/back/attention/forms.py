@@ -16,6 +16,10 @@ from headrace.back.kernels.kv_write.quantized import (
     value_bytes,
     values_and_scales,
 )
+from headrace.back.kernels.latent_write.quantized import SCALE_BYTES as LATENT_SCALE_BYTES
+from headrace.back.kernels.latent_write.quantized import (
+    values_and_scales as latent_values_and_scales,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +98,25 @@ class HeadsForm(CacheForm):
 class LatentForm(CacheForm):
     """One vector per token, shared by all heads: blocks [block_tokens, width]. The latents of
     multi-head latent attention (width = rank + rotary dimensions), or the keys of an indexer.
-    `dtype`: its own, where it is not the model's."""
+    `dtype`: its own, where it is not the model's; `quantized`: values of a byte and two scales
+    instead (kernels/latent_write/quantized.py)."""
 
     width: int
     kind: str = "latent"
     dtype: torch.dtype | None = None
+    quantized: str | None = None
 
     def block_shape(self, block_tokens: int) -> tuple[int, ...]:
         """See CacheForm."""
-        return (block_tokens, self.width)
+        return (block_tokens, self.width + (LATENT_SCALE_BYTES if self.quantized else 0))
 
     def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """See CacheForm."""
-        return self.dtype or dtype
+        return torch.int8 if self.quantized else self.dtype or dtype
+
+    def floats(self, cache: torch.Tensor) -> torch.Tensor:
+        """See CacheForm: of quantized values the scales."""
+        return latent_values_and_scales(cache)[1] if self.quantized else cache
 
 
 @dataclass(frozen=True, kw_only=True)

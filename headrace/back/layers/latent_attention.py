@@ -29,6 +29,7 @@ from headrace.back.kernels.latent_attention.op import OP as LATENT_ATTENTION
 from headrace.back.kernels.latent_attention.op import LatentAttentionProblem
 from headrace.back.kernels.latent_write.op import OP as LATENT_WRITE
 from headrace.back.kernels.latent_write.op import LatentWriteProblem
+from headrace.back.kernels.latent_write.quantized import unfit
 from headrace.back.kernels.sparse_latent_attention.op import OP as SPARSE_LATENT_ATTENTION
 from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
 from headrace.back.layers.attention import chosen
@@ -126,13 +127,9 @@ class LatentAttention:
         norm: RMSNorm | None = None,
         adds: bool = False,
     ) -> None:
-        if scope.kv_quantized:
-            raise ConfigError(
-                f"--kv-dtype {scope.kv_quantized}: latents are kept in the model's dtype; "
-                "use auto with this model",
-                field="kv_dtype",
-            )
         rotary = spec.rope.rotary_dim
+        if reason := unfit(scope.kv_quantized, spec.rank + rotary, scope.block_tokens):
+            raise ConfigError(f"--kv-dtype {scope.kv_quantized}: {reason}", field="kv_dtype")
         owns = spec.source is None
         self._layer, self._spec, self._scope = layer if owns else spec.source, spec, scope
         self._indexer: PositionChoice[Any] | None = None
@@ -198,7 +195,8 @@ class LatentAttention:
         """What this layer keeps in the KV cache."""
         width = self._spec.rank + self._spec.rope.rotary_dim
         kind, span = ("window", self._spec.window) if self._spec.window else ("latent", None)
-        latents = LatentForm(cache=self._layer, width=width, kind=kind, span=span)
+        kept = {"kind": kind, "span": span, "quantized": self._scope.kv_quantized}
+        latents = LatentForm(cache=self._layer, width=width, **kept)
         own = (latents,) if self._spec.source is None else ()
         return own if self._indexer is None else (*own, *self._indexer.kv_forms)
 
@@ -299,7 +297,7 @@ class LatentAttention:
         if self._attend_expanded is None:
             return None
         elements = self._heads * (self._spec.nope + self._spec.values)
-        return expanded_rows(plan, kv, owner, elements * kv.element_size())
+        return expanded_rows(plan, kv, owner, elements * self._scope.dtype.itemsize)
 
     def _expanded(
         self,
@@ -312,7 +310,8 @@ class LatentAttention:
         """y_THV of a step some of whose rows are expanded."""
         assert self._attend_expanded is not None
         spec, first = self._spec, rows.first
-        latent_SW = latents_of(rows, kv)
+        form, dtype = self._scope.kv_quantized, q_THW.dtype
+        latent_SW = latents_of(rows, kv, spec.rank, form, dtype)
         latent_SC, rotated_SR = latent_SW[:, : spec.rank], latent_SW[:, spec.rank :]
         y_THV = self._attend_expanded(
             own_THN,
@@ -345,7 +344,8 @@ class LatentAttention:
         key_HCN, value_HVC = key_HNC.transpose(1, 2).contiguous(), value_HVC.contiguous()
         self._absorb = scope.bind(HEAD_LINEAR, absorb, key_HCN)
         self._expand = scope.bind(HEAD_LINEAR, expand, value_HVC)
-        cache = {"rank": spec.rank, "rotary": rope.rotary_dim, "block_tokens": scope.block_tokens}
+        cache: dict[str, Any] = {"rank": spec.rank, "rotary": rope.rotary_dim}
+        cache |= {"block_tokens": scope.block_tokens, "quantized": scope.kv_quantized}
         if self._kv_norm is not None:
             write = {"nope": spec.nope, "eps": spec.eps, "layout": rope.layout}
             problem = LatentWriteProblem(**facts, **cache, **write)

@@ -17,6 +17,7 @@ import torch
 
 from headrace.back.attention.plan import AttentionPlan
 from headrace.back.kernels.attention.triton_lists import lists
+from headrace.back.kernels.latent_write.quantized import dequantized, values_and_scales
 
 LEAST_QUERIES = {"cuda": 24, "cpu": 96}
 """Queries that see a position, on average over the positions, from which on it is expanded, by the
@@ -32,8 +33,8 @@ MOST_BYTES = 512 << 20
 @dataclass(frozen=True, kw_only=True)
 class ExpandedRows:
     """`first`: the token from which on rows are expanded; `decodes`: the plan of the rows before,
-    if any; `row_S`: where each position lies in the cache, in rows of a latent; `begin_R`: a row's
-    first position among S."""
+    if any; `row_S`: where each position lies in the cache, in rows of a latent, of a quantized cache
+    in slots; `begin_R`: a row's first position among S."""
 
     first: int
     decodes: AttentionPlan | None
@@ -64,7 +65,8 @@ def _rows_of(plan: AttentionPlan, kv: torch.Tensor, positions: int) -> ExpandedR
     assert plan.host_query_start is not None and plan.host_kv_len is not None
     first_row, device = plan.num_decodes, kv.device
     _, block_tokens, width = kv.shape
-    assert kv.stride(0) % width == 0, kv.stride()
+    quantized = kv.dtype is torch.int8
+    assert quantized or kv.stride(0) % width == 0, kv.stride()
     length_R = plan.kv_len_R.long()
     length_R[:first_row] = 0
     begin_R = length_R.cumsum(0) - length_R
@@ -86,13 +88,20 @@ def _rows_of(plan: AttentionPlan, kv: torch.Tensor, positions: int) -> ExpandedR
     return ExpandedRows(
         first=int(plan.host_query_start[first_row]),
         decodes=decodes,
-        row_S=block_S * (kv.stride(0) // width) + position_S % block_tokens,
+        row_S=block_S * (block_tokens if quantized else kv.stride(0) // width)
+        + position_S % block_tokens,
         begin_R=begin_R.int(),
     )
 
 
-def latents_of(rows: ExpandedRows, kv: torch.Tensor) -> torch.Tensor:
-    """latent_SW: those of all positions."""
+def latents_of(
+    rows: ExpandedRows, kv: torch.Tensor, rank: int, form: str | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """latent_SW: those of all positions, of a cache that is quantized as `form` or, None, is not."""
+    if form is not None:
+        block_S, place_S = rows.row_S // kv.shape[1], rows.row_S % kv.shape[1]
+        values, scales = (part[block_S, place_S] for part in values_and_scales(kv))
+        return dequantized(values, scales, rank, form, dtype)
     num_blocks, block_tokens, width = kv.shape
     count = (num_blocks - 1) * (kv.stride(0) // width) + block_tokens
     return kv.as_strided((count, width), (width, 1)).index_select(0, rows.row_S)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from headrace.back.kernels.expanded_attention import op as expanded_attention
 from headrace.back.kernels.op import Op
@@ -44,18 +45,18 @@ def test_only_the_last_layer_absorbs_the_last_tokens_alone(tmp_path: Path) -> No
         torch.testing.assert_close(one[0], all_tokens[-1])
 
 
-@pytest.mark.parametrize("most", [1, 1 << 30])
+@pytest.mark.parametrize(("most", "form"), [(1, None), (1 << 30, None), (1 << 30, "fp8")])
 def test_prompts_over_expanded_latents_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, form: str | None
 ) -> None:
-    """KRN-06, REG-034: whole, behind a prefix, beside decodes, which read the latents that such prompts left; and where
-    there are too many positions."""
+    """KRN-06, KRN-07, REG-034: whole, behind a prefix, beside decodes, which read the latents that such prompts left;
+    where there are too many positions; and over quantized ones."""
     save_oracle(tiny_config("deepseek-v3"), tmp_path)
     rows = random_rows(SIZES["vocab_size"], (30, 12, 45))
     steps = [[(0, 9), (1, 1)], [(1, 1), (0, 20), (2, 40)], [(0, 1), (1, 1), (2, 5)]]
 
     def logits() -> list[torch.Tensor]:
-        model = load_ours(model_spec(tmp_path))
+        model = load_ours(replace(model_spec(tmp_path), kv_dtype=form))
         run = PagedRun(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
         return [row for step in steps for row in run.step(step)]
 

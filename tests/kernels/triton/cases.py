@@ -230,6 +230,20 @@ def _sparse_by_steps() -> object:
     return None
 
 
+def _quantized_latents(form: str) -> Callable[[], object]:
+    """Written, and read whole and by choice."""
+
+    def call() -> object:
+        write, attend, chosen = (
+            replace(problem, quantized=form) for problem in (LATENT_WRITE, LATENT, SPARSE_LATENT)
+        )
+        _call(latent_write.OP, "latent_write.triton_latent_write:KERNEL", write)()
+        _call(latent_attention.OP, "latent_attention.triton_latent:KERNEL", attend)()
+        return _call(sparse.OP, "sparse_latent_attention.triton_sparse_latent:KERNEL", chosen)()
+
+    return call
+
+
 def _index_select_parts() -> object:
     """Long rows of few tokens."""
     from headrace.back.kernels.index_select.triton_index_select import PART, bind
@@ -334,11 +348,8 @@ def _latent_attention() -> object:
     """DeepSeek's sizes, with log-sum-exps."""
     from headrace.back.kernels.latent_attention import triton_latent
 
-    problem = latent_attention.LatentAttentionProblem(
-        device="cpu", dtype=BF16, heads=16, rank=512, rotary=64, block_tokens=16, scale=0.1
-    )
-    q_THW, kv, plan = latent_attention.OP.sample(problem).arguments
-    return triton_latent.bind(problem)(q_THW, kv, plan, torch.empty(q_THW.shape[:2]))
+    q_THW, kv, plan = latent_attention.OP.sample(LATENT).arguments
+    return triton_latent.bind(LATENT)(q_THW, kv, plan, torch.empty(q_THW.shape[:2]))
 
 
 def _shared() -> object:
@@ -513,6 +524,9 @@ NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 LATENT_WRITE = latent_write.LatentWriteProblem(
     device="cpu", dtype=BF16, heads=16, nope=128, rank=512, rotary=64, block_tokens=16, eps=1e-6
 )
+LATENT = latent_attention.LatentAttentionProblem(
+    device="cpu", dtype=BF16, heads=16, rank=512, rotary=64, block_tokens=16, scale=0.1
+)
 SPARSE_LATENT = sparse.SparseLatentProblem(
     device="cpu", dtype=BF16, heads=16, rank=512, rotary=64, top_k=2048, block_tokens=16,
     scale=0.07,
@@ -607,6 +621,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         _call(sparse.OP, "sparse_latent_attention.triton_sparse_latent:KERNEL", SPARSE_LATENT),
     ),
     ("sparse_latent_attention by steps", _sparse_by_steps),
+    ("latents int8", _quantized_latents("int8")),
+    ("latents fp8 quantized", _quantized_latents("fp8")),
     (
         "sparse_attention",
         _call(sparse_heads.OP, "sparse_attention.triton_sparse_attention:KERNEL", SPARSE),
@@ -878,6 +894,7 @@ ONLY = {
     title: {"cuda:90"}
     for title in (
         *("attention Hopper", "attention Hopper decode", "attention Hopper lse"),
+        *("attention Hopper variants", "sparse_latent_attention by steps"),
         *("int4 stream one", "int4 stream one of 32", "int4 stream 8", "int4 stream 64 of 64"),
         *("int4 stream rows", "int4 stream rows of all"),
         *("int4 stream one of e2m1", "int4 stream 16 of e2m1", "int4 stream 8 of nvfp4"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from headrace.back.kernels.head_linear import triton_head_linear
 from headrace.back.kernels.latent_attention import op as latent_attention
 from headrace.back.kernels.latent_attention import triton_latent
 from headrace.back.kernels.latent_write import op as latent_write
-from headrace.back.kernels.latent_write import triton_latent_write
+from headrace.back.kernels.latent_write import quantized, triton_latent_write
 from headrace.back.kernels.sparse_attention import op as sparse_heads
 from headrace.back.kernels.sparse_attention import triton_sparse_attention
 from headrace.back.kernels.sparse_attention.op import SparseAttentionProblem
@@ -58,6 +60,38 @@ def test_attention_equals_the_reference(shape, dtype):
     problem = attention_problem(shape, dtype, DEVICE)
     assert latent_attention.OP.error(triton_latent.KERNEL, problem) <= BOUND[dtype]
     check_padding(problem, triton_latent.bind, BOUND[dtype])
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("layout", ["half", "pairs"])
+def test_quantized_latents_are_written_and_read_as_the_reference_does(form, layout):
+    """KRN-07, QNT-18: values to the nearest code, ties to even, with a scale for a latent and one for its rotated
+    part, in the pass that norms and rotates; what is lost is NaN."""
+    shape, dtype = (20, 48, 16, 16), torch.float16
+    write = replace(write_problem(shape, dtype, DEVICE, layout), quantized=form)
+    assert latent_write.OP.error(triton_latent_write.KERNEL, write) <= 1 / (
+        16 if form == "fp8" else 127
+    )
+    sample = latent_write.OP.sample(write)
+    caches = []
+    for kernel in (latent_write.OP.reference, triton_latent_write.KERNEL):
+        q, latent, positions, table, kv, slot, out = (t.clone() for t in sample.arguments)
+        latent[1, 3] = float("nan")
+        kernel.bind(write, *sample.weights)(q, latent, positions, table, kv, slot, out)
+        caches.append(kv)
+    values, scales = zip(*map(quantized.values_and_scales, caches), strict=True)
+    torch.testing.assert_close(*scales, rtol=1e-3, atol=0, equal_nan=True)
+    assert (values[0] != values[1]).float().mean() < 0.02
+    assert scales[0].isnan().sum() == 1
+    read = replace(attention_problem(shape, dtype, DEVICE), quantized=form)
+    assert latent_attention.OP.error(triton_latent.KERNEL, read) <= BOUND[dtype]
+    heads, rank, rotary, block_tokens = shape
+    sparse = SparseLatentProblem(
+        device=DEVICE, dtype=dtype, heads=heads, rank=rank, rotary=rotary, top_k=70,
+        block_tokens=block_tokens, scale=(rank + rotary) ** -0.5, quantized=form,
+    )  # fmt: skip
+    for kernel in (triton_sparse_latent.KERNEL, triton_sparse_latent.BY_STEPS):
+        assert sparse_attention.OP.error(kernel, sparse) <= BOUND[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -69,6 +69,8 @@ def bind_with(
 def _supports(problem: LatentAttentionProblem) -> str | None:
     if problem.width > MAX_WIDTH:
         return f"latents of {problem.width} are above {MAX_WIDTH}"
+    if problem.quantized:
+        return f"reads no quantized latents ({problem.quantized})"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -3,7 +3,8 @@ part is the value too (multi-head latent attention in its absorbed form, DeepSee
 
 `bind(problem)` returns `f(q_THW, kv, plan, lse_TH=None) -> out_THC`. T query tokens, H query heads,
 C `rank`, W = rank + rotary dimensions; kv [num_blocks, block_tokens, W], the step's own latents
-already written. Queries see positions as in kernels/attention/op.py, whose `Plan` it is:
+already written; a `quantized` one ("fp8", "int8") lies as kernels/latent_write/quantized.py says.
+Queries see positions as in kernels/attention/op.py, whose `Plan` it is:
 
     scores = scale * q . latent[position]        out = softmax(scores) . latent[positions, :rank]
 
@@ -19,6 +20,7 @@ from typing import Protocol
 import torch
 
 from headrace.back.kernels.attention.op import Plan, sample_plan
+from headrace.back.kernels.latent_write.quantized import latents, random_cache
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -43,7 +45,7 @@ class LatentAttentionFunction(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionProblem:
-    """`dtype` is that of q, the cache and the output."""
+    """`dtype` is that of q, the output and, unless it is `quantized`, the cache."""
 
     device: str
     dtype: torch.dtype
@@ -52,6 +54,7 @@ class LatentAttentionProblem:
     rotary: int
     block_tokens: int
     scale: float
+    quantized: str | None = None
 
     @property
     def width(self) -> int:
@@ -73,7 +76,8 @@ def bind_reference(problem: LatentAttentionProblem) -> LatentAttentionFunction:
             if begin == end:
                 continue
             blocks = plan.block_table_RB[row, : -(-length // problem.block_tokens)].long()
-            latent_SW = kv[blocks].flatten(0, 1)[:length].float()
+            own = latents(kv[blocks], problem.rank, problem.quantized, problem.dtype)
+            latent_SW = own.flatten(0, 1)[:length].float()
             scores_HQS = q_THW[begin:end].float().transpose(0, 1) @ latent_SW.T * problem.scale
             position_Q1 = torch.arange(length - (end - begin), length, device=kv.device)[:, None]
             hidden_QS = torch.arange(length, device=kv.device) > position_Q1
@@ -102,8 +106,9 @@ def _sample(problem: LatentAttentionProblem) -> Sample:
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     tokens = [sum(queries for queries, _ in rows) for rows in steps]
     q_THW = random_tensor(max(tokens), problem.heads, problem.width, **new)
-    kv = random_tensor(max(count for _, count in plans), block, problem.width, **new)
-    kv[0] = float("nan")
+    blocks = max(count for _, count in plans)
+    kv = random_cache(blocks, block, problem.width, problem.rank, problem.quantized, **new)
+    kv[0] = -1 if problem.quantized else float("nan")
     arguments, *further = (
         (q_THW[:count], kv, plan) for count, (plan, _) in zip(tokens, plans, strict=True)
     )

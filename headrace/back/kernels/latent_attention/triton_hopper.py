@@ -123,6 +123,8 @@ def _supports(problem: LatentAttentionProblem) -> str | None:
         return "runs on NVIDIA's GPUs only"
     if capability() != (9, 0):
         return "asks for the TMA unit and the matrix instructions of compute capability 9.0"
+    if problem.quantized:
+        return f"reads no quantized latents ({problem.quantized})"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"knows bfloat16 and float16, not {problem.dtype}"
     if problem.rank not in (256, 512) or problem.rotary not in (32, 64):

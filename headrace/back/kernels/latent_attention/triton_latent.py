@@ -34,6 +34,7 @@ from headrace.back.kernels.latent_attention.op import (
     LatentAttentionFunction,
     LatentAttentionProblem,
 )
+from headrace.back.kernels.latent_write.quantized import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import (
@@ -43,6 +44,7 @@ from headrace.back.kernels.triton.wrap import (
     num_sms,
     power_of_two,
     unsupported,
+    unsupported_quantization,
 )
 
 QUERIES, POSITIONS = 16, 32
@@ -54,10 +56,24 @@ devices. It bounds the memory of their results: 67 MB at rank 512, whatever the 
 
 
 @triton.jit
+def scaled_latents(
+    b_c, b_k, scales, b_block, o_n, m_n, block_stride, dtype: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Both parts of quantized latents [N, C] and [N, R] of positions o_n as numbers, as
+    kernels/latent_write/quantized.py says. `block_stride`: bytes."""
+    p_scale = scales + b_block * (block_stride // 4) + BLOCK_TOKENS * WIDTH // 4
+    p_scale = p_scale + o_n % BLOCK_TOKENS * 2
+    b_own = tl.load(p_scale, mask=m_n, other=0.0)[:, None]
+    b_turned = tl.load(p_scale + 1, mask=m_n, other=0.0)[:, None]
+    return (b_c.to(tl.float32) * b_own).to(dtype), (b_k.to(tl.float32) * b_turned).to(dtype)
+
+
+@triton.jit
 def _attend_split(
-    b_q, b_r, p_table, kv, begin, end, b_position, factor, block_stride,
+    b_q, b_r, p_table, kv, scales, begin, end, b_position, factor, block_stride,
     M: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, C: tl.constexpr, ROTARY: tl.constexpr,
-    R: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    R: tl.constexpr, BLOCK_TOKENS: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of positions begin .. end."""
     o_c = tl.arange(0, C)
@@ -75,6 +91,11 @@ def _attend_split(
         m_r = m_n[:, None] & (o_r < ROTARY)[None, :]
         b_c = tl.load(p_n + o_c[None, :], mask=m_c, other=0.0)
         b_k = tl.load(p_n + RANK + o_r[None, :], mask=m_r, other=0.0)
+        if QUANTIZED:
+            b_c, b_k = scaled_latents(
+                b_c, b_k, scales, b_block, o_n, m_n, block_stride, b_q.dtype, BLOCK_TOKENS,
+                RANK + ROTARY,
+            )  # fmt: skip
         b_s = tl.dot(b_q, tl.trans(b_c), input_precision="ieee")
         b_s = tl.dot(b_r, tl.trans(b_k), b_s, input_precision="ieee")
         seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
@@ -85,11 +106,11 @@ def _attend_split(
 
 @triton.jit
 def latent_kernel(
-    q, kv, out, lse, starts, lengths, table, partial, counters, num_rows, block_stride,
+    q, kv, scales, out, lse, starts, lengths, table, partial, counters, num_rows, block_stride,
     table_stride, factor, HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, RANK: tl.constexpr, C: tl.constexpr,
-    ROTARY: tl.constexpr, R: tl.constexpr, BLOCK_TOKENS: tl.constexpr, LSE: tl.constexpr,
-    ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROTARY: tl.constexpr, R: tl.constexpr, BLOCK_TOKENS: tl.constexpr, QUANTIZED: tl.constexpr,
+    LSE: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. An item is (row, split) of rows that are cut, and else (row, tile of its pairs of
     query and head); of a cut row there is one for each tile of heads. `partial` float32
@@ -139,9 +160,9 @@ def latent_kernel(
         b_acc = tl.zeros([M, C], tl.float32)
         for split in range(i_split, to_split):
             n_max, n_sum, n_acc = _attend_split(
-                b_q, b_r, p_table, kv, split * SPLIT_TOKENS,
+                b_q, b_r, p_table, kv, scales, split * SPLIT_TOKENS,
                 tl.minimum(split * SPLIT_TOKENS + SPLIT_TOKENS, end), b_position, factor,
-                block_stride, M, N, RANK, C, ROTARY, R, BLOCK_TOKENS,
+                block_stride, M, N, RANK, C, ROTARY, R, BLOCK_TOKENS, QUANTIZED,
             )  # fmt: skip
             b_max, b_sum, b_acc = merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
 
@@ -193,23 +214,26 @@ def bind(problem: LatentAttentionProblem) -> LatentAttentionFunction:
         "HEADS": heads, "M": QUERIES, "N": POSITIONS, "SPLIT_TOKENS": SPLIT_TOKENS,
         "MAX_SPLITS": max_splits, "RANK": problem.rank, "C": rank, "ROTARY": problem.rotary,
         "R": rotary, "BLOCK_TOKENS": problem.block_tokens,
+        "QUANTIZED": problem.quantized is not None,
     }  # fmt: skip
+    stored = width + (SCALE_BYTES if problem.quantized else 0)
 
     def attention(
         q_THW: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
     ) -> torch.Tensor:
         if lse_TH is not None:
             check_lse(lse_TH, q_THW)
-        assert q_THW.dtype == kv.dtype == problem.dtype, (q_THW.dtype, kv.dtype)
+        assert q_THW.dtype == problem.dtype, q_THW.dtype
+        assert kv.dtype == (torch.int8 if problem.quantized else problem.dtype), kv.dtype
         assert q_THW.is_contiguous() and q_THW.shape[1:] == (heads, width), q_THW.shape
-        assert kv.stride()[1:] == (width, 1), kv.stride()
+        assert kv.stride()[1:] == (stored, 1), kv.stride()
         table, num_rows, device = plan.block_table_RB, len(plan.kv_len_R), q_THW.device
         assert table.stride(1) == 1 or table.shape[1] == 1
         assert num_rows * tiles <= COUNTERS, (num_rows, tiles)
         out_THC = q_THW.new_empty((q_THW.shape[0], heads, problem.rank))
         partial = torch.empty(max_splits * heads * (rank + 2), dtype=torch.float32, device=device)
         latent_kernel[(num_sms(device) * PROGRAMS_PER_SM,)](
-            q_THW, kv, out_THC, lse_TH, plan.query_start_R1, plan.kv_len_R, table, partial,
+            q_THW, *typed(kv, problem.quantized), out_THC, lse_TH, plan.query_start_R1, plan.kv_len_R, table, partial,
             counters(device), num_rows, kv.stride(0), table.stride(0),
             problem.scale * 1.4426950408889634, LSE=lse_TH is not None,
             ROWS=next(size for size in ROW_BUCKETS if size >= num_rows), num_warps=4,
@@ -223,7 +247,9 @@ def bind(problem: LatentAttentionProblem) -> LatentAttentionFunction:
 def _supports(problem: LatentAttentionProblem) -> str | None:
     if problem.rank > MAX_RANK:
         return f"rank {problem.rank} is above {MAX_RANK}"
-    return unsupported(problem.device, problem.dtype)
+    return unsupported(problem.device, problem.dtype) or unsupported_quantization(
+        problem.quantized, problem.rank
+    )
 
 
 KERNEL = Kernel(name="triton fixed order", supports=_supports, bind=bind, invariant=True)

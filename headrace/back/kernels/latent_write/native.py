@@ -56,6 +56,8 @@ def bind_with(
 def _supports(problem: LatentWriteProblem) -> str | None:
     if problem.rank + problem.rotary > MAX_WIDTH:
         return f"latents of {problem.rank + problem.rotary} are above {MAX_WIDTH}"
+    if problem.quantized:
+        return f"writes no quantized latents ({problem.quantized})"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -6,7 +6,8 @@ C + R. Of latent_TW, as the down-projection leaves it, the first C elements are 
 float32 weight) and the last R rotated; the result goes into kv [num_blocks, block_tokens, W] at
 slot_T (see kernels/kv_write). The last R dimensions of each query head are rotated into q_THW[...,
 C:], behind what head_linear makes of its first ones. q and latent may be strided; last dimensions
-are contiguous. The table and `layout` are those of kernels/rope."""
+are contiguous. The table and `layout` are those of kernels/rope. A `quantized` cache ("fp8", "int8")
+is int8 and lies as quantized.py says."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.back.kernels.latent_write import quantized
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -43,7 +45,7 @@ LatentWrite = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class LatentWriteProblem:
-    """`dtype` is that of the queries, the latents and the cache."""
+    """`dtype` is that of the queries, the latents and, unless it is `quantized`, the cache."""
 
     device: str
     dtype: torch.dtype
@@ -54,6 +56,7 @@ class LatentWriteProblem:
     block_tokens: int
     eps: float
     layout: str = "half"
+    quantized: str | None = None
 
 
 def check_operands(
@@ -68,8 +71,10 @@ def check_operands(
     assert q_THD.shape[1:] == (problem.heads, problem.nope + problem.rotary), q_THD.shape
     assert latent_TW.shape == (q_THD.shape[0], width), latent_TW.shape
     assert q_THW.shape == (*q_THD.shape[:2], width) and q_THW.is_contiguous(), q_THW.shape
-    assert kv.shape[1:] == (problem.block_tokens, width), kv.shape
-    tensors = (q_THD, latent_TW, kv, q_THW)
+    stored = width + (quantized.SCALE_BYTES if problem.quantized else 0)
+    assert kv.shape[1:] == (problem.block_tokens, stored) and kv.stride(2) == 1, kv.shape
+    assert kv.dtype == (torch.int8 if problem.quantized else problem.dtype), kv.dtype
+    tensors = (q_THD, latent_TW, q_THW)
     assert all(t.dtype == problem.dtype and t.stride(-1) == 1 for t in tensors)
 
 
@@ -99,7 +104,13 @@ def bind_reference(problem: LatentWriteProblem, weight_C: torch.Tensor) -> Laten
             rotate(rotated_THR, key_T1R, positions_T, table_PR)
         latent = torch.cat((norm(latent_TW[:, :rank]), key_T1R[:, 0]), dim=1)
         block_T = torch.div(slot_T, problem.block_tokens, rounding_mode="floor")
-        kv[block_T, slot_T - block_T * problem.block_tokens] = latent
+        place_T = slot_T - block_T * problem.block_tokens
+        if problem.quantized is None:
+            kv[block_T, place_T] = latent
+            return
+        parts = quantized.quantize(latent, rank, problem.quantized)
+        for cache, part in zip(quantized.values_and_scales(kv), parts, strict=True):
+            cache[block_T, place_T] = part
 
     return latent_write
 
@@ -114,7 +125,7 @@ def _sample(problem: LatentWriteProblem) -> Sample:
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(problem.device)
     positions = torch.tensor([10, 0, 4], device=problem.device)
     slot = torch.tensor([block, 2 * block - 1, 3 * block - 1], device=problem.device)
-    kv = random_tensor(3, block, width, **new)
+    kv = quantized.random_cache(3, block, width, problem.rank, problem.quantized, **new)
     out = torch.zeros((3, problem.heads, width), dtype=problem.dtype, device=problem.device)
     weight = random_tensor(problem.rank, **{**new, "dtype": torch.float32})
     return Sample(
@@ -122,6 +133,18 @@ def _sample(problem: LatentWriteProblem) -> Sample:
         weights=(weight,),
         arguments=(q, latent, positions, table, kv, slot, out),
     )
+
+
+def _outputs(sample: Sample) -> list[torch.Tensor]:
+    """The queries, and what the cache means: quantized of values that lie between two may differ by
+    one."""
+    problem, (*_, kv, _, q_THW) = sample.problem, sample.arguments
+    return [q_THW, quantized.latents(kv, problem.rank, problem.quantized, torch.float32)]
+
+
+def _tolerance(problem: LatentWriteProblem) -> float:
+    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16}[problem.quantized]
+    return float_tolerance(problem.dtype) + step
 
 
 OP: Op[LatentWriteProblem] = Op(
@@ -134,5 +157,6 @@ OP: Op[LatentWriteProblem] = Op(
         "headrace.back.kernels.latent_write.triton_latent_write:KERNEL",
     ),
     sample=_sample,
-    tolerance=lambda problem: float_tolerance(problem.dtype),
+    tolerance=_tolerance,
+    outputs=_outputs,
 )

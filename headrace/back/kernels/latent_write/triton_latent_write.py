@@ -7,10 +7,18 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.kv_write.quantized import LARGEST
 from headrace.back.kernels.latent_write.op import LatentWrite, LatentWriteProblem, check_operands
+from headrace.back.kernels.latent_write.quantized import typed
 from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.qk_rope_write.triton_qk_rope_write import stored
 from headrace.back.kernels.triton.grid import enter_late
-from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
+from headrace.back.kernels.triton.wrap import (
+    launch,
+    power_of_two,
+    unsupported,
+    unsupported_quantization,
+)
 
 
 @triton.jit
@@ -38,11 +46,52 @@ def _rotate(
 
 
 @triton.jit
+def _scale_of(b_top, LARGEST: tl.constexpr):
+    """A scale for numbers up to b_top, and what they are multiplied with to be stored. Inf: one is
+    lost."""
+    there = b_top < float("inf")
+    b_inverse = tl.where((b_top > 1e-30) & there, LARGEST / b_top, 0.0)
+    return tl.where(there, b_top / LARGEST, float("nan")), b_inverse
+
+
+@triton.jit
+def _size(b_x):
+    """Magnitudes; inf of what is no number."""
+    b_size = tl.abs(b_x)
+    return tl.where(b_size == b_size, b_size, float("inf"))
+
+
+@triton.jit
+def _quantize_rotated(
+    p_x, p_to, p_scale, b_cos, b_sin, F: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """As `_rotate`, of one row, with a scale."""
+    HALF: tl.constexpr = ROTARY // 2
+    o_f = tl.arange(0, F)
+    m_f = o_f < HALF
+    o_a = 2 * o_f if PAIRS else o_f
+    o_b = 2 * o_f + 1 if PAIRS else HALF + o_f
+    dtype = p_x.dtype.element_ty
+    b_a = tl.load(p_x + o_a, mask=m_f, other=0.0).to(tl.float32)
+    b_b = tl.load(p_x + o_b, mask=m_f, other=0.0).to(tl.float32)
+    b_turned = (b_a * b_cos - b_b * b_sin).to(dtype).to(tl.float32)
+    b_other = (b_b * b_cos + b_a * b_sin).to(dtype).to(tl.float32)
+    top = tl.max(tl.maximum(_size(b_turned), _size(b_other)), axis=0)
+    b_scale, b_inverse = _scale_of(top, LARGEST)
+    kept = p_to.dtype.element_ty
+    tl.store(p_to + o_a, stored(b_turned * b_inverse, kept, True, LARGEST), mask=m_f)
+    tl.store(p_to + o_b, stored(b_other * b_inverse, kept, True, LARGEST), mask=m_f)
+    tl.store(p_scale, b_scale)
+
+
+@triton.jit
 def latent_write_kernel(
-    q, latent, position, table, kv, slot, out, weight, eps, q_token_stride, q_head_stride,
+    q, latent, position, table, kv, scales, slot, out, weight, eps, q_token_stride, q_head_stride,
     latent_stride, block_stride, HEADS: tl.constexpr, H: tl.constexpr, NOPE: tl.constexpr,
     RANK: tl.constexpr, C: tl.constexpr, ROTARY: tl.constexpr, F: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, QUANTIZED: tl.constexpr,
+    LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens. H: HEADS, C: RANK, F: ROTARY / 2, padded."""
     enter_late(DEPENDENT)
@@ -55,8 +104,9 @@ def latent_write_kernel(
     p_latent = latent + i_t * latent_stride
     b_x = tl.load(p_latent + o_c, mask=m_c, other=0.0).to(tl.float32)
     p_angles = table + tl.load(position + i_t) * ROTARY + o_f
-    b_cos = tl.load(p_angles, mask=m_f, other=0.0)[None, :]
-    b_sin = tl.load(p_angles + ROTARY // 2, mask=m_f, other=0.0)[None, :]
+    b_cosines = tl.load(p_angles, mask=m_f, other=0.0)
+    b_sines = tl.load(p_angles + ROTARY // 2, mask=m_f, other=0.0)
+    b_cos, b_sin = b_cosines[None, :], b_sines[None, :]
     p_q = q + i_t * q_token_stride + o_h[:, None] * q_head_stride + NOPE
     p_out = out + (i_t * HEADS + o_h[:, None]) * WIDTH + RANK
     _rotate(p_q, p_out, (o_h < HEADS)[:, None], b_cos, b_sin, F, ROTARY, PAIRS)
@@ -64,6 +114,18 @@ def latent_write_kernel(
     p_kv = kv + b_slot // BLOCK_TOKENS * block_stride + b_slot % BLOCK_TOKENS * WIDTH
     b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=0) / RANK + eps)
     b_y = b_x * b_scale * tl.load(weight + o_c, mask=m_c, other=0.0)
+    if QUANTIZED:
+        b_y = b_y.to(latent.dtype.element_ty).to(tl.float32)
+        b_unit, b_inverse = _scale_of(tl.max(_size(b_y), axis=0), LARGEST)
+        b_kept = stored(b_y * b_inverse, kv.dtype.element_ty, True, LARGEST)
+        tl.store(p_kv + o_c, b_kept, mask=m_c)
+        p_scale = scales + b_slot // BLOCK_TOKENS * (block_stride // 4)
+        p_scale = p_scale + BLOCK_TOKENS * WIDTH // 4 + b_slot % BLOCK_TOKENS * 2
+        tl.store(p_scale, b_unit)
+        _quantize_rotated(
+            p_latent + RANK, p_kv + RANK, p_scale + 1, b_cosines, b_sines, F, ROTARY, PAIRS, LARGEST
+        )
+        return
     tl.store(p_kv + o_c, b_y.to(kv.dtype.element_ty), mask=m_c)
     o_one = tl.arange(0, 1)[:, None]
     p_rotary = p_latent + RANK + o_one
@@ -78,7 +140,8 @@ def bind(problem: LatentWriteProblem, weight_C: torch.Tensor) -> LatentWrite:
         "RANK": problem.rank,
         "C": power_of_two(problem.rank), "ROTARY": problem.rotary,
         "F": power_of_two(problem.rotary // 2), "PAIRS": problem.layout == "pairs",
-        "BLOCK_TOKENS": problem.block_tokens,
+        "BLOCK_TOKENS": problem.block_tokens, "QUANTIZED": problem.quantized is not None,
+        "LARGEST": LARGEST[problem.quantized] if problem.quantized else 0.0,
     }  # fmt: skip
 
     def latent_write(
@@ -92,17 +155,18 @@ def bind(problem: LatentWriteProblem, weight_C: torch.Tensor) -> LatentWrite:
     ) -> None:
         check_operands(problem, q_THD, latent_TW, kv, q_THW)
         latent_write_kernel[(q_THD.shape[0],)](
-            q_THD, latent_TW, positions_T, table_PR, kv, slot_T, q_THW, weight_C, problem.eps,
-            *q_THD.stride()[:2], latent_TW.stride(0), kv.stride(0), num_warps=2, **constants,
+            q_THD, latent_TW, positions_T, table_PR, *typed(kv, problem.quantized), slot_T, q_THW,
+            weight_C, problem.eps, *q_THD.stride()[:2], latent_TW.stride(0), kv.stride(0), num_warps=2, **constants,
             **launch(q_THD.device),
         )  # fmt: skip
 
     return latent_write
 
 
-KERNEL = Kernel(
-    name="triton",
-    supports=lambda problem: unsupported(problem.device, problem.dtype),
-    bind=bind,
-    invariant=True,
-)
+def _supports(problem: LatentWriteProblem) -> str | None:
+    return unsupported(problem.device, problem.dtype) or unsupported_quantization(
+        problem.quantized, problem.rank
+    )
+
+
+KERNEL = Kernel(name="triton", supports=_supports, bind=bind, invariant=True)

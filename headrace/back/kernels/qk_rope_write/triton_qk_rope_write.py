@@ -57,7 +57,7 @@ def _three_bits(b_x):
 
 
 @triton.jit
-def _stored(b_x, dtype: tl.constexpr, QUANTIZED: tl.constexpr, LARGEST: tl.constexpr):
+def stored(b_x, dtype: tl.constexpr, QUANTIZED: tl.constexpr, LARGEST: tl.constexpr):
     """Values as the cache keeps them; of quantized values, to the nearest one, ties to even. A lost
     head's are 0."""
     if QUANTIZED:
@@ -179,14 +179,14 @@ def qk_rope_write_kernel(
         b_scale = tl.where(b_top < float("inf"), b_unit, float("nan"))
         tl.store(p_scale, b_scale[:, None], mask=m_cached)
     tl.store(
-        p_out + o_a, _stored(b_a, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_pair
+        p_out + o_a, stored(b_a, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_pair
     )
     tl.store(
-        p_out + o_b, _stored(b_b, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_pair
+        p_out + o_b, stored(b_b, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_pair
     )
     if REST:
         tl.store(
-            p_out + o_c, _stored(b_c, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_c
+            p_out + o_c, stored(b_c, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_c
         )
 
 

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from headrace.back.kernels.attention.op import Plan, sample_plan
+from headrace.back.kernels.latent_write.quantized import latents, random_cache
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -40,7 +41,7 @@ class SparseLatentAttentionFunction(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLatentProblem:
-    """`dtype` is that of q, the cache and the output."""
+    """`dtype` is that of q, the output and, unless it is `quantized`, the cache."""
 
     device: str
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class SparseLatentProblem:
     block_tokens: int
     scale: float
     sinks: bool = False
+    quantized: str | None = None
 
     @property
     def width(self) -> int:
@@ -73,7 +75,9 @@ def bind_reference(
             for token in range(*plan.host_query_start[row : row + 2].tolist()):
                 chosen_S = chosen_TK[token][chosen_TK[token] >= 0].long()
                 block_S = plan.block_table_RB[row, chosen_S // block_tokens].long()
-                latent_SW = kv[block_S, chosen_S % block_tokens].float()
+                own = latents(kv[block_S], rank, problem.quantized, problem.dtype)
+                place_S = chosen_S % block_tokens
+                latent_SW = own[torch.arange(len(place_S), device=kv.device), place_S].float()
                 scores_HS = q_THW[token].float() @ latent_SW.T * problem.scale
                 if sinks_H is not None:
                     scores_HS = torch.cat((scores_HS, sinks_H[:, None]), dim=1)
@@ -111,8 +115,9 @@ def _sample(problem: SparseLatentProblem) -> Sample:
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     chosen = [sample_choice(rows, problem.top_k, generator).to(problem.device) for rows in steps]
     q_THW = random_tensor(max(map(len, chosen)), problem.heads, problem.width, **new)
-    kv = random_tensor(max(count for _, count in plans), block, problem.width, **new)
-    kv[0] = float("nan")
+    blocks = max(count for _, count in plans)
+    kv = random_cache(blocks, block, problem.width, problem.rank, problem.quantized, **new)
+    kv[0] = -1 if problem.quantized else float("nan")
     arguments, *further = (
         (q_THW[: len(chosen_TK)], kv, plan, chosen_TK)
         for chosen_TK, (plan, _) in zip(chosen, plans, strict=True)

@@ -17,13 +17,21 @@ import triton.language as tl
 
 from headrace.back.kernels.attention.op import Plan
 from headrace.back.kernels.attention.triton_softmax import softmax_weights
+from headrace.back.kernels.latent_attention.triton_latent import scaled_latents
+from headrace.back.kernels.latent_write.quantized import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.sparse_latent_attention.op import (
     SparseLatentAttentionFunction,
     SparseLatentProblem,
 )
 from headrace.back.kernels.triton.grid import enter_late
-from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
+from headrace.back.kernels.triton.room import LARGEST, shared_bytes
+from headrace.back.kernels.triton.wrap import (
+    launch,
+    power_of_two,
+    unsupported,
+    unsupported_quantization,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +66,12 @@ def row_of(start, rows, i_t):
 
 @triton.jit
 def sparse_latent_attention_kernel(
-    q, kv, start, table, chosen, out, partial, sinks, rows, table_stride, block_stride, scale,
+    q, kv, scales, start, table, chosen, out, partial, sinks, rows, table_stride, block_stride,
+    scale,
     HEADS: tl.constexpr, H: tl.constexpr, RANK: tl.constexpr, C: tl.constexpr,
     ROTARY: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, S: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, SINKS: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr,
+    PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens, tiles of H heads, parts of PART positions. C: RANK, R: ROTARY, padded. `scale`:
     in base 2. With several parts, partial [tokens, parts, HEADS, C + 2] is written: sums, the
@@ -70,7 +80,7 @@ def sparse_latent_attention_kernel(
     i_p, parts = tl.program_id(2), tl.num_programs(2)
     i_t, i_h = tl.program_id(0), tl.program_id(1)
     WIDTH: tl.constexpr = RANK + ROTARY
-    dtype = kv.dtype.element_ty
+    dtype = q.dtype.element_ty
     o_h = i_h * H + tl.arange(0, H)
     o_c, o_r, o_s = tl.arange(0, C), tl.arange(0, R), tl.arange(0, S)
     m_h, m_c, m_r = (o_h < HEADS)[:, None], (o_c < RANK)[None, :], (o_r < ROTARY)[None, :]
@@ -97,6 +107,10 @@ def sparse_latent_attention_kernel(
         p_kv = kv + (b_block * block_stride + b_at % BLOCK_TOKENS * WIDTH)[:, None]
         b_kv = tl.load(p_kv + o_c[None, :], mask=m_s[:, None] & m_c, other=0.0)
         b_kvr = tl.load(p_kv + RANK + o_r[None, :], mask=m_s[:, None] & m_r, other=0.0)
+        if QUANTIZED:
+            b_kv, b_kvr = scaled_latents(
+                b_kv, b_kvr, scales, b_block, b_at, m_s, block_stride, dtype, BLOCK_TOKENS, WIDTH
+            )
         b_scores = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee")
         b_scores += tl.dot(b_qr, tl.trans(b_kvr), input_precision="ieee")
         b_scores = tl.where(m_s[None, :], b_scores * scale, float("-inf"))
@@ -151,22 +165,25 @@ def bind(
         "HEADS": heads, "H": tiles.heads, "RANK": rank, "C": depth, "ROTARY": rotary,
         "R": max(16, power_of_two(rotary)), "TOP_K": problem.top_k, "S": tiles.positions,
         "BLOCK_TOKENS": problem.block_tokens, "SINKS": problem.sinks, "PART": part,
+        "QUANTIZED": problem.quantized is not None,
         "num_warps": tiles.num_warps, "num_stages": tiles.num_stages,
     }  # fmt: skip
     scale = problem.scale * 1.4426950408889634
+    stored = rank + rotary + (SCALE_BYTES if problem.quantized else 0)
 
     def attention(
         q_THW: torch.Tensor, kv: torch.Tensor, plan: Plan, chosen_TK: torch.Tensor
     ) -> torch.Tensor:
         assert q_THW.is_contiguous() and q_THW.shape[1:] == (heads, rank + rotary), q_THW.shape
-        assert kv.stride()[1:] == (rank + rotary, 1), kv.stride()
+        assert kv.stride()[1:] == (stored, 1), kv.stride()
         assert chosen_TK.shape == (len(q_THW), problem.top_k) and chosen_TK.is_contiguous()
         num_tokens, device = len(q_THW), q_THW.device
         out_THC = q_THW.new_empty((num_tokens, heads, rank))
         size = num_tokens * parts * heads * (depth + 2) if parts > 1 else 0
         partial = torch.empty(size, dtype=torch.float32, device=device)
         sparse_latent_attention_kernel[(num_tokens, -(-heads // tiles.heads), parts)](
-            q_THW, kv, plan.query_start_R1, plan.block_table_RB, chosen_TK, out_THC, partial,
+            q_THW, *typed(kv, problem.quantized), plan.query_start_R1, plan.block_table_RB,
+            chosen_TK, out_THC, partial,
             q_THW if sinks_H is None else sinks_H, plan.kv_len_R.shape[0],
             plan.block_table_RB.stride(0), kv.stride(0), scale, **constants, **launch(device),
         )  # fmt: skip
@@ -205,7 +222,9 @@ def _many(problem: SparseLatentProblem) -> SparseTiles:
 
 
 def _supports(problem: SparseLatentProblem) -> str | None:
-    return unsupported(problem.device, problem.dtype)
+    return unsupported(problem.device, problem.dtype) or unsupported_quantization(
+        problem.quantized, problem.rank
+    )
 
 
 def _supports_steps(problem: SparseLatentProblem) -> str | None:
@@ -213,6 +232,8 @@ def _supports_steps(problem: SparseLatentProblem) -> str | None:
         return "takes tiles that float32 does not fit"
     if problem.rank > 512:
         return f"latents of {problem.rank} are above 512"
+    if shared_bytes() < LARGEST:
+        return "takes tiles that do not fit this device's shared memory"
     return _supports(problem)
 
 
