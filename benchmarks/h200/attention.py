@@ -190,7 +190,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 WINDOWED = {
     "1 x 8192": [(8192, 8192)],
-    "1 x 32768": [(32768, 32768)],
+    "1 x 2048": [(2048, 2048)],
     "16 x 1024": [(1024, 1024)] * 16,
 }
 
@@ -204,11 +204,12 @@ def seen_by(case: AttentionProblem, length: int) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def variants() -> list[dict[str, object]]:
+def variants(names: list[str]) -> list[dict[str, object]]:
     """Prompts of 32 heads over 8, or 16 of 256 over 4, with windows, chunks, caps and sinks: microseconds and TFLOP/s
-    of what is seen, by tiles of Hopper's kernel and by the generic one."""
+    of what is seen, by tiles of Hopper's kernel and by the generic one. `names`: of the variants."""
     found = []
-    for (name, more), (rows_name, rows) in itertools.product(VARIANTS.items(), WINDOWED.items()):
+    for name, (rows_name, rows) in itertools.product(names, WINDOWED.items()):
+        more = VARIANTS[name]
         case = replace(problem("8B"), **more)
         case = replace(case, scale=case.head_dim**-0.5)
         plan, blocks = sample_plan(rows, block_tokens=16, window=None, device="cuda")
@@ -222,7 +223,7 @@ def variants() -> list[dict[str, object]]:
         tiles = (64, 2), *(() if wide else ((128, 2), (64, 4)))
         for n, stages in tiles:
             own = HopperTiles(n=n, stages=stages)
-            with patch.object(hopper, "tiles_for", lambda _, own=own: own):
+            with patch.object(hopper, "tiles_for", lambda *_, own=own: own):
                 row[f"{n}, {stages}"] = _rated(kernels.bind(case, *given), q, kv, plan, flops)
         with patch.object(hopper, "unfit", lambda _: "another is measured"):
             row["generic"] = _rated(kernels.bind(case, *given), q, kv, plan, flops)
@@ -242,11 +243,10 @@ def _rated(
 
 
 def main() -> None:
-    """Prints and writes what `variants` finds: python -m benchmarks.h200.attention OUT."""
+    """Prints and writes what `variants` finds: python -m benchmarks.h200.attention OUT [VARIANT ...]."""
     print(torch.cuda.get_device_name(), flush=True)
-    found = variants()
-    if sys.argv[1:]:
-        Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+    found = variants(sys.argv[2:] or list(VARIANTS))
+    Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 
 
 def quantized(rate: float) -> list[dict[str, object]]:
@@ -317,7 +317,7 @@ def shared() -> list[dict[str, object]]:
 def variant_of(variant: Tiles | HopperTiles) -> AbstractContextManager[object]:
     """The prefill kernel with these sizes of tiles."""
     if isinstance(variant, HopperTiles):
-        return patch.object(hopper, "TILES", variant)
+        return patch.object(hopper, "tiles_for", lambda *_: variant)
     stack = ExitStack()
     stack.enter_context(patch.object(hopper, "unfit", lambda case: "another is measured"))
     stack.enter_context(_patched(variant, "prefill_tiles"))

@@ -33,8 +33,8 @@ MOST_BYTES = 512 << 20
 @dataclass(frozen=True, kw_only=True)
 class ExpandedRows:
     """`first`: the token from which on rows are expanded; `decodes`: the plan of the rows before,
-    if any; `row_S`: where each position lies in the cache, in rows of a latent, of a quantized cache
-    in slots; `begin_R`: a row's first position among S."""
+    if any; `row_S`: where each position lies in the cache, in rows of a latent, or of quantized
+    ones in slots; `begin_R`: a row's first position among S."""
 
     first: int
     decodes: AttentionPlan | None
@@ -97,7 +97,7 @@ def _rows_of(plan: AttentionPlan, kv: torch.Tensor, positions: int) -> ExpandedR
 def latents_of(
     rows: ExpandedRows, kv: torch.Tensor, rank: int, form: str | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """latent_SW: those of all positions, of a cache that is quantized as `form` or, None, is not."""
+    """latent_SW: those of all positions, of a cache quantized as `form`; None: it is not."""
     if form is not None:
         block_S, place_S = rows.row_S // kv.shape[1], rows.row_S % kv.shape[1]
         values, scales = (part[block_S, place_S] for part in values_and_scales(kv))

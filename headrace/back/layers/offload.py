@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from headrace.back.kernels.launches import are_launched
 from headrace.back.layers.reachable import bytes_of, room_of, tensors_of
 from headrace.back.platforms import huge_pages
 from headrace.base.errors import StartError
@@ -180,7 +181,8 @@ class HostCopies:
 
     def copy(self, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Copies."""
-        target.copy_(source)
+        if are_launched():
+            target.copy_(source)
 
     def wait(self, index: int) -> None:
         """See Copies."""
@@ -201,7 +203,8 @@ class CudaCopies:
     def copy(self, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Copies."""
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            if are_launched():
+                target.copy_(source, non_blocking=True)
             self._done[index] = self._stream.record_event()
 
     def wait(self, index: int) -> None:

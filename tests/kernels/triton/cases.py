@@ -111,7 +111,7 @@ def _hopper() -> object:
 
 
 def _hopper_variants() -> object:
-    """The same with windows, chunks, soft caps, sinks and heads of 256."""
+    """The same with windows, chunks, soft caps, sinks and heads of 256, and of longer rows."""
     from headrace.back.kernels.attention import hopper
 
     for problem in (
@@ -123,8 +123,9 @@ def _hopper_variants() -> object:
     ):
         q_THD, kv, plan = attention.OP.sample(problem).arguments
         sinks_H = torch.zeros(problem.heads) if problem.sinks else None
-        run = hopper.bind_prefill(problem, sinks_H, min_queries=2)
-        run(q_THD, kv, plan, torch.empty_like(q_THD), None)
+        for short in {hopper.tiles_for(problem, 1, n).n: n for n in (0, 2048)}.values():
+            run = hopper.bind_prefill(problem, sinks_H, min_queries=2, short_tokens=short)
+            run(q_THD, kv, plan, torch.empty_like(q_THD), None)
     return None
 
 

@@ -86,15 +86,14 @@ HOPPER_SHAPES = [
     (7, 1, 128, 64, None, None),
 ]
 VARIANTS = [
-    (8, 2, 128, 16, 70, None),
-    (8, 2, 128, 16, 300, 30.0),
-    (5, 1, 64, 16, -200, None),
-    (4, 4, 128, 8, -64, None),
-    (8, 4, 256, 16, None, None),
-    (6, 2, 256, 32, 100, 50.0),
-    (8, 2, 128, 16, 1, None),
+    (BF16, (8, 2, 128, 16, 300, 30.0), False),
+    (FP16, (5, 1, 64, 16, -200, None), True),
+    (BF16, (8, 4, 256, 16, None, None), True),
+    (FP16, (6, 2, 256, 32, 100, 50.0), False),
+    (BF16, (8, 2, 128, 16, 1, None), True),
+    (BF16, (4, 4, 128, 8, -64, None), False),
 ]
-"""Windows, of one position too, chunks (negative), soft caps and heads of 256."""
+"""Windows, of one position too, chunks (negative), soft caps, heads of 256, and sinks."""
 HOPPER_ROWS = [(1, 1), (1, 300), (40, 95), (6, 6), (5, 260), (129, 129), (300, 1000), (127, 641)]
 
 
@@ -116,13 +115,12 @@ def test_the_tma_kernel_equals_the_reference(dtype, code, shape):
 
 
 @hopper_only
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("shape", VARIANTS)
+@pytest.mark.parametrize("dtype, shape, sinks", VARIANTS)
 def test_the_tma_kernel_with_windows_caps_sinks_and_wide_heads_equals_the_reference(
     dtype, shape, sinks
 ):
-    """KRN-10: blocks that a window has left behind are the null block, which is NaN."""
+    """KRN-10: blocks that a window has left behind are the null block, which is NaN, and so are the unused places of
+    a block that stands in their place."""
     problem, q, kv, plan, padded = attention_case(
         shape, dtype, HOPPER_ROWS, pad_rows=2, pad_tokens=3
     )
@@ -139,6 +137,24 @@ def test_the_tma_kernel_with_windows_caps_sinks_and_wide_heads_equals_the_refere
     assert close(out[:tokens], expected, dtype)
     assert (lse[:tokens] - expected_lse).abs().max() < 0.05
     assert torch.equal(out[:tokens], attend(q, kv, padded)[:tokens])
+
+
+@hopper_only
+def test_rows_of_more_tokens_take_longer_tiles(monkeypatch):
+    """KRN-10: both sizes of tiles, by the tokens of a row, with the same result but for rounding."""
+    shape, rows = (8, 2, 128, 16, None, None), [(70, 70), (50, 333), (90, 100)]
+    problem, q, kv, plan, _ = attention_case(shape, BF16, rows)
+    expected = exact(problem, q, kv, plan)
+    taken = []
+    tiles_for = hopper.tiles_for
+    monkeypatch.setattr(
+        hopper, "tiles_for", lambda *given: taken.append(tiles_for(*given)) or taken[-1]
+    )
+    for tokens in (0, 1 << 20):
+        assert close(
+            triton_attention.bind(problem, short_tokens=tokens)(q, kv, plan), expected, BF16
+        )
+    assert {hopper.TILES, hopper.SHORT_TILES} <= set(taken)
 
 
 @hopper_only

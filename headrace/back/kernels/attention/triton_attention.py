@@ -142,8 +142,11 @@ def _prefill_tiles(problem: AttentionProblem) -> Tiles:
     return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
 
-def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> AttentionFunction:
-    """The kernels for one layer's heads, without the plans that have failed."""
+def bind(
+    problem: AttentionProblem, sinks_H: torch.Tensor | None = None, *, short_tokens: int | None = None
+) -> AttentionFunction:  # fmt: skip
+    """The kernels for one layer's heads, without the plans that have failed. `short_tokens`: see
+    hopper.tiles_for."""
     without = triton_plans.skipped(problem)
     assert (sinks_H is not None) == problem.sinks, problem
     group = problem.heads // problem.kv_heads
@@ -167,7 +170,10 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
     biases = sinks_H, problem.slopes_tensor()
     decode = _bind_decode(problem, shared, biases, without)
     prefill = _bind_prefill(problem, shared, biases)
-    prefill_hopper = None if triton_plans.PREFILL_TMA in without else _bind_hopper(problem, sinks_H)
+    prefill_hopper: Launch | None = None
+    if triton_plans.PREFILL_TMA not in without and hopper.unfit(problem) is None:
+        least = decode_tiles(problem).m // group + 1
+        prefill_hopper = hopper.bind_prefill(problem, sinks_H, least, short_tokens)
     with_few = triton_plans.FEW_QUERIES not in without
 
     def attention(
@@ -295,13 +301,6 @@ def _bind_prefill(
     return prefill
 
 
-def _bind_hopper(problem: AttentionProblem, sinks_H: torch.Tensor | None) -> Launch | None:
-    if hopper.unfit(problem) is not None:
-        return None
-    few = decode_tiles(problem).m // (problem.heads // problem.kv_heads)
-    return hopper.bind_prefill(problem, sinks_H, min_queries=few + 1)
-
-
 def _supports(problem: AttentionProblem) -> str | None:
     if problem.head_dim > MAX_HEAD_DIM:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
@@ -332,6 +331,9 @@ def plans(problem: AttentionProblem) -> list[PlanCheck]:
     if not hopper.unfit(problem) and triton_plans.PREFILL_TMA not in without:
         alone = triton_plans.prompts(problem, decodes=0)
         checks.append(check(triton_plans.PREFILL_TMA, alone))
+        if hopper.tiles_for(problem, 1) != hopper.tiles_for(problem, 1, 0):
+            long = partial(bind, short_tokens=0)
+            checks.append(triton_plans.check(problem, triton_plans.PREFILL_TMA, alone, bind=long))
     mixed = triton_plans.prompts(problem, decodes=hopper_decode.LEAST_ROWS)
     return [*checks, check(triton_plans.PROMPTS, mixed, needed=True)]
 

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from headrace.back.kernels.attention.gluon_quantized import paired
+from headrace.back.kernels.attention.gluon_rows import first_seen, seen_blocks
 from headrace.back.kernels.attention.gluon_softmax import softmax_weights, store_lse
 from headrace.back.kernels.attention.triton_quantized import PAIRS_UP
 from headrace.back.kernels.triton.gluon import thread_barrier
@@ -55,28 +56,6 @@ def blocks_from(p_table, first, last, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def first_seen(positions, WINDOW: gl.constexpr):
-    """As that of triton_rows.py; WINDOW 0: there is none."""
-    if WINDOW < 0:
-        first = gl.maximum(positions, 0) // -WINDOW * -WINDOW
-    elif WINDOW > 0:
-        first = gl.maximum(positions - WINDOW + 1, 0)
-    else:
-        first = positions * 0
-    return first
-
-
-@gluon.jit
-def _seen_blocks(p_table, first, lowest, last, BLOCKS: gl.constexpr):
-    """The cache's blocks of a tile, from a row's `first` on; those below `lowest`, which may have
-    been given back, are that one, and those behind `last` that one."""
-    blocks = ()
-    for i in gl.static_range(BLOCKS):
-        blocks += (gl.load(p_table + gl.maximum(gl.minimum(first + i, last), lowest)),)
-    return blocks
-
-
-@gluon.jit
 def _fetch(
     cache, tiles, table, table_stride, keys, values, k_ready, k_free, v_ready, v_free,
     KV_HEADS: gl.constexpr, N: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr,
@@ -100,7 +79,7 @@ def _fetch(
             lowest_block = begin // BLOCK_TOKENS
             for i_back in range(0, num_tiles - begin // N):
                 first_block = (num_tiles - 1 - i_back) * BLOCKS
-                blocks = _seen_blocks(p_table, first_block, lowest_block, last_block, BLOCKS)
+                blocks = seen_blocks(p_table, first_block, lowest_block, last_block, BLOCKS)
                 stage = count % STAGES
                 phase = (count // STAGES & 1) ^ 1
                 mbarrier.wait(k_free.index(stage), phase)
@@ -138,14 +117,34 @@ def _clear(values, first, N: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
+def _clear_before(values, until, N: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Zeroes the values of a tile's positions below `until`, as `_clear` does those behind: other
+    blocks stand there, whose unused places may hold anything."""
+    o_n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    for i in gl.static_range(N // ROWS):
+        if i * ROWS < until:
+            chunk = values.slice(i * ROWS, ROWS, 0)
+            b_v = chunk.load(LAYOUT)
+            seen = (i * ROWS + o_n >= until)[:, None]
+            chunk.store(gl.where(seen, b_v, gl.zeros_like(b_v)))
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
 def _weigh(
     b_s, b_max, factor, inner, b_position, start, MASKED: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Weights of scores against a new maximum, what the old sums shrink by, and the maximum. With
-    SOFTCAP scores become tanh(scores * inner / (2 log2(e))), and `factor` is the cap * log2(e)."""
-    if SOFTCAP:
-        b_s = 1.0 - 2.0 / (gl.exp2(b_s * inner) + 1.0)
+    SOFTCAP, 2: by the unit that approximates it, scores become tanh(scores * inner), and `factor`
+    is the cap * log2(e)."""
+    if SOFTCAP == 2:  # as near as bfloat16 tells
+        b_s = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [b_s * inner], dtype=gl.float32, is_pure=True, pack=1
+        )
+    elif SOFTCAP == 1:
+        b_s = 1.0 - 2.0 / (gl.exp2(b_s * (inner * 2.8853900817779268)) + 1.0)
     if MASKED:
         o_n = start + gl.arange(0, b_s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
         m_s = o_n[None, :] <= b_position[:, None]
@@ -290,6 +289,10 @@ def attend(
 
             before = (count - 1) % STAGES
             mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
+            if WINDOW != 0:
+                hidden = first_seen(first_position, WINDOW) - first_tile * N
+                if hidden > 0:
+                    _clear_before(values.index(before), hidden, N, 16, ROW)
             weighed = warpgroup_mma(b_p, values.index(before), b_acc, is_async=True)
             b_acc = warpgroup_mma_wait(0, deps=[weighed])
             thread_barrier()

@@ -221,7 +221,7 @@ def prefill_quantized_kernel(
                 (
                     gl.constexpr(0), q, out, lse, None, tiles, queries, keys, values, k_ready,
                     k_free, v_ready, v_free, q_token_stride, q_head_stride, out_token_stride,
-                    factor, factor, GROUP, KV_HEADS, N, STAGES, QUANTIZED == "fp8", 0, False, False,
+                    factor, factor, GROUP, KV_HEADS, N, STAGES, QUANTIZED == "fp8", 0, 0, False,
                     LSE,
                 ),
             ),
@@ -230,7 +230,7 @@ def prefill_quantized_kernel(
                 (
                     gl.constexpr(1), q, out, lse, None, tiles, queries, keys, values, k_ready,
                     k_free, v_ready, v_free, q_token_stride, q_head_stride, out_token_stride,
-                    factor, factor, GROUP, KV_HEADS, N, STAGES, QUANTIZED == "fp8", 0, False, False,
+                    factor, factor, GROUP, KV_HEADS, N, STAGES, QUANTIZED == "fp8", 0, 0, False,
                     LSE,
                 ),
             ),

@@ -107,7 +107,7 @@ def _sample(problem: LatentAttentionProblem) -> Sample:
     tokens = [sum(queries for queries, _ in rows) for rows in steps]
     q_THW = random_tensor(max(tokens), problem.heads, problem.width, **new)
     blocks = max(count for _, count in plans)
-    kv = random_cache(blocks, block, problem.width, problem.rank, problem.quantized, **new)
+    kv = random_cache((blocks, block, problem.width), problem.rank, problem.quantized, **new)
     kv[0] = -1 if problem.quantized else float("nan")
     arguments, *further = (
         (q_THW[:count], kv, plan) for count, (plan, _) in zip(tokens, plans, strict=True)

@@ -6,8 +6,8 @@ C + R. Of latent_TW, as the down-projection leaves it, the first C elements are 
 float32 weight) and the last R rotated; the result goes into kv [num_blocks, block_tokens, W] at
 slot_T (see kernels/kv_write). The last R dimensions of each query head are rotated into q_THW[...,
 C:], behind what head_linear makes of its first ones. q and latent may be strided; last dimensions
-are contiguous. The table and `layout` are those of kernels/rope. A `quantized` cache ("fp8", "int8")
-is int8 and lies as quantized.py says."""
+are contiguous. The table and `layout` are those of kernels/rope. A `quantized` cache ("fp8" or
+"int8") is int8 and lies as quantized.py says."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _sample(problem: LatentWriteProblem) -> Sample:
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(problem.device)
     positions = torch.tensor([10, 0, 4], device=problem.device)
     slot = torch.tensor([block, 2 * block - 1, 3 * block - 1], device=problem.device)
-    kv = quantized.random_cache(3, block, width, problem.rank, problem.quantized, **new)
+    kv = quantized.random_cache((3, block, width), problem.rank, problem.quantized, **new)
     out = torch.zeros((3, problem.heads, width), dtype=problem.dtype, device=problem.device)
     weight = random_tensor(problem.rank, **{**new, "dtype": torch.float32})
     return Sample(

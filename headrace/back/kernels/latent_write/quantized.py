@@ -68,17 +68,20 @@ def latents(kv: torch.Tensor, rank: int, form: str | None, dtype: torch.dtype) -
 
 
 def random_cache(
-    blocks: int, block_tokens: int, width: int, rank: int, form: str | None, **new: object
+    shape: tuple[int, int, int],
+    rank: int,
+    form: str | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    generator: torch.Generator,
 ) -> torch.Tensor:
-    """A cache of random latents. `new`: dtype, device and generator."""
-    generator, device = new["generator"], new["device"]
-    assert isinstance(generator, torch.Generator) and isinstance(new["dtype"], torch.dtype)
-    latent = torch.randn((blocks, block_tokens, width), generator=generator)
+    """A cache of random latents of a shape [N, B, W]."""
+    latent = torch.randn(shape, generator=generator)
     if form is None:
-        return latent.to(device=device, dtype=new["dtype"])  # type: ignore[call-overload, no-any-return] # a device
-    kv = torch.zeros((blocks, block_tokens, width + SCALE_BYTES), dtype=torch.int8)
-    for place, part in zip(
-        values_and_scales(kv), quantize(latent.flatten(0, 1), rank, form), strict=True
-    ):
-        place.copy_(part.unflatten(0, (blocks, block_tokens)))
-    return kv.to(device)  # type: ignore[call-overload, no-any-return] # a device
+        return latent.to(device=device, dtype=dtype)
+    kv = torch.zeros((*shape[:2], shape[2] + SCALE_BYTES), dtype=torch.int8)
+    parts = quantize(latent.flatten(0, 1), rank, form)
+    for place, part in zip(values_and_scales(kv), parts, strict=True):
+        place.copy_(part.unflatten(0, shape[:2]))
+    return kv.to(device)

@@ -116,7 +116,7 @@ def _sample(problem: SparseLatentProblem) -> Sample:
     chosen = [sample_choice(rows, problem.top_k, generator).to(problem.device) for rows in steps]
     q_THW = random_tensor(max(map(len, chosen)), problem.heads, problem.width, **new)
     blocks = max(count for _, count in plans)
-    kv = random_cache(blocks, block, problem.width, problem.rank, problem.quantized, **new)
+    kv = random_cache((blocks, block, problem.width), problem.rank, problem.quantized, **new)
     kv[0] = -1 if problem.quantized else float("nan")
     arguments, *further = (
         (q_THW[: len(chosen_TK)], kv, plan, chosen_TK)
