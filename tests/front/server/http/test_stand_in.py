@@ -50,6 +50,7 @@ class HeldServer:
         config = uvicorn.Config(
             Starlette(routes=[Route("/echo", echo, methods=["POST"])]),
             http=guarded_protocol(limits, metrics, StreamGuard()), lifespan="off", log_config=None, loop="none",
+            ws="websockets-sansio",
         )  # fmt: skip
         server = uvicorn.Server(config)
         config.load()
