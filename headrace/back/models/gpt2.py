@@ -20,7 +20,6 @@ from headrace.base.config.hf import ConfigReader
 
 PLACEMENT = NormPlacement(before_attention="ln_1", before_mlp="ln_2")
 NAMES = DecoderNames(prefix="transformer", embedding="wte", layers="h", norm="ln_f")
-ATTENTION = AttentionNames(module="attn", merged="c_attn", out="c_proj", transposed=True)
 MASKS = r".*\.attn\.(masked_)?bias"
 
 
@@ -37,6 +36,8 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     if config.bool("add_cross_attention", False):
         raise config.wrong("add_cross_attention", "false")
+    turned = not config.bool("outputs_first", False)  # GGUF files have linear layers as others
+    names = AttentionNames(module="attn", merged="c_attn", out="c_proj", transposed=turned)
     by_layer = config.bool("scale_attn_by_inverse_layer_idx", False)
     plain = plain_attention(sizes)
     scale = sizes.head_dim**-0.5 if config.bool("scale_attn_weights", True) else 1.0
@@ -47,10 +48,10 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
                 rope=None,
                 qkv_bias=True,
                 out_bias=True,
-                names=ATTENTION,
+                names=names,
             ),
             placement=PLACEMENT,
-            feed_forward=PlainMLPSpec(up="c_fc", down="c_proj", bias=True, transposed=True),
+            feed_forward=PlainMLPSpec(up="c_fc", down="c_proj", bias=True, transposed=turned),
         )
         for index in range(sizes.layers)
     )

@@ -1,5 +1,6 @@
 """From GGUF metadata to the config.json the same model has: one row per GGUF architecture, plain
-data throughout, in gguf_rows.py, gguf_mixtures.py, gguf_recurrent.py, gguf_encoders.py.
+data throughout, in gguf_rows.py, gguf_gemma.py, gguf_mixtures.py, gguf_recurrent.py and
+gguf_encoders.py.
 
 The result goes through the same reader, family and checks as any config.json, so a GGUF file is one
 more spelling of a checkpoint and no second kind of model. Metadata keys: github.com/ggml-org/ggml,
@@ -12,7 +13,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from headrace.base.config import gguf_encoders, gguf_mixtures, gguf_recurrent, gguf_rows
+from headrace.base.config import gguf_encoders, gguf_gemma, gguf_mixtures, gguf_recurrent, gguf_rows
 from headrace.base.config.gguf import GGUFFile
 from headrace.base.config.gguf_row import (
     Config,
@@ -166,6 +167,7 @@ _SAMPLING: Final = {
 }
 ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
     **gguf_rows.ROWS,
+    **gguf_gemma.ROWS,
     **gguf_mixtures.ROWS,
     **gguf_recurrent.ROWS,
     **gguf_encoders.ROWS,

@@ -117,6 +117,31 @@ def _deepseek2(file: GGUFFile, name: str, config: Config) -> None:
         config["rope_scaling"] = scaling | {"mscale": stated * 10, "mscale_all_dim": stated * 10}
 
 
+def _exaone(file: GGUFFile, name: str, config: Config) -> None:
+    """Local layers by a list; layers at the end only draft tokens."""
+    config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)
+    layers = config["num_hidden_layers"]
+    local = list(file.numbers(f"{name}.attention.sliding_window_pattern") or ())[:layers]
+    if config.get("sliding_window") is not None and len(local) == layers:
+        kinds = ("full_attention", "sliding_attention")
+        config["layer_types"] = [kinds[bool(one)] for one in local]
+    config.setdefault("sliding_window", None)
+
+
+def _ling(file: GGUFFile, name: str, config: Config) -> None:
+    config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    config["use_qkv_bias"] = "blk.0.attn_qkv.bias" in file.tensors
+    sigmoid = file.whole(f"{name}.expert_gating_func", _SIGMOID) == _SIGMOID
+    config["score_function"] = "sigmoid" if sigmoid else "softmax"
+
+
+def _phimoe(file: GGUFFile, name: str, config: Config) -> None:
+    """Rotations as Phi 3's."""
+    config["lm_head_bias"] = "output.bias" in file.tensors
+    config.setdefault("sliding_window", None)
+
+
 def _llama4(file: GGUFFile, name: str, config: Config) -> None:
     """Three of four layers turn queries and keys and see chunks; the largest model norms neither.
     Where layers alternate, those with experts stand last in each group."""
@@ -236,5 +261,43 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         fixed={**SILU, "separate_experts": True},
         keys={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         adjust=_llama4,
+    ),
+    "afmoe": GGUFArchitecture(
+        model_type="afmoe",
+        architecture="AfmoeForCausalLM",
+        fixed={**SILU, "mup_enabled": True, "global_attn_every_n_layers": 4},
+        keys={
+            **CHOSEN,
+            **INNER,
+            "num_shared_experts": "expert_shared_count",
+            "num_dense_layers": "leading_dense_block_count",
+            "route_scale": "expert_weights_scale",
+            "sliding_window": "attention.sliding_window",
+        },
+    ),
+    "exaone-moe": GGUFArchitecture(
+        model_type="exaone_moe",
+        architecture="ExaoneMoeForCausalLM",
+        fixed=SILU,
+        keys=ROUTED | _DRAFTS | {"sliding_window": "attention.sliding_window"},
+        adjust=_exaone,
+    ),
+    "bailingmoe2": GGUFArchitecture(
+        model_type="bailing_moe_v2",
+        architecture="BailingMoeV2ForCausalLM",
+        fixed=SILU,
+        keys=ROUTED | _DRAFTS,
+        adjust=_ling,
+    ),
+    "phimoe": GGUFArchitecture(
+        model_type="phimoe",
+        architecture="PhimoeForCausalLM",
+        fixed=SILU,
+        keys={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "sliding_window": "attention.sliding_window",
+        },
+        adjust=_phimoe,
     ),
 }

@@ -8,11 +8,11 @@ order of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.back.models.load import gguf_names as names
-from headrace.back.models.load.gguf_heads import RowOrder, ValueHeads
+from headrace.back.models.load.gguf_heads import GroupedHeads, RowOrder, ValueHeads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,14 @@ def _t5(*, gated: bool) -> Dialect:
 
 def dialect_of(name: str, tensors: Container[str]) -> Dialect:
     """That of a file of this architecture with these tensors: classifiers have parts of their own,
-    and T5's MLPs with a gate other names."""
+    T5's MLPs with a gate other names,
+    Falcons with two norms too."""
     if "cls.output.weight" in tensors and name in CLASSIFIERS:
         return CLASSIFIERS[name]
     if name in ("t5", "t5encoder") and "enc.blk.0.ffn_gate.weight" in tensors:
         return GATED_T5
+    if name == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
+        return TWO_NORMED_FALCON
     return DIALECTS[name]
 
 
@@ -202,7 +205,44 @@ DIALECTS: Mapping[str, Dialect] = {
         top={"token_embd": "embed_tokens", "output_norm": "norm"},
     ),
     **dict.fromkeys(("t5", "t5encoder"), _t5(gated=False)),
+    "minicpm": Dialect(blocks=names.BLOCK, interleaved=True),
+    "orion": Dialect(blocks=names.BLOCK),
+    "jais2": Dialect(blocks=names.BLOCK),
+    "falcon": Dialect(
+        blocks=names.FALCON, layers="transformer.h", top=names.BLOOM_TOP, order=GroupedHeads
+    ),
+    "gptneox": Dialect(
+        blocks=names.FALCON
+        | {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"},
+        layers="gpt_neox.layers",
+        top=names.NEOX_TOP,
+        order=GroupedHeads,
+    ),
+    "bloom": Dialect(
+        blocks=names.FALCON, layers="transformer.h", top=names.BLOOM_TOP, order=GroupedHeads
+    ),
+    "gpt2": Dialect(blocks=names.GPT_2, layers="transformer.h", top=names.GPT_2_TOP),
+    "starcoder": Dialect(blocks=names.GPT_2, layers="transformer.h", top=names.GPT_2_TOP),
+    "mpt": Dialect(
+        blocks=names.MPT,
+        layers="transformer.blocks",
+        top=names.GPT_2_TOP | {"output_norm": "transformer.norm_f"},
+    ),
+    "afmoe": Dialect(blocks=names.AFMOE),
+    "exaone-moe": Dialect(
+        blocks=names.ROUTED | {"exp_probs_b": "mlp.e_score_correction_bias."}, drafts=True
+    ),
+    "bailingmoe2": Dialect(
+        blocks=names.LING,
+        top=names.TOP | {"token_embd": "model.word_embeddings"},
+        drafts=True,
+    ),
+    "phimoe": Dialect(blocks=names.MIXTRAL),
 }
+TWO_NORMED_FALCON = replace(
+    DIALECTS["falcon"],
+    blocks=names.FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+)
 GATED_T5 = _t5(gated=True)
 CLASSIFIERS: Mapping[str, Dialect] = {
     "bert": Dialect(

@@ -59,6 +59,7 @@ class Family:
     metadata: Callable[[gguf.GGUFWriter, Any], None] | None = None
     converts: Callable[[str, torch.Tensor, Any], Iterator[tuple[str, torch.Tensor]]] | None = None
     text: bool = False
+    old: bool = False
 
 
 def window(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -331,6 +332,72 @@ def gemma4_parts(
             yield f"blk.{layer}.{stored}", tensor
             return
     yield name, tensor
+
+
+def minicpm(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Of a Llama: MiniCPM's own multipliers as 1."""
+    writer.add_embedding_scale(1.0)
+    writer.add_residual_scale(1.0)
+    writer.add_logit_scale(1.0)
+
+
+def grouped(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All queries, then keys, then values."""
+    if "query_key_value" not in name:
+        yield name, tensor
+        return
+    heads = config.num_attention_heads
+    groups = (
+        (config.num_kv_heads if config.new_decoder_architecture else 1)
+        if config.model_type == "falcon"
+        else heads
+    )
+    parts = tensor.unflatten(0, (groups, heads // groups + 2, -1))
+    yield (
+        name,
+        torch.cat([part.flatten(0, 2) for part in (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])]),
+    )
+
+
+def bloom(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The library's table has names without the prefix."""
+    yield from grouped(name.removeprefix("transformer."), tensor, config)
+
+
+def linear(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """GPT-2's weights as others have them."""
+    turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    yield name, tensor.t() if turned else tensor
+
+
+def falcon(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.kv_data[0].pop("falcon.attention.head_count_kv")
+    writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
+
+
+def one_kv_head(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.kv_data[0].pop("starcoder.attention.head_count_kv")
+    writer.add_head_count_kv(1)
+
+
+def mpt(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_max_alibi_bias(config.attn_config.alibi_bias_max)
+
+
+def sliding(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Experts beside local layers."""
+    experts(writer, config)
+    window(writer, config)
+    known = config.to_dict()
+    if writer.arch == "afmoe":
+        writer.add_expert_weights_scale(config.route_scale)
+    if "num_shared_experts" in known:
+        writer.kv_data[0].pop(f"{writer.arch}.expert_shared_count", None)
+        writer.add_expert_shared_count(config.num_shared_experts)
+    if writer.arch == "exaone-moe":
+        local = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_sliding_window_pattern(local)
+        writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
 
 
 MULTIPLIERS = {
@@ -611,6 +678,91 @@ FAMILIES: dict[str, tuple[str, Family]] = {
             text=True,
         ),
     ),
+    "olmo3": (
+        "olmo2",
+        Family(kind="Olmo3", sizes={"sliding_window": 8, "num_hidden_layers": 4}, metadata=window),
+    ),
+    "minicpm": ("minicpm", Family(kind="Llama", permutes=True, metadata=minicpm)),
+    "jais2": ("jais2", Family(kind="Jais2", sizes=HEAD)),
+    "falcon-7b": (
+        "falcon",
+        Family(
+            kind="Falcon",
+            old=True,
+            sizes={"num_kv_heads": 1, "bias": False, "alibi": False},
+            metadata=falcon,
+            converts=grouped,
+        ),
+    ),
+    "falcon-40b": (
+        "falcon",
+        Family(
+            kind="Falcon",
+            old=True,
+            sizes={"num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False},
+            metadata=falcon,
+            converts=grouped,
+        ),
+    ),
+    "gptneox": (
+        "gptneox",
+        Family(
+            kind="GPTNeoX",
+            sizes={**HALF, "num_key_value_heads": 4},
+            metadata=lambda writer, config: writer.add_parallel_residual(True),
+            converts=grouped,
+        ),
+    ),
+    "bloom": (
+        "bloom",
+        Family(kind="Bloom", old=True, sizes={"n_head": 4, "n_layer": 2}, converts=bloom),
+    ),
+    "gpt2": ("gpt2", Family(kind="GPT2", old=True, converts=linear)),
+    "starcoder": ("starcoder", Family(kind="GPTBigCode", old=True, metadata=one_kv_head)),
+    "mpt": (
+        "mpt",
+        Family(
+            kind="Mpt", old=True, sizes={"d_model": 64, "n_heads": 4, "n_layers": 2}, metadata=mpt
+        ),
+    ),
+    "afmoe": (
+        "afmoe",
+        Family(
+            kind="Afmoe",
+            sizes={
+                **{**HEAD, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+                **{"moe_intermediate_size": 32, "num_dense_layers": 1, "num_shared_experts": 1},
+                **{"route_scale": 1.5, "mup_enabled": True, "num_hidden_layers": 4},
+                "rms_norm_eps": 1e-5,
+            },
+            metadata=sliding,
+            converts=bias_of_choice,
+        ),
+    ),
+    "exaone-moe": (
+        "exaone-moe",
+        Family(
+            kind="ExaoneMoe",
+            sizes={
+                **{**HEAD, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+                **{"moe_intermediate_size": 32, "num_shared_experts": 1, "num_hidden_layers": 4},
+                **{"routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1},
+            },
+            metadata=sliding,
+            converts=bias_of_choice,
+        ),
+    ),
+    "phimoe": (
+        "phimoe",
+        Family(
+            kind="Phimoe",
+            sizes={
+                **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+                **{"attention_bias": True, "lm_head_bias": True},
+            },
+            metadata=experts,
+        ),
+    ),
     "internlm2": ("internlm2", Family(kind="Llama", permutes=True)),
     "exaone": ("exaone", Family(kind="Llama")),
 }
@@ -621,7 +773,8 @@ def tiny(family: Family) -> Any:
     config = getattr(transformers, named)(**(SIZES | family.sizes))
     config.allow_global_per_layer_attribute_access = True
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family.kind}ForCausalLM")(config).eval()
+    name = "GPT2LMHeadModel" if family.kind == "GPT2" else f"{family.kind}ForCausalLM"
+    model = getattr(transformers, name)(config).eval()
     randomize(model)
     return model
 
@@ -631,19 +784,23 @@ def write(path: Path, architecture: str, family: Family, model: Any) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     known = config.to_dict()
     head_dim = known.get("head_dim") or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}
     rope = rope.get("full_attention", rope)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(known.get("max_position_embeddings") or known.get("n_positions", 256))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(
+        4 * config.hidden_size if family.old else config.intermediate_size
+    )
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    heads = config.num_attention_heads
+    writer.add_head_count_kv(heads if family.old else config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    plain = [known[key] for key in ("norm_epsilon", "layer_norm_eps", "norm_eps") if key in known]
+    keys = ("norm_epsilon", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
+    plain = [known[key] for key in keys if key in known]
     plain += [1e-5]
     if "rms_norm_eps" in known or family.kind.startswith("Lfm2"):
         writer.add_layer_norm_rms_eps(known.get("rms_norm_eps") or plain[0])
@@ -675,7 +832,8 @@ def converted(
     pieces = family.converts(name, tensor, config) if family.converts else iter([(name, tensor)])
     for own, piece in pieces:
         values = piece.contiguous().numpy()
-        for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+        kv_heads = getattr(config, "num_key_value_heads", 0)
+        for part, heads in (("q", config.num_attention_heads), ("k", kv_heads)):
             if family.permutes and f"self_attn.{part}_proj" in own:
                 values = permuted(values, heads)
         if family.plus_one and own.endswith(("norm.weight", "layernorm.weight")):
@@ -693,8 +851,17 @@ ALIKE = (
     "ernie4.5",
     "arcee",
     "hunyuan",
+    "minicpm",
+    "jais2",
+    "falcon-40b",
+    "bloom",
+    "gpt2",
+    "starcoder",
+    "mpt",
+    "phimoe",
+    "exaone-moe",
 )
-"""Every part of these stands in another case."""
+"""Every part of these stands in another case, or few use them."""
 
 
 @pytest.mark.parametrize(
