@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -236,6 +237,7 @@ def _stop(
         jobs.put((-1, i, None))
     for worker in workers:
         worker.end()
+    deadline = time.monotonic() + END_S
     for worker in workers:
         if worker.thread is not threading.current_thread():
-            worker.thread.join(END_S)
+            worker.thread.join(max(0.0, deadline - time.monotonic()))
