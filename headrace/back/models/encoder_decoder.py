@@ -42,6 +42,14 @@ class SoundSource(Protocol):
         ...
 
 
+class EncoderBridge(Protocol):
+    """What stands between the halves."""
+
+    def cross(self, x_SD: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
+        """x_SE: what cross-attentions read of an encoder's outputs."""
+        ...
+
+
 class EncoderSource(Protocol):
     """Spectrograms [B, bands, frames] -> x_SE."""
 
@@ -156,7 +164,8 @@ class EncoderDecoderSpec:
     the embedding; `logits_bias`: where its bias is, as [1, V], `head_bias`: the layer that has it
     as [V]. `source` makes what turns spectrograms into what the encoder's layers read, from its
     scope and the width; `hears` likewise what turns sounds of any length; without either that are
-    tokens. `reads`: the encoder has sizes, and below its stack an embedding, of its own;
+    tokens. `between`: makes what stands between the halves, from the scope of both. `reads`: the
+    encoder has sizes, and below its stack an embedding, of its own;
     `logits_softcap`: bounds the logits."""
 
     sizes: DecoderSizes
@@ -169,6 +178,7 @@ class EncoderDecoderSpec:
     positions: PositionsSpec | None = None
     source: Callable[[Scope, int], EncoderSource] | None = None
     hears: Callable[[Scope, int], SoundSource] | None = None
+    between: Callable[[Scope], EncoderBridge] | None = None
     embedding_scale: float = 1.0
     prefix: str = "model"
     shared: str = "shared"
@@ -221,6 +231,7 @@ class EncoderDecoder:
         self._encoder_layers = [
             spec.encoder_layer(at / str(i), i) for i in range(spec.encoder_layers)
         ]
+        self._between = spec.between and spec.between(inside)
         self._decoder_ends = StackEnds(decoder, spec, spec.decoder)
         at = decoder / spec.decoder.layers
         self._layers = [
@@ -296,7 +307,8 @@ class EncoderDecoder:
         x_SE = add_norm(None, *self._encoder_ends.begin(embedded_SE, positions_S))
         for layer in self._encoder_layers:
             x_SE = layer.forward(x_SE, alone)
-        return self._encoder_ends.end((None, x_SE))
+        x_SE = self._encoder_ends.end((None, x_SE))
+        return x_SE if self._between is None else self._between.cross(x_SE, positions_S)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32."""

@@ -18,6 +18,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "M2M100ForConditionalGeneration": "m2m_100",
     "WhisperForConditionalGeneration": "whisper",
     "MoonshineForConditionalGeneration": "moonshine",
+    "MoonshineStreamingForConditionalGeneration": "moonshine_streaming",
     "CanaryForConditionalGeneration": "canary",
     "CohereAsrForConditionalGeneration": "canary",
     "Speech2TextForConditionalGeneration": "speech_to_text",

@@ -51,7 +51,7 @@ def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
         encoder_layer=lambda at, i: _encoder_layer(
             replace(at, max_positions=longest), encoder, rope, bias=bias
         ),
-        layers=(_layer(scope, config, sizes, bias=bias),) * sizes.layers,
+        layers=(cross_layer(scope, config, sizes, bias=bias),) * sizes.layers,
         norm=LAYER_NO_BIAS,
         encoder=StackSpec(stack="encoder", norm="layer_norm"),
         decoder=StackSpec(stack="decoder", norm="norm"),
@@ -99,19 +99,20 @@ class SampleSource:
         return x[0].T.contiguous()
 
 
-def _rope(config: ConfigReader, sizes: DecoderSizes, longest: int) -> RopeSpec:
+def _rope(config: ConfigReader, sizes: DecoderSizes, longest: int, share: float = 0.9) -> RopeSpec:
     return read_rope(
         config,
         head_dim=sizes.head_dim,
         max_positions=longest,
-        default_share=0.9,
+        default_share=share,
         layout="pairs",
     )
 
 
-def _layer(
-    scope: Scope, config: ConfigReader, sizes: DecoderSizes, *, bias: bool
+def cross_layer(
+    scope: Scope, config: ConfigReader, sizes: DecoderSizes, *, bias: bool, share: float = 0.9
 ) -> CrossLayerSpec:
+    """A layer of the decoder; `share`: of a head that turns, where the config says none."""
     heads = {
         "width": sizes.width,
         "heads": sizes.heads,
@@ -123,7 +124,7 @@ def _layer(
         attention=AttentionSpec(
             **heads,
             kv_heads=sizes.heads,
-            rope=_rope(config, sizes, scope.max_positions),
+            rope=_rope(config, sizes, scope.max_positions, share),
             qkv_bias=bias,
             out_bias=False,
             names=names,

@@ -7,7 +7,9 @@ from __future__ import annotations
 from headrace.base.config.media import SoundSettings
 
 MOONSHINE = (1, 30 * 16_000, 127, 64, 0, 7, 3, 0, 3, 2, 0)
-"""Samples; half a minute of them."""
+MOONSHINE_STREAMING = (1, 30 * 16_000, 80, 80, 0, 5, 2, 2, 5, 2, 2)
+"""Samples; half a minute of them. Two of the five taps of a convolution lie as far before the first
+frame as four do without any behind the last."""
 
 
 def sound_shape(sound: SoundSettings) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import SoundSettings, Waveform
-from headrace.base.config.speech import MOONSHINE
+from headrace.base.config.speech import MOONSHINE, MOONSHINE_STREAMING
 from headrace.front.media.log_mel import HOP, RATE
 from headrace.front.media.processors.files import extractor_keys
 from headrace.front.media.processors.sound_families import (
@@ -32,7 +32,8 @@ class SpeechInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _moonshine(folder: Path, config: ConfigReader) -> SpeechInput:
-    values, frames, *numbers = MOONSHINE
+    streams = config.raw.get("model_type") == "moonshine_streaming"
+    values, frames, *numbers = MOONSHINE_STREAMING if streams else MOONSHINE
     strides = tuple(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
     waveform = Waveform(normal=False)
     sound = SoundSettings(bands=values, most=frames, strides=strides, waveform=waveform)
@@ -90,7 +91,7 @@ def _seamless(folder: Path, config: ConfigReader) -> SpeechInput:
 
 
 _READERS: Mapping[str, Callable[[Path, ConfigReader], SpeechInput]] = {
-    "moonshine": _moonshine,
+    **dict.fromkeys(("moonshine", "moonshine_streaming"), _moonshine),
     "canary": _canary,
     "cohere_asr": _cohere,
     "speech_to_text": _speech_to_text,
