@@ -142,7 +142,7 @@ def test_the_language_is_found_out(
         ({"file": ("a.txt", b"text")}, "file: the sound is none of"),
         ({"language": "fr"}, "language: 'fr' given; known: de, en"),
         ({"response_format": "yaml"}, "response_format: 'yaml' given"),
-        ({"response_format": "diarized_json"}, "no model here tells speakers apart; allowed: json"),
+        ({"response_format": "diarized_json"}, "this model tells no speakers; allowed: json"),
         ({"temperature": 3.0}, "temperature: '3.0' given"),
         (
             {"response_format": "verbose_json", "timestamp_granularities": ["phoneme"]},

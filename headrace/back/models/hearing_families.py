@@ -12,6 +12,7 @@ HEARING: Mapping[str, str] = {
     "Qwen2_5OmniThinkerForConditionalGeneration": "qwen2_5_omni",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "qwen3_omni",
     "MoonshotKimiaForCausalLM": "kimia",
+    "MossTranscribeDiarizeForConditionalGeneration": "moss_diarize",
     "GraniteSpeechForConditionalGeneration": "granite_speech",
     "GraniteSpeechPlusForConditionalGeneration": "granite_speech",
     "AudioFlamingo3ForConditionalGeneration": "audioflamingo3",

@@ -13,15 +13,14 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from headrace.back.layers.audio.heard_windows import HeardWindows, HeardWindowsSpec
 from headrace.back.layers.audio.speech_tokens import SoundTokens, SoundTokensSpec
-from headrace.back.layers.audio.tower import LinePair, with_silence
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import GATED_MLP
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.layer import TokenSpans, VisionLayer
 from headrace.back.models.blocks import Decoder, read_sizes
 from headrace.back.models.hearing import EPS, num_layers, whisper_layer, without_key_bias
 from headrace.back.models.qwen2 import qwen2_decoder
@@ -113,24 +112,26 @@ class KimiAudioTower:
         scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
         audio = _part(config, "audio_config")
         tokens = _tokens_spec(_part(config, "speech_tokenizer_config"))
-        layer, self._bands = whisper_layer(audio), audio.int("num_mel_bins", 128, ge=1)
+        spec = HeardWindowsSpec(
+            bands=audio.int("num_mel_bins", 128, ge=1),
+            layer=whisper_layer(audio),
+            layers=num_layers(audio),
+            positions=audio.int("max_source_positions", 1500, ge=1),
+            beside=BESIDE,
+            eps=EPS,
+        )
+        self._spec, self._bands = spec, spec.bands
         if tokens.bands != self._bands:
             raise config.wrong("speech_tokenizer_config.num_mel_bins", f"{self._bands}")
-        self._positions = audio.int("max_source_positions", 1500, ge=1)
         self._first = config.int("kimia_token_offset", 152_064, ge=0)
         encoder = without_key_bias(scope / ENCODER / "model" / "encoder")
-        self._reader = LinePair(table=self._positions).build(encoder, self._bands, layer.width)
-        self._layers = [
-            VisionLayer(encoder / "layers" / str(index), layer)
-            for index in range(num_layers(audio))
-        ]
-        self._norm = LAYER.build(encoder / "layer_norm", layer.width, eps=EPS)
+        self._windows = HeardWindows(encoder, spec)
         self._tokens = SoundTokens(
             without_key_bias(scope / SPEECH_TOKENIZER / "model" / "encoder"), tokens
         )
-        inputs = config.int("kimia_adaptor_input_dim", BESIDE * layer.width, ge=1)
-        if inputs != BESIDE * layer.width:
-            raise config.wrong("kimia_adaptor_input_dim", f"{BESIDE} positions of {layer.width}")
+        inputs = config.int("kimia_adaptor_input_dim", spec.outputs, ge=1)
+        if inputs != spec.outputs:
+            raise config.wrong("kimia_adaptor_input_dim", f"{BESIDE} positions of the encoder")
         adaptor = scope / "model.vq_adaptor.layers"
         self._up = WholeLinear(adaptor / "0", inputs, width, bias=True)
         self._down = WholeLinear(adaptor / "3", width, width, bias=True)
@@ -142,16 +143,15 @@ class KimiAudioTower:
                 kind="audio",
                 row_bytes=4 * (2 * self._bands + 1),
                 max_t=1,
-                sound=SoundSteps(pool=TOKEN, chunk=2 * self._positions + TOKEN, margin=TOKEN),
+                sound=SoundSteps(pool=TOKEN, chunk=spec.rows, margin=TOKEN),
             ),
         )
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
         row_NX, bands = rows_NB.view(torch.float32), self._bands
-        size = 2 * self._positions + TOKEN
         inputs = row_NX.split([t * h * w for t, h, w in grids])
-        windows = [part for one in inputs for part in one.split(size)]
+        windows = [part for one in inputs for part in one.split(self._spec.rows)]
         ids_T = self._tokens.tell(
             [one[:-TOKEN, bands:-1].to(self.dtype) for one in windows],
             [one[:-TOKEN, -1] > 0 for one in windows],
@@ -163,16 +163,7 @@ class KimiAudioTower:
         return (token_TE + heard_TE) * 2**0.5 + table.beside_E
 
     def _heard(self, windows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What the encoder says of each token of windows [N, M], with what stands behind them."""
-        count = self._positions
-        frames_BNM = torch.stack([with_silence(one, 2 * count) for one in windows])
-        x_SD = self._reader.read(frames_BNM, [2 * count] * len(windows)).flatten(0, 1)
-        spans = TokenSpans(starts=range(0, x_SD.shape[0] + 1, count))
-        for layer in self._layers:
-            x_SD = layer.forward(x_SD, spans)
-        x_SD = self._norm.norm(x_SD)
-        sizes = [(one.shape[0] - TOKEN) // 2 for one in windows]
-        kept = [one[:size] for one, size in zip(x_SD.split(count), sizes, strict=True)]
-        x_TX = torch.cat(kept).unflatten(0, (-1, BESIDE)).flatten(1)
+        """What the encoder says of each token."""
+        x_TX = self._windows.hear(windows)
         y_TE = self._down.project(F.silu(self._up.project(x_TX)))
         return self._adapted.norm(y_TE)

@@ -88,6 +88,14 @@ class VideoSound(msgspec.Struct, frozen=True, kw_only=True):
     around: tuple[str, str] = ("", "")
 
 
+class SoundClock(msgspec.Struct, frozen=True, kw_only=True):
+    """Text between a sound's tokens: behind each `every_s` seconds their number, where `per_s`
+    tokens stand for a second."""
+
+    per_s: float
+    every_s: int
+
+
 class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of its sound. `bands` of mel; `window`: frames to whose multiples a
     sound is filled up with silence, `least`: to so many at least, `most`: it may have, 0: any;
@@ -99,8 +107,9 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     `around`: text before and behind its tokens. `loudest`: decades of power below
     which RANGE lies, whatever the sound has; None: the sound's own. `in_time`: see SpeechInTime.
     `seeing`: whether images stand in its prompt, which each frame tells by one more value, 0 or 1;
-    None: it tells nothing. `in_video`: how it stands in a video; None: it cannot. `paired`: rows
-    hold frames for two encoders (front/media/paired_mel.py). The rest as in
+    None: it tells nothing. `in_video`: how it stands in a video; None: it cannot. `windowed`:
+    "heard" or "paired", windows of half a minute (front/media/paired_mel.py). `clock`: seconds
+    stand between its tokens; None: they do not. The rest as in
     `base/wire/media.py: SoundSteps`."""
 
     bands: int
@@ -126,7 +135,8 @@ class SoundSettings(msgspec.Struct, frozen=True, kw_only=True):
     in_time: SpeechInTime | None = None
     seeing: bool | None = None
     in_video: VideoSound | None = None
-    paired: bool = False
+    windowed: str = ""
+    clock: SoundClock | None = None
 
 
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +208,8 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     `numbered`: texts around the number of an image in its prompt, which stands before it.
     `most`: of each kind in one prompt. `domains`: where media may be fetched from; `local_root`:
     the folder whose files may be named, or None. `transcribes`: what it says of a sound alone is
-    what is said there, `asks`: what is asked before it (empty: nothing, and it tells the language).
+    what is said there, `asks`: what is asked before it (empty: nothing, and it tells the language),
+    `speakers`: whether an answer says who speaks, and when.
     `blank`: the label that says of a frame that nothing is heard anew, of
     models that know labels of frames alone; None: it is no such model. `emits`: such a model says
     which tokens a frame emits (base/config/ctc.py)."""
@@ -217,6 +228,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     audio_token: int | None = None
     transcribes: bool = False
     asks: str = ""
+    speakers: bool = False
     blank: int | None = None
     emits: bool = False
     most: dict[str, int] = {}

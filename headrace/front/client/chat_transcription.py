@@ -18,6 +18,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.ctc_transcription import CtcTranscriber
+from headrace.front.client.diarized_transcription import DiarizingTranscriber
 from headrace.front.client.events import Delta, Ended
 from headrace.front.client.plain_transcription import (
     PlainTranscriber,
@@ -72,6 +73,8 @@ def transcriber_of(
         return CtcTranscriber(text.media, tokenizer)
     if text.media is not None and is_in_time(text.media):
         return TimedTranscriber(text.media, tokenizer)
+    if text.media is not None and text.media.speakers:
+        return DiarizingTranscriber(text, text.media, tokenizer, template)
     if text.media is not None and text.media.transcribes:
         return ChatTranscriber(text, text.media, tokenizer, template)
     return None

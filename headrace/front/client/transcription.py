@@ -32,13 +32,7 @@ from headrace.front.media.log_mel import HOP, RATE, LogMel
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.quiet import first_cut, windows
 from headrace.front.media.sound import samples_of
-from headrace.front.text.alignment import (
-    POSITION_S,
-    TimedWord,
-    alignment,
-    path,
-    timed_words,
-)
+from headrace.front.text.alignment import POSITION_S, TimedWord, alignment, path, timed_words
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment, SpeechTokens, segments_of
 
@@ -109,7 +103,9 @@ class Heard:
 
 
 class SpeechModel(Protocol):
-    """What routes ask of a model that hears."""
+    """What routes ask of a model that hears. tells_speakers: its segments say who speaks."""
+
+    tells_speakers: bool
 
     async def read(self, data: bytes) -> Samples:
         """The samples of a file; InvalidRequest names what is wrong with it."""
@@ -147,6 +143,8 @@ class SpeechModel(Protocol):
 
 class SoundReader:
     """Files, and windows of at most `most` samples."""
+
+    tells_speakers = False
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -20,17 +20,30 @@ TOKEN = 8
 
 def paired_log_mel(samples: npt.NDArray[np.int16], bands: int) -> npt.NDArray[np.float32]:
     """int16 [N] -> float32 [R, 2 M + 1]: of each window whole tokens of frames, and TOKEN rows."""
+    parts = [_paired(one, bands) for one in _windows(samples)]
+    return np.concatenate(parts) if parts else np.zeros((0, 2 * bands + 1), np.float32)
+
+
+def windowed_log_mel(samples: npt.NDArray[np.int16], bands: int) -> npt.NDArray[np.float32]:
+    """int16 [N] -> float32 [R, M]: the first of the two."""
+    parts = [_heard(one, bands) for one in _windows(samples)]
+    return np.concatenate(parts) if parts else np.zeros((0, bands), np.float32)
+
+
+def _windows(samples: npt.NDArray[np.int16]) -> list[npt.NDArray[np.int16]]:
     size = WINDOW * HOP
-    parts = [_window(samples[at : at + size], bands) for at in range(0, len(samples), size)]
-    if not parts:
-        return np.zeros((0, 2 * bands + 1), np.float32)
-    return np.ascontiguousarray(np.concatenate(parts))
+    return [samples[at : at + size] for at in range(0, len(samples), size)]
 
 
-def _window(samples: npt.NDArray[np.int16], bands: int) -> npt.NDArray[np.float32]:
+def _heard(samples: npt.NDArray[np.int16], bands: int) -> npt.NDArray[np.float32]:
     frames = -(-len(samples) // (TOKEN * HOP)) * TOKEN
     heard = LogMel(bands, WINDOW).features(samples).T[: frames + TOKEN]
-    heard = np.pad(heard, ((0, frames + TOKEN - len(heard)), (0, 0)), mode="edge")
+    return np.pad(heard, ((0, frames + TOKEN - len(heard)), (0, 0)), mode="edge")
+
+
+def _paired(samples: npt.NDArray[np.int16], bands: int) -> npt.NDArray[np.float32]:
+    heard = _heard(samples, bands)
+    frames = len(heard) - TOKEN
     coded = LogMel(bands, frames).features(samples).T
     rows = np.zeros((frames + TOKEN, 2 * bands + 1), np.float32)
     rows[:, :bands] = heard

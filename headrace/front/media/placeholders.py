@@ -175,6 +175,16 @@ def _taken(
 ) -> int:
     """Takes over placeholders that are there; the position behind the last."""
     token = ids[position]
+    if len(medium.inputs) == 1 and any(isinstance(piece, tuple) for piece in medium.layout):
+        first = len(whole)
+        _write(medium, token, encode, whole, inputs, {medium.kind: token})
+        if ids[position : position + len(whole) - first] != whole[first:]:
+            raise InvalidRequest(
+                f"{field}: its placeholders of {medium.kind} and the text between them are not "
+                "those of the input; one placeholder stands for all",
+                field=field,
+            )
+        return position + len(whole) - first
     for each in medium.inputs:
         while position < len(ids) and ids[position] != token:
             whole.append(ids[position])

@@ -27,12 +27,14 @@ LANGUAGES = tuple(_CODES.split())
 
 
 class SpeechSegment(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the text and its times in seconds; `tokens` without the times."""
+    """A part of the text and its times in seconds; `tokens` without the times. `speaker`: "": it is
+    not known."""
 
     start: float
     end: float
     text: str
     tokens: list[int]
+    speaker: str = ""
 
 
 @dataclass(frozen=True)

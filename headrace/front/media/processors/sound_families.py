@@ -16,6 +16,7 @@ from headrace.base.config.media import (
     NormalizedMel,
     PowerMel,
     ProcessorSettings,
+    SoundClock,
     SoundSettings,
     SpeechInTime,
     Waveform,
@@ -156,7 +157,7 @@ def _kimi_audio(folder: Path, config: ConfigReader) -> MediaSpec:
         pool=TOKEN,
         chunk=WINDOW + TOKEN,
         margin=TOKEN,
-        paired=True,
+        windowed="paired",
     )
     return MediaSpec(
         processor="sound",
@@ -167,6 +168,26 @@ def _kimi_audio(folder: Path, config: ConfigReader) -> MediaSpec:
         transcribes=True,
         asks=TRANSCRIBE,
     )
+
+
+def _moss(folder: Path, config: ConfigReader) -> MediaSpec:
+    audio, keys = audio_section(config), read_keys(folder, "processor_config.json")
+    beside = config.int("audio_merge_size", 4, ge=1)
+    positions = audio.int("max_source_positions", 1500, ge=1, le=1 << 16)
+    if beside != TOKEN // 2 or 2 * positions != WINDOW:
+        raise config.wrong("audio_merge_size", f"{TOKEN // 2}, of {WINDOW // 2} positions")
+    every = keys.int("time_marker_every_seconds", 2, ge=0, le=3600)
+    per_s = keys.float("audio_tokens_per_second", 12.5, ge=0.1, le=100.0)
+    sound = SoundSettings(
+        bands=audio.int("num_mel_bins", 80, ge=1, le=1024),
+        pool=TOKEN,
+        chunk=WINDOW + TOKEN,
+        margin=TOKEN,
+        windowed="heard",
+        clock=SoundClock(per_s=per_s, every_s=every) if every else None,
+    )
+    spec = _audio_only(config, sound)
+    return msgspec.structs.replace(spec, transcribes=True, speakers=True)
 
 
 def _granite_speech(folder: Path, config: ConfigReader) -> MediaSpec:
@@ -337,6 +358,7 @@ HEARING = {
     "voxtral_realtime": _voxtral_realtime,
     "qwen3_asr": _qwen3_asr,
     "kimi_audio": _kimi_audio,
+    "moss_transcribe_diarize": _moss,
     "granite_speech": _granite_speech,
     "granite_speech_plus": _granite_speech,
     "audioflamingo3": _qwen2_audio,

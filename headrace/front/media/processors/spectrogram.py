@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from headrace.base.config.media import (
     ProcessorSettings,
+    SoundClock,
     SoundSettings,
     SpeechInTime,
     Waveform,
@@ -16,9 +17,9 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import SoundSteps
 from headrace.front.media.log_mel import HOP, RATE, LogMel
 from headrace.front.media.normalized_mel import normalized_mel
-from headrace.front.media.paired_mel import paired_log_mel
+from headrace.front.media.paired_mel import paired_log_mel, windowed_log_mel
 from headrace.front.media.power_mel import power_mel
-from headrace.front.media.processing import ProcessedMedia, TowerInput
+from headrace.front.media.processing import Layout, ProcessedMedia, TowerInput
 from headrace.front.media.stacked_mel import stacked_log_mel
 from headrace.front.media.usm_mel import log_magnitudes
 
@@ -40,12 +41,25 @@ def spectrogram(samples: Samples, settings: ProcessorSettings) -> ProcessedMedia
     before, behind = sound.around
     for number in range(len(inputs)):
         layout += [part for part in (before, number, behind) if part != ""]
+    if sound.clock is not None:
+        return ProcessedMedia(inputs=tuple(inputs), layout=clocked(inputs[0], sound.clock))
     if not sound.row:
         return ProcessedMedia(inputs=tuple(inputs), layout=tuple(layout))
     row = (sound.row, sound.breaks)
     return ProcessedMedia(
         inputs=tuple(inputs), layout=tuple(layout), row_break=behind + before, row=row
     )
+
+
+def clocked(one: TowerInput, clock: SoundClock) -> Layout:
+    """Its tokens, and every so many of them the second that has come."""
+    layout: list[str | int | tuple[int, int, int]] = []
+    each, at = int(clock.per_s * clock.every_s), 0
+    for second in range(clock.every_s, int(one.num_tokens / clock.per_s) + 1, clock.every_s):
+        layout += [(0, at, each), str(second)]
+        at += each
+    rest = one.num_tokens - at
+    return (*layout, (0, at, rest)) if rest > 0 else tuple(layout)
 
 
 def _input(samples: Samples, sound: SoundSettings) -> TowerInput | None:
@@ -89,8 +103,9 @@ def _frames(samples: Samples, sound: SoundSettings) -> npt.NDArray[np.float32]:
         return normalized_mel(samples, sound.bands, sound.normalized)
     if sound.stack:
         return stacked_log_mel(samples, sound.bands, sound.stack, changes=sound.changes)
-    if sound.paired:
-        return paired_log_mel(samples, sound.bands)
+    if sound.windowed:
+        log_mel = paired_log_mel if sound.windowed == "paired" else windowed_log_mel
+        return np.ascontiguousarray(log_mel(samples, sound.bands))
     if sound.in_time is not None:
         samples = with_silence(samples, sound.in_time)
     if sound.most:

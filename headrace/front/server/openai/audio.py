@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from headrace.base.errors import InvalidRequest
+from headrace.front.client.diarized_transcription import check_speakers
 from headrace.front.client.transcription import (
     Ask,
     Heard,
@@ -31,9 +32,9 @@ from headrace.front.server.http.sse import Chunks, until_gone
 from headrace.front.text.alignment import TimedWord
 from headrace.front.text.transcript import JoinedText, SpeechSegment, subrip, webvtt
 
-FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 DIARIZED = "diarized_json"
-TIMED = ("srt", "vtt", "verbose_json")
+FORMATS = ("json", "text", "srt", "vtt", "verbose_json", DIARIZED)
+TIMED = ("srt", "vtt", "verbose_json", DIARIZED)
 GRANULARITIES = ("segment", "word")
 FIELDS = {
     "model",
@@ -82,6 +83,8 @@ async def _post(context: RequestContext, request: Request, *, translates: bool) 
     speech = _check_hears(services)
     services.model_name(model)
     speech.check(asked.speech)
+    if asked.format == DIARIZED:
+        check_speakers(speech.tells_speakers)
     response: Response = await until_gone(
         request.receive, _answer(context, speech, asked), abandon=services.abandon
     )
@@ -104,9 +107,8 @@ def asked_of(form: Form, *, translates: bool) -> AskedTranscript:
     single = {name: values[-1] for name, values in form.fields.items()}
     shape = single.get("response_format", "json")
     if shape not in FORMATS:
-        why = "no model here tells speakers apart; " if shape == DIARIZED else ""
         raise InvalidRequest(
-            f"response_format: {shape[:30]!r} given; {why}allowed: {', '.join(FORMATS)}",
+            f"response_format: {shape[:30]!r} given; allowed: {', '.join(FORMATS)}",
             field="response_format",
         )
     granularities = form.fields.get("timestamp_granularities", [])
@@ -198,6 +200,9 @@ def _written(asked: AskedTranscript, heard: list[Heard], language: str, seconds:
     if asked.format == "vtt":
         return PlainTextResponse(webvtt(segments), media_type="text/vtt")
     document: dict[str, Any] = {"text": text, "usage": duration(seconds)}
+    if asked.format == DIARIZED:
+        document |= {"task": "transcribe", "duration": round(seconds, 3)}
+        document["segments"] = [_diarized(i, one) for i, one in enumerate(segments)]
     if asked.format == "verbose_json":
         document |= {
             "task": "translate" if asked.speech.translates else "transcribe",
@@ -214,6 +219,17 @@ def _written(asked: AskedTranscript, heard: list[Heard], language: str, seconds:
 def _documents(heard: list[Heard]) -> list[dict[str, Any]]:
     parts = [(one, segment) for one in heard for segment in one.segments]
     return [_document(i, one, segment) for i, (one, segment) in enumerate(parts)]
+
+
+def _diarized(number: int, segment: SpeechSegment) -> dict[str, Any]:
+    return {
+        "type": "transcript.text.segment",
+        "id": f"seg_{number}",
+        "start": round(segment.start, 3),
+        "end": round(segment.end, 3),
+        "speaker": segment.speaker or "A",
+        "text": segment.text,
+    }
 
 
 def _word(one: TimedWord) -> dict[str, Any]:
