@@ -1,0 +1,317 @@
+"""The flags of `vllm serve`: a row each (other_flag.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from headrace.cli.other_flag import (
+    ALWAYS,
+    EDIT_CONFIG,
+    KERNELS,
+    NO_TLS,
+    ONE,
+    OPTIONAL,
+    PER_REQUEST,
+    SEVERAL,
+    OtherFlag,
+    as_ours,
+    by_value,
+    left_out,
+    refused,
+    rows,
+    switch,
+)
+
+GPU_SHARE = "--gpu-memory-utilization"
+_ADAPTERS = "adapters are applied where the model runs"
+_COMPILED = "nothing is compiled by torch.compile"
+_RECORDED = "steps are recorded size by size as they are needed"
+_ONE_HOST = "one host serves: see --replicas and --tensor-parallel"
+_NO_EXPERT_RANKS = "expert parallelism is not part of headrace"
+_NO_CODE = "no code is named on the command line: see --extensions and docs/EXTENDING.md"
+_NO_TRANSFER = "transfer of KV blocks is not part of headrace"
+_METRICS = "docs/METRICS.md says what is measured, always"
+_UNLOGGED = "requests are never logged; --log-slow-s logs slow ones"
+_CORS = "CORS headers are set by a proxy in front of the server"
+_LOADING = "weights are read by several threads as fast as the disk gives them"
+_STATES = "recurrent states are kept as the model computes them"
+_MEDIA_CACHE = "the processed media of the last requests are kept, 256 MiB of them"
+_KV_DTYPES = {
+    "auto": (),
+    "fp8": ("--kv-dtype", "fp8"),
+    "fp8_e4m3": ("--kv-dtype", "fp8"),
+    "fp8_per_token_head": ("--kv-dtype", "fp8"),
+    "fp8_e5m2": ("--kv-dtype", "fp8_e5m2"),
+    "int8_per_token_head": ("--kv-dtype", "int8"),
+    "int4_per_token_head": ("--kv-dtype", "int4"),
+    "nvfp4": ("--kv-dtype", "nvfp4"),
+}
+_KV_HINT = (
+    f"allowed: {', '.join(_KV_DTYPES)}; turboquant types are not built: --kv-dtype int4-rotated "
+    "and int3-rotated are much like them; float16 and bfloat16: --dtype"
+)
+
+
+def _long_texts(values: list[str]) -> list[str] | None:
+    """How texts longer than the context are embedded; how the model pools is in its own files."""
+    try:
+        config = msgspec.json.decode(values[0], type=_PoolerConfig)
+    except msgspec.DecodeError:
+        return None
+    if not config.enable_chunked_processing:
+        return [] if config.max_embed_len is None else None
+    return ["--max-embed-tokens", str(config.max_embed_len or _LONGEST_TEXT)]
+
+
+class _PoolerConfig(msgspec.Struct, forbid_unknown_fields=True):
+    enable_chunked_processing: bool = False
+    max_embed_len: int | None = None
+
+
+_LONGEST_TEXT = 1 << 20
+
+
+_VLLM: Mapping[str, OtherFlag] = {
+    "--tensor-parallel-size": as_ours("--tensor-parallel"),
+    "-tp": as_ours("--tensor-parallel"),
+    "--data-parallel-size": as_ours(
+        "--replicas", why="whole copies of the model, requests by load"
+    ),
+    "-dp": as_ours("--replicas", why="whole copies of the model, requests by load"),
+    "--pipeline-parallel-size": by_value({"1": ()}, "only 1; use --tensor-parallel"),
+    "-pp": by_value({"1": ()}, "only 1; use --tensor-parallel"),
+    "--enable-expert-parallel": refused(_NO_EXPERT_RANKS, 0),
+    GPU_SHARE: as_ours("--gpu-memory", why="here a share of the memory that is free"),
+    "--max-num-seqs": as_ours("--max-running"),
+    "--max-num-batched-tokens": as_ours("--max-step-tokens"),
+    "--max-num-partial-prefills": as_ours("--max-partial-prefills"),
+    "--long-prefill-token-threshold": as_ours("--long-prefill-threshold"),
+    "--enable-prefix-caching": switch("--prefix-caching"),
+    "--no-enable-prefix-caching": switch("--no-prefix-caching"),
+    "--enable-chunked-prefill": left_out(ALWAYS),
+    "--no-enable-chunked-prefill": refused("prompts are always computed in chunks", 0),
+    "--block-size": as_ours("--block-tokens"),
+    "--kv-cache-dtype": by_value(_KV_DTYPES, _KV_HINT),
+    "--kv-cache-dtype-skip-layers": as_ours("--kv-dtype-skip-layers"),
+    "--kv-cache-memory-bytes": as_ours("--kv-memory"),
+    "--num-gpu-blocks-override": as_ours("--kv-blocks"),
+    "--swap-space": left_out("preempted requests are computed again, not swapped", ONE),
+    "--cpu-offload-gb": by_value({"0": ()}, "weights are not offloaded; use --quantization"),
+    "--enforce-eager": left_out("recorded steps are checked at start; there is no other mode"),
+    "--compilation-config": left_out(_COMPILED, ONE),
+    "-O": left_out(_COMPILED, ONE),
+    "--trust-remote-code": left_out("code of a checkpoint is never executed"),
+    "--tokenizer-mode": left_out("the tokenizer's kind is read from its files", ONE),
+    "--tokenizer-revision": refused("--revision pins the model and its tokenizer"),
+    "--download-dir": refused("HF_HOME names the folder of downloads"),
+    "--model-impl": by_value(
+        {"auto": (), "vllm": (), "transformers": ("--family", "transformers")},
+        "allowed: auto, vllm, transformers",
+    ),
+    "--runner": left_out("read from the checkpoint", ONE),
+    "--task": left_out("read from the checkpoint", ONE),
+    "--hf-overrides": refused(EDIT_CONFIG),
+    "--rope-scaling": refused("edit rope_scaling in the model's config.json"),
+    "--generation-config": by_value({"auto": ()}, "the model's own is read"),
+    "--override-generation-config": refused(PER_REQUEST),
+    "--enable-auto-tool-choice": left_out(ALWAYS),
+    "--tool-call-parser": as_ours("--tool-parser"),
+    "--chat-template-content-format": left_out("read from the chat template", ONE),
+    "--structured-outputs-backend": by_value(
+        {
+            "auto": (),
+            "guidance": ("--grammar-backend", "llguidance"),
+            "xgrammar": ("--grammar-backend", "xgrammar"),
+        },
+        "allowed: auto, guidance, xgrammar",
+    ),
+    "--scheduling-policy": as_ours("--policy"),
+    "--async-scheduling": switch("--overlap"),
+    "--no-async-scheduling": switch("--no-overlap"),
+    "--distributed-executor-backend": by_value(
+        {"mp": (), "uni": ("--executor", "inline")}, "allowed: mp, uni"
+    ),
+    "--api-key": as_ours("--api-keys", SEVERAL),
+    "--api-server-count": as_ours("--api-servers"),
+    "--uds": OtherFlag(
+        words=lambda values: ["--host", f"unix:{values[0]}"], arity=ONE, why="the same option"
+    ),
+    "--uvicorn-log-level": as_ours("--log-level"),
+    "--shutdown-timeout": as_ours("--shutdown-timeout-s"),
+    "--otlp-traces-endpoint": as_ours("--otlp-endpoint"),
+    "--enable-force-include-usage": switch("--force-include-usage"),
+    "--return-tokens-as-token-ids": switch("--return-tokens-as-token-ids"),
+    "--enable-per-request-metrics": switch("--per-request-metrics"),
+    "--enable-tokenizer-info-endpoint": switch("--tokenizer-info"),
+    "--enable-prompt-tokens-details": left_out(ALWAYS),
+    "--enable-server-load-tracking": left_out(ALWAYS),
+    "--enable-request-id-headers": left_out(ALWAYS),
+    "--enable-sleep-mode": left_out("/sleep needs only --admin-key"),
+    "--enable-log-requests": refused(_UNLOGGED, 0),
+    "--disable-log-requests": left_out("requests are never logged"),
+    "--no-enable-log-requests": left_out("requests are never logged"),
+    "--disable-log-stats": left_out("figures are at /metrics, not in the log"),
+    "--disable-uvicorn-access-log": left_out("requests are never logged"),
+    "--max-log-len": left_out("requests are never logged", ONE),
+    "--disable-fastapi-docs": left_out("there is /openapi.json and no page of it"),
+    "--pooler-config": OtherFlag(
+        words=_long_texts,
+        arity=ONE,
+        why="how the model pools is read from its files; enable_chunked_processing and max_embed_len are taken",
+    ),
+    "--mm-processor-kwargs": left_out("requests say it: mm_processor_kwargs", ONE),
+    "--enable-lora": left_out(_ADAPTERS, 0),
+    "--lora-modules": left_out(_ADAPTERS, SEVERAL),
+    "--max-loras": left_out(_ADAPTERS, ONE),
+    "--max-lora-rank": left_out(_ADAPTERS, ONE),
+    "--max-cpu-loras": left_out(_ADAPTERS, ONE),
+    "--kv-transfer-config": refused(_NO_TRANSFER),
+    "--ssl-keyfile": refused(NO_TLS),
+    "--ssl-certfile": refused(NO_TLS),
+    "--allowed-origins": refused(_CORS),
+    "--middleware": refused("no code of others runs in the server"),
+    **rows("--convert --config-format --code-revision", left_out("read from the checkpoint", ONE)),
+    **rows(
+        "--hf-config-path --rope-theta --override-attention-dtype --override-neuron-config",
+        refused(EDIT_CONFIG),
+    ),
+    "-q": as_ours("--quantization"),
+    **rows("--max-seq-len-to-capture --max-cudagraph-capture-size", left_out(_RECORDED, ONE)),
+    "--cudagraph-capture-sizes": left_out(_RECORDED, SEVERAL),
+    **rows("-cc --optimization-level", left_out(_COMPILED, ONE)),
+    **rows("-O0 -O1 -O2 -O3", left_out(_COMPILED)),
+    **rows(
+        "--attention-backend --attention-config --moe-backend --kernel-config --ir-op-priority "
+        "--performance-mode --mm-encoder-attn-backend --all2all-backend --mamba-backend "
+        "--gdn-prefill-backend --mamba-block-size --mamba-cache-mode --num-lookahead-slots",
+        left_out(KERNELS, ONE),
+    ),
+    **rows(
+        "--enable-flashinfer-autotune --disable-custom-all-reduce --disable-cascade-attn "
+        "--kv-sharing-fast-prefill --enable-mamba-cache-stochastic-rounding "
+        "--disable-hybrid-kv-cache-manager --disable-nccl-for-dp-synchronization",
+        left_out(KERNELS),
+    ),
+    **rows("--mamba-cache-dtype --mamba-ssm-cache-dtype", by_value({"auto": ()}, _STATES)),
+    "--calculate-kv-scales": left_out("each token has scales of its own"),
+    "--prefix-caching-hash-algo": left_out("hashes of prefixes are cryptographic and keyed", ONE),
+    "--logprobs-mode": by_value(
+        {"raw_logprobs": ()}, "raw ones; requests may say logprobs_mode: processed"
+    ),
+    "--disable-sliding-window": refused("a model's windows are part of it", 0),
+    "--skip-tokenizer-init": refused("tokens in, tokens out: POST /inference/v1/generate", 0),
+    **rows("--tokens-only --enable-scale-out", left_out("/inference/v1/generate is always there")),
+    **rows(
+        "--enable-prompt-embeds --enable-mm-embeds",
+        refused("vectors in place of prompts or images are not taken", 0),
+    ),
+    "--mm-encoder-only": refused("encoders are not served apart", 0),
+    "--hf-token": refused("HF_TOKEN in the environment", OPTIONAL),
+    **rows(
+        "--logits-processors --io-processor-plugin --worker-cls --worker-extension-cls "
+        "--scheduler-cls --tool-parser-plugin --reasoning-parser-plugin",
+        refused(_NO_CODE, SEVERAL),
+    ),
+    "--logits-processor-pattern": left_out("requests name no code", ONE),
+    "--tool-server": refused("tools are carried out by the clients"),
+    **rows(
+        "--safetensors-load-strategy --max-parallel-loading-workers --pt-load-map-location",
+        left_out(_LOADING, ONE),
+    ),
+    "--ignore-patterns": left_out(_LOADING, SEVERAL),
+    "--use-tqdm-on-load": left_out(_LOADING),
+    "--model-loader-extra-config": refused("--load-format says how weights are read"),
+    "--structured-outputs-config": refused("--grammar-backend names the back end"),
+    "--reasoning-config": refused("--reasoning-parser names the format of thoughts"),
+    "--nnodes": by_value({"1": ()}, _ONE_HOST),
+    "--node-rank": by_value({"0": ()}, _ONE_HOST),
+    **rows(
+        "--master-addr --master-port --data-parallel-rank --data-parallel-start-rank "
+        "--data-parallel-address --data-parallel-rpc-port",
+        refused(_ONE_HOST),
+    ),
+    **rows(
+        "--headless --data-parallel-hybrid-lb --data-parallel-external-lb", refused(_ONE_HOST, 0)
+    ),
+    "--data-parallel-backend": by_value({"mp": ()}, _ONE_HOST),
+    "--data-parallel-size-local": left_out(_ONE_HOST, ONE),
+    **rows(
+        "--decode-context-parallel-size -dcp --prefill-context-parallel-size",
+        by_value({"1": ()}, "only 1; use --tensor-parallel"),
+    ),
+    **rows(
+        "--enable-dbo --enable-eplb --enable-elastic-ep --ray-workers-use-nsight",
+        refused(_NO_EXPERT_RANKS, 0),
+    ),
+    **rows(
+        "--dbo-decode-token-threshold --eplb-config --num-redundant-experts "
+        "--expert-placement-strategy",
+        refused(_NO_EXPERT_RANKS),
+    ),
+    **rows(
+        "--kv-offloading-size --kv-offloading-backend --kv-events-config --ec-transfer-config",
+        refused(_NO_TRANSFER),
+    ),
+    "--offload-backend": refused("--offload-layers and --offload-experts say what is offloaded"),
+    **rows("--additional-config --watermarking-config", refused("not part of headrace")),
+    "--media-io-kwargs": left_out("requests say it: mm_processor_kwargs", ONE),
+    "--trust-request-mm-kwargs": left_out("mm_processor_kwargs are taken within bounds"),
+    **rows(
+        "--mm-processor-cache-gb --mm-processor-cache-type --mm-shm-cache-max-object-size-mb "
+        "--mm-tensor-ipc",
+        left_out(_MEDIA_CACHE, ONE),
+    ),
+    "--disable-mm-preprocessor-cache": left_out(_MEDIA_CACHE),
+    **rows(
+        "--interleave-mm-strings --skip-mm-profiling --disable-chunked-mm-input", left_out(ALWAYS)
+    ),
+    "--lora-dtype": left_out("adapters have the type of the model's activations", ONE),
+    **rows("--enable-lora-bias --fully-sharded-loras", left_out(_ADAPTERS)),
+    "--lora-target-modules": refused(
+        "--lora-kinds says which kinds of adapters there are", SEVERAL
+    ),
+    **rows("--show-hidden-metrics-for-version --collect-detailed-traces", left_out(_METRICS, ONE)),
+    **rows(
+        "--kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics "
+        "--enable-layerwise-nvtx-tracing",
+        left_out(_METRICS),
+    ),
+    "--profiler-config": refused("--profile-dir is the folder of profiles"),
+    **rows("--allowed-methods --allowed-headers", refused(_CORS)),
+    "--allow-credentials": refused(_CORS, 0),
+    "--response-role": by_value({"assistant": ()}, "answers have the role assistant"),
+    **rows("--ssl-ca-certs --ssl-cert-reqs --ssl-ciphers", refused(NO_TLS)),
+    "--enable-ssl-refresh": refused(NO_TLS, 0),
+    "--disable-frontend-multiprocessing": left_out("API and core are processes of their own"),
+    **rows("--exclude-tools-when-tool-choice-none --scheduler-reserve-full-isl", left_out(ALWAYS)),
+    "--log-config-file": refused("--log-level is what can be said about logs"),
+    **rows("--enable-log-outputs --enable-log-deltas", refused(_UNLOGGED, 0)),
+    "--log-error-stack": left_out(ALWAYS),
+    "--disable-access-log-for-endpoints": left_out("requests are never logged", ONE),
+    **rows(
+        "--h11-max-incomplete-event-size --h11-max-header-count",
+        left_out("requests may have 64 headers of 64 KiB together", ONE),
+    ),
+    "-asc": as_ours("--api-servers"),
+    "--renderer-num-workers": left_out("see --api-servers", ONE),
+    "--max-num-queued-reqs": as_ours("--max-queued-requests"),
+    "--max-num-queued-tokens": as_ours("--max-queued-tokens"),
+    "--numa-bind": left_out("see --cpu-binding"),
+    **rows("--numa-bind-nodes --numa-bind-cpus", left_out("see --cpu-binding", SEVERAL)),
+    "--weight-transfer-config": left_out("ways to push weights: docs/WEIGHTS.md", ONE),
+    **rows(
+        "--fail-on-environ-validation --enable-offline-docs", left_out("there is no such thing")
+    ),
+    "--default-chat-template-kwargs": refused("send chat_template_kwargs with each request"),
+    "--grpc": refused("--grpc-port is the port of gRPC", 0),
+    **rows("--use-async-output-proc --disable-async-output-proc", left_out(ALWAYS)),
+}
+
+
+VLLM: Mapping[str, OtherFlag] = {
+    **_VLLM,
+    "--override-pooler-config": _VLLM["--pooler-config"],
+    "--guided-decoding-backend": _VLLM["--structured-outputs-backend"],
+}
