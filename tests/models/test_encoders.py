@@ -417,6 +417,35 @@ def test_norms_of_the_first_checkpoints_have_other_names(tmp_path: Path) -> None
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_a_llama_that_sees_both_sides_is_an_encoder(tmp_path: Path) -> None:
+    """NVIDIA's embedders: a Llama whose mask lets every token see all."""
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation="eager")
+    oracle, _ = saved(tmp_path, "LlamaModel", config)
+    raw = read_json(tmp_path / "config.json") | {"architectures": ["LlamaBidirectionalModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    facts = read_model_facts(LocatedModel(path=tmp_path, name="m", format="safetensors"))
+    assert facts.encodes and facts.pooling.how == "mean"
+    spec = ModelSpec(
+        path=str(tmp_path),
+        name="tiny",
+        format="safetensors",
+        family=facts.family,
+        dtype="float32",
+        max_model_len=32,
+        logits_width=96,
+        eos_ids=(),
+        config=raw,
+        head="none",
+        bare=True,
+    )
+    text = TEXTS[0]
+    sees_all = torch.zeros(1, 1, len(text), len(text))
+    with torch.inference_mode():
+        ours = loaded(spec).forward(batch_of([text]))
+        wanted = oracle(torch.tensor([text]), attention_mask=sees_all).last_hidden_state[0]
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_gte_as_its_authors_store_it(tmp_path: Path) -> None:
     """NewModel, whose "ntk" is a base as many times as great, and frequencies divided by factor^(2 / head_dim)."""
     oracle, spec = saved(tmp_path, "GteModel", gte())

@@ -92,6 +92,16 @@ def bailing(tensors: Tensors) -> Tensors:
     )
 
 
+def first_experts(tensors: Tensors) -> Tensors:
+    return renamed(
+        tensors,
+        ("block_sparse_moe", "mlp"),
+        (r"experts\.(\d+)\.w1", r"experts.\1.gate_proj"),
+        (r"experts\.(\d+)\.w3", r"experts.\1.up_proj"),
+        (r"experts\.(\d+)\.w2", r"experts.\1.down_proj"),
+    )
+
+
 def with_drafter(tensors: Tensors) -> Tensors:
     return {**tensors, "model.mtp_layers.0.input_proj.weight": torch.zeros(2, 2)}
 
@@ -154,6 +164,23 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Callable]] 
             **{"num_experts_per_tok": 3, "moe_intermediate_size": 80, "norm_topk_prob": True},
         },
         bailing,
+    ),
+    "internlm": (
+        "InternLM",
+        "llama",
+        {"attention_bias": True, **rope()},
+        {**THETA, "bias": True},
+        as_they_are,
+    ),
+    "deepseek-moe": (
+        "Deepseek",
+        "mixtral",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": None, **rope()},
+        {
+            **{"rope_theta": 500.0, "rms_norm_eps": 1e-5, "n_routed_experts": 6},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 80, "norm_topk_prob": True},
+        },
+        first_experts,
     ),
     "ling-2": ("BailingMoeV2", "glm4-moe", {}, {**V2, "rope_theta": 500.0}, bailing),
 }

@@ -37,6 +37,7 @@ BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 EMBEDDERS: Mapping[str, tuple[str, str]] = {
     "EmbeddingGemma2Model": ("embedding_gemma2", "language_model"),
     "EmbeddingGemma2TextModel": ("embedding_gemma2", ""),
+    "LlamaBidirectionalModel": ("eurobert", ""),
     "T5EncoderModel": ("t5_encoder", ""),
     "MT5EncoderModel": ("t5_encoder", ""),
     "UMT5EncoderModel": ("umt5_encoder", ""),

@@ -1,4 +1,5 @@
-"""EuroBERT (Boizard et al. 2025): Llama's layers, of which each token sees both sides."""
+"""EuroBERT (Boizard et al. 2025) and NVIDIA's embedders: Llama's layers, of which each token sees
+both sides."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ IGNORED = (r"lm_head\..*",)
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
     """EuroBertModel, EuroBertForSequenceClassification, EuroBertForTokenClassification,
-    EuroBertForMaskedLM."""
+    EuroBertForMaskedLM; LlamaBidirectionalModel."""
     sizes = read_encoder_sizes(config, eps=1e-5, eps_key="rms_norm_eps", default_activation="silu")
     inside = scope if scope.head.bare else scope / "model"
     words = TokenEmbedding(inside / "embed_tokens", sizes.vocabulary, sizes.width)

@@ -35,6 +35,9 @@ HEADS = ("n_head", "n_heads", "num_heads", "attention_heads")
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "IQuestCoderForCausalLM": "llama",
+    **dict.fromkeys(("LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM"), "llama"),
+    "InternLMForCausalLM": "internlm",
+    "DeepseekForCausalLM": "deepseek_moe",
     "InternLM3ForCausalLM": "internlm3",
     "Emu3ForCausalLM": "emu3",
     "DiffLlamaForCausalLM": "diffllama",
@@ -52,7 +55,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "HYV3ForCausalLM": "hy_v3",
     "HYV4ForCausalLM": "hy_v4",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash",
-    "ExaoneMoeForCausalLM": "exaone_moe",
+    **dict.fromkeys(("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"), "exaone_moe"),
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "ministral",
     "Ministral3ForCausalLM": "ministral3",
@@ -85,7 +88,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Exaone4ForCausalLM": "exaone4",
     "SeedOssForCausalLM": "seed_oss",
     "ApertusForCausalLM": "apertus",
-    "Ernie4_5ForCausalLM": "ernie4_5",
+    **dict.fromkeys(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), "ernie4_5"),
     "HeliumForCausalLM": "helium",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1",
     "GPT2LMHeadModel": "gpt2",
@@ -268,6 +271,7 @@ _BASES = {
     name.removesuffix(CAUSAL).removesuffix(MASKED).removesuffix(LM_HEAD): family
     for name, family in ARCHITECTURES.items()
 }
+_BASES |= {"Gemma3Text": "gemma3", "Qwen3_5Text": "qwen3_5"}
 
 
 @dataclass(frozen=True, kw_only=True)
