@@ -17,7 +17,6 @@ from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logi
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_parity import SIZES, compare, tiny_config
 
-peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CPU = torch.device("cpu")
 LENGTHS = (17, 9, 13)
@@ -49,6 +48,9 @@ def spec_of(folder: Path) -> Any:
 
 def by_peft(model: Any, folder: Path, seed: int, **config: Any) -> Any:
     """The model with an adapter of random matrices, saved in `folder`."""
+    peft = pytest.importorskip(
+        "peft"
+    )  # here: every worker collects this file, and it is slow to import
     rank = 4 + seed
     adapted = peft.get_peft_model(
         copy.deepcopy(model), peft.LoraConfig(r=rank, lora_alpha=9, **config)
