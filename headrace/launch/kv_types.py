@@ -18,7 +18,6 @@ MEANINGS = {
     "int3-rotated": "3-bit values of rotated heads with a scale and a smallest value per token and head",
     "nvfp4": "e2m1 values with an e4m3 scale per 16 dimensions and one per token and head",
 }
-ON_CUDA = ("int8", "fp8")
 WINDOWS = "sliding_window"
 
 
@@ -32,11 +31,6 @@ def kv_dtype_of(
     if device_spec.device not in ("cpu", "cuda"):
         raise ConfigError(
             f"--kv-dtype {kv_dtype} runs on CPU and CUDA, not on {device_spec.device}"
-        )
-    if device_spec.device == "cuda" and kv_dtype not in ON_CUDA:
-        raise ConfigError(
-            f"--kv-dtype {kv_dtype} runs on CPUs; on CUDA there are {' and '.join(ON_CUDA)}",
-            field="kv_dtype",
         )
     if model.family == FALLBACK:
         raise ConfigError(

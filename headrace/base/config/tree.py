@@ -223,7 +223,7 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Type of the KV cache; auto takes that of the activations. int8, fp8 (e4m3) and fp8_e5m2 keep "
             "values with a scale per token and head: about half the memory; int4 takes about a quarter, with a scale "
             "and a smallest value, nvfp4 with scales of 16 dimensions; int4-rotated and int3-rotated (a fifth) rotate "
-            "heads first. On CUDA: int8 and fp8."
+            "heads first. On CUDA heads of less than a byte a value are of a power of two."
         ),
     ] = "auto"
     kv_dtype_skip_layers: Annotated[

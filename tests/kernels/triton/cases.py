@@ -27,6 +27,7 @@ from headrace.back.kernels.head_linear import op as head_linear
 from headrace.back.kernels.index_select import op as index_select
 from headrace.back.kernels.index_write import op as index_write
 from headrace.back.kernels.kv_write import op as kv_write
+from headrace.back.kernels.kv_write.triton_narrow_write import NARROW
 from headrace.back.kernels.latent_attention import op as latent_attention
 from headrace.back.kernels.latent_write import op as latent_write
 from headrace.back.kernels.layer_norm import op as layer_norm
@@ -584,6 +585,13 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "attention fp8 quantized sinks",
         _call(attention.OP, _ATTENTION, _attention(32, 8, 128, quantized="fp8", sinks=True)),
     ),
+    *(
+        (
+            f"attention {form} quantized",
+            _call(attention.OP, _ATTENTION, _attention(32, 8, 128, quantized=form)),
+        )
+        for form in ("fp8_e5m2", *NARROW)
+    ),
     ("attention ALiBi", _call(attention.OP, _ATTENTION, _attention(4, 4, 128, slopes=SLOPES))),
     (
         "attention seeing each other",
@@ -669,6 +677,13 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     (
         "qk_rope_write pairs partial",
         _call(qk_rope_write.OP, _QK, _qk(28, 4, 96, 32, layout="pairs")),
+    ),
+    *(
+        (
+            f"qk_rope_write {form} quantized",
+            _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6, quantized=form)),
+        )
+        for form in ("fp8_e5m2", *NARROW)
     ),
     (
         "qk_rope_write int8 quantized",

@@ -38,6 +38,7 @@ TYPES = {
     torch.uint8: "*u8",
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
 }
 WAVE = {"gfx942": 64, "gfx950": 64}
 

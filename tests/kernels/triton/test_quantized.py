@@ -11,7 +11,14 @@ triton = pytest.importorskip("triton")
 
 from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.attention import triton_attention
-from headrace.back.kernels.kv_write.quantized import dequantize, quantize, values_and_scales
+from headrace.back.kernels.kv_write import op as kv_write
+from headrace.back.kernels.kv_write import triton_kv_write
+from headrace.back.kernels.kv_write.quantized import (
+    dequantize,
+    quantize,
+    value_bytes,
+    values_and_scales,
+)
 from headrace.back.kernels.merge_attention import triton_merge_attention
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
@@ -40,7 +47,7 @@ ROWS = [(1, 1), (1, 37), (1, 300), (3, 3), (40, 95), (2, 130)]
 
 def quantized_cache(kv: torch.Tensor, code: str) -> torch.Tensor:
     """The cache `kv` [N, 2, K, B, D] in codes; what is NaN there has the scale NaN here."""
-    shape = (*kv.shape[:4], kv.shape[4] + 4)
+    shape = (*kv.shape[:4], value_bytes(kv.shape[4], code) + 4)
     cache = torch.zeros(shape, dtype=torch.int8, device=kv.device)
     codes, scales = values_and_scales(cache)
     made = quantize(kv, code)
@@ -150,6 +157,60 @@ def test_written_values_are_the_quantizers_and_losses_are_seen(code):
     assert torch.equal(ours, theirs)
     assert torch.equal(our_scales.nan_to_num(7.0), their_scales.nan_to_num(7.0))
     assert our_scales.isnan().sum() == 2
+
+
+NARROW_FORMS = pytest.mark.parametrize(
+    "form",
+    [
+        *("nvfp4", "int3-rotated"),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("int4", "int4-rotated")),
+    ],
+)
+
+
+@NARROW_FORMS
+@pytest.mark.parametrize("head_dim", [pytest.param(128, marks=pytest.mark.slow), 32])
+def test_numbers_of_less_than_a_byte_are_the_quantizers_bit_for_bit(form, head_dim):
+    """QNT-18. Also of zeros, of ties and of what float16 does not hold; a lost head's scale is NaN."""
+    problem = kv_write.KVWriteProblem(
+        device=DEVICE, dtype=FP32, kv_heads=2, head_dim=head_dim, block_tokens=4, quantized=form
+    )
+    x = torch.randn(2, 6, 2, head_dim, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    x[0, 1], x[1, 2] = 0.0, (torch.arange(head_dim) % 13 - 6) / 2
+    x[0, 3, 0, 7], x[1, 3, 1, 0], x[0, 4, 1] = NAN, -INF, 1e30
+    slots = torch.tensor([4, 7, 9, 10, 13, 15], device=DEVICE)
+    shape = (4, 2, 2, 4, value_bytes(head_dim, form) + 4)
+    caches = [torch.zeros(shape, dtype=torch.int8, device=DEVICE) for _ in range(2)]
+    for kernel, cache in zip((triton_kv_write.KERNEL, kv_write.OP.reference), caches, strict=True):
+        assert kernel.supports(problem) is None
+        kernel.bind(problem)(x[0], x[1], cache, slots)
+    (ours, our_scales), (theirs, their_scales) = map(values_and_scales, caches)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(our_scales.nan_to_num(7.0), their_scales.nan_to_num(7.0))
+    assert our_scales.isnan().sum() == (2 if form == "nvfp4" else 3)
+
+
+@NARROW_FORMS
+def test_attention_over_numbers_of_less_than_a_byte_equals_the_reference(form):
+    """QNT-18. Decodes, few queries and a prompt; scales of unused places are NaN."""
+    problem, q, kv, plan, padded = attention_case(
+        (4, 2, 32, 16, None, None), FP32, [(1, 37), (3, 3), (20, 40)], pad_rows=1, pad_tokens=2
+    )
+    problem, cache = replace(problem, quantized=form), quantized_cache(kv, form)
+    assert triton_attention.KERNEL.supports(problem) is None
+    out = triton_attention.bind(problem)(q, cache, padded)
+    wide = attention.OP.reference.bind(replace(problem, quantized=None))
+    tokens = int(plan.query_start_R1[-1])
+    assert close(out[:tokens], wide(q[:tokens], dequantize(cache, FP32, form), plan), FP32)
+
+
+def test_heads_that_are_no_power_of_two_stay_with_the_definition():
+    problem = kv_write.KVWriteProblem(
+        device=DEVICE, dtype=FP32, kv_heads=2, head_dim=80, block_tokens=4, quantized="int4"
+    )
+    assert "power of two" in triton_kv_write.KERNEL.supports(problem)
+    shape = attention_case((4, 2, 80, 16, None, None), FP32, [(1, 3)])[0]
+    assert "power of two" in triton_attention.KERNEL.supports(replace(shape, quantized="int4"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

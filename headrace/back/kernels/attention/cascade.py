@@ -98,9 +98,7 @@ def _lists(problem: AttentionProblem, plan: Plan, tiles: Tiles) -> PrefixLists:
     return prefix_lists
 
 
-def bind_prefix(
-    problem: AttentionProblem, shared: dict[str, int | bool | str], tiles: Tiles
-) -> Prefix:
+def bind_prefix(problem: AttentionProblem, shared: dict[str, Any], tiles: Tiles) -> Prefix:
     """The launch for one layer."""
     kv_heads, group = problem.kv_heads, problem.heads // problem.kv_heads
     depth, lanes = power_of_two(problem.head_dim, least=16), tiles.m // group

@@ -63,6 +63,8 @@ def unfit(problem: AttentionProblem) -> str | None:
         return "asks for the TMA and the matrix instructions of compute capability 9.0"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"knows bfloat16 and float16, not {problem.dtype}"
+    if problem.quantized not in (None, "int8", "fp8"):
+        return f"reads caches of int8 and fp8, not {problem.quantized}"
     if problem.quantized and problem.dtype is not torch.bfloat16:
         return f"dequantizes to bfloat16, not {problem.dtype}"
     if problem.head_dim not in (64, 128, 256):

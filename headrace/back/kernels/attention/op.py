@@ -35,6 +35,9 @@ test holds the table to the kernels and to what they support:
     triton_prefill_quantized.py  Hopper    bf16            int8 fp8    with more queries
     triton_fixed.py              GPU       fp32 fp16 bf16  q           any; bits of any step
 
+The other forms of a cache: reference.py, native.py, and triton_attention.py by those of its files
+that ask for no Hopper, numbers of less than a byte through triton_narrow.py.
+
 Rules every kernel keeps:
 - rows are independent: NaN in one row's KV, or in the unused tail of a block, or in the null block,
   touches no other row;

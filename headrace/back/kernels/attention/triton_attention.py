@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -32,8 +33,10 @@ from headrace.back.kernels.attention.triton_lists import (
     numbers,
     row_bucket,
 )
+from headrace.back.kernels.attention.triton_narrow import Turned
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
-from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, typed
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, typed, value_bytes
+from headrace.back.kernels.kv_write.triton_narrow_write import NARROW
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.room import LARGEST, shared_bytes
 from headrace.back.kernels.triton.wrap import (
@@ -124,6 +127,8 @@ def _decode_tiles(problem: AttentionProblem, rows: int, queries: int) -> Tiles:
     m = power_of_two(group * queries, least=16)
     if problem.dtype is torch.float32 or problem.head_dim > 128:
         return Tiles(m=m, n=32, num_warps=4 if m <= 64 else 8, num_stages=2)
+    if problem.quantized in NARROW:
+        return Tiles(m=m, n=64, num_warps=4 if m <= 64 else 8, num_stages=2)
     if m > power_of_two(group, least=16):
         return Tiles(m=m, n=64, num_warps=4 if m <= 64 else 8, num_stages=3)
     if problem.quantized is not None or shared_bytes() < LARGEST:
@@ -137,7 +142,7 @@ def _prefill_tiles(problem: AttentionProblem) -> Tiles:
     least = power_of_two(problem.heads // problem.kv_heads, least=16)
     if problem.dtype is torch.float32:
         return Tiles(m=max(least, 32), n=32, num_warps=4, num_stages=1)
-    if problem.head_dim > 128:
+    if problem.head_dim > 128 or problem.quantized in NARROW:
         return Tiles(m=max(least, 128), n=64, num_warps=8, num_stages=2)
     return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
@@ -150,23 +155,27 @@ def bind(
     without = triton_plans.skipped(problem)
     assert (sinks_H is not None) == problem.sinks, problem
     group = problem.heads // problem.kv_heads
-    shared = {
+    shared: dict[str, Any] = {
         "GROUP": group,
         "HEAD_DIM": problem.head_dim,
         "D": power_of_two(problem.head_dim, least=16),
         "BLOCK_TOKENS": problem.block_tokens,
         "WINDOW": problem.reach,
         "SOFTCAP": problem.softcap is not None,
-        "QUANTIZED": problem.quantized is not None,
-        "BITS": problem.quantized is not None
+        "QUANTIZED": problem.quantized is not None and problem.quantized not in NARROW,
+        "BITS": problem.quantized in ("int8", "fp8")
         and problem.dtype is torch.bfloat16
         and has_bfloat_pairs(),
+        "NARROW": problem.quantized if problem.quantized in NARROW else None,
         "SINKS": problem.sinks,
         "ALIBI": bool(problem.slopes),
         "CAUSAL": problem.causal,
     }
     cached = torch.int8 if problem.quantized else problem.dtype
-    width = problem.head_dim + (SCALE_BYTES if problem.quantized else 0)
+    width = problem.head_dim
+    if problem.quantized:
+        width = value_bytes(problem.head_dim, problem.quantized) + SCALE_BYTES
+    turned = Turned(problem.quantized, problem.head_dim, problem.dtype)
     biases = sinks_H, problem.slopes_tensor()
     decode = _bind_decode(problem, shared, biases, without)
     prefill = _bind_prefill(problem, shared, biases)
@@ -184,20 +193,21 @@ def bind(
         assert plan.block_table_RB.stride(1) == 1 or plan.block_table_RB.shape[1] == 1
         if lse_TH is not None:
             check_lse(lse_TH, q_THD)
+        q_THD = turned.queries(q_THD)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         few = few_queries_tiles(problem, plan) if with_few else None
         decode(q_THD, kv, plan, out_THD, lse_TH, few)
         if plan.max_query_len > 1 and few is None:
             run = prefill_hopper if prefill_hopper is not None and kv.is_contiguous() else prefill
             run(q_THD, kv, plan, out_THD, lse_TH)
-        return out_THD
+        return turned.results(out_THD)
 
     return attention
 
 
 def _bind_decode(
     problem: AttentionProblem,
-    shared: dict[str, int | bool | str],
+    shared: dict[str, Any],
     biases: HeadBiases,
     without: frozenset[str],
 ) -> DecodeLaunch:
@@ -274,9 +284,7 @@ def _bind_decode(
     return decode
 
 
-def _bind_prefill(
-    problem: AttentionProblem, shared: dict[str, int | bool | str], biases: HeadBiases
-) -> Launch:
+def _bind_prefill(problem: AttentionProblem, shared: dict[str, Any], biases: HeadBiases) -> Launch:
     tiles, kv_heads = prefill_tiles(problem), problem.kv_heads
     group = problem.heads // kv_heads
     few = decode_tiles(problem).m // group

@@ -154,7 +154,7 @@ def prefix_kernel(
     out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SOFTCAP: tl.constexpr,
-    QUANTIZED: tl.constexpr, BITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    QUANTIZED: tl.constexpr, BITS: tl.constexpr, NARROW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (any number, K), each program takes item after item; `partial` float32 [items at most,
     K, M, D+2]: sums, maxima, totals. M = LANES * GROUP query-head pairs, padded."""
@@ -163,7 +163,7 @@ def prefix_kernel(
         _attend(
             i_item, q, kv, scales, table, starts, packed, items, partial, q_token_stride,
             q_head_stride, block_stride, kind_stride, head_stride, table_stride, scale, softcap,
-            KV_HEADS, GROUP, M, N, HEAD_DIM, D, BLOCK_TOKENS, SOFTCAP, QUANTIZED, BITS,
+            KV_HEADS, GROUP, M, N, HEAD_DIM, D, BLOCK_TOKENS, SOFTCAP, QUANTIZED, BITS, NARROW,
         )  # fmt: skip
 
 
@@ -173,6 +173,7 @@ def _attend(
     block_stride, kind_stride, head_stride, table_stride, scale, softcap, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr, BITS: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """The partial result of one item."""
     i_head = tl.program_id(1)
@@ -200,7 +201,7 @@ def _attend(
         b_max, b_sum, b_acc = attend_tile(
             b_q, b_max, b_sum, b_acc, start, end, b_token, p_table, p_head, scales, i_head,
             block_stride, kind_stride, head_stride, scale, softcap, N, HEAD_DIM, D, BLOCK_TOKENS, 0,
-            SOFTCAP, QUANTIZED, BITS, False, b_sum, False, True,
+            SOFTCAP, QUANTIZED, BITS, False, b_sum, False, True, NARROW,
         )  # fmt: skip
     p_mine = partial + (i_item * KV_HEADS + i_head).to(tl.int64) * (M * (D + 2))
     tl.store(p_mine + o_m[:, None] * D + o_d[None, :], b_acc, mask=m_m[:, None])

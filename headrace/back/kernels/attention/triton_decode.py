@@ -86,7 +86,7 @@ def decode_kernel(
     M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr, BITS: tl.constexpr,
     SINKS: tl.constexpr, ALIBI: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr,
-    COMBINED: tl.constexpr,
+    NARROW: tl.constexpr, COMBINED: tl.constexpr,
     SHARED: tl.constexpr, PREFIX_M: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, splits at most): heads of a split run beside each other, since they lie beside each
@@ -141,7 +141,7 @@ def decode_kernel(
         b_max, b_sum, b_acc = attend_tile(
             b_q, b_max, b_sum, b_acc, start, end, b_position, p_table, p_head, scales, i_head,
             block_stride, kind_stride, head_stride, scale, softcap, N, HEAD_DIM, D, BLOCK_TOKENS,
-            WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI, CAUSAL,
+            WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI, CAUSAL, NARROW,
         )  # fmt: skip
 
     if num_splits == 1 and prefix_splits == 0:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.attention.triton_narrow import narrow_pointers, narrow_values
 from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
 from headrace.back.kernels.attention.triton_rows import (
     alibi,
@@ -37,7 +38,7 @@ def _step(
     scale, softcap, block_stride, kind_stride, head_stride, N: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     QUANTIZED: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr, b_slope, ALIBI: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Takes positions start .. start + N into the running result; below `lowest` and from `end` on
     nothing is read."""
@@ -49,7 +50,15 @@ def _step(
     else:
         b_block = tl.load(p_table + o_n // BLOCK_TOKENS).to(tl.int64)
     p_k = p_head + (b_block * block_stride + o_n % BLOCK_TOKENS * HEAD_DIM)[:, None] + o_d[None, :]
-    if MASKED:
+    if NARROW is not None:
+        if not MASKED:
+            m_n = o_n >= 0
+        p_n, p_slot = narrow_pointers(
+            p_head, scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, NARROW,
+            HEAD_DIM,
+        )  # fmt: skip
+        b_k = narrow_values(p_n, p_slot, m_n, b_q.dtype, NARROW, HEAD_DIM)
+    elif MASKED:
         m_kv = m_n[:, None] & (o_d < HEAD_DIM)[None, :]
         b_k = tl.load(p_k, mask=m_kv, other=0.0)
     elif HEAD_DIM != D:
@@ -88,7 +97,11 @@ def _step(
     b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
     b_acc = b_acc * b_shrink[:, None]
     p_v = p_k + kind_stride
-    if MASKED:
+    if NARROW is not None:
+        b_v = narrow_values(
+            p_n + kind_stride, p_slot + kind_stride // 4, m_n, b_q.dtype, NARROW, HEAD_DIM
+        )
+    elif MASKED:
         b_v = tl.load(p_v, mask=m_kv, other=0.0)
     elif HEAD_DIM != D:
         b_v = tl.load(p_v, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
@@ -113,7 +126,7 @@ def prefill_kernel(
     N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
     BITS: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, CAUSAL: tl.constexpr,
-    LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    LSE: tl.constexpr, NARROW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, tiles at most). Rows with fewer than MIN_QUERIES queries are the decode kernel's.
     `lse` float32 [T, H], if LSE."""
@@ -171,13 +184,13 @@ def prefill_kernel(
             b_acc, b_max, b_sum = _step(
                 b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end,
                 b_position, scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D,
-                BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, False, b_slope, ALIBI, CAUSAL,
+                BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, False, b_slope, ALIBI, CAUSAL, NARROW,
             )  # fmt: skip
     for start in range(unmasked, end, N):
         b_acc, b_max, b_sum = _step(
             b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end,
             b_position, scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D,
-            BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI, CAUSAL,
+            BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, True, b_slope, ALIBI, CAUSAL, NARROW,
         )  # fmt: skip
     b_out = (b_acc / divisor(b_sum, CAUSAL)[:, None]).to(out.dtype.element_ty)
     p_out = (

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.attention.triton_narrow import narrow_pointers, narrow_values
 from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
 from headrace.back.kernels.attention.triton_rows import alibi, capped, first_seen
 
@@ -96,20 +97,34 @@ def attend_tile(
     kind_stride, head_stride, scale, softcap, N: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     QUANTIZED: tl.constexpr, BITS: tl.constexpr, HIDDEN: tl.constexpr, b_slope, ALIBI: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values with N positions more, from `start` on and below `end`.
     HIDDEN: a query sees those up to its `b_position` if CAUSAL, and of WINDOW none further back
     from there; else all. If ALIBI, scores get `b_slope` times the position's distance from
-    `b_position`."""
+    `b_position`. QUANTIZED: values of a byte with scales; NARROW: a form of less, or None."""
     o_n = start + tl.arange(0, N)
     o_d = tl.arange(0, D)
     m_n = o_n < end
     m_kv = m_n[:, None] & (o_d < HEAD_DIM)[None, :]
     b_block = tl.load(p_table + o_n // BLOCK_TOKENS, mask=m_n, other=0).to(tl.int64)
-    p_k = p_head + (b_block * block_stride + o_n % BLOCK_TOKENS * HEAD_DIM)[:, None] + o_d[None, :]
-    b_k = tl.load(p_k, mask=m_kv, other=0.0)
-    b_v = tl.load(p_k + kind_stride, mask=m_kv, other=0.0)
+    if NARROW is not None:
+        p_n, p_slot = narrow_pointers(
+            p_head, scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, NARROW,
+            HEAD_DIM,
+        )  # fmt: skip
+        b_k = narrow_values(p_n, p_slot, m_n, b_q.dtype, NARROW, HEAD_DIM)
+        b_v = narrow_values(
+            p_n + kind_stride, p_slot + kind_stride // 4, m_n, b_q.dtype, NARROW, HEAD_DIM
+        )
+    else:
+        p_k = (
+            p_head
+            + (b_block * block_stride + o_n % BLOCK_TOKENS * HEAD_DIM)[:, None]
+            + o_d[None, :]
+        )
+        b_k = tl.load(p_k, mask=m_kv, other=0.0)
+        b_v = tl.load(p_k + kind_stride, mask=m_kv, other=0.0)
     if QUANTIZED:
         p_scale = scale_pointers(
             scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM

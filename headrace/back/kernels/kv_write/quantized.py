@@ -84,7 +84,7 @@ def typed(kv: torch.Tensor, form: str | None) -> tuple[torch.Tensor, torch.Tenso
     (None if the cache is not quantized)."""
     if form is None:
         return kv, None
-    return kv.view(FLOATS.get(form, torch.int8)), kv.view(torch.float32)
+    return kv.view(FLOATS.get(form, torch.int8)), kv.flatten(3).view(torch.float32)
 
 
 def dequantize(kv: torch.Tensor, dtype: torch.dtype, form: str) -> torch.Tensor:
@@ -178,6 +178,12 @@ def _hadamard(x: torch.Tensor) -> torch.Tensor:
         x = torch.stack((first + second, first - second), -2).flatten(-3)
         apart *= 2
     return x * x.new_tensor(size**-0.5)
+
+
+def rotation(head_dim: int) -> torch.Tensor:
+    """What heads of rotated forms are multiplied with from the right, float32 [D, D]; its transpose
+    turns them back."""
+    return _rotated(torch.eye(head_dim))
 
 
 def _signs(x: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,16 @@
-"""KV write in Triton: a program copies the keys or the values of a token's head."""
+"""KV write in Triton: a program copies the keys or the values of a token's head, or makes numbers of
+less than a byte of them (triton_narrow_write.py)."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
 from headrace.back.kernels.kv_write.op import KVWrite, KVWriteProblem
+from headrace.back.kernels.kv_write.triton_narrow_write import NARROW, unfit_narrow, write
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
@@ -37,6 +41,8 @@ def kv_write_kernel(
 def bind(problem: KVWriteProblem) -> KVWrite:
     """The kernel of one cache."""
     head_dim = problem.head_dim
+    if problem.quantized:
+        return partial(write, problem.quantized)
     constants = {
         "HEAD_DIM": head_dim, "D": power_of_two(head_dim), "BLOCK_TOKENS": problem.block_tokens,
     }  # fmt: skip
@@ -59,9 +65,11 @@ def bind(problem: KVWriteProblem) -> KVWrite:
 
 
 def _supports(problem: KVWriteProblem) -> str | None:
-    if problem.quantized:
-        return f"writes no quantized caches ({problem.quantized})"
-    return unsupported(problem.device, problem.dtype)
+    form = problem.quantized
+    if form and form not in NARROW:
+        return f"writes no caches of {form}"
+    reason = unfit_narrow(form, problem.head_dim, problem.block_tokens)
+    return reason or unsupported(problem.device, problem.dtype)
 
 
 KERNEL = Kernel(name="triton", supports=_supports, bind=bind, invariant=True)

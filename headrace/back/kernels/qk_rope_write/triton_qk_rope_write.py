@@ -2,16 +2,21 @@
 of one token.
 
 A head lies in registers as the two halves of its rotated pairs, a and b, and the dimensions that
-are not rotated, c.
+are not rotated, c. Caches of less than a byte a value are written by a second kernel
+(kv_write/triton_narrow_write.py) from what this one leaves.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
 from headrace.back.kernels.kv_write.quantized import LARGEST, SCALE_BYTES, typed
+from headrace.back.kernels.kv_write.triton_narrow_write import NARROW, unfit_narrow
+from headrace.back.kernels.kv_write.triton_narrow_write import write as write_narrow
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.kernels.triton.grid import enter_late
@@ -57,6 +62,16 @@ def _three_bits(b_x):
 
 
 @triton.jit
+def _two_bits(b_x):
+    """The same of e5m2."""
+    bits = b_x.to(tl.int32, bitcast=True)
+    bits = (bits + 0xFFFFF + ((bits >> 21) & 1)) & -0x200000
+    b_normal = bits.to(tl.float32, bitcast=True)
+    b_small = (b_x + 192.0) - 192.0  # steps of 2^-16
+    return tl.where(tl.abs(b_x) < 6.103515625e-05, b_small, b_normal)
+
+
+@triton.jit
 def stored(b_x, dtype: tl.constexpr, QUANTIZED: tl.constexpr, LARGEST: tl.constexpr):
     """Values as the cache keeps them; of quantized values, to the nearest one, ties to even. A lost
     head's are 0."""
@@ -65,8 +80,10 @@ def stored(b_x, dtype: tl.constexpr, QUANTIZED: tl.constexpr, LARGEST: tl.conste
         b_x = tl.minimum(tl.maximum(b_x, -LARGEST), LARGEST)
         if dtype == tl.int8:
             b_x = (b_x + 12582912.0) - 12582912.0
-        else:
+        elif LARGEST == 448.0:
             b_x = _three_bits(b_x)
+        else:
+            b_x = _two_bits(b_x)
     return b_x.to(dtype)
 
 
@@ -96,13 +113,15 @@ def qk_rope_write_kernel(
     NORM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     FIXED: tl.constexpr,
+    PLACED: tl.constexpr,
     LARGEST: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Heads are counted through queries, keys and values."""
+    """Heads are counted through queries, keys and values. Unless PLACED, tokens go into the cache
+    one after the other."""
     i_token = tl.program_id(0).to(tl.int64)
     o_head = (tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS))[:, None]
     m_head = o_head < HEADS + 2 * KV_HEADS
@@ -145,7 +164,9 @@ def qk_rope_write_kernel(
         r_a = tl.where(is_value, b_a, b_a * b_cos - b_b * b_sin)
         b_b = tl.where(is_value, b_b, b_b * b_cos + b_a * b_sin)
         b_a = r_a
-    i_slot = tl.load(slot + i_token)
+    i_slot = i_token
+    if PLACED:
+        i_slot = tl.load(slot + i_token)
     o_cached = o_head - tl.where(is_value, HEADS + KV_HEADS, HEADS)
     p_out = kv + i_slot // BLOCK_TOKENS * block_stride + i_slot % BLOCK_TOKENS * HEAD_DIM
     p_out = p_out + tl.where(is_value, kind_stride, 0) + o_cached * head_stride
@@ -197,6 +218,43 @@ def bind(
     scales_2K: torch.Tensor | None = None,
 ) -> QKRopeWrite:
     """The kernel for one layer's heads."""
+    if problem.quantized in NARROW:
+        return _bind_narrow(problem, q_weight_D, k_weight_D)
+    return _bind(problem, q_weight_D, k_weight_D, scales_2K)
+
+
+def _bind_narrow(
+    problem: QKRopeWriteProblem, q_weight_D: torch.Tensor | None, k_weight_D: torch.Tensor | None
+) -> QKRopeWrite:
+    """Keys and values in their own type, then as the cache keeps them."""
+    form, kv_heads, head_dim = problem.quantized, problem.kv_heads, problem.head_dim
+    assert form is not None
+    plain = replace(problem, quantized=None, block_tokens=1)
+    rotate = _bind(plain, q_weight_D, k_weight_D, None, placed=False)
+
+    def qk_rope_write(
+        qkv_TC: torch.Tensor,
+        positions_T: torch.Tensor,
+        table_PR: torch.Tensor,
+        kv: torch.Tensor,
+        slot_T: torch.Tensor,
+    ) -> torch.Tensor:
+        both = qkv_TC.new_empty(len(qkv_TC), 2, kv_heads, 1, head_dim)
+        q_THD = rotate(qkv_TC, positions_T, table_PR, both, slot_T)
+        write_narrow(form, both[:, 0, :, 0], both[:, 1, :, 0], kv, slot_T)
+        return q_THD
+
+    return qk_rope_write
+
+
+def _bind(
+    problem: QKRopeWriteProblem,
+    q_weight_D: torch.Tensor | None,
+    k_weight_D: torch.Tensor | None,
+    scales_2K: torch.Tensor | None,
+    *,
+    placed: bool = True,
+) -> QKRopeWrite:
     heads, kv_heads, head_dim = problem.heads, problem.kv_heads, problem.head_dim
     split = problem.rotary_dim or head_dim // 2 * 2
     tile_heads = max(1, min(TILE // power_of_two(head_dim), power_of_two(heads + 2 * kv_heads)))
@@ -210,6 +268,7 @@ def bind(
         "NORM": problem.eps is not None,
         "QUANTIZED": problem.quantized is not None,
         "FIXED": problem.fixed,
+        "PLACED": placed,
         "LARGEST": LARGEST[problem.quantized] if problem.quantized else 0.0,
         "TILE_HEADS": tile_heads,
         "HALF_PADDED": power_of_two(split // 2),
@@ -243,6 +302,8 @@ def bind(
 def _supports(problem: QKRopeWriteProblem) -> str | None:
     if problem.layout not in ("half", "pairs"):
         return f"does not know the layout {problem.layout}"
+    if reason := unfit_narrow(problem.quantized, problem.head_dim, problem.block_tokens):
+        return reason
     return unsupported(problem.device, problem.dtype) or unsupported_quantization(
         problem.quantized, problem.head_dim
     )

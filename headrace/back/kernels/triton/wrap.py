@@ -22,6 +22,7 @@ from functools import cache
 import torch
 import triton
 
+from headrace.back.kernels.kv_write.quantized import LARGEST
 from headrace.back.kernels.triton.compilers import FOLDER
 from headrace.base import env
 
@@ -57,6 +58,8 @@ def unsupported_quantization(quantized: str | None, head_dim: int) -> str | None
     """The reason for kernels of a quantized KV cache (kernels/kv_write/quantized.py)."""
     if quantized is None:
         return None
+    if quantized not in LARGEST and (head_dim < 16 or head_dim & (head_dim - 1)):
+        return f"{quantized}: reads heads of a power of two from 16 on, not {head_dim}"
     if head_dim % 16:
         return f"reads quantized heads of a multiple of 16, not {head_dim}"
     if quantized == "fp8" and not interpreted() and torch.version.hip is None:
