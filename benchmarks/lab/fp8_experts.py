@@ -4,7 +4,7 @@ alone beside its floor, and plans next to those that are taken.
     python -m benchmarks.lab.fp8_experts [--seconds 60]
 
 One token: `FEW` of kernels/experts_fp8/triton_experts_fp8.py (outputs of a program, inputs of a step, warps). More:
-how much of shared memory holds steps on their way (STREAM_BYTES), programs of a multiprocessor, and rows of a tile. By
+how much of shared memory holds steps on their way and programs of a multiprocessor (ROOM), and rows of a tile. By
 bytes at 4.346 TB/s (H200; an H100 has 3.35 at most): a layer's 8 experts of one token take 8.7 us, 112 of 32 tokens 122
 us, 128 of 256 tokens 139 us. By waves: 132 programs take items of 256 weight rows; of 32 tokens the gates and ups are
 112 x 6 = 672 items, 5.09 waves that take as long as 6 (85 %), the downs 112 x 8 = 896, 6.79 of 7 (97 %); of 256 tokens
@@ -108,8 +108,10 @@ def plans(tokens: int) -> Iterator[tuple[str, dict[str, Any], Any]]:
 def patched(changes: dict[str, Any], run: Callable[[], float | str]) -> float | str:
     """Runs with other constants."""
     few = patch.object(triton_experts_fp8, "FEW", changes.get("few", triton_experts_fp8.FEW))
-    kept = changes.get("stream_bytes", triton_stream_fp8.STREAM_BYTES)
-    with few, patch.object(triton_stream_fp8, "STREAM_BYTES", kept):
+    room = triton_stream_fp8.ROOM
+    if "stream_bytes" in changes:
+        room = dict.fromkeys(room, (changes["stream_bytes"], 1))
+    with few, patch.object(triton_stream_fp8, "ROOM", room):
         if "programs" not in changes:
             return run()
         with patch.object(triton_stream_fp8, "num_sms", lambda device: changes["programs"]):

@@ -76,39 +76,41 @@ def test_few_tokens(plan, tokens, group, outputs, inputs, bias, eps, activation,
             y.copy_(residual)
         launcher(gemm, plan, 1 << (tokens - 1).bit_length())(x, y)
         results.append(y)
-    # a weight with groups multiplies few tokens as they are
-    plain = op.bind_reference(replace(problem, group=128), regrouped(weight), bias_O, norm_I)
+    # a weight with groups of 32 multiplies few tokens as they are
+    plain = op.bind_reference(replace(problem, group=32), regrouped(weight), bias_O, norm_I)
     expected = plain(x, residual)
     assert error(results[0], expected) <= BOUND
     assert torch.equal(*results)
 
 
 def regrouped(weight: Fp8Weight) -> Fp8Weight:
-    """The same weight with a scale for each 128 inputs."""
+    """The same weight with a scale for each 32 inputs."""
+    scales_OG = weight.scales_OG.repeat_interleave((weight.group or weight.inputs) // 32 + 1, 1)
     if weight.group is not None:
-        return weight
-    groups = -(-weight.inputs // 128)
-    return Fp8Weight(weight.values_OI, weight.scales_OG.repeat(1, groups), 128)
+        scales_OG = weight.scales_OG.repeat_interleave(weight.group // 32, 1)
+    return Fp8Weight(weight.values_OI, scales_OG[:, : -(-weight.inputs // 32)].contiguous(), 32)
 
 
 @pytest.mark.parametrize("plan, tokens", [(SPLIT, 3), (SWAPPED, 17)])
+@pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize(
     "outputs, inputs, bias, activation, add",
     [(48, 256, False, None, False), (96, 400, True, "silu", False), (40, 656, True, None, True)],
 )
-def test_few_quantized_tokens(plan, tokens, outputs, inputs, bias, activation, add):
-    problem = problem_of(outputs, inputs, bias=bias, activation=activation, add=add)
+def test_few_quantized_tokens(plan, tokens, group, outputs, inputs, bias, activation, add):
+    """QNT-06."""
+    problem = problem_of(outputs, inputs, group=group, bias=bias, activation=activation, add=add)
     sample = op.sample_of(problem, (tokens,))
     weight, bias_O, _ = sample.weights
     x, residual = sample.arguments
     gemm = Gemm(
-        weight_OI=weight.values_OI, scales_OG=weight.scales_OG, group=inputs, bias_O=bias_O,
+        weight_OI=weight.values_OI, scales_OG=weight.scales_OG, group=group or inputs, bias_O=bias_O,
         activation=activation or "", add=add,
     )  # fmt: skip
     y = torch.empty(tokens, problem.results, device=DEVICE, dtype=DTYPE)
     if residual is not None:
         y.copy_(residual)
-    rows = triton_rows.bind(inputs, None, norm_weight_I=None, eps=0.0)(x)
+    rows = triton_rows.bind(inputs, group, norm_weight_I=None, eps=0.0)(x)
     run = skinny_launcher(gemm, plan, 1 << (tokens - 1).bit_length())
     run(rows.values_TI, y, rows.scales_TG)
     expected = op.bind_reference(problem, *sample.weights)(x, residual)

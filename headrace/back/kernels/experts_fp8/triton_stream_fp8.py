@@ -38,8 +38,10 @@ from headrace.back.kernels.triton.wrap import launch, num_sms
 
 ROWS = gl.constexpr(128)
 K = gl.constexpr(128)
-STREAM_BYTES = 200 << 10
-"""Of shared memory for steps on their way."""
+ROOM = {16: (100 << 10, 2), 32: (100 << 10, 2), 64: (200 << 10, 1)}
+"""Rows of a tile -> bytes of shared memory for steps on their way, and programs of a multiprocessor.
+Qwen3-30B-A3B on an H200: 32 tokens take 141 us by two small programs, 147 by one, 256 tokens 176 and
+182 (benchmarks/lab/fp8_experts.py)."""
 
 
 @gluon.jit
@@ -262,11 +264,12 @@ def multiply(
     if is_gated:
         y_scales = x_scales.new_empty(len(x_NI), num_groups(results, GROUP))
     warps = 8 if m > 32 else 4
-    grouped_stream_fp8_kernel[(num_sms(device),)](
+    stream_bytes, programs = ROOM[m]
+    grouped_stream_fp8_kernel[(num_sms(device) * programs,)](
         _described(weight.values_XOI.flatten(0, 1), ROWS.value), weight.scales_XGO,
         _described(x_NI, m), x_scales, bias_XO, tiles, y_NO, y_scales, problem.clamp, OAI_ALPHA,
         RESULTS=results, STEPS=triton.cdiv(inputs, K.value),
-        STAGES=STREAM_BYTES // ((2 * ROWS.value + m) * K.value), GROUPED=weight.group is not None,
+        STAGES=stream_bytes // ((2 * ROWS.value + m) * K.value), GROUPED=weight.group is not None,
         GATED=is_gated, CLAMP=problem.clamp > 0, OAI=problem.activation == SWIGLU_OAI,
         BIAS=bias_XO is not None, WARPS=warps, num_warps=warps, **launch(device),
     )  # fmt: skip

@@ -40,12 +40,31 @@ def _times(b_x, b_weight, b_acc, SWAP: tl.constexpr):
 
 
 @triton.jit
+def _scaled(
+    b_weight, p_scale, p_minimum, m_scale, dtype: tl.constexpr, GROUP: tl.constexpr,
+    MINIMA: tl.constexpr,
+):  # fmt: skip
+    """The weights of a step of several groups: values times the scales [N, groups] of their groups,
+    less their minima."""
+    COUNT: tl.constexpr = b_weight.shape[1] // GROUP
+    b_groups = tl.reshape(b_weight.to(tl.float32), [b_weight.shape[0], COUNT, GROUP])
+    b_groups = b_groups * tl.load(p_scale, mask=m_scale, other=0.0)[:, :, None]
+    if MINIMA:
+        b_groups -= tl.load(p_minimum, mask=m_scale, other=0.0)[:, :, None]
+    return tl.reshape(b_groups, b_weight.shape).to(dtype)
+
+
+@triton.jit
 def _times_scaled(
-    b_x, b_weight, b_acc, p_scale, p_minimum, m_scale, SWAP: tl.constexpr, MINIMA: tl.constexpr
-):
-    """Adds the same times a scale for each output, less the sum of x times its minimum."""
+    b_x, b_weight, b_acc, p_scale, p_minimum, m_scale, b_x_scale, SWAP: tl.constexpr,
+    MINIMA: tl.constexpr,
+):  # fmt: skip
+    """Adds the same times a scale for each output (and `b_x_scale` for each token, if there are
+    some), less the sum of x times its minimum."""
     b_scale = tl.load(p_scale, mask=m_scale, other=0.0)
     b_part = _times(b_x, b_weight, tl.zeros_like(b_acc), SWAP)
+    if b_x_scale is not None:
+        b_part = b_part * (b_x_scale[None, :] if SWAP else b_x_scale[:, None])
     if SWAP:
         b_part = b_part * b_scale[:, None]
     else:
@@ -90,15 +109,17 @@ def skinny_kernel(
 ):
     """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With
     ADD y is the residual. GROUP inputs of a row share one of `scales` (float32 [rows, groups]), a
-    multiple of K or all of them; 0: there are none. `minima`: as the scales of groups; None: 0.
-    `x_scales` float32 [T] where x is of e4m3
-    numbers, as the weight then is. `partial` float32 [N tiles, SPLIT, 1 or 2, M, N]."""
+    multiple of K, a part of it that divides the inputs, or all of them; 0: there are none.
+    `minima`: as the scales of groups; None: 0. `x_scales` float32 [T] where x is of e4m3 numbers,
+    as the weight then is; of groups of a multiple of K [T, groups]. `partial`
+    float32 [N tiles, SPLIT, 1 or 2, M, N]."""
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
     GATED: tl.constexpr = ACTIVATION != ""
     UP: tl.constexpr = OUTPUTS * INPUTS
     GROUPED: tl.constexpr = (GROUP > 0) & (GROUP < INPUTS)
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUPED else 1
+    SMALL: tl.constexpr = GROUPED and GROUP < K
     SHARE: tl.constexpr = (INPUTS + K * SPLIT - 1) // (K * SPLIT) * K
     o_m = tl.arange(0, M)
     o_n = i_n * N + tl.arange(0, N)
@@ -134,17 +155,38 @@ def skinny_kernel(
                 b_weight_up = tl.load(
                     p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
                 )
-        if GROUPED:
+        if SMALL:
+            o_group = (begin + k) // GROUP + tl.arange(0, K // GROUP)
+            o_scale = o_row.to(tl.int64)[:, None] * GROUPS + o_group[None, :]
+            m_scale = m_n[:, None] & (o_group < GROUPS)[None, :]
+            p_scale = scales + o_scale
+            p_minimum = minima + o_scale if MINIMA else p_scale
+            b_weight = _scaled(b_weight, p_scale, p_minimum, m_scale, b_x.dtype, GROUP, MINIMA)
+            b_acc = _times(b_x, b_weight, b_acc, SWAP)
+            if GATED:
+                p_scale += OUTPUTS * GROUPS
+                p_minimum += OUTPUTS * GROUPS
+                b_weight_up = _scaled(
+                    b_weight_up, p_scale, p_minimum, m_scale, b_x.dtype, GROUP, MINIMA
+                )
+                b_acc_up = _times(b_x, b_weight_up, b_acc_up, SWAP)
+        elif GROUPED:
+            b_x_scale = None
+            if x_scales is not None:
+                p_x_scale = x_scales + o_m * GROUPS + (begin + k) // GROUP
+                b_x_scale = tl.load(p_x_scale, mask=m_m & (begin + k < INPUTS), other=0.0)
             o_scale = o_row * GROUPS + (begin + k) // GROUP
             m_scale = m_n & (begin + k < INPUTS)
             p_scale = scales + o_scale
             p_minimum = minima + o_scale if MINIMA else p_scale
-            b_acc = _times_scaled(b_x, b_weight, b_acc, p_scale, p_minimum, m_scale, SWAP, MINIMA)
+            b_acc = _times_scaled(
+                b_x, b_weight, b_acc, p_scale, p_minimum, m_scale, b_x_scale, SWAP, MINIMA
+            )
             if GATED:
                 p_scale += OUTPUTS * GROUPS
                 p_minimum += OUTPUTS * GROUPS
                 b_acc_up = _times_scaled(
-                    b_x, b_weight_up, b_acc_up, p_scale, p_minimum, m_scale, SWAP, MINIMA
+                    b_x, b_weight_up, b_acc_up, p_scale, p_minimum, m_scale, b_x_scale, SWAP, MINIMA
                 )
         else:
             b_acc = _times(b_x, b_weight, b_acc, SWAP)
@@ -175,7 +217,7 @@ def skinny_kernel(
                 b_acc_up += tl.load(
                     p_one + TILE, mask=m_m[:, None], other=0.0, cache_modifier=".cg"
                 )
-    if x_scales is not None:
+    if (x_scales is not None) and (not GROUPED):
         b_x_scale = tl.load(x_scales + o_m, mask=m_m, other=0.0)[:, None]
         b_acc *= b_x_scale
         if GATED:

@@ -34,6 +34,8 @@ from headrace.back.kernels.op import Kernel, Op, Sample, float_tolerance, random
 
 STREAMED_TOKENS = 64
 """The kernels that stream the weight take up to so many."""
+STEP = 128
+"""Inputs that these multiply at a time."""
 CHECKED_ROWS = (1, 5, 20, 40, STREAMED_TOKENS + 16)
 
 
@@ -42,8 +44,9 @@ class LinearFp8Problem(QuantizedLayerProblem):
 
     @property
     def quantized_from(self) -> int:
-        """Tokens. Groups stay with the kernels for plain tokens as far as these go."""
-        return 2 if self.group is None else STREAMED_TOKENS + 1
+        """Tokens. Groups smaller than a step of the kernels that stream stay with plain tokens as
+        far as these go."""
+        return 2 if self.group in (None, STEP) else STREAMED_TOKENS + 1
 
 
 def fp8_refusal(dtype: torch.dtype) -> str | None:

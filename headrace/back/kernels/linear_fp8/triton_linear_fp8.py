@@ -1,7 +1,7 @@
 """Which kernel serves how many tokens of a weight of e4m3 numbers: one token gemv (with the norm;
 it turns the numbers into floats in registers), up to 64 skinny (both of kernels/linear), by tokens
-of e4m3 numbers where the weight has a scale for each output, more the library's scaled GEMM, or
-ours where that has none."""
+of e4m3 numbers but where 32 inputs share a scale, more the library's scaled GEMM, or ours where
+that has none."""
 
 from __future__ import annotations
 
@@ -99,10 +99,7 @@ def bind(
     def planned(tokens: int) -> GemmPlan:
         sms = gemm_device_of(weight.values_OI.device).sms
         gated = problem.activation is not None
-        plan = plan_of(weight.outputs, weight.inputs, tokens, gated=gated, sms=sms)
-        if tokens == 1 or weight.group is None:
-            return plan
-        return replace(plan, k=weight.group, prefetch=plan.prefetch * plan.k // weight.group)
+        return plan_of(weight.outputs, weight.inputs, tokens, gated=gated, sms=sms)
 
     @cache
     def launch_of(tokens: int) -> Launch:
