@@ -33,16 +33,15 @@ from headrace.back.kernels.attention.triton_lists import (
     numbers,
     row_bucket,
 )
-from headrace.back.kernels.attention.triton_narrow import Turned
+from headrace.back.kernels.attention.triton_narrow import Turned, forms_of, token_width
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
-from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, typed, value_bytes
+from headrace.back.kernels.kv_write.quantized import typed
 from headrace.back.kernels.kv_write.triton_narrow_write import NARROW
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.room import LARGEST, shared_bytes
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
-    has_bfloat_pairs,
     launch,
     num_sms,
     power_of_two,
@@ -156,25 +155,18 @@ def bind(
     assert (sinks_H is not None) == problem.sinks, problem
     group = problem.heads // problem.kv_heads
     shared: dict[str, Any] = {
-        "GROUP": group,
-        "HEAD_DIM": problem.head_dim,
+        **{"GROUP": group, "HEAD_DIM": problem.head_dim},
         "D": power_of_two(problem.head_dim, least=16),
         "BLOCK_TOKENS": problem.block_tokens,
         "WINDOW": problem.reach,
         "SOFTCAP": problem.softcap is not None,
-        "QUANTIZED": problem.quantized is not None and problem.quantized not in NARROW,
-        "BITS": problem.quantized in ("int8", "fp8")
-        and problem.dtype is torch.bfloat16
-        and has_bfloat_pairs(),
-        "NARROW": problem.quantized if problem.quantized in NARROW else None,
+        **forms_of(problem),
         "SINKS": problem.sinks,
         "ALIBI": bool(problem.slopes),
         "CAUSAL": problem.causal,
     }
     cached = torch.int8 if problem.quantized else problem.dtype
-    width = problem.head_dim
-    if problem.quantized:
-        width = value_bytes(problem.head_dim, problem.quantized) + SCALE_BYTES
+    width = token_width(problem)
     turned = Turned(problem.quantized, problem.head_dim, problem.dtype)
     biases = sinks_H, problem.slopes_tensor()
     decode = _bind_decode(problem, shared, biases, without)

@@ -9,12 +9,36 @@ turned back at the end: one product with a matrix each, outside the kernels.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.kv_write.quantized import ROTATED, rotation
+from headrace.back.kernels.attention.op import AttentionProblem
+from headrace.back.kernels.kv_write.quantized import ROTATED, SCALE_BYTES, rotation, value_bytes
+from headrace.back.kernels.kv_write.triton_narrow_write import NARROW
+from headrace.back.kernels.triton.wrap import has_bfloat_pairs
+
+
+def token_width(problem: AttentionProblem) -> int:
+    """Elements of a token's key or value of one head, the bytes of its scale included."""
+    if problem.quantized is None:
+        return problem.head_dim
+    return value_bytes(problem.head_dim, problem.quantized) + SCALE_BYTES
+
+
+def forms_of(problem: AttentionProblem) -> dict[str, Any]:
+    """What kernels are compiled for: bytes with scales (BITS: by triton_quantized.py's sequences),
+    or a form of less than a byte."""
+    form = problem.quantized
+    by_bits = form in ("int8", "fp8") and problem.dtype is torch.bfloat16 and has_bfloat_pairs()
+    narrow = form in NARROW
+    return {
+        "QUANTIZED": form is not None and not narrow,
+        "BITS": by_bits,
+        "NARROW": form if narrow else None,
+    }
 
 
 @triton.jit

@@ -49,8 +49,8 @@ experts of 2048 x 768 and 8 slots, uniform routing: with 8 pairs 168 us by tiles
 of 128 rows. One token takes 20 us by "few", 23 by "stream", two 35 and 31."""
 MOST_ROWS = 64
 FEW = {"up": (2, 1024, 4), "down": (2, 512, 2)}
-"""Outputs of a program, inputs of a step, warps. Alone each took 1.5 and 1 us less than (4, 1024, 4) and
-(8, 256, 4) of 20.2 (H200, one token of Qwen3-30B-A3B)."""
+"""Outputs of a program, inputs of a step, warps. Alone they took 1.5 and 1 us less than (4, 1024,
+4) and (8, 256, 4), of 20.2 (H200, one token of Qwen3-30B-A3B)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,9 @@ from headrace.back.kernels.triton.wrap import launch, num_sms
 ROWS = gl.constexpr(128)
 K = gl.constexpr(128)
 ROOM = {16: (100 << 10, 2), 32: (100 << 10, 2), 64: (200 << 10, 1)}
-"""Rows of a tile -> bytes of shared memory for steps on their way, and programs of a multiprocessor.
-Qwen3-30B-A3B on an H200: 32 tokens take 141 us by two small programs, 147 by one, 256 tokens 176 and
-182 (benchmarks/lab/fp8_experts.py)."""
+"""Rows of a tile -> bytes of shared memory for steps on their way, programs of a multiprocessor.
+Qwen3-30B-A3B on an H200: 32 tokens take 141 us by two small programs, 147 by one, 256 tokens 176
+and 182 (benchmarks/lab/fp8_experts.py)."""
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
-"""KV write in Triton: a program copies the keys or the values of a token's head, or makes numbers of
-less than a byte of them (triton_narrow_write.py)."""
+"""KV write in Triton: a program copies the keys or the values of a token's head, or makes numbers
+of less than a byte of them (triton_narrow_write.py)."""
 
 from __future__ import annotations
 

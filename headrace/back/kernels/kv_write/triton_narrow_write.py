@@ -1,5 +1,5 @@
-"""Keys and values as numbers of less than a byte (quantized.py), in Triton: a program takes those of
-a token's head, whose size is a power of two."""
+"""Keys and values as numbers of less than a byte (quantized.py), in Triton: a program takes those
+of a token's head, whose size is a power of two."""
 
 from __future__ import annotations
 

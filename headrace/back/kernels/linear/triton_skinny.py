@@ -79,6 +79,32 @@ def _times_scaled(
     return b_acc + b_part
 
 
+@triton.jit
+def _added(
+    b_x, b_weight, b_acc, scales, minima, o_row, m_n, first, b_x_scale, INPUTS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Adds the product with a step's weights, from input `first` on, with the scales of its groups
+    where there are some."""
+    MINIMA: tl.constexpr = minima is not None
+    if not GROUPED:
+        return _times(b_x, b_weight, b_acc, SWAP)
+    elif b_weight.shape[1] > GROUP:
+        o_group = first // GROUP + tl.arange(0, b_weight.shape[1] // GROUP)
+        o_scale = o_row.to(tl.int64)[:, None] * GROUPS + o_group[None, :]
+        m_scale = m_n[:, None] & (o_group < GROUPS)[None, :]
+        p_minimum = minima + o_scale if MINIMA else scales
+        b_weight = _scaled(b_weight, scales + o_scale, p_minimum, m_scale, b_x.dtype, GROUP, MINIMA)
+        return _times(b_x, b_weight, b_acc, SWAP)
+    else:
+        o_scale = o_row * GROUPS + first // GROUP
+        m_scale = m_n & (first < INPUTS)
+        p_minimum = minima + o_scale if MINIMA else scales
+        return _times_scaled(
+            b_x, b_weight, b_acc, scales + o_scale, p_minimum, m_scale, b_x_scale, SWAP, MINIMA
+        )
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def skinny_kernel(
     x,
@@ -119,7 +145,6 @@ def skinny_kernel(
     UP: tl.constexpr = OUTPUTS * INPUTS
     GROUPED: tl.constexpr = (GROUP > 0) & (GROUP < INPUTS)
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUPED else 1
-    SMALL: tl.constexpr = GROUPED and GROUP < K
     SHARE: tl.constexpr = (INPUTS + K * SPLIT - 1) // (K * SPLIT) * K
     o_m = tl.arange(0, M)
     o_n = i_n * N + tl.arange(0, N)
@@ -140,7 +165,6 @@ def skinny_kernel(
     b_acc = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
     b_acc_up = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
     EVEN: tl.constexpr = SHARE * SPLIT == INPUTS
-    MINIMA: tl.constexpr = minima is not None
     for k in range(0, SHARE, K):
         if EVEN:
             b_x = tl.load(p_x + k, mask=m_m[:, None], other=0.0)
@@ -155,43 +179,19 @@ def skinny_kernel(
                 b_weight_up = tl.load(
                     p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
                 )
-        if SMALL:
-            o_group = (begin + k) // GROUP + tl.arange(0, K // GROUP)
-            o_scale = o_row.to(tl.int64)[:, None] * GROUPS + o_group[None, :]
-            m_scale = m_n[:, None] & (o_group < GROUPS)[None, :]
-            p_scale = scales + o_scale
-            p_minimum = minima + o_scale if MINIMA else p_scale
-            b_weight = _scaled(b_weight, p_scale, p_minimum, m_scale, b_x.dtype, GROUP, MINIMA)
-            b_acc = _times(b_x, b_weight, b_acc, SWAP)
-            if GATED:
-                p_scale += OUTPUTS * GROUPS
-                p_minimum += OUTPUTS * GROUPS
-                b_weight_up = _scaled(
-                    b_weight_up, p_scale, p_minimum, m_scale, b_x.dtype, GROUP, MINIMA
-                )
-                b_acc_up = _times(b_x, b_weight_up, b_acc_up, SWAP)
-        elif GROUPED:
-            b_x_scale = None
-            if x_scales is not None:
-                p_x_scale = x_scales + o_m * GROUPS + (begin + k) // GROUP
-                b_x_scale = tl.load(p_x_scale, mask=m_m & (begin + k < INPUTS), other=0.0)
-            o_scale = o_row * GROUPS + (begin + k) // GROUP
-            m_scale = m_n & (begin + k < INPUTS)
-            p_scale = scales + o_scale
-            p_minimum = minima + o_scale if MINIMA else p_scale
-            b_acc = _times_scaled(
-                b_x, b_weight, b_acc, p_scale, p_minimum, m_scale, b_x_scale, SWAP, MINIMA
-            )
-            if GATED:
-                p_scale += OUTPUTS * GROUPS
-                p_minimum += OUTPUTS * GROUPS
-                b_acc_up = _times_scaled(
-                    b_x, b_weight_up, b_acc_up, p_scale, p_minimum, m_scale, b_x_scale, SWAP, MINIMA
-                )
-        else:
-            b_acc = _times(b_x, b_weight, b_acc, SWAP)
-            if GATED:
-                b_acc_up = _times(b_x, b_weight_up, b_acc_up, SWAP)
+        b_x_scale = None
+        if GROUPED and x_scales is not None:
+            p_x_scale = x_scales + o_m * GROUPS + (begin + k) // GROUP
+            b_x_scale = tl.load(p_x_scale, mask=m_m & (begin + k < INPUTS), other=0.0)
+        b_acc = _added(
+            b_x, b_weight, b_acc, scales, minima, o_row, m_n, begin + k, b_x_scale, INPUTS, GROUP,
+            GROUPS, GROUPED, SWAP,
+        )  # fmt: skip
+        if GATED:
+            b_acc_up = _added(
+                b_x, b_weight_up, b_acc_up, scales, minima, o_row + OUTPUTS, m_n, begin + k,
+                b_x_scale, INPUTS, GROUP, GROUPS, GROUPED, SWAP,
+            )  # fmt: skip
     if SWAP:
         b_acc = tl.trans(b_acc)
         b_acc_up = tl.trans(b_acc_up)
