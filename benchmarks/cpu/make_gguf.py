@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -29,8 +30,17 @@ FILE_TYPES = {
 }  # general.file_type: what most matrices are
 
 
-def add_tokenizer(out: gguf.GGUFWriter, vocabulary: int) -> None:
-    """A byte-level tokenizer with made-up tokens behind the bytes: servers want one, what it says does not matter."""
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def add_tokenizer(
+    out: gguf.GGUFWriter,
+    vocabulary: int,
+    marks: tuple[str, ...] = (),
+    template: str = PLAIN_TEMPLATE,
+) -> None:
+    """A byte-level tokenizer with made-up tokens behind the bytes: servers want one, what it says does not matter.
+    `marks`: special tokens, before the last one."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     signs = {byte: chr(byte) for byte in printable}
@@ -39,13 +49,16 @@ def add_tokenizer(out: gguf.GGUFWriter, vocabulary: int) -> None:
     tokens += ["ab", *(f"<{number}>" for number in range(257, vocabulary))]
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("qwen2")
+    types = [gguf.TokenType.NORMAL] * vocabulary
+    for number, mark in enumerate(marks, vocabulary - 1 - len(marks)):
+        tokens[number], types[number] = mark, gguf.TokenType.CONTROL
     out.add_token_list(tokens)
-    out.add_token_types([gguf.TokenType.NORMAL] * vocabulary)
+    out.add_token_types(types)
     out.add_token_merges([f"{signs[ord('a')]} {signs[ord('b')]}"])
     out.add_eos_token_id(vocabulary - 1)
     out.add_bos_token_id(vocabulary - 1)
     out.add_add_bos_token(False)
-    out.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    out.add_chat_template(template)
 
 
 TYPES = gguf.GGMLQuantizationType
@@ -76,10 +89,21 @@ def type_of(named: str, tensor: str, layer: int) -> TYPES:
     return TYPES.Q6_K if tensor == "output.weight" or (more and layer % 2) else TYPES.Q4_K
 
 
-def write(config: dict[str, float], path: Path, named: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Seeing:
+    """What a decoder behind a tower has beside its own: `sections` of its positions, how many of its layers are added
+    to, special tokens, and a chat template with a place for images."""
+
+    sections: tuple[int, ...]
+    deepstack: int
+    marks: tuple[str, ...]
+    template: str
+
+
+def write(config: dict[str, float], path: Path, named: str, seeing: Seeing | None = None) -> None:
     """One file."""
     experts = int(config.get("num_experts", 0))
-    out = gguf.GGUFWriter(str(path), "olmoe" if experts else "qwen3")
+    out = gguf.GGUFWriter(str(path), "olmoe" if experts else "qwen3vl" if seeing else "qwen3")
     width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
     head_dim, vocabulary = int(config["head_dim"]), int(config["vocab_size"])
@@ -98,7 +122,12 @@ def write(config: dict[str, float], path: Path, named: str) -> None:
     if experts:
         out.add_expert_count(experts)
         out.add_expert_used_count(int(config["num_experts_per_tok"]))
-    add_tokenizer(out, vocabulary)
+    if seeing is None:
+        add_tokenizer(out, vocabulary)
+    else:
+        add_tokenizer(out, vocabulary, seeing.marks, seeing.template)
+        out.add_rope_dimension_sections(list(seeing.sections))
+        out.add_num_deepstack_layers(seeing.deepstack)
     rng = np.random.default_rng(0)
 
     def kind_of(name: str) -> TYPES:

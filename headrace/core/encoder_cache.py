@@ -185,7 +185,14 @@ class EncoderCacheHook(AdmissionHook):
 
 def content_of(one: MediaInput) -> MediaContent:
     """What the workers need of an input."""
-    return MediaContent(key=one.key, kind=one.kind, grid=one.grid, rows=one.rows, cut=one.cut)
+    return MediaContent(
+        key=one.key,
+        kind=one.kind,
+        grid=one.grid,
+        rows=one.rows,
+        cut=one.cut,
+        embedded=one.embedded,
+    )
 
 
 def encoder_cache_hooks(capacity: int, step_tokens: int) -> Sequence[AdmissionHook]:

@@ -39,7 +39,10 @@ def check_media(request: EngineRequest, facts: WorkerFacts, *, num_prompt: int) 
         if form is None:
             takes = ", ".join(forms) or "none"
             raise _wrong(f"{field}.kind", f"{one.kind!r}; kinds this model takes: {takes}")
-        _check_shape(field, one, form)
+        if one.embedded:
+            _check_embedded(field, one, form, facts.media_width)
+        else:
+            _check_shape(field, one, form)
         if one.offset < end:
             raise _wrong(f"{field}.offset", f"{one.offset}, the input before it ends at {end}")
         end = one.offset + one.num_tokens
@@ -135,6 +138,36 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
             f"{field}.rows",
             f"{len(one.rows)} bytes, {needed} are needed: {num_rows} patches of {form.row_bytes} "
             "with the first part of an input, none with the others",
+        )
+
+
+def _check_embedded(field: str, one: MediaInput, form: MediaForm, width: int) -> None:
+    """Of an input that comes as vectors."""
+    if form.adds or (form.packing is not None and form.packing.marks):
+        raise _wrong(f"{field}.embedded", "true; this model takes no vectors in place of inputs")
+    if len(one.key) != KEY_BYTES:
+        raise _wrong(f"{field}.key", f"{len(one.key)} bytes, it has {KEY_BYTES}")
+    t, h, w = one.grid
+    if min(one.grid) < 1 or h % form.merge or w % form.merge or t * h * w > form.max_rows:
+        raise _wrong(
+            f"{field}.grid",
+            f"{one.grid}: t, h and w are at least 1, h and w multiples of {form.merge}, their "
+            f"product at most {form.max_rows}",
+        )
+    tokens = t * h * w if form.sound is not None else form.num_tokens(one.grid)
+    if form.sound is not None and form.breaks:
+        raise _wrong(f"{field}.embedded", "true; this model's sounds have marks between tokens")
+    if one.first or one.cut or one.marks or one.step_s or one.num_tokens != tokens:
+        raise _wrong(
+            f"{field}.num_tokens",
+            f"{one.num_tokens}, a grid of {one.grid} makes {tokens}: send the grid with vectors, "
+            "or other numbers of them",
+        )
+    vectors = form.num_rows(one.grid) if form.sound is None else tokens
+    if len(one.rows) != 4 * vectors * width:
+        given = len(one.rows) / (4 * vectors)
+        raise _wrong(
+            f"{field}.rows", f"vectors of {given:g} numbers; those of this model have {width}"
         )
 
 

@@ -22,10 +22,12 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.base.wire.codec import Codec, cut_frames
+from headrace.base.wire.media import MAX_REQUEST_BYTES
 from headrace.base.wire.request import PING, Call, Hello, Reply, ToCore, ToFront
 
 log = logging.getLogger(__name__)
-MAX_INCOMING_BYTES = 64 << 20
+MAX_INCOMING_BYTES = MAX_REQUEST_BYTES + (64 << 20)
+"""Of a frame: a request with media has their pixels."""
 MAX_UNSENT_BYTES = 256 << 20
 READ_BYTES = 1 << 18
 LOOK_S = 0.5

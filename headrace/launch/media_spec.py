@@ -47,5 +47,9 @@ def media_spec(options: Options, known: MediaSpec | None) -> MediaSpec | None:
         settings = msgspec.structs.replace(known.settings, pruned=rate)
         known = msgspec.structs.replace(known, settings=settings)
     return msgspec.structs.replace(
-        known, most=most, domains=options.server.allowed_media_domains, local_root=root
+        known,
+        most=most,
+        domains=options.server.allowed_media_domains,
+        local_root=root,
+        embeds=options.model.enable_mm_embeds,
     )

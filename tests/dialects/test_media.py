@@ -9,8 +9,10 @@ from typing import Any
 
 import anthropic
 import cohere
+import numpy as np
 import openai
 import pytest
+import torch
 
 from headrace import LLM, SamplingParams
 from tests.api.clients import anthropic_client, openai_client
@@ -31,7 +33,8 @@ PDF64 = base64.b64encode(PDF).decode()
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     folder = tmp_path_factory.mktemp("dialects") / "seeing"
     cache = str(tmp_path_factory.mktemp("cache"))
-    with served_seeing(folder, "--api-keys", KEY, HEADRACE_CACHE_DIR=cache) as seeing:
+    options = ("--api-keys", KEY, "--enable-mm-embeds")
+    with served_seeing(folder, *options, HEADRACE_CACHE_DIR=cache) as seeing:
         yield seeing
 
 
@@ -88,6 +91,37 @@ def test_responses_take_the_pages_of_a_pdf(seeing: Seeing, gpt: openai.OpenAI) -
     assert answer
     ident = gpt.files.create(file=("a.pdf", io.BytesIO(PDF)), purpose="user_data").id
     assert respond(gpt, {"type": "input_file", "file_id": ident}, words) == answer
+
+
+def test_chats_take_vectors_in_place_of_an_image(
+    seeing: Seeing, gpt: openai.OpenAI, expected: str
+) -> None:
+    """Those that transformers' tower gives."""
+    inputs = seeing.processed([picture(*SIZE)])
+    grid = inputs["image_grid_thw"]
+    with torch.inference_mode():
+        given = seeing.oracle.model.get_image_features(inputs["pixel_values"], grid).pooler_output
+    vectors = torch.cat(tuple(given)).numpy()
+
+    def ask(vectors: np.ndarray) -> str | None:
+        data = io.BytesIO()
+        np.save(data, vectors, allow_pickle=False)
+        sent = {"data": base64.b64encode(data.getvalue()).decode(), "grid": grid[0].tolist()}
+        words = {"type": "text", "text": QUESTION}
+        content: list[Any] = [{"type": "image_embeds", "image_embeds": sent}, words]
+        answer = gpt.chat.completions.create(
+            model="seeing",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=NUM_TOKENS,
+            temperature=0,
+        )
+        return answer.choices[0].message.content
+
+    assert ask(vectors) == expected
+    with pytest.raises(openai.BadRequestError, match=r"vectors of 47 numbers; .* have 48"):
+        ask(vectors[:, :-1])
+    with pytest.raises(openai.BadRequestError, match=r"num_tokens is 14, .* send the grid"):
+        ask(vectors[:-1])
 
 
 def converse(claude: anthropic.Anthropic, *blocks: Any) -> str:

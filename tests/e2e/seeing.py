@@ -46,19 +46,20 @@ class Seeing:
             **more,
         )
 
+    def processed(self, images: list[Image.Image]) -> Any:
+        """What transformers' processor makes of them."""
+        size = {"shortest_edge": IMAGE_BOUNDS[0], "longest_edge": IMAGE_BOUNDS[1]}
+        processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
+        return processor(images, return_tensors="pt")
+
     def answer(self, prompt: str, images: list[Image.Image], video: Any = None) -> str:
         """What transformers answers to a prompt with one placeholder for each medium."""
         more: dict[str, Any] = {}
-        processor = Qwen2VLImageProcessorPil(
-            patch_size=4,
-            merge_size=2,
-            size={"shortest_edge": IMAGE_BOUNDS[0], "longest_edge": IMAGE_BOUNDS[1]},
-        )
         tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(self.folder / "tokenizer.json")
         )
         if images:
-            more |= processor(images, return_tensors="pt")
+            more |= self.processed(images)
             for grid in more["image_grid_thw"]:
                 prompt = prompt.replace("<|image_pad|>", "<|X|>" * (int(grid.prod()) // 4), 1)
             prompt = prompt.replace("<|X|>", "<|image_pad|>")

@@ -150,6 +150,7 @@ class Runner:
             kv_bytes=self._kv.num_bytes,
             media=self.media,
             media_tokens=self._state.media_tokens,
+            media_width=self._state.media_width,
             graphs=self._steps.graphs,
             decisions=[
                 (d.field, d.requested, d.chosen, d.why)

@@ -101,6 +101,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     language_model_only: Annotated[
         bool, Meta(description="Take text alone, though the model knows more.")
     ] = False
+    enable_mm_embeds: Annotated[
+        bool,
+        Meta(
+            description="Take vectors in place of images and sound (parts `image_embeds`, `audio_embeds`): what an "
+            "encoder elsewhere gave. For clients that are trusted."
+        ),
+    ] = False
     mm_encoder_tp_mode: Annotated[
         Literal["weights", "data"],
         Meta(

@@ -24,6 +24,8 @@ KEY_BYTES = 32
 MARK_BYTES = 16
 MAX_ROWS = 65_536
 """Patches of one input at most."""
+MAX_REQUEST_BYTES = 256 << 20
+"""Rows of all inputs of one request at most."""
 MAX_STEP_S = 3600.0
 MAX_TIME_POSITIONS = 32_768
 """Positions of the decoder that the time of one video may take."""
@@ -285,9 +287,11 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class MediaInput(MediaSpan, frozen=True, kw_only=True, omit_defaults=True):
     """A span with its content: `rows` holds t * h * w rows of the form's `row_bytes`; none of a
-    part that is not the first."""
+    part that is not the first. `embedded`: they are what the encoder would give, float32
+    [num_tokens, WorkerFacts.media_width]."""
 
     rows: bytes = b""
+    embedded: bool = False
 
     def span(self) -> MediaSpan:
         """It without its content."""
@@ -316,6 +320,7 @@ class MediaContent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     grid: tuple[int, int, int]
     rows: bytes
     cut: MediaCut | None = None
+    embedded: bool = False
 
 
 class MediaPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

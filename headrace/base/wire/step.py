@@ -62,7 +62,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     equal bytes. `groups` is empty for encoders, which keep no KV. `generates`: there is a language-
     model head; without one requests can only be pooled. Attention weights can be had of
     `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `media`:
-    the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them.
+    the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them, vectors
+    of `media_width` numbers each.
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
     none that reads tokens. `spectrogram`: the shape of what one reads instead (media.py:
     encoder_outputs); empty: there is none. `routed_experts`: layers whose chosen experts can be
@@ -89,6 +90,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[tuple[str, str, str, str]] = []
     media: tuple[MediaForm, ...] = ()
     media_tokens: int = 0
+    media_width: int = 0
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

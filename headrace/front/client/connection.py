@@ -31,6 +31,8 @@ from headrace.base.wire.request import (
 from headrace.front.client.limits import Limits
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
+_LOOK_S = 0.002
+"""Pause between two looks at how much is unsent, of the one who waits for it at a time."""
 
 
 class Receiver(Protocol):
@@ -62,6 +64,7 @@ class Connection:
         self._next_call = 0
         self._heard_s = 0.0
         self._unsent = bytearray()
+        self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.hello: Hello | None = None
@@ -96,12 +99,23 @@ class Connection:
         """Queues a message; Unavailable if the core is away or does not take messages."""
         if self.hello is None or self._frames is None or self._frames.transport is None:
             raise Unavailable("the engine is starting; try again soon", retry_after_s=1.0)
-        transport = self._frames.transport
-        if transport.get_write_buffer_size() + len(self._unsent) > self._limits.max_unsent_bytes:
+        if self._num_unsent(self._frames.transport) > self._limits.max_unsent_bytes:
             raise Unavailable("the engine does not take requests now", retry_after_s=1.0)
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent += self._codec.frame(message)
+
+    async def room(self) -> None:
+        """Returns once the core has taken most of what waits for it: who sends much comes in turn,
+        so that others are not refused for it."""
+        async with self._turn:
+            while (frames := self._frames) is not None and frames.transport is not None:
+                if self._num_unsent(frames.transport) <= self._limits.max_unsent_bytes // 2:
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+    def _num_unsent(self, transport: asyncio.Transport) -> int:
+        return transport.get_write_buffer_size() + len(self._unsent)
 
     def _flush(self) -> None:
         """Sends what one turn of the loop brought together: a write wakes the core, and costs more

@@ -223,7 +223,7 @@ class AsyncLLM:
             self._checker.check(generation, bounds)
         num_prompt, most_bytes = len(generation.prompt_ids), self.limits.max_pending_bytes
         again = partial(self._relaunch, generation, bounds, time.monotonic())
-        core = self._least_loaded()
+        core = await self._with_room() if generation.media else self._least_loaded()
         if not trusted:
             _check_deadline(core, generation, bounds)
         stream = GenerationStream(
@@ -278,6 +278,12 @@ class AsyncLLM:
             raise Unavailable(why, retry_after_s=1.0)
         # A core that is stuck gets nothing while another one answers.
         return min(ready, key=lambda core: (not core.serves, len(core.running)))
+
+    async def _with_room(self) -> CoreHandle:
+        """The core for a request with media, once its connection has sent most of the others'."""
+        core = self._least_loaded()
+        await core.connection.room()
+        return core
 
     def _launch(
         self,

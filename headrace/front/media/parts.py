@@ -9,6 +9,7 @@ from.
     audio_url     {"url"} or a text               vLLM's clients
     input_audio   {"data", "format"}, base64      OpenAI chat and Responses
     audio         as image
+    image_embeds, audio_embeds   vectors (front/media/embeds.py), base64 or {"data", "grid"}
     file, input_file   a PDF, inline, by URL or by id; other files are text (front/text/files.py)
 
 Parts of offline use may hold bytes or a Pillow image in place of an address.
@@ -41,13 +42,15 @@ _KEYS = {
     "input_audio": ("audio", ("input_audio", "audio_url", "file_id")),
     "audio": ("audio", ("audio", "url", "audio_url", "file_id", "path")),
 }
+EMBEDS = {"image_embeds": "image", "audio_embeds": "audio"}
 MAX_UUID_CHARS = 128
 
 
 class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
     """One medium of a message. `kind`: image, video, audio or pages (a document). One of `address`
     (http, https, data or file), `file_id` and `content` (bytes, or a Pillow image) says where it
-    is; with a `uuid` that is known none is needed. `low`: little detail is enough."""
+    is; with a `uuid` that is known none is needed. `low`: little detail is enough. `embeds`:
+    `content` is the part itself, whose vectors stand for the medium."""
 
     kind: str
     field: str
@@ -56,6 +59,7 @@ class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
     content: Any = None
     uuid: str | None = None
     low: bool = False
+    embeds: bool = False
 
 
 class ContentFile(msgspec.Struct, frozen=True):
@@ -72,6 +76,10 @@ def part_of(part: Any, field: str) -> MediaPart | None:
         return _document(part, field)
     if kind not in MEDIA_PARTS:
         return None
+    if kind in EMBEDS:
+        return MediaPart(
+            kind=EMBEDS[kind], field=f"{field}.{kind}", content=part.get(kind), embeds=True
+        )
     if kind not in _KEYS:
         raise _bad(f"{field}.type", f"{kind!r:.80} is not accepted by this model")
     medium, keys = _KEYS[kind]

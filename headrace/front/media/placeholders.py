@@ -101,7 +101,8 @@ def expanded(
         if spec.numbered is not None and kind == "image":
             number = total - len(waiting[kind]) - 1
             whole += encode(f"{spec.numbered[0]}{number}{spec.numbered[1]}")
-        if spec.shares_ends and edges[-2:-1] == [len(whole)]:
+        leads = isinstance(medium.layout[0], str)
+        if spec.shares_ends and leads and edges[-2:-1] == [len(whole)]:
             medium = msgspec.structs.replace(medium, layout=medium.layout[1:])
         soft = spec.video_soft if kind == "video" else None
         _write(medium, token if soft is None else soft, encode, whole, inputs, tokens)

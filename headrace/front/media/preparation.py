@@ -19,7 +19,8 @@ import msgspec
 
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.base.errors import ContextTooLong, InvalidRequest, RequestError
-from headrace.base.wire.media import MediaInput
+from headrace.base.wire.media import MAX_REQUEST_BYTES, MediaInput
+from headrace.front.media.embeds import embedded
 from headrace.front.media.fetch import AllowedHosts, Fetcher, FetchLimits, read_local
 from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size
@@ -160,6 +161,12 @@ class MediaPreparer:
         request: MediaRequest,
         budget: _TokenBudget,
     ) -> list[PreparedMedium]:
+        if part.embeds:
+            if not self.spec.embeds:
+                raise _bad(part.field, "is not accepted: --enable-mm-embeds is off")
+            medium = await asyncio.to_thread(embedded, part, settings.merge)
+            budget.take([medium], part.field)
+            return [medium]
         if part.low:
             settings = _at_most(settings, LOW_PIXELS)
         name = (request.tenant, part.kind, part.uuid or "")
@@ -177,7 +184,7 @@ class MediaPreparer:
                 raise _bad(part.field, "the content of this uuid is not kept any more; send it")
             media = await self._processed(part, source, settings, key)
             self._cache.put(key, media)
-        budget.take(sum(each.num_placeholders for each in media), part.field)
+        budget.take(media, part.field)
         return media
 
     async def _read(self, part: MediaPart, request: MediaRequest) -> ContentFile:
@@ -249,13 +256,20 @@ def _kind_of(part: MediaPart) -> str:
 
 
 class _TokenBudget:
-    """The tokens that the media of one prompt may have together."""
+    """The tokens, and the bytes of rows, that the media of one prompt may have together."""
 
     def __init__(self, most: int | None) -> None:
-        self._most, self._taken = most, 0
+        self._most, self._taken, self._bytes = most, 0, 0
 
-    def take(self, count: int, field: str) -> None:
-        self._taken += count
+    def take(self, media: list[PreparedMedium], field: str) -> None:
+        self._taken += sum(each.num_placeholders for each in media)
+        self._bytes += _size(media)
+        if self._bytes > MAX_REQUEST_BYTES:
+            raise _bad(
+                field,
+                f"the media of this prompt take {self._bytes} bytes once they are decoded; at most "
+                f"{MAX_REQUEST_BYTES} are allowed: send fewer or smaller ones",
+            )
         if self._most is not None and self._taken > self._most:
             raise ContextTooLong(
                 f"prompt is too long: its media alone have {self._taken} tokens or more > "

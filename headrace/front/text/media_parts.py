@@ -14,7 +14,7 @@ MEDIA_PARTS = frozenset(
     (
         *("image", "image_url", "input_image", "image_pil", "image_embeds"),
         *("video", "video_url", "input_video"),
-        *("input_audio", "audio_url", "audio"),
+        *("input_audio", "audio_url", "audio", "audio_embeds"),
     )
 )
 """Types of parts that are no text, whatever a model takes."""

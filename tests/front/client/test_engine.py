@@ -15,6 +15,7 @@ from headrace.base.errors import (
     Unavailable,
     WireError,
 )
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.admission_retry import RETRY_S
 from headrace.front.client.engine import AsyncLLM
@@ -489,3 +490,19 @@ async def test_a_full_core_is_refused_at_the_door(connect):
         core.flow.set()
         await asyncio.gather(*runs)
         llm.check_queue()
+
+
+async def test_requests_with_media_wait_for_room_and_are_not_refused(connect):
+    """Forty whose pixels together are ten times what may wait unsent."""
+    limits = Limits(heartbeat_s=0.05, hello_timeout_s=20, max_unsent_bytes=1 << 20)
+    pixels = MediaInput(
+        kind="image", key=bytes(32), offset=0, num_tokens=1, grid=(1, 1, 1), rows=bytes(256 << 10)
+    )
+    async with connect(limits=limits) as (llm, core):
+        wanted = [msgspec.structs.replace(generation([i]), media=(pixels,)) for i in range(40)]
+        outputs = await asyncio.gather(*(run_one(llm, one) for one in wanted))
+        assert len(outputs) == len(core.requests) == 40
+        with pytest.raises(Unavailable, match="does not take requests now"):
+            for one in wanted:
+                core_of = llm._least_loaded()
+                core_of.connection.send(llm._checker.request(one, llm.bounds, 7))

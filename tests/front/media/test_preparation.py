@@ -178,7 +178,7 @@ WRONG = {
     "off": ({"type": "image_url", "image_url": "http://x.example/a.png"}, "fetching is off"),
     "local": ({"type": "image_url", "image_url": "file:///etc/passwd"}, "is not set"),
     "file": ({"type": "input_image", "file_id": "file-1"}, "keeps no files"),
-    "embeds": ({"type": "image_embeds", "image_embeds": "A"}, "is not accepted by this model"),
+    "embeds": ({"type": "image_embeds", "image_embeds": "A"}, "enable-mm-embeds is off"),
     "audio": ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, "this model takes no audio"),
     "uuid": ({"type": "image_url", "uuid": ""}, "a text of 1 to 128 characters"),
     "frames": ({"type": "image_url", "image_url": "data:video/jpeg;base64,AAAA,AAAA"}, "is a video, not an image"),
@@ -216,3 +216,21 @@ async def test_pages_of_a_pdf_are_images(room: Room) -> None:
     }
     assert has_media(user(text))
     assert "a.txt\nfox" in room.tokenizer.decode((await room.ids(user(text, image_part(8, 8))))[0])
+
+
+async def test_pixels_of_one_request_are_bounded_together(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond what a core takes in one frame."""
+    monkeypatch.setattr("headrace.front.media.preparation.MAX_REQUEST_BYTES", 40_000)
+    await room.ids(user(image_part(64, 64, 1), image_part(64, 64, 2)))
+    with pytest.raises(InvalidRequest, match=r"take 49152 bytes .* at most 40000") as caught:
+        await room.ids(
+            user(
+                image_part(64, 64, 1),
+                image_part(64, 64, 2),
+                image_part(64, 64, 3),
+                image_part(64, 64, 4),
+            )
+        )
+    assert caught.value.message.startswith("messages[0].content[3]")

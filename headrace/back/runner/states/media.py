@@ -90,7 +90,9 @@ class EncoderCache:
         waiting: dict[str, list[_Entry]] = {}
         for key in dict.fromkeys(keys):
             entry = self._entries[key]
-            if entry.content is not None:
+            if entry.content is not None and entry.content.embedded:
+                self._place([entry], self._embedded(entry.content))
+            elif entry.content is not None:
                 waiting.setdefault(entry.content.kind, []).append(entry)
         for kind, entries in waiting.items():
             for part in _passes(entries):
@@ -107,13 +109,25 @@ class EncoderCache:
             self._marks_KW = y_MW[-len(form.packing.marks) :].clone()
         y_MW = packed(y_MW, form, grids, cuts)
         tokens = [form.num_rows(grid, cut) for grid, cut in zip(grids, cuts, strict=True)]
-        assert y_MW.shape[0] == sum(tokens) <= self._free.size, (y_MW.shape, tokens)
+        assert y_MW.shape[0] == sum(tokens), (y_MW.shape, tokens)
+        self._place(entries, y_MW, tokens)
+        self.num_encoded += len(entries)
+
+    def _embedded(self, content: MediaContent) -> torch.Tensor:
+        """[M, W]: the rows of an input that come with it."""
+        width = self._arena_CW.shape[1]
+        rows_MW = np.frombuffer(content.rows, "<f4").reshape(-1, width)
+        return to_device(rows_MW, self._device).to(self._arena_CW.dtype)
+
+    def _place(self, entries: list[_Entry], y_MW: torch.Tensor, tokens: Sequence[int] = ()) -> None:
+        """Puts rows into the arena; `tokens`: of each entry, if there are several."""
+        tokens = tokens or [y_MW.shape[0]]
+        assert sum(tokens) <= self._free.size, tokens
         slot_M, self._free = np.split(self._free, [sum(tokens)])
         self._arena_CW.index_copy_(0, to_device(slot_M, self._device), y_MW)
         places = np.split(slot_M, np.cumsum(tokens)[:-1])
         for entry, place in zip(entries, places, strict=True):
             entry.content, entry.slot_M = None, place
-        self.num_encoded += len(entries)
 
     def slots(self, span: MediaSpan, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Of tokens start .. end-1 of an encoded input, those that are no breaks, relative to
@@ -162,6 +176,7 @@ class Media:
         self.in_graphs = base.in_graphs
         self.repeatable = base.repeatable
         self.media_tokens = CACHE_TOKENS
+        self.media_width = encoder.width * (1 + encoder.layers)
         self.host_until: np.ndarray | None = np.zeros(max_rows + 1, np.int64)
         self.cache = EncoderCache(encoder, device)
         self._base, self._encoder, self._device = base, encoder, device

@@ -22,6 +22,7 @@ class PlainDecoder:
     repeatable = True
     host_until: np.ndarray | None = None
     media_tokens = 0
+    media_width = 0
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         """Nothing is sent."""

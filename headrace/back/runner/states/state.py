@@ -29,13 +29,15 @@ class ModelState(Protocol):
                  that its repetition would read
     host_until   int64 by row: steps with a query before this position of its row are run by
                  themselves, with `prepare`; None: none are
-    media_tokens tokens of images and video that it keeps encoded
+    media_tokens tokens of images and video that it keeps encoded, and
+    media_width  numbers of each of them
     """
 
     in_graphs: bool
     repeatable: bool
     host_until: np.ndarray | None
     media_tokens: int
+    media_width: int
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         """The payloads that a step brings for the workers, by hook, before anything else of it; a
