@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from headrace.base.config.media import MediaSpec
-from headrace.base.errors import InvalidRequest
-from headrace.base.wire.media import MediaInput
+from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.base.wire.media import MAX_REQUEST_BYTES, MediaInput
 from headrace.front.media.processing import Layout
 
 EncodeText = Callable[[str], list[int]]
@@ -37,6 +37,11 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
         """Placeholders of all its inputs; what breaks their rows is text."""
         return sum(self.rows_of(each) for each in self.inputs)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows of all its inputs."""
+        return sum(len(each.rows) for each in self.inputs)
+
     def rows_of(self, one: MediaInput) -> int:
         """Placeholders of an input."""
         if not self.row_break:
@@ -58,6 +63,30 @@ class PreparedMedium(msgspec.Struct, frozen=True, kw_only=True):
         for begin in range(width, count, width):
             tokens += [*encode(self.row_break), *[token] * min(width, count - begin)]
         return tokens
+
+
+class MediaBudget:
+    """The tokens, and the bytes of rows, that the media of one prompt may have together."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most, self._taken, self._bytes = most, 0, 0
+
+    def take(self, media: Sequence[PreparedMedium], field: str) -> None:
+        """Of one more part; InvalidRequest or ContextTooLong, with the field, beyond a bound."""
+        self._taken += sum(each.num_placeholders for each in media)
+        self._bytes += sum(each.num_bytes for each in media)
+        if self._bytes > MAX_REQUEST_BYTES:
+            raise InvalidRequest(
+                f"{field}: the media of this prompt take {self._bytes} bytes once they are decoded; at most "
+                f"{MAX_REQUEST_BYTES} are allowed: send fewer or smaller ones",
+                field=field,
+            )
+        if self._most is not None and self._taken > self._most:
+            raise ContextTooLong(
+                f"prompt is too long: its media alone have {self._taken} tokens or more > "
+                f"{self._most} maximum",
+                field=field,
+            )
 
 
 def expanded(

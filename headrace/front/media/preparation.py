@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.media import MediaSpec, ProcessorSettings
-from headrace.base.errors import ContextTooLong, InvalidRequest, RequestError
-from headrace.base.wire.media import MAX_REQUEST_BYTES, MediaInput
+from headrace.base.errors import InvalidRequest, RequestError
+from headrace.base.wire.media import MediaInput
 from headrace.front.media.embeds import embedded
 from headrace.front.media.fetch import AllowedHosts, Fetcher, FetchLimits, read_local
 from headrace.front.media.job import DecodingLimits, MediaJob
@@ -33,7 +33,7 @@ from headrace.front.media.parts import (
     from_data_url,
     with_images,
 )
-from headrace.front.media.placeholders import PreparedMedium, expanded
+from headrace.front.media.placeholders import MediaBudget, PreparedMedium, expanded
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.text.media_parts import MediaMark
 from headrace.front.text.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ class MediaPreparer:
         if images and settings.sound is not None and settings.sound.seeing is not None:
             sound = msgspec.structs.replace(settings.sound, seeing=True)
             settings = msgspec.structs.replace(settings, sound=sound)
-        budget = _TokenBudget(request.max_tokens)
+        budget = MediaBudget(request.max_tokens)
         tasks = [
             asyncio.ensure_future(self._one(part, settings, request, budget)) for part in parts
         ]
@@ -159,7 +159,7 @@ class MediaPreparer:
         part: MediaPart,
         settings: ProcessorSettings,
         request: MediaRequest,
-        budget: _TokenBudget,
+        budget: MediaBudget,
     ) -> list[PreparedMedium]:
         if part.embeds:
             if not self.spec.embeds:
@@ -255,29 +255,6 @@ def _kind_of(part: MediaPart) -> str:
     return part.kind if part.kind in ("video", "audio") else "image"
 
 
-class _TokenBudget:
-    """The tokens, and the bytes of rows, that the media of one prompt may have together."""
-
-    def __init__(self, most: int | None) -> None:
-        self._most, self._taken, self._bytes = most, 0, 0
-
-    def take(self, media: list[PreparedMedium], field: str) -> None:
-        self._taken += sum(each.num_placeholders for each in media)
-        self._bytes += _size(media)
-        if self._bytes > MAX_REQUEST_BYTES:
-            raise _bad(
-                field,
-                f"the media of this prompt take {self._bytes} bytes once they are decoded; at most "
-                f"{MAX_REQUEST_BYTES} are allowed: send fewer or smaller ones",
-            )
-        if self._most is not None and self._taken > self._most:
-            raise ContextTooLong(
-                f"prompt is too long: its media alone have {self._taken} tokens or more > "
-                f"{self._most} maximum",
-                field=field,
-            )
-
-
 class _Cache:
     """Processed media by key, the least recently used one out first."""
 
@@ -302,7 +279,7 @@ class _Cache:
 
 
 def _size(media: list[PreparedMedium]) -> int:
-    return sum(len(each.rows) for medium in media for each in medium.inputs)
+    return sum(each.num_bytes for each in media)
 
 
 def adjusted(settings: ProcessorSettings, arguments: Mapping[str, Any] | None) -> ProcessorSettings:

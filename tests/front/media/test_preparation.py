@@ -222,7 +222,7 @@ async def test_pixels_of_one_request_are_bounded_together(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond what a core takes in one frame."""
-    monkeypatch.setattr("headrace.front.media.preparation.MAX_REQUEST_BYTES", 40_000)
+    monkeypatch.setattr("headrace.front.media.placeholders.MAX_REQUEST_BYTES", 40_000)
     await room.ids(user(image_part(64, 64, 1), image_part(64, 64, 2)))
     with pytest.raises(InvalidRequest, match=r"take 49152 bytes .* at most 40000") as caught:
         await room.ids(
