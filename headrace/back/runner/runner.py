@@ -95,8 +95,7 @@ class Runner:
 
     def __init__(self, plan: RunnerPlan) -> None:
         model, device, max_rows = plan.model, plan.device, plan.spec.scheduler.max_running
-        self._plan = plan
-        self._model = model
+        self._plan, self._model = plan, model
         self._device = device
         self._kv = KVMemory(plan.layout, plan.counts, device=device)
         self._state = plan.state(max_rows, device, self._kv)
