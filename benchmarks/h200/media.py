@@ -211,7 +211,7 @@ def tower_part(shape: str, smaller: dict[str, Any]) -> list[dict[str, Any]]:
         outputs, tower = encoder.width, TOWER | smaller.get("tower", {})
         side = tower["patch_size"]
         if device.type == "cuda":
-            places_us(encoder)
+            places_us(getattr(encoder, "_encoder", encoder))
         for width, height, images in _passes(smaller):
             grid = (1, 2 * round(height / side / 2), 2 * round(width / side / 2))
             patches = grid[1] * grid[2]
@@ -228,9 +228,39 @@ def tower_part(shape: str, smaller: dict[str, Any]) -> list[dict[str, Any]]:
                 }
             )  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
+            if device.type == "cuda":
+                print(json.dumps(by_attention(encoder, pixels, [grid] * images, flops)), flush=True)
     finally:
         engine.close()
     return rows
+
+
+def by_attention(encoder: Any, pixels: torch.Tensor, grids: Any, flops: float) -> dict[str, Any]:
+    """TFLOP/s of the pass with each kernel of attention, and how far their outputs are apart."""
+    from headrace.back.kernels.span_attention import library_spans, op, triton_spans
+
+    inner = getattr(encoder, "_encoder", encoder)
+    layers = [layer._attention for layer in inner._layers]
+    spec, kept = layers[0]._spec, [layer._attend for layer in layers]
+    problem = op.SpanAttentionProblem(
+        device="cuda", dtype=inner.dtype, heads=spec.heads, kv_heads=spec.heads, head_dim=spec.head_dim,
+        scale=spec.head_dim**-0.5,
+    )  # fmt: skip
+    row: dict[str, Any] = {"images": len(grids), "patches": pixels.shape[0] // len(grids)}
+    expected = inner.encode("image", pixels, grids).float()
+    for kernel in (triton_spans.KERNEL, library_spans.CUDNN, library_spans.FLASH):
+        try:
+            bound = kernel.bind(problem)
+            for layer in layers:
+                layer._attend = bound
+            off = (inner.encode("image", pixels, grids).float() - expected).abs().max()
+            row[kernel.name] = round(flops / encode_ms(inner, pixels, grids) / 1e9)
+            row[f"{kernel.name}_off"] = float(off / expected.abs().max())
+        except RuntimeError as error:
+            row[kernel.name] = f"{error!s:.200}"
+    for layer, attend in zip(layers, kept, strict=True):
+        layer._attend = attend
+    return row
 
 
 def _passes(smaller: dict[str, Any]) -> list[tuple[int, int, int]]:

@@ -165,9 +165,9 @@ def _check_embedded(field: str, one: MediaInput, form: MediaForm, width: int) ->
         )
     vectors = form.num_rows(one.grid) if form.sound is None else tokens
     if len(one.rows) != 4 * vectors * width:
-        given = len(one.rows) / (4 * vectors)
+        numbers = len(one.rows) / (4 * vectors)
         raise _wrong(
-            f"{field}.rows", f"vectors of {given:g} numbers; those of this model have {width}"
+            f"{field}.rows", f"vectors of {numbers:g} numbers; those of this model have {width}"
         )
 
 

@@ -52,10 +52,10 @@ def embedded(part: MediaPart, merge: int) -> PreparedMedium:
         raise _bad(field, f"numbers that are none, or beyond {MOST:g}")
     sizes = _grid(grid, vectors.shape[0], 1 if part.kind == "audio" else merge, part.field)
     rows = vectors.tobytes()
-    told = f"vectors {part.kind} {sizes} {vectors.shape}".encode()
+    prefix = f"vectors {part.kind} {sizes} {vectors.shape}".encode()
     one = MediaInput(
         kind=part.kind,
-        key=hashlib.sha256(told + rows).digest(),
+        key=hashlib.sha256(prefix + rows).digest(),
         offset=0,
         num_tokens=vectors.shape[0],
         grid=sizes,
@@ -65,15 +65,15 @@ def embedded(part: MediaPart, merge: int) -> PreparedMedium:
     return PreparedMedium(kind=part.kind, inputs=(one,), layout=(0,), merge=merge)
 
 
-def _grid(given: Any, count: int, merge: int, field: str) -> tuple[int, int, int]:
-    if given is None:
+def _grid(value: Any, count: int, merge: int, field: str) -> tuple[int, int, int]:
+    if value is None:
         return (1, merge, merge * count)
-    whole = isinstance(given, list) and len(given) == 3
-    if not whole or any(type(one) is not int or not 1 <= one <= MAX_ROWS for one in given):
+    whole = isinstance(value, list) and len(value) == 3
+    if not whole or any(type(one) is not int or not 1 <= one <= MAX_ROWS for one in value):
         raise _bad(
-            f"{field}.grid", f"{given!r:.80} given; three whole numbers (t, h, w) are needed"
+            f"{field}.grid", f"{value!r:.80} given; three whole numbers (t, h, w) are needed"
         )
-    return (given[0], given[1], given[2])
+    return (value[0], value[1], value[2])
 
 
 def _read(text: Any, field: str) -> np.ndarray:

@@ -10,8 +10,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.op import float_tolerance
-from headrace.back.kernels.span_attention import op, triton_spans
+from headrace.back.kernels.op import Kernel, float_tolerance
+from headrace.back.kernels.span_attention import library_spans, op, triton_spans
 from headrace.back.kernels.triton.wrap import interpreted
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -103,3 +103,27 @@ def test_heads_are_cut_in_two_powers_of_two() -> None:
     assert [triton_spans.parts(width) for width in (8, 16, 64, 72, 80, 96, 128, 160)] == [
         *((16, 0), (16, 0), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 32)),
     ]
+
+
+@pytest.mark.skipif(interpreted(), reason="PyTorch's kernels for GPUs")
+@pytest.mark.parametrize(
+    "kernel", [library_spans.CUDNN, library_spans.FLASH], ids=lambda one: one.name
+)
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
+def test_pytorch_s_kernels_equal_the_reference(kernel: Kernel, head_dim: int) -> None:
+    one = problem(head_dim, torch.bfloat16)
+    assert kernel.supports(one) is None
+    for starts in ([0, 1, 6, 6, 150, 167], [0, 256, 512, 768], [0, 4096]):
+        arguments = inputs(one, starts[-1])
+        got = kernel.bind(one)(*arguments, starts)
+        want = op.bind_reference(one)(*arguments, starts)
+        error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+        assert error <= float_tolerance(torch.bfloat16), (starts, error)
+
+
+def test_spans_of_one_length_are_taken_together() -> None:
+    assert library_spans.runs_of([0, 4, 8, 8, 10, 12, 13]) == [(0, 8, 4), (8, 12, 2), (12, 13, 1)]
+    assert library_spans.runs_of([0]) == library_spans.runs_of([0, 0]) == []
+    for change in ({"window": 5}, {"softcap": 2.0}, {"kv_heads": 1}, {"head_dim": 20}):
+        one = replace(problem(64, torch.bfloat16), **{"device": "cuda", **change})
+        assert library_spans.FLASH.supports(one) is not None

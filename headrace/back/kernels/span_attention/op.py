@@ -147,7 +147,11 @@ def _sample(problem: SpanAttentionProblem) -> Sample:
 OP: Op[SpanAttentionProblem] = Op(
     name="span_attention",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.span_attention.triton_spans:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.span_attention.triton_spans:KERNEL",
+        "headrace.back.kernels.span_attention.library_spans:CUDNN",
+        "headrace.back.kernels.span_attention.library_spans:FLASH",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

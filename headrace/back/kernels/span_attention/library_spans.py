@@ -1,0 +1,106 @@
+"""Attention inside spans by PyTorch's own kernels for GPUs: FlashAttention 2 over packed spans, and
+cuDNN's over spans of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.span_attention.op import SpanAttention, SpanAttentionProblem
+from headrace.back.kernels.upload import held, to_device
+
+KEPT_LISTS = 8
+UNIT = 8
+"""Heads are multiples of it."""
+
+
+def bind_flash(problem: SpanAttentionProblem) -> SpanAttention:
+    """FlashAttention 2, whatever lengths spans have."""
+
+    def attend(
+        q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: Sequence[int]
+    ) -> torch.Tensor:
+        bounds = held(_bounds(tuple(starts), q_THD.device))
+        longest = max((end - begin for begin, end in pairwise(starts)), default=0)
+        if not longest:
+            return torch.empty_like(q_THD)
+        y_THD: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            0.0,
+            False,
+            False,
+            scale=problem.scale,
+        )[0]
+        return y_THD
+
+    return attend
+
+
+def bind_cudnn(problem: SpanAttentionProblem) -> SpanAttention:
+    """cuDNN's, once for each length that spans have in a row."""
+
+    def attend(
+        q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: Sequence[int]
+    ) -> torch.Tensor:
+        parts = []
+        for begin, end, length in runs_of(starts):
+            spans = [
+                each[begin:end].unflatten(0, (-1, length)).transpose(1, 2)
+                for each in (q_THD, k_TKD, v_TKD)
+            ]
+            y_SHTD = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *spans, None, False, 0.0, False, False, scale=problem.scale
+            )[0]
+            parts.append(y_SHTD.transpose(1, 2).flatten(0, 1))
+        if not parts:
+            return torch.empty_like(q_THD)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return attend
+
+
+def runs_of(starts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Spans of one length in a row: where they begin and end, and the length; empty ones are left
+    out."""
+    runs: list[tuple[int, int, int]] = []
+    for begin, end in pairwise(starts):
+        length = end - begin
+        if runs and runs[-1][2] == length:
+            runs[-1] = (runs[-1][0], end, length)
+        elif length:
+            runs.append((begin, end, length))
+    return runs
+
+
+@lru_cache(maxsize=KEPT_LISTS)
+def _bounds(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return to_device(np.array(starts, np.int32), device)
+
+
+def _supports(problem: SpanAttentionProblem) -> str | None:
+    if problem.device != "cuda" or torch.version.hip is not None:
+        return "is for NVIDIA's GPUs"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"knows 16-bit floats, not {problem.dtype}"
+    if problem.softcap is not None or problem.window is not None or problem.bias_reach:
+        return "knows no windows, soft caps and position biases"
+    if problem.kv_heads != problem.heads:
+        return "takes as many heads of keys as of queries"
+    if problem.head_dim % UNIT or problem.head_dim > 128:
+        return f"takes heads of multiples of {UNIT} to 128, not {problem.head_dim}"
+    return None
+
+
+FLASH = Kernel(name="flash", supports=_supports, bind=bind_flash)
+CUDNN = Kernel(name="cudnn", supports=_supports, bind=bind_cudnn)
