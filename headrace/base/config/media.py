@@ -210,9 +210,9 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     the folder whose files may be named, or None. `transcribes`: what it says of a sound alone is
     what is said there, `asks`: what is asked before it (empty: nothing, and it tells the language),
     `speakers`: whether an answer says who speaks, and when.
-    `embeds`: vectors may stand in place of media. `blank`: the label that says of a frame that nothing is heard anew, of
-    models that know labels of frames alone; None: it is no such model. `emits`: such a model says
-    which tokens a frame emits (base/config/ctc.py)."""
+    `embeds`: vectors may stand in place of media. `blank`: the label that says of a frame that
+    nothing is heard anew, of models that know labels of frames alone; None: it is no such model.
+    `emits`: such a model says which tokens a frame emits (base/config/ctc.py)."""
 
     processor: str
     settings: ProcessorSettings
