@@ -62,12 +62,12 @@ def write_model(folder: Path, shape: str) -> Path:
     return folder
 
 
-def make_engine(folder: Path, device: str, windows: int) -> OfflineEngine:
+def make_engine(folder: Path, device: str, windows: int, kv_dtype: Any) -> OfflineEngine:
     """As a server of this model would be, with room for all windows at once."""
     memory: Any = "auto" if device == "auto" else "1GiB"
     options = Options(
         model=ModelOptions(model=str(folder), load_format="dummy"),
-        kv=KVOptions(prefix_caching=False, kv_memory=memory),
+        kv=KVOptions(prefix_caching=False, kv_memory=memory, kv_dtype=kv_dtype),
         scheduler=SchedulerOptions(max_running=max(16, windows)),
         device=DeviceOptions(device=device),
     )
@@ -111,18 +111,20 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--kv-dtype", default="auto", help="of both caches: auto, fp8")
     parser.add_argument("--alone", default="1,8", help="smaller batches, with commas")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         folder = write_model(Path(place), arguments.shape)
-        engine = make_engine(folder, arguments.device, arguments.windows)
+        engine = make_engine(folder, arguments.device, arguments.windows, arguments.kv_dtype)
         for count in (arguments.windows, *(int(one) for one in arguments.alone.split(",") if one)):
             shape, tokens, turns = arguments.shape, arguments.tokens, arguments.turns
             wall, step = heard(engine, shape, count, tokens, turns)
             one, _ = heard(engine, shape, count, 1, turns)
             row = {
                 "shape": shape,
+                "kv_dtype": arguments.kv_dtype,
                 "windows": count,
                 "tokens": tokens,
                 "wall_s": round(wall, 4),

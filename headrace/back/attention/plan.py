@@ -13,7 +13,7 @@ stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -163,7 +163,7 @@ class Batch:
     query_start: host int32 [R+1], first query token of each row, for encoders, which attend inside
     rows.
     encoder: passes of the encoder that come first, in steps in which requests of an
-    encoder-decoder begin (exact steps only).
+    encoder-decoder begin (exact steps only); they are gone through once.
     segments_T: int64 [T], which text of a pair a token belongs to; None but for models that ask.
     probe: sees what the attention of decoders is computed from, in steps in which somebody looks
     (exact steps only).
@@ -191,7 +191,7 @@ class Batch:
     segments_T: torch.Tensor | None = None
     probe: AttentionProbe | None = None
     slot_T: torch.Tensor | None = None
-    encoder: tuple[EncoderBatch, ...] = ()
+    encoder: Iterable[EncoderBatch] = ()
     last_token_batch: Batch | None = None
     rope_table_TR: torch.Tensor | None = None
     encoded: EncodedTokens | None = None

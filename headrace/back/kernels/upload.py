@@ -6,7 +6,7 @@ allocator, which gives a block out again only once the copy that used it is over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -22,6 +22,16 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """Arrays of one shape and type as one on `device`, copied once on the way."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.stack(arrays))
+    shape, dtype = (len(arrays), *arrays[0].shape), torch.from_numpy(arrays[0][:0].copy()).dtype
+    pinned = torch.empty(shape, dtype=dtype, pin_memory=True)
+    np.stack(arrays, out=pinned.numpy())
+    return pinned.to(device, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

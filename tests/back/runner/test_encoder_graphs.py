@@ -221,5 +221,6 @@ def test_a_family_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     device = torch.device("cuda", torch.cuda.current_device())
     graphs = graphs_on(device)
     assert graphs is not None
+    encoder = encoder_of(name, tmp_path, device)
     with torch.inference_mode():
-        check_encoder(encoder_of(name, tmp_path, device), graphs, device)
+        check_encoder(encoder, graphs, device)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch, EncoderBatch
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import stacked, to_device
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.encoder_graphs import graphs_on
 from headrace.back.runner.memory import KVMemory
@@ -55,7 +55,9 @@ class EncoderInputs(PlainDecoder):
             (at, self._waiting.pop(row)) for at, row in enumerate(rows) if row in self._waiting
         ]
         runs = _passes(begin, self._num_outputs)
-        passes = tuple(self._encoder_batch(batch, some) for some in runs)
+        # Each is made when the model comes to it: the device computes one while the host copies the
+        # next.
+        passes = (self._encoder_batch(batch, some) for some in runs)
         return replace(batch, encoder=passes)
 
     def _read(self, encoder: bytes) -> np.ndarray:
@@ -119,7 +121,7 @@ class Spectrograms(EncoderInputs):
         none = to_device(np.zeros(0, np.int64), self._device)
         return {
             "token_ids_S": none,
-            "spectrograms": to_device(np.stack(inputs), self._device),
+            "spectrograms": stacked(inputs, self._device),
             "recorded": None if self._graphs is None else self._graphs.run,
         }
 
