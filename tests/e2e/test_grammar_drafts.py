@@ -1,4 +1,4 @@
-"""Drafts under a grammar: what the bundled model writes does not depend on them (API-05, API-09)."""
+"""Drafts under a grammar: what the bundled model writes does not depend on them (API-05, API-09, BEY-22)."""
 
 from __future__ import annotations
 

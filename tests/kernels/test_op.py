@@ -236,9 +236,19 @@ def test_a_kernel_that_cannot_run_is_passed_over_with_its_reason(op_of: Any) -> 
     assert reason == "self-check failed: RuntimeError: out of resource: shared memory"
 
 
-def test_a_lack_of_device_memory_is_no_kernels_fault(op_of: Any) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("too small"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_lack_of_device_memory_is_no_kernels_fault(op_of: Any, error: Exception) -> None:
+    """Nor of other last bits: another kernel would be chosen while a device is full."""
+
     def bind(problem: int) -> Double:
-        raise torch.OutOfMemoryError("too small")
+        raise error
 
     with pytest.raises(torch.OutOfMemoryError):
         op_of(fast=kernel(bind)).choose(3)

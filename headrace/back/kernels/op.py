@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -222,13 +223,13 @@ class Op(Generic[P]):
     def _reason(self, where: str, error_of: Callable[[], float], limit: float) -> str | None:
         try:
             error = error_of()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
-            if any(words in first for words in _DEVICE_IS_LOST):
-                lost = f"kernel {self.name}.{where} made the device unusable in its self-check"
-                raise StartError(f"{lost}: {first[:200]}") from error
+            if isinstance(error, torch.OutOfMemoryError) or any(w in first for w in _NO_MEMORY):
+                raise torch.OutOfMemoryError(first) from error  # no kernel's fault
+            if re.search(_DEVICE_IS_LOST + "|unspecified launch failure", first):
+                lost = f"kernel {self.name}.{where} made the device unusable in its self-check: "
+                raise StartError(lost + first[:200]) from error
             return f"self-check failed: {type(error).__name__}: {first[:200]}"
         return None if error <= limit else f"self-check failed: error {error:.2e} of {limit:.2e}"
 
@@ -294,10 +295,9 @@ class Op(Generic[P]):
         return (None, self._failures[key]) if key in self._failures else (kernel, "")
 
 
-_DEVICE_IS_LOST = (
-    *("illegal memory access", "misaligned address", "illegal instruction"),
-    *("unspecified launch failure", "device-side assert"),
-)
+_NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+"""Libraries and the driver say so: how full a device is must choose no kernel, and no last bits."""
+_DEVICE_IS_LOST = "illegal memory access|misaligned address|illegal instruction|device-side assert"
 """Faults after which a device refuses everything that this process asks for."""
 _deferred: list[tuple[Op[Any], Kernel[Any], Any]] | None = None
 
