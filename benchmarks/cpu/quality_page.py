@@ -72,6 +72,17 @@ def gpu_speed(file: str) -> str:
     return f"{steps[1]:.2f} / {steps[32]:.2f}"
 
 
+def gpu_ratios(scheme: str) -> str:
+    """How many times as quick as bfloat16: decode steps of one row and of 32, prompts of 16 x 1024."""
+    rows = {row["case"]: row for row in reversed(read(RESULTS / "schemes.json")["rows"])}
+    if scheme not in rows or scheme == "bf16":
+        return ""
+    own, plain = rows[scheme], rows["bf16"]
+    steps = [plain[name] / own[name] for name in ("decode b1, ms", "decode b32, ms")]
+    prefill = "prefill 16 x 1024, tok/s"
+    return " / ".join(f"{one:.2f}" for one in (*steps, own[prefill] / plain[prefill]))
+
+
 def right_answers(shares: dict[str, float] | None) -> str:
     """The mean over the tasks."""
     if shares is None:
@@ -87,15 +98,15 @@ def main() -> None:
     engines = read(FOLDER / "engines.json")["qwen3-0.6b"]
     plain, plain_mixture = losses["kinds"]["bf16"], mixture["shares"]["bf16"]
     lines = [
-        "| scheme | CPU | tok/s | CUDA | ms | perplexity | right | mixture's perplexity | right |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| scheme | CPU | tok/s | CUDA | ms | x bf16 | perplexity | right | mixture's perplexity | right |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, (cpu, cuda) in KERNELS.items():
         kind = losses["kinds"].get("bf16" if name == "bf16" else f"{name} weights")
         own = mixture["shares"].get(name)
         cells = [
             name, cpu, cpu_speed(engines, CPU_ROWS[name]) if name in CPU_ROWS else "", cuda,
-            gpu_speed(H200[name]) if name in H200 else "",
+            gpu_speed(H200[name]) if name in H200 else "", gpu_ratios(name),
             _change(kind and kind["perplexity"], plain["perplexity"]),
             right_answers(text["shares"].get(name)),
             _change(own and own[PERPLEXITY], plain_mixture[PERPLEXITY]), right_answers(own),
@@ -104,7 +115,9 @@ def main() -> None:
     head = (
         "tok/s: Qwen3-0.6B's shape on two cores, one stream / 32 streams / a prompt of 512\n"
         "([engines.md](../benchmarks/cpu/engines.md)); ms: decode steps of Qwen3-8B of 1 / 32 rows on one H200\n"
-        "([quantized.md](../benchmarks/h200/quantized.md)). Perplexity: of the bundled model over "
+        "([quantized.md](../benchmarks/h200/quantized.md)); x bf16: how many times as quick decode steps of 1 / 32\n"
+        "rows and prompts of 16 x 1024 are there, in one run (blocks of 32 rows before they were mended).\n"
+        "Perplexity: of the bundled model over "
         f"{losses['tokens']:,} tokens, of the\nbundled mixture over the true answers; beside bf16's. Right: of "
         f"{len(plain_mixture) - 1} tasks, {text['count']} held-out items each,\n{mixture['count']} of the mixture. "
         "Empty: not measured.\n\n"
