@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from headrace.back.layers.mlp import FeedForwardSpec, GatedMLPSpec, SummedSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
-from headrace.back.layers.moe.weights import ExpertLayout, MergedExperts
+from headrace.back.layers.moe.weights import ExpertLayout, MergedExperts, SeparateExperts
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSizes, read_sizes
 from headrace.back.models.granite import granite_attention, granite_decoder
@@ -49,7 +49,7 @@ def granite_experts(
             name=router,
         ),
         inner=sizes.inner,
-        layout=layout,
+        layout=SeparateExperts() if config.bool("separate_experts", False) else layout,
         name="block_sparse_moe",
     )
     return SummedSpec(experts=mixture, beside=mlp) if shared else mixture

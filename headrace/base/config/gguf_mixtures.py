@@ -252,7 +252,7 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
     "granitemoe": GGUFArchitecture(
         model_type="granitemoe",
         architecture="GraniteMoeForCausalLM",
-        fixed=SILU,
+        fixed={**SILU, "separate_experts": True},
         keys=GRANITE,
     ),
     "llama4": GGUFArchitecture(

@@ -185,7 +185,7 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
     "granitehybrid": GGUFArchitecture(
         model_type="granitemoehybrid",
         architecture="GraniteMoeHybridForCausalLM",
-        fixed=SILU,
+        fixed={**SILU, "separate_experts": True},
         keys=mixtures.GRANITE | _MAMBA2,
         adjust=_granite_hybrid,
     ),

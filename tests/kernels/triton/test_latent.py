@@ -113,7 +113,8 @@ def test_lists_cut_into_parts_and_wide_tiles_equal_the_reference(monkeypatch, si
         device=DEVICE, dtype=torch.float16, heads=70, rank=32, rotary=16, top_k=300,
         block_tokens=16, scale=0.2, sinks=sinks,
     )  # fmt: skip
-    monkeypatch.setattr(triton_sparse_latent, "PART", 32)
+    small = {n: replace(tiles, part=32 * n) for n, tiles in triton_sparse_latent.FEW.items()}
+    monkeypatch.setattr(triton_sparse_latent, "FEW", small)
     bound = BOUND[torch.float16]
     assert sparse_attention.OP.error(triton_sparse_latent.BY_STEPS, problem) <= bound
 

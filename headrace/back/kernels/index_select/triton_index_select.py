@@ -62,8 +62,8 @@ def tiles_for(heads: int) -> ScoreTiles:
 
 PART, LEAST_PARTS = 4096, 2
 """Rows of so many parts and more are long: scores of a part, and of the sample."""
-MOST_CANDIDATES = 4
-"""Of a token, times what it chooses."""
+MOST_CANDIDATES, CANDIDATES = 4, 4096
+"""Of a token, times what it chooses; read at once, as nearly always all are."""
 KEPT = 1 << 26
 """Scores that are kept at once, at most: 268 MB."""
 MAX_DIM = 512
@@ -220,7 +220,7 @@ class EntrySelect:
         )
         select_candidates_kernel[(count,)](
             scores, counts, candidates, chosen_TK, *rows, parts, MOST=self._most, PART=self._part,
-            N=self._select["N"], **constants,
+            N=CANDIDATES, **constants,
         )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class GGUFSource:
         self.entries |= {
             name: CheckpointTensor(
                 shape=_shape_of(joined, parts),
-                dtype="F32",
+                dtype=_joined_type(joined, parts),
                 where=str(parts[0].path),
                 order=(places[parts[0].path], parts[0].offset),
                 dequantized=True,
@@ -105,7 +105,11 @@ class GGUFSource:
         self._copy_rows(name, tensor, rows_of[source[0]], source[-1], target, order)
 
     def blocks(self, name: str) -> StoredRows:
-        """The rows of the map; those of interleaved projections in their new order."""
+        """The rows of the map; those of interleaved projections in their new order, and those of
+        joined ones behind each other, copied."""
+        if name in self._joined:
+            both = np.concatenate([self._blocks(part) for part in self._joined[name][1]])
+            return StoredRows(both, np.arange(len(both)))
         data = self._blocks(self._tensors[name])
         order = np.arange(len(data))
         if heads := self._interleaved_heads(name):
@@ -226,6 +230,13 @@ def _shape_of(joined: Joined, parts: Parts) -> tuple[int, ...]:
     rows = (first[-1] if joined.turned else first[-2]) + second[-2]
     shape = (*second[:-2], rows, second[-1])
     return (shape[0] * shape[1], shape[2]) if joined.flat else shape
+
+
+def _joined_type(joined: Joined, parts: Parts) -> str:
+    """That of its rows; floats where they are not those of the file, one after another."""
+    first, second = (part.type.name for part in parts)
+    rows_stay = len(parts[0].shape) == 2 and not joined.turned and not joined.flat
+    return first if rows_stay and first == second else "F32"
 
 
 def _renamed(file: GGUFFile, dialect: Dialect, layers: int) -> dict[str, GGUFTensor]:

@@ -52,12 +52,8 @@ class Joined:
     flat: bool = False
 
 
-_GRANITE_PARTS = (
-    Joined(
-        name="block_sparse_moe.input_linear.weight",
-        parts=("ffn_gate_exps", "ffn_up_exps"),
-    ),
-    Joined(name="shared_mlp.input_linear.weight", parts=("ffn_gate_shexp", "ffn_up_shexp")),
+_GRANITE_SHARED = Joined(
+    name="shared_mlp.input_linear.weight", parts=("ffn_gate_shexp", "ffn_up_shexp")
 )
 _GRANITE_MLP = Joined(name="shared_mlp.input_linear.weight", parts=("ffn_gate", "ffn_up"))
 
@@ -156,11 +152,11 @@ DIALECTS: Mapping[str, Dialect] = {
             ),
         ),
     ),
-    "granitemoe": Dialect(blocks=names.GRANITE_MOE, interleaved=True, joined=_GRANITE_PARTS),
+    "granitemoe": Dialect(blocks=names.GRANITE_MOE, interleaved=True, joined=(_GRANITE_SHARED,)),
     "granitehybrid": Dialect(
         blocks=names.GRANITE_MOE | names.MAMBA2 | {"ffn_down": "shared_mlp.output_linear"},
         interleaved=True,
-        joined=(*_GRANITE_PARTS, _GRANITE_MLP),
+        joined=(_GRANITE_SHARED, _GRANITE_MLP),
     ),
     "mistral3": Dialect(blocks=names.BLOCK, interleaved=True),
     "llama4": Dialect(blocks=names.LLAMA4),

@@ -124,7 +124,9 @@ LFM2 = {
 GRANITE_MOE = {
     **BLOCK,
     "ffn_gate_inp": "block_sparse_moe.router.layer",
-    "ffn_down_exps": "block_sparse_moe.output_linear",
+    "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
 MAMBA2 = {
