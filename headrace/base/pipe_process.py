@@ -21,6 +21,9 @@ from headrace.base.process_stop import stop_of
 
 _SET_PIPE_SIZE = 1031
 _PIPE_BYTES = 1 << 20
+# The C library reserves 64 MiB of addresses for each thread, and libraries start as many threads
+# as there are cores: with many, a child's limit of memory would be spent before its work.
+_ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 
 
 class PipeProcess:
@@ -37,7 +40,7 @@ class PipeProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY=""),
+            env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY="", **_ONE_HEAP),
         )
         assert process.stdin is not None and process.stdout is not None
         self._process, self._input = process, process.stdin

@@ -92,7 +92,7 @@ class DifferentialAttention:
         self._norm = RMS_NO_WEIGHT.build(scope, 2 * spec.head_dim, eps=spec.eps)
         self._rope = Rope(scope, spec.rope)
         self._write = self._attend = not_loaded
-        self._factor = 0.0
+        self._factor = torch.zeros(())
         scope.on_finish(self._finish)
 
     @property
@@ -155,9 +155,6 @@ class DifferentialAttention:
             verify_queries=scope.verify_queries,
         )
         self._attend = scope.bind(ATTENTION, problem)
-        loaded = [param.take() for param in self._lambdas]
-        if scope.device.type == "meta":
-            return
-        q1, k1, q2, k2 = (one.float() for one in loaded)
-        factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp()
-        self._factor = factor.item() + spec.first
+        # A tensor, as new weights change it in place.
+        q1, k1, q2, k2 = (param.take().float() for param in self._lambdas)
+        self._factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + spec.first

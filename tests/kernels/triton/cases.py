@@ -911,6 +911,7 @@ ONLY = {
     for title in (
         *("attention Hopper", "attention Hopper decode", "attention Hopper lse"),
         *("attention Hopper variants", "sparse_latent_attention by steps"),
+        "attention Hopper few queries",
         *("int4 stream one", "int4 stream one of 32", "int4 stream 8", "int4 stream 64 of 64"),
         *("int4 stream rows", "int4 stream rows of all"),
         *("int4 stream one of e2m1", "int4 stream 16 of e2m1", "int4 stream 8 of nvfp4"),

@@ -63,7 +63,8 @@ class LatentAttentionProblem:
 
 
 def bind_reference(problem: LatentAttentionProblem) -> LatentAttentionFunction:
-    """The reference: a row at a time, in float32."""
+    """The reference: a row at a time, in float32; a problem of float64 in float64."""
+    wide = torch.promote_types(problem.dtype, torch.float32)
 
     def attention(
         q_THW: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
@@ -77,8 +78,8 @@ def bind_reference(problem: LatentAttentionProblem) -> LatentAttentionFunction:
                 continue
             blocks = plan.block_table_RB[row, : -(-length // problem.block_tokens)].long()
             own = latents(kv[blocks], problem.rank, problem.quantized, problem.dtype)
-            latent_SW = own.flatten(0, 1)[:length].float()
-            scores_HQS = q_THW[begin:end].float().transpose(0, 1) @ latent_SW.T * problem.scale
+            latent_SW = own.flatten(0, 1)[:length].to(wide)
+            scores_HQS = q_THW[begin:end].to(wide).transpose(0, 1) @ latent_SW.T * problem.scale
             position_Q1 = torch.arange(length - (end - begin), length, device=kv.device)[:, None]
             hidden_QS = torch.arange(length, device=kv.device) > position_Q1
             scores_HQS.masked_fill_(hidden_QS, float("-inf"))
