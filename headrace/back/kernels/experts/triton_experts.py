@@ -23,6 +23,7 @@ from headrace.back.kernels.experts.op import (
 )
 from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
 from headrace.back.kernels.gated_act.triton_gated_act import activate
+from headrace.back.kernels.launches import are_launched
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import (
@@ -167,6 +168,8 @@ def bind(
         more_NI = None
         if beside is not None:
             places_P = sorted_rows.places_P.long()
+            if not are_launched():  # nothing wrote them, and torch would read there
+                places_P = torch.zeros_like(places_P)
             check_beside(problem, beside, len(x_TE))
             more_NI = beside[0].new_zeros((len(rows_NE), 2 * inner))
             more_NI.index_copy_(0, places_P, beside[0].view(pairs, -1))
@@ -176,7 +179,7 @@ def bind(
             **common,
         )  # fmt: skip
         if beside is not None:
-            taken_PI = inner_NI.index_select(0, sorted_rows.places_P)
+            taken_PI = inner_NI.index_select(0, places_P)
             beside[1].view(pairs, -1).copy_(taken_PI)
         # The rows themselves are read no more: they take the results.
         down_kernel[programs](
