@@ -6,19 +6,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.attention_names import AttentionNames
-from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.mlp import PlainMLPSpec
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.positions import LearnedPositions, PositionsSpec, SinusoidalPositions
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
 from headrace.back.models.encoder_decoder import (
-    CrossLayerSpec,
     EncoderDecoder,
     EncoderDecoderSpec,
     StackSpec,
+    plain_cross_layer,
 )
 from headrace.back.models.frame_source import FrameSource
 from headrace.back.models.parakeet import conformer_spec
@@ -84,11 +81,12 @@ def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
         positions = LearnedPositions(name="pos_emb", rows=rows)
         projected = scope / "model.decoder.proj"
     bias = (decoder or config).bool("attention_bias", True)
+    layer = plain_cross_layer(scope, sizes, bias=bias, cross=CROSS, feed_forward=MLP, norms=NORMS)
     spec = EncoderDecoderSpec(
         sizes=sizes,
         encoder_layers=0,
         encoder_layer=_none,
-        layers=(_layer(scope, sizes, bias=bias),) * sizes.layers,
+        layers=(layer,) * sizes.layers,
         norm=LAYER,
         encoder=StackSpec(stack="encoder"),
         decoder=StackSpec(
@@ -110,31 +108,6 @@ def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
 
 def _none(scope: Scope, index: int) -> None:
     raise AssertionError("the conformer has layers of its own")
-
-
-def _layer(scope: Scope, sizes: DecoderSizes, *, bias: bool) -> CrossLayerSpec:
-    heads = {
-        "width": sizes.width,
-        "heads": sizes.heads,
-        "head_dim": sizes.head_dim,
-        "scale": sizes.head_dim**-0.5,
-    }
-    return CrossLayerSpec(
-        attention=AttentionSpec(
-            **heads,
-            kv_heads=sizes.heads,
-            rope=None,
-            qkv_bias=bias,
-            out_bias=bias,
-            names=AttentionNames(module="self_attn", out="o_proj"),
-        ),
-        cross=CrossAttentionSpec(
-            **heads, source=sizes.width, span=scope.encoder_tokens, bias=bias, names=CROSS
-        ),
-        feed_forward=MLP,
-        norms=NORMS,
-        post=False,
-    )
 
 
 def _sizes(config: ConfigReader, *, tied: bool) -> DecoderSizes:

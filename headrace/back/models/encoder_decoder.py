@@ -20,6 +20,7 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch, EncoderBatch
 from headrace.back.kernels.upload import held
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.attention_names import AttentionNames
 from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead, TopOf
@@ -71,6 +72,42 @@ class CrossLayerSpec:
     norms: tuple[str, str, str]
     post: bool
     behind: tuple[str, str, str] | None = None
+
+
+def plain_cross_layer(
+    scope: Scope,
+    sizes: DecoderSizes,
+    *,
+    bias: bool,
+    cross: tuple[str, str, str, str, str],
+    feed_forward: FeedForwardSpec,
+    norms: tuple[str, str, str],
+) -> CrossLayerSpec:
+    """A layer with its norms before their branches, whose heads of both attentions are the same and
+    are not rotated. `cross` names the cross-attention and its four linear layers; those of
+    self_attn have these names too."""
+    heads = {
+        "width": sizes.width,
+        "heads": sizes.heads,
+        "head_dim": sizes.head_dim,
+        "scale": sizes.head_dim**-0.5,
+    }
+    return CrossLayerSpec(
+        attention=AttentionSpec(
+            **heads,
+            kv_heads=sizes.heads,
+            rope=None,
+            qkv_bias=bias,
+            out_bias=bias,
+            names=AttentionNames(module="self_attn", out=cross[-1]),
+        ),
+        cross=CrossAttentionSpec(
+            **heads, source=sizes.width, span=scope.encoder_tokens, bias=bias, names=cross
+        ),
+        feed_forward=feed_forward,
+        norms=norms,
+        post=False,
+    )
 
 
 class CrossLayer:

@@ -12,15 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.attention_names import AttentionNames
 from headrace.back.layers.audio.wave_conformer import (
     FrameConformer,
     FrameConformerSpec,
     NamedMLP,
     PlacedAttention,
 )
-from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.mlp import PlainMLPSpec
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.positions import SinusoidalPositions
@@ -28,10 +25,10 @@ from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
 from headrace.back.models.conformers import wave_layers
 from headrace.back.models.encoder_decoder import (
-    CrossLayerSpec,
     EncoderDecoder,
     EncoderDecoderSpec,
     StackSpec,
+    plain_cross_layer,
 )
 from headrace.back.models.frame_source import FrameSource
 from headrace.base.config.hf import ConfigReader
@@ -147,11 +144,12 @@ def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
     scope = replace(scope, encoder_tokens=length_after(MOST_ROWS, source.strides))
     sizes = _sizes(config)
     positions = SinusoidalPositions(first=config.int("pad_token_id", 0, ge=0) + 1, spread=1)
+    layer = plain_cross_layer(scope, sizes, bias=True, cross=CROSS, feed_forward=MLP, norms=NORMS)
     spec = EncoderDecoderSpec(
         sizes=sizes,
         encoder_layers=0,
         encoder_layer=no_layer,
-        layers=(_layer(scope, sizes),) * sizes.layers,
+        layers=(layer,) * sizes.layers,
         norm=LAYER,
         encoder=StackSpec(stack="speech_encoder"),
         decoder=StackSpec(stack="text_decoder", norm="layer_norm", positions=positions),
@@ -199,31 +197,6 @@ def _named(config: ConfigReader) -> ConfigReader:
         "hidden_act": config.raw.get("speech_encoder_hidden_act", "swish"),
     }
     return ConfigReader({**config.raw, **own}, config.where)
-
-
-def _layer(scope: Scope, sizes: DecoderSizes) -> CrossLayerSpec:
-    heads = {
-        "width": sizes.width,
-        "heads": sizes.heads,
-        "head_dim": sizes.head_dim,
-        "scale": sizes.head_dim**-0.5,
-    }
-    return CrossLayerSpec(
-        attention=AttentionSpec(
-            **heads,
-            kv_heads=sizes.heads,
-            rope=None,
-            qkv_bias=True,
-            out_bias=True,
-            names=AttentionNames(module="self_attn", out="out_proj"),
-        ),
-        cross=CrossAttentionSpec(
-            **heads, source=sizes.width, span=scope.encoder_tokens, bias=True, names=CROSS
-        ),
-        feed_forward=MLP,
-        norms=NORMS,
-        post=False,
-    )
 
 
 def _sizes(config: ConfigReader) -> DecoderSizes:

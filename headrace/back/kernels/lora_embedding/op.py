@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.back.kernels.lora_linear.op import second_arguments
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -117,10 +118,6 @@ def _sample(problem: LoraEmbeddingProblem) -> Sample:
     )
 
 
-def _outputs(sample: Sample) -> list[torch.Tensor]:
-    return [arguments[1] for arguments in (sample.arguments, *sample.further)]
-
-
 OP: Op[LoraEmbeddingProblem] = Op(
     name="lora_embedding",
     reference=Kernel(
@@ -132,5 +129,5 @@ OP: Op[LoraEmbeddingProblem] = Op(
     ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
-    outputs=_outputs,
+    outputs=second_arguments,
 )

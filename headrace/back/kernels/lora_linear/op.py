@@ -185,7 +185,8 @@ def _sample(problem: LoraLinearProblem) -> Sample:
     )
 
 
-def _outputs(sample: Sample) -> list[torch.Tensor]:
+def second_arguments(sample: Sample) -> list[torch.Tensor]:
+    """What is compared of an op that changes its second argument: that one, of every call."""
     return [arguments[1] for arguments in (sample.arguments, *sample.further)]
 
 
@@ -200,5 +201,5 @@ OP: Op[LoraLinearProblem] = Op(
     ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
-    outputs=_outputs,
+    outputs=second_arguments,
 )

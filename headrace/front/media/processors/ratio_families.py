@@ -65,16 +65,25 @@ def _glm_next(files: CheckpointFiles) -> MediaSpec:
     return image_only("glm_next", settings, config)
 
 
-def _paddleocr(files: CheckpointFiles) -> MediaSpec:
+def _single_frames(
+    name: str, files: CheckpointFiles, *, patch: int, sides: tuple[int, int]
+) -> MediaSpec:
+    """Images alone, in patches of one frame. `patch` and `sides` (of the squares with the fewest
+    and the most pixels) hold where the files say nothing."""
     image, config = files.image, files.config
     vision = vision_section(config)
+    least, most = sides
     settings = ProcessorSettings(
-        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        patch=vision.int("patch_size", patch, ge=1, le=1024),
         merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
         temporal=1,
-        image_pixels=pixel_bounds(image, (384 * 384, 1536 * 1536)),
+        image_pixels=pixel_bounds(image, (least * least, most * most)),
     )
-    return image_only("paddleocr", settings, config)
+    return image_only(name, settings, config)
+
+
+def _paddleocr(files: CheckpointFiles) -> MediaSpec:
+    return _single_frames("paddleocr", files, patch=14, sides=(384, 1536))
 
 
 def _minimax(files: CheckpointFiles) -> MediaSpec:
@@ -111,15 +120,7 @@ def _kimi_vl(files: CheckpointFiles) -> MediaSpec:
 
 def _hunyuan(files: CheckpointFiles) -> MediaSpec:
     """The filter is bicubic, whatever the files say, as in the reference."""
-    image, config = files.image, files.config
-    vision = vision_section(config)
-    settings = ProcessorSettings(
-        patch=vision.int("patch_size", 16, ge=1, le=1024),
-        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
-        temporal=1,
-        image_pixels=pixel_bounds(image, (512 * 512, 2048 * 2048)),
-    )
-    return image_only("hunyuan", settings, config)
+    return _single_frames("hunyuan", files, patch=16, sides=(512, 2048))
 
 
 def _idefics2(files: CheckpointFiles) -> MediaSpec:
