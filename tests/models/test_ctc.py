@@ -45,7 +45,11 @@ def test_logits_of_every_frame(name: str, tmp_path: Path) -> None:
         assert (found - expected).abs().max() < BOUND
 
 
-@pytest.mark.parametrize("name", TRANSDUCERS)
+@pytest.mark.parametrize(
+    "name",
+    # What streams and is asked for more has all of the plain one.
+    [pytest.param(one, marks=[pytest.mark.slow] * (one == "streaming")) for one in TRANSDUCERS],
+)
 def test_what_every_frame_emits(name: str, tmp_path: Path) -> None:
     """Tokens, the frames they begin at, and with durations how long they last: as the reference's greedy search."""
     _, oracle = transducer(name, tmp_path)

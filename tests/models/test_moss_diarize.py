@@ -93,7 +93,9 @@ def moss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Diarizing]:
     engine.close()
 
 
-@pytest.mark.parametrize("seconds", [0.1, 4.37, pytest.param(31.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seconds", [4.37, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.1, 31.3))]
+)
 def test_a_sound_with_seconds_between_its_tokens(moss: Diarizing, seconds: float) -> None:
     samples = sound(seconds)
     prompt = moss.ready(samples)
