@@ -1,5 +1,5 @@
 """Each family equals transformers on tiny random configurations: teacher-forced logits over a
-chunked, paged run.
+chunked, paged run (MOD-17).
 
 Several rows, prompts in two chunks mixed with decode steps, windows smaller than the sequences, NaN
 in every cache position that must not be read.

@@ -62,12 +62,13 @@ def test_attention_equals_the_reference(shape, dtype):
     check_padding(problem, triton_latent.bind, BOUND[dtype])
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
-@pytest.mark.parametrize("layout", ["half", "pairs"])
+@pytest.mark.parametrize(
+    ("form", "layout"), [("fp8", "half"), pytest.param("int8", "pairs", marks=pytest.mark.slow)]
+)
 def test_quantized_latents_are_written_and_read_as_the_reference_does(form, layout):
     """KRN-07, QNT-18: values to the nearest code, ties to even, with a scale for a latent and one for its rotated
     part, in the pass that norms and rotates; what is lost is NaN."""
-    shape, dtype = (20, 48, 16, 16), torch.float16
+    shape, dtype = (5, 24, 6, 8), torch.float16
     write = replace(write_problem(shape, dtype, DEVICE, layout), quantized=form)
     assert latent_write.OP.error(triton_latent_write.KERNEL, write) <= 1 / (
         16 if form == "fp8" else 127
@@ -90,8 +91,7 @@ def test_quantized_latents_are_written_and_read_as_the_reference_does(form, layo
         device=DEVICE, dtype=dtype, heads=heads, rank=rank, rotary=rotary, top_k=70,
         block_tokens=block_tokens, scale=(rank + rotary) ** -0.5, quantized=form,
     )  # fmt: skip
-    for kernel in (triton_sparse_latent.KERNEL, triton_sparse_latent.BY_STEPS):
-        assert sparse_attention.OP.error(kernel, sparse) <= BOUND[dtype]
+    assert sparse_attention.OP.error(triton_sparse_latent.KERNEL, sparse) <= BOUND[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,7 +110,7 @@ def test_attention_over_chosen_positions_equals_the_reference(shape, dtype):
 def test_lists_cut_into_parts_and_wide_tiles_equal_the_reference(monkeypatch, sinks):
     """KRN-03: of few tokens parts of a list, some of them empty, and of many more heads at once."""
     problem = SparseLatentProblem(
-        device=DEVICE, dtype=torch.float16, heads=70, rank=32, rotary=16, top_k=300,
+        device=DEVICE, dtype=torch.float16, heads=20, rank=32, rotary=16, top_k=70,
         block_tokens=16, scale=0.2, sinks=sinks,
     )  # fmt: skip
     small = {n: replace(tiles, part=32 * n) for n, tiles in triton_sparse_latent.FEW.items()}
