@@ -33,8 +33,10 @@ from headrace.launch.facts import resolve_options
 DEMO = Path(__file__).parents[1] / "demo"
 METHODS = ("ngram", "suffix", "eagle3", "mtp", "dflash", "pard")
 RESULT = RESULTS / "drafters.json"
+JSON_AGAIN = "json again"
+"""The reference of a JSON item is to be repeated."""
 LOADS = {
-    "ngram": (("copy", 1), ("json", 1), ("copy", 32)),
+    "ngram": (("copy", 1), (JSON_AGAIN, 1), ("json", 1), ("copy", 32)),
     "suffix": (("chat", 1), ("story", 1), ("json", 1)),
     "": (("chat", 1), ("story", 1), ("story", 32)),
 }
@@ -50,13 +52,19 @@ def prompts_of(task: str, count: int, turn: int = 0) -> list[np.ndarray]:
     """Token ids of held-out items of a task, others in each turn as far as there are."""
     tokenizer = Tokenizer.from_file(str(DEMO / "model" / "tokenizer.json"))
     template = jinja2.Environment().from_string((DEMO / "chat_template.jinja").read_text())
-    every = read_items()[task]
+    every = read_items()["json" if task == JSON_AGAIN else task]
     items = [every[(turn * count + i) % len(every)] for i in range(count)]
+    if task == JSON_AGAIN:
+        items = [msgspec.structs.replace(item, messages=[_again(item.reference)]) for item in items]
     texts = (
         template.render(messages=item.messages, tools=item.tools, add_generation_prompt=True)
         for item in items
     )
     return [np.array(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+
+
+def _again(text: str) -> dict[str, str]:
+    return {"role": "user", "content": f"Repeat the following text: {text}"}
 
 
 def engine(method: str | None, streams: int, *, adaptive: bool = True) -> Bench:
