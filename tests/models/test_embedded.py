@@ -41,7 +41,7 @@ class Vectors:
         return getattr(self.of, name)
 
 
-@pytest.fixture(scope="module", params=MERGES)
+@pytest.fixture(scope="module", params=["qwen3-vl", pytest.param("llava", marks=pytest.mark.slow)])
 def seeing(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[SeeingEngine, Pixels, Path]]:
