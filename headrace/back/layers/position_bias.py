@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from headrace.back.layers.alibi import local_slopes
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.shard import Part, Shard, local_units
 
@@ -56,6 +57,17 @@ class CausalBias:
         distance = torch.arange(-reach, reach + 1, device=scope.device)
         row = torch.where(distance > 0, UNSEEN, 0.0)
         self.table = row.repeat(local, 1)
+
+
+class SlopeBias:
+    """Scores fall by a head's slope for each position between two tokens, to either side: ALiBi
+    (Press et al. 2022) of encoders, within `reach` positions. `table` as RelativeBias's."""
+
+    def __init__(self, scope: Scope, slopes: tuple[float, ...], *, reach: int) -> None:
+        self.reach = reach
+        local = torch.tensor(local_slopes(slopes, scope.mesh.tp), device=scope.device)
+        distance = torch.arange(-reach, reach + 1, device=scope.device).abs()
+        self.table = -local[:, None] * distance
 
 
 def bucket_of(

@@ -19,7 +19,7 @@ from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LayerNorm
-from headrace.back.layers.position_bias import RelativeBias
+from headrace.back.layers.position_bias import RelativeBias, SlopeBias
 from headrace.back.layers.scope import Scope
 from headrace.back.models.encoder import (
     Encoder,
@@ -88,13 +88,14 @@ def build_bert(
     first_position: int | None,
     head: Callable[[Scope, Scope, int], Classifier | None],
     names: BertNames = BERT,
-    bias_of: Callable[[Scope, EncoderSizes], RelativeBias] | None = None,
+    bias_of: Callable[[Scope, EncoderSizes], RelativeBias | SlopeBias] | None = None,
     attention_of: Callable[[Scope, EncoderSizes], Callable[[Scope], TokenLayer]] | None = None,
     mlp_of: Callable[[Scope, EncoderSizes], TokenBranch] | None = None,
     tail_of: Callable[[Scope, EncoderSizes], TokenNorm] | None = None,
     shared: tuple[str, ...] | None = None,
     num_tasks: int = 0,
     ignored: tuple[str, ...] = (),
+    renamed: tuple[tuple[str, str], ...] = (),
 ) -> Encoder:
     """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at
     `first_position`, None: positions have no embeddings. `head` makes the classification head from
@@ -102,7 +103,7 @@ def build_bert(
     `attention_of` what makes the attention of a layer, where it is another, `mlp_of` and `tail_of`
     its MLP and what stands behind the sum with it. `shared`: where each
     layer lies, if several are the same one; `num_tasks`: rows of a table of tasks, whose first
-    every token is given; `ignored`: tensors besides."""
+    every token is given; `ignored`: tensors besides; `renamed`: see WeightPlan."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix
@@ -139,6 +140,7 @@ def build_bert(
         classifier=head(scope, inside, sizes.width),
         ignored=(*IGNORED, POOLER, *ignored),
         segments=embeddings.num_types > 1,
+        renamed=renamed,
     )
 
 
@@ -158,7 +160,7 @@ def _layer(
     scope: Scope,
     sizes: EncoderSizes,
     names: BertNames,
-    bias: RelativeBias | None,
+    bias: RelativeBias | SlopeBias | None,
     attention_of: Callable[[Scope], TokenLayer] | None,
     mlp: TokenBranch | None,
     tail: TokenNorm | None,

@@ -23,7 +23,7 @@ from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.norm import RMS_NO_WEIGHT
-from headrace.back.layers.position_bias import CausalBias, RelativeBias
+from headrace.back.layers.position_bias import CausalBias, RelativeBias, SlopeBias
 from headrace.back.layers.residual import BlockNorm, total
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
@@ -82,7 +82,7 @@ class SpanAttentionLayer:
         softcap: float | None = None,
         qk_norm: QKNorm | None = None,
         value_eps: float | None = None,
-        position_bias: RelativeBias | CausalBias | None = None,
+        position_bias: RelativeBias | CausalBias | SlopeBias | None = None,
     ) -> None:
         merged = names[0] if len(names) == 1 else None
         labels = names if merged is None else ("query", "key", "value")
@@ -144,7 +144,7 @@ class SpanHeads:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
-        position_bias: RelativeBias | CausalBias | None = None,
+        position_bias: RelativeBias | CausalBias | SlopeBias | None = None,
     ) -> None:
         self._scope, self._position_bias = scope, position_bias
         self._problem = SpanAttentionProblem(
@@ -249,7 +249,7 @@ class Encoder:
 
     `ignored`: checkpoint tensors that pooling does not need (language-model heads, BERT's own
     pooler). `segments`: the embedding wants to know which text of a pair a token belongs to.
-    `behind`: what becomes of the hidden states in the end.
+    `behind`: what becomes of the hidden states in the end; `renamed`: see WeightPlan.
     """
 
     kv_forms: tuple[CacheForm, ...] = ()
@@ -270,6 +270,7 @@ class Encoder:
         ignored: tuple[str, ...],
         segments: bool = False,
         behind: Behind | None = None,
+        renamed: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.logits_width = sizes.vocabulary
         self.state = "segments" if segments else "texts"
@@ -280,7 +281,7 @@ class Encoder:
         self._classifier = classifier
         self._ledger = scope.ledger
         self.weights = WeightPlan(
-            params=tuple(scope.ledger.params), ignored=ignored, renamed=OLD_NAMES
+            params=tuple(scope.ledger.params), ignored=ignored, renamed=(*OLD_NAMES, *renamed)
         )
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()

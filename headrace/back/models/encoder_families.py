@@ -38,6 +38,8 @@ EMBEDDERS: Mapping[str, tuple[str, str]] = {
     "EmbeddingGemma2Model": ("embedding_gemma2", "language_model"),
     "EmbeddingGemma2TextModel": ("embedding_gemma2", ""),
     "LlamaBidirectionalModel": ("eurobert", ""),
+    "JinaBertModel": ("jina_bert", ""),
+    "JinaBertForMaskedLM": ("jina_bert", ""),
     "T5EncoderModel": ("t5_encoder", ""),
     "MT5EncoderModel": ("t5_encoder", ""),
     "UMT5EncoderModel": ("umt5_encoder", ""),
@@ -91,7 +93,7 @@ ENCODERS = frozenset(
         *("t5_encoder", "umt5_encoder", *JUDGES.values(), "longformer"),
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
         *("frame_labels", "deberta", "mobilebert", "squeezebert", "fnet", "xlm", "luke", "xmod"),
-        *("big_bird", "convbert"),
+        *("big_bird", "convbert", "jina_bert"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
