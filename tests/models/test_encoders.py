@@ -450,36 +450,10 @@ def test_a_llama_that_sees_both_sides_is_an_encoder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_jina_v2_gives_the_states_of_its_reference(prefix: str, tmp_path: Path) -> None:
     """Scores fall with distance; tensors of either class."""
-    shapes = {"embeddings.word_embeddings.weight": (96, 48), "embeddings.LayerNorm.weight": (48,)}
-    shapes |= {
-        "embeddings.token_type_embeddings.weight": (2, 48),
-        "embeddings.LayerNorm.bias": (48,),
-    }
-    for layer in range(2):
-        at = f"encoder.layer.{layer}"
-        for name in ("self.query", "self.key", "self.value", "output.dense"):
-            shapes |= {
-                f"{at}.attention.{name}.weight": (48, 48),
-                f"{at}.attention.{name}.bias": (48,),
-            }
-        for name in ("attention.output.LayerNorm", "mlp.layernorm"):
-            shapes |= {f"{at}.{name}.weight": (48,), f"{at}.{name}.bias": (48,)}
-        shapes |= {f"{at}.mlp.gated_layers.weight": (160, 48), f"{at}.mlp.wo.weight": (48, 80)}
-        shapes[f"{at}.mlp.wo.bias"] = (48,)
-    made = torch.Generator().manual_seed(2)
-    tensors = {name: torch.randn(shape, generator=made) * 0.3 for name, shape in shapes.items()}
+    tensors, config = jina_bert.tiny(), jina_bert.CONFIG
     stored = {prefix + name: tensor for name, tensor in tensors.items()}
-    save_file(
-        stored | {f"{prefix}pooler.dense.bias": torch.zeros(48)}, tmp_path / "model.safetensors"
-    )
-    config = {
-        **{"architectures": ["JinaBertForMaskedLM"], "model_type": "bert", "vocab_size": 96},
-        **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
-        **{"intermediate_size": 80, "layer_norm_eps": 1e-12, "hidden_act": "gelu"},
-        **{"position_embedding_type": "alibi", "feed_forward_type": "geglu", "emb_pooler": "mean"},
-        **{"max_position_embeddings": 40, "type_vocab_size": 2, "pad_token_id": 0},
-        "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"},
-    }
+    unread = {f"{prefix}pooler.dense.bias": torch.zeros(48)}
+    save_file(stored | unread, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = read_model_facts(LocatedModel(path=tmp_path, name="m", format="safetensors"))
     assert facts.encodes and facts.pooling.how == "mean" and facts.max_model_len == 40

@@ -1,5 +1,5 @@
-"""Jina Embeddings v2 in plain PyTorch, by the paper (Günther et al. 2023, section 3: BERT with symmetric ALiBi and gated
-MLPs) and the keys of jina-embeddings-v2-base-en's config.json; tensors by the names of its checkpoint."""
+"""Jina Embeddings v2 in plain PyTorch, by the paper (Günther et al. 2023, section 3: BERT with symmetric ALiBi and
+gated MLPs) and the keys of jina-embeddings-v2-base-en's config.json; tensors by the names of its checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,35 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+CONFIG: dict[str, Any] = {
+    **{"architectures": ["JinaBertForMaskedLM"], "model_type": "bert", "vocab_size": 96},
+    **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"intermediate_size": 80, "layer_norm_eps": 1e-12, "hidden_act": "gelu"},
+    **{"position_embedding_type": "alibi", "feed_forward_type": "geglu", "emb_pooler": "mean"},
+    **{"max_position_embeddings": 40, "type_vocab_size": 2, "pad_token_id": 0},
+    "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"},
+}
+
+
+def tiny() -> dict[str, torch.Tensor]:
+    """Random tensors of CONFIG."""
+    shapes = {"embeddings.word_embeddings.weight": (96, 48), "embeddings.LayerNorm.weight": (48,)}
+    shapes |= {
+        "embeddings.token_type_embeddings.weight": (2, 48),
+        "embeddings.LayerNorm.bias": (48,),
+    }
+    for layer in range(2):
+        at = f"encoder.layer.{layer}"
+        for name in ("self.query", "self.key", "self.value", "output.dense"):
+            module = f"{at}.attention.{name}"
+            shapes |= {f"{module}.weight": (48, 48), f"{module}.bias": (48,)}
+        for name in ("attention.output.LayerNorm", "mlp.layernorm"):
+            shapes |= {f"{at}.{name}.weight": (48,), f"{at}.{name}.bias": (48,)}
+        shapes |= {f"{at}.mlp.gated_layers.weight": (160, 48), f"{at}.mlp.wo.weight": (48, 80)}
+        shapes[f"{at}.mlp.wo.bias"] = (48,)
+    made = torch.Generator().manual_seed(2)
+    return {name: torch.randn(shape, generator=made) * 0.3 for name, shape in shapes.items()}
 
 
 def slopes(heads: int) -> torch.Tensor:

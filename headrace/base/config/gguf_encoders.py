@@ -65,6 +65,11 @@ def _nomic(file: GGUFFile, name: str, config: Config) -> None:
     config["type_vocab_size"] = rows_of(file, "token_types.weight")
 
 
+def _jina(file: GGUFFile, name: str, config: Config) -> None:
+    _nomic(file, name, config)
+    config["separate_gate"] = "blk.0.ffn_gate.weight" in file.tensors
+
+
 def _modern_bert(file: GGUFFile, name: str, config: Config) -> None:
     """Every so manieth layer sees all; the window counts both sides."""
     config["norm_eps"] = config.pop("rms_norm_eps")
@@ -130,6 +135,12 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         architecture="NomicBertModel",
         fixed={"hidden_act": "silu"},
         adjust=_nomic,
+    ),
+    "jina-bert-v2": GGUFArchitecture(
+        model_type="bert",
+        architecture="JinaBertModel",
+        fixed={"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+        adjust=_jina,
     ),
     "modern-bert": GGUFArchitecture(
         model_type="modernbert", architecture="ModernBertModel", adjust=_modern_bert

@@ -27,7 +27,7 @@ from headrace.front.text.tokenizer_json import JsonTokenizer
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of tokenizer.ggml.token_type that matter here (1 normal, 5 unused, 6 byte)."""
 
-_FRAMED: Final = ("bert", "nomic-bert", "modern-bert")
+_FRAMED: Final = ("bert", "nomic-bert", "modern-bert", "jina-bert-v2")
 """Architectures that read a text between two tokens of their own."""
 _SPECIAL: Final = {
     "bos_token": "bos",

@@ -79,6 +79,8 @@ def dialect_of(name: str, tensors: Container[str]) -> Dialect:
         return CLASSIFIERS[name]
     if name in ("t5", "t5encoder") and "enc.blk.0.ffn_gate.weight" in tensors:
         return GATED_T5
+    if name == "jina-bert-v2" and "blk.0.ffn_gate.weight" in tensors:
+        return replace(DIALECTS[name], blocks=names.JINA | names.JINA_GATED)
     if name == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
         return TWO_NORMED_FALCON
     return DIALECTS[name]
@@ -194,6 +196,7 @@ DIALECTS: Mapping[str, Dialect] = {
         layers="encoder.layers",
         top=names.BERT_TOP | {"token_embd_norm": "emb_ln"},
     ),
+    "jina-bert-v2": Dialect(blocks=names.JINA, layers="encoder.layer", top=names.BERT_TOP),
     "modern-bert": Dialect(blocks=names.MODERN_BERT, layers="layers", top=names.MODERN_BERT_TOP),
     "eurobert": Dialect(
         blocks=names.BLOCK,

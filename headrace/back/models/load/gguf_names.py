@@ -313,6 +313,13 @@ BERT = {
     "ffn_down": "output.dense",
     "layer_output_norm": "output.LayerNorm",
 }
+JINA = {
+    **BERT,
+    "ffn_up": "mlp.gated_layers",
+    "ffn_down": "mlp.wo",
+    "layer_output_norm": "mlp.layernorm",
+}
+JINA_GATED = {"ffn_gate": "mlp.gated_layers_w", "ffn_up": "mlp.gated_layers_v"}
 BERT_TOP = {
     "token_embd": "embeddings.word_embeddings",
     "token_embd_norm": "embeddings.LayerNorm",

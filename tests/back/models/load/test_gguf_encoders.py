@@ -24,7 +24,7 @@ from headrace.base.config.gguf_config import gguf_config
 from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import read_model_facts
-from tests.back.models.load.checkpoints import _arch, _finish
+from tests.back.models.load.checkpoints import _arch, _finish, spec_of
 from tests.back.models.load.test_gguf_mixtures import CPU, load
 from tests.models.encoder_decoder_rank import forced_logits
 from tests.models.encoder_decoder_rank import saved as saved_seq2seq
@@ -42,6 +42,7 @@ from tests.models.test_encoders import (
     saved,
     xlm,
 )
+from tests.references import jina_bert
 
 
 def encoder(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -147,6 +148,33 @@ def test_encoders_give_the_states_of_their_checkpoint(
         if judges:
             scores = [model.classify(mine[:1]) for model in (ours, loaded(spec))]
             torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_jina_v2_gives_the_states_of_its_reference(apart: bool, tmp_path: Path) -> None:
+    """Gate and up in one tensor, as newer files have them, or apart."""
+    tensors, sizes = jina_bert.tiny(), jina_bert.CONFIG
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "jina-bert-v2")
+    writer.add_block_count(2)
+    encoder(writer, transformers.BertConfig(**sizes))
+    table = gguf.get_tensor_name_map(_arch("jina-bert-v2"), 2)
+    for name, tensor in tensors.items():
+        parts = {name: tensor}
+        if apart and "gated_layers" in name:
+            halves = zip(("w", "v"), tensor.chunk(2), strict=True)
+            parts = {name.replace(".weight", f"_{one}.weight"): half for one, half in halves}
+        for own, part in parts.items():
+            stored = table.get_name(own, try_suffixes=(".weight", ".bias"))
+            assert stored is not None, own
+            writer.add_tensor(stored, np.ascontiguousarray(part.numpy()))
+    _finish(writer)
+    facts = read_model_facts(LocatedModel(path=tmp_path / "m.gguf", name="m", format="gguf"))
+    spec = spec_of(tmp_path / "m.gguf", facts.config, head="none", bare=True)
+    ours, _ = load(msgspec.structs.replace(spec, family=facts.family))
+    with torch.inference_mode():
+        mine = ours.forward(batch_of(TEXTS))
+    wanted = torch.cat([jina_bert.hidden_states(tensors, sizes, text) for text in TEXTS])
+    torch.testing.assert_close(mine, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_classifier_without_its_pooler_is_refused(tmp_path: Path) -> None:
