@@ -51,7 +51,7 @@ class BertNames:
     """Where the layers lie in the model, and the tensors of one in it. Norms come behind the sums
     (`after_*`) or before the branches (`before_*`), then one behind the layers (`norm`); None:
     there is no such norm. `typed`: tokens have types, each with a row of its own. `wide`: the
-    projection of narrow embeddings, whose width is under `wide_key`."""
+    projection of narrow embeddings, whose width is under `wide_key`; `renamed`: see WeightPlan."""
 
     layers: str = "encoder.layer"
     embedding_norm: bool = True
@@ -70,6 +70,7 @@ class BertNames:
     typed: bool = True
     wide: str | None = None
     wide_key: str = "embedding_size"
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 BERT = BertNames()
@@ -95,15 +96,13 @@ def build_bert(
     shared: tuple[str, ...] | None = None,
     num_tasks: int = 0,
     ignored: tuple[str, ...] = (),
-    renamed: tuple[tuple[str, str], ...] = (),
 ) -> Encoder:
     """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at
     `first_position`, None: positions have no embeddings. `head` makes the classification head from
     the outer and the inner scope and the width, `bias_of` what all layers add to scores,
     `attention_of` what makes the attention of a layer, where it is another, `mlp_of` and `tail_of`
-    its MLP and what stands behind the sum with it. `shared`: where each
-    layer lies, if several are the same one; `num_tasks`: rows of a table of tasks, whose first
-    every token is given; `ignored`: tensors besides; `renamed`: see WeightPlan."""
+    its MLP and what stands behind it. `shared`: where each layer lies, if several are the same one;
+    `num_tasks`: rows of tasks, whose first every token is given; `ignored`: tensors besides."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix
@@ -140,7 +139,7 @@ def build_bert(
         classifier=head(scope, inside, sizes.width),
         ignored=(*IGNORED, POOLER, *ignored),
         segments=embeddings.num_types > 1,
-        renamed=renamed,
+        renamed=names.renamed,
     )
 
 

@@ -11,7 +11,7 @@ from headrace.back.models.bert import BertNames, build_bert
 from headrace.back.models.encoder import Encoder, EncoderSizes
 from headrace.base.config.hf import ConfigReader
 
-NAMES = BertNames(after_mlp="mlp.layernorm")
+NAMES = BertNames(after_mlp="mlp.layernorm", renamed=((r"^bert\.", ""),))
 ACTIVATIONS = {"geglu": "gelu", "reglu": "relu"}
 
 
@@ -43,5 +43,4 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
         names=NAMES,
         bias_of=slopes,
         mlp_of=mlp,
-        renamed=((r"^bert\.", ""),),
     )
