@@ -391,7 +391,7 @@ def gemm_of(
         new |= {"inputs": weight.inputs, "outputs": weight.outputs, "group": weight.group}
         new["activation"] = activation
     if isinstance(weight, Fp8Weight):
-        return OP_FP8, LinearFp8Problem(**new)
+        return OP_FP8, LinearFp8Problem(**new, fixed=weight.input_scale_1 is not None)
     if isinstance(weight, Int8Weight):
         return OP_INT8, LinearInt8Problem(**new, **weight.facts)
     if isinstance(weight, Int4Weight):

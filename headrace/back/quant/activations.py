@@ -9,7 +9,7 @@ from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
 from headrace.back.kernels.linear_int4.op import INT8_FROM
 from headrace.back.kernels.linear_int8.op import STREAMED_TOKENS
 from headrace.back.quant.gpu import GPU_SCHEMES
-from headrace.back.quant.kept import INT8_ROWS, PANEL_SCHEMES
+from headrace.back.quant.kept import INT8_ROWS, PANEL_SCHEMES, STORED_SCALE
 
 AS_THEY_ARE = "as they are"
 
@@ -28,6 +28,8 @@ def _on_gpu(scheme: str) -> str:
     if scheme in GPU_SCHEMES:
         group = GPU_SCHEMES[scheme]
         whose = "a token" if group is None else f"{group} inputs of one"
+        if scheme.endswith(STORED_SCALE):
+            return f"e4m3, the stored scale, from {_fp8_from(group)} tokens of a step on"
         return f"e4m3, a scale for {whose}, from {_fp8_from(group)} tokens of a step on"
     if scheme.endswith(INT8_ROWS):
         first = INT8_FROM if scheme.startswith("int4") else STREAMED_TOKENS + 1

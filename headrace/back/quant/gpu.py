@@ -6,17 +6,27 @@ O outputs, I inputs, G groups of inputs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from threading import Lock
+
 import torch
 
 from headrace.back.kernels.linear_fp8.layout import FLOAT8, Fp8Weight
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.kept import BLOCKS, MICROSCALED, KeptSchemes
+from headrace.back.quant.kept import BLOCKS, MICROSCALED, STORED_SCALE, KeptSchemes
 from headrace.back.quant.scheme import ONLINE_SCHEMES, Scheme, row_slices
 from headrace.base.config.quantization import Numbers
+from headrace.base.errors import CheckpointError
 
-GPU_SCHEMES: dict[str, int | None] = {"fp8": None, BLOCKS: 128, MICROSCALED: 32}
+FP8_STORED_SCALE = "fp8" + STORED_SCALE
+GPU_SCHEMES: dict[str, int | None] = {
+    "fp8": None,
+    FP8_STORED_SCALE: None,
+    BLOCKS: 128,
+    MICROSCALED: 32,
+}
 """Scheme -> inputs that share a scale; None: all of them."""
 HELD_AS = {"fp8": "fp8", "fp8-tensor": "fp8", "fp8-block": BLOCKS, "mxfp8": MICROSCALED}
 """What is made while loading -> how it is kept."""
@@ -30,6 +40,8 @@ def stored_scheme(param: Param, kept: KeptSchemes) -> str | None:
     """The scheme in which all of a matrix is stored, if it can stay so: None where a split over
     ranks would cut a group."""
     names = {kept.get(piece.name, "") for piece in param.pieces}
+    if len(names) > 1:  # a scale of inputs for some parts alone is no scale of the whole
+        names = {name.removesuffix(STORED_SCALE) for name in names}
     changed = any(piece.scale != 1.0 or piece.transposed for piece in param.pieces)
     if len(param.shape) != 2 or len(names) != 1 or changed or not served(param):
         return None
@@ -58,6 +70,10 @@ class StoredFp8Weight:
         self._param, self._group = param, GPU_SCHEMES[scheme]
         assert param.tensor is not None, param
         self._weight: Fp8Weight | None = _empty(param.tensor, self._group)
+        if scheme == FP8_STORED_SCALE:
+            scale_1 = torch.zeros(1, device=param.tensor.device)
+            self._weight = replace(self._weight, input_scale_1=scale_1)
+        self._lock = Lock()
         self._inputs = param.tensor.shape[1]
         param.packed_bytes = self._weight.num_bytes
         param.tensor = None
@@ -78,9 +94,25 @@ class StoredFp8Weight:
         rows, columns = copy.target
         bytes_OI = self._weight.values_OI.view(torch.uint8)
         bytes_OI[rows, columns] = groups.values_RC.view(torch.uint8).to(bytes_OI.device)
+        self._take_scale(copy, groups)
         self._weight.scales_OG[rows, target] = scales.to(bytes_OI.device)
         bad = ~scales.isfinite().all(1)
         return int(bad.nonzero()[0]) if bad.any() else None
+
+    def _take_scale(self, copy: Copy, groups: Groups) -> None:
+        """Of parts that are multiplied together the largest: it is one input."""
+        assert self._weight is not None
+        held = self._weight.input_scale_1
+        if held is None:
+            return
+        assert groups.inputs is not None, copy
+        if not bool((groups.inputs.isfinite() & (groups.inputs > 0)).all()):
+            raise CheckpointError(
+                f"{copy.name}: the scale of its inputs (input_scale) is {groups.inputs.tolist()}; "
+                "it must be a positive number"
+            )
+        with self._lock:
+            torch.maximum(held, groups.inputs.to(held.device), out=held)
 
 
 class OnlineFp8Weight:

@@ -28,7 +28,7 @@ from headrace.back.quant.gguf_int4 import BLOCK_TYPES, BlockType
 from headrace.back.quant.gpu import GPU_SCHEMES, HELD_AS
 from headrace.back.quant.gpu_int4 import INT4_SCHEMES, made_of, unpacked_of
 from headrace.back.quant.gpu_int8 import BYTE_TYPES, INT8_SCHEMES, ByteBlocks
-from headrace.back.quant.kept import INT8_ROWS, LEVELLED, MICROSCALED, check_order, normal_values
+from headrace.back.quant.kept import LEVELLED, MICROSCALED, bare, check_order, normal_values
 from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization import Numbers
@@ -364,7 +364,7 @@ def stored_on_gpu(
     """The scheme or type that all of these matrices are stored in, if a GPU keeps it, cut as they
     are on this rank; None if not."""
     pieces = [piece for one in matrices for piece in one.param.pieces]
-    schemes = {stored.get(piece.name, "").removesuffix(INT8_ROWS) for piece in pieces}
+    schemes = {bare(stored.get(piece.name, "")) for piece in pieces}
     if len(schemes) != 1 or any(piece.scale != 1.0 for piece in pieces):
         return None
     scheme = schemes.pop()

@@ -52,6 +52,9 @@ of that index: weights of one mark lie side by side. GPUs only (gpu_int4.py)."""
 INT8_ROWS = "+int8-rows"
 """Behind the name of a scheme of integers whose checkpoint asks for int8 activations. GPUs only:
 CPUs multiply integers by int8 whatever is asked."""
+STORED_SCALE = "+stored-scale"
+"""Behind the name of a scheme of e4m3 numbers whose checkpoint holds a scale of the inputs. GPUs
+only: CPUs multiply by inputs as they are."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
     "torchao-int4", "hqq", "modelopt-int4", "ternary", "ternary-inverse",
@@ -145,6 +148,11 @@ def with_int8_rows(name: str) -> str:
         return name + INT8_ROWS
     plain = scheme is not None and not scheme.floating and not scheme.asymmetric
     return name + INT8_ROWS if plain else name
+
+
+def bare(name: str) -> str:
+    """A scheme's name without what the checkpoint asks for inputs."""
+    return name.removesuffix(INT8_ROWS).removesuffix(STORED_SCALE)
 
 
 def scheme_of(param: Param, kept: KeptSchemes) -> Scheme | None:

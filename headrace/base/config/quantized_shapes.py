@@ -100,7 +100,8 @@ def scaled_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, 
             forms = (*forms, (*experts, by_output))
         if min(numbers.group) > 1:  # ModelOpt's, which leaves the blocks' own dimensions
             forms = (*forms, (*experts, by_output, 1, by_input, 1))
-    return {"scales": forms, "zeros": forms, "smooth": ((inputs,),)}
+    one = ((), (1,), tuple(experts))
+    return {"scales": forms, "zeros": forms, "smooth": ((inputs,),), "inputs": one}
 
 
 def _single(numbers: Numbers) -> tuple[Shape, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headrace.back.models.load as loading
-from headrace.back.kernels.linear_fp8.layout import dequantize
+from headrace.back.kernels.linear_fp8.layout import Fp8Weight, dequantize
 from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
 from headrace.back.layers.scope import Scope
 from headrace.back.models.load import load_model
+from headrace.back.models.load.asked import with_asked_rows
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, copies
 from headrace.back.parallel.shard import Part, Shard, Span
 from headrace.back.platforms.detect import FAKES
-from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, stored_scheme
+from headrace.back.quant.activations import inputs_of
+from headrace.back.quant.gpu import (
+    FP8_STORED_SCALE,
+    OnlineFp8Weight,
+    StoredFp8Weight,
+    stored_scheme,
+)
 from headrace.back.quant.kept import BLOCKS, MICROSCALED
 from headrace.back.quant.scheme import SCHEMES
+from headrace.base.errors import CheckpointError
 from headrace.launch.performance_model import ModelCost
 from headrace.launch.plan import (
     build_without_memory,
@@ -143,6 +152,52 @@ def test_a_damaged_scale_is_told_by_its_row(tmp_path: Path) -> None:
         (copy,) = copies(param)
         assert param.on_groups is not None
         assert param.on_groups(copy, *source.groups("m.weight", copy.source)) == 128
+
+
+def test_a_stored_scale_of_inputs_is_kept_and_must_be_a_positive_number(tmp_path: Path) -> None:
+    """QNT-17. The largest of those of projections that are multiplied together."""
+    inputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
+    half = torch.randn(OUTPUTS // 2, INPUTS).to(torch.float8_e4m3fn)
+    stored = {f"{part}.weight": half.clone() for part in "qk"}
+    stored |= {f"{part}.weight_scale": torch.full((1,), 0.5) for part in "qk"}
+    scales = {"q.input_scale": torch.tensor([0.25]), "k.input_scale": torch.tensor([0.75])}
+    pieces = tuple(
+        WeightPiece(
+            name=f"{part}.weight", shape=(OUTPUTS // 2, INPUTS), offset=place * OUTPUTS // 2
+        )
+        for place, part in enumerate("qk")
+    )
+
+    def filled(folder: Path, held: dict[str, torch.Tensor]) -> Fp8Weight:
+        folder.mkdir()
+        param = replace(param_of(slice(0, INPUTS)), pieces=pieces)
+        with closing(open_weight(folder, config, {**stored, **held})) as source:
+            names = {name: entry.scheme for name, entry in source.entries.items()}
+            kept = with_asked_rows(names, source)
+            scheme = stored_scheme(param, kept)
+            assert scheme is not None
+            weight = StoredFp8Weight(param, scheme)
+            for copy in copies(param):
+                assert param.on_groups is not None
+                param.on_groups(copy, *source.groups(copy.name, copy.source))
+        return weight.take()
+
+    held = filled(tmp_path / "both", scales).input_scale_1
+    assert held is not None and held.tolist() == [0.75]
+    assert filled(tmp_path / "none", {}).input_scale_1 is None
+    assert filled(tmp_path / "one", {"q.input_scale": torch.ones(1)}).input_scale_1 is None
+    with pytest.raises(CheckpointError, match=r"q\.weight.*input_scale.*0\.0.*positive"):
+        filled(tmp_path / "bad", {**scales, "q.input_scale": torch.zeros(1)})
+    assert (
+        inputs_of(FP8_STORED_SCALE, "cuda") == "e4m3, the stored scale, from 2 tokens of a step on"
+    )
 
 
 def test_a_full_parameter_becomes_e4m3_with_a_scale_for_each_output() -> None:

@@ -117,6 +117,23 @@ def test_few_quantized_tokens(plan, tokens, group, outputs, inputs, bias, activa
     assert error(y, expected) <= BOUND
 
 
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_all_tokens_may_have_one_scale(tokens):
+    """QNT-17. Values beyond its range become the largest number."""
+    problem = problem_of(48, 256, fixed=True, eps=1e-6)
+    sample = op.sample_of(problem, (tokens,))
+    x, _ = sample.arguments
+    weight, _, norm = sample.weights
+    norm[5] = 40.0
+    rows = triton_rows.bind(256, None, norm_weight_I=norm, eps=1e-6, scale_1=weight.input_scale_1)(
+        x
+    )
+    assert (rows.scales_TG == weight.input_scale_1).all()
+    assert rows.values_TI[:, 5].float().abs().max() == 448
+    found = triton_linear_fp8.bind(problem, *sample.weights)(x, None)
+    assert error(found, op.bind_reference(problem, *sample.weights)(x, None)) <= BOUND
+
+
 @pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("norm", [False, True])
 def test_tokens_become_the_nearest_numbers(group, norm):

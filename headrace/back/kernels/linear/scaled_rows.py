@@ -18,10 +18,16 @@ class ScaledRows(NamedTuple):
     scales_TG: torch.Tensor
 
 
-def scaled_rows(x_TI: torch.Tensor, group: int | None, dtype: torch.dtype) -> ScaledRows:
+def scaled_rows(
+    x_TI: torch.Tensor,
+    group: int | None,
+    dtype: torch.dtype,
+    scale_1: torch.Tensor | None = None,
+) -> ScaledRows:
     """The definition: the largest magnitude of a token, or of each `group` inputs of it, becomes
     the largest number; the nearest numbers, ties to even. Magnitudes below 1e-30 count as 0. A NaN
-    or Inf makes the scale of int8 NaN; an e4m3 number may be NaN itself."""
+    or Inf makes the scale of int8 NaN; an e4m3 number may be NaN itself. scale_1: of all tokens,
+    whose values beyond its range become the largest number."""
     tokens, inputs = x_TI.shape
     wide, most = group or inputs, LARGEST[dtype]
     padded = torch.nn.functional.pad(x_TI.float(), (0, -inputs % wide)).view(tokens, -1, wide)
@@ -30,6 +36,8 @@ def scaled_rows(x_TI: torch.Tensor, group: int | None, dtype: torch.dtype) -> Sc
         lost = ~padded.isfinite().all(-1, keepdim=True)
         padded = padded.masked_fill(lost, 0)
     top = padded.abs().amax(-1, keepdim=True)
+    if scale_1 is not None:
+        top = (scale_1 * most).expand_as(top)
     # Beside a number torch multiplies by reciprocals, here and below: two roundings.
     largest = top.new_tensor(most)
     inverse = torch.where(top > 1e-30, largest / top, 0)

@@ -23,6 +23,7 @@ def scaled_rows_kernel(
     norm_weight,
     values,
     scales,
+    fixed,
     x_stride,
     eps,
     WIDTH: tl.constexpr,
@@ -33,7 +34,8 @@ def scaled_rows_kernel(
     INTEGERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`values` [T, WIDTH], `scales` [T, ceil(WIDTH / GROUP)], both dense."""
+    """`values` [T, WIDTH], `scales` [T, ceil(WIDTH / GROUP)], both dense. `fixed` float32 [1]: the
+    scale of all tokens; None: each has its own."""
     i_row = tl.program_id(0).to(tl.int64)
     COUNT: tl.constexpr = BLOCK // GROUP
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
@@ -52,6 +54,8 @@ def scaled_rows_kernel(
     if INTEGERS:  # a NaN counts as inf, so that the scale becomes NaN
         b_size = tl.where(b_size == b_size, b_size, float("inf"))
     b_top = tl.max(b_size, axis=1)
+    if fixed is not None:
+        b_top = tl.zeros_like(b_top) + tl.load(fixed) * LARGEST
     b_inverse = tl.where(b_top > 1e-30, tl.div_rn(LARGEST, tl.maximum(b_top, 1e-30)), 0.0)
     b_values = tl.minimum(tl.maximum(b_x * b_inverse[:, None], -LARGEST), LARGEST)
     b_scale = tl.div_rn(b_top, LARGEST)
@@ -72,6 +76,7 @@ def bind(
     norm_weight_I: torch.Tensor | None,
     eps: float,
     dtype: torch.dtype = FLOAT8,
+    scale_1: torch.Tensor | None = None,
 ) -> Quantize:
     """The kernel for tokens of one width."""
     block, warps = norm_block(width)
@@ -88,7 +93,7 @@ def bind(
             tokens, triton.cdiv(width, share), dtype=torch.float32, device=x_TI.device
         )
         scaled_rows_kernel[(tokens,)](
-            x_TI, norm_weight_I, values, scales, x_TI.stride(0), eps,
+            x_TI, norm_weight_I, values, scales, scale_1, x_TI.stride(0), eps,
             WIDTH=width, BLOCK=block, GROUP=share, NORM=norm_weight_I is not None,
             LARGEST=LARGEST[dtype], INTEGERS=dtype is torch.int8,
             num_warps=warps, **launch(x_TI.device),

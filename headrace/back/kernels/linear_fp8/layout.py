@@ -16,11 +16,13 @@ from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows, scaled_
 class Fp8Weight:
     """values_OI (e4m3) times scales_OG (float32, contiguous). `group` inputs of an output share a
     scale, None: all of them, and G is 1. A scale that a tensor or a block of outputs shares is
-    repeated for each output."""
+    repeated for each output. `input_scale_1` (float32): that of all tokens; None: each has its
+    own."""
 
     values_OI: torch.Tensor
     scales_OG: torch.Tensor
     group: int | None
+    input_scale_1: torch.Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -46,9 +48,11 @@ def dequantize(weight: Fp8Weight) -> torch.Tensor:
     return weight.values_OI.float() * scales
 
 
-def quantize_rows(x_TI: torch.Tensor, group: int | None) -> ScaledRows:
+def quantize_rows(
+    x_TI: torch.Tensor, group: int | None, scale_1: torch.Tensor | None = None
+) -> ScaledRows:
     """As kernels quantize tokens."""
-    return scaled_rows(x_TI, group, FLOAT8)
+    return scaled_rows(x_TI, group, FLOAT8, scale_1)
 
 
 def dequantize_rows(rows: ScaledRows, group: int | None) -> torch.Tensor:

@@ -13,6 +13,8 @@ dtype before the activation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from headrace.back.kernels.fused_linear.around import (
@@ -39,8 +41,11 @@ STEP = 128
 CHECKED_ROWS = (1, 5, 20, 40, STREAMED_TOKENS + 16)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LinearFp8Problem(QuantizedLayerProblem):
-    """The layer, and the groups of its weight."""
+    """The layer, and the groups of its weight; `fixed`: tokens have one scale, held with it."""
+
+    fixed: bool = False
 
     @property
     def quantized_from(self) -> int:
@@ -65,7 +70,7 @@ def bind_reference(
     def gemm(x_TI: torch.Tensor) -> torch.Tensor:
         if len(x_TI) < problem.quantized_from:
             return x_TI.float() @ dequantize(weight).T
-        rows = quantize_rows(x_TI, problem.group)
+        rows = quantize_rows(x_TI, problem.group, weight.input_scale_1)
         return dequantize_rows(rows, problem.group) @ dequantize(weight).T
 
     return bind_around(problem, gemm, bias_O, norm_weight_I)
@@ -78,7 +83,8 @@ def random_weight(problem: LinearFp8Problem, generator: torch.Generator) -> Fp8W
     values = (random_tensor(outputs, inputs, **new) * 100).clamp_(-448, 448).to(FLOAT8)
     groups = 1 if group is None else -(-inputs // group)
     scales = random_tensor(outputs, groups, **new).abs_().add_(0.5) / (100 * inputs**0.5)
-    return Fp8Weight(values, scales, group)
+    fixed = torch.full((1,), 1 / 128, device=problem.device) if problem.fixed else None
+    return Fp8Weight(values, scales, group, fixed)
 
 
 def sample_of(problem: LinearFp8Problem, rows: tuple[int, ...]) -> Sample:

@@ -92,8 +92,9 @@ def bind(
     one = replace(several, norm_I=norm_weight_I, eps=problem.eps or 0.0)
     norm = bind_norm_before(problem, norm_weight_I)
     quantize = triton_scaled_rows.bind(
-        problem.inputs, problem.group, norm_weight_I=norm_weight_I, eps=problem.eps or 0.0
-    )
+        problem.inputs, problem.group, norm_weight_I=norm_weight_I, eps=problem.eps or 0.0,
+        scale_1=weight.input_scale_1,
+    )  # fmt: skip
     many = bind_after(problem, _product(problem, weight, bias_O))
 
     def planned(tokens: int) -> GemmPlan:

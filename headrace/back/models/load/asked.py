@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from headrace.back.models.load.source import Source
+from headrace.back.models.load.source import CheckpointTensor, Source
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.quant.activations import AS_THEY_ARE, inputs_of
 from headrace.back.quant.cache_scales import FORM, CacheScales
-from headrace.back.quant.kept import with_int8_rows
+from headrace.back.quant.kept import STORED_SCALE, with_int8_rows
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization_activations import Activations
 from headrace.base.config.resolved import Decision, ModelSpec
@@ -51,12 +51,17 @@ def cache_decisions(spec: ModelSpec, scales: CacheScales | None) -> tuple[Decisi
 
 
 def with_asked_rows(stored: Stored, source: Source) -> Stored:
-    """Integers are marked whose checkpoint asks for int8 activations."""
-    asked = {name: source.entries[name].activations for name in stored}
-    return {
-        name: with_int8_rows(scheme) if _is_int8(asked[name]) else scheme
-        for name, scheme in stored.items()
-    }
+    """Integers are marked whose checkpoint asks for int8 activations, and e4m3 numbers whose
+    activations have a scale that it holds."""
+    return {name: _marked(scheme, source.entries[name]) for name, scheme in stored.items()}
+
+
+def _marked(scheme: str, entry: CheckpointTensor) -> str:
+    asked = entry.activations
+    if _is_int8(asked):
+        return with_int8_rows(scheme)
+    held = asked is not None and not asked.dynamic and asked.shared == "tensor"
+    return scheme + STORED_SCALE if held and entry.input_scale and scheme == "fp8" else scheme
 
 
 def _is_int8(asked: Activations | None) -> bool:

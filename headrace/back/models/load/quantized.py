@@ -57,6 +57,7 @@ class QuantizedSource:
             dequantized=True,
             scheme=self._scheme(weight),
             activations=weight.numbers.activations,
+            input_scale="inputs" in weight.members,
         )
 
     def _scheme(self, weight: QuantizedTensor) -> str:

@@ -34,7 +34,7 @@ class CheckpointTensor:
     `dtype` is stored as is. `squeezed` means that the format drops dimensions of size 1, so shapes
     are compared without them. `scheme` names the one of back/quant/scheme.py that holds a quantized
     matrix as it is; "": none. `activations`: how its checkpoint would have the matrix' inputs
-    quantized.
+    quantized; `input_scale`: it holds a scale for them.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +45,7 @@ class CheckpointTensor:
     squeezed: bool = False
     scheme: str = ""
     activations: Activations | None = None
+    input_scale: bool = False
 
     @property
     def quantized(self) -> bool:

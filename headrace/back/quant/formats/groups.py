@@ -19,12 +19,14 @@ class Groups:
     scales_RG    floats
     zeros_RG     None: 0
     group_C      int64, which group a column belongs to; None: column c to c * G // C
+    inputs       the scale that the checkpoint holds for what is multiplied with it; None: none
     """
 
     values_RC: torch.Tensor
     scales_RG: torch.Tensor
     zeros_RG: torch.Tensor | None = None
     group_C: torch.Tensor | None = None
+    inputs: torch.Tensor | None = None
 
     def dequantized(self) -> torch.Tensor:
         """float32 [R, C]."""
@@ -65,6 +67,7 @@ def joined(parts: list[Groups]) -> Groups:
         scales_RG=first.scales_RG if one else torch.cat(scales),
         zeros_RG=torch.cat(zeros) if zeros else None,
         group_C=first.group_C,
+        inputs=first.inputs,
     )
 
 

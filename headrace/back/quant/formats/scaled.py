@@ -22,7 +22,8 @@ def shared(
     scales = _spread(read("scales"), rows, by_output)
     zeros = _spread(read("zeros"), rows, by_output) if "zeros" in tensor.members else None
     group = column_groups(columns, by_input, values.device) if scales.shape[1] > 1 else None
-    return Groups(values_RC=values, scales_RG=scales, zeros_RG=zeros, group_C=group)
+    inputs = read("inputs").float().reshape(-1)[:1] if "inputs" in tensor.members else None
+    return Groups(values_RC=values, scales_RG=scales, zeros_RG=zeros, group_C=group, inputs=inputs)
 
 
 def _spread(scales: torch.Tensor, rows: slice, by_output: int) -> torch.Tensor:
