@@ -196,6 +196,7 @@ def tower_flops(tower: dict[str, Any], patches: int, outputs: int) -> float:
     return depth * layer + (1 + len(tower["deepstack_visual_indexes"])) * merger + first
 
 
+@torch.inference_mode()
 def tower_part(shape: str, smaller: dict[str, Any]) -> list[dict[str, Any]]:
     """Milliseconds and TFLOP/s of the encoder, by size and images of a pass."""
     few = {"num_hidden_layers": 4} | smaller.get("text", {})
