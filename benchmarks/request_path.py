@@ -39,6 +39,7 @@ WATCHERS = frozenset(
     {
         "front/server/http/stand_in.py",
         "front/server/http/event_loop.py",
+        "front/server/process.py",
         "front/server/batches/runner.py",
         "front/server/state/batches.py",
     }
