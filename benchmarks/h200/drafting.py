@@ -1,6 +1,7 @@
 """What speculation brings a GPU, with acceptance forced: dummy weights, one GPU.
 
     python -m benchmarks.h200.drafting [--parts pass,one,many] [--shape qwen3-8b] [--out FILE]
+    python -m benchmarks.h200.drafting --write FILE     makes drafting.md of it
 
 pass: a pass of a head of one layer (EAGLE-3) with a vocabulary of 32,000 and with the model's whole one, beside a plain
 step: steps that verify 7 drafts and 3, less what the same steps take with n-gram drafts, over the four passes between.
@@ -35,13 +36,21 @@ from headrace.back.executor.inline import InlineExecutor
 from headrace.back.speculative.ngram import NgramDrafter
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import Options, SpeculationOptions
-from headrace.bench.report import versions
+from headrace.bench.report import markdown_table, versions
 from headrace.launch.facts import resolve_options
 
 HEAD_VOCABULARY = 32_000
 FEW, MANY = 3, 7
 """Drafts of the two steps between which passes are counted."""
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+PASS_BARS = {"32k": 5.5, "whole": 12.0}
+"""Per cent of a plain step, by the head's vocabulary."""
+BARS = {
+    "1 rows, 3 drafts": ("drafted_tok_s", 600.0),
+    "64 rows, 4 drafts": ("times", 1.25),
+    "256 rows, 4 drafts": ("times", 1.0),
+}
+"""By part of the result: what is compared, and the least."""
 WRONG = 7
 """A token that no row is allowed."""
 
@@ -187,6 +196,32 @@ def forced(
     return line
 
 
+def page(result: dict[str, Any]) -> str:
+    """drafting.md."""
+    rows: list[tuple[str, ...]] = []
+    for line in result["lines"]:
+        if line["part"] == "pass":
+            for name, most in PASS_BARS.items():
+                share = 100 * line[f"{name}_share"]
+                value = f"{line[f'{name}_pass_ms']:.3f} ms, {share:.1f} % of {line['ngram']['plain_ms']:.2f} ms"
+                rows.append(
+                    (f"a head's pass, {name} vocabulary", value, f"{most} %", _met(share <= most))
+                )
+            continue
+        key, least = BARS[line["part"]]
+        value = f"{line['plain_tok_s']:,.0f} -> {line['drafted_tok_s']:,.0f} tok/s, {line['times']:.2f} x"
+        value += f" ({line['accepted']:.1f} of {line['drafted']:.1f} stand)"
+        rows.append((line["part"], value, f"{least:g} {key}", _met(line[key] >= least)))
+    facts = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
+    about = (__doc__ or "").partition("makes drafting.md of it")[2].strip()
+    table = markdown_table(("what", result["shape"], "bar", ""), rows)
+    return f"# Drafts on a GPU\n\n{about}\n\n{facts}.\n\n{table}\n"
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "missed"
+
+
 def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -201,7 +236,11 @@ def main() -> None:
     parser.add_argument("--rows", default="64,256", help="of the part `many`")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", type=Path)
     given = parser.parse_args()
+    if given.write:
+        Path(__file__).with_suffix(".md").write_text(page(json.loads(given.write.read_text())))
+        return
     folder = Path(tempfile.mkdtemp())
     model = str(write_model(folder, given.shape))
     lines: list[dict[str, Any]] = []
