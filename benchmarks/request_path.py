@@ -39,7 +39,7 @@ WATCHERS = frozenset(
     {
         "front/server/http/stand_in.py",
         "front/server/http/event_loop.py",
-        "front/server/process.py",
+        "front/server/process.py",  # resumed by uvicorn's tick, ten times a second, and by its timers
         "front/server/batches/runner.py",
         "front/server/state/batches.py",
     }

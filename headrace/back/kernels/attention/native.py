@@ -71,7 +71,8 @@ def bind_with(
         lse_TH: torch.Tensor | None = None,
         states_THR: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        check_states(problem, states_THR, q_THD)
+        if problem.bias_rank or states_THR is not None:
+            check_states(problem, states_THR, q_THD)
         if lse_TH is not None:
             check_lse(lse_TH, q_THD)
         assert q_THD.dtype == problem.dtype and kv.dtype == cache_dtype, (q_THD.dtype, kv.dtype)
