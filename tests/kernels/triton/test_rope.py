@@ -57,7 +57,7 @@ def test_keys_and_values_are_written(kv_heads, head_dim, block_tokens, dtype):
     quantized = KVWriteProblem(
         device=DEVICE, dtype=dtype, kv_heads=2, head_dim=32, block_tokens=16, quantized="int8"
     )
-    assert triton_kv_write.KERNEL.supports(quantized) == "writes no quantized caches (int8)"
+    assert triton_kv_write.KERNEL.supports(quantized) == "writes no caches of int8"
 
 
 @pytest.mark.parametrize("layout", ["half", "pairs"])
