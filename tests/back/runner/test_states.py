@@ -29,7 +29,7 @@ class Reversed:
     in_graphs = False
     repeatable = True
     host_until = None
-    media_tokens = 0
+    media_tokens = media_width = 0
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         self.calls.append("take")
