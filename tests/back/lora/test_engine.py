@@ -239,12 +239,15 @@ def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def test_experts_of_adapters_give_the_tokens_of_merged_weights(
     device: str, tmp_path: Path, engine: Any
 ) -> None:
-    """Beside magnitudes, tables and heads; on a GPU from graphs."""
+    """Beside magnitudes, tables and heads; from recorded steps."""
     tiny, requests = of_all_kinds(tmp_path, "qwen2-moe"), mixed(8)
     one = engine(tiny=tiny, kinds=KINDS, device=device)
     for _ in range(2):
         one.core.kv.reset_cache([])
         assert one.run(requests) == expected(tiny, requests)
+    replay = one.executor._resident.runner._steps._replay
+    if device == "cpu" and isinstance(load(), NativeLibrary):
+        assert replay.foreign == () and any(bucket.adapted for bucket in replay._graphs)
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -1,5 +1,6 @@
 """Low-rank adapters of experts: see layers/adapters.py. A pair of a token and an expert has the
-slot of both: an expert's matrices in an adapter's slot are a slot of op lora_linear.
+slot of both: an expert's matrices in an adapter's slot are a slot of op lora_linear (op lora_pairs
+says which).
 
 What is added to gates and ups goes into the kernel in front of the activation; what is added to
 downs is computed of the inner values that the kernel leaves (op experts, `beside`).
@@ -22,6 +23,7 @@ from headrace.back.kernels.lora_linear.op import (
     LoraWeights,
     empty_weights,
 )
+from headrace.back.kernels.lora_pairs.op import PAIRS_OP, SUM_OP, LoraPairsProblem, new_pairs
 from headrace.back.layers.adapter_shares import AdaptedModule, LowRank
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.moe.weights import ExpertNames, ExpertSizes
@@ -129,7 +131,16 @@ class AdaptedExperts:
     ) -> Experts:
         """`plain` experts, or the `adapted` kernel, whose problem is `problem`, with what its
         pairs' adapters add. `bind`: see Scope."""
-        slots, count = self._slots, self._count
+        slots = self._slots
+        pairs_problem = LoraPairsProblem(
+            device=problem.device,
+            dtype=problem.dtype,
+            experts=self._count,
+            slots=problem.slots,
+            width=self._width,
+            inner=problem.inner,
+        )
+        split, add_sums = bind(PAIRS_OP, pairs_problem), bind(SUM_OP, pairs_problem)
         add_up = bind(OP, self._up, self.up_weights)
         add_down = bind(OP, self._down, self.down_weights)
 
@@ -139,18 +150,15 @@ class AdaptedExperts:
             rows_T = slots.rows_T
             if rows_T is None:
                 return plain(x_TE, expert_TK, weight_TK)
-            has_TK = (rows_T > 0)[:, None] & (expert_TK >= 0)
-            slot_TK = torch.where(has_TK, (rows_T[:, None] - 1) * count + expert_TK + 1, 0)
-            slot_P, (tokens, each) = slot_TK.to(torch.int32).flatten(), expert_TK.shape
-            more_PI = x_TE.new_zeros((slot_P.numel(), 2 * problem.inner), dtype=torch.float32)
-            add_up(x_TE.repeat_interleave(each, 0), more_PI, slot_P)
+            pairs, (tokens, each) = new_pairs(pairs_problem, x_TE), expert_TK.shape
+            split(x_TE, rows_T, expert_TK, pairs)
+            add_up(pairs.x_PE, pairs.more_PI, pairs.slot_P)
             inner_TKI = x_TE.new_empty((tokens, each, problem.inner))
-            beside = more_PI.view(tokens, each, -1), inner_TKI
+            beside = pairs.more_PI.view(tokens, each, -1), inner_TKI
             y_TE = adapted(x_TE, expert_TK, weight_TK, beside)
-            down_PE = x_TE.new_zeros((slot_P.numel(), x_TE.shape[1]), dtype=torch.float32)
-            add_down(inner_TKI.flatten(0, 1), down_PE, slot_P)
-            sum_TE = (down_PE.view(tokens, each, -1) * weight_TK[..., None]).sum(1)
-            return (y_TE.float() + sum_TE).to(y_TE.dtype)
+            add_down(inner_TKI.flatten(0, 1), pairs.down_PE, pairs.slot_P)
+            add_sums(y_TE, weight_TK, pairs)
+            return y_TE
 
         return experts
 
