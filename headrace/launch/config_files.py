@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from headrace.back.models.published_keys import in_common_keys
 from headrace.back.models.vlm_inside import thinker_config
 from headrace.base.config.checkpoint_parts import with_parts
 from headrace.base.config.hf import ConfigReader, read_json
@@ -13,7 +14,8 @@ from headrace.base.config.two_towers import filled
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json; what older checkpoints say of their weights in a file of its own stands under
-    `quantization_config`, as newer ones have it. Of checkpoints that speak, the thinker's."""
+    `quantization_config`, as newer ones have it, and keys of their own under common ones. Of
+    checkpoints that speak, the thinker's."""
     config = read_json(folder / "config.json")
     for name, method in _BESIDE.items():
         beside = folder / name
@@ -25,6 +27,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             written = {} if inside is None else dict(inside.raw)
         if written:
             config["quantization_config"] = {"quant_method": method, **written}
+    config = in_common_keys(config, str(folder / "config.json"))
     return filled(thinker_config(with_parts(folder, config)))
 
 

@@ -18,6 +18,7 @@ from headrace.back.models.encoder_families import ENCODERS, HEADLESS, JUDGES, re
 from headrace.back.models.families import (
     FALLBACK,
     HEADS,
+    KV_HEADS_LISTED,
     RECURRENT,
     TEXT_SECTIONS,
     TWO_ATTENTIONS,
@@ -271,6 +272,9 @@ def _kv_bytes(
     group = reader.int("index_kpool", 1, aliases=("indexer_compress_ratio",), ge=1)
     indexed = indexed_layers(family, reader, layers) if index else 0
     attentions = layers * (2 if family in TWO_ATTENTIONS else 1)
+    each = reader.list(KV_HEADS_LISTED, None, of=int)
+    if each is not None:  # `values` are those of the layer with most heads
+        attentions, values = sum(each), 2 * head_dim
     return (attentions * values + indexed * -(-index // group)) * DTYPE_BYTES[dtype]
 
 

@@ -12,6 +12,7 @@ from headrace.base.config.resolved import PoolingSpec
 from headrace.launch.pooling_modules import Modules
 
 MAX_LABELS = 65_536
+REWARD_MODEL = "ForRewardModel"
 
 
 def labels_of(config: ConfigReader) -> tuple[str, ...]:
@@ -91,14 +92,21 @@ def _matryoshka(config: ConfigReader) -> tuple[int, ...] | None:
 
 def _activation(config: ConfigReader, head: str, labels: tuple[str, ...]) -> str:
     """Sigmoid for one label or several that may hold at once, softmax for one of several, none for
-    a regression of several values. One label is a score, which rerankers read as a logit."""
-    if head not in ("sequence", "token"):
+    a regression of several values, and for rewards. One label is a score, which rerankers read as a
+    logit."""
+    if head not in ("sequence", "token") or _rewards(config):
         return "none"
     kinds = ("regression", "single_label_classification", "multi_label_classification")
     named = config.choice("problem_type", kinds, None) if config.raw.get("problem_type") else None
     if len(labels) == 1 or named == "multi_label_classification":
         return "sigmoid"
     return "none" if named == "regression" else "softmax"
+
+
+def _rewards(config: ConfigReader) -> bool:
+    """Whether its one label is a reward, of no bounds."""
+    named = config.list("architectures", (), of=str)
+    return bool(named) and named[0].endswith(REWARD_MODEL)
 
 
 def _is_map(value: object) -> bool:

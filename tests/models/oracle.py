@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from headrace.back.models.families import text_config
 from headrace.back.models.load.source import name_of
 from headrace.back.models.protocol import LoadableModel
+from headrace.back.models.published_keys import in_common_keys
 from headrace.back.models.registry import build_model, family_of
 from headrace.back.models.weights import copies
 from headrace.back.parallel.mesh import Mesh
@@ -180,7 +181,7 @@ def model_spec(
 ) -> ModelSpec:
     """The resolved description of the checkpoint in `folder`; `changes` override keys of its
     config."""
-    config = json.loads((folder / "config.json").read_text()) | changes
+    config = in_common_keys(json.loads((folder / "config.json").read_text()) | changes)
     reader = ConfigReader(config, "config.json")
     return ModelSpec(
         path=str(folder),

@@ -33,9 +33,14 @@ def renamed(tensors: Tensors, *rules: tuple[str, str]) -> Tensors:
     return found
 
 
-def merged(tensors: Tensors, module: str, name: str, *, by_group: bool) -> Tensors:
+def merged(
+    tensors: Tensors, module: str, name: str, *, by_group: bool, biased: bool = False
+) -> Tensors:
     """Query, key and value of each attention in one tensor, one after the other or KV head by KV head."""
     kept = dict(tensors)
+    for query in [one for one in tensors if one.endswith(f"{module}.q_proj.bias") and biased]:
+        parts = [kept.pop(query.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        kept[query.replace("q_proj", name)] = torch.cat(parts)
     for query in [one for one in tensors if one.endswith(f"{module}.q_proj.weight")]:
         parts = [kept.pop(query.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
         if by_group:
@@ -100,6 +105,41 @@ def first_experts(tensors: Tensors) -> Tensors:
         (r"experts\.(\d+)\.w3", r"experts.\1.up_proj"),
         (r"experts\.(\d+)\.w2", r"experts.\1.down_proj"),
     )
+
+
+def chatglm(tensors: Tensors) -> Tensors:
+    joined = merged(tensors, "self_attn", "query_key_value", by_group=False, biased=True)
+    return renamed(
+        joined,
+        ("lm_head", "transformer.output_layer"),
+        (r"model\.norm", "transformer.encoder.final_layernorm"),
+        (r"model\.layers", "transformer.encoder.layers"),
+        (r"model\.embed_tokens", "transformer.embedding.word_embeddings"),
+        ("self_attn", "self_attention"),
+        ("o_proj", "dense"),
+        (r"mlp\.gate_up_proj", "mlp.dense_h_to_4h"),
+        (r"mlp\.down_proj", "mlp.dense_4h_to_h"),
+    )
+
+
+def qwen(tensors: Tensors) -> Tensors:
+    return renamed(
+        merged(tensors, "self_attn", "c_attn", by_group=False, biased=True),
+        (r"model\.layers", "transformer.h"),
+        (r"model\.norm", "transformer.ln_f"),
+        (r"model\.embed_tokens", "transformer.wte"),
+        (r"mlp\.gate_proj", "mlp.w2"),
+        (r"mlp\.up_proj", "mlp.w1"),
+        (r"mlp\.down_proj", "mlp.c_proj"),
+        ("o_proj", "c_proj"),
+        ("self_attn", "attn"),
+        ("input_layernorm", "ln_1"),
+        ("post_attention_layernorm", "ln_2"),
+    )
+
+
+def yi(tensors: Tensors) -> Tensors:
+    return renamed(tensors, ("input_layernorm", "ln1"), ("post_attention_layernorm", "ln2"))
 
 
 def with_drafter(tensors: Tensors) -> Tensors:
@@ -182,6 +222,55 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Callable]] 
         },
         first_experts,
     ),
+    "chatglm": (
+        "ChatGLMModel",
+        "glm",
+        {"head_dim": 8, "rms_norm_eps": 1e-5, **rope(partial_rotary_factor=0.5)},
+        {
+            **{"num_layers": 3, "ffn_hidden_size": 80, "layernorm_epsilon": 1e-5},
+            **{"padded_vocab_size": 97, "seq_length": 128, "rope_ratio": 0.05},
+            **{"multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 8},
+            **{"add_qkv_bias": True, "add_bias_linear": False, "rmsnorm": True},
+            **dict.fromkeys(("vocab_size", "intermediate_size", "num_key_value_heads")),
+        },
+        chatglm,
+    ),
+    "qwen": (
+        "QWenLMHeadModel",
+        "qwen2",
+        {"num_key_value_heads": 6, "use_sliding_window": False, **rope()},
+        {
+            **{"intermediate_size": 160, "kv_channels": 8, "layer_norm_epsilon": 1e-6},
+            **{"rotary_emb_base": 500.0, "rotary_pct": 1.0, "seq_length": 128, "no_bias": True},
+            **{"use_logn_attn": True, "use_dynamic_ntk": True, "num_key_value_heads": None},
+        },
+        qwen,
+    ),
+    "yi": ("Yi", "llama", rope(), THETA, yi),
+    "pangu": (
+        "PanguEmbedded",
+        "llama",
+        {"attention_bias": True, **rope()},
+        {**THETA, "bias": True},
+        as_they_are,
+    ),
+    "stablelm-epoch": (
+        "StableLMEpoch",
+        "stablelm",
+        {"use_qkv_bias": True, "qk_layernorm": False, **rope(partial_rotary_factor=0.5)},
+        {"rope_theta": 500.0, "rope_pct": 0.5, "norm_eps": 1e-5, "use_qkv_bias": True},
+        as_they_are,
+    ),
+    "refined-web": (
+        "RW",
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False, "alibi": False},
+        {
+            **{"model_type": "RefinedWeb", "n_layer": 3, "n_head": 6, "n_head_kv": 2},
+            **{"layer_norm_epsilon": 1e-5, "bias": False, "alibi": False, "parallel_attn": True},
+        },
+        as_they_are,
+    ),
     "ling-2": ("BailingMoeV2", "glm4-moe", {}, {**V2, "rope_theta": 500.0}, bailing),
 }
 
@@ -193,7 +282,8 @@ def publish(name: str, folder: Path, **changes: Any) -> Any:
     config = getattr(transformers, f"{copied}Config")
     oracle = save_oracle(config(**(SIZES | keys_of_case | of_base)), folder)
     save_file(rename(load_file(folder / "model.safetensors")), folder / "model.safetensors")
-    published = {**SHAPE, "architectures": [f"{architecture}ForCausalLM"], **keys, **changes}
+    whole = architecture if architecture.endswith("Model") else f"{architecture}ForCausalLM"
+    published = {**SHAPE, "architectures": [whole], **keys, **changes}
     (folder / "config.json").write_text(json.dumps(published))
     return oracle
 
@@ -257,6 +347,9 @@ def test_baichuan_has_the_logits_of_a_llama_with_its_positions(
         ("minicpm", {"num_experts": 8}, "num_experts"),
         ("ling", {"norm_head": True}, "norm_head"),
         ("ling-2", {"score_function": "tanh"}, "score_function"),
+        ("chatglm", {"vision_config": {"image_size": 224}}, "vision_config"),
+        ("qwen", {"no_bias": False}, "no_bias"),
+        ("qwen", {"intermediate_size": 161}, "intermediate_size"),
     ],
 )
 def test_what_is_not_built_is_refused_by_key(

@@ -1,5 +1,6 @@
 """Jina Embeddings v2 in plain PyTorch, by the paper (Günther et al. 2023, section 3: BERT with symmetric ALiBi and
-gated MLPs) and the keys of jina-embeddings-v2-base-en's config.json; tensors by the names of its checkpoint."""
+gated MLPs) and the keys of jina-embeddings-v2-base-en's config.json; tensors by the names of its checkpoint. Those of
+-base-code have norms of queries and keys and a norm more in each layer."""
 
 from __future__ import annotations
 
@@ -18,8 +19,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def tiny() -> dict[str, torch.Tensor]:
-    """Random tensors of CONFIG."""
+CODE = CONFIG | {
+    "auto_map": {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}
+}
+
+
+def tiny(*, code: bool = False) -> dict[str, torch.Tensor]:
+    """Random tensors of CONFIG, or of CODE."""
     shapes = {"embeddings.word_embeddings.weight": (96, 48), "embeddings.LayerNorm.weight": (48,)}
     shapes |= {
         "embeddings.token_type_embeddings.weight": (2, 48),
@@ -30,10 +36,15 @@ def tiny() -> dict[str, torch.Tensor]:
         for name in ("self.query", "self.key", "self.value", "output.dense"):
             module = f"{at}.attention.{name}"
             shapes |= {f"{module}.weight": (48, 48), f"{module}.bias": (48,)}
-        for name in ("attention.output.LayerNorm", "mlp.layernorm"):
+        norms = ("attention.output.LayerNorm", "mlp.layernorm")
+        wide, back = ("up_gated_layer", "down_layer") if code else ("gated_layers", "wo")
+        if code:
+            of_scores = (f"attention.self.layer_norm_{one}" for one in "qk")
+            norms = (norms[0], *of_scores, "layer_norm_1", "layer_norm_2")
+        for name in norms:
             shapes |= {f"{at}.{name}.weight": (48,), f"{at}.{name}.bias": (48,)}
-        shapes |= {f"{at}.mlp.gated_layers.weight": (160, 48), f"{at}.mlp.wo.weight": (48, 80)}
-        shapes[f"{at}.mlp.wo.bias"] = (48,)
+        shapes |= {f"{at}.mlp.{wide}.weight": (160, 48), f"{at}.mlp.{back}.weight": (48, 80)}
+        shapes[f"{at}.mlp.{back}.bias"] = (48,)
     made = torch.Generator().manual_seed(2)
     return {name: torch.randn(shape, generator=made) * 0.3 for name, shape in shapes.items()}
 
@@ -72,13 +83,23 @@ def hidden_states(
     alibi = -slopes(heads)[:, None, None] * (place[:, None] - place[None]).abs()
     for layer in range(config["num_hidden_layers"]):
         at = f"encoder.layer.{layer}"
-        q, k, v = (
-            linear(x, f"{at}.attention.self.{one}").unflatten(1, (heads, -1)).transpose(0, 1)
-            for one in ("query", "key", "value")
-        )
+        code = f"{at}.layer_norm_1.weight" in tensors
+        q, k, v = (linear(x, f"{at}.attention.self.{one}") for one in ("query", "key", "value"))
+        if code:
+            q, k = (
+                norm(q, f"{at}.attention.self.layer_norm_q"),
+                norm(k, f"{at}.attention.self.layer_norm_k"),
+            )
+        q, k, v = (one.unflatten(1, (heads, -1)).transpose(0, 1) for one in (q, k, v))
         scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5 + alibi
         y = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        before = x
         x = norm(linear(y, f"{at}.attention.output.dense") + x, f"{at}.attention.output.LayerNorm")
+        if code:
+            x = norm(x + before, f"{at}.layer_norm_1")
+            up, gate = linear(x, f"{at}.mlp.up_gated_layer").chunk(2, dim=-1)
+            x = norm(linear(up * F.gelu(gate), f"{at}.mlp.down_layer") + x, f"{at}.layer_norm_2")
+            continue
         both = linear(x, f"{at}.mlp.gated_layers")
         y = linear(F.gelu(both[:, :inner]) * both[:, inner:], f"{at}.mlp.wo")
         x = norm(y + x, f"{at}.mlp.layernorm")

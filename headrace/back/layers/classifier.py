@@ -80,9 +80,14 @@ class ConvolutionHead:
 
 
 def classifier_of(scope: Scope, width: int) -> Classifier | None:
-    """The head of a decoder that classifies: one GEMM, without bias where it judges whole texts."""
+    """The head of a decoder that classifies: one GEMM, without bias where it judges whole texts, or
+    two of a sequence, each with one."""
     head = scope.head
     if head.kind not in ("sequence", "token"):
         return None
-    bias = head.kind == "token"
-    return Classifier(Dense(scope / "score", width, head.num_labels, bias=bias))
+    at = scope / head.name
+    if head.deep:
+        first = Dense(at / "0", width, width, bias=True)
+        last = Dense(at / "2", width, head.num_labels, bias=True)
+        return Classifier(last, first=first, activation="relu")
+    return Classifier(Dense(at, width, head.num_labels, bias=head.kind == "token"))

@@ -97,11 +97,14 @@ class Ledger:
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """What stands on top of the model: "lm", "sequence" or "token" (a classifier of `num_labels`),
-    "none". `bare`: the checkpoint is of the base model alone, whose names lack the prefix."""
+    "none". `bare`: the checkpoint is of the base model alone, whose names lack the prefix. `name`:
+    of a decoder's classifier; `deep`: a layer with a ReLU stands before its last one."""
 
     kind: str = "lm"
     num_labels: int = 0
     bare: bool = False
+    name: str = "score"
+    deep: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

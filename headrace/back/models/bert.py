@@ -49,9 +49,10 @@ POOLER = r"(.*\.)?pooler\..*"
 @dataclass(frozen=True, kw_only=True)
 class BertNames:
     """Where the layers lie in the model, and the tensors of one in it. Norms come behind the sums
-    (`after_*`) or before the branches (`before_*`), then one behind the layers (`norm`); None:
-    there is no such norm. `typed`: tokens have types, each with a row of its own. `wide`: the
-    projection of narrow embeddings, whose width is under `wide_key`; `renamed`: see WeightPlan."""
+    (`after_*`) or before the branches (`before_*`), then one behind the layers (`norm`);
+    `behind_attention`: of the branch itself; None: there is no such norm. `typed`: tokens have
+    types, each with a row of its own. `wide`: the projection of narrow embeddings, whose width is
+    under `wide_key`; `renamed`: see WeightPlan."""
 
     layers: str = "encoder.layer"
     embedding_norm: bool = True
@@ -64,6 +65,7 @@ class BertNames:
         "attention.self.value",
     )
     out: str = "attention.output.dense"
+    behind_attention: str | None = None
     after_attention: str | None = "attention.output.LayerNorm"
     mlp: PlainMLPSpec = MLP
     after_mlp: str | None = "output.LayerNorm"
@@ -179,6 +181,7 @@ def _layer(
     return EncoderLayer(
         before_attention=norm(names.before_attention),
         attention=attention,
+        behind_attention=norm(names.behind_attention),
         after_attention=norm(names.after_attention),
         before_mlp=norm(names.before_mlp),
         mlp=mlp,

@@ -22,7 +22,7 @@ from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
-from headrace.back.layers.norm import RMS_NO_WEIGHT
+from headrace.back.layers.norm import RMS_NO_WEIGHT, LayerNorm
 from headrace.back.layers.position_bias import CausalBias, RelativeBias, SlopeBias
 from headrace.back.layers.residual import BlockNorm, total
 from headrace.back.layers.rope import Rope, RopeSpec
@@ -62,10 +62,11 @@ class EncoderSizes:
 class SpanAttentionLayer:
     """x_TE -> y_TE: projects, rotates if there is a rope, attends inside each text, projects back.
 
-    `names` are the checkpoint's query, key and value, or the one tensor that holds all three; `out`
-    leads back. `window`: tokens seen on each side, None: all. `scale`: of the scores, None:
-    1/sqrt(head_dim). `softcap`: of them. `position_bias`: added to them. `value_eps`: of a norm
-    without weight over each value, None: there is none.
+    `names` are the checkpoint's query, key and value, or the one tensor that holds all three, one
+    after the other or, `by_head`, each head's beside each other; `out` leads back. `window`: tokens
+    seen on each side, None: all. `scale`: of the scores, None: 1/sqrt(head_dim). `softcap`: of
+    them. `position_bias`: added to them. `value_eps`: of a norm without weight over each value,
+    None: there is none. `wide_norms`: layer norms of all queries of a token, and of all keys.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class SpanAttentionLayer:
         *,
         names: tuple[str, ...],
         out: str,
+        by_head: bool = False,
         bias: bool = True,
         rope: RopeSpec | None = None,
         window: int | None = None,
@@ -83,8 +85,11 @@ class SpanAttentionLayer:
         qk_norm: QKNorm | None = None,
         value_eps: float | None = None,
         position_bias: RelativeBias | CausalBias | SlopeBias | None = None,
+        wide_norms: tuple[LayerNorm, LayerNorm] | None = None,
     ) -> None:
         merged = names[0] if len(names) == 1 else None
+        assert wide_norms is None or scope.mesh.tp.size == 1, "a rank has some heads alone"
+        self._wide_norms = wide_norms
         labels = names if merged is None else ("query", "key", "value")
         counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
         parts = tuple(
@@ -93,7 +98,8 @@ class SpanAttentionLayer:
         )
         self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._head_dim = sizes.head_dim
-        self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias, merged=merged)
+        groups = sizes.kv_heads if by_head else 1
+        self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias, merged=merged, groups=groups)
         self._out = RowLinear(scope / out, parts[0], sizes.width, bias=bias)
         self._qk_norms: list[HeadNorm] = []
         if qk_norm is not None:
@@ -122,6 +128,10 @@ class SpanAttentionLayer:
         if self._qk_norms:
             of_q, of_k = self._qk_norms
             q_THD, k_TKD = of_q.norm(q_THD), of_k.norm(k_TKD)
+        if self._wide_norms is not None:
+            of_q, of_k = self._wide_norms
+            q_THD = of_q.norm(q_THD.flatten(1)).view(q_THD.shape)
+            k_TKD = of_k.norm(k_TKD.flatten(1)).view(k_TKD.shape)
         if self._value_norm is not None:
             v_TKD = self._value_norm.norm(v_TKD)
         if self._rope is not None:

@@ -46,6 +46,11 @@ EMBEDDERS: Mapping[str, tuple[str, str]] = {
 }
 """Architectures without a head whose names say that they are encoders, and where the text part
 lies."""
+RERANKERS: Mapping[str, tuple[str, bool]] = {
+    "LlamaBidirectionalForSequenceClassification": ("eurobert", False),
+    "JinaBertForSequenceClassification": ("jina_bert", True),
+}
+"""The same with a head that judges texts, and whether their tensors lack a prefix."""
 TEXT_ENCODERS: Mapping[str, str] = {
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "roberta",
@@ -80,6 +85,7 @@ TEXT_ENCODERS: Mapping[str, str] = {
     "EuroBertForMaskedLM": "eurobert",
     "ModernBertForMaskedLM": "modernbert",
     "NomicBertForMaskedLM": "nomic_bert",
+    "NeoBERTForMaskedLM": "neobert",
     "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
 }
 """Encoders, by the name with their language-model head."""
@@ -93,7 +99,7 @@ ENCODERS = frozenset(
         *("t5_encoder", "umt5_encoder", *JUDGES.values(), "longformer"),
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
         *("frame_labels", "deberta", "mobilebert", "squeezebert", "fnet", "xlm", "luke", "xmod"),
-        *("big_bird", "convbert", "jina_bert"),
+        *("big_bird", "convbert", "jina_bert", "neobert"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
@@ -138,6 +144,8 @@ def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
     """How many of the stated positions no text can use."""
     if family == "big_bird" and config.get("attention_type", "block_sparse") == "block_sparse":
         return beyond_whole(config)
+    if family == "jina_embeddings_v3" and config.get("position_embedding_type") == "absolute":
+        family = "roberta"
     key = FIRST_POSITION.get(family)
     if key is None:
         return 0

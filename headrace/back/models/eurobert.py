@@ -24,7 +24,7 @@ IGNORED = (r"lm_head\..*",)
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
     """EuroBertModel, EuroBertForSequenceClassification, EuroBertForTokenClassification,
-    EuroBertForMaskedLM; LlamaBidirectionalModel."""
+    EuroBertForMaskedLM; LlamaBidirectionalModel, LlamaBidirectionalForSequenceClassification."""
     sizes = read_encoder_sizes(config, eps=1e-5, eps_key="rms_norm_eps", default_activation="silu")
     inside = scope if scope.head.bare else scope / "model"
     words = TokenEmbedding(inside / "embed_tokens", sizes.vocabulary, sizes.width)
@@ -41,7 +41,7 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
         embed=lambda batch: words.lookup(batch.token_ids_T),
         layers=layers,
         norm=RMS.build(inside / "norm", sizes.width, eps=sizes.eps),
-        classifier=_head(scope, sizes.width),
+        classifier=_head(scope, config, sizes.width),
         ignored=IGNORED,
     )
 
@@ -62,10 +62,14 @@ def _layer(scope: Scope, sizes: EncoderSizes, config: ConfigReader, rope: RopeSp
     )
 
 
-def _head(scope: Scope, width: int) -> Classifier | None:
+def _head(scope: Scope, config: ConfigReader, width: int) -> Classifier | None:
     head = scope.head
     if head.kind == "none":
         return None
+    if config.list("architectures", of=str)[0].startswith("Llama"):
+        if config.float("temperature", 1.0) != 1.0:
+            raise config.wrong("temperature", "1")
+        return Classifier(Dense(scope / "score", width, head.num_labels, bias=False))
     last = Dense(scope / "classifier", width, head.num_labels, bias=True)
     if head.kind == "token":
         return Classifier(last)

@@ -13,10 +13,12 @@ from headrace.back.models.encoder_families import (
     EMBEDDERS,
     ENCODER_DECODERS,
     JUDGES,
+    RERANKERS,
     TEXT_ENCODERS,
 )
 from headrace.back.models.hearing_families import TEXT_OF_HEARING
 from headrace.back.models.media_families import WITH_MEDIA
+from headrace.back.models.published_families import PUBLISHED
 from headrace.base import extensions
 from headrace.base.config.ctc import is_ctc
 from headrace.base.config.hf import ConfigReader
@@ -32,13 +34,11 @@ WIDTH = ("n_embd", "d_model", "dim", "emb_dim")
 HEADS = ("n_head", "n_heads", "num_heads", "attention_heads")
 """What `num_attention_heads` is called besides."""
 
+KV_HEADS_LISTED = "num_key_value_heads_per_layer"
+"""The KV heads of each layer, where they differ; 0: it does not attend."""
+
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
-    "IQuestCoderForCausalLM": "llama",
-    **dict.fromkeys(("LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM"), "llama"),
-    "InternLMForCausalLM": "internlm",
-    "DeepseekForCausalLM": "deepseek_moe",
-    "InternLM3ForCausalLM": "internlm3",
     "Emu3ForCausalLM": "emu3",
     "DiffLlamaForCausalLM": "diffllama",
     "JetMoeForCausalLM": "jetmoe",
@@ -110,21 +110,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "PersimmonForCausalLM": "persimmon",
     "NanoChatForCausalLM": "nanochat",
     "DbrxForCausalLM": "dbrx",
-    "BaichuanForCausalLM": "baichuan",
-    "BaiChuanForCausalLM": "baichuan",
-    "InternLM2ForCausalLM": "internlm2",
-    "ExaoneForCausalLM": "exaone",
-    "MiniCPMForCausalLM": "minicpm",
-    "OrionForCausalLM": "orion",
-    "MiMoForCausalLM": "mimo",
-    "BailingMoeForCausalLM": "bailing_moe",
-    "BailingMoeV2ForCausalLM": "bailing_moe",
-    "BailingMoeLinearForCausalLM": "bailing_moe_linear",
-    "BailingMoeLinearV2ForCausalLM": "bailing_moe_linear",
-    "BailingMoeV2_5ForCausalLM": "bailing_moe_linear",
     "Gemma4UnifiedForCausalLM": "gemma4_unified",
-    "MiniMaxText01ForCausalLM": "minimax_text_01",
-    "MiniMaxM1ForCausalLM": "minimax_text_01",
     "CwmForCausalLM": "cwm",
     "VaultGemmaForCausalLM": "vaultgemma",
     "HyperCLOVAXForCausalLM": "hyperclovax",
@@ -182,6 +168,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
     "Qwen4ExpForCausalLM": "qwen4",
+    **PUBLISHED,
     **TEXT_ENCODERS,
 }
 TEXT_TYPES: Mapping[str, str] = {
@@ -265,6 +252,8 @@ _HEADS = {
     MASKED: "none",
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "token",
+    "ForProcessRewardModel": "token",
+    "ForRewardModel": "sequence",
     "Model": "none",
 }
 _BASES = {
@@ -305,6 +294,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family="bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
+    if names[0] in PUBLISHED:
+        return Architecture(family=PUBLISHED[names[0]])
+    if names[0] in RERANKERS:
+        family, bare = RERANKERS[names[0]]
+        return Architecture(family=family, head="sequence", bare=bare)
     if names[0] in EMBEDDERS:
         family, within = EMBEDDERS[names[0]]
         return Architecture(family=family, head="none", bare=True, within=within)
@@ -366,6 +360,8 @@ def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) ->
     kinds = config.get("layers_block_type") or config.get("layer_types")
     attending, shared = config.get("attn_layer_indices"), config.get("num_kv_shared_layers")
     sources, repeated = config.get("kv_source_layers"), config.get("block_types")
+    if isinstance(listed := config.get(KV_HEADS_LISTED), list):
+        return frozenset(i for i, count in enumerate(listed) if count == 0)
     if family in RECURRENT:
         return frozenset(range(layers))
     if family in SHARING and isinstance(shared, int):

@@ -60,6 +60,6 @@ def _rope(scope: Scope, config: ConfigReader) -> RopeSpec:
     return replace(rope, frequencies=tuple(one / slower for one in rope.frequencies))
 
 
-def _mlp(scope: Scope, sizes: EncoderSizes) -> GatedMLP:
+def _mlp(scope: Scope, sizes: EncoderSizes, _: int) -> GatedMLP:
     names = ("gate", "up", "down_proj")
     return GatedMLP(scope, sizes.feed_forward, merged=UP_GATE, names=names, down_bias=True)

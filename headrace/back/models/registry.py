@@ -6,8 +6,9 @@ fallback, if that library knows it; the choice is a decision, never silent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -31,6 +32,7 @@ from headrace.back.models.families import (
     text_config,
 )
 from headrace.back.models.protocol import LoadableModel
+from headrace.back.models.published_families import DEEP_HEADS, HEAD_NAMES, RENAMED
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.cache_scales import CacheScales
 from headrace.back.quant.parts import PartSchemes
@@ -138,7 +140,7 @@ def scope_of(
         verify_queries=verify_queries,
         max_positions=spec.max_model_len,
         encoder_tokens=spec.encoder_tokens,
-        head=Head(kind=spec.head, num_labels=spec.num_labels, bare=spec.bare),
+        head=_head(spec),
         online=online_schemes(spec),
         stored=stored or {},
         kv_quantized=spec.kv_dtype,
@@ -151,6 +153,18 @@ def scope_of(
         image_norm=spec.image_norm,
         shares_encoder=spec.shares_encoder,
         cache_scales=cache_scales,
+    )
+
+
+def _head(spec: ModelSpec) -> Head:
+    names = spec.config.get("architectures")
+    named = names[0] if isinstance(names, list) and names else ""
+    return Head(
+        kind=spec.head,
+        num_labels=spec.num_labels,
+        bare=spec.bare,
+        name=HEAD_NAMES.get(named, "score"),
+        deep=named in DEEP_HEADS,
     )
 
 
@@ -180,10 +194,20 @@ def _build(spec: ModelSpec, scope: Scope) -> LoadableModel:
         return family(scope, reader)
     named = architecture_of(spec.config)
     if not named.within and not named.base_within:
-        return family(scope, reader)
+        return _as_named(family(scope, reader), spec.config)
     scope.ledger.note(_TEXT_ALONE)
     reader = ConfigReader(text_config(spec.config), "config.json: text_config")
     return family(replace(scope / named.within, base_within=named.base_within), reader)
+
+
+def _as_named(model: LoadableModel, config: Mapping[str, Any]) -> LoadableModel:
+    """The model, which finds its tensors under the names of its architecture."""
+    names = config.get("architectures")
+    others = RENAMED.get(names[0]) if isinstance(names, list) and names else None
+    if others is not None:
+        plan = model.weights
+        model.weights = replace(plan, renamed=(*plan.renamed, *others))
+    return model
 
 
 def _build_foreign(name: str, scope: Scope, reader: ConfigReader) -> LoadableModel:

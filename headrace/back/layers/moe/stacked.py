@@ -110,12 +110,63 @@ class UngatedExperts:
         return _Ungated(scope, sizes, self)
 
 
-class _Ungated:
+@dataclass(frozen=True, kw_only=True)
+class FlatUngatedExperts:
+    """The same in two tensors [X * I, E], the downs turned (Nomic Embed 2)."""
+
+    up: str
+    down: str
+    biased = True
+    adapted = None
+
+    def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
+        """See ExpertLayout."""
+        return _FlatUngated(scope, sizes, self)
+
+
+class _UngatedBiases:
     matrices = None
 
-    def __init__(self, scope: Scope, sizes: ExpertSizes, names: UngatedExperts) -> None:
-        count, width, inner = sizes.experts, sizes.width, sizes.inner
+    def __init__(self, scope: Scope, sizes: ExpertSizes) -> None:
         self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
+        self._like = torch.empty(0, dtype=scope.dtype, device=scope.params_device)
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        ones_XI = self._like.new_ones(self._sizes.experts, self._inner)
+        down_XE = self._like.new_zeros(self._sizes.experts, self._sizes.width)
+        return torch.cat((torch.zeros_like(ones_XI), ones_XI), dim=1), down_XE
+
+    def weights(self, up_XIE: torch.Tensor, down_XEI: torch.Tensor) -> ExpertWeights:
+        """Gates, and ups of zeros."""
+        up_bias_XI, down_bias_XE = self.biases()
+        return ExpertWeights(
+            up_XIE=torch.cat((up_XIE, torch.zeros_like(up_XIE)), dim=1),
+            down_XEI=down_XEI,
+            up_bias_XI=up_bias_XI,
+            down_bias_XE=down_bias_XE,
+        )
+
+
+class _FlatUngated(_UngatedBiases):
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: FlatUngatedExperts) -> None:
+        super().__init__(scope, sizes)
+        shape = (sizes.experts * sizes.inner, sizes.width)
+        rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * sizes.experts)
+        self._up = scope.param(names.up, shape, shard=rows)
+        self._down = scope.param(names.down, shape, shard=rows)
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        each = (self._sizes.experts, self._inner, self._sizes.width)
+        down_XEI = self._down.take().view(each).transpose(1, 2).contiguous()
+        return self.weights(self._up.take().view(each), down_XEI)
+
+
+class _Ungated(_UngatedBiases):
+    def __init__(self, scope: Scope, sizes: ExpertSizes, names: UngatedExperts) -> None:
+        super().__init__(scope, sizes)
+        count, width, inner = sizes.experts, sizes.width, sizes.inner
         up, down = (
             tuple(
                 WeightPiece(name=scope.name(name.format(i)), shape=shape, offset=i * shape[0])
@@ -128,21 +179,9 @@ class _Ungated:
         self._up = scope.param("experts.up", (count * inner, width), pieces=up, shard=rows)
         shape = (count * width, inner)
         self._down = scope.param("experts.down", shape, pieces=down, shard=columns)
-        self._like = torch.empty(0, dtype=scope.dtype, device=scope.params_device)
-
-    def biases(self) -> Biases:
-        """See LoadedExperts."""
-        ones_XI = self._like.new_ones(self._sizes.experts, self._inner)
-        down_XE = self._like.new_zeros(self._sizes.experts, self._sizes.width)
-        return torch.cat((torch.zeros_like(ones_XI), ones_XI), dim=1), down_XE
 
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
-        up_XIE = self._up.take().view(self._sizes.experts, self._inner, self._sizes.width)
-        up_bias_XI, down_bias_XE = self.biases()
-        return ExpertWeights(
-            up_XIE=torch.cat((up_XIE, torch.zeros_like(up_XIE)), dim=1),
-            down_XEI=self._down.take().view(self._sizes.experts, self._sizes.width, self._inner),
-            up_bias_XI=up_bias_XI,
-            down_bias_XE=down_bias_XE,
-        )
+        each = (self._sizes.experts, self._inner, self._sizes.width)
+        down_XEI = self._down.take().view(each[0], each[2], each[1])
+        return self.weights(self._up.take().view(each), down_XEI)

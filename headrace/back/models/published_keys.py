@@ -1,0 +1,213 @@
+"""Keys of config.json files that were published with code of their own, under the names that others
+use.
+
+A row is a function of an architecture's config, which gives the keys to add. The config's own keys
+stay, for the family to read what only it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace.base.config.hf import ConfigReader
+
+Keys = dict[str, Any]
+HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+QK_POST_NORM = "qk-post-norm"
+"""In the name of Jina's code for BERT that norms queries and keys."""
+
+
+def in_common_keys(config: Mapping[str, Any], where: str = "config.json") -> Keys:
+    """The config with the common keys besides, where its architecture has a row."""
+    names = config.get("architectures")
+    named = names[0] if isinstance(names, list) and names else None
+    row = ROWS.get(named) if isinstance(named, str) else None
+    return dict(config) if row is None else {**config, **row(ConfigReader(config, where))}
+
+
+def _called(config: ConfigReader, names: Mapping[str, str]) -> Keys:
+    """The values under the keys of `names`, under the keys that these stand for."""
+    return {ours: config.raw[theirs] for theirs, ours in names.items() if theirs in config}
+
+
+def _chatglm(config: ConfigReader) -> Keys:
+    heads = config.int("num_attention_heads", ge=1)
+    shared = config.bool("multi_query_attention", False)
+    return {
+        **_called(
+            config,
+            {
+                "num_layers": "num_hidden_layers",
+                "ffn_hidden_size": "intermediate_size",
+                "layernorm_epsilon": "rms_norm_eps",
+                "kv_channels": "head_dim",
+                "padded_vocab_size": "vocab_size",
+                "seq_length": "max_position_embeddings",
+                "add_qkv_bias": "attention_bias",
+            },
+        ),
+        "num_key_value_heads": config.int("multi_query_group_num", 1, ge=1) if shared else heads,
+        "rope_theta": 10_000.0 * config.float("rope_ratio", 1.0, ge=1e-3),
+    }
+
+
+def _qwen(config: ConfigReader) -> Keys:
+    """`intermediate_size` counts gates and ups. Beyond `seq_length` positions and scores change
+    with the length of a text: such texts are not read."""
+    inner = config.int("intermediate_size", ge=2)
+    if inner % 2:
+        raise config.wrong("intermediate_size", "even: it counts gates and ups")
+    called = {
+        "seq_length": "max_position_embeddings",
+        "kv_channels": "head_dim",
+        "rotary_emb_base": "rope_theta",
+        "rotary_pct": "partial_rotary_factor",
+    }
+    return {**_called(config, called), "intermediate_size": inner // 2}
+
+
+def _deci(config: ConfigReader) -> Keys:
+    """A number of KV heads for each layer: as listed, or by the heads that share one in its
+    block."""
+    blocks = config.raw.get("block_configs")
+    if not isinstance(blocks, list):
+        listed = config.list("num_key_value_heads_per_layer", of=int)
+    else:
+        heads = config.int("num_attention_heads", ge=1)
+        listed = tuple(
+            _kv_heads(block, f"{config.where}: block_configs: {i}", heads)
+            for i, block in enumerate(blocks)
+        )
+    most = max(listed, default=0)
+    return {"num_key_value_heads_per_layer": list(listed), "num_key_value_heads": max(1, most)}
+
+
+def _kv_heads(block: object, where: str, heads: int) -> int:
+    """0: the block has no attention."""
+    reader = ConfigReader(block if isinstance(block, Mapping) else {}, where)
+    attention = reader.section("attention")
+    if attention is None:
+        raise reader.wrong("attention", "an object: how the block attends")
+    plain = not attention.bool("no_op", False) and not attention.bool("replace_with_linear", False)
+    if not plain:
+        return 0
+    shared = attention.int("n_heads_in_group", ge=1)
+    if heads % shared:
+        raise attention.wrong("n_heads_in_group", f"a divisor of num_attention_heads ({heads})")
+    return heads // shared
+
+
+def _openelm(config: ConfigReader) -> Keys:
+    layers = config.int("num_transformer_layers", ge=1)
+    kv_heads = config.list("num_kv_heads", of=int, length=layers)
+    called = {
+        "num_transformer_layers": "num_hidden_layers",
+        "model_dim": "hidden_size",
+        "max_context_length": "max_position_embeddings",
+        "rope_freq_constant": "rope_theta",
+        "share_input_output_layers": "tie_word_embeddings",
+        "activation_fn_name": "hidden_act",
+    }
+    return {
+        **_called(config, called),
+        "num_attention_heads": max(config.list("num_query_heads", of=int, length=layers)),
+        "num_key_value_heads": max(kv_heads),
+        "num_key_value_heads_per_layer": list(kv_heads),
+    }
+
+
+def _reward(config: ConfigReader) -> Keys:
+    """One label, whose number the configs do not state."""
+    return {"num_labels": 1, "id2label": None}
+
+
+def _bidirectional(config: ConfigReader) -> Keys:
+    """NVIDIA's rerankers say by a word of their own what is pooled."""
+    known = {"avg": "mean", "cls": "cls", "last": "last"}
+    return {"classifier_pooling": known[config.choice("pooling", known, "avg")]}
+
+
+def _nomic(config: ConfigReader) -> Keys:
+    """The first checkpoints have GPT-2's keys. Where rotations are scaled, they are so for texts
+    beyond those of the training alone, and such texts are not read."""
+    if "n_embd" not in config:
+        return {}
+    called = {
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_inner": "intermediate_size",
+        "n_positions": "max_position_embeddings",
+        "layer_norm_epsilon": "layer_norm_eps",
+        "rotary_emb_base": "rope_theta",
+    }
+    gates = {"swiglu": "silu", "geglu": "gelu", "gelu": "gelu"}
+    keys = {
+        "intermediate_size": 4 * config.int("n_embd", ge=1),
+        **_called(config, called),
+        "hidden_act": gates[config.choice("activation_function", gates, "gelu")],
+    }
+    if config.float("rotary_scaling_factor", None) is not None:
+        longest = config.int("n_positions", 2048, ge=1)
+        keys["max_position_embeddings"] = config.int("max_trained_positions", longest, le=longest)
+    return keys
+
+
+def _flash_roberta(config: ConfigReader) -> Keys:
+    """Jina's XLM-RoBERTa, with rotations or with learned positions, has names of its own for
+    tensors but not for itself."""
+    named = config.list("architectures", of=str)[0]
+    own = "use_flash_attn" in config or config.raw.get("position_embedding_type") == "rotary"
+    if not own:
+        return {}
+    base = named.replace("XLMRobertaModel", "XLMRobertaForMaskedLM")  # all lies below a prefix
+    return {
+        "architectures": [base.replace("XLMRoberta", "JinaEmbeddingsV3")],
+        **_called(config, {"rotary_emb_base": "rope_theta"}),
+    }
+
+
+def _jina_bert(config: ConfigReader) -> Keys:
+    """Only the place of its code tells whether queries and keys are normed."""
+    places = config.raw.get("auto_map")
+    stated = " ".join(map(str, places.values())) if isinstance(places, Mapping) else ""
+    return {"qk_post_norm": QK_POST_NORM in stated}
+
+
+def _neobert(config: ConfigReader) -> Keys:
+    """Inner sizes are two thirds of what is stated, in whole multiples of 8."""
+    names = {"NeoBERT": "NeoBERTModel", "NeoBERTLMHead": "NeoBERTForMaskedLM"}
+    named = config.list("architectures", of=str)[0]
+    inner = 2 * config.int("intermediate_size", ge=2) // 3
+    return {
+        "architectures": [names.get(named, named)],
+        "intermediate_size": -(-inner // 8) * 8,
+        **_called(config, {"norm_eps": "layer_norm_eps", "max_length": "max_position_embeddings"}),
+    }
+
+
+def _refined_web(config: ConfigReader) -> Keys:
+    """Of Falcon's first configs only the model's type tells the 40B's layers from the 7B's."""
+    return {"new_decoder_architecture": config.str("model_type", "") == "RefinedWeb"}
+
+
+def _stablelm_epoch(config: ConfigReader) -> Keys:
+    return _called(config, {"rope_pct": "partial_rotary_factor", "norm_eps": "layer_norm_eps"})
+
+
+ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
+    **dict.fromkeys(("ChatGLMModel", "ChatGLMForConditionalGeneration"), _chatglm),
+    "QWenLMHeadModel": _qwen,
+    "DeciLMForCausalLM": _deci,
+    "OpenELMForCausalLM": _openelm,
+    "RWForCausalLM": _refined_web,
+    "StableLMEpochForCausalLM": _stablelm_epoch,
+    **dict.fromkeys(("InternLM2ForRewardModel", "Qwen2ForRewardModel"), _reward),
+    "LlamaBidirectionalForSequenceClassification": _bidirectional,
+    **{f"NomicBert{head}": _nomic for head in HEADS},
+    **{f"XLMRoberta{head}": _flash_roberta for head in HEADS},
+    **{f"JinaBert{head}": _jina_bert for head in HEADS},
+    **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _neobert),
+}
+"""By the name of the architecture."""
