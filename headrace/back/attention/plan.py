@@ -127,6 +127,62 @@ class EncodedTokens:
     layers: tuple[torch.Tensor, ...] = ()
     adds: bool = False
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers behind which something is added."""
+        return len(self.layers)
+
+    def put(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """The embeddings of the step's tokens, with these among them; x_TE is overwritten."""
+        put = x_TE.index_add_ if self.adds else x_TE.index_copy_
+        return put(0, self.at_M, self.rows_ME)
+
+    def add(self, layer: int, x_TE: torch.Tensor) -> None:
+        """What comes behind a layer, added to the residual."""
+        x_TE.index_add_(0, self.at_M, self.layers[layer])
+
+    def marked(self, ids_T: torch.Tensor, mark: int) -> torch.Tensor:
+        """Ids with `mark` in the place of these tokens'."""
+        return ids_T.index_fill(0, self.at_M, mark)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedInPlace:
+    """The same for steps that are recorded, in which any token may be of an input: slot_T int64
+    [T]: what stands for each token, a row of arena_CW; of text the last one, which is zero. `width`
+    E: of a part of such a row."""
+
+    arena_CW: torch.Tensor
+    slot_T: torch.Tensor
+    width: int
+    adds: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """See EncodedTokens."""
+        return self.arena_CW.shape[1] // self.width - 1
+
+    def put(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """See EncodedTokens."""
+        rows_TE = self._part(0)
+        return x_TE.add_(rows_TE) if self.adds else torch.where(self._seen_T1, rows_TE, x_TE)
+
+    def add(self, layer: int, x_TE: torch.Tensor) -> None:
+        """See EncodedTokens."""
+        x_TE.add_(self._part(1 + layer))
+
+    def marked(self, ids_T: torch.Tensor, mark: int) -> torch.Tensor:
+        """See EncodedTokens."""
+        return ids_T.masked_fill(self._seen_T1[:, 0], mark)
+
+    @property
+    def _seen_T1(self) -> torch.Tensor:
+        return (self.slot_T < self.arena_CW.shape[0] - 1)[:, None]
+
+    def _part(self, index: int) -> torch.Tensor:
+        first = index * self.width
+        return self.arena_CW[:, first : first + self.width].index_select(0, self.slot_T)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch:
@@ -174,7 +230,7 @@ class Batch:
     None: all of it.
     rope_table_TR: cosines and sines of each query token, where its position has several axes; then
     positions_T are places in this table. None: those of a model's own table.
-    encoded: what an encoder gives in place of tokens' embeddings (exact steps only).
+    encoded: what an encoder gives in place of tokens' embeddings.
     media_T: bool [T], tokens of a prompt up to its last input, of models that ask (the same steps).
     taps: sees hidden states of all tokens. None: nobody does.
     trail: of steps that verify drafts, where recurrent layers leave the state behind each token.
@@ -194,7 +250,7 @@ class Batch:
     encoder: Iterable[EncoderBatch] = ()
     last_token_batch: Batch | None = None
     rope_table_TR: torch.Tensor | None = None
-    encoded: EncodedTokens | None = None
+    encoded: EncodedTokens | EncodedInPlace | None = None
     media_T: torch.Tensor | None = None
     taps: HiddenTaps | None = None
     trail: StateTrail | None = None

@@ -218,13 +218,12 @@ class Decoder:
             stream = None, self._embedding_norm.norm(stream[1])
         encoded = batch.encoded
         if encoded is not None:
-            put = stream[1].index_add_ if encoded.adds else stream[1].index_copy_
-            put(0, encoded.at_M, encoded.rows_ME)
+            stream = stream[0], encoded.put(stream[1])
         inputs_LTP = None
         if self._layer_inputs is not None:
             token_ids_T = batch.token_ids_T
             if encoded is not None:
-                token_ids_T = token_ids_T.index_fill(0, encoded.at_M, self._layer_inputs.media_id)
+                token_ids_T = encoded.marked(token_ids_T, self._layer_inputs.media_id)
             inputs_LTP = self._layer_inputs.of(token_ids_T, stream[1])
         if self._streams is not None:
             stream = stream[0], self._streams.begin(stream[1])
@@ -233,9 +232,9 @@ class Decoder:
                 stream = total(stream[0]), stream[1]  # a sum over ranks is taken once, in place
                 batch.taps.see(index, stream[1], stream[0])
             stream = layer.forward(stream, batch, last=layer is self._last_writer)
-            if encoded is not None and index < len(encoded.layers):
+            if encoded is not None and index < encoded.num_layers:
                 stream = None, add_norm(None, *stream)
-                stream[1].index_add_(0, encoded.at_M, encoded.layers[index])
+                encoded.add(index, stream[1])
             if layer is self._last_writer and self._goes_on:
                 batch, inputs_LTP = at_last_tokens(batch, inputs_LTP)
             if layer.tail is not None:

@@ -137,7 +137,7 @@ def _encoder(scope: Scope, config: ConfigReader, tower: MediaEncoder, head: Fram
             batch.token_ids_T.shape[0], tower.width, dtype=tower.dtype, device=scope.device
         )
         if batch.encoded is not None:
-            x_TE.index_copy_(0, batch.encoded.at_M, batch.encoded.rows_ME)
+            x_TE = batch.encoded.put(x_TE)
         return x_TE
 
     return Encoder(scope, sizes, embed=embed, layers=(), norm=None, classifier=head, ignored=UNREAD)

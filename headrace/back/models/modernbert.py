@@ -44,7 +44,7 @@ def modernbert_encoder(scope: Scope, inside: Scope, config: ConfigReader) -> Enc
     def embed(batch: Batch) -> torch.Tensor:
         x_TE = words.lookup(batch.token_ids_T)
         if batch.encoded is not None:
-            x_TE.index_copy_(0, batch.encoded.at_M, batch.encoded.rows_ME)
+            x_TE = batch.encoded.put(x_TE)
         return first.norm(x_TE)
 
     types = modernbert_layer_types(config, sizes.layers)

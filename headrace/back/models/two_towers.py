@@ -150,7 +150,7 @@ def _text_tower(scope: Scope, config: ConfigReader, text: ConfigReader, *, clip:
     def behind(x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         y_TP = head.project(x_TE)
         if batch.encoded is not None:
-            y_TP.index_copy_(0, batch.encoded.at_M, batch.encoded.rows_ME)
+            y_TP = batch.encoded.put(y_TP)
         return y_TP
 
     return Encoder(

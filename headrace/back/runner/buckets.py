@@ -14,7 +14,7 @@ slots.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,12 +33,14 @@ from headrace.back.kernels.upload import to_device
 from headrace.back.runner.batch import Rows, StepMessage, StepShape
 from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.graph_usage import GraphUsage
+from headrace.back.runner.media_steps import MediaSteps
 from headrace.back.runner.replay import (
     RING,
     DeferredSampling,
     Replay,
     SampleRing,
     StaticTensors,
+    StepFrame,
     asked_rows,
     step_tables,
 )
@@ -125,13 +127,14 @@ class BucketSteps:
         taps = self._taps = None if drafter is None else drafter.taps
         self._sees_all = sees_all_of(self._speculation)
         self._exact = ExactSteps(resources, self.rows, taps=taps)
+        self._media = MediaSteps(resources.state, max_tokens, replay.on_host or drafter is not None)
         self._newest: Bucket | None = None
         self._message = StepMessage(problem, self._tables, buckets.largest.updates, slots=RING)
         self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)
         drafted = min(max_tokens, 2 * draft_rows * (1 + self.max_drafts))  # with padding
         self._sampled_ring = SampleRing((max(max_rows, drafted) * MOST_WORDS,), device)
         self._static = StaticTensors(max_tokens, self._tables)
-        self._frames: dict[Bucket, _Frame] = {}
+        self._frames: dict[Bucket, StepFrame] = {}
         self._usage = usage or GraphUsage()
         replay.follow()
 
@@ -166,6 +169,8 @@ class BucketSteps:
     def _can(self, bucket: Bucket) -> bool:
         """Whether this model's steps take the bucket's form."""
         if bucket.samples_apart or (bucket.verifies and self._speculation is None):
+            return False
+        if bucket.media and not self._media.trusted:
             return False
         way = bucket.sampler_input
         return way.head in self._heads and way.runs_with(self._resources.sample)
@@ -218,7 +223,8 @@ class BucketSteps:
         itself, over the same rows and cache."""
         if probe is not None or self._wants_host(shape):
             self._newest = None
-            return self._exact.run(plan, shape, probe=probe, take_masks=take_masks)
+            exact = self._exact.run(plan, shape, probe=probe, take_masks=take_masks)
+            return self._media.compared(exact, plan, shape, self.run)
         needs, size = shape.needs, {"tokens": int(shape.query_start[-1]), "rows": shape.rows.size}
         bucket = self.buckets.of(**size)
         if shape.verifies:
@@ -232,6 +238,8 @@ class BucketSteps:
         if shape.slots is not None and (slots := self._resources.slots) is not None:
             slots.send(shape.slots, shape.query_start, tokens=bucket.tokens, rows=bucket.rows)
             bucket = replace(bucket, adapted=True)
+        if self._media.records:
+            bucket = self._media.bucket(bucket, shape)
         if plan.step >= 0:
             self._usage.counts[bucket] += 1
         self._newest = bucket
@@ -256,9 +264,9 @@ class BucketSteps:
         return StepOutputs(out=out, index=shape.place, samples=samples)
 
     def _wants_host(self, shape: StepShape) -> bool:
-        least, until = self._resources.model.host_pairs, self._resources.state.host_until
-        if until is not None and (shape.position_T < until[shape.row_T]).any():
+        if self._media.waits and self._media.reached(shape):
             return True
+        least = self._resources.model.host_pairs
         return least is not None and not shape.verifies and shape.prompt_pairs >= least
 
     def _read(
@@ -304,14 +312,14 @@ class BucketSteps:
         hidden = self._speculation.follow(frame.batch, row_R, start_R1, positions_T)
         return StepTensors(hidden_TE=hidden)
 
-    def _frame_of(self, bucket: Bucket) -> _Frame:
+    def _frame_of(self, bucket: Bucket) -> StepFrame:
         """Made once for each bucket."""
         if bucket not in self._frames:
             if len(self._frames) >= MOST_FRAMES:
                 self._frames.clear()
             frame, slots = self._frame(bucket), self._resources.slots
             batch = slots.on(frame.batch) if bucket.adapted and slots is not None else frame.batch
-            self._frames[bucket] = replace(frame, batch=batch)
+            self._frames[bucket] = replace(frame, batch=self._media.on(bucket, batch))
         return self._frames[bucket]
 
     def _propose(self, bucket: Bucket, out: StepOut) -> None:
@@ -406,7 +414,7 @@ class BucketSteps:
         """Each row's tokens with KV behind the step: the message's, or what its bounds come to."""
         return self._message.section(1, bucket.rows) if out.kv_len_R is None else out.kv_len_R
 
-    def _frame(self, bucket: Bucket) -> _Frame:
+    def _frame(self, bucket: Bucket) -> StepFrame:
         out = self._static.out(bucket)
         starts_R1 = self._message.section(2, bucket.rows + 1)
         batch = Batch(
@@ -420,12 +428,12 @@ class BucketSteps:
             taps=self._taps,
         )
         if bucket.queries:
-            return _Frame(out=out, batch=self._resources.state.verifying(batch))
+            return StepFrame(out=out, batch=self._resources.state.verifying(batch))
         if bucket.decode or bucket.every:
-            return _Frame(out=out, batch=batch)
+            return StepFrame(out=out, batch=batch)
         ones_R1 = self._static.ones[: bucket.rows + 1]
         last_token_batch = replace(batch, plans=self._plans(bucket, out, ones_R1, 1))
-        return _Frame(
+        return StepFrame(
             out=out, batch=replace(batch, last_token_batch=last_token_batch), ones_R1=ones_R1
         )
 
@@ -460,13 +468,3 @@ _LEAVE = {
     HeadOutput.TOP_CANDIDATES: BucketSteps.leave_candidates,
 }
 """What a step leaves, by what the model's head computes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Frame:
-    """A bucket's views of the static tensors. ones_R1: where queries start if each row has one, for
-    batches with a rest."""
-
-    out: StepOut
-    batch: Batch
-    ones_R1: torch.Tensor | None = None

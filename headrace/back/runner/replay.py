@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.back.attention.plan import Batch
 from headrace.back.kernels.step_inputs.op import GroupBlocks, StepOut, StepTables
 from headrace.back.kernels.upload import host_buffer
 from headrace.back.runner.results import StepEvent
@@ -156,6 +157,16 @@ class StaticTensors:
             if self._lengths is None
             else self._lengths[: groups * bucket.rows].view(groups, bucket.rows),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFrame:
+    """A bucket's views of the static tensors. ones_R1: where queries start if each row has one, for
+    batches with a rest."""
+
+    out: StepOut
+    batch: Batch
+    ones_R1: torch.Tensor | None = None
 
 
 def asked_rows(

@@ -21,8 +21,9 @@ class Bucket:
     rows. `sampler_input`: what it leaves for the sampler, or does itself. `every`: it leaves the
     hidden states of all tokens, not only of each row's last. `queries`: of a step that verifies
     drafts, the query tokens of a row at most; 0: of others.
-    `adapted`: some of its rows have adapters. `part`: "" is the step itself, "follow" what a
-    drafter keeps of it, "draft" the passes of a drafter for these rows."""
+    `adapted`: some of its rows have adapters. `media`: it reaches placeholders. `part`: "" is the
+    step itself, "follow" what a drafter keeps of it, "draft" the passes of a drafter for these
+    rows."""
 
     tokens: int
     rows: int
@@ -33,6 +34,7 @@ class Bucket:
     queries: int = 0
     commits: bool = True
     adapted: bool = False
+    media: bool = False
     part: str = ""
 
     @property
@@ -57,6 +59,7 @@ class Bucket:
         size += f", verifying {self.queries} a row" if self.verifies else ""
         size += ", all hidden states" if self.every else ""
         size += ", with adapters" if self.adapted else ""
+        size += ", with media" if self.media else ""
         size += f", {self.part}" if self.part else ""
         return f"{size}, {self.sampler_input}" if self.sampler_input.reads_rows else size
 

@@ -133,7 +133,10 @@ class AxesRope:
 
     def table(self, position_3T: np.ndarray) -> torch.Tensor:
         """table_TR: the cosines and sines of tokens at these positions, float32."""
-        place_3T = to_device(position_3T, self._table_PR.device)
+        return self.turns(to_device(position_3T, self._table_PR.device))
+
+    def turns(self, place_3T: torch.Tensor) -> torch.Tensor:
+        """The same of positions on the device."""
         place_TH = place_3T.index_select(0, self._axis).T
         cos_PH, sin_PH = self._table_PR.chunk(2, dim=1)
         return torch.cat((cos_PH.gather(0, place_TH), sin_PH.gather(0, place_TH)), dim=1)
@@ -164,10 +167,9 @@ class PlaceRope(AxesRope):
             position_AP[-3:, inside] = np.stack((column, row, np.full_like(row, number)))
         return PromptPositions(position_3P=position_AP, delta=0)
 
-    def table(self, position_3T: np.ndarray) -> torch.Tensor:
+    def turns(self, place_3T: torch.Tensor) -> torch.Tensor:
         """table_TX: cosines and sines of the first dimensions of pairs, then of the second."""
-        place_AT = to_device(position_3T, self._table_PR.device)
-        place_TD = place_AT.index_select(0, self._axis_of_dim).T
+        place_TD = place_3T.index_select(0, self._axis_of_dim).T
         cos_PH, sin_PH = self._table_PR.chunk(2, dim=1)
         halves = place_TD.chunk(2, dim=1)
         return torch.cat(

@@ -3,16 +3,17 @@ placeholders stand for.
 
 The core keeps the books (core/encoder_cache.py): a step's payload says which inputs go and which
 come. One that comes waits as pixels on the host until a prompt's chunk first reaches its tokens;
-then it is encoded, and its rows lie in an arena of the device. Steps that reach placeholders are
-run by themselves (`host_until`); in all others each row's positions are moved by one number, on the
-device, so that they are recorded as those of text are.
+then it is encoded, and its rows lie in an arena of the device. Steps that reach placeholders
+(`host_until`) are run by themselves, or recorded with places for what the host says of each token
+(media_places.py); in all others each row's positions are moved by one number, on the device, so
+that they are recorded as those of text are.
 
 C tokens of the arena, W its width, M rows of the runner, T query tokens of the step, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -30,25 +31,12 @@ from headrace.back.kernels.position_shift.op import (
 from headrace.back.kernels.upload import to_device
 from headrace.back.layers.vision.axes_rope import PromptPositions
 from headrace.back.layers.vision.encoder import MediaEncoder
-from headrace.back.layers.vision.packing import packed
 from headrace.back.runner.batch import StepShape
+from headrace.back.runner.states.encoder_cache import CACHE_TOKENS, EncoderCache
+from headrace.back.runner.states.media_places import MediaPlaces
 from headrace.back.runner.states.state import ModelState
-from headrace.base.wire.media import MEDIA_HOOK, MediaContent, MediaPayload, MediaSpan
+from headrace.base.wire.media import MEDIA_HOOK, MediaPayload, MediaSpan
 from headrace.base.wire.step import RowStart
-
-CACHE_TOKENS = 32_768
-"""Tokens of all inputs that the workers hold at a time, and so of one request at most."""
-ENCODE_ROWS = 16_384
-"""Patches that one pass of the encoder takes, unless one input has more: bounds its memory."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    """An input the workers hold. `content`: until it is encoded; slot_M: where its rows lie in the
-    arena, from then on."""
-
-    content: MediaContent | None
-    slot_M: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,111 +48,6 @@ class _RowMedia:
     positions: PromptPositions | None
     mutual: tuple[tuple[int, int], ...] = ()
     marks: tuple[tuple[int, int], ...] = ()
-
-
-class EncoderCache:
-    """Encoded inputs by key, as the core says."""
-
-    def __init__(self, encoder: MediaEncoder, device: torch.device) -> None:
-        width = encoder.width * (1 + encoder.layers)
-        self._encoder, self._device = encoder, device
-        self._arena_CW = torch.empty(CACHE_TOKENS, width, dtype=encoder.dtype, device=device)
-        self._entries: dict[bytes, _Entry] = {}
-        self._free = np.arange(CACHE_TOKENS, dtype=np.int64)
-        self._forms = {form.kind: form for form in encoder.forms}
-        self._marks_KW: torch.Tensor | None = None
-        self.num_encoded = 0
-
-    def take(self, payload: MediaPayload) -> None:
-        """Drops and takes in what a step's payload says."""
-        for key in payload.evicted:
-            entry = self._entries.pop(key, None)
-            if entry is not None and entry.slot_M is not None:
-                self._free = np.concatenate((self._free, entry.slot_M))
-        for content in payload.added:
-            if content.key not in self._entries:
-                self._entries[content.key] = _Entry(content)
-
-    def encode(self, keys: Sequence[bytes]) -> None:
-        """Makes sure that these inputs are encoded."""
-        waiting: dict[str, list[_Entry]] = {}
-        for key in dict.fromkeys(keys):
-            entry = self._entries[key]
-            if entry.content is not None and entry.content.embedded:
-                self._place([entry], self._embedded(entry.content))
-            elif entry.content is not None:
-                waiting.setdefault(entry.content.kind, []).append(entry)
-        for kind, entries in waiting.items():
-            for part in _passes(entries):
-                self._encode(kind, part)
-
-    def _encode(self, kind: str, entries: list[_Entry]) -> None:
-        contents = [entry.content for entry in entries if entry.content is not None]
-        pixels = np.frombuffer(b"".join(content.rows for content in contents), np.uint8)
-        form, grids = self._forms[kind], [content.grid for content in contents]
-        rows_NB = to_device(pixels.reshape(-1, form.row_bytes), self._device)
-        cuts = [content.cut for content in contents]
-        y_MW = self._encoder.encode(kind, rows_NB, grids)
-        if form.packing is not None and form.packing.marks:
-            self._marks_KW = y_MW[-len(form.packing.marks) :].clone()
-        y_MW = packed(y_MW, form, grids, cuts)
-        tokens = [form.num_rows(grid, cut) for grid, cut in zip(grids, cuts, strict=True)]
-        assert y_MW.shape[0] == sum(tokens), (y_MW.shape, tokens)
-        self._place(entries, y_MW, tokens)
-        self.num_encoded += len(entries)
-
-    def _embedded(self, content: MediaContent) -> torch.Tensor:
-        """[M, W]: the rows of an input that come with it."""
-        width = self._arena_CW.shape[1]
-        rows_MW = np.frombuffer(content.rows, "<f4").reshape(-1, width)
-        return to_device(rows_MW, self._device).to(self._arena_CW.dtype)
-
-    def _place(self, entries: list[_Entry], y_MW: torch.Tensor, tokens: Sequence[int] = ()) -> None:
-        """Puts rows into the arena; `tokens`: of each entry, if there are several."""
-        tokens = tokens or [y_MW.shape[0]]
-        assert sum(tokens) <= self._free.size, tokens
-        slot_M, self._free = np.split(self._free, [sum(tokens)])
-        self._arena_CW.index_copy_(0, to_device(slot_M, self._device), y_MW)
-        places = np.split(slot_M, np.cumsum(tokens)[:-1])
-        for entry, place in zip(entries, places, strict=True):
-            entry.content, entry.slot_M = None, place
-
-    def slots(self, span: MediaSpan, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of tokens start .. end-1 of an encoded input, those that are no breaks, relative to
-        `start`, and where they lie."""
-        slot_M, form = self._entries[span.key].slot_M, self._forms[span.kind]
-        assert slot_M is not None, span.key
-        if not form.breaks:
-            return np.arange(end - start), slot_M[span.first + start : span.first + end]
-        width = form.row_width(span.grid)
-        row, column = np.divmod(np.arange(start, end), width + form.breaks)
-        seen = np.flatnonzero(column < width)
-        return seen, slot_M[(row * width + column)[seen]]
-
-    def marks(self, index_K: np.ndarray, key: bytes) -> torch.Tensor:
-        """The learned rows of marks, [K, W]; `key`: of an input that tells them with its own."""
-        if self._marks_KW is None:
-            self.encode([key])
-        assert self._marks_KW is not None
-        return self._marks_KW.index_select(0, to_device(index_K, self._device))
-
-    def rows(self, slot_M: np.ndarray) -> torch.Tensor:
-        """What lies there, [M, W]."""
-        return self._arena_CW.index_select(0, to_device(slot_M, self._device))
-
-
-def _passes(entries: list[_Entry]) -> list[list[_Entry]]:
-    passes: list[list[_Entry]] = []
-    room = 0
-    for entry in entries:
-        assert entry.content is not None
-        t, h, w = entry.content.grid
-        if t * h * w > room or not passes:
-            passes.append([])
-            room = ENCODE_ROWS
-        passes[-1].append(entry)
-        room -= t * h * w
-    return passes
 
 
 class Media:
@@ -188,6 +71,7 @@ class Media:
         self._marks = {token: index for index, token in enumerate(ids)}
         self._whole_prompts = "prompt" in self._mutual.values()
         self._delta_M = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self._places: MediaPlaces | None = None
         self._shift = self._shift_back = _leave
         if encoder.rope is not None:
             problem = PositionShiftProblem(device=device.type)
@@ -238,6 +122,32 @@ class Media:
             return ((0, start.num_prompt),)
         return tuple((one.offset, one.end) for one in start.media if self._mutual[one.kind])
 
+    def recorded_media(self, max_tokens: int) -> MediaPlaces | None:
+        """See ModelState: not where tokens see those behind them, or marks have learned rows."""
+        encoder = self._encoder
+        apart = bool(self._marks) or any(self._mutual.values())
+        if apart or (encoder.rope is not None and encoder.rope.marks_behind):
+            return None
+        self._places = MediaPlaces(
+            self.cache.arena_CW,
+            encoder.rope,
+            self._tokens,
+            width=encoder.width,
+            adds=self._adds,
+            max_tokens=max_tokens,
+        )
+        return self._places
+
+    def _tokens(self, shape: StepShape) -> tuple[np.ndarray, np.ndarray | None]:
+        """What a step's tokens are, for MediaPlaces; their inputs are encoded."""
+        slot_T = np.full(len(shape.position_T), CACHE_TOKENS, np.int64)
+        wanted, _, _ = self._wanted(shape, self._reached(shape))
+        self.cache.encode([span.key for span, *_ in wanted])
+        for span, low, high, at in wanted:
+            seen, slots = self.cache.slots(span, low, high)
+            slot_T[at + seen] = slots
+        return slot_T, None if self._encoder.rope is None else self._positions(shape)
+
     def prepare(self, batch: Batch, shape: StepShape) -> Batch:
         """The batch with what the encoder gives in place of placeholders."""
         batch = self._base.prepare(batch, shape)
@@ -277,8 +187,12 @@ class Media:
         first_R = shape.position_T[shape.query_start[:-1]]
         return np.flatnonzero(first_R < self.host_until[shape.rows]).tolist()
 
-    def _encoded(self, shape: StepShape, reached: list[int]) -> EncodedTokens | None:
-        """The rows of the arena that the step's placeholders stand for."""
+    def _wanted(
+        self, shape: StepShape, reached: list[int]
+    ) -> tuple[list[tuple[MediaSpan, int, int, int]], list[tuple[int, int]], bytes]:
+        """The parts of inputs that the step's placeholders stand for: first and last token, and
+        where the first one is in the step; the marks it reaches, each with its place; and the key
+        of an input with marks."""
         wanted: list[tuple[MediaSpan, int, int, int]] = []
         marked: list[tuple[int, int]] = []
         key = b""
@@ -295,6 +209,11 @@ class Media:
                 if low < high:
                     place = begin + low - first
                     wanted.append((span, low - span.offset, high - span.offset, place))
+        return wanted, marked, key
+
+    def _encoded(self, shape: StepShape, reached: list[int]) -> EncodedTokens | None:
+        """The rows of the arena that the step's placeholders stand for."""
+        wanted, marked, key = self._wanted(shape, reached)
         if not wanted and not marked:
             return None
         self.cache.encode([span.key for span, *_ in wanted])
@@ -333,6 +252,8 @@ class Media:
         """See ModelState."""
         if batch.rope_table_TR is None:
             self._move(self._shift, batch)
+        elif self._places is not None:
+            self._places.turn(batch)
         self._base.before(batch)
 
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:

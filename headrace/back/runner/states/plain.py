@@ -33,6 +33,9 @@ class PlainDecoder:
     def start(self, start: RowStart) -> None:
         """Nothing to remember."""
 
+    def recorded_media(self, max_tokens: int) -> None:
+        """No step waits for the host."""
+
     def prepare(self, batch: Batch, shape: StepShape) -> Batch:
         """The batch unchanged."""
         return batch

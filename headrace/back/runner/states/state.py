@@ -18,6 +18,18 @@ from headrace.back.runner.batch import StepShape
 from headrace.base.wire.step import RowStart
 
 
+class RecordedMedia(Protocol):
+    """What a state adds to steps of fixed sizes that reach placeholders."""
+
+    def send(self, shape: StepShape, *, tokens: int) -> None:
+        """What the next step's tokens stand for, in a step of `tokens` with padding."""
+        ...
+
+    def on(self, batch: Batch) -> Batch:
+        """The batch of a size, which reads what `send` has put there."""
+        ...
+
+
 class ModelState(Protocol):
     """Per-row state of one kind of model, and its hooks, called in the order in which they are
     written here.
@@ -50,6 +62,11 @@ class ModelState(Protocol):
 
     def start(self, start: RowStart) -> None:
         """A request takes a row; its state starts afresh, also after a preemption."""
+        ...
+
+    def recorded_media(self, max_tokens: int) -> RecordedMedia | None:
+        """How steps before `host_until` are recorded too; None: they are run by themselves.
+        `max_tokens`: of a step. Called once."""
         ...
 
     def prepare(self, batch: Batch, shape: StepShape) -> Batch:
