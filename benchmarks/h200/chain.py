@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.kernels.attention import triton_attention
-from headrace.back.kernels.attention.op import AttentionProblem, sample_plan
+from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
 from headrace.back.kernels.fused_linear import triton_fused_linear
 from headrace.back.kernels.fused_linear.op import FusedLinearProblem
 from headrace.back.kernels.gated_act import triton_gated_act
@@ -60,6 +60,15 @@ MODELS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What rows decode from: `start` [rows, width] behind the embedding, kv [layers, blocks, 2, kv_heads, 16, 128]."""
+
+    plan: SamplePlan
+    kv: torch.Tensor
+    start: torch.Tensor
+
+
 class Step:
     """The tensors and kernels of one model."""
 
@@ -87,7 +96,7 @@ class Step:
         self.rope = triton_qk_rope_write.bind(
             QKRopeWriteProblem(**CUDA, **heads, rotary_dim=128, eps=1e-6), head_weight, head_weight
         )
-        self.attend = triton_attention.bind(AttentionProblem(**CUDA, **heads, scale=128**-0.5))
+        self.attention = AttentionProblem(**CUDA, **heads, scale=128**-0.5)
         self.act = triton_gated_act.bind(
             GatedActProblem(**CUDA, width=model.inner, activation="silu")
         )
@@ -133,42 +142,51 @@ class Step:
             for layer in self.weights
         ]
 
-    def us(self, kind: str, rows: int, length: int) -> float:
-        """Microseconds of a step of `rows` decode rows with `length` tokens each."""
-        model = self.model
+    def inputs(self, lengths: list[int]) -> StepInputs:
+        """Rows of so many tokens each."""
         plan, blocks = sample_plan(
-            [(1, length)] * rows, block_tokens=16, window=None, device="cuda"
+            [(1, length) for length in lengths], block_tokens=16, window=None, device="cuda"
         )
-        caches = [
-            torch.zeros(blocks, 2, model.kv_heads, 16, 128, **CUDA) for _ in range(model.layers)
-        ]
-        start = torch.randn(rows, model.width, **CUDA)
-        positions = torch.full((rows,), length - 1, device="cuda")
+        shape = (self.model.layers, blocks, 2, self.model.kv_heads, 16, 128)
+        start = torch.randn(len(lengths), self.model.width, **CUDA)
+        return StepInputs(plan=plan, kv=torch.zeros(shape, **CUDA), start=start)
+
+    def call(
+        self, kind: str, inputs: StepInputs
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Launches the step; the logits of its rows and their best tokens."""
+        plan, caches = inputs.plan, inputs.kv.unbind()
+        positions = plan.kv_len_R.long() - 1
         layers = self.fused() if kind == "fused" else self.plain(kind == "cublas")
+        attends = [triton_attention.bind(self.attention) for _ in caches]
         head = triton_linear.bind(
-            LinearProblem(**CUDA, inputs=model.width, outputs=VOCABULARY), self.head, None
+            LinearProblem(**CUDA, inputs=self.model.width, outputs=VOCABULARY), self.head, None
         )
         if kind == "cublas":
             head = partial(F.linear, weight=self.head)
 
-        def step() -> torch.Tensor:
-            residual = start.clone()
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            residual = inputs.start.clone()
             branch = None
-            for layer, kv in zip(layers, caches, strict=True):
+            for layer, attend, kv in zip(layers, attends, caches, strict=True):
                 if kind == "fused":
                     q = self.rope(layer["qkv"](residual), positions, self.table, kv, plan.slot_T)
-                    layer["o"](self.attend(q, kv, plan).flatten(1), residual)
+                    layer["o"](attend(q, kv, plan).flatten(1), residual)
                     layer["down"](layer["gate_up"](residual), residual)
                     continue
                 x = self.norm(residual) if branch is None else self.add_norm(branch, residual)
                 q = self.rope(layer["qkv"](x), positions, self.table, kv, plan.slot_T)
-                x = self.add_norm(layer["o"](self.attend(q, kv, plan).flatten(1)), residual)
+                x = self.add_norm(layer["o"](attend(q, kv, plan).flatten(1)), residual)
                 branch = layer["down"](self.act(layer["gate_up"](x)))
             x = self.norm(residual) if branch is None else self.add_norm(branch, residual)
-            return self.greedy(head(x).float())[0]
+            logits = head(x)
+            return logits, self.greedy(logits)[0]
 
-        us = replay_us(graph_of([step]), replays=9)
-        return us
+        return step
+
+    def us(self, kind: str, rows: int, length: int) -> float:
+        """Microseconds of a step of `rows` decode rows with `length` tokens each."""
+        return replay_us(graph_of([self.call(kind, self.inputs([length] * rows))]), replays=9)
 
     def report(self, rate: float, sizes: list[tuple[int, int]]) -> list[dict[str, object]]:
         """Every kind and size, with the floor of weights and cache."""

@@ -37,6 +37,7 @@ FILES = (
     "steps",
     "sparse",
     "rope",
+    "persistent",
 )
 
 
