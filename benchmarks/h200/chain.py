@@ -6,8 +6,8 @@ norms and activation are kernels of their own, products by table. "cublas": the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
@@ -31,6 +31,7 @@ from headrace.back.kernels.rms_norm.op import RMSNormProblem
 from headrace.back.kernels.triton import wrap
 from headrace.back.kernels.triton.timing import graph_of, replay_us
 
+Stages = Generator[None, None, tuple[torch.Tensor, torch.Tensor]]
 CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 VOCABULARY = 151936
 
@@ -67,6 +68,15 @@ class StepInputs:
     plan: SamplePlan
     kv: torch.Tensor
     start: torch.Tensor
+
+
+def end_of(stages: Stages) -> tuple[torch.Tensor, torch.Tensor]:
+    """What it returns once it has passed all stops."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value
 
 
 class Step:
@@ -155,7 +165,12 @@ class Step:
         self, kind: str, inputs: StepInputs
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Launches the step; the logits of its rows and their best tokens."""
-        plan, caches = inputs.plan, inputs.kv.unbind()
+        stages = self.stages(kind, inputs)
+        return lambda: end_of(stages())
+
+    def stages(self, kind: str, inputs: StepInputs) -> Callable[[], Stages]:
+        """Launches the step, but stops before and after the attention of each layer."""
+        plan, caches = replace(inputs.plan), inputs.kv.unbind()  # lists of work are kept by plan
         positions = plan.kv_len_R.long() - 1
         layers = self.fused() if kind == "fused" else self.plain(kind == "cublas")
         attends = [triton_attention.bind(self.attention) for _ in caches]
@@ -165,13 +180,16 @@ class Step:
         if kind == "cublas":
             head = partial(F.linear, weight=self.head)
 
-        def step() -> tuple[torch.Tensor, torch.Tensor]:
+        def step() -> Stages:
             residual = inputs.start.clone()
             branch = None
             for layer, attend, kv in zip(layers, attends, caches, strict=True):
                 if kind == "fused":
                     q = self.rope(layer["qkv"](residual), positions, self.table, kv, plan.slot_T)
-                    layer["o"](attend(q, kv, plan).flatten(1), residual)
+                    yield
+                    attended = attend(q, kv, plan)
+                    yield
+                    layer["o"](attended.flatten(1), residual)
                     layer["down"](layer["gate_up"](residual), residual)
                     continue
                 x = self.norm(residual) if branch is None else self.add_norm(branch, residual)

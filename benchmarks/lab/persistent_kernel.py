@@ -71,8 +71,8 @@ def _wait(counter, until, BARRIER: tl.constexpr):
 
 @triton.jit
 def _with(b_tiles, b_tile):
-    """One more; the compiler does not know unpacking."""
-    return b_tiles + (b_tile,)  # noqa: RUF005
+    """One more."""
+    return b_tiles + (b_tile,)  # noqa: RUF005  Triton's compiler does not know unpacking
 
 
 @triton.jit
