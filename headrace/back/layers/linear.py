@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +84,7 @@ class ColumnLinear:
         self.sizes = [local_size(part, scope.mesh.tp) for part in parts]
         self.project: Linear = not_loaded
         self.norms = self.activates = False
+        self._left: Callable[[], FusedLinear | None] | None = None
         self._scope = scope
         self._norm = norm if scope.mesh.tp.size == 1 else None
         self._activation = activation
@@ -146,8 +148,11 @@ class ColumnLinear:
             return
         fused = None
         if self._norm is not None or self._activation is not None:
-            scope, act = self._scope, self._activation
-            fused = bind_fused(scope, weight, bias, norm=self._norm, activation=act)
+            scope, norm, act = self._scope, self._norm, self._activation
+            fused = bind_fused(scope, weight, bias, norm=norm, activation=act)
+            if fused is not None and act is not None and isinstance(weight, Fp8Weight):
+                late = partial(bind_fused, scope, weight, bias, norm=norm, activation=act)
+                self._left = partial(late, late=True)
         self.norms = fused is not None and self._norm is not None
         gemm, self.activates = fused, fused is not None and self._activation is not None
         for activation in dict.fromkeys((self._activation, None)) if gemm is None else ():
@@ -157,6 +162,18 @@ class ColumnLinear:
                 break
         assert gemm is not None
         self.project = gemm
+
+    @property
+    def may_leave(self) -> str | None:
+        """The activation that `leave_activation` may leave; None: there is none."""
+        return None if self._left is None else self._activation
+
+    def leave_activation(self) -> bool:
+        """Has `project` leave the activation of many tokens to the layer behind, the one that reads
+        it (linear_fp8/op.py). False if no kernel does."""
+        left = None if self._left is None else self._left()
+        self.project = left or self.project
+        return left is not None
 
 
 def _all_tensors(
@@ -177,7 +194,8 @@ class RowLinear:
 
     `scope` is the layer's own; `part` describes the split of the inputs. The bias is added once,
     after the sum. `adds`: the result goes into the residual as it is; then the sum over the ranks
-    is left to whoever adds it. `scale`: what the checkpoint's weight is multiplied with.
+    is left to whoever adds it. `scale`: what the checkpoint's weight is multiplied with. `gates`:
+    the layer whose activation stands between the two, which may be left to this one.
     """
 
     def __init__(
@@ -190,8 +208,10 @@ class RowLinear:
         adds: bool = False,
         transposed: bool = False,
         scale: float = 1.0,
+        gates: ColumnLinear | None = None,
     ) -> None:
         self.project: Linear = not_loaded
+        self._gates = gates
         self._into: FusedLinear | None = None
         self._share: Linear | None = None
         self._adds = adds
@@ -222,7 +242,7 @@ class RowLinear:
         bias = self._bias.take() if self._bias else None
         weight, axis = self._weight.take(), self._scope.mesh.tp
         if axis.size == 1 and self._adds and self._adapted is None:
-            self._into = bind_fused(self._scope, weight, bias, add=True)
+            self._into = self._bind_into(weight, bias)
         if self._into is not None:
             return
         if axis.size == 1:
@@ -237,6 +257,14 @@ class RowLinear:
             return y_TO if bias is None else y_TO.add_(bias)
 
         self.project = project
+
+    def _bind_into(self, weight: Weight, bias_O: torch.Tensor | None) -> FusedLinear | None:
+        gates = self._gates
+        if gates is not None and gates.may_leave and isinstance(weight, Fp8Weight):
+            taken = bind_fused(self._scope, weight, bias_O, add=True, gated=gates.may_leave)
+            if taken is not None and gates.leave_activation():
+                return taken
+        return bind_fused(self._scope, weight, bias_O, add=True)
 
 
 class WholeLinear:
@@ -268,15 +296,18 @@ def bind_fused(
     norm: RMSNorm | None = None,
     activation: str | None = None,
     add: bool = False,
+    **left: Any,
 ) -> FusedLinear | None:
-    """The GEMM with what is around it in one kernel, if there is one."""
+    """The GEMM with what is around it in one kernel, if there is one. `left`: what of it is done by
+    the layer behind or before (linear_fp8/op.py), which not all kernels know."""
     if isinstance(weight_OI, PackedWeight | BlockWeight):
         return None
     norm_weight = norm.weight_E if norm else None
     if isinstance(weight_OI, OnGpu):
         op, quantized = gemm_of(weight_OI, **_facts(scope, bias_O), activation=activation)
-        whole = replace(quantized, eps=norm.eps if norm else None, add=add)
-        return scope.bind_fused(op, whole, weight_OI, bias_O, norm_weight)
+        whole = replace(quantized, eps=norm.eps if norm else None, add=add, **left)
+        bind = scope.bind_if_served if left else scope.bind_fused
+        return bind(op, whole, weight_OI, bias_O, norm_weight)
     outputs, inputs = weight_OI.shape
     problem = FusedLinearProblem(
         device=scope.kind,

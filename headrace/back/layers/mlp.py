@@ -138,6 +138,7 @@ class GatedMLP:
             bias=bias if down_bias is None else down_bias,
             adds=place.adds,
             scale=scales[1],
+            gates=self._gate_up if inner_norm is None else None,
         )
         self._act: GatedAct = not_loaded
         self._scope = scope

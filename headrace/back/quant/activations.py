@@ -27,17 +27,17 @@ def inputs_of(scheme: str, device: str) -> str:
 def _on_gpu(scheme: str) -> str:
     if scheme in GPU_SCHEMES:
         group = GPU_SCHEMES[scheme]
-        whose = "a token" if group is None else f"{group} inputs of one"
+        whose = "a scale for " + ("a token" if group is None else f"{group} inputs of one")
         if scheme.endswith(STORED_SCALE):
-            return f"e4m3, the stored scale, from {_fp8_from(group)} tokens of a step on"
-        return f"e4m3, a scale for {whose}, from {_fp8_from(group)} tokens of a step on"
+            whose = "the stored scale"
+        problem = LinearFp8Problem(
+            device="cuda", dtype=torch.bfloat16, inputs=128, outputs=128, group=group
+        )
+        some = f"e4m3, {whose}, from {problem.quantized_from}"
+        if problem.plain_from is not None:
+            return f"{some} to {problem.plain_from - 1} tokens of a step"
+        return f"{some} tokens of a step on"
     if scheme.endswith(INT8_ROWS):
         first = INT8_FROM if scheme.startswith("int4") else STREAMED_TOKENS + 1
         return f"int8, a scale for a token, from {first} tokens of a step on"
     return AS_THEY_ARE
-
-
-def _fp8_from(group: int | None) -> int:
-    return LinearFp8Problem(
-        device="cuda", dtype=torch.bfloat16, inputs=128, outputs=128, group=group
-    ).quantized_from

@@ -828,6 +828,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             (200, {"eps": 1e-6, "bias": True}),
         )
     ),
+    ("linear fp8 quantized gates", _fp8(None, 200, gated="silu", add=True)),
+    ("linear fp8 dequantized", _fp8(32, 300, eps=1e-6, activation="silu")),
     ("int4 one of 32", _int4(1, 32, minima=True, activation="silu", eps=1e-6)),
     ("int4 64", _int4(64, add=True)),
     ("int4 300", _int4(300, None, bias=True)),

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headrace.back.kernels.gated_act import op as gated_act
+from headrace.back.kernels.gated_act import triton_gated_act
 from headrace.back.kernels.linear import triton_scaled_gemm
 from headrace.back.kernels.linear import triton_scaled_rows as triton_rows
 from headrace.back.kernels.linear.table import GemmPlan
@@ -156,6 +158,20 @@ def test_tokens_become_the_nearest_numbers(group, norm):
     assert error(dequantize_rows(rows, group), normed) <= 1 / 16
 
 
+@pytest.mark.parametrize("group", [None, 128])
+def test_gates_and_ups_become_numbers_in_one_pass(group):
+    """To the bit what the activation's kernel and the one behind it give."""
+    x = torch.randn(5, 800, generator=sample_generator()).to(DEVICE, DTYPE)
+    problem = gated_act.GatedActProblem(device=DEVICE, dtype=DTYPE, width=400, activation="silu")
+    inner = triton_gated_act.bind(problem)(x)
+    one, two = (
+        triton_rows.bind(400, group, norm_weight_I=None, eps=0.0, activation=act)(rows)
+        for act, rows in (("silu", x), (None, inner))
+    )
+    assert torch.equal(one.values_TI.float(), two.values_TI.float())
+    assert torch.equal(one.scales_TG, two.scales_TG)
+
+
 @pytest.mark.skipif(interpreted(), reason="the library takes a GPU")
 @pytest.mark.parametrize("tokens", [65, 130, 1024])
 @pytest.mark.parametrize("more", [{}, {"bias": True}, {"eps": 1e-6, "activation": "silu"}])
@@ -197,6 +213,8 @@ def test_many_tokens_by_our_kernel(tokens, outputs, inputs, group):
         {"eps": 1e-6},
         {"eps": 1e-6, "activation": "silu", "group": 128},
         {"eps": 1e-6, "bias": True, "group": 32},
+        {"eps": 1e-6, "activation": "silu", "late": True},
+        {"gated": "silu", "add": True, "group": 128},
         {"add": True, "bias": True},
         {"group": 128, "wide": True},
     ],
@@ -237,11 +255,14 @@ def test_where_the_library_fails_its_check_ours_goes_on(monkeypatch: pytest.Monk
         (4096, 4096, {"add": True}),
         (24576, 4096, {"eps": 1e-6, "activation": "silu"}),
         (4096, 12288, {"add": True}),
+        (24576, 4096, {"eps": 1e-6, "activation": "silu", "late": True}),
+        (4096, 12288, {"add": True, "gated": "silu"}),
+        (4096, 12288, {"add": True, "group": 32}),
     ],
 )
 def test_widths_of_8b(outputs, inputs, more, group):
     """All plans of Qwen3-8B's layers, as the self-check at start runs them."""
-    problem = problem_of(outputs, inputs, group=group, **more)
+    problem = problem_of(outputs, inputs, **{"group": group, **more})
     assert triton_linear_fp8.KERNEL.supports(problem) is None
     assert op.OP.failures(triton_linear_fp8.KERNEL, problem) == []
 

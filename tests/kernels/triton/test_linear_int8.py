@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from headrace.back.kernels.linear import triton_scaled_rows
 from headrace.back.kernels.linear.scaled_rows import FLOAT8, scaled_rows
-from headrace.back.kernels.linear_int8 import op, triton_dequantize_int8, triton_linear_int8
+from headrace.back.kernels.linear.triton_dequantize_bytes import dequantize_into
+from headrace.back.kernels.linear_int8 import op, triton_linear_int8
 from headrace.back.kernels.linear_int8.layout import dequantize
 from headrace.back.kernels.rms_norm.op import RMSNormProblem
 from headrace.back.kernels.rms_norm.triton_rms_norm import bind_norm
@@ -82,7 +83,7 @@ def test_a_weight_is_dequantized_to_the_bits_of_its_definition(group):
         problem = problem_of(24, 2048 + 384, group=group, **more)
         weight = op.random_weight(problem, torch.Generator(DEVICE).manual_seed(1))
         found = torch.full_like(weight.values_OI, 7, dtype=DTYPE)
-        triton_dequantize_int8.dequantize_into(weight, found)
+        dequantize_into(weight.values_OI, weight.scales_OG, group, found, weight.minima_OG)
         expected = dequantize(weight).to(DTYPE)
         if more:
             torch.testing.assert_close(found, expected, rtol=torch.finfo(DTYPE).eps, atol=1e-6)

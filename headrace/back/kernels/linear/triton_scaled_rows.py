@@ -1,5 +1,5 @@
-"""Tokens quantized to e4m3 or int8 (scaled_rows.py), a norm before that if asked: one program per
-token, which reads it once."""
+"""Tokens quantized to e4m3 or int8 (scaled_rows.py), a norm or a gated activation before that if
+asked: one program per token, which reads it once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.gated_act.triton_gated_act import activate
 from headrace.back.kernels.linear.scaled_rows import FLOAT8, LARGEST, ScaledRows
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.rows import norm_block
@@ -30,12 +31,14 @@ def scaled_rows_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     LARGEST: tl.constexpr,
     INTEGERS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`values` [T, WIDTH], `scales` [T, ceil(WIDTH / GROUP)], both dense. `fixed` float32 [1]: the
-    scale of all tokens; None: each has its own."""
+    """`values` [T, WIDTH], `scales` [T, ceil(WIDTH / GROUP)], both dense. ACTIVATION: x are WIDTH
+    gates, then as many ups. `fixed` float32 [1]: the scale of all tokens; None: each has its
+    own."""
     i_row = tl.program_id(0).to(tl.int64)
     COUNT: tl.constexpr = BLOCK // GROUP
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
@@ -45,7 +48,11 @@ def scaled_rows_kernel(
     if NORM:
         b_weight = tl.load(norm_weight + o_i, mask=m_i, other=0.0)
     enter(DEPENDENT)
-    b_x = tl.load(x + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
+    p_x = x + i_row * x_stride + o_i
+    b_x = tl.load(p_x, mask=m_i, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        b_up = tl.load(p_x + WIDTH, mask=m_i, other=0.0).to(tl.float32)
+        b_x = (activate(b_x, ACTIVATION) * b_up).to(x.dtype.element_ty).to(tl.float32)
     if NORM:
         squares = tl.sum(tl.sum(b_x * b_x, axis=1), axis=0)
         b_x = b_x * tl.rsqrt(squares / WIDTH + eps) * b_weight
@@ -77,14 +84,17 @@ def bind(
     eps: float,
     dtype: torch.dtype = FLOAT8,
     scale_1: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> Quantize:
-    """The kernel for tokens of one width."""
+    """The kernel for tokens of one width; `activation`: gates of that width and as many ups come
+    before it."""
     block, warps = norm_block(width)
     share = block if group is None else group
     block = max(block, share)
 
     def quantize(x_TI: torch.Tensor) -> ScaledRows:
-        assert x_TI.stride(1) == 1 and x_TI.shape[1] == width, (x_TI.shape, x_TI.stride())
+        read = width if activation is None else 2 * width
+        assert x_TI.stride(1) == 1 and x_TI.shape[1] == read, (x_TI.shape, x_TI.stride())
         tokens = len(x_TI)
         # The interpreter does not round to the nearest e4m3 number: there torch does.
         stored = torch.float32 if interpreted() and dtype is FLOAT8 else dtype
@@ -95,7 +105,7 @@ def bind(
         scaled_rows_kernel[(tokens,)](
             x_TI, norm_weight_I, values, scales, scale_1, x_TI.stride(0), eps,
             WIDTH=width, BLOCK=block, GROUP=share, NORM=norm_weight_I is not None,
-            LARGEST=LARGEST[dtype], INTEGERS=dtype is torch.int8,
+            ACTIVATION=activation or "", LARGEST=LARGEST[dtype], INTEGERS=dtype is torch.int8,
             num_warps=warps, **launch(x_TI.device),
         )  # fmt: skip
         return ScaledRows(values.to(dtype), scales)

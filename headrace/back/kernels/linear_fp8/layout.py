@@ -35,6 +35,11 @@ class Fp8Weight:
         return self.values_OI.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values_OI.device
+
+    @property
     def num_bytes(self) -> int:
         """In memory."""
         return self.values_OI.nbytes + self.scales_OG.nbytes

@@ -7,13 +7,19 @@ act(norm(x) W^T + b), or added into the residual. For GPUs; CPUs read such weigh
 Fewer than `quantized_from` tokens multiply the weight as they are. More are quantized themselves,
 each token by its own scale (or each `group` inputs of it), for the tensor cores to multiply e4m3
 by e4m3: turning a weight's numbers into floats takes more time than reading them (H200, 4096 to
-24,576 with an activation, 32 tokens: 80 us where 23 read it). The result may be rounded to the
-dtype before the activation.
+24,576 with an activation, 32 tokens: 80 us where 23 read it). From `plain_from` on they stay as
+they are again, and the weight is rounded to the dtype. The result may be rounded to the dtype
+before the activation.
+
+Two layers behind each other may leave the activation between them to the second, whose tokens then
+become e4m3 in the same pass: with `late` more than STREAMED_TOKENS tokens are left as gates and
+ups [T, O], and with `gated` as many are taken so [T, 2I], before that activation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,6 +31,8 @@ from headrace.back.kernels.fused_linear.around import (
     some_outputs,
 )
 from headrace.back.kernels.fused_linear.around import sample_of as layer_sample
+from headrace.back.kernels.gated_act.op import GatedActProblem
+from headrace.back.kernels.gated_act.op import bind_reference as bind_activation
 from headrace.back.kernels.linear_fp8.layout import (
     FLOAT8,
     Fp8Weight,
@@ -32,26 +40,57 @@ from headrace.back.kernels.linear_fp8.layout import (
     dequantize_rows,
     quantize_rows,
 )
-from headrace.back.kernels.op import Kernel, Op, Sample, float_tolerance, random_tensor
+from headrace.back.kernels.op import (
+    Kernel,
+    Op,
+    Sample,
+    float_tolerance,
+    random_tensor,
+    sample_generator,
+)
 
 STREAMED_TOKENS = 64
 """The kernels that stream the weight take up to so many."""
 STEP = 128
 """Inputs that these multiply at a time."""
+MICROSCALED = 32
+"""Inputs of a group of MXFP8."""
+PLAIN_FROM = 257
+"""Tokens from which on a weight in groups of MICROSCALED is dequantized as a whole: the tensor cores
+sum 32 inputs at a time where they multiply e4m3 by e4m3, and these sums have to become floats (H200,
+prompts of 1,024 tokens: 51,060 tok/s where bfloat16 gives 189,827)."""
 CHECKED_ROWS = (1, 5, 20, 40, STREAMED_TOKENS + 16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearFp8Problem(QuantizedLayerProblem):
-    """The layer, and the groups of its weight; `fixed`: tokens have one scale, held with it."""
+    """The layer, and the groups of its weight; `fixed`: tokens have one scale, held with it.
+    `late`: the activation of many tokens is left to the layer behind; `gated`: an activation that
+    was left to this one, None: none."""
 
     fixed: bool = False
+    late: bool = False
+    gated: str | None = None
 
     @property
     def quantized_from(self) -> int:
         """Tokens. Groups smaller than a step of the kernels that stream stay with plain tokens as
         far as these go."""
         return 2 if self.group in (None, STEP) else STREAMED_TOKENS + 1
+
+    @property
+    def plain_from(self) -> int | None:
+        """Tokens; None: none are left as they are."""
+        return PLAIN_FROM if self.group == MICROSCALED else None
+
+    @property
+    def checked_rows(self) -> tuple[int, ...]:
+        """Numbers of tokens, one for each way to multiply."""
+        return CHECKED_ROWS if self.plain_from is None else (*CHECKED_ROWS, self.plain_from + 15)
+
+    def quantizes(self, tokens: int) -> bool:
+        """Whether so many become e4m3."""
+        return self.quantized_from <= tokens < (self.plain_from or tokens + 1)
 
 
 def fp8_refusal(dtype: torch.dtype) -> str | None:
@@ -68,12 +107,31 @@ def bind_reference(
     """The definition, products in float32."""
 
     def gemm(x_TI: torch.Tensor) -> torch.Tensor:
-        if len(x_TI) < problem.quantized_from:
+        if not problem.quantizes(len(x_TI)):
             return x_TI.float() @ dequantize(weight).T
         rows = quantize_rows(x_TI, problem.group, weight.input_scale_1)
         return dequantize_rows(rows, problem.group) @ dequantize(weight).T
 
-    return bind_around(problem, gemm, bias_O, norm_weight_I)
+    layer = bind_around(problem, gemm, bias_O, norm_weight_I)
+    left = bind_around(replace(problem, activation=None), gemm, bias_O, norm_weight_I)
+    before = None
+    if problem.gated is not None:
+        before = bind_activation(gates_before(problem))
+
+    def run(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
+        many = len(x_TI) > STREAMED_TOKENS
+        x_TI = before(x_TI) if before is not None and many else x_TI
+        return (left if problem.late and many else layer)(x_TI, residual_TY)
+
+    return run
+
+
+def gates_before(problem: LinearFp8Problem) -> GatedActProblem:
+    """The activation that was left to a layer, on its own."""
+    assert problem.gated is not None, problem
+    return GatedActProblem(
+        device=problem.device, dtype=problem.dtype, width=problem.inputs, activation=problem.gated
+    )
 
 
 def random_weight(problem: LinearFp8Problem, generator: torch.Generator) -> Fp8Weight:
@@ -89,11 +147,24 @@ def random_weight(problem: LinearFp8Problem, generator: torch.Generator) -> Fp8W
 
 def sample_of(problem: LinearFp8Problem, rows: tuple[int, ...]) -> Sample:
     """Inputs of the problem's shape, for each of these numbers of tokens."""
-    return layer_sample(problem, random_weight, rows)
+    sample = layer_sample(problem, random_weight, rows)
+    if problem.gated is None:
+        return sample
+    generator = sample_generator(problem.device)
+    new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
+
+    def taken(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> tuple[Any, ...]:
+        if len(x_TI) > STREAMED_TOKENS:
+            x_TI = random_tensor(len(x_TI), 2 * problem.inputs, **new)
+        return x_TI, residual_TY
+
+    return replace(
+        sample, arguments=taken(*sample.arguments), further=tuple(taken(*m) for m in sample.further)
+    )
 
 
 def _sample(problem: LinearFp8Problem) -> Sample:
-    return sample_of(some_outputs(problem), CHECKED_ROWS)
+    return sample_of(some_outputs(problem), problem.checked_rows)
 
 
 OP: Op[LinearFp8Problem] = Op(

@@ -1,7 +1,8 @@
 """Which kernel serves how many tokens of a weight of e4m3 numbers: one token gemv (with the norm;
 it turns the numbers into floats in registers), up to 64 skinny (both of kernels/linear), by tokens
 of e4m3 numbers but where 32 inputs share a scale, more the library's scaled GEMM, or ours where
-that has none."""
+that has none; many of 32 inputs a scale the library's GEMM of floats, with the weight dequantized
+before it."""
 
 from __future__ import annotations
 
@@ -13,17 +14,20 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.fused_linear.around import LayerGemm
+from headrace.back.kernels.fused_linear.around import LayerGemm, activation_problem
 from headrace.back.kernels.fused_linear.triton_around import (
     UNIT,
+    after_norm,
     bind_after,
     bind_norm_before,
     refusal_of,
     result_for,
 )
 from headrace.back.kernels.linear import triton_scaled_gemm, triton_scaled_rows
+from headrace.back.kernels.linear.dequantized import bind_dequantized
 from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows
 from headrace.back.kernels.linear.table import BUSY, MOST_SPLIT_TILES, GemmPlan, padded
+from headrace.back.kernels.linear.triton_dequantize_bytes import dequantize_into
 from headrace.back.kernels.linear.triton_small import (
     Gemm,
     Launch,
@@ -34,7 +38,7 @@ from headrace.back.kernels.linear.triton_small import (
 )
 from headrace.back.kernels.linear_fp8.layout import Fp8Weight
 from headrace.back.kernels.linear_fp8.op import (
-    CHECKED_ROWS,
+    MICROSCALED,
     STREAMED_TOKENS,
     LinearFp8Problem,
     sample_of,
@@ -46,7 +50,6 @@ log = logging.getLogger(__name__)
 
 GROUP = 128
 """Inputs of a step, and that share a scale, where not all do; or MICROSCALED."""
-MICROSCALED = 32
 HOPPER = 9
 SCALES_SIDE_BY_SIDE = 4
 """Tokens whose scales the library reads at once."""
@@ -95,7 +98,16 @@ def bind(
         problem.inputs, problem.group, norm_weight_I=norm_weight_I, eps=problem.eps or 0.0,
         scale_1=weight.input_scale_1,
     )  # fmt: skip
-    many = bind_after(problem, _product(problem, weight, bias_O))
+    behind = replace(problem, activation=None) if problem.late else problem
+    many = bind_after(behind, _product(problem, weight, bias_O))
+    quantize_many, plain = quantize, None
+    if problem.gated is not None:
+        quantize_many = triton_scaled_rows.bind(
+            problem.inputs, problem.group, norm_weight_I=None, eps=0.0,
+            scale_1=weight.input_scale_1, activation=problem.gated,
+        )  # fmt: skip
+    if problem.plain_from is not None:
+        plain = after_norm(norm, _dequantized(behind, weight, bias_O))
 
     def planned(tokens: int) -> GemmPlan:
         sms = gemm_device_of(weight.values_OI.device).sms
@@ -113,7 +125,9 @@ def bind(
     def linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
         num_tokens = len(x_TI)
         if num_tokens > STREAMED_TOKENS:
-            return many(quantize(x_TI), residual_TY)
+            if plain is not None and not problem.quantizes(num_tokens):
+                return plain(x_TI, residual_TY)
+            return many(quantize_many(x_TI), residual_TY)
         y_TY = result_for(problem, x_TI, residual_TY)
         if num_tokens >= problem.quantized_from:
             rows = quantize(x_TI)
@@ -125,6 +139,19 @@ def bind(
         return y_TY
 
     return linear
+
+
+def _dequantized(
+    problem: LinearFp8Problem, weight: Fp8Weight, bias_O: torch.Tensor | None
+) -> LayerGemm:
+    def into(weight: Fp8Weight, y_OI: torch.Tensor) -> None:
+        dequantize_into(weight.values_OI, weight.scales_OG, weight.group, y_OI)
+
+    act = None if problem.activation is None else activation_problem(problem)
+    return bind_dequantized(
+        weight, into, bias_O, dtype=problem.dtype, activation=act, add=problem.add,
+        wide=problem.wide,
+    )  # fmt: skip
 
 
 _skipped: dict[LinearFp8Problem, str] = {}
@@ -208,7 +235,7 @@ def plans(problem: LinearFp8Problem) -> list[PlanCheck]:
             bind=bind,
             skip=skip_library if by_library and tokens > STREAMED_TOKENS else None,
         )
-        for tokens in CHECKED_ROWS
+        for tokens in problem.checked_rows
     ]
 
 
@@ -218,16 +245,19 @@ def _supports(problem: LinearFp8Problem) -> str | None:
         return reason
     if torch.version.hip is not None:
         return "is for NVIDIA's GPUs"
+    if problem.gated is not None and problem.plain_from is not None:
+        return "takes gates and ups where many tokens become e4m3"
     if not interpreted() and capability() < (8, 9):
         return "fp8 needs compute capability 8.9, not {}.{}".format(*capability())
     return None
 
 
 def _note(problem: LinearFp8Problem) -> str:
-    return (
-        f"up to {problem.quantized_from - 1} tokens as they are; more quantized, beyond {STREAMED_TOKENS} by "
-        f"{'the library' if library_refusal(problem) is None else 'our kernel'}"
-    )
+    few = f"up to {problem.quantized_from - 1} tokens as they are; more quantized"
+    if problem.plain_from is not None:
+        return f"{few} by our kernel, from {problem.plain_from} on dequantized before the GEMM"
+    whose = "the library" if library_refusal(problem) is None else "our kernel"
+    return f"{few}, beyond {STREAMED_TOKENS} by {whose}"
 
 
 KERNEL = Kernel(name="triton", supports=_supports, bind=bind, plans=plans, note=_note)

@@ -20,6 +20,7 @@ from headrace.back.kernels.fused_linear.triton_around import (
 )
 from headrace.back.kernels.linear.dequantized import bind_dequantized
 from headrace.back.kernels.linear.table import GemmPlan, padded
+from headrace.back.kernels.linear.triton_dequantize_bytes import dequantize_into
 from headrace.back.kernels.linear.triton_small import Gemm, Launch, gemm_device_of, launcher
 from headrace.back.kernels.linear_fp8.triton_linear_fp8 import plan_of as byte_plan
 from headrace.back.kernels.linear_int8.layout import GROUPS, Int8Weight
@@ -29,7 +30,6 @@ from headrace.back.kernels.linear_int8.op import (
     LinearInt8Problem,
     sample_of,
 )
-from headrace.back.kernels.linear_int8.triton_dequantize_int8 import dequantize_into
 from headrace.back.kernels.op import Kernel, PlanCheck
 
 
@@ -66,7 +66,7 @@ def bind(
         )  # fmt: skip
     else:
         dequantized = bind_dequantized(
-            weight, dequantize_into, bias_O, dtype=problem.dtype, activation=act, add=problem.add,
+            weight, _dequantize_into, bias_O, dtype=problem.dtype, activation=act, add=problem.add,
             wide=problem.wide,
         )  # fmt: skip
         many = after_norm(norm, dequantized)
@@ -88,6 +88,10 @@ def bind(
         return y_TY
 
     return linear
+
+
+def _dequantize_into(weight: Int8Weight, y_OI: torch.Tensor) -> None:
+    dequantize_into(weight.values_OI, weight.scales_OG, weight.group, y_OI, weight.minima_OG)
 
 
 def plans(problem: LinearInt8Problem) -> list[PlanCheck]:
