@@ -3,9 +3,11 @@
 - no hazards between the warps of Hopper's attention kernels (compute-sanitizer's racecheck);
 - 1,000 runs of attention over KV splits give the same bits;
 - sampling of 1,024 rows of 200,000 logits gives the tokens of the reference, which sorts;
-- top-k in sampling beside torch.sort: the same tokens, and microseconds.
+- top-k in sampling beside torch.sort: the same tokens, and microseconds;
+- no access beyond what kernels of quantized weights and caches were given (compute-sanitizer's memcheck, on the odd
+  shapes of memory_checks.py; not among the parts of a plain run).
 
-    python -m benchmarks.h200.evidence [--only racecheck,splits,sampling,top_k] [--out FOLDER]
+    python -m benchmarks.h200.evidence [--only racecheck,splits,sampling,top_k,memcheck] [--out FOLDER]
 
 Writes evidence.json and evidence.md into FOLDER, else $OUT, else benchmarks/h200/results. Exits 1 if
 something is not as said; a missing compute-sanitizer is a row of its own and no success.
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.h200.memory_checks import FAMILIES
 from headrace.back.kernels.attention import triton_attention, triton_fixed
 from headrace.back.kernels.attention.op import (
     AttentionFunction,
@@ -46,6 +50,7 @@ from headrace.bench.report import markdown_table, versions
 HERE = Path(__file__).resolve().parent
 RUNS = 1000
 SANITIZER_S = 30.0
+MEMCHECK_S, MEMCHECKS = 110.0, 11
 WIDTH, ROWS = 200_000, 1024
 Row = dict[str, Any]
 
@@ -159,6 +164,49 @@ def racecheck() -> Iterator[Row]:
         yield {"what": name, "summary": summary, "passed": passed}
 
 
+def memcheck() -> Iterator[Row]:
+    """Memcheck of each family of quantized kernels, side by side; every tensor is an allocation of its own. Kernels
+    are compiled before."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        yield {
+            "what": "memcheck",
+            "calls": 0,
+            "summary": "compute-sanitizer is not here",
+            "passed": False,
+        }
+        return
+    checked = [tool, "--tool", "memcheck", "--error-exitcode", "9"]
+
+    def run(family: str, *before: str) -> tuple[int, str]:
+        inner = [sys.executable, "-m", "benchmarks.h200.memory_checks", family]
+        whole = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        try:
+            done = subprocess.run(
+                [*before, *inner], capture_output=True, text=True, timeout=MEMCHECK_S, env=whole
+            )
+        except subprocess.TimeoutExpired:
+            return 1, f"no end after {MEMCHECK_S:.0f} s"
+        return done.returncode, done.stdout + done.stderr
+
+    def both(family: str) -> tuple[int, str]:
+        plain = run(family)
+        return plain if plain[0] else run(family, *checked)
+
+    with ThreadPoolExecutor(MEMCHECKS) as pool:
+        for family, (code, report) in zip(FAMILIES, pool.map(both, FAMILIES), strict=True):
+            calls = re.findall(r"^(\d+) calls$", report, re.MULTILINE)
+            lines = re.findall(r"ERROR SUMMARY: (.*)", report)
+            if code:
+                print(family, report[-3000:], flush=True)
+            yield {
+                "what": family,
+                "calls": int(calls[-1]) if calls else 0,
+                "summary": lines[-1] if lines else report[-200:],
+                "passed": code == 0 and bool(lines) and lines[-1].startswith("0 errors"),
+            }
+
+
 def places(report: str) -> list[str]:
     """Where racecheck saw the first hazards: each with the accesses that it names, the function and
     the line of each."""
@@ -265,7 +313,9 @@ def top_k() -> Iterator[Row]:
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "splits": splits, "sampling": sampling, "top_k": top_k, "racecheck": racecheck,
+    "memcheck": memcheck,
 }  # fmt: skip
+USUAL = ("splits", "sampling", "top_k", "racecheck")
 
 
 def written(results: dict[str, list[Row]], folder: Path) -> None:
@@ -283,7 +333,7 @@ def written(results: dict[str, list[Row]], folder: Path) -> None:
 def main() -> int:
     """Runs what is asked for and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--only", default=",".join(USUAL))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or HERE / "results"))
     parser.add_argument("--once", choices=HOPPER, help="one launch, for the sanitizer")
     args = parser.parse_args()
