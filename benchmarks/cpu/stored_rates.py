@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.back.layers.linear import gemm_of
+from headrace.back.layers.gemms import gemm_of
 from headrace.back.quant.online import pack
 from headrace.back.quant.scheme import ONLINE_SCHEMES
 

@@ -18,7 +18,7 @@ from headrace.back.attention.forms import StateForm
 from headrace.back.kernels.native.library import NativeLibrary, load, use_threads
 from headrace.back.kernels.op import DeferredChecks, decisions
 from headrace.back.kernels.probe.native import reader
-from headrace.back.layers.linear import Weight, gemm_of
+from headrace.back.layers.gemms import Weight, gemm_of
 from headrace.back.models.families import FALLBACK
 from headrace.back.models.load import load_model, open_source, stored_blocks
 from headrace.back.models.protocol import LoadableModel

@@ -11,7 +11,7 @@ import torch
 
 from headrace.back.kernels.gated_act.op import ACTIVATIONS
 from headrace.back.kernels.linear.op import Linear
-from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.norm import LayerNorm
 from headrace.back.layers.scope import Scope, not_loaded
 

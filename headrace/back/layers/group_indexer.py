@@ -17,6 +17,7 @@ from headrace.back.attention.forms import CacheForm, LatentForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.group_select.op import GroupSelect
 from headrace.back.kernels.linear.op import Linear
+from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.group_choice import (
     GroupPool,
     PoolSpec,
@@ -26,7 +27,7 @@ from headrace.back.layers.group_choice import (
     write_rows,
 )
 from headrace.back.layers.indexer import PositionChoice, Selection, SharedChoice
-from headrace.back.layers.linear import ColumnLinear, bind_linear
+from headrace.back.layers.linear import ColumnLinear
 from headrace.back.layers.norm import LAYER, RMSNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded

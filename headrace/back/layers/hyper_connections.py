@@ -15,7 +15,7 @@ import torch
 from headrace.back.kernels.gated_norm.op import OP as GATED_NORM
 from headrace.back.kernels.gated_norm.op import GatedNorm, GatedNormProblem
 from headrace.back.kernels.linear.op import Linear
-from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.norm import RMS_NO_WEIGHT
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.streams import StreamWeights, expanded, summed

@@ -17,7 +17,7 @@ from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
 from headrace.back.layers.adapter_shares import TABLES
 from headrace.back.layers.adapters import AdaptedLinear
 from headrace.back.layers.embedding import vocabulary_part
-from headrace.back.layers.linear import Weight, bind_linear, gemm_of
+from headrace.back.layers.gemms import Weight, bind_linear, gemm_of
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_gather
 from headrace.back.parallel.mesh import Axis

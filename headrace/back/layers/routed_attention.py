@@ -23,7 +23,8 @@ from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.route.op import OP as ROUTE
 from headrace.back.kernels.route.op import RouteProblem
-from headrace.back.layers.linear import ColumnLinear, bind_linear
+from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.linear import ColumnLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded

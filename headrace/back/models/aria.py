@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.kernels.linear.op import Linear
-from headrace.back.layers.linear import WholeLinear, bind_linear
+from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope, not_loaded

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.linear import WholeLinear, bind_linear
+from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import GATED_MLP, GatedMLPSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.moe.modal import ModalMixture, ModalMixtureSpec

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from headrace.back.kernels.patch_places.op import coordinates
 from headrace.back.kernels.upload import planned
-from headrace.back.layers.linear import WholeLinear, bind_linear
+from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER, RMS_NO_WEIGHT
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.encoder import Grid

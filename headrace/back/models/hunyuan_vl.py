@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import RMS
 from headrace.back.layers.rope import read_rope

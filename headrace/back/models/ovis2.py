@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.back.layers.linear import WholeLinear, bind_linear
+from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import LAYER, RMS
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.layer import VisionLayerNames

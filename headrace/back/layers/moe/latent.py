@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.kernels.linear.op import Linear
-from headrace.back.layers.linear import ColumnLinear, bind_linear
+from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.linear import ColumnLinear
 from headrace.back.layers.mlp import FeedForwardPlace
 from headrace.back.layers.moe.mixture import Mixture, MixtureSpec
 from headrace.back.layers.scope import Scope, not_loaded

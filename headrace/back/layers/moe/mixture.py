@@ -18,7 +18,7 @@ from headrace.back.kernels.experts.op import ExpertsProblem
 from headrace.back.kernels.route.op import OP as ROUTE
 from headrace.back.kernels.route.op import RouteProblem
 from headrace.back.layers.adapter_shares import EXPERTS
-from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.moe.adapted import AdaptedExperts
 from headrace.back.layers.moe.experts import ExpertSet, SharedExperts, bind_experts, joined

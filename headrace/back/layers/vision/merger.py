@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear, bind_linear
+from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation
 from headrace.back.layers.norm import LAYER, NormSpec
 from headrace.back.layers.scope import Scope, not_loaded

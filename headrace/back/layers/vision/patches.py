@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.base.config.media import ImageNorm
 

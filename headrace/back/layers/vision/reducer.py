@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.layers.linear import WholeLinear, bind_linear
+from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation, FeedForwardPlace, GatedMLP
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.scope import Scope, not_loaded
