@@ -115,8 +115,10 @@ def gates() -> Iterator[dict[str, Any]]:
         alone = triton_linear_fp8.bind(replace(problem, gated=None), weight, None)
         activate = triton_gated_act.bind(fp8.gates_before(problem))
 
-        def apart(x_T2I, residual, alone=alone, activate=activate):  # type: ignore[no-untyped-def]
-            return alone(activate(x_T2I), residual)
+        def apart(
+            x_T2I: torch.Tensor, residual: torch.Tensor, alone: Any = alone, act: Any = activate
+        ) -> object:
+            return alone(act(x_T2I), residual)
 
         for tokens in GATE_TOKENS:
             x_T2I = torch.randn(tokens, 2 * inputs, **NEW)
