@@ -305,7 +305,7 @@ def main() -> None:
             given.out.write_text(json.dumps(result, indent=1))
         engine.close()
     for part in ("steps", "prefill"):
-        if part in result:
+        if result.get(part):
             print(_table(result[part]))
 
 
