@@ -1,4 +1,4 @@
-"""A weight of bytes, 8-bit integers or e4m3 numbers: dequantized as a whole, in one pass over it."""
+"""A weight of bytes, 8-bit integers or e4m3 numbers, dequantized as a whole in one pass over it."""
 
 from __future__ import annotations
 
