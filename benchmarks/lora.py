@@ -2,7 +2,7 @@
 without any, in paired turns.
 
     python -m benchmarks.lora [--model M | --shape S] [--rows 8] [--adapters 4] [--rank 16]
-                              [--targets all | attention] [--turns 9]
+                              [--targets all | attention] [--turns 9] [--out FILE]
     python -m benchmarks.lora --write     puts what results hold into lora.md
 
 Three engines over the same dummy weights: without adapters, with slots that no row uses, and with
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--targets", choices=TARGETS, default="all")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--kv-memory", default="256MiB")
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", type=Path, help="results/lora-*.json are in the page")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     if asked.write:
@@ -240,8 +240,7 @@ def main() -> None:
     result = measured(asked)
     print(json.dumps(result, indent=1))
     if asked.out:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"lora-{asked.out}.json").write_text(json.dumps(result, indent=1) + "\n")
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Weights that leave a GPU and come back, and new ones from a trainer, at the size of qwen3-8b.
 
-    python -m benchmarks.h200.live_weights --out live.json [--repeats 3]
+    python -m benchmarks.h200.live_weights --out live.json [--repeats 3] [--parts sleep,push]
     python -m benchmarks.h200.live_weights --write live.json     makes live_weights.md of it
 
 sleep, wake: the engine's own, all it holds on the GPU (weights to host memory and back; then a new KV cache and
 runner). lent: a trainer's process lends its memory on the same GPU, one push of everything. nccl: a trainer on a
-second GPU broadcasts all tensors in one buffer; left out where there is one GPU. Behind each push eight requests
-are answered whole.
+second GPU broadcasts all tensors in one buffer; left out where there is one GPU. The first push goes through a second
+model (back/transfer/shadow.py) and has a row of its own. Where a push's time went: in seconds, by phase. Behind each
+push eight requests are answered whole.
 """
 
 from __future__ import annotations
@@ -140,10 +141,12 @@ def pushed(engine: OfflineEngine, order: WeightOrder, what: str, size: int) -> d
     seconds = time.perf_counter() - began
     assert reply.error is None, reply.error
     answered(engine)
-    return {"what": what, "seconds": seconds, "gb_per_s": size / seconds / 1e9}
+    return {
+        "what": what, "seconds": seconds, "gb_per_s": size / seconds / 1e9, "phases": reply.seconds
+    }  # fmt: skip
 
 
-def measure(repeats: int) -> Iterator[dict[str, Any]]:
+def measure(repeats: int, parts: list[str]) -> Iterator[dict[str, Any]]:
     """Every row, one after the other."""
     layout = layout_of(SHAPES[SHAPE])
     size = num_bytes(layout)
@@ -151,13 +154,14 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
         engine = make_engine(write_model(Path(folder), SHAPE), kv_memory="8GiB")
     assert isinstance(engine.executor, InlineExecutor)
     answered(engine)
-    for _ in range(repeats):
+    for _ in range(repeats if "sleep" in parts else 0):
         yield from slept(engine.executor, size)
         answered(engine)
     with lent(size) as handles:
         order = WeightOrder(action="push", way="handles", layout=layout, handles=handles, last=True)
-        for _ in range(repeats):
-            yield pushed(engine, order, "lent", size)
+        for number in range(repeats + 1):
+            row = pushed(engine, order, "lent", size)
+            yield row if number else row | {"what": "lent, the first"}
     if torch.cuda.device_count() > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -194,8 +198,13 @@ def table(found: dict[str, Any]) -> str:
             assert value is not None
             met = value >= limit if "GB/s" in words else value <= limit
             bar = f"{limit:g} {words}: {'met' if met else 'missed'}"
-        rows.append([kind, len(some), f"{seconds:.3f}", "" if rate is None else f"{rate:.1f}", bar])
-    return markdown_table(["what", "times", "median s", "GB/s", "bar"], rows)
+        spent = [
+            f"{name} {statistics.median(row['phases'][name] for row in some):.3f}"
+            for name in some[0].get("phases", ())
+        ]
+        told = "" if rate is None else f"{rate:.1f}"
+        rows.append([kind, len(some), f"{seconds:.3f}", told, bar, ", ".join(spent)])
+    return markdown_table(["what", "times", "median s", "GB/s", "bar", "where it went"], rows)
 
 
 def main() -> None:
@@ -203,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", default="sleep,push")
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
     if args.write:
@@ -212,7 +222,7 @@ def main() -> None:
         (HERE / "live_weights.md").write_text(text)
         return
     found = {"versions": versions(), "rows": []}
-    for row in measure(args.repeats):
+    for row in measure(args.repeats, args.parts.split(",")):
         print(json.dumps(row), flush=True)
         found["rows"].append(row)
         if args.out:

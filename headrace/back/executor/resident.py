@@ -99,7 +99,7 @@ class Resident:
             self._copy.back()
             self._copy = None
         reply = self._weight_orders.carry_out(order)
-        if order.action == "finish" and self._adapters is not None:
+        if (order.action == "finish" or order.last) and self._adapters is not None:
             self._adapters.renew()
         return reply
 

@@ -145,7 +145,7 @@ class RMSNorm:
         """The weight [E] float32, without the scale."""
         if self._weight is None:
             return torch.ones(self._problem.width, device=self._scope.device)
-        return self._weight.take().float() + self._offset
+        return self._weight.take_float(self._offset)
 
     def quantize_output(self, group: int | None, *, below: int | None = None) -> bool:
         """Has `norm` and `add_norm` give QuantizedRows (linear_quant/rows.py) from now on, for the
@@ -210,7 +210,7 @@ class SplitRMSNorm:
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        weight_W, axis = self._weight.take().float(), self._scope.mesh.tp
+        weight_W, axis = self._weight.take_float(), self._scope.mesh.tp
         if axis.size == 1:
             problem = RMSNormProblem(
                 device=self._scope.kind,
@@ -267,8 +267,8 @@ class LayerNorm:
         if self._weight is None:
             weight_E = torch.ones(self._problem.width, device=self._scope.device)
         else:
-            weight_E = self._weight.take().float() + self._offset
-        weights = weight_E[None], None if self._bias is None else self._bias.take().float()
+            weight_E = self._weight.take_float(self._offset)
+        weights = weight_E[None], None if self._bias is None else self._bias.take_float()
         self.norm = self._scope.bind(LAYER_NORM, self._problem, *weights)
         self.add_norm = self._scope.bind(ADD_LAYER_NORM, self._problem, *weights)
 
@@ -308,7 +308,7 @@ class HeadsLayerNorm:
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        weight_HD = self._weight.take().float().view(-1, self._width)
+        weight_HD = self._weight.take_float().view(-1, self._width)
         problem = LayerNormProblem(
             device=self._scope.kind,
             dtype=self._scope.dtype,

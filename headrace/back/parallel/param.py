@@ -81,6 +81,7 @@ class Param:
               are read on device `groups_on`
     on_filled   what the layer wants done as soon as the last piece is written; see `filled`
     routed      of routed experts: how many there are, and how many a token takes
+    as_float     once take_float was called: what it gave, and what was added
     packed_bytes  what this rank's weight takes once on_filled has packed it; 0: it is kept as it is
     """
 
@@ -102,6 +103,7 @@ class Param:
     packed_bytes: int = 0
     bundle: Bundle | None = None
     members: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    as_float: tuple[torch.Tensor, float] | None = field(default=None, repr=False)
     _deferred: torch.device | None = field(default=None, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
 
@@ -143,6 +145,12 @@ class Param:
         owner."""
         tensor, self.tensor = self.present(), None
         return tensor
+
+    def take_float(self, offset: float = 0.0) -> torch.Tensor:
+        """The loaded values in float32, plus `offset`, which the layer keeps as they are."""
+        values = self.take().float() + offset
+        self.as_float = values, offset
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,13 @@ carried out is answered with why."""
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
 from headrace.back.models.load import Origin
 from headrace.back.models.load.source import Source
+from headrace.back.transfer.direct import DirectUpdate, DirectWeights
 from headrace.back.transfer.groups import WeightGroups
 from headrace.back.transfer.handles import opened
 from headrace.back.transfer.live import digest_of, values_of
@@ -35,7 +37,8 @@ class WeightOrders:
         self._origin = origin
         self._device = device
         self._groups = WeightGroups(device, rank)
-        self._update: WeightUpdate | None = None
+        self._update: WeightUpdate | DirectUpdate | None = None
+        self._direct: DirectWeights | None = None
 
     def carry_out(self, order: WeightOrder) -> WeightReply:
         """What became of an order."""
@@ -84,11 +87,14 @@ class WeightOrders:
         return self._origin
 
     def _push(self, order: WeightOrder) -> WeightReply:
+        begin = time.perf_counter()
         source = self._source(order)
+        opened_at = time.perf_counter()
         try:
             if self._update is None:
-                self._update = WeightUpdate(self._known_origin, self._device)
+                self._update = self._begun()
             update = self._update
+            seconds = {"open": opened_at - begin, "begin": time.perf_counter() - opened_at}
             before = update.num_bytes
             try:
                 update.push(as_stored(source, self._known_origin.spec), last=order.last)
@@ -99,15 +105,26 @@ class WeightOrders:
         finally:
             source.close()
         if order.last:
-            self._update = None
-        return WeightReply(num_bytes=update.num_bytes - before, changed=True)
+            self._end(update)
+        seconds |= update.seconds
+        phases = ", ".join(f"{name} {spent:.3f}" for name, spent in seconds.items())
+        log.debug("weights pushed in %.3f s: %s", time.perf_counter() - begin, phases)
+        return WeightReply(num_bytes=update.num_bytes - before, changed=True, seconds=seconds)
+
+    def _begun(self) -> WeightUpdate | DirectUpdate:
+        if self._direct is not None:
+            return DirectUpdate(self._direct, self._device)
+        return WeightUpdate(self._known_origin, self._device)
+
+    def _end(self, update: WeightUpdate | DirectUpdate) -> None:
+        self._update, self._direct = None, update.direct()
 
     def _finish(self) -> WeightReply:
         if self._update is None:
             raise Conflict("no update has been begun")
         update, before = self._update, self._update.num_bytes
         update.finish()
-        self._update = None
+        self._end(update)
         return WeightReply(num_bytes=update.num_bytes - before, changed=True)
 
     def _source(self, order: WeightOrder) -> Source:

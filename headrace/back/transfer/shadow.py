@@ -32,7 +32,8 @@ Cut = tuple[slice | int, ...]
 class Unit:
     """See the top of the file. `own`: its parameters; `needs`: units it holds, at any depth;
     `waiting`: units that hold it and have not been committed. Once it is finished: `tensors`, what
-    came of it, and of a unit that lacks a part, `plain`: its parameters and their tensors."""
+    came of it; `kept`, its parameters with those of them that are a parameter's values; and of a
+    unit that lacks a part, `plain`: its parameters and their tensors."""
 
     number: int
     owner: object
@@ -44,6 +45,7 @@ class Unit:
     is_finished: bool = False
     is_committed: bool = False
     tensors: list[torch.Tensor] = field(default_factory=list)
+    kept: list[tuple[Param, torch.Tensor]] = field(default_factory=list)
     plain: list[tuple[Param, torch.Tensor]] = field(default_factory=list)
 
     @property
@@ -54,7 +56,8 @@ class Unit:
 
 class Shadow:
     """The second model of one update. `plan`: what it wants of a checkpoint; `units` in the order
-    in which their work is done."""
+    in which their work is done. `held`: by parameter (id) the live model's tensor, of committed
+    units that make nothing else of theirs; it may be wider (`Param.as_float`)."""
 
     def __init__(self, origin: Origin) -> None:
         ledger = Ledger()
@@ -62,6 +65,7 @@ class Shadow:
         self.plan: WeightPlan = model.weights
         self._model = model
         self.units = _units(ledger, origin.ledger)
+        self.held: dict[int, torch.Tensor] = {}
         if not self.units:
             raise Conflict(
                 "the weights of a model of the transformers fallback cannot be replaced while it is "
@@ -75,7 +79,12 @@ class Shadow:
         """Copies what comes of the unit into the live model; its bytes. Its own parameters are
         full; those of the units it holds may not be, and then nothing is told of them."""
         self.finish(unit)
-        num_bytes = _copy(unit, self._pairs(unit))
+        places = self._places(unit)
+        num_bytes = _copy(unit, self._pairs(unit, places))
+        storages = {_storage(tensor) for _, tensor in unit.kept}
+        if all(_storage(tensor) in storages for tensor in unit.tensors):
+            for param, tensor in unit.kept:
+                self.held[id(param)] = _same(places[_storage(tensor)][0], tensor)
         self._done(unit)
         return num_bytes
 
@@ -94,11 +103,7 @@ class Shadow:
     def live_of(self, unit: Unit, param: Param) -> torch.Tensor:
         """The live model's tensor of a parameter that it holds as it is, behind `finish_part`."""
         tensor = next(plain for one, plain in unit.plain if one is param)
-        live = self._places(unit)[_storage(tensor)][0]
-        same = torch.empty(0, dtype=tensor.dtype, device=live.device)
-        return same.set_(
-            live.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        return _same(self._places(unit)[_storage(tensor)][0], tensor)
 
     def finish_part(self, unit: Unit) -> None:
         """Does the work of a unit that lacks a part of its parameters, without a change to the live
@@ -132,9 +137,15 @@ class Shadow:
         for param in unit.own:
             give_memory(param)
         known = {_storage(tensor) for one in unit.needs for tensor in one.tensors}
+        filled = [(param, param.tensor) for param in unit.own if _is_plain(param)]
         unit.finish()
         unit.is_finished = True
         unit.tensors = [one for one in _tensors_of(unit.owner) if _storage(one) not in known]
+        storages = {_storage(tensor) for tensor in unit.tensors}
+        for param, tensor in filled:
+            values = tensor if param.as_float is None else param.as_float[0]
+            if values is not None and _storage(values) in storages:
+                unit.kept.append((param, values))
 
     def _places(self, unit: Unit) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """By storage of the new tensors: (live, new)."""
@@ -149,9 +160,10 @@ class Shadow:
                 )
         return places
 
-    def _pairs(self, unit: Unit) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(
+        self, unit: Unit, places: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(live, new) of the unit's own tensors; EngineError if they do not fit each other."""
-        places = self._places(unit)
         lacking = {_storage(tensor) for tensor in unit.tensors} - places.keys()
         if lacking:  # no weight if both hold it: room that all layers of a device share
             lacking -= {_storage(tensor) for tensor in _tensors_of(unit.live)}
@@ -181,7 +193,19 @@ class Shadow:
                 for tensor in one.tensors:
                     if tensor.untyped_storage().resizable():
                         tensor.untyped_storage().resize_(0)
-                one.tensors, one.plain = [], []
+                one.tensors, one.kept, one.plain = [], [], []
+
+
+def _is_plain(param: Param) -> bool:
+    """Whether its tensor is all that becomes of it. Of one number a layer may keep it apart."""
+    packed = param.bundle is not None or param.on_groups is not None or param.on_blocks is not None
+    return param.tensor is not None and param.tensor.numel() > 1 and not packed
+
+
+def _same(live: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The live model's tensor, seen as the new one lies in its storage."""
+    same = torch.empty(0, dtype=tensor.dtype, device=live.device)
+    return same.set_(live.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def give_memory(param: Param) -> None:

@@ -44,6 +44,10 @@ class TensorSource:
         """See Source."""
         target.copy_(self._tensors[name].view(shape)[source])
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """Where it lies."""
+        return self._tensors[name]
+
     def content(self, name: str) -> bytes:
         """All bytes of a small tensor."""
         tensor = self._tensors[name].cpu().contiguous()

@@ -7,8 +7,6 @@ everything or nothing; one of several leaves a mixture until `finish`, which its
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,18 +16,16 @@ from headrace.back.models.load import Origin
 from headrace.back.models.load.fill import (
     COPY_THREADS,
     DEVICE_COPY_THREADS,
-    check,
     initialise,
     write,
 )
-from headrace.back.models.load.source import PLAIN, Source, renamed, separate_experts
+from headrace.back.models.load.source import Source
 from headrace.back.models.weights import Copy, Param, copies
 from headrace.back.parallel.param import local_pieces
 from headrace.back.platforms.device_threads import device_pool
+from headrace.back.transfer.direct import DirectWeights, direct_weights
+from headrace.back.transfer.intake import Intake
 from headrace.back.transfer.shadow import Cut, Shadow, Unit, give_memory
-from headrace.base.errors import CheckpointError, InvalidRequest
-
-_SCAN_ELEMENTS = 1 << 24
 
 
 class WeightUpdate:
@@ -48,16 +44,24 @@ class WeightUpdate:
         self._pieces = {id(param): {one.name for one in local_pieces(param)} for param in params}
         self._rows: dict[int, list[Cut]] = {id(param): [] for param in params}
         self._filled: set[int] = set()
-        self._pushed: set[str] = set()
+        names = {name for names in self._pieces.values() for name in names}
+        self._intake = Intake(self._shadow.plan, names, device)
         self.num_bytes = 0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of its pushes went so far."""
+        return self._intake.seconds
 
     def push(self, source: Source, *, last: bool = False) -> None:
         """Takes in all tensors of a source. InvalidRequest if one of them is not the model's, comes
         twice, or holds NaN or Inf; then nothing has changed. `last`: see `finish`."""
-        source = self._named(source)
-        self._check(source)
-        self._scan(source)
-        self._pushed |= source.entries.keys()
+        source = self._intake.checked(source)
+        with self._intake.phase("copy"):
+            self._take_in(source, last)
+        self._intake.wait()
+
+    def _take_in(self, source: Source, last: bool) -> None:
         threads = COPY_THREADS if self._device.type == "cpu" else DEVICE_COPY_THREADS
         with device_pool(threads, "weights") as pool:
             parts = self._parts(source, pool) if last else []
@@ -72,77 +76,15 @@ class WeightUpdate:
                     self.num_bytes += self._shadow.commit(unit)
                 else:
                     self.num_bytes += self._shadow.commit_rows(unit, self._rows)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def finish(self) -> None:
         """Nothing more comes: commits what has come in part. InvalidRequest if that is a part of
         what the model keeps packed."""
         self.push(_Nothing(), last=True)
 
-    def _named(self, source: Source) -> Source:
-        plan = self._shadow.plan
-        wanted = {piece.name for param in plan.params for piece in param.pieces}
-        return separate_experts(renamed(source, plan.renamed), wanted)
-
-    def _check(self, source: Source) -> None:
-        try:
-            check(self._shadow.plan, source, whole=False)
-        except CheckpointError as error:
-            raise InvalidRequest(f"weights: {error.message}", field="weights") from None
-        for name in source.entries:
-            if name in self._pushed:
-                raise InvalidRequest(f"weights: {name} comes twice in one update", field="weights")
-        for param in self._param.values():
-            for piece in param.pieces:
-                entry = source.entries.get(piece.name)
-                if entry is None:
-                    continue
-                packed = param.on_groups is not None or param.on_blocks is not None
-                if packed and (entry.dtype in PLAIN or not entry.dequantized):
-                    raise InvalidRequest(
-                        f"weights: {piece.name} is {entry.dtype}, and the checkpoint holds it "
-                        "quantized: give it as the checkpoint does, or serve one of plain weights "
-                        "with --quantization",
-                        field="weights",
-                    )
-
-    def _scan(self, source: Source) -> None:
-        """Refuses NaN and Inf; packed numbers tell of a damaged scale when they are written."""
-        names = [name for name in source.entries if name in self._names]
-        extremes = [
-            (name, values.aminmax())
-            for name in names
-            for values in self._parts_of(name, source)
-            if values.numel()
-        ]
-        if not extremes:
-            return
-        ends = torch.stack([end for _, both in extremes for end in both]).isfinite().view(-1, 2)
-        for bad in (~ends.all(dim=1)).nonzero().flatten().tolist()[:1]:  # waits for the device once
-            name = extremes[bad][0]
-            where = source.entries[name].where
-            raise InvalidRequest(
-                f"weights: tensor {name!r} in {where} holds NaN or Inf", field="weights"
-            )
-
-    def _parts_of(self, name: str, source: Source) -> Iterator[torch.Tensor]:
-        """A tensor in float32, some rows at a time."""
-        entry = source.entries[name]
-        if entry.quantized or not entry.shape:
-            return
-        rows = max(1, _SCAN_ELEMENTS // max(1, math.prod(entry.shape[1:])))
-        for first in range(0, entry.shape[0], rows):
-            cut = slice(first, min(first + rows, entry.shape[0]))
-            shape = (cut.stop - cut.start, *entry.shape[1:])
-            values = torch.empty(shape, dtype=torch.float32, device=self._device)
-            whole = (slice(None),) * (len(shape) - 1)
-            source.copy(name, entry.shape, (cut, *whole), values)
-            yield values
-
-    @functools.cached_property
-    def _names(self) -> set[str]:
-        return {name for names in self._pieces.values() for name in names}
+    def direct(self) -> DirectWeights | None:
+        """How the next update does without a second model, as far as this one has shown it."""
+        return direct_weights(self._shadow.plan, self._shadow.held)
 
     def _will_be_full(self, unit: Unit, source: Source) -> bool:
         """Whether all that the unit needs has come, or comes with this source, and it needs any."""

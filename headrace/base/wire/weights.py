@@ -72,10 +72,12 @@ class WeightOrder(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
 
 class WeightReply(msgspec.Struct, frozen=True, kw_only=True, tag="weighed"):
     """What became of it. `num_bytes` have been written to this rank's weights; `changed`: whether
-    any of them may differ from before."""
+    any of them may differ from before. `seconds`: of a push, by phase: `open` what it names,
+    `begin` an update, `check`, `scan` for what is not finite, `copy`, `wait` for the device."""
 
     num_bytes: int = 0
     changed: bool = False
+    seconds: dict[str, float] = {}
     digest: str = ""
     values: list[float] = []
     error: WireError | None = None

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from headrace.back.models.load import load_model
 from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.parallel.mesh import Mesh
+from headrace.back.transfer.direct import DirectUpdate
 from headrace.back.transfer.sources import TensorSource
 from headrace.back.transfer.update import WeightUpdate
 from headrace.base.config.resolved import ModelSpec
@@ -63,6 +64,9 @@ def check_whole(case: str, dtype: str, quantization: str | None, folders: Any) -
     update.push(SafetensorsSource(folders[1]), last=True)
     assert update.num_bytes > 0
     assert equal(logits(model, dtype), new)
+    if (direct := update.direct()) is not None:
+        DirectUpdate(direct, CPU).push(SafetensorsSource(folders[0]), last=True)
+        assert equal(logits(model, dtype), old)
 
 
 @pytest.mark.parametrize(("case", "dtype", "quantization"), SHORT)
@@ -79,6 +83,29 @@ def test_every_family_takes_new_weights(
     case: str, dtype: str, quantization: str | None, folders: tuple[Path, Path]
 ) -> None:
     check_whole(case, dtype, quantization, folders)
+
+
+def test_a_later_update_needs_no_second_model_and_checks_as_much(
+    folders: tuple[Path, Path],
+) -> None:
+    """Its norms are kept in float32, one more than the checkpoint says."""
+    saved("gemma3", folders)
+    model, update = loaded(model_spec(folders[0], dtype="bfloat16"))
+    old = logits(model, "bfloat16")
+    update.push(SafetensorsSource(folders[1]), last=True)
+    direct, new = update.direct(), logits(model, "bfloat16")
+    assert direct is not None
+    tensors = load_file(folders[0] / "model.safetensors")
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+    one = DirectUpdate(direct, CPU)
+    with pytest.raises(InvalidRequest, match="holds NaN or Inf"):
+        one.push(TensorSource({**tensors, "model.norm.weight": broken["model.norm.weight"]}, "it"))
+    assert equal(logits(model, "bfloat16"), new) and one.num_bytes == 0
+    one = DirectUpdate(direct, CPU)
+    one.push(TensorSource(tensors, "it"))
+    assert equal(logits(model, "bfloat16"), old)
+    with pytest.raises(InvalidRequest, match="comes twice"):
+        one.push(TensorSource(tensors, "it"))
 
 
 def half(folder: Path, *endings: str) -> TensorSource:

@@ -280,7 +280,7 @@ class Mixture:
             shared_gate=self._is_gated,
             jitter=router.jitter,
         )
-        choice_bias = self._choice_bias.take().float().flatten() if self._choice_bias else None
+        choice_bias = self._choice_bias.take_float().flatten() if self._choice_bias else None
         self._route = scope.bind(ROUTE, problem, choice_bias)
         if scope.host_experts is not None:
             scope.host_experts.bring(self._routed, without=scope.beside)
