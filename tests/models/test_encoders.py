@@ -418,11 +418,19 @@ def test_norms_of_the_first_checkpoints_have_other_names(tmp_path: Path) -> None
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_a_llama_that_sees_both_sides_is_an_encoder(tmp_path: Path) -> None:
-    """NVIDIA's embedders: a Llama whose mask lets every token see all."""
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation="eager")
-    oracle, _ = saved(tmp_path, "LlamaModel", config)
-    raw = read_json(tmp_path / "config.json") | {"architectures": ["LlamaBidirectionalModel"]}
+@pytest.mark.parametrize(
+    ("base", "named"),
+    [("Llama", "LlamaBidirectionalModel"), ("Qwen2", "Qwen2Model"), ("Qwen3", "Qwen3Model")],
+)
+def test_a_decoder_that_sees_both_sides_is_an_encoder(
+    base: str, named: str, tmp_path: Path
+) -> None:
+    """NVIDIA's embedders, gte-Qwen2: decoders whose mask lets every token see all."""
+    config = getattr(transformers, f"{base}Config")(
+        **SIZES, num_key_value_heads=2, attn_implementation="eager"
+    )
+    oracle, _ = saved(tmp_path, f"{base}Model", config)
+    raw = read_json(tmp_path / "config.json") | {"architectures": [named], "is_causal": False}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     facts = read_model_facts(LocatedModel(path=tmp_path, name="m", format="safetensors"))
     assert facts.encodes and facts.pooling.how == "mean"

@@ -14,10 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from headrace.back.models.published_keys import in_common_keys
 from headrace.base.errors import CheckpointError
+from headrace.launch.locate import LocatedModel
+from headrace.launch.model_facts import describe
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_parity import CASES, LENGTHS, SIZES, compare, rope
+from tests.references import jais
 
 Tensors = dict[str, torch.Tensor]
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -359,6 +363,39 @@ def test_what_is_not_built_is_refused_by_key(
     with pytest.raises(CheckpointError) as caught:
         load_ours(model_spec(tmp_path))
     assert caught.value.field == field
+
+
+def test_jais_has_the_logits_of_its_reference(tmp_path: Path) -> None:
+    tensors = jais.tiny()
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file(tensors | masks, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(jais.CONFIG))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    ours = load_ours(model_spec(tmp_path))
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, [jais.logits(tensors, row) for row in rows], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "longest"),
+    [
+        ("Cohere", {"max_position_embeddings": 8192, "model_max_length": 131_072}, 131_072),
+        (
+            "Qwen2",
+            {
+                "max_position_embeddings": 1_010_000,
+                "dual_chunk_attention_config": {"chunk_size": 262_144, "local_size": 8192},
+            },
+            253_952,
+        ),
+    ],
+)
+def test_texts_are_as_long_as_the_family_says_in_its_own_keys(
+    architecture: str, keys: dict[str, Any], longest: int
+) -> None:
+    config = {**SHAPE, "architectures": [f"{architecture}ForCausalLM"], **keys}
+    located = LocatedModel(path=Path("none"), name="m", format="dummy")
+    assert describe(located, in_common_keys(config), {}, None).max_model_len == longest
 
 
 def test_every_class_copied_is_among_those_compared() -> None:

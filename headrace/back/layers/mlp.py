@@ -63,10 +63,12 @@ class GatedMLPSpec:
     one there, else `gate` and `up` do; `down` the one that leads back; `name` is the module in the
     layer, empty where there is none. `inner`: its own, where it is not the family's usual one.
     `gate_scale`, `down_scale`: what these are multiplied with. `sparsity`: see LargestGates; 0: all
-    count. `inner_norm`: of the inner values, its name and its epsilon."""
+    count. `inner_norm`: of the inner values, its name and its epsilon. `transposed`: weights are
+    stored as [inputs, outputs]."""
 
     name: str = "mlp"
     bias: bool = False
+    transposed: bool = False
     merged: str | MergedTensor | None = None
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -89,6 +91,7 @@ class GatedMLPSpec:
             scales=(self.gate_scale, self.down_scale),
             sparsity=self.sparsity,
             inner_norm=self.inner_norm,
+            transposed=self.transposed,
         )
 
 
@@ -113,6 +116,7 @@ class GatedMLP:
         scales: tuple[float, float] = (1.0, 1.0),
         sparsity: float = 0.0,
         inner_norm: tuple[str, float] | None = None,
+        transposed: bool = False,
     ) -> None:
         (gate, up, down), inner = names, place.inner
         parts = (Part(gate, inner, inner, scale=scales[0]), Part(up, inner, inner))
@@ -123,6 +127,7 @@ class GatedMLP:
             bias=bias,
             merged=merged if isinstance(merged, str) else None,
             tensors=(merged,) if isinstance(merged, MergedTensor) else (),
+            transposed=transposed,
             norm=place.norm,
             activation=None if sparsity else place.activation,
         )
@@ -137,6 +142,7 @@ class GatedMLP:
             place.width,
             bias=bias if down_bias is None else down_bias,
             adds=place.adds,
+            transposed=transposed,
             scale=scales[1],
             gates=self._gate_up if inner_norm is None else None,
         )

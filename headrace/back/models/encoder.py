@@ -63,10 +63,11 @@ class SpanAttentionLayer:
     """x_TE -> y_TE: projects, rotates if there is a rope, attends inside each text, projects back.
 
     `names` are the checkpoint's query, key and value, or the one tensor that holds all three, one
-    after the other or, `by_head`, each head's beside each other; `out` leads back. `window`: tokens
-    seen on each side, None: all. `scale`: of the scores, None: 1/sqrt(head_dim). `softcap`: of
-    them. `position_bias`: added to them. `value_eps`: of a norm without weight over each value,
-    None: there is none. `wide_norms`: layer norms of all queries of a token, and of all keys.
+    after the other or, `by_head`, each head's beside each other; `out` leads back, with a bias as
+    the others have it unless `out_bias` says. `window`: tokens seen on each side, None: all.
+    `scale`: of the scores, None: 1/sqrt(head_dim). `softcap`: of them. `position_bias`: added to
+    them. `value_eps`: of a norm without weight over each value, None: there is none. `wide_norms`:
+    layer norms of all queries of a token, and of all keys.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SpanAttentionLayer:
         out: str,
         by_head: bool = False,
         bias: bool = True,
+        out_bias: bool | None = None,
         rope: RopeSpec | None = None,
         window: int | None = None,
         scale: float | None = None,
@@ -100,7 +102,8 @@ class SpanAttentionLayer:
         self._head_dim = sizes.head_dim
         groups = sizes.kv_heads if by_head else 1
         self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias, merged=merged, groups=groups)
-        self._out = RowLinear(scope / out, parts[0], sizes.width, bias=bias)
+        out_bias = bias if out_bias is None else out_bias
+        self._out = RowLinear(scope / out, parts[0], sizes.width, bias=out_bias)
         self._qk_norms: list[HeadNorm] = []
         if qk_norm is not None:
             assert qk_norm.over == "head" and not qk_norm.after_rope, qk_norm

@@ -46,6 +46,12 @@ EMBEDDERS: Mapping[str, tuple[str, str]] = {
 }
 """Architectures without a head whose names say that they are encoders, and where the text part
 lies."""
+SEES_BOTH_SIDES = frozenset(
+    f"{base}{kind}"
+    for base in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    for kind in ("Model", "ForCausalLM")
+)
+"""Decoders' names under which `is_causal` may say that each token sees both sides."""
 RERANKERS: Mapping[str, tuple[str, bool]] = {
     "LlamaBidirectionalForSequenceClassification": ("eurobert", False),
     "JinaBertForSequenceClassification": ("jina_bert", True),

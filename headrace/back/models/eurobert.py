@@ -1,5 +1,5 @@
-"""EuroBERT (Boizard et al. 2025) and NVIDIA's embedders: Llama's layers, of which each token sees
-both sides."""
+"""EuroBERT (Boizard et al. 2025), NVIDIA's embedders, and embedders that are decoders with
+`is_causal` false: Llama's, Qwen 2's or Qwen 3's layers, of which each token sees both sides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.mlp import GatedMLP
 from headrace.back.layers.norm import RMS
+from headrace.back.layers.qk_norm import QKNorm
 from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.encoder import (
@@ -24,7 +25,8 @@ IGNORED = (r"lm_head\..*",)
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
     """EuroBertModel, EuroBertForSequenceClassification, EuroBertForTokenClassification,
-    EuroBertForMaskedLM; LlamaBidirectionalModel, LlamaBidirectionalForSequenceClassification."""
+    EuroBertForMaskedLM; LlamaBidirectionalModel, LlamaBidirectionalForSequenceClassification; names
+    of Llama, Mistral, Qwen 2 and Qwen 3 with `is_causal` false."""
     sizes = read_encoder_sizes(config, eps=1e-5, eps_key="rms_norm_eps", default_activation="silu")
     inside = scope if scope.head.bare else scope / "model"
     words = TokenEmbedding(inside / "embed_tokens", sizes.vocabulary, sizes.width)
@@ -32,8 +34,11 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
         config,
         head_dim=sizes.head_dim,
         max_positions=scope.max_positions,
-        default_theta=250_000.0,
+        default_theta=250_000.0 if "EuroBert" in config.list("architectures", of=str)[0] else 1e4,
     )
+    for key in ("use_sliding_window", "dual_chunk_attention_config"):
+        if config.raw.get(key):
+            raise config.wrong(key, "false or null where each token sees both sides")
     layers = [_layer(inside / "layers" / str(i), sizes, config, rope) for i in range(sizes.layers)]
     return Encoder(
         scope,
@@ -47,6 +52,8 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
 
 
 def _layer(scope: Scope, sizes: EncoderSizes, config: ConfigReader, rope: RopeSpec) -> EncoderLayer:
+    named = config.list("architectures", of=str)[0]
+    bias, normed = config.bool("attention_bias", False), named.startswith("Qwen3")
     return EncoderLayer(
         before_attention=RMS.build(scope / "input_layernorm", sizes.width, eps=sizes.eps),
         attention=SpanAttentionLayer(
@@ -54,8 +61,10 @@ def _layer(scope: Scope, sizes: EncoderSizes, config: ConfigReader, rope: RopeSp
             sizes,
             names=PROJECTIONS,
             out="o_proj",
-            bias=config.bool("attention_bias", False),
+            bias=bias or named.startswith("Qwen2"),
+            out_bias=bias,
             rope=rope,
+            qk_norm=QKNorm(eps=sizes.eps) if normed else None,
         ),
         before_mlp=RMS.build(scope / "post_attention_layernorm", sizes.width, eps=sizes.eps),
         mlp=GatedMLP(scope / "mlp", sizes.feed_forward, bias=config.bool("mlp_bias", False)),

@@ -14,6 +14,7 @@ from headrace.back.models.encoder_families import (
     ENCODER_DECODERS,
     JUDGES,
     RERANKERS,
+    SEES_BOTH_SIDES,
     TEXT_ENCODERS,
 )
 from headrace.back.models.hearing_families import TEXT_OF_HEARING
@@ -29,7 +30,7 @@ from headrace.base.errors import CheckpointError
 FALLBACK = "transformers"
 TEXT_SECTIONS = ("text_config", "llm_config")
 """Where the text part's keys are."""
-WIDTH = ("n_embd", "d_model", "dim", "emb_dim")
+WIDTH = ("n_embd", "n_embed", "d_model", "dim", "emb_dim")
 """What `hidden_size` is called besides."""
 HEADS = ("n_head", "n_heads", "num_heads", "attention_heads")
 """What `num_attention_heads` is called besides."""
@@ -241,6 +242,8 @@ TWO_ATTENTIONS = frozenset({"longcat_flash"})
 SHARING = {"gemma3n", "gemma3n_audio", "gemma4", "gemma4_vision"}
 SHARING |= {"gemma4_unified", "gemma4_unified_vision"}
 """Families whose upper layers may read the caches of lower ones."""
+BOTH_SIDES = "eurobert"
+"""The family of decoders whose tokens see both sides."""
 COLBERT = "HF_ColBERT"
 """BERT below a projection of every token (Khattab and Zaharia 2020), as its authors store it."""
 CAUSAL, MASKED, LM_HEAD = "ForCausalLM", "ForMaskedLM", "LMHeadModel"
@@ -299,6 +302,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if names[0] in RERANKERS:
         family, bare = RERANKERS[names[0]]
         return Architecture(family=family, head="sequence", bare=bare)
+    if names[0] in SEES_BOTH_SIDES and config.get("is_causal") is False:
+        bare = names[0].endswith("Model")
+        return Architecture(family=BOTH_SIDES, head="none", bare=bare)
     if names[0] in EMBEDDERS:
         family, within = EMBEDDERS[names[0]]
         return Architecture(family=family, head="none", bare=True, within=within)

@@ -30,6 +30,7 @@ PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"), "minimax_text_01"),
     **dict.fromkeys(("ChatGLMModel", "ChatGLMForConditionalGeneration"), "chatglm"),
     "QWenLMHeadModel": "qwen",
+    "JAISLMHeadModel": "jais",
     "DeciLMForCausalLM": "deci",
     "OpenELMForCausalLM": "openelm",
     "RWForCausalLM": "falcon",

@@ -187,6 +187,21 @@ def _neobert(config: ConfigReader) -> Keys:
     }
 
 
+def _cohere(config: ConfigReader) -> Keys:
+    """Command R was trained for longer texts than its first key says."""
+    return _called(config, {"model_max_length": "max_position_embeddings"})
+
+
+def _qwen2(config: ConfigReader) -> Keys:
+    """Beyond its chunk, dual chunk attention counts positions otherwise: such texts are not read."""
+    chunks = config.section("dual_chunk_attention_config")
+    if chunks is None:
+        return {}
+    chunk = chunks.int("chunk_size", 8192, ge=1) - chunks.int("local_size", 1024, ge=0)
+    stated = config.int("max_position_embeddings", 32_768, ge=1)
+    return {"max_position_embeddings": min(stated, max(1, chunk))}
+
+
 def _refined_web(config: ConfigReader) -> Keys:
     """Of Falcon's first configs only the model's type tells the 40B's layers from the 7B's."""
     return {"new_decoder_architecture": config.str("model_type", "") == "RefinedWeb"}
@@ -202,6 +217,8 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "DeciLMForCausalLM": _deci,
     "OpenELMForCausalLM": _openelm,
     "RWForCausalLM": _refined_web,
+    **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), _cohere),
+    **dict.fromkeys(("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"), _qwen2),
     "StableLMEpochForCausalLM": _stablelm_epoch,
     **dict.fromkeys(("InternLM2ForRewardModel", "Qwen2ForRewardModel"), _reward),
     "LlamaBidirectionalForSequenceClassification": _bidirectional,
