@@ -16,7 +16,8 @@ import torch
 from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.mlp import ElementwiseActivation, GatedMLP, PlainMLP, PlainMLPSpec
 from headrace.back.layers.moe.mixture import Mixture, MixtureSpec, RouterSpec
-from headrace.back.layers.moe.stacked import FlatUngatedExperts
+from headrace.back.layers.moe.stacked import FlatUngatedExperts, UngatedExperts
+from headrace.back.layers.moe.weights import ExpertLayout
 from headrace.back.layers.norm import LayerNorm
 from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
@@ -146,10 +147,11 @@ def _mlps(config: ConfigReader) -> Callable[[Scope, EncoderSizes, int], TokenBra
     if not gated and up != down:
         raise config.wrong("mlp_fc2_bias", f"as mlp_fc1_bias is ({str(up).lower()})")
     experts = _experts(config) if every else None
+    apart = config.bool("experts_apart", False)  # GGUF files have a tensor for each, and no bias
 
     def mlp(scope: Scope, sizes: EncoderSizes, index: int) -> TokenBranch:
         if experts is not None and index % every == 1:
-            return NomicExperts(scope, experts, sizes)
+            return NomicExperts(scope, experts, sizes, apart=apart)
         if gated:
             return GatedMLP(scope, sizes.feed_forward, names=_GATE_UP_DOWN, bias=up, down_bias=down)
         activation = ElementwiseActivation(scope, sizes.activation)
@@ -176,15 +178,23 @@ def _experts(config: ConfigReader) -> RouterSpec:
 
 
 class NomicExperts:
-    """x_TE -> y_TE: experts without gates, and a bias that all of them share."""
+    """x_TE -> y_TE: experts without gates, and a bias that all of them share. `apart`: a tensor for
+    each expert, and no bias."""
 
-    def __init__(self, scope: Scope, router: RouterSpec, sizes: EncoderSizes) -> None:
-        layout = FlatUngatedExperts(up="experts.mlp.w1", down="experts.mlp.w2")
+    def __init__(
+        self, scope: Scope, router: RouterSpec, sizes: EncoderSizes, *, apart: bool
+    ) -> None:
+        layout: ExpertLayout = FlatUngatedExperts(up="experts.mlp.w1", down="experts.mlp.w2")
+        if apart:
+            names = (f"experts.{{}}.{one}_proj.weight" for one in ("up", "down"))
+            layout = UngatedExperts(up=next(names), down=next(names))
         spec = MixtureSpec(router=router, inner=sizes.inner, layout=layout)
         mixture = Mixture(scope, spec, sizes.width, activation=sizes.activation, adds=False)
         self._branch = WholeBranch(mixture)
-        self._bias = scope.param("experts.bias", (sizes.width,), init="zeros")
-        self._bias_E = torch.empty(0)
+        self._bias = None
+        if not apart:
+            self._bias = scope.param("experts.bias", (sizes.width,), init="zeros")
+        self._bias_E: torch.Tensor | float = 0.0
         scope.on_finish(self._finish)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
@@ -192,4 +202,5 @@ class NomicExperts:
         return self._branch.forward(x_TE) + self._bias_E
 
     def _finish(self) -> None:
-        self._bias_E = self._bias.take()
+        if self._bias is not None:
+            self._bias_E = self._bias.take()

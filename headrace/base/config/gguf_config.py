@@ -1,6 +1,6 @@
 """From GGUF metadata to the config.json the same model has: one row per GGUF architecture, plain
-data throughout, in gguf_rows.py, gguf_gemma.py, gguf_mixtures.py, gguf_recurrent.py and
-gguf_encoders.py.
+data throughout, in gguf_rows.py, gguf_gemma.py, gguf_mixtures.py, gguf_recurrent.py,
+gguf_encoders.py and gguf_published.py.
 
 The result goes through the same reader, family and checks as any config.json, so a GGUF file is one
 more spelling of a checkpoint and no second kind of model. Metadata keys: github.com/ggml-org/ggml,
@@ -13,7 +13,14 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from headrace.base.config import gguf_encoders, gguf_gemma, gguf_mixtures, gguf_recurrent, gguf_rows
+from headrace.base.config import (
+    gguf_encoders,
+    gguf_gemma,
+    gguf_mixtures,
+    gguf_published,
+    gguf_recurrent,
+    gguf_rows,
+)
 from headrace.base.config.gguf import GGUFFile
 from headrace.base.config.gguf_row import (
     Config,
@@ -57,7 +64,7 @@ def gguf_generation(file: GGUFFile) -> Config:
 
 
 def _common(file: GGUFFile, name: str, row: GGUFArchitecture) -> Config:
-    heads = need_int(file, f"{name}.attention.head_count")
+    heads = _heads(file, name)
     hidden = need_int(file, f"{name}.embedding_length")
     head_dim = count(file, f"{name}.attention.key_length", hidden // heads)
     if head_dim < 2 or head_dim % 2:
@@ -81,6 +88,17 @@ def _common(file: GGUFFile, name: str, row: GGUFArchitecture) -> Config:
         **_rotated_share(file, name, head_dim),
         **_rope_scaling(file, name, head_dim),
     }
+
+
+def _heads(file: GGUFFile, name: str) -> int:
+    """One number, or one for each layer, 0 where there is no attention: then the first other."""
+    key = f"{name}.attention.head_count"
+    if not isinstance(file.metadata.get(key), array):
+        return need_int(file, key)
+    heads = next((int(one) for one in file.numbers(key) or () if one), 0)
+    if heads < 1:
+        raise file.wrong(key, "a list with a number of at least 1")
+    return heads
 
 
 def _epsilon(file: GGUFFile, name: str) -> float | None:
@@ -171,6 +189,7 @@ ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
     **gguf_mixtures.ROWS,
     **gguf_recurrent.ROWS,
     **gguf_encoders.ROWS,
+    **gguf_published.ROWS,
 }
 
 

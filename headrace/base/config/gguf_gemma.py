@@ -16,6 +16,7 @@ from headrace.base.config.gguf_row import (
     need_int,
     rows_of,
 )
+from headrace.base.errors import CheckpointError
 
 _GEMMA2_27B_LAYERS: Final = 46
 _GEMMA3_27B_LAYERS: Final = 62
@@ -44,6 +45,17 @@ def _gemma3(file: GGUFFile, name: str, config: Config) -> None:
     config["layer_types"] = [
         "full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)
     ]
+
+
+def embedding_gemma(file: GGUFFile, name: str, config: Config) -> None:
+    """As Gemma 3's; of projections behind the pooling, which few files hold, none is read."""
+    _gemma3(file, name, config)
+    for tensor in ("dense_2.weight", "dense_3.weight"):
+        if tensor in file.tensors:
+            raise CheckpointError(
+                f"{file.paths[0]}: tensor {tensor}: projections behind the pooling are not read "
+                "from GGUF files; use the safetensors checkpoint"
+            )
 
 
 def _layer_types(file: GGUFFile, name: str, config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -72,3 +73,13 @@ def rows_of(file: GGUFFile, tensor: str) -> int:
     if stored is None or len(stored.shape) != 2:
         raise CheckpointError(f"{file.paths[0]}: tensor {tensor} is missing or no matrix")
     return stored.shape[0]
+
+
+def each_of(file: GGUFFile, key: str, layers: int) -> tuple[int, ...]:
+    """A number of at least 0 for each layer; one number is that of all."""
+    if not isinstance(file.metadata.get(key), array):
+        return (need_int(file, key),) * layers
+    listed = tuple(int(one) for one in file.numbers(key) or ())
+    if len(listed) != layers or min(listed, default=0) < 0 or not any(listed):
+        raise file.wrong(key, f"a list of {layers} numbers of at least 0, not all of them 0")
+    return listed

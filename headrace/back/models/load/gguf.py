@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
-from headrace.back.models.load.gguf_dialects import Dialect, Joined, dialect_of
+from headrace.back.models.load.gguf_dialect import Dialect, Joined
+from headrace.back.models.load.gguf_dialects import dialect_of
 from headrace.back.models.load.gguf_heads import RowOrder
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
@@ -42,6 +43,7 @@ class GGUFSource:
         file = read_gguf(path)
         config = gguf_config(file)
         self._heads = (config.get("num_attention_heads", 0), config.get("num_key_value_heads", 0))
+        self._kv_heads: list[int] = config.get("num_key_value_heads_per_layer", [])
         self._dialect = dialect_of(str(file.text("general.architecture")), file.tensors)
         order = self._dialect.order
         self._order: RowOrder | None = None if order is None else order(config)
@@ -168,8 +170,11 @@ class GGUFSource:
     def _interleaved_heads(self, name: str) -> int:
         if not self._dialect.interleaved:
             return 0
-        match = re.search(r"self_attn\.([qk])_proj\.(weight|bias)$", name)
-        return 0 if match is None else self._heads[match[1] == "k"]
+        match = re.search(r"layers\.(\d+)\.self_attn\.([qk])_proj\.(weight|bias)$", name)
+        if match is None:
+            return 0
+        layer, is_key = int(match[1]), match[2] == "k"
+        return self._kv_heads[layer] if is_key and self._kv_heads else self._heads[is_key]
 
     def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Rows in the order of the checkpoint that the file was made of."""

@@ -7,50 +7,13 @@ order of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Container, Mapping
+from dataclasses import replace
 
 from headrace.back.models.load import gguf_names as names
-from headrace.back.models.load.gguf_heads import GroupedHeads, RowOrder, ValueHeads
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dialect:
-    """How one architecture's tensors differ: block names, interleaved query and key rows, norms
-    stored plus one (but those of recurrent layers), rows in another `order`. `layers`: where blocks
-    lie, `top`: names outside of them, `further`: blocks of another name, with their place and
-    names; `drafts`: layers behind the last ones only draft tokens; `joined`: what is one tensor
-    here and several in the file, `stacked`: what is several here, by their names."""
-
-    blocks: Mapping[str, str]
-    interleaved: bool = False
-    norm_plus_one: bool = False
-    order: Callable[[Mapping[str, Any]], RowOrder] | None = None
-    layers: str = "model.layers"
-    top: Mapping[str, str] = field(default_factory=lambda: names.TOP)
-    further: tuple[tuple[str, str, Mapping[str, str]], ...] = ()
-    drafts: bool = False
-    joined: tuple[Joined, ...] = ()
-    stacked: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def sections(self) -> tuple[tuple[str, str, Mapping[str, str]], ...]:
-        """Blocks: what files call them, where they lie, and the names in one."""
-        return (("blk", self.layers, self.blocks), *self.further)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joined:
-    """A tensor `name` of a layer that lies in `parts` of the file, side by side in dimension 1 of
-    [heads or experts, rows, columns]. `turned`: the first of them has rows and columns exchanged;
-    `flat`: the first two dimensions are one."""
-
-    name: str
-    parts: tuple[str, str]
-    turned: bool = False
-    flat: bool = False
-
+from headrace.back.models.load import gguf_published
+from headrace.back.models.load.gguf_dialect import Dialect, Joined
+from headrace.back.models.load.gguf_heads import GroupedHeads, ValueHeads
 
 _GRANITE_SHARED = Joined(
     name="shared_mlp.input_linear.weight", parts=("ffn_gate_shexp", "ffn_up_shexp")
@@ -83,6 +46,8 @@ def dialect_of(name: str, tensors: Container[str]) -> Dialect:
         return replace(DIALECTS[name], blocks=names.JINA | names.JINA_GATED)
     if name == "falcon" and "blk.0.attn_norm_2.weight" in tensors:
         return TWO_NORMED_FALCON
+    if name == "chatglm" and "blk.0.attn_q.weight" in tensors:
+        return gguf_published.SEPARATE_GLM
     return DIALECTS[name]
 
 
@@ -237,6 +202,7 @@ DIALECTS: Mapping[str, Dialect] = {
         drafts=True,
     ),
     "phimoe": Dialect(blocks=names.MIXTRAL),
+    **gguf_published.DIALECTS,
 }
 TWO_NORMED_FALCON = replace(
     DIALECTS["falcon"],

@@ -764,6 +764,8 @@ FAMILIES: dict[str, tuple[str, Family]] = {
         ),
     ),
     "internlm2": ("internlm2", Family(kind="Llama", permutes=True)),
+    "xverse": ("xverse", Family(kind="Llama", permutes=True)),
+    "glm-separate": ("chatglm", Family(kind="Glm", sizes={"head_dim": 16})),
     "exaone": ("exaone", Family(kind="Llama")),
 }
 
@@ -846,6 +848,8 @@ ALIKE = (
     "exaone",
     "exaone4-whole",
     "internlm2",
+    "xverse",
+    "glm-separate",
     "deepseek-v2",
     "granite-moe",
     "ernie4.5",

@@ -1,0 +1,58 @@
+"""Dialects of GGUF files of models that were published with code of their own, and of embedders
+that are decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace.back.models.load import gguf_names as names
+from headrace.back.models.load.gguf_dialect import Dialect
+
+CHATGLM = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+CHATGLM_TOP = {
+    "token_embd": "transformer.embedding.word_embeddings",
+    "output_norm": "transformer.encoder.final_layernorm",
+    "output": "transformer.output_layer",
+}
+QWEN = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_gate": "mlp.w2",
+    "ffn_up": "mlp.w1",
+    "ffn_down": "mlp.c_proj",
+}
+NOMIC_EXPERTS = names.NOMIC | {
+    "ffn_up": "mlp.fc1",
+    "ffn_gate_inp": "mlp.router.layer",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+BARE = {"token_embd": "embed_tokens", "output_norm": "norm"}
+
+DIALECTS: Mapping[str, Dialect] = {
+    "xverse": Dialect(blocks=names.BLOCK, interleaved=True),
+    "deci": Dialect(blocks=names.BLOCK, interleaved=True),
+    "deepseek": Dialect(blocks=names.ROUTED, interleaved=True),
+    "llama-embed": Dialect(blocks=names.BLOCK, interleaved=True, layers="layers", top=BARE),
+    "gemma-embedding": Dialect(
+        blocks=names.SANDWICH, norm_plus_one=True, layers="layers", top=BARE
+    ),
+    "nomic-bert-moe": Dialect(
+        blocks=NOMIC_EXPERTS,
+        layers="encoder.layers",
+        top=names.BERT_TOP | {"token_embd_norm": "emb_ln"},
+    ),
+    "chatglm": Dialect(blocks=CHATGLM, layers="transformer.encoder.layers", top=CHATGLM_TOP),
+    "qwen": Dialect(blocks=QWEN, layers="transformer.h", top=names.GPT_2_TOP),
+}
+SEPARATE_GLM = Dialect(blocks=names.FUSED_MLP)
+"""Of GLM-4-9B converted from the layout of transformers."""

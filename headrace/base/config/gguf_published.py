@@ -1,0 +1,108 @@
+"""Rows of the table of GGUF architectures: models that were published with code of their own, and
+embedders that are decoders."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headrace.base.config.gguf import GGUFFile
+from headrace.base.config.gguf_gemma import embedding_gemma
+from headrace.base.config.gguf_mixtures import ROUTED
+from headrace.base.config.gguf_row import (
+    GELU,
+    SILU,
+    Config,
+    GGUFArchitecture,
+    count,
+    each_of,
+    need_int,
+    rows_of,
+)
+
+
+def _chatglm(file: GGUFFile, name: str, config: Config) -> None:
+    """GLM-4-9B, converted from the layout of transformers, has its projections apart."""
+    if "blk.0.attn_q.weight" in file.tensors:
+        config.update(model_type="glm", architectures=["GlmForCausalLM"])
+        return
+    config["multi_query_attention"] = True
+    config["add_qkv_bias"] = config["attention_bias"] = "blk.0.attn_qkv.bias" in file.tensors
+
+
+def _qwen(file: GGUFFile, name: str, config: Config) -> None:
+    """The inner size counts gates and ups."""
+    config["intermediate_size"] = need_int(file, f"{name}.feed_forward_length") // 2
+
+
+def _deci(file: GGUFFile, name: str, config: Config) -> None:
+    """Heads, KV heads and inner sizes of each layer; none of them: it lacks the branch."""
+    layers = config["num_hidden_layers"]
+    heads = each_of(file, f"{name}.attention.head_count", layers)
+    kv_heads = each_of(file, f"{name}.attention.head_count_kv", layers)
+    inners = each_of(file, f"{name}.feed_forward_length", layers)
+    for of, one in zip(heads, kv_heads, strict=True):
+        if (of and not one) or (one and of % one):
+            wanted = "divisors of the heads of their layers, 0 where there are none"
+            raise file.wrong(f"{name}.attention.head_count_kv", wanted)
+    config["block_configs"] = [
+        {
+            "attention": {"no_op": not one, "n_heads_in_group": of // one if one else None},
+            "ffn": {"no_op": not inner, "intermediate_size": inner or None},
+        }
+        for of, one, inner in zip(heads, kv_heads, inners, strict=True)
+    ]
+    config["num_key_value_heads_per_layer"] = list(kv_heads)
+    config["num_key_value_heads"] = max(kv_heads)
+
+
+def _nomic_experts(file: GGUFFile, name: str, config: Config) -> None:
+    """Converters leave out the bias of experts."""
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    config["type_vocab_size"] = rows_of(file, "token_types.weight")
+    config["num_experts"] = need_int(file, f"{name}.expert_count")
+    config["moe_top_k"] = need_int(file, f"{name}.expert_used_count")
+    config["moe_every_n_layers"] = count(file, f"{name}.moe_every_n_layers", 2)
+    for key, tensor in (("qkv_proj", "attn_qkv"), ("mlp_fc1", "ffn_up"), ("mlp_fc2", "ffn_down")):
+        config[f"{key}_bias"] = f"blk.0.{tensor}.bias" in file.tensors
+
+
+ROWS: Final[dict[str, GGUFArchitecture]] = {
+    "xverse": GGUFArchitecture(
+        model_type="llama", architecture="LlamaForCausalLM", fixed={**SILU, "mlp_bias": False}
+    ),
+    "llama-embed": GGUFArchitecture(
+        model_type="llama", architecture="LlamaBidirectionalModel", fixed=SILU
+    ),
+    "gemma-embedding": GGUFArchitecture(
+        model_type="gemma3_text",
+        architecture="Gemma3TextModel",
+        fixed={**GELU, "use_bidirectional_attention": True},
+        keys={"sliding_window": "attention.sliding_window"},
+        adjust=embedding_gemma,
+    ),
+    "nomic-bert-moe": GGUFArchitecture(
+        model_type="nomic_bert",
+        architecture="NomicBertModel",
+        fixed={"hidden_act": "gelu", "activation_function": "gelu", "experts_apart": True},
+        adjust=_nomic_experts,
+    ),
+    "chatglm": GGUFArchitecture(
+        model_type="chatglm", architecture="ChatGLMModel", fixed=SILU, adjust=_chatglm
+    ),
+    "qwen": GGUFArchitecture(
+        model_type="qwen", architecture="QWenLMHeadModel", fixed=SILU, adjust=_qwen
+    ),
+    "deci": GGUFArchitecture(
+        model_type="nemotron-nas",
+        architecture="DeciLMForCausalLM",
+        fixed={**SILU, "mlp_bias": False},
+        adjust=_deci,
+        varied=True,
+    ),
+    "deepseek": GGUFArchitecture(
+        model_type="deepseek",
+        architecture="DeepseekForCausalLM",
+        fixed={**SILU, "scoring_func": "softmax", "norm_topk_prob": False},
+        keys=ROUTED,
+    ),
+}
