@@ -193,7 +193,8 @@ def _cohere(config: ConfigReader) -> Keys:
 
 
 def _qwen2(config: ConfigReader) -> Keys:
-    """Beyond its chunk, dual chunk attention counts positions otherwise: such texts are not read."""
+    """Beyond its chunk, dual chunk attention counts positions otherwise: such texts are not
+    read."""
     chunks = config.section("dual_chunk_attention_config")
     if chunks is None:
         return {}
