@@ -33,7 +33,7 @@ from headrace.base.errors import (
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import AdapterOrder, AdapterReply
 from headrace.core.adapter_folders import FolderResolver, check_folder, check_name
-from headrace.core.ports import AdmissionHook, AdmissionVerdict, PendingAdapter
+from headrace.core.ports import AdmissionHook, AdmissionVerdict, PendingAdapter, none_computed
 
 NO_ADAPTERS = "this server was started without --enable-lora: it takes no adapters"
 DRAIN_S = 1.0
@@ -258,7 +258,9 @@ class Adapters(AdmissionHook):
             self._uses[request.id] = _Use(adapter)
         return _YES
 
-    def ready(self, request_id: int) -> AdmissionVerdict:
+    def ready(
+        self, request_id: int, computed: Callable[[], int] = none_computed
+    ) -> AdmissionVerdict:
         """See AdmissionHook."""
         use = self._uses.get(request_id)
         if use is None or use.pins:

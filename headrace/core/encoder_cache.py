@@ -7,23 +7,35 @@ also if that request is preempted. Afterwards it stays until its place is needed
 used first. A waiting request holds no place, so that no circle of waits can form.
 
 The workers encode an input when a prompt's chunk first reaches its tokens: the tokens of a step
-bound that work, and what a prefix hit covers is never encoded.
+bound that work, and what a prefix hit covers is never encoded. While others run, what would hold
+them up is encoded ahead instead: a request whose inputs are larger than a step may encode besides
+(`WorkerFacts.media_rows`) is given its places and waits, and each step takes a part of a pass,
+until all is there. One request is encoded ahead at a time, so that places are held for one at most.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.base.wire.media import MEDIA_HOOK, MediaContent, MediaInput, MediaPayload
+from headrace.base.wire.media import (
+    MEDIA_HOOK,
+    MediaContent,
+    MediaInput,
+    MediaPayload,
+    MediaWork,
+)
 from headrace.base.wire.request import EngineRequest
 from headrace.core.media_checks import whole_inputs
-from headrace.core.ports import AdmissionHook, AdmissionVerdict
+from headrace.core.ports import AdmissionHook, AdmissionVerdict, none_computed
 
 YES = AdmissionVerdict("yes")
+MOST_PARTS = 64
+"""Of a pass."""
 
 
 @dataclass(slots=True)
@@ -36,18 +48,25 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request with media that has not started, or has: then the workers know its inputs."""
+    """A request with media that has not started, or has: then the workers know its inputs. `ends`:
+    where their last tokens end. `wanted`: those that a prefix hit does not cover. `ahead`: the
+    workers know them before it starts, as it is encoded ahead; that takes so many `parts`."""
 
     inputs: dict[bytes, MediaInput]
+    ends: dict[bytes, int]
+    wanted: frozenset[bytes] = frozenset()
     started: bool = False
+    ahead: bool = False
+    parts: int = 0
 
 
 @dataclass(slots=True)
 class _Chosen:
     """What the requests of the step that is planned take: `tokens` of new inputs (`added`), and
-    the entries they refer to again."""
+    the entries they refer to again; `share`: of what a step may encode beside others."""
 
     tokens: int = 0
+    share: float = 0.0
     added: set[bytes] = field(default_factory=set)
     reused: set[bytes] = field(default_factory=set)
 
@@ -56,18 +75,26 @@ class EncoderCacheHook(AdmissionHook):
     """Holds a request back while its inputs find no place, or while the step has enough to take in.
 
     `capacity`: tokens the cache holds; `step_tokens`: new ones that one step takes in at most (one
-    request may have more).
+    request may have more). `rows`: see WorkerFacts.media_rows.
 
     Invariants: the tokens of all entries are at most `capacity`; an entry without users is in
-    `_unused`, least recently used first. `_void`: what was made with other weights, and goes
-    before anything comes.
+    `_unused`, least recently used first, and whole: one that nobody waits for while its pass is
+    under way goes. `_void`: what goes before anything comes. `_passes`: the inputs that are encoded
+    ahead: the parts done, those of their pass, and what share of a step a part takes. `_next`: the
+    request whose inputs come with the next step, for that. `_running`: those of the last step.
     """
 
     name = MEDIA_HOOK
 
-    def __init__(self, *, capacity: int, step_tokens: int) -> None:
+    def __init__(
+        self, *, capacity: int, step_tokens: int, rows: Mapping[str, int] | None = None
+    ) -> None:
         self._capacity = capacity
         self._step_tokens = step_tokens
+        self._rows = rows or {}
+        self._running: set[int] = set()
+        self._passes: OrderedDict[bytes, tuple[int, int, float]] = OrderedDict()
+        self._next: int | None = None
         self._requests: dict[int, _Waiting] = {}
         self._entries: dict[bytes, _Entry] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
@@ -80,14 +107,30 @@ class EncoderCacheHook(AdmissionHook):
     def admit(self, request: EngineRequest) -> AdmissionVerdict:
         """See AdmissionHook; the sizes were checked (core/media_checks.py)."""
         if request.media:
-            self._requests[request.id] = _Waiting(whole_inputs(request.media))
+            ends: dict[bytes, int] = {}
+            for one in request.media:
+                ends[one.key] = one.offset + one.num_tokens
+            self._requests[request.id] = _Waiting(whole_inputs(request.media), ends)
         return YES
 
-    def ready(self, request_id: int) -> AdmissionVerdict:
+    def ready(
+        self, request_id: int, computed: Callable[[], int] = none_computed
+    ) -> AdmissionVerdict:
         """See AdmissionHook."""
         request = self._requests.get(request_id)
         if request is None or request.started:
             return YES
+        alone = not self._running
+        if request.ahead:
+            left = self._left(request)
+            if alone or not left:
+                return YES
+            done = request.parts - left
+            return AdmissionVerdict(
+                "not_now", f"{done} of {request.parts} parts of its inputs are encoded"
+            )
+        if not alone and request.inputs.keys() & self._passes.keys():
+            return AdmissionVerdict("not_now", "its inputs are encoded for another")
         chosen = self._chosen
         reused = request.inputs.keys() & self._entries.keys()
         added = request.inputs.keys() - reused - chosen.added
@@ -99,10 +142,36 @@ class EncoderCacheHook(AdmissionHook):
         free = self._capacity - self._kept(chosen.reused | reused) - chosen.tokens
         if tokens > free:
             return AdmissionVerdict("not_now", f"{tokens} tokens to encode, room for {free}")
+        share = 0.0 if alone else self._share(request, added, computed)
+        ahead = share > 1.0
+        if ahead and (self._passes or self._next not in (None, request_id)):
+            return AdmissionVerdict("not_now", "inputs of another are encoded")
+        if not ahead and chosen.share and chosen.share + share > 1.0:
+            return AdmissionVerdict("not_now", "inputs of others are encoded in this step")
         chosen.tokens += tokens
         chosen.added |= added
         chosen.reused |= reused
+        if ahead:
+            self._next = request_id
+            return AdmissionVerdict("not_now", "its inputs are encoded beside others' steps")
+        chosen.share += share
         return YES
+
+    def _share(self, request: _Waiting, added: set[bytes], computed: Callable[[], int]) -> float:
+        """What a step would encode of these inputs, of what it may encode beside others."""
+        sized = [key for key in added if self._cost(request.inputs[key])]
+        first = computed() if sized else 0
+        request.wanted = frozenset(key for key in sized if request.ends[key] > first)
+        return sum(self._cost(request.inputs[key]) for key in request.wanted)
+
+    def _cost(self, one: MediaInput) -> float:
+        rows = self._rows.get(one.kind, 0)
+        return math.prod(one.grid) / rows if rows and not one.embedded else 0.0
+
+    def _left(self, request: _Waiting) -> int:
+        """Parts of passes that are still to be taken."""
+        open_ = (self._passes[key] for key in request.inputs if key in self._passes)
+        return sum(parts - done for done, parts, _ in open_)
 
     def _kept(self, reused: set[bytes]) -> int:
         """Tokens of the entries that do not go for others."""
@@ -111,19 +180,57 @@ class EncoderCacheHook(AdmissionHook):
     def payload(self, request_ids: list[int]) -> bytes | None:
         """See AdmissionHook: what the workers drop and take in."""
         self._chosen = _Chosen()
-        if not self._requests:
+        self._running = set(request_ids)
+        if not (self._requests or self._void):
             return None
         added: list[MediaContent] = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and not request.started:
                 request.started = True
-                added += self._take(request.inputs)
-        if not added:
+                if not request.ahead:
+                    added += self._take(request.inputs)
+                for key in request.inputs.keys() & self._passes.keys():
+                    del self._passes[key]  # the step itself ends it
+        added += self._take_ahead()
+        work = self._advance()
+        if not (added or work or self._void):
             return None
-        evicted = self._make_room()
-        payload = MediaPayload(evicted=tuple(evicted), added=tuple(added))
+        payload = MediaPayload(
+            evicted=tuple(self._make_room()), added=tuple(added), work=tuple(work)
+        )
         return msgspec.msgpack.encode(payload)
+
+    def _take_ahead(self) -> list[MediaContent]:
+        """The request that is encoded ahead refers to its inputs from now on."""
+        request = None if self._next is None else self._requests.get(self._next)
+        self._next = None
+        if request is None or request.started:
+            return []
+        new = request.wanted - self._entries.keys()
+        added, request.ahead = self._take(request.inputs), True
+        for key in (one for one in request.inputs if one in new):
+            cost = self._cost(request.inputs[key])
+            parts = min(MOST_PARTS, math.ceil(cost))
+            self._passes[key] = (0, parts, cost / parts)
+        request.parts = self._left(request)
+        return added
+
+    def _advance(self) -> list[MediaWork]:
+        """What this step encodes ahead: a part of a pass, or as many small inputs."""
+        work: list[MediaWork] = []
+        room = 1.0
+        for key, (done, parts, share) in list(self._passes.items()):
+            if work and share > room:
+                break
+            room -= share
+            work.append(MediaWork(key=key, done=done + 1, parts=parts))
+            if done + 1 == parts:
+                del self._passes[key]
+            else:
+                self._passes[key] = (done + 1, parts, share)
+                break
+        return work
 
     def _take(self, inputs: dict[bytes, MediaInput]) -> list[MediaContent]:
         """The request refers to its inputs; those that are new."""
@@ -152,25 +259,41 @@ class EncoderCacheHook(AdmissionHook):
 
     def finish(self, request_id: int) -> None:
         """See AdmissionHook: its inputs may go."""
+        self._running.discard(request_id)
         request = self._requests.pop(request_id, None)
-        for key in request.inputs if request is not None and request.started else ():
+        if request is not None:
+            self._release(request)
+
+    def _release(self, request: _Waiting) -> None:
+        """A request refers to its inputs no longer. A pass that nobody waits for ends."""
+        for key in request.inputs if request.started or request.ahead else ():
             entry = self._entries[key]
             entry.users -= 1
-            if not entry.users:
+            if not entry.users and self._passes.pop(key, None) is None:
                 self._unused[key] = entry.num_tokens
+            elif not entry.users:
+                del self._entries[key]
+                self._tokens -= entry.num_tokens
+                self._void.append(key)
 
     def renew(self) -> None:
         """See AdmissionHook: other workers hold nothing; what waits will tell them."""
         self._entries.clear()
         self._unused.clear()
         self._void.clear()
-        self._tokens = 0
+        self._passes.clear()
+        self._running.clear()
+        self._tokens, self._next = 0, None
         self._chosen = _Chosen()
         for request in self._requests.values():
-            request.started = False
+            request.started = request.ahead = False
 
     def renew_content(self) -> None:
-        """See AdmissionHook: what nobody uses now is not used again."""
+        """See AdmissionHook: what nobody uses now is not used again, nor what is encoded ahead."""
+        for request in self._requests.values():
+            if request.ahead and not request.started:
+                self._release(request)
+                request.ahead = False
         for key, tokens in self._unused.items():
             del self._entries[key]
             self._tokens -= tokens
@@ -195,8 +318,10 @@ def content_of(one: MediaInput) -> MediaContent:
     )
 
 
-def encoder_cache_hooks(capacity: int, step_tokens: int) -> Sequence[AdmissionHook]:
-    """The hook of a model that takes media; none where it does not."""
+def encoder_cache_hooks(
+    capacity: int, step_tokens: int, rows: Mapping[str, int] | None = None
+) -> Sequence[AdmissionHook]:
+    """The hook of a model that takes media; none where it does not. See EncoderCacheHook."""
     if not capacity:
         return ()
-    return (EncoderCacheHook(capacity=capacity, step_tokens=step_tokens),)
+    return (EncoderCacheHook(capacity=capacity, step_tokens=step_tokens, rows=rows),)

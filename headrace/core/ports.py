@@ -199,6 +199,11 @@ Encode: TypeAlias = Callable[[str], list[int]]
 Ends: TypeAlias = dict[int, HeadraceError | str]
 
 
+def none_computed() -> int:
+    """No token of a request is in the cache."""
+    return 0
+
+
 class AdmissionHook(Protocol):
     """An optional condition on running a request (LoRA slots, encoder budget, grammar, KV
     transfer)."""
@@ -209,9 +214,11 @@ class AdmissionHook(Protocol):
         """Called once when the request arrives: "never" refuses it with the reason."""
         ...
 
-    def ready(self, request_id: int) -> AdmissionVerdict:
+    def ready(
+        self, request_id: int, computed: Callable[[], int] = none_computed
+    ) -> AdmissionVerdict:
         """Called when the request could be scheduled: "not_now" leaves it in its place in the
-        queue."""
+        queue. `computed`: finds out how many of its tokens a prefix hit covers."""
         ...
 
     def payload(self, request_ids: list[int]) -> bytes | None:

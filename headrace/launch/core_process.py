@@ -357,7 +357,9 @@ def _announce_slow(core: EngineCore, frontends: FrontendConnections, seconds: fl
 
 def admission_hooks_of(spec: EngineSpec, facts: WorkerFacts) -> list[AdmissionHook]:
     """The admission hooks of an engine. Nothing is loaded before a request needs it."""
-    hooks = [*encoder_cache_hooks(facts.media_tokens, spec.scheduler.max_step_tokens)]
+    hooks = [
+        *encoder_cache_hooks(facts.media_tokens, spec.scheduler.max_step_tokens, facts.media_rows)
+    ]
     if spec.grammar is None:
         return hooks
     load = partial(vocabulary_of, spec.grammar.tokenizer_path, spec.model)

@@ -143,7 +143,7 @@ def test_an_unexpected_exception_ends_that_request_without_its_text() -> None:
                 raise RuntimeError("secret at 0xdeadbeef")
             return AdmissionVerdict("yes")
 
-        def ready(self, request_id: int) -> Any:
+        def ready(self, request_id: int, computed: object) -> Any:
             return AdmissionVerdict("yes")
 
         def payload(self, request_ids: list[int]) -> bytes | None:

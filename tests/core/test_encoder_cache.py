@@ -37,25 +37,34 @@ class Books:
         self.capacity = capacity
         self.held: dict[bytes, int] = {}
         self.added: list[bytes] = []
+        self.work: list[tuple[int, int, int]] = []
+        self.open: dict[bytes, int] = {}
 
     def take(self, plan: StepPlan) -> None:
         if MEDIA_HOOK in plan.hook_payloads:
             payload = msgspec.msgpack.decode(plan.hook_payloads[MEDIA_HOOK], type=MediaPayload)
             for key in payload.evicted:
                 del self.held[key]
+                self.open.pop(key, None)
             for content in payload.added:
                 assert content.key not in self.held
                 self.held[content.key] = prod(content.grid) // 4
                 self.added.append(content.key)
+            for one in payload.work:
+                assert one.key in self.held and one.done == self.open.get(one.key, 0) + 1
+                self.work.append((one.key[0], one.done, one.parts))
+                self.open[one.key] = one.done
+                if one.done == one.parts:
+                    del self.open[one.key]
         assert sum(self.held.values()) <= self.capacity
         for start in plan.starts:
             assert {span.key for span in start.media} <= self.held.keys()
 
 
 def media_driver(
-    capacity: int, *, step_tokens: int = 64, **spec: Any
+    capacity: int, *, step_tokens: int = 64, rows: int = 0, **spec: Any
 ) -> tuple[Driver, Books, EncoderCacheHook]:
-    (hook,) = encoder_cache_hooks(capacity, step_tokens)
+    (hook,) = encoder_cache_hooks(capacity, step_tokens, {"image": rows} if rows else {})
     assert isinstance(hook, EncoderCacheHook)
     driver = Driver(make_spec(**spec), hooks=(hook,))
     executor, books = driver.executor, Books(capacity)
@@ -124,6 +133,84 @@ def test_a_preempted_request_keeps_its_places() -> None:
         driver.add(make_request(id, 16, media=(image(id, 4),), max_tokens=24))
     driver.run()
     assert driver.core.scheduler.num_preemptions and len(books.added) == 2
+    driver.assert_at_rest()
+
+
+def test_others_decode_while_an_image_is_encoded_in_parts() -> None:
+    """A step takes what is worth 16 patches: an image of 64 takes four, in which the other request decodes; one that
+    comes alone is encoded by the step that reaches it."""
+    driver, books, _ = media_driver(64, rows=16)
+    driver.add(make_request(1, 20, media=(image(1, 0, side=8),), max_tokens=14))
+    driver.step()
+    assert not books.work and len(driver.tokens[1]) <= 1
+    driver.add(make_request(2, 40, media=(image(2, 0, side=8), image(3, 17)), max_tokens=2))
+    reasons = []
+    for _ in range(6):
+        before = len(driver.tokens[1])
+        driver.step()
+        reasons += [one.reason for one in driver.core.scheduler.queue]
+        assert len(driver.tokens[1]) == before + 1 or not before
+    assert books.work == [(2, 1, 4), (2, 2, 4), (2, 3, 4), (2, 4, 4), (3, 1, 1)]
+    assert any("2 of 5 parts" in reason for reason in reasons)
+    driver.run()
+    assert len(driver.tokens[2]) == 2 and books.added == [bytes([i]) * 32 for i in (1, 2, 3)]
+    driver.assert_at_rest()
+
+
+def test_small_images_share_a_step_and_what_is_cached_is_not_encoded_ahead() -> None:
+    driver, books, _ = media_driver(64, rows=32, num_blocks=200)
+    driver.add(make_request(1, 20, max_tokens=30))
+    driver.step()
+    small = tuple(image(10 + i, 4 * i) for i in range(5))
+    driver.add(make_request(2, list(range(3, 51)), media=small, max_tokens=1))
+    while 2 not in driver.finished:
+        driver.step()
+    assert books.work == [(10 + i, 1, 1) for i in range(5)]
+    books.work.clear()
+    for i in range(20, 24):  # the encoder's places go to others, the prefix stays
+        driver.add(make_request(i, 70, media=(image(i, 0, side=16),), max_tokens=1))
+        while i not in driver.finished:
+            driver.step()
+    assert not books.held.keys() & {one.key for one in small}
+    books.work.clear()
+    driver.add(make_request(3, list(range(3, 51)), media=small, max_tokens=1))
+    while 3 not in driver.finished:
+        driver.step()
+    assert driver.cached[-1][1] >= 40 and not books.work
+    driver.run()
+    driver.assert_at_rest()
+
+
+@pytest.mark.parametrize("how", ["abort", "alone", "renew", "weights"])
+def test_a_pass_that_is_under_way_ends_with_its_reason(how: str) -> None:
+    """Who is aborted leaves nothing; who is left alone starts at once; other workers, and other weights, begin anew."""
+    driver, books, hook = media_driver(64, rows=4)
+    driver.add(make_request(1, 20, max_tokens=30))
+    driver.step()
+    driver.add(make_request(2, 20, media=(image(2, 0, side=8),), max_tokens=2))
+    for _ in range(3):
+        driver.step()
+    assert books.work == [(2, i, 16) for i in (1, 2, 3)]
+    if how == "abort":
+        driver.core.abort([2])
+        driver.step()
+        driver.step()
+        assert not books.held and not books.open
+    elif how == "alone":
+        driver.core.abort([1])
+        driver.step()
+        driver.step()
+        assert len(books.work) <= 5
+    elif how == "renew":
+        books.held.clear()
+        books.open.clear()
+        hook.renew()
+    else:
+        hook.renew_content()
+        driver.step()
+        assert books.added == [b"\2" * 32] * 2 and books.work[-1] == (2, 1, 16)
+    driver.run()
+    assert (2 in driver.finished) and all(end.error is None for end in driver.finished.values())
     driver.assert_at_rest()
 
 
@@ -220,7 +307,12 @@ def test_any_traffic_ends_and_places_never_overflow(seed: int) -> None:
     """Requests with images that repeat, aborts, little memory: the workers hold what rows refer to."""
     pick = random.Random(seed)
     driver, _, hook = media_driver(
-        24, step_tokens=8, num_blocks=30, max_running=4, overlap=pick.random() < 0.5
+        24,
+        step_tokens=8,
+        rows=pick.choice((0, 3, 8, 20)),
+        num_blocks=30,
+        max_running=4,
+        overlap=pick.random() < 0.5,
     )
     for id in range(1, 24):
         media, offset = [], pick.randrange(4)

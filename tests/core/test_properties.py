@@ -179,7 +179,7 @@ class MoodyHook(AdmissionHook):
             return AdmissionVerdict("yes")
         return verdict
 
-    def ready(self, request_id: int) -> AdmissionVerdict:
+    def ready(self, request_id: int, computed: object) -> AdmissionVerdict:
         assert request_id in self.open
         return self._answer()
 

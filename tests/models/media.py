@@ -164,7 +164,8 @@ class Answer:
 
 
 class SeeingEngine:
-    """A core over the real worker; `step_tokens` cuts prompts into chunks."""
+    """A core over the real worker; `step_tokens` cuts prompts into chunks, `media_rows` passes of the encoder beside
+    other requests' steps."""
 
     def __init__(
         self,
@@ -172,13 +173,16 @@ class SeeingEngine:
         executor: InlineExecutor | None = None,
         *,
         longest: int = 512,
+        media_rows: dict[str, int] | None = None,
         **scheduler: Any,
     ) -> None:
         self._longest = longest
         spec = engine_spec(folder, longest=longest)
         self.executor = executor or InlineExecutor(spec)
         facts = self.executor.facts
-        self.hook = EncoderCacheHook(capacity=facts.media_tokens, step_tokens=STEP_TOKENS)
+        self.hook = EncoderCacheHook(
+            capacity=facts.media_tokens, step_tokens=STEP_TOKENS, rows=media_rows
+        )
         scheduler_spec = msgspec.structs.replace(spec.scheduler, **scheduler)
         spec = msgspec.structs.replace(spec, scheduler=scheduler_spec)
         self.core = EngineCore(spec, self.executor, hooks=(self.hook,))
@@ -187,6 +191,26 @@ class SeeingEngine:
     def with_steps(self, folder: Path, **scheduler: Any) -> SeeingEngine:
         """Another core over the same worker."""
         return SeeingEngine(folder, self.executor, longest=self._longest, **scheduler)
+
+    def add(self, prompt: Prompt, max_tokens: int) -> int:
+        """A greedy request; its number."""
+        self._ids += 1
+        request = EngineRequest(
+            id=self._ids,
+            prompt=np.asarray(prompt.ids, "<i4").tobytes(),
+            stop=StopRules(max_tokens=max_tokens, stop_ids=()),
+            sampling=RowSampling(temperature=0.0),
+            media=prompt.media,
+        )
+        self.core.add(request)
+        return self._ids
+
+    def step(self, tokens: dict[int, list[int]]) -> None:
+        """A step; what it gives is added to the requests' tokens."""
+        batch = self.core.step(wait=True).tokens
+        if batch is not None:
+            for number, token in zip(batch.ids.tolist(), batch.tokens.tolist(), strict=True):
+                tokens.setdefault(number, []).append(token)
 
     def run(
         self, *prompts: Prompt, max_tokens: int = 5, scored: bool = True, salt: str = ""

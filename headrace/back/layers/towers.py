@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.layers.vision.axes_rope import AxesRope
-from headrace.back.layers.vision.encoder import Grid, MediaEncoder
+from headrace.back.layers.vision.encoder import Grid, MediaEncoder, Passes, resting
 
 
 class Towers:
@@ -31,3 +31,15 @@ class Towers:
         tower = self._tower_of[kind]
         y_MW = tower.encode(kind, rows_NB, grids)
         return F.pad(y_MW, (0, self.width * (self.layers - tower.layers)))
+
+    def rests(self, kind: str) -> int:
+        """See RestingEncoder."""
+        tower = resting(self._tower_of[kind], kind)
+        return 0 if tower is None else tower.rests(kind)
+
+    def passes(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> Passes:
+        """See RestingEncoder."""
+        tower = resting(self._tower_of[kind], kind)
+        assert tower is not None, kind
+        y_MW = yield from tower.passes(kind, rows_NB, grids)
+        return F.pad(y_MW, (0, self.width * (self.layers - self._tower_of[kind].layers)))

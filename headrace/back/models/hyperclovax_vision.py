@@ -10,7 +10,7 @@ import torch
 
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.scope import Scope
-from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.vision.encoder import Grid, Passes
 from headrace.back.layers.vision.tower import TowerSpec, VisionTower
 from headrace.back.models import hyperclovax
 from headrace.back.models.blocks import Decoder
@@ -47,6 +47,7 @@ class ProjectedTower(VisionTower):
         )
         self.width = outputs
 
-    def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """See MediaEncoder."""
-        return self._linear.project(super().encode(kind, rows_NB, grids))
+    def passes(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> Passes:
+        """See RestingEncoder."""
+        x_NE = yield from super().passes(kind, rows_NB, grids)
+        return self._linear.project(x_NE)

@@ -175,6 +175,11 @@ class RecordedEncoder:
         self.forms, self.width = encoder.forms, encoder.width
         self.layers, self.dtype, self.rope = encoder.layers, encoder.dtype, encoder.rope
 
+    @property
+    def inner(self) -> MediaEncoder:
+        """See WrappedEncoder: a pass with rests is not recorded."""
+        return self._encoder
+
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
         return self._graphs.run(

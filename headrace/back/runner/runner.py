@@ -150,6 +150,7 @@ class Runner:
             media=self.media,
             media_tokens=self._state.media_tokens,
             media_width=self._state.media_width,
+            media_rows=self._state.media_rows,
             graphs=self._steps.graphs,
             decisions=[
                 (d.field, d.requested, d.chosen, d.why)
@@ -367,9 +368,8 @@ class Runner:
     @torch.inference_mode()
     def _clean(self) -> None:
         """Removes NaN and Inf from the blocks of rows that have failed, the null block included,
-        before any of these
-        blocks can have another owner: a plan that gives them away comes after the result that told
-        of the failure."""
+        before any of these blocks can have another owner: a plan that gives them away comes after
+        the result that told of the failure."""
         while self._lost:
             tables = self._steps.rows.tables
             with self._steps.scope():

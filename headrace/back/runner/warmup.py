@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from headrace.back.runner.warmup_media import media_plans
+from headrace.back.runner.warmup_media import media_plans, under_way
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import CheckpointError, from_wire
 from headrace.base.wire.media import MediaForm
@@ -142,7 +142,7 @@ def _compile_adapters(
 def _see(runner: PlanRunner, spec: EngineSpec, device: torch.device, length: int) -> None:
     """A prompt with the largest input of each kind beside text."""
     small = device.type == "cpu"
-    tokens = length if small else min(spec.scheduler.max_step_tokens, spec.model.max_model_len - 1)
+    tokens = length if small else _tokens(spec)
     for plan in media_plans(
         runner.media,
         tokens=tokens,
@@ -154,15 +154,21 @@ def _see(runner: PlanRunner, spec: EngineSpec, device: torch.device, length: int
         runner.execute(plan)
 
 
+def _tokens(spec: EngineSpec) -> int:
+    """Of a made-up input."""
+    return min(spec.scheduler.max_step_tokens, spec.model.max_model_len - 1)
+
+
 def run_largest(
     runner: PlanRunner, spec: EngineSpec, logits_width: int, device: torch.device
 ) -> None:
-    """The step that takes the most memory, alone."""
+    """The step that takes the most memory, alone but for an encoder's pass that rests."""
     num_rows, length = _largest(spec, device)
     generates = spec.model.head == "lm"
     columns = runner.num_groups, 1 + length // spec.kv.block_tokens
     prompt = _prompt(length, logits_width)
     prefill = _prefill(num_rows, prompt, generates=generates, columns=columns)
+    prefill = replace(prefill, hook_payloads=under_way(runner.media, _tokens(spec)))
     results = [runner.execute(prefill, all_hidden=True)]
     if spec.speculation is not None:
         rows = min(num_rows, spec.speculation.max_rows)

@@ -16,6 +16,7 @@ from headrace.base.wire.media import (
     MediaForm,
     MediaPayload,
     MediaSpan,
+    MediaWork,
     SoundSteps,
 )
 from headrace.base.wire.request import RowPooling, RowSampling
@@ -24,6 +25,8 @@ from headrace.base.wire.step import RowStart, StepPlan
 KEY = bytes(KEY_BYTES)
 MOST_PATCHES = 16_384
 """Of a made-up input: as many as the runner gives to an encoder at a time."""
+SMALLER = (256, 64)
+"""Tokens of further made-up inputs."""
 SHARED = 1
 
 
@@ -37,12 +40,32 @@ def media_plans(
     generates: bool = True,
 ) -> Iterator[StepPlan]:
     """For each form a step of one row, of at most `tokens` tokens, with the largest input, and one
-    that ends it. `small`: inputs of one size are left out, and others are of so many tokens."""
+    that ends it; then smaller ones, whose kernels may be others. `small`: inputs of one size are
+    left out, and others are of so many tokens."""
     for form in forms:
         if form.sides and small:
             continue
-        yield _seeing(form, tokens, num_groups, block_tokens, generates=generates)
-        yield _end()
+        sizes = (tokens,) if small else (tokens, *(size for size in SMALLER if size < tokens))
+        seen: set[tuple[int, int, int]] = set()
+        for size in sizes:
+            if (grid := grid_of(form, size)) not in seen:
+                seen.add(grid)
+                yield _seeing(form, size, num_groups, block_tokens, generates=generates)
+                yield _end()
+
+
+def under_way(forms: tuple[MediaForm, ...], tokens: int) -> dict[str, bytes]:
+    """For a step's `hook_payloads`: a pass over the largest input has come half way, and rests
+    while the step runs. What is made up with the next input drops it."""
+    pictures = [form for form in forms if form.sound is None]
+    if not pictures:
+        return {}
+    payload = MediaPayload(
+        evicted=(KEY,),
+        added=(_content(pictures[0], grid_of(pictures[0], tokens)),),
+        work=(MediaWork(key=KEY, done=1, parts=2),),
+    )
+    return {MEDIA_HOOK: msgpack.encode(payload)}
 
 
 def grid_of(form: MediaForm, tokens: int) -> tuple[int, int, int]:
@@ -71,9 +94,7 @@ def _seeing(
 ) -> StepPlan:
     grid = grid_of(form, tokens)
     span = MediaSpan(kind=form.kind, key=KEY, offset=0, num_tokens=form.num_tokens(grid), grid=grid)
-    rows = bytes(math.prod(grid) * form.row_bytes)
-    content = MediaContent(key=KEY, kind=form.kind, grid=grid, rows=rows)
-    payload = MediaPayload(evicted=(KEY,), added=(content,))
+    payload = MediaPayload(evicted=(KEY,), added=(_content(form, grid),))
     start = RowStart(
         row=0,
         request=-1,
@@ -99,6 +120,11 @@ def _seeing(
         sample=np.zeros(1, np.bool_),
         hook_payloads={MEDIA_HOOK: msgpack.encode(payload)},
     )
+
+
+def _content(form: MediaForm, grid: tuple[int, int, int]) -> MediaContent:
+    rows = bytes(math.prod(grid) * form.row_bytes)
+    return MediaContent(key=KEY, kind=form.kind, grid=grid, rows=rows)
 
 
 def _end() -> StepPlan:

@@ -323,9 +323,19 @@ class MediaContent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     embedded: bool = False
 
 
+class MediaWork(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How far the pass over an input is to be: `done` of `parts` equal parts."""
+
+    key: bytes
+    done: int
+    parts: int
+
+
 class MediaPayload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a step changes in the workers' encoder cache: entries that go, then entries that come
-    (and are encoded when a prompt's chunk first reaches their tokens)."""
+    (and are encoded when a prompt's chunk first reaches their tokens), then what is encoded ahead
+    of that, beside the step."""
 
     evicted: tuple[bytes, ...] = ()
     added: tuple[MediaContent, ...] = ()
+    work: tuple[MediaWork, ...] = ()

@@ -63,7 +63,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     model head; without one requests can only be pooled. Attention weights can be had of
     `capture_layers` layers with `capture_heads` heads; 0 where they cannot. `media`:
     the kinds of input beside text; the encoder cache holds `media_tokens` tokens of them, vectors
-    of `media_width` numbers each.
+    of `media_width` numbers each. `media_rows`: by kind, the patches or frames that a pass of the
+    encoder takes beside a step without much delay; a kind that is not there is not encoded ahead.
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
     none that reads tokens. `spectrogram`: the shape of what one reads instead (media.py:
     encoder_outputs); empty: there is none. `routed_experts`: layers whose chosen experts can be
@@ -91,6 +92,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     media: tuple[MediaForm, ...] = ()
     media_tokens: int = 0
     media_width: int = 0
+    media_rows: dict[str, int] = {}
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -29,7 +29,7 @@ from headrace.base.wire.request import EngineRequest
 from headrace.core.grammar.compiler import CompileLimits, Compiler, GrammarEntry
 from headrace.core.grammar.tracker import ConstraintTracker, MaskSpec
 from headrace.core.grammar.vocabulary_index import VocabularyIndex
-from headrace.core.ports import AdmissionVerdict, Encode, Ends
+from headrace.core.ports import AdmissionVerdict, Encode, Ends, none_computed
 
 log = logging.getLogger(__name__)
 _YES = AdmissionVerdict("yes")
@@ -185,7 +185,9 @@ class GrammarHook:
         self._held[request.id] = _ConstrainedRequest(constraint, entry)
         return _YES
 
-    def ready(self, request_id: int) -> AdmissionVerdict:
+    def ready(
+        self, request_id: int, computed: Callable[[], int] = none_computed
+    ) -> AdmissionVerdict:
         """Waits for the compiler; raises what it found."""
         held = self._held.get(request_id)
         if held is None or held.place is not None:

@@ -4,14 +4,14 @@ the loop."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import HeadraceError, InvalidRequest, from_wire, to_wire
 from headrace.base.wire.request import EngineRequest
-from headrace.core.ports import AdmissionHook, Ends
+from headrace.core.ports import AdmissionHook, Ends, none_computed
 
 _log = logging.getLogger(__name__)
 
@@ -44,11 +44,13 @@ class AdmissionHooks:
                     admitted.finish(request.id)
                 raise
 
-    def refusal(self, request_id: int) -> tuple[str | None, HeadraceError | None]:
+    def refusal(
+        self, request_id: int, computed: Callable[[], int] = none_computed
+    ) -> tuple[str | None, HeadraceError | None]:
         """Why the request may not run now (None: it may), and the error if it may never."""
         for hook in self._hooks:
             try:
-                verdict = hook.ready(request_id)
+                verdict = hook.ready(request_id, computed)
             except Exception as error:
                 return f"{hook.name}: failed", _as_ours(error)
             if verdict.answer != "yes":

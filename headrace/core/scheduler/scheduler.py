@@ -2,9 +2,8 @@
 one token budget.
 
 It knows three things: the budget, the KV manager and the queue; everything else is a hook. A
-waiting request holds
-nothing, the best running request can always take blocks from the others, and what can never fit was
-refused: from these three follows that every step makes progress while anything can run.
+waiting request holds nothing, the best running request can always take blocks from the others, and
+what can never fit was refused: so every step makes progress while anything can run.
 
 The steady state must stay within 150 us a step at 256 rows (benchmarks/host_cost.py): decodes are
 handled as columns.
@@ -272,9 +271,8 @@ class Scheduler:
 
     def _put_back(self, request: Request, reason: str) -> None:
         """Takes row and blocks from a request; it waits in its old place and is computed again.
-        What is in flight for
-        it is void: a token's randomness depends on its position alone, so that it comes out the
-        same."""
+        What is in flight for it is void: a token's randomness depends on its position alone, so
+        that it comes out the same."""
         if request.state is RequestState.PREFILL:
             self.prefilling.remove(request)
         self.rows.flush_rest(request)
@@ -383,7 +381,9 @@ class Scheduler:
         return True
 
     def _ask_hooks(self, request: Request) -> str | None:
-        refusal, error = self.hooks.refusal(request.id)
+        refusal, error = self.hooks.refusal(
+            request.id, lambda: self.kv.match(request) * self.kv.block_tokens
+        )
         request.note_hook(opens=refusal is None, now=self._now())
         if error is not None:
             self.unschedulable.append((request, error))

@@ -122,7 +122,7 @@ class FailingHook:
             self._held.add(request.id)
         return AdmissionVerdict("yes")
 
-    def ready(self, request_id: int) -> AdmissionVerdict:
+    def ready(self, request_id: int, computed: object) -> AdmissionVerdict:
         return AdmissionVerdict("yes")
 
     def payload(self, request_ids: list[int]) -> None:

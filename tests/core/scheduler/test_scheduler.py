@@ -155,7 +155,7 @@ class Shut(AdmissionHook):
     def admit(self, request: EngineRequest) -> AdmissionVerdict:
         return AdmissionVerdict("yes")
 
-    def ready(self, request_id: int) -> AdmissionVerdict:
+    def ready(self, request_id: int, computed: object) -> AdmissionVerdict:
         return (
             AdmissionVerdict("not_now", "loading")
             if request_id in self.shut

@@ -23,7 +23,7 @@ from headrace.back.kernels.upload import planned
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.axes_rope import AxesRope
-from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.vision.encoder import Grid, Passes, run_through
 from headrace.back.layers.vision.grids import frame_lengths, nearest, starts_of
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
@@ -188,6 +188,14 @@ class PlainTower:
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
+        return run_through(self.passes(kind, rows_NB, grids))
+
+    def rests(self, kind: str) -> int:
+        """See RestingEncoder: behind each layer but the last."""
+        return max(0, len(self._layers) - 1)
+
+    def passes(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> Passes:
+        """See RestingEncoder."""
         spec = self._spec
         merge = 2 if kind in spec.averaged else spec.projector.merge
         x_NE = self._patches.embed(rows_NB)
@@ -212,7 +220,7 @@ class PlainTower:
             spans = replace(spans, **self._rotation(at_2N, len(lengths)))
         if self._before is not None:
             x_NE = self._before.norm(x_NE)
-        x_NE = self._through(x_NE, spans)
+        x_NE = yield from self._through(x_NE, spans)
         if first:
             own = slice(0, 1) if spec.class_alone else slice(0 if spec.class_kept else first, None)
             images = x_NE.split([first + length for length in lengths])
@@ -230,10 +238,12 @@ class PlainTower:
             parts.append(self._projector.marks)
         return torch.cat(parts) if len(parts) > 1 else y_MF
 
-    def _through(self, x_NE: torch.Tensor, spans: TokenSpans) -> torch.Tensor:
+    def _through(self, x_NE: torch.Tensor, spans: TokenSpans) -> Passes:
         taken = self._spec.taken
         outputs = {0: x_NE.clone()} if 0 in taken else {}
         for count, layer in enumerate(self._layers, 1):
+            if count > 1:
+                yield
             x_NE = layer.forward(x_NE, spans)
             if count in taken:
                 outputs[count] = x_NE.clone()

@@ -24,6 +24,11 @@ class SharedEncoder:
         self.forms, self.width = encoder.forms, encoder.width
         self.layers, self.dtype, self.rope = encoder.layers, encoder.dtype, encoder.rope
 
+    @property
+    def inner(self) -> MediaEncoder:
+        """See WrappedEncoder: what each rank does with one input alone."""
+        return self._encoder
+
     def around(self, wrap: Callable[[MediaEncoder], MediaEncoder]) -> SharedEncoder:
         """The same, of what `wrap` makes of each rank's encoder."""
         return SharedEncoder(wrap(self._encoder), self._axis)

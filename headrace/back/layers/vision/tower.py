@@ -29,7 +29,7 @@ from headrace.back.kernels.upload import planned
 from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.axes_rope import AxesRope
-from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.vision.encoder import Grid, Passes, run_through
 from headrace.back.layers.vision.grids import frame_lengths, starts_of, window_order
 from headrace.back.layers.vision.layer import TokenSpans, VisionLayer, VisionLayerSpec
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
@@ -158,6 +158,14 @@ class VisionTower:
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder."""
+        return run_through(self.passes(kind, rows_NB, grids))
+
+    def rests(self, kind: str) -> int:
+        """See RestingEncoder: behind each layer but the last."""
+        return max(0, len(self._layers) - 1)
+
+    def passes(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> Passes:
+        """See RestingEncoder."""
         spec, merge = self._spec, self._spec.merger.merge
         x_NE = self._patches.embed(rows_NB)
         if self._before is not None:
@@ -182,6 +190,8 @@ class VisionTower:
         local = replace(full, starts=windows)
         deep_MF: list[torch.Tensor] = []
         for index, layer in enumerate(self._layers):
+            if index:
+                yield
             x_NE = layer.forward(x_NE, full if index in spec.full_layers else local)
             if index in spec.deepstack:
                 deep_MF.append(self._deepstack[spec.deepstack.index(index)].merge(x_NE))

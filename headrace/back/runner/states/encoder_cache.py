@@ -1,11 +1,14 @@
 """The encoder cache of a worker: inputs by key, as pixels on the host until they are encoded, then
-as rows of an arena of the device. The core keeps the books (core/encoder_cache.py).
+as rows of an arena of the device. The core keeps the books (core/encoder_cache.py). A pass over one
+input may rest between layers, so that steps of the decoder come in between (`advance`).
 
 C tokens of the arena, W its width, M tokens of inputs.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,9 +16,16 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_device
-from headrace.back.layers.vision.encoder import MediaEncoder
+from headrace.back.layers.vision.encoder import MediaEncoder, Passes, resting, run_through
 from headrace.back.layers.vision.packing import packed
-from headrace.base.wire.media import MediaContent, MediaPayload, MediaSpan
+from headrace.back.runner.warmup_media import grid_of
+from headrace.base.wire.media import (
+    MediaContent,
+    MediaForm,
+    MediaPayload,
+    MediaSpan,
+    MediaWork,
+)
 
 CACHE_TOKENS = 32_768
 """Tokens of all inputs that the workers hold at a time, and so of one request at most."""
@@ -26,10 +36,12 @@ ENCODE_ROWS = 16_384
 @dataclass(slots=True)
 class _Entry:
     """An input the workers hold. `content`: until it is encoded; slot_M: where its rows lie in the
-    arena, from then on."""
+    arena, from then on. `passes`: a pass over it that rests, behind so many layers."""
 
     content: MediaContent | None
     slot_M: np.ndarray | None = None
+    passes: Passes | None = None
+    rested: int = 0
 
 
 class EncoderCache:
@@ -55,6 +67,30 @@ class EncoderCache:
         for content in payload.added:
             if content.key not in self._entries:
                 self._entries[content.key] = _Entry(content)
+        if payload.work:
+            self.advance(payload.work)
+
+    def advance(self, work: Sequence[MediaWork]) -> None:
+        """Goes on with passes as far as each is to be; one that is run again finds them there."""
+        self.encode([one.key for one in work if one.parts == 1])
+        for one in work:
+            if one.parts > 1:
+                self._go_on(self._entries[one.key], one)
+
+    def _go_on(self, entry: _Entry, work: MediaWork) -> None:
+        content = entry.content
+        if content is None:
+            return
+        encoder = resting(self._encoder, content.kind)
+        if work.done == work.parts or encoder is None or content.embedded:
+            self.encode([content.key])
+            return
+        if entry.passes is None:
+            entry.passes = encoder.passes(content.kind, self._pixels([content]), [content.grid])
+        until = (encoder.rests(content.kind) + 1) * work.done // work.parts  # layers
+        while entry.rested < until:
+            next(entry.passes)
+            entry.rested += 1
 
     def encode(self, keys: Sequence[bytes]) -> None:
         """Makes sure that these inputs are encoded."""
@@ -63,6 +99,9 @@ class EncoderCache:
             entry = self._entries[key]
             if entry.content is not None and entry.content.embedded:
                 self._place([entry], self._embedded(entry.content))
+            elif entry.passes is not None and entry.content is not None:
+                passes, entry.passes = entry.passes, None
+                self._take_in([entry], [entry.content], run_through(passes))
             elif entry.content is not None:
                 waiting.setdefault(entry.content.kind, []).append(entry)
         for kind, entries in waiting.items():
@@ -71,11 +110,22 @@ class EncoderCache:
 
     def _encode(self, kind: str, entries: list[_Entry]) -> None:
         contents = [entry.content for entry in entries if entry.content is not None]
+        grids = [content.grid for content in contents]
+        y_MW = self._encoder.encode(kind, self._pixels(contents), grids)
+        self._take_in(entries, contents, y_MW)
+
+    def _pixels(self, contents: Sequence[MediaContent]) -> torch.Tensor:
+        """rows_NB of inputs of one kind."""
         pixels = np.frombuffer(b"".join(content.rows for content in contents), np.uint8)
-        form, grids = self._forms[kind], [content.grid for content in contents]
-        rows_NB = to_device(pixels.reshape(-1, form.row_bytes), self._device)
-        cuts = [content.cut for content in contents]
-        y_MW = self._encoder.encode(kind, rows_NB, grids)
+        row_bytes = self._forms[contents[0].kind].row_bytes
+        return to_device(pixels.reshape(-1, row_bytes), self._device)
+
+    def _take_in(
+        self, entries: list[_Entry], contents: Sequence[MediaContent], y_MW: torch.Tensor
+    ) -> None:
+        """What the encoder gave for inputs of one kind is put into the arena."""
+        form, cuts = self._forms[contents[0].kind], [content.cut for content in contents]
+        grids = [content.grid for content in contents]
         if form.packing is not None and form.packing.marks:
             self._marks_KW = y_MW[-len(form.packing.marks) :].clone()
         y_MW = packed(y_MW, form, grids, cuts)
@@ -122,6 +172,37 @@ class EncoderCache:
     def rows(self, slot_M: np.ndarray) -> torch.Tensor:
         """What lies there, [M, W]."""
         return self.arena_CW.index_select(0, to_device(slot_M, self._device))
+
+
+SLICE_S = 0.015
+"""What an encoder may take beside a step on a device whose passes are timed."""
+TIMED_TOKENS = 1024
+CPU_ROWS = 64
+"""Where a pass is cut at every layer, for the decodes beside it."""
+
+
+def rows_beside(encoder: MediaEncoder, device: torch.device) -> dict[str, int]:
+    """See WorkerFacts.media_rows: of kinds whose passes may rest. A GPU's are timed."""
+    return {
+        form.kind: CPU_ROWS if device.type == "cpu" else _timed_rows(encoder, form, device)
+        for form in encoder.forms
+        if resting(encoder, form.kind) is not None
+    }
+
+
+@torch.inference_mode()
+def _timed_rows(encoder: MediaEncoder, form: MediaForm, device: torch.device) -> int:
+    """Rows that the encoder of a kind takes in SLICE_S, by the second of two passes."""
+    once, grid = resting(encoder, form.kind), grid_of(form, TIMED_TOKENS)
+    assert once is not None
+    rows_NB = torch.zeros(math.prod(grid), form.row_bytes, dtype=torch.uint8, device=device)
+    for _ in range(2):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run_through(once.passes(form.kind, rows_NB, [grid]))
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begin
+    return max(1, int(SLICE_S * len(rows_NB) / seconds))
 
 
 def _passes(entries: list[_Entry]) -> list[list[_Entry]]:

@@ -32,7 +32,7 @@ from headrace.back.kernels.upload import to_device
 from headrace.back.layers.vision.axes_rope import PromptPositions
 from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.runner.batch import StepShape
-from headrace.back.runner.states.encoder_cache import CACHE_TOKENS, EncoderCache
+from headrace.back.runner.states.encoder_cache import CACHE_TOKENS, EncoderCache, rows_beside
 from headrace.back.runner.states.media_places import MediaPlaces
 from headrace.back.runner.states.state import ModelState
 from headrace.base.wire.media import MEDIA_HOOK, MediaPayload, MediaSpan
@@ -72,11 +72,19 @@ class Media:
         self._whole_prompts = "prompt" in self._mutual.values()
         self._delta_M = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._places: MediaPlaces | None = None
+        self._media_rows: dict[str, int] | None = None
         self._shift = self._shift_back = _leave
         if encoder.rope is not None:
             problem = PositionShiftProblem(device=device.type)
             self._shift = ADD_OP.choose(problem).bind()
             self._shift_back = SUBTRACT_OP.choose(problem).bind()
+
+    @property
+    def media_rows(self) -> dict[str, int]:
+        """See ModelState; found out when it is first asked for, behind the warm-up."""
+        if self._media_rows is None:
+            self._media_rows = rows_beside(self._encoder, self._device)
+        return self._media_rows
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         """See ModelState."""

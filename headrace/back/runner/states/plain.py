@@ -23,6 +23,7 @@ class PlainDecoder:
     host_until: np.ndarray | None = None
     media_tokens = 0
     media_width = 0
+    media_rows: dict[str, int] = {}
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         """Nothing is sent."""

@@ -43,6 +43,7 @@ class ModelState(Protocol):
                  themselves, with `prepare`; None: none are
     media_tokens tokens of images and video that it keeps encoded, and
     media_width  numbers of each of them
+    media_rows   see WorkerFacts
     """
 
     in_graphs: bool
@@ -50,6 +51,7 @@ class ModelState(Protocol):
     host_until: np.ndarray | None
     media_tokens: int
     media_width: int
+    media_rows: dict[str, int]
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         """The payloads that a step brings for the workers, by hook, before anything else of it; a
