@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.layers.scope import Ledger
+from headrace.back.runner import exact_steps
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
 from tests.back.driver import Driver, Sequence
 from tests.back.test_cuda import DEVICES, GREEDY, end, forced
@@ -77,6 +78,27 @@ def generated(executor: InlineExecutor, chunk: int) -> list[Sequence]:
         driver.read(executor.submit(driver.plan(runs)).result(60))
     end(executor, driver, rows)
     return rows
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_whole_prompts_are_expanded_in_recorded_steps(
+    checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KRN-06: prompts beside decodes, and behind a first chunk that another step had; the third time all replayed."""
+    monkeypatch.setattr(exact_steps, "RECORDS_WHOLE_PROMPTS", True)
+    monkeypatch.setattr(exact_steps, "LEAST_WHOLE", 24)
+    tested = started(checkpoint, device, "bfloat16")
+    reference = started(checkpoint, "cpu", "float32")
+    try:
+        for chunk in (512, 512, 512, 100, 100):
+            rows = generated(tested, chunk)
+            for row, (given, _) in zip(rows, forced(reference, rows), strict=True):
+                ours = np.array([scores.values[0] for scores in row.logprobs])
+                np.testing.assert_allclose(ours, given[-NUM_OUTPUT:], atol=BOUND)
+        assert any(bucket.whole for bucket in tested._resident.runner._steps._replay._graphs)
+    finally:
+        tested.close()
+        reference.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

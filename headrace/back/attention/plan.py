@@ -43,6 +43,7 @@ class AttentionPlan:
                      max_query_len is 1 or T, and max_kv_len the capacity of the tables
     mutual           where tokens see those behind them, the same step in two parts (exact steps
     only)
+    whole_prompts    in steps of a bucket: rows with several query tokens have none before them
     """
 
     query_start_R1: torch.Tensor
@@ -55,6 +56,7 @@ class AttentionPlan:
     max_query_len: int
     max_kv_len: int
     mutual: MutualPlans | None = None
+    whole_prompts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

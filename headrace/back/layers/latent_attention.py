@@ -324,7 +324,12 @@ class LatentAttention:
         )
         if rows.decodes is not None:
             latent_THC = self._attend(q_THW[:first], kv, rows.decodes)
-            self._expand(latent_THC, y_THV[:first])
+            if rows.decode_T11 is None:
+                self._expand(latent_THC, y_THV[:first])
+            else:
+                own_THV = torch.empty_like(y_THV[:first])
+                self._expand(latent_THC, own_THV)
+                y_THV[:first] = torch.where(rows.decode_T11, own_THV, y_THV[:first])
         return y_THV
 
     def _normed(self, q_TX: torch.Tensor, up: ColumnLinear) -> torch.Tensor:

@@ -3,8 +3,9 @@ latents themselves.
 
 Expanded, every position of a row costs a product with the heads' key and value weights once, and
 every pair of a query and a position a third of the operations: it pays where a position is seen by
-many queries. The choice is made from the step's sizes on the host; a step that may be recorded has
-none there and stays as it is; those of Kernel.host_pairs are not recorded.
+many queries. The choice is made from the step's sizes on the host. A step that may be recorded has
+none there: of one whose prompts begin in it, the positions are its own tokens; another stays as it
+is; those of Kernel.host_pairs are not recorded.
 
 S positions of all rows that are expanded, R rows.
 """
@@ -33,13 +34,15 @@ MOST_BYTES = 512 << 20
 @dataclass(frozen=True, kw_only=True)
 class ExpandedRows:
     """`first`: the token from which on rows are expanded; `decodes`: the plan of the rows before,
-    if any; `row_S`: where each position lies in the cache, in rows of a latent, or of quantized
-    ones in slots; `begin_R`: a row's first position among S."""
+    if any; `decode_T11`: which of the tokens before `first` these are, None: all; `row_S`: where
+    each position lies in the cache, in rows of a latent, or of quantized ones in slots; `begin_R`:
+    a row's first position among S."""
 
     first: int
     decodes: AttentionPlan | None
     row_S: torch.Tensor
     begin_R: torch.Tensor
+    decode_T11: torch.Tensor | None = None
 
 
 def expanded_rows(
@@ -47,6 +50,11 @@ def expanded_rows(
 ) -> ExpandedRows | None:
     """The rows of this step that are expanded, None if there are none. Made once a step, by the
     first owner that asks. position_bytes: of the keys and values of a position."""
+    if plan.whole_prompts:
+        if len(plan.slot_T) * position_bytes > MOST_BYTES:
+            return None
+        whole = ("whole prompts", kv.stride(0), kv.shape[1])
+        return lists.get(plan, whole, owner, lambda: _whole_prompts(plan, kv))[0]
     if plan.host_query_start is None or plan.host_kv_len is None:
         return None
     first_row = plan.num_decodes
@@ -64,9 +72,7 @@ def expanded_rows(
 def _rows_of(plan: AttentionPlan, kv: torch.Tensor, positions: int) -> ExpandedRows:
     assert plan.host_query_start is not None and plan.host_kv_len is not None
     first_row, device = plan.num_decodes, kv.device
-    _, block_tokens, width = kv.shape
-    quantized = kv.dtype is torch.int8
-    assert quantized or kv.stride(0) % width == 0, kv.stride()
+    block_tokens = kv.shape[1]
     length_R = plan.kv_len_R.long()
     length_R[:first_row] = 0
     begin_R = length_R.cumsum(0) - length_R
@@ -88,10 +94,42 @@ def _rows_of(plan: AttentionPlan, kv: torch.Tensor, positions: int) -> ExpandedR
     return ExpandedRows(
         first=int(plan.host_query_start[first_row]),
         decodes=decodes,
-        row_S=block_S * (block_tokens if quantized else kv.stride(0) // width)
-        + position_S % block_tokens,
+        row_S=_cache_rows(kv, block_S * block_tokens + position_S % block_tokens),
         begin_R=begin_R.int(),
     )
+
+
+def _whole_prompts(plan: AttentionPlan, kv: torch.Tensor) -> ExpandedRows:
+    """Of a bucket's step: nothing is asked of the device. Rows with one query come first."""
+    count = min(len(plan.kv_len_R), len(plan.slot_T))
+    start_R1 = plan.query_start_R1
+    num_decodes = (start_R1.diff() == 1).sum(dtype=torch.int32)
+    is_decode_R = torch.arange(count, device=kv.device) < num_decodes
+    decodes = replace(
+        plan,
+        query_start_R1=torch.minimum(start_R1[: count + 1], num_decodes),
+        kv_len_R=torch.where(is_decode_R, plan.kv_len_R[:count], 0),
+        block_table_RB=plan.block_table_RB[:count],
+        num_decodes=count,
+        max_query_len=1,
+        whole_prompts=False,
+    )
+    return ExpandedRows(
+        first=count,
+        decodes=decodes,
+        row_S=_cache_rows(kv, plan.slot_T),
+        begin_R=start_R1[:-1],
+        decode_T11=is_decode_R[:, None, None],
+    )
+
+
+def _cache_rows(kv: torch.Tensor, slot_S: torch.Tensor) -> torch.Tensor:
+    """Where these slots lie: see ExpandedRows."""
+    _, block_tokens, width = kv.shape
+    if kv.dtype is torch.int8:
+        return slot_S
+    assert kv.stride(0) % width == 0, kv.stride()
+    return slot_S // block_tokens * (kv.stride(0) // width) + slot_S % block_tokens
 
 
 def latents_of(

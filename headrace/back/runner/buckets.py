@@ -23,15 +23,10 @@ from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
-from headrace.back.kernels.step_inputs.op import (
-    ROWS,
-    SLOT,
-    StepInputsProblem,
-    StepOut,
-)
+from headrace.back.kernels.step_inputs.op import ROWS, SLOT, StepInputsProblem, StepOut
 from headrace.back.kernels.upload import to_device
 from headrace.back.runner.batch import Rows, StepMessage, StepShape
-from headrace.back.runner.exact_steps import ExactSteps
+from headrace.back.runner.exact_steps import ExactSteps, whole_prompts
 from headrace.back.runner.graph_usage import GraphUsage
 from headrace.back.runner.media_steps import MediaSteps
 from headrace.back.runner.replay import (
@@ -96,7 +91,7 @@ class BucketSteps:
         self._resources, self._replay = resources, replay
         self._shortcuts = head_shortcuts(resources.model)
         self._heads = {HeadOutput.LOGITS, *self._shortcuts}
-        buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
+        self.buckets = buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         self._problem = problem = StepInputsProblem(
             device=device.type,
             block_tokens=block_tokens,
@@ -107,7 +102,6 @@ class BucketSteps:
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
         self._chosen = decisions((inputs, commit))
-        self.buckets = buckets
         self.common_rows, self.distinct_rows = buckets.common_rows, buckets.distinct_rows
         self._tables = step_tables(
             max_rows=max_rows,
@@ -129,6 +123,7 @@ class BucketSteps:
         self._exact = ExactSteps(resources, self.rows, taps=taps)
         self._media = MediaSteps(resources.state, max_tokens, replay.on_host or drafter is not None)
         self._newest: Bucket | None = None
+        self._expands = not replay.on_host and resources.model.host_pairs is not None
         self._message = StepMessage(problem, self._tables, buckets.largest.updates, slots=RING)
         self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)
         drafted = min(max_tokens, 2 * draft_rows * (1 + self.max_drafts))  # with padding
@@ -226,7 +221,7 @@ class BucketSteps:
             exact = self._exact.run(plan, shape, probe=probe, take_masks=take_masks)
             return self._media.compared(exact, plan, shape, self.run)
         needs, size = shape.needs, {"tokens": int(shape.query_start[-1]), "rows": shape.rows.size}
-        bucket = self.buckets.of(**size)
+        bucket = self.buckets.of(**size, whole=self._expands and whole_prompts(shape))
         if shape.verifies:
             needs = needs.of_drafts()
             bucket = self.buckets.verifying(**size, queries=shape.max_query_len)
@@ -267,7 +262,10 @@ class BucketSteps:
         if self._media.waits and self._media.reached(shape):
             return True
         least = self._resources.model.host_pairs
-        return least is not None and not shape.verifies and shape.prompt_pairs >= least
+        return least is not None and not shape.verifies and self._host_pairs(shape) >= least
+
+    def _host_pairs(self, shape: StepShape) -> int:
+        return 0 if self._expands and whole_prompts(shape) else shape.prompt_pairs
 
     def _read(
         self, ring: SampleRing, slot: int, words: int = 0, masked: bool = False
@@ -455,6 +453,7 @@ class BucketSteps:
                 num_decodes=bucket.rows if most == 1 else 0,
                 max_query_len=most,
                 max_kv_len=table_RB.shape[1] * self._problem.block_tokens,
+                whole_prompts=bucket.whole and most > 1,
             )
             for slot_T, table_RB, length_R in zip(
                 out.slots_GT, out.tables_GRB, lengths, strict=True

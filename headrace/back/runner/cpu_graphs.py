@@ -34,7 +34,7 @@ class ExactSizes:
         self._groups = groups
         self.largest = self.of(tokens=max_tokens, rows=max_rows)
 
-    def of(self, *, tokens: int, rows: int) -> Bucket:
+    def of(self, *, tokens: int, rows: int, whole: bool = False) -> Bucket:
         """The step's own size."""
         updates = self._groups * (tokens // 8 + 2 * rows)
         return Bucket(tokens=tokens, rows=rows, decode=tokens == rows, updates=updates)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,6 +26,13 @@ from headrace.back.runner.steps import (
 from headrace.back.sampling.in_step import SamplerInput
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
+
+RECORDS_WHOLE_PROMPTS = False
+"""Whether steps whose prompts begin in them are recorded, where a kernel can attend to what it
+expands from latents (layers/latent_expansion.py), and not run by themselves from host_pairs on."""
+LEAST_WHOLE = 256
+"""Tokens of such prompts, on average over the tokens, from which on they are expanded in recorded
+steps: of fewer the products of expansion take as long as they spare."""
 
 
 class ExactSteps:
@@ -127,6 +135,16 @@ class ExactSteps:
 
     def finish(self, plan: StepPlan, shape: StepShape) -> None:
         """See Steps."""
+
+
+def whole_prompts(shape: StepShape) -> bool:
+    """Whether the rows with several query tokens, of which there are some, have none before them,
+    and steps of these sizes are recorded with what is expanded from latents."""
+    starts = shape.query_start[shape.num_decodes :].tolist()
+    counts = [end - start for start, end in pairwise(starts)]
+    whole = counts == shape.kv_len[shape.num_decodes :].tolist()
+    enough = 0 < LEAST_WHOLE * sum(counts) <= shape.prompt_pairs
+    return RECORDS_WHOLE_PROMPTS and whole and enough
 
 
 def build_batch(

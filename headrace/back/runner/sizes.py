@@ -21,7 +21,8 @@ class Bucket:
     rows. `sampler_input`: what it leaves for the sampler, or does itself. `every`: it leaves the
     hidden states of all tokens, not only of each row's last. `queries`: of a step that verifies
     drafts, the query tokens of a row at most; 0: of others.
-    `adapted`: some of its rows have adapters. `media`: it reaches placeholders. `part`: "" is the
+    `whole`: its prompts begin in it, so that they see its own tokens alone. `adapted`: some of its
+    rows have adapters. `media`: it reaches placeholders. `part`: "" is the
     step itself, "follow" what a drafter keeps of it, "draft" the passes of a drafter for these
     rows."""
 
@@ -33,6 +34,7 @@ class Bucket:
     every: bool = False
     queries: int = 0
     commits: bool = True
+    whole: bool = False
     adapted: bool = False
     media: bool = False
     part: str = ""
@@ -58,6 +60,7 @@ class Bucket:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
         size += f", verifying {self.queries} a row" if self.verifies else ""
         size += ", all hidden states" if self.every else ""
+        size += ", whole prompts" if self.whole else ""
         size += ", with adapters" if self.adapted else ""
         size += ", with media" if self.media else ""
         size += f", {self.part}" if self.part else ""
@@ -82,8 +85,8 @@ class Sizes(Protocol):
         """See Steps."""
         ...
 
-    def of(self, *, tokens: int, rows: int) -> Bucket:
-        """A bucket that holds a step."""
+    def of(self, *, tokens: int, rows: int, whole: bool = False) -> Bucket:
+        """A bucket that holds a step. `whole`: see Bucket."""
         ...
 
     def verifying(self, *, tokens: int, rows: int, queries: int) -> Bucket:
@@ -117,14 +120,14 @@ class Buckets:
         self._rows = [*(r for r in rows if r < max_rows), max_rows]
         self._few = [size for size in FEW_TOKENS if size < self._tokens[0]]
 
-    def of(self, *, tokens: int, rows: int) -> Bucket:
+    def of(self, *, tokens: int, rows: int, whole: bool = False) -> Bucket:
         """The smallest bucket that holds a step."""
         if tokens == rows:
             return self.decode(self._decodes[bisect_left(self._decodes, rows)])
         size = self._tokens[bisect_left(self._tokens, tokens)]
         most = self._rows[bisect_left(self._rows, rows)]
         updates = self._groups * (size // 8 + 2 * most)
-        return Bucket(tokens=size, rows=most, decode=False, updates=updates)
+        return Bucket(tokens=size, rows=most, decode=False, updates=updates, whole=whole)
 
     def verifying(self, *, tokens: int, rows: int, queries: int) -> Bucket:
         """See Sizes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as evolve
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from headrace.back.attention.plan import AttentionPlan
 from headrace.back.kernels.expanded_attention import op as expanded_attention
 from headrace.back.kernels.op import Op
-from headrace.back.layers import latent_expansion
+from headrace.back.layers import latent_attention, latent_expansion
+from headrace.back.layers.latent_expansion import ExpandedRows
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
@@ -45,15 +48,41 @@ def test_only_the_last_layer_absorbs_the_last_tokens_alone(tmp_path: Path) -> No
         torch.testing.assert_close(one[0], all_tokens[-1])
 
 
-@pytest.mark.parametrize(("most", "form"), [(1, None), (1 << 30, None), (1 << 30, "fp8")])
+def as_in_a_bucket(plan: AttentionPlan, *others: Any) -> ExpandedRows | None:
+    """The expanded rows of a step with prompts when nothing of its sizes is known; the references want to know all."""
+    if plan.max_query_len == 1:
+        return None
+    rows = latent_expansion.expanded_rows(evolve(plan, whole_prompts=True), *others)
+    assert rows is not None and rows.decodes is not None and rows.first == len(plan.kv_len_R)
+    starts, lengths = (x.numpy() for x in (rows.decodes.query_start_R1, rows.decodes.kv_len_R))
+    return evolve(rows, decodes=evolve(rows.decodes, host_query_start=starts, host_kv_len=lengths))
+
+
+PREFIXES = [[(0, 9), (1, 1)], [(1, 1), (0, 20), (2, 40)], [(0, 1), (1, 1), (2, 5)]]
+WHOLE = [[(1, 10)], [(1, 1), (0, 20), (2, 40)], [(1, 1), (0, 1), (2, 1)]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "most", "form"),
+    [
+        (PREFIXES, 1, None),
+        (PREFIXES, 1 << 30, None),
+        (PREFIXES, 1 << 30, "fp8"),
+        (WHOLE, 1 << 30, None),
+        (WHOLE, 1 << 30, "fp8"),
+    ],
+)
 def test_prompts_over_expanded_latents_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, form: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[list[tuple[int, int]]],
+    most: int,
+    form: str | None,
 ) -> None:
     """KRN-06, KRN-07, REG-034: whole, behind a prefix, beside decodes, which read the latents that such prompts left;
-    where there are too many positions; and over quantized ones."""
+    where there are too many positions; over quantized ones; and whole as steps of a bucket have them."""
     save_oracle(tiny_config("deepseek-v3"), tmp_path)
     rows = random_rows(SIZES["vocab_size"], (30, 12, 45))
-    steps = [[(0, 9), (1, 1)], [(1, 1), (0, 20), (2, 40)], [(0, 1), (1, 1), (2, 5)]]
 
     def logits() -> list[torch.Tensor]:
         model = load_ours(replace(model_spec(tmp_path), kv_dtype=form))
@@ -78,6 +107,9 @@ def test_prompts_over_expanded_latents_are_the_same(
 
     bind_if_served = Scope.bind_if_served
     monkeypatch.setattr(Scope, "bind_if_served", served)
+    if steps is WHOLE:
+        monkeypatch.setattr(latent_attention, "expanded_rows", as_in_a_bucket)
     for one, other in zip(logits(), absorbed, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert calls == ([] if most == 1 else [10] * 3 + [61] * 3 + [7] * 3)
+    expected = [10] * 3 + [61] * 3 + ([] if steps is WHOLE else [7] * 3)
+    assert calls == ([] if most == 1 else expected)
