@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import torch
 
+from headrace.back.kernels.experts_fp8.layout import GROUP
+from headrace.back.kernels.experts_fp8.op import QUANTIZED_FROM
 from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
 from headrace.back.kernels.linear_int4.op import INT8_FROM
 from headrace.back.kernels.linear_int8.op import STREAMED_TOKENS
 from headrace.back.quant.gpu import GPU_SCHEMES
-from headrace.back.quant.kept import INT8_ROWS, PANEL_SCHEMES, STORED_SCALE
+from headrace.back.quant.kept import INT8_ROWS, MICROSCALED, PANEL_SCHEMES, STORED_SCALE
 
 AS_THEY_ARE = "as they are"
 
 
-def inputs_of(scheme: str, device: str) -> str:
-    """How inputs of a weight that is kept in a scheme are multiplied on a kind of device."""
+def inputs_of(scheme: str, device: str, *, routed: bool = False) -> str:
+    """How inputs of a weight that is kept in a scheme are multiplied on a kind of device; `routed`:
+    of experts."""
     if device == "cuda":
-        return _on_gpu(scheme)
+        return _of_experts(scheme) if routed else _on_gpu(scheme)
     held = PANEL_SCHEMES.get(scheme)
     if held is None or (held.floating and held.bits == 8):
         return AS_THEY_ARE
@@ -37,7 +40,16 @@ def _on_gpu(scheme: str) -> str:
         if problem.plain_from is not None:
             return f"{some} to {problem.plain_from - 1} tokens of a step"
         return f"{some} tokens of a step on"
-    if scheme.endswith(INT8_ROWS):
+    whose = "the stored scale" if scheme.endswith(STORED_SCALE) else "a scale for a token"
+    if scheme.removesuffix(STORED_SCALE).endswith(INT8_ROWS):
         first = INT8_FROM if scheme.startswith("int4") else STREAMED_TOKENS + 1
-        return f"int8, a scale for a token, from {first} tokens of a step on"
+        return f"int8, {whose}, from {first} tokens of a step on"
     return AS_THEY_ARE
+
+
+def _of_experts(scheme: str) -> str:
+    if scheme not in GPU_SCHEMES or scheme == MICROSCALED:
+        return AS_THEY_ARE
+    stored = scheme.endswith(STORED_SCALE)
+    whose = "the largest stored scale" if stored else f"a scale for {GROUP} inputs of one"
+    return f"e4m3, {whose}, from {QUANTIZED_FROM} tokens of a step on"

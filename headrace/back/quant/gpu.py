@@ -15,7 +15,13 @@ from headrace.back.kernels.linear_fp8.layout import FLOAT8, Fp8Weight
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.kept import BLOCKS, MICROSCALED, STORED_SCALE, KeptSchemes
+from headrace.back.quant.kept import (
+    BLOCKS,
+    MICROSCALED,
+    STORED_SCALE,
+    KeptSchemes,
+    common_name,
+)
 from headrace.back.quant.scheme import ONLINE_SCHEMES, Scheme, row_slices
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
@@ -39,14 +45,9 @@ ONLINE_ELEMENTS = 1 << 25
 def stored_scheme(param: Param, kept: KeptSchemes) -> str | None:
     """The scheme in which all of a matrix is stored, if it can stay so: None where a split over
     ranks would cut a group."""
-    names = {kept.get(piece.name, "") for piece in param.pieces}
-    if len(names) > 1:  # a scale of inputs for some parts alone is no scale of the whole
-        names = {name.removesuffix(STORED_SCALE) for name in names}
+    scheme = common_name({kept.get(piece.name, "") for piece in param.pieces})
     changed = any(piece.scale != 1.0 or piece.transposed for piece in param.pieces)
-    if len(param.shape) != 2 or len(names) != 1 or changed or not served(param):
-        return None
-    scheme = names.pop()
-    if scheme not in GPU_SCHEMES:
+    if len(param.shape) != 2 or scheme not in GPU_SCHEMES or changed or not served(param):
         return None
     try:
         for copy in copies(param):
@@ -105,14 +106,21 @@ class StoredFp8Weight:
         held = self._weight.input_scale_1
         if held is None:
             return
-        assert groups.inputs is not None, copy
-        if not bool((groups.inputs.isfinite() & (groups.inputs > 0)).all()):
-            raise CheckpointError(
-                f"{copy.name}: the scale of its inputs (input_scale) is {groups.inputs.tolist()}; "
-                "it must be a positive number"
-            )
+        scale_1 = scale_of_inputs(copy, groups)
         with self._lock:
-            torch.maximum(held, groups.inputs.to(held.device), out=held)
+            torch.maximum(held, scale_1.to(held.device), out=held)
+
+
+def scale_of_inputs(copy: Copy, groups: Groups) -> torch.Tensor:
+    """The scale that a checkpoint holds for a weight's inputs; CheckpointError: it is no positive
+    number."""
+    assert groups.inputs is not None, copy
+    if not bool((groups.inputs.isfinite() & (groups.inputs > 0)).all()):
+        raise CheckpointError(
+            f"{copy.name}: the scale of its inputs (input_scale) is {groups.inputs.tolist()}; "
+            "it must be a positive number"
+        )
+    return groups.inputs
 
 
 class OnlineFp8Weight:

@@ -25,10 +25,18 @@ from headrace.back.parallel.param import Copy, Param, StoredRows, copies, local_
 from headrace.back.quant.experts import Floats, MatricesOf, cuts, part_of
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.gguf_int4 import BLOCK_TYPES, BlockType
-from headrace.back.quant.gpu import GPU_SCHEMES, HELD_AS
+from headrace.back.quant.gpu import GPU_SCHEMES, HELD_AS, scale_of_inputs
 from headrace.back.quant.gpu_int4 import INT4_SCHEMES, made_of, unpacked_of
 from headrace.back.quant.gpu_int8 import BYTE_TYPES, INT8_SCHEMES, ByteBlocks
-from headrace.back.quant.kept import LEVELLED, MICROSCALED, bare, check_order, normal_values
+from headrace.back.quant.kept import (
+    LEVELLED,
+    MICROSCALED,
+    STORED_SCALE,
+    bare,
+    check_order,
+    common_name,
+    normal_values,
+)
 from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization import Numbers
@@ -75,15 +83,18 @@ class Kept(Protocol):
 
 @dataclass(frozen=True)
 class KeptFp8:
-    """e4m3 numbers; `group`: see ScaledMatrices. `online`: the scheme of those made while
-    loading."""
+    """e4m3 numbers; `group`: see ScaledMatrices. `online`: the scheme of those made while loading;
+    `fixed`: the checkpoint holds scales of their inputs."""
 
     group: int | None
     online: str = "fp8"
+    fixed: bool = False
 
     def empty(self, sizes: MixtureSizes, dtype: torch.dtype, device: torch.device) -> GpuExperts:
         """See Kept."""
-        return fp8.empty_experts(self.group, sizes.experts, sizes.width, sizes.inner, device=device)
+        return fp8.empty_experts(
+            self.group, sizes.experts, sizes.width, sizes.inner, device=device, fixed=self.fixed
+        )
 
     def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         """See Kept."""
@@ -184,7 +195,8 @@ def kept_of(scheme: str) -> Kept | None:
         kind = BYTE_TYPES[scheme]
         return None if kind.minima else KeptBytes(ByteForm(kind.group), "")
     if stored in GPU_SCHEMES:
-        return KeptFp8(GPU_SCHEMES[stored], scheme if scheme in HELD_AS else "fp8")
+        online, fixed = scheme if scheme in HELD_AS else "fp8", scheme.endswith(STORED_SCALE)
+        return KeptFp8(GPU_SCHEMES[stored], online, fixed)
     if scheme in BLOCK_TYPES:
         scheme = BLOCK_TYPES[scheme].scheme
     return KeptInt4(scheme) if scheme in INT4_SCHEMES else None
@@ -278,6 +290,7 @@ class StoredGpuExperts:
         self._scheme, self._kept, self._sizes = scheme, kept, sizes
         dtype = matrices[0].param.dtype
         self._experts: GpuExperts | None = kept.empty(sizes, dtype, device)
+        self._lock = Lock()
         for one in matrices:
             param = one.param
             param.packed_bytes = sum(
@@ -306,6 +319,7 @@ class StoredGpuExperts:
         """Keeps the numbers of one copy; the first of its rows with a scale of NaN or Inf."""
         assert self._experts is not None
         scales = groups.scales_RG.float()
+        self._take_inputs(copy, groups, {cut.name for cut in cuts(matrices, copy)})
         for cut in cuts(matrices, copy):
             _, inputs = self._sizes.of(cut.name)
             part, source = part_of(copy, groups, cut, inputs=inputs, group=group_of(self._scheme))
@@ -314,6 +328,16 @@ class StoredGpuExperts:
             self._kept.write(self._experts, cut.name, cut.expert, numbers3)
         bad = ~scales.isfinite().all(1)
         return int(bad.nonzero()[0]) if bad.any() else None
+
+    def _take_inputs(self, copy: Copy, groups: Groups, names: set[str]) -> None:
+        """Of all experts the largest: tokens are quantized before they are sorted."""
+        held = self._experts.inputs_2 if isinstance(self._experts, fp8.Fp8Experts) else None
+        if held is None:
+            return
+        place = slice(1, 2) if "down" in names else slice(0, 1)
+        scale_1 = scale_of_inputs(copy, groups).to(held.device)
+        with self._lock:
+            held[place] = torch.maximum(held[place], scale_1)
 
     def _numbers(self, part: Groups, source: slice, numbers: Numbers, copy: Copy) -> Numbers3:
         rows, scales = len(part.values_RC), part.scales_RG.float()
@@ -364,10 +388,11 @@ def stored_on_gpu(
     """The scheme or type that all of these matrices are stored in, if a GPU keeps it, cut as they
     are on this rank; None if not."""
     pieces = [piece for one in matrices for piece in one.param.pieces]
-    schemes = {bare(stored.get(piece.name, "")) for piece in pieces}
-    if len(schemes) != 1 or any(piece.scale != 1.0 for piece in pieces):
+    scheme = common_name({stored.get(piece.name, "") for piece in pieces})
+    if scheme is None or any(piece.scale != 1.0 for piece in pieces):
         return None
-    scheme = schemes.pop()
+    if scheme not in GPU_SCHEMES:  # other experts multiply tokens as they are
+        scheme = bare(scheme)
     if kept_of(scheme) is None or not served(sizes):
         return None
     group = group_of(scheme)

@@ -53,8 +53,8 @@ INT8_ROWS = "+int8-rows"
 """Behind the name of a scheme of integers whose checkpoint asks for int8 activations. GPUs only:
 CPUs multiply integers by int8 whatever is asked."""
 STORED_SCALE = "+stored-scale"
-"""Behind the name of a scheme of e4m3 numbers whose checkpoint holds a scale of the inputs. GPUs
-only: CPUs multiply by inputs as they are."""
+"""Behind all that, where the checkpoint holds a scale of the inputs. GPUs only: CPUs multiply e4m3
+numbers by inputs as they are, and integers by a token's own."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
     "torchao-int4", "hqq", "modelopt-int4", "ternary", "ternary-inverse",
@@ -150,9 +150,17 @@ def with_int8_rows(name: str) -> str:
     return name + INT8_ROWS if plain else name
 
 
+def common_name(names: set[str]) -> str | None:
+    """The name of a scheme that all parts of a weight have; a scale of inputs for some of them alone
+    is no scale of the whole. None: there is none."""
+    if len(names) > 1:
+        names = {name.removesuffix(STORED_SCALE) for name in names}
+    return names.pop() if len(names) == 1 else None
+
+
 def bare(name: str) -> str:
     """A scheme's name without what the checkpoint asks for inputs."""
-    return name.removesuffix(INT8_ROWS).removesuffix(STORED_SCALE)
+    return name.removesuffix(STORED_SCALE).removesuffix(INT8_ROWS)
 
 
 def scheme_of(param: Param, kept: KeptSchemes) -> Scheme | None:

@@ -101,7 +101,8 @@ def scaled_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, 
         if min(numbers.group) > 1:  # ModelOpt's, which leaves the blocks' own dimensions
             forms = (*forms, (*experts, by_output, 1, by_input, 1))
     one = ((), (1,), tuple(experts))
-    return {"scales": forms, "zeros": forms, "smooth": ((inputs,),), "inputs": one}
+    members = {"scales": forms, "zeros": forms, "smooth": ((inputs,),)}
+    return {**members, "inputs": one, "input_zeros": one}
 
 
 def _single(numbers: Numbers) -> tuple[Shape, ...]:

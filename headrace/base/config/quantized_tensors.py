@@ -129,7 +129,10 @@ def _weights(
 
 
 def _is_scale(weight: str, arrangement: Arrangement, headers: Mapping[str, Header]) -> bool:
-    """Whether a tensor that could hold values (scales of bytes can) belongs to another one."""
+    """Whether a tensor that could hold values (scales and zero points of bytes can) belongs to
+    another one."""
+    if _ACTIVATION_SCALES.fullmatch(weight):
+        return True
     endings = [
         template.removeprefix("{weight}")
         for role, template in arrangement.roles.items()

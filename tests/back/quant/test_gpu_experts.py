@@ -27,6 +27,7 @@ from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Copy, Param, WeightPiece, copies
 from headrace.back.parallel.shard import Part, Shard, Span
 from headrace.back.platforms.detect import FAKES
+from headrace.back.quant.activations import AS_THEY_ARE, inputs_of
 from headrace.back.quant.experts import MatricesOf
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.gpu_experts import (
@@ -295,6 +296,39 @@ def test_a_damaged_scale_is_told_by_its_row() -> None:
     assert gate_up.param.on_groups is not None
     assert gate_up.param.on_groups(copy, groups, numbers) == 77
     assert experts.kind == "mxfp4"
+
+
+def test_stored_scales_of_inputs_are_the_largest_of_all_experts() -> None:
+    """QNT-17. One for tokens, one for inner values; of experts only some of which have one, none."""
+    gate_up = MatricesOf(param=part_param("up", 128, 128), names=("gate", "up"), size=64)
+    down = MatricesOf(param=part_param("down", 128, 64), names=("down",), size=128)
+    sizes, both, name = MixtureSizes(1, 128, 64), [gate_up, down], "fp8+stored-scale"
+    assert stored_on_gpu(both, {"up": name, "down": name}, sizes) == name
+    assert stored_on_gpu(both, {"up": name, "down": "fp8"}, sizes) == "fp8"
+    int8 = "int8+int8-rows+stored-scale"
+    assert inputs_of(int8, "cuda", routed=True) == AS_THEY_ARE
+    told = "e4m3, the largest stored scale, from 2 tokens of a step on"
+    assert inputs_of(name, "cuda", routed=True) == told
+    assert stored_on_gpu(both, {"up": int8, "down": int8}, sizes) == "int8"
+    experts = StoredGpuExperts(both, name, sizes, device=torch.device("cpu"))
+    numbers = Numbers(arrangement="scaled", bits=8, group=(0, 0))
+
+    def give(matrices: MatricesOf, scale: float) -> None:
+        (copy,) = copies(matrices.param)
+        values = torch.ones(copy.shape).to(torch.float8_e4m3fn)
+        inputs = torch.tensor([scale])
+        groups = Groups(values_RC=values, scales_RG=torch.ones(1, 1), inputs=inputs)
+        assert matrices.param.on_groups is not None
+        matrices.param.on_groups(copy, groups, numbers)
+
+    for scale in (0.5, 0.25):
+        give(gate_up, scale)
+        give(down, 4 * scale)
+    with pytest.raises(CheckpointError, match=r"down.*input_scale.*-1\.0.*positive"):
+        give(down, -1.0)
+    taken = experts.take()
+    assert isinstance(taken, Fp8Experts) and taken.inputs_2 is not None
+    assert taken.inputs_2.tolist() == [0.5, 2.0]
 
 
 def test_a_plan_counts_the_bytes_that_a_gpu_keeps(tmp_path: Path) -> None:

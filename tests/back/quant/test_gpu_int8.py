@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.back.kernels.linear_int8.layout import dequantize
+from headrace.back.kernels.linear_int8.layout import Int8Weight, dequantize
+from headrace.back.models.load.asked import with_asked_rows
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
 from headrace.back.parallel.param import Param, StoredRows, WeightPiece, copies
+from headrace.back.quant.activations import inputs_of
 from headrace.back.quant.gpu_int8 import (
     BYTE_TYPES,
     INT8_SCHEMES,
@@ -20,6 +23,7 @@ from headrace.back.quant.gpu_int8 import (
     StoredInt8Weight,
     stored_int8,
 )
+from headrace.base.errors import CheckpointError
 from tests.back.quant.formats.stored_weights import open_weight
 from tests.back.quant.test_gpu import INPUTS, OUTPUTS, param_of
 
@@ -54,6 +58,63 @@ def test_a_rank_keeps_its_numbers_as_they_are_stored(columns: slice, tmp_path: P
     assert param.packed_bytes == taken.num_bytes and param.tensor is None
     with pytest.raises(AssertionError, match="taken before"):
         weight.take()
+
+
+def merged(folder: Path, *, symmetric: bool, **inputs: tuple[float, int | None]) -> Int8Weight:
+    """Two projections as one weight: of each the scale and the zero point of its inputs."""
+    folder.mkdir()
+    weights = COMPRESSED["config_groups"]["group_0"]["weights"]
+    asked = {
+        "num_bits": 8,
+        "type": "int",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": symmetric,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": asked}
+    config = {**COMPRESSED, "config_groups": {"group_0": group}}
+    half, stored = OUTPUTS // 2, {}
+    for part, (scale, zero) in inputs.items():
+        stored[f"{part}.weight"] = torch.ones(half, INPUTS, dtype=torch.int8)
+        stored[f"{part}.weight_scale"] = torch.ones(half, 1)
+        stored[f"{part}.input_scale"] = torch.tensor([scale])
+        if zero is not None:
+            stored[f"{part}.input_zero_point"] = torch.tensor([zero], dtype=torch.int8)
+    pieces = tuple(
+        WeightPiece(name=f"{part}.weight", shape=(half, INPUTS), offset=place * half)
+        for place, part in enumerate(inputs)
+    )
+    param = replace(param_of(slice(0, INPUTS)), pieces=pieces)
+    with closing(open_weight(folder, config, stored)) as source:
+        kept = with_asked_rows({name: e.scheme for name, e in source.entries.items()}, source)
+        name = stored_int8(param, kept)
+        assert name is not None
+        if symmetric:
+            told = "int8, the stored scale, from 65 tokens of a step on"
+            assert inputs_of(name, "cuda") == told
+        weight = StoredInt8Weight(param, name)
+        for copy in copies(param):
+            assert param.on_groups is not None
+            param.on_groups(copy, *source.groups(copy.name, copy.source))
+    return weight.take()
+
+
+def test_stored_scales_of_inputs_are_kept_with_their_zero_points(tmp_path: Path) -> None:
+    """QNT-17. Of projections that are multiplied together those of the range that holds both."""
+    one = merged(tmp_path / "one", symmetric=True, q=(0.25, None), k=(0.75, 0))
+    assert one.inputs_1 is not None and one.inputs_1.tolist() == [0.75] and one.zero_1 is None
+    same = merged(tmp_path / "same", symmetric=False, q=(0.3, -7), k=(0.3, -7))
+    assert same.inputs_1 is not None and same.zero_1 is not None
+    assert same.inputs_1.tolist() == [pytest.approx(0.3)] and same.zero_1.tolist() == [-7]
+    both = merged(tmp_path / "both", symmetric=False, q=(0.25, -128), k=(0.25, -2))
+    assert both.inputs_1 is not None and both.zero_1 is not None  # 0 .. 63.75 and -31.5 .. 32.25
+    assert float(both.inputs_1) == pytest.approx(95.25 / 255) and float(both.zero_1) == -44
+    plain = merged(tmp_path / "plain", symmetric=False, q=(0.25, None), k=(0.25, None))
+    assert plain.int8_rows and plain.inputs_1 is None  # a scale without its zero point is none
+    with pytest.raises(CheckpointError, match=r"q\.weight.*input_zero_point.*3.*symmetric"):
+        merged(tmp_path / "zero", symmetric=True, q=(0.25, 3), k=(0.25, 0))
+    with pytest.raises(CheckpointError, match=r"k\.weight.*input_scale.*0\.0.*positive"):
+        merged(tmp_path / "bad", symmetric=True, q=(0.25, None), k=(0.0, None))
 
 
 @pytest.mark.parametrize("type", BYTE_TYPES)

@@ -312,10 +312,11 @@ def _experts_fp8(group: int | None, **more: object) -> Callable[[], object]:
 
         facts = dict(more)
         plans = triton_experts_fp8.all_plans(streamed=bool(facts.pop("hopper", False)))
+        fixed = bool(facts.pop("fixed", False))
         mixture = experts.ExpertsProblem(
             device="cpu", dtype=BF16, experts=32, slots=4, width=512, inner=384, **facts
         )
-        problem = op.ExpertsFp8Problem(mixture=mixture, group=group)
+        problem = op.ExpertsFp8Problem(mixture=mixture, group=group, fixed=fixed)
         for plan in plans:
             sample = op.sample_of(problem, (plan.m + 1,))
             triton_experts_fp8.bind(sample.problem, *sample.weights, always=plan)(*sample.arguments)
@@ -661,6 +662,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("experts fp8 in blocks", _experts_fp8(128)),
     ("experts fp8 Hopper", _experts_fp8(None, hopper=True, **GPT_OSS)),
     ("experts fp8 Hopper in blocks", _experts_fp8(128, hopper=True)),
+    ("experts fp8 Hopper of one scale", _experts_fp8(None, hopper=True, fixed=True)),
+    ("experts fp8 of one scale", _experts_fp8(None, fixed=True)),
     ("experts int4", _experts_int4(Int4Form(128))),
     ("experts mxfp4", _experts_int4(Int4Form(32, floats=True), **GPT_OSS)),
     ("experts int4 Hopper", _experts_int4(Int4Form(32, minima=True), hopper=True)),
@@ -839,6 +842,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("int8 one with minima", _int8(1, 32, minima=True, activation="silu", eps=1e-6)),
     ("int8 32 with minima", _int8(32, 32, minima=True)),
     ("int8 by int8", _int8(100, None, eps=1e-6, int8_rows=True)),
+    ("int8 by int8 of one scale", _int8(100, None, int8_rows=True, fixed=True, zero=True)),
     ("int8 by int8 of 128", _int8(100, 128, int8_rows=True)),
     ("nf4 16", _int4(16, 64, floats=True, levels="nf4")),
     ("int4 by int8", _int4(300, 128, int8_rows=True)),
@@ -919,7 +923,7 @@ ONLY = {
         *("int4 stream one of e2m1", "int4 stream 16 of e2m1", "int4 stream 8 of nvfp4"),
         *("int4 stream one of 16", "int4 stream 64 of 16"),
         *("stream act", "stream add", "wide 128 act", "wide 256 act"),
-        *("experts fp8 Hopper", "experts fp8 Hopper in blocks"),
+        *("experts fp8 Hopper", "experts fp8 Hopper in blocks", "experts fp8 Hopper of one scale"),
         *("experts int4 Hopper", "experts int4 Hopper of all", "experts mxfp4 Hopper"),
         "experts int4 Hopper of 16",
         "experts nvfp4 Hopper",

@@ -99,10 +99,11 @@ def test_tiles_of_bytes(form: ByteForm, width, inner, more):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("group, fixed", [(None, False), (None, True), (128, False)])
 @pytest.mark.parametrize("width, inner, more", [(208, 144, GPT_OSS), (128, 256, {})])
-def test_regimes_of_e4m3_numbers(group, width, inner, more):
-    problem = fp8.ExpertsFp8Problem(mixture=mixture(width, inner, **more), group=group)
+def test_regimes_of_e4m3_numbers(group, fixed, width, inner, more):
+    """`fixed`: one scale of all tokens, and one of all inner values (QNT-17)."""
+    problem = fp8.ExpertsFp8Problem(mixture=mixture(width, inner, **more), group=group, fixed=fixed)
     assert triton_experts_fp8.KERNEL.supports(problem) is None
     for plan in triton_experts_fp8.all_plans(streamed=False)[:: 2 if interpreted() else 1]:
         sample = fp8.sample_of(problem, (plan.m + 1,))
@@ -154,10 +155,10 @@ def test_streams_of_4_bit_numbers(form: Int4Form, width, inner, more, how):
 @pytest.mark.parametrize(
     "width, inner, more", [(512, 256, {}), (1040, 336, GPT_OSS), (2048, 768, {})]
 )
-@pytest.mark.parametrize("group", [None, 128])
-def test_streams_of_e4m3_numbers(group, width, inner, more, how):
+@pytest.mark.parametrize("group, fixed", [(None, False), (None, True), (128, False)])
+def test_streams_of_e4m3_numbers(group, fixed, width, inner, more, how):
     whole = mixture(width, inner, **more)
-    problem = fp8.ExpertsFp8Problem(mixture=whole, group=group)
+    problem = fp8.ExpertsFp8Problem(mixture=whole, group=group, fixed=fixed)
     generator = torch.Generator(device=DEVICE).manual_seed(1)
     weights = fp8.random_experts(problem, generator), *biases_of(whole, generator)
     expected = fp8.bind_reference(problem, *weights)

@@ -76,6 +76,32 @@ def test_many_tokens_become_int8(group, outputs, inputs, more):
     assert torch.equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("zero", [False, True])
+def test_all_tokens_may_have_one_scale_and_a_zero_point(zero):
+    """QNT-17: the scheme as it is written down, integers to the bit, sums in float32; a bias, values beyond the range,
+    a NaN that stays in its token."""
+    problem = problem_of(40, 256, bias=True, int8_rows=True, fixed=True, zero=zero)
+    assert triton_linear_int8.KERNEL.supports(problem) is None
+    sample = op.sample_of(problem, (70,))
+    weight, bias, _ = sample.weights
+    x = sample.arguments[0]
+    x[3, 4], x[5, 6] = 30, -30
+    scale, point = weight.inputs_1, weight.zero_1 if zero else torch.zeros(1, device=DEVICE)
+    integers = (x.float() / scale + point).clamp(-128, 127).round()
+    fixed = {"scale_1": weight.inputs_1, "zero_1": weight.zero_1}
+    rows = triton_scaled_rows.bind(
+        256, None, norm_weight_I=None, eps=0.0, dtype=torch.int8, **fixed
+    )(x)
+    assert torch.equal(rows.values_TI, integers.to(torch.int8))
+    assert (rows.scales_TG == scale).all() and integers.min() == -128 and integers.max() == 127
+    expected = ((integers - point) * scale) @ dequantize(weight).T + bias.float()
+    for bind in (op.bind_reference, triton_linear_int8.bind):
+        assert error(bind(problem, *sample.weights)(x, None), expected.to(DTYPE)) <= BOUND
+    x[9, 9] = float("nan")
+    lost = triton_linear_int8.bind(problem, *sample.weights)(x, None).isnan()
+    assert lost[9].all() and not lost[:9].any() and not lost[10:].any()
+
+
 @pytest.mark.parametrize("group", [None, 32, 128])
 def test_a_weight_is_dequantized_to_the_bits_of_its_definition(group):
     """With minima to the last of them: the product may be fused into the difference."""

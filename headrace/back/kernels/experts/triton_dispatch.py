@@ -96,27 +96,35 @@ def bases_kernel(
 
 
 @triton.jit
-def quantized(b_x, GROUP: tl.constexpr):
-    """Numbers of [R, C] for e4m3, and the scale of each GROUP of them (linear_fp8/layout.py)."""
+def quantized(b_x, fixed, GROUP: tl.constexpr):
+    """Numbers of [R, C] for e4m3, and the scale of each GROUP of them (linear_fp8/layout.py), or
+    that of all, which `fixed` [1] holds."""
     R: tl.constexpr = b_x.shape[0]
     C: tl.constexpr = b_x.shape[1]
     b_wide = tl.reshape(b_x.to(tl.float32), [R, C // GROUP, GROUP])
     b_top = tl.max(tl.abs(b_wide), axis=2)
-    b_inverse = tl.where(b_top > 1e-30, tl.div_rn(448.0, tl.maximum(b_top, 1e-30)), 0.0)
-    b_values = tl.minimum(tl.maximum(b_wide * b_inverse[:, :, None], -448.0), 448.0)
+    if fixed is not None:
+        b_scale = tl.zeros_like(b_top) + tl.load(fixed)
+        b_scaled = tl.div_rn(b_wide, tl.zeros_like(b_wide) + b_scale[:, :, None])
+    else:
+        b_scale = tl.div_rn(b_top, 448.0)
+        b_inverse = tl.where(b_top > 1e-30, tl.div_rn(448.0, tl.maximum(b_top, 1e-30)), 0.0)
+        b_scaled = b_wide * b_inverse[:, :, None]
+    b_values = tl.minimum(tl.maximum(b_scaled, -448.0), 448.0)
     b_values = tl.where(b_wide == b_wide, b_values, b_wide)  # a NaN stays one
-    return tl.reshape(b_values, [R, C]), tl.div_rn(b_top, 448.0)
+    return tl.reshape(b_values, [R, C]), b_scale
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def dispatch_kernel(
-    expert, x, bases, places, rows, row_scales, tiles, num_tokens,
+    expert, x, bases, places, rows, row_scales, fixed, tiles, num_tokens,
     NX: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
     GROUP: tl.constexpr, COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: R tokens each. places [T SLOTS]: the row of each pair; rows [., E]: x in that order, if
-    GROUP e4m3 numbers of it, with a scale for GROUP columns in row_scales [., ceil(E / GROUP)];
+    GROUP e4m3 numbers of it, with a scale for GROUP columns in row_scales [., ceil(E / GROUP)], that
+    of `fixed` where it is not None;
     tiles int32: how many there are, then of each its expert, and how many of its rows are pairs.
     If COUNTED, these are made already, and `bases` of blocks of PAIRS; else P, a power of two, is
     at least all pairs. NX: experts, K: SLOTS, as powers of two."""
@@ -160,7 +168,7 @@ def dispatch_kernel(
         m_e = (o_r < num_tokens)[:, None] & (o_e < E)[None, :]
         b_x = tl.load(x + o_r.to(tl.int64)[:, None] * E + o_e[None, :], mask=m_e, other=0.0)
         if GROUP:
-            b_x, b_scale = quantized(b_x, GROUP)
+            b_x, b_scale = quantized(b_x, fixed, GROUP)
             o_g = column // GROUP + tl.arange(0, C // GROUP)
             m_g = (o_r < num_tokens)[:, None] & (o_g < GROUPS)[None, :]
         for k in tl.static_range(SLOTS):
@@ -200,10 +208,16 @@ class Dispatched:
 
 
 def dispatched(
-    x_TE: torch.Tensor, expert_TK: torch.Tensor, *, experts: int, m: int, group: int = 0
+    x_TE: torch.Tensor,
+    expert_TK: torch.Tensor,
+    *,
+    experts: int,
+    m: int,
+    group: int = 0,
+    scale_1: torch.Tensor | None = None,
 ) -> Dispatched:
     """Launches the dispatch to tiles of `m` rows; with a `group` of columns, rows are e4m3 numbers
-    with a scale for so many."""
+    with a scale for so many. `scale_1`: the same scale for all."""
     (num_tokens, slots), width = expert_TK.shape, x_TE.shape[1]
     pairs, padded, common = num_tokens * slots, power_of_two(experts), launch(x_TE.device)
     most_tiles = pairs // m + min(experts, pairs)
@@ -231,7 +245,7 @@ def dispatched(
         )
     r = TOKENS if is_counted else 1
     dispatch_kernel[(triton.cdiv(num_tokens, r),)](
-        expert_TK, x_TE, bases, places_P, rows_NE, scales_NG, tiles, num_tokens, NX=padded,
+        expert_TK, x_TE, bases, places_P, rows_NE, scales_NG, scale_1, tiles, num_tokens, NX=padded,
         SLOTS=slots, K=power_of_two(slots), E=width, M=m, R=r, PAIRS=block, P=p,
         STEP=128 if is_counted else min(1024, p), C=COLUMNS if is_counted else power_of_two(width, least=group),
         GROUP=group, COUNTED=is_counted, num_warps=4, **common,

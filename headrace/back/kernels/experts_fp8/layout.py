@@ -38,13 +38,21 @@ class ScaledMatrices:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Experts:
-    """`up` [X, 2I, E] (gates, then ups), `down` [X, E, I]."""
+    """`up` [X, 2I, E] (gates, then ups), `down` [X, E, I]. `inputs_2` (float32): the scales of all
+    tokens and of all inner values; None: each GROUP of one has its own."""
 
     up: ScaledMatrices
     down: ScaledMatrices
+    inputs_2: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.up.values_XOI)
+
+    @property
+    def fixed(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The two scales [1], or None."""
+        both = self.inputs_2
+        return (None, None) if both is None else (both[:1], both[1:])
 
     @property
     def group(self) -> int | None:
@@ -76,9 +84,15 @@ def num_groups(inputs: int, group: int | None) -> int:
 
 
 def empty_experts(
-    group: int | None, experts: int, width: int, inner: int, *, device: torch.device | str
+    group: int | None,
+    experts: int,
+    width: int,
+    inner: int,
+    *,
+    device: torch.device | str,
+    fixed: bool = False,
 ) -> Fp8Experts:
-    """Experts to be filled."""
+    """Experts to be filled; `fixed`: with scales of their inputs, of which the largest count."""
 
     def matrices(outputs: int, inputs: int) -> ScaledMatrices:
         shape = experts, num_groups(inputs, group), outputs
@@ -88,4 +102,5 @@ def empty_experts(
             group,
         )
 
-    return Fp8Experts(matrices(2 * inner, width), matrices(width, inner))
+    inputs_2 = torch.zeros(2, dtype=torch.float32, device=device) if fixed else None
+    return Fp8Experts(matrices(2 * inner, width), matrices(width, inner), inputs_2)

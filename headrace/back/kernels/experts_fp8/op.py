@@ -4,14 +4,16 @@ activations and biases are these.
 `bind(problem, experts, up_bias_XI, down_bias_XE)` returns `f(x_TE, expert_TK, weight_TK) -> y_TE`.
 
 Fewer than QUANTIZED_FROM tokens multiply the weights as they are, and their inner values are
-rounded to the dtype. More become e4m3 numbers themselves, with a scale for GROUP inputs, and so do
-their inner values, for the tensor cores to multiply e4m3 by e4m3. Sums are float32.
+rounded to the dtype. More become e4m3 numbers themselves, with a scale for GROUP inputs or one for
+all that the experts hold, and so do their inner values, for the tensor cores to multiply e4m3 by
+e4m3. Sums are float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -36,9 +38,11 @@ share of the largest one."""
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsFp8Problem(QuantizedExpertsProblem):
-    """The mixture; `group`: inputs that share a scale of the weights, None: all."""
+    """The mixture; `group`: inputs that share a scale of the weights, None: all. `fixed`: the
+    experts hold the scales of their inputs."""
 
     group: int | None
+    fixed: bool = False
 
 
 def bind_reference(
@@ -50,15 +54,17 @@ def bind_reference(
     """The definition: an expert at a time."""
     mixture, biases = problem.mixture, (up_bias_XI, down_bias_XE)
 
-    def by(row: Callable[[torch.Tensor], torch.Tensor]) -> Experts:
+    def by(*rows: Callable[[torch.Tensor], torch.Tensor]) -> Experts:
+        first, second = rows
         return each_expert(
             mixture,
-            lambda expert, x_PE: row(x_PE) @ experts.up.floats(expert).T,
-            lambda expert, inner_PI: row(inner_PI) @ experts.down.floats(expert).T,
+            lambda expert, x_PE: first(x_PE) @ experts.up.floats(expert).T,
+            lambda expert, inner_PI: second(inner_PI) @ experts.down.floats(expert).T,
             biases,
         )
 
-    few, many = by(lambda rows: rows.to(problem.dtype).float()), by(rounded)
+    few = by(*(lambda rows: rows.to(problem.dtype).float(),) * 2)
+    many = by(*(partial(rounded, scale_1=scale_1) for scale_1 in experts.fixed))
 
     def run(x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
         chosen = few if len(x_TE) < QUANTIZED_FROM else many
@@ -67,17 +73,20 @@ def bind_reference(
     return run
 
 
-def rounded(x_TI: torch.Tensor) -> torch.Tensor:
+def rounded(x_TI: torch.Tensor, scale_1: torch.Tensor | None = None) -> torch.Tensor:
     """What is multiplied in place of x, float32."""
-    return dequantize_rows(quantize_rows(x_TI, GROUP), GROUP)
+    return dequantize_rows(quantize_rows(x_TI, GROUP, scale_1), GROUP)
 
 
 def random_experts(problem: ExpertsFp8Problem, generator: torch.Generator) -> Fp8Experts:
     """Normal numbers of all magnitudes below 448; products are about 1."""
     mixture = problem.mixture
     experts = empty_experts(
-        problem.group, mixture.experts, mixture.width, mixture.inner, device=mixture.device
-    )
+        problem.group, mixture.experts, mixture.width, mixture.inner, device=mixture.device,
+        fixed=problem.fixed,
+    )  # fmt: skip
+    if experts.inputs_2 is not None:
+        experts.inputs_2.fill_(1 / 128)
     for matrices in (experts.up, experts.down):
         _fill(matrices, generator)
     return experts

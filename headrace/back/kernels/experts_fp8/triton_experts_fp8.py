@@ -94,11 +94,16 @@ def bind(
         plan = always or plan_for(problem, len(x_TE), streamed=streamed)
         if plan.regime == "few":
             return _few(mixture, experts, biases, x_TE, expert_TK, weight_TK)
-        dispatch = dispatched(x_TE, expert_TK, experts=mixture.experts, m=plan.m, group=GROUP)
+        of_tokens, of_inner = experts.fixed
+        dispatch = dispatched(
+            x_TE, expert_TK, experts=mixture.experts, m=plan.m, group=GROUP, scale_1=of_tokens
+        )
         assert dispatch.scales_NG is not None
         rows = ScaledRows(dispatch.rows_NE, dispatch.scales_NG)
         multiply, tiles = _multiply_of(plan.regime), dispatch.tiles
-        inner = multiply(mixture, rows, experts.up, up_bias_XI, tiles, m=plan.m, is_gated=True)
+        inner = multiply(
+            mixture, rows, experts.up, up_bias_XI, tiles, m=plan.m, is_gated=True, scale_1=of_inner
+        )
         rows = ScaledRows(*inner)
         out_NE, _ = multiply(
             mixture, rows, experts.down, down_bias_XE, tiles, m=plan.m, is_gated=False

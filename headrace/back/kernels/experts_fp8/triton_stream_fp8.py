@@ -109,6 +109,7 @@ def grouped_stream_fp8_kernel(
     tiles,
     y,
     y_scales,
+    fixed,
     clamp,
     alpha,
     RESULTS: gl.constexpr,
@@ -124,7 +125,8 @@ def grouped_stream_fp8_kernel(
 ):
     """`weight` [X O, I], `x` [N, I]: descriptors in blocks [ROWS, K] and [M, K]; x_scales [N,
     STEPS]; y [N, RESULTS]. If GATED an expert has twice as many weight rows as results, gates
-    first, and y are e4m3 numbers with y_scales [N, RESULTS / ROWS]. GROUPED: `scales` [X, STEPS,
+    first, and y are e4m3 numbers with y_scales [N, RESULTS / ROWS], all of
+    them `fixed` [1] where it is not None. GROUPED: `scales` [X, STEPS,
     O], else [X, O]."""
     M: gl.constexpr = x.block_shape[0]
     PART: gl.constexpr = ROWS if GATED else 2 * ROWS
@@ -227,6 +229,8 @@ def grouped_stream_fp8_kernel(
             b_h = gated(b_first, b_second, clamp, alpha, CLAMP, OAI)
             b_h = gl.where(m_first[:, None], b_h, 0.0)
             b_top = gl.max(gl.abs(b_h), axis=0)
+            if fixed is not None:
+                b_top = b_top * 0.0 + gl.load(fixed) * 448.0
             b_inverse = gl.where(b_top > 1e-30, gl.div_rn(448.0, gl.maximum(b_top, 1e-30)), 0.0)
             b_values = gl.minimum(gl.maximum(b_h * b_inverse[None, :], -448.0), 448.0)
             b_first = gl.where(b_h == b_h, b_values, b_h)  # a NaN stays one
@@ -252,6 +256,7 @@ def multiply(
     *,
     m: int,
     is_gated: bool,
+    scale_1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As triton_tiles_fp8.multiply."""
     x_NI, x_scales = x
@@ -267,7 +272,7 @@ def multiply(
     stream_bytes, programs = ROOM[m]
     grouped_stream_fp8_kernel[(num_sms(device) * programs,)](
         _described(weight.values_XOI.flatten(0, 1), ROWS.value), weight.scales_XGO,
-        _described(x_NI, m), x_scales, bias_XO, tiles, y_NO, y_scales, problem.clamp, OAI_ALPHA,
+        _described(x_NI, m), x_scales, bias_XO, tiles, y_NO, y_scales, scale_1, problem.clamp, OAI_ALPHA,
         RESULTS=results, STEPS=triton.cdiv(inputs, K.value),
         STAGES=stream_bytes // ((2 * ROWS.value + m) * K.value), GROUPED=weight.group is not None,
         GATED=is_gated, CLAMP=problem.clamp > 0, OAI=problem.activation == SWIGLU_OAI,

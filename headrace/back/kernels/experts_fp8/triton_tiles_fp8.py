@@ -34,6 +34,7 @@ def grouped_fp8_kernel(
     tiles,
     y,
     y_scales,
+    fixed,
     clamp,
     alpha,
     INPUTS: tl.constexpr,
@@ -51,7 +52,7 @@ def grouped_fp8_kernel(
 ):
     """Grid: any. Of sorted rows x [., INPUTS] with scales [., INPUTS / K]; if GATED an expert has
     twice as many rows as RESULTS, gates first, and y are e4m3 numbers with y_scales [., RESULTS /
-    N]. GROUPED: weights have scales of K inputs, else of all."""
+    N], all of them `fixed` [1] where it is not None. GROUPED: weights have scales of K inputs, else of all."""
     enter(DEPENDENT)
     COLUMNS: tl.constexpr = (RESULTS + N - 1) // N
     GROUPS: tl.constexpr = (INPUTS + K - 1) // K
@@ -91,7 +92,7 @@ def grouped_fp8_kernel(
         p_y = y + o_row[None, :] * RESULTS + o_n[:, None]
         if GATED:
             b_acc = gated(b_acc, b_up, clamp, alpha, ACTIVATION, CLAMP, OAI)
-            b_acc, b_scale = quantized(tl.trans(tl.where(m_n[:, None], b_acc, 0.0)), N)
+            b_acc, b_scale = quantized(tl.trans(tl.where(m_n[:, None], b_acc, 0.0)), fixed, N)
             b_acc = tl.trans(b_acc)
             p_scale = y_scales + o_row[:, None] * COLUMNS + i_work % COLUMNS + tl.arange(0, 1)
             tl.store(p_scale, b_scale, mask=m_m[:, None])
@@ -107,9 +108,10 @@ def multiply(
     *,
     m: int,
     is_gated: bool,
+    scale_1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches it over tiles of `m` rows: y [., results] and its scales, which are those of
-    quantized numbers if it is gated."""
+    quantized numbers if it is gated; `scale_1`: that of all of these."""
     x_NI, x_scales = x
     results = weight.values_XOI.shape[1] // (2 if is_gated else 1)
     # The interpreter does not round to the nearest e4m3 number: there torch does.
@@ -123,7 +125,7 @@ def multiply(
     stage = (m + N * (2 if is_gated else 1)) * GROUP
     grouped_fp8_kernel[(num_sms(x_NI.device) * PROGRAMS_PER_SM,)](
         x_NI, x_scales, weight.values_XOI, weight.scales_XGO, bias_XO, tiles, y_NO, y_scales,
-        problem.clamp, OAI_ALPHA, INPUTS=x_NI.shape[1], RESULTS=results,
+        scale_1, problem.clamp, OAI_ALPHA, INPUTS=x_NI.shape[1], RESULTS=results,
         GROUPED=weight.group is not None, M=m, N=N, K=GROUP, GATED=is_gated,
         **activation_constants(problem), BIAS=bias_XO is not None, num_warps=4 if m < 64 else 8,
         num_stages=fitting_stages(4, stage), **launch(x_NI.device),

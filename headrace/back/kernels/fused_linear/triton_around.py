@@ -65,15 +65,18 @@ def bind_int8_rows(
     group: int | None,
     bias_O: torch.Tensor | None,
     norm_weight_I: torch.Tensor | None,
+    **fixed: torch.Tensor | None,
 ) -> LayerGemm:
     """Tokens that become int8 with the norm before them, times a weight of int8 numbers and float32
-    scales, and what comes after. `weight` is asked in each step."""
+    scales, and what comes after. `weight` is asked in each step; `fixed`: a scale and a zero point
+    of all tokens (triton_scaled_rows.bind)."""
     quantize = triton_scaled_rows.bind(
         problem.inputs,
         None,
         norm_weight_I=norm_weight_I,
         eps=problem.eps or 0.0,
         dtype=torch.int8,
+        **fixed,
     )
 
     def multiply(rows: ScaledRows) -> torch.Tensor:

@@ -25,6 +25,7 @@ def scaled_rows_kernel(
     values,
     scales,
     fixed,
+    zero,
     x_stride,
     eps,
     WIDTH: tl.constexpr,
@@ -37,8 +38,8 @@ def scaled_rows_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """`values` [T, WIDTH], `scales` [T, ceil(WIDTH / GROUP)], both dense. ACTIVATION: x are WIDTH
-    gates, then as many ups. `fixed` float32 [1]: the scale of all tokens; None: each has its
-    own."""
+    gates, then as many ups. `fixed` float32 [1]: the scale of all tokens, None: each has its
+    own; `zero` the same: what is added to their integers."""
     i_row = tl.program_id(0).to(tl.int64)
     COUNT: tl.constexpr = BLOCK // GROUP
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
@@ -61,11 +62,17 @@ def scaled_rows_kernel(
     if INTEGERS:  # a NaN counts as inf, so that the scale becomes NaN
         b_size = tl.where(b_size == b_size, b_size, float("inf"))
     b_top = tl.max(b_size, axis=1)
+    LEAST: tl.constexpr = -128.0 if INTEGERS and fixed is not None else -LARGEST
     if fixed is not None:
-        b_top = tl.zeros_like(b_top) + tl.load(fixed) * LARGEST
-    b_inverse = tl.where(b_top > 1e-30, tl.div_rn(LARGEST, tl.maximum(b_top, 1e-30)), 0.0)
-    b_values = tl.minimum(tl.maximum(b_x * b_inverse[:, None], -LARGEST), LARGEST)
-    b_scale = tl.div_rn(b_top, LARGEST)
+        b_scale = tl.zeros_like(b_top) + tl.load(fixed)
+        b_values = tl.div_rn(b_x, tl.zeros_like(b_x) + b_scale[:, None])
+        if zero is not None:
+            b_values += tl.load(zero)
+    else:
+        b_inverse = tl.where(b_top > 1e-30, tl.div_rn(LARGEST, tl.maximum(b_top, 1e-30)), 0.0)
+        b_values = b_x * b_inverse[:, None]
+        b_scale = tl.div_rn(b_top, LARGEST)
+    b_values = tl.minimum(tl.maximum(b_values, LEAST), LARGEST)
     if INTEGERS:
         b_values = tl.where(b_values == b_values, b_values, 0.0)
         b_values = (b_values + 12582912.0) - 12582912.0  # the nearest integer, ties to even
@@ -84,6 +91,7 @@ def bind(
     eps: float,
     dtype: torch.dtype = FLOAT8,
     scale_1: torch.Tensor | None = None,
+    zero_1: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> Quantize:
     """The kernel for tokens of one width; `activation`: gates of that width and as many ups come
@@ -103,7 +111,7 @@ def bind(
             tokens, triton.cdiv(width, share), dtype=torch.float32, device=x_TI.device
         )
         scaled_rows_kernel[(tokens,)](
-            x_TI, norm_weight_I, values, scales, scale_1, x_TI.stride(0), eps,
+            x_TI, norm_weight_I, values, scales, scale_1, zero_1, x_TI.stride(0), eps,
             WIDTH=width, BLOCK=block, GROUP=share, NORM=norm_weight_I is not None,
             ACTIVATION=activation or "", LARGEST=LARGEST[dtype], INTEGERS=dtype is torch.int8,
             num_warps=warps, **launch(x_TI.device),

@@ -18,18 +18,23 @@ class Int8Weight:
     """values_OI (int8) times scales_OG (float32, contiguous). `group` inputs of an output share a
     scale, None: all of them, and G is 1; I is a multiple of it. `int8_rows`: many tokens are
     multiplied as int8 too. `minima_OG` (as the scales; None: 0) are what products with scales are
-    above a weight."""
+    above a weight. `inputs_1`: the scale of all these tokens, None: each has its own; `zero_1`:
+    what is added to their integers; both float32, of weights with one group."""
 
     values_OI: torch.Tensor
     scales_OG: torch.Tensor
     group: int | None
     int8_rows: bool = False
     minima_OG: torch.Tensor | None = None
+    inputs_1: torch.Tensor | None = None
+    zero_1: torch.Tensor | None = None
 
     @property
     def facts(self) -> dict[str, bool]:
         """What a problem says of it beside its sizes."""
-        return {"int8_rows": self.int8_rows, "minima": self.minima_OG is not None}
+        minima, fixed = self.minima_OG is not None, self.inputs_1 is not None
+        zero = self.zero_1 is not None
+        return {"int8_rows": self.int8_rows, "minima": minima, "fixed": fixed, "zero": zero}
 
     @property
     def outputs(self) -> int:
@@ -82,6 +87,16 @@ def empty(
         int8_rows,
         numbers[1] if minima else None,
     )
+
+
+def zero_sums(weight: Int8Weight) -> torch.Tensor | None:
+    """What the sums of integers with `zero_1` are above those without, scaled: float32 [O]."""
+    if weight.zero_1 is None:
+        return None
+    assert weight.inputs_1 is not None and weight.group is None, weight.facts
+    step = 1 + (1 << 25) // weight.inputs
+    sums = [part.sum(1, dtype=torch.int32) for part in weight.values_OI.split(step)]
+    return torch.cat(sums) * weight.scales_OG[:, 0] * (weight.inputs_1 * weight.zero_1)
 
 
 def dequantize(weight: Int8Weight) -> torch.Tensor:

@@ -5,13 +5,14 @@ act(norm(x) W^T + b), or added into the residual. For GPUs; CPUs read such weigh
 `bind(problem, weight, bias_O | None, norm_weight_I | None)` as of kernels/fused_linear/around.py.
 
 Activations stay as they are, and products are float32; but with `int8_rows` more than
-STREAMED_TOKENS of them become int8, a scale for each token, and products of a group's integers are
-summed exactly. Fewer are bound by reading the weight, whatever they are.
+STREAMED_TOKENS of them become int8, a scale for each token or one for all that the weight holds
+(with a zero point, what that adds to the sums taken off again), and products of a group's integers
+are summed exactly. Fewer are bound by reading the weight, whatever they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,10 +36,13 @@ CHECKED_ROWS = (1, 5, 20, 40, STREAMED_TOKENS + 16)
 @dataclass(frozen=True, kw_only=True)
 class LinearInt8Problem(QuantizedLayerProblem):
     """The layer, and the groups of its weight; `int8_rows`: many tokens become int8. `minima`:
-    groups have them."""
+    groups have them. `fixed`: tokens have one scale, held with the weight; `zero`: and a zero
+    point."""
 
     int8_rows: bool = False
     minima: bool = False
+    fixed: bool = False
+    zero: bool = False
 
 
 def int8_refusal(dtype: torch.dtype) -> str | None:
@@ -57,8 +61,11 @@ def bind_reference(
     def gemm(x_TI: torch.Tensor) -> torch.Tensor:
         if not problem.int8_rows or len(x_TI) <= STREAMED_TOKENS:
             return x_TI.float() @ dequantize(weight).T
-        rows = scaled_rows(x_TI, None, torch.int8)
-        return rows.values_TI.float() @ dequantize(weight).T * rows.scales_TG
+        rows = scaled_rows(x_TI, None, torch.int8, weight.inputs_1, weight.zero_1)
+        values_TI = rows.values_TI.float()
+        if weight.zero_1 is not None:
+            values_TI -= weight.zero_1
+        return values_TI @ dequantize(weight).T * rows.scales_TG
 
     return bind_around(problem, gemm, bias_O, norm_weight_I)
 
@@ -79,6 +86,10 @@ def random_weight(problem: LinearInt8Problem, generator: torch.Generator) -> Int
     if weight.minima_OG is not None:
         middle = random_tensor(*weight.scales_OG.shape, **new) * 40
         weight.minima_OG.copy_(weight.scales_OG * middle)
+    if problem.fixed:
+        new_1 = {"dtype": torch.float32, "device": problem.device}
+        zero_1 = torch.full((1,), -7.0, **new_1) if problem.zero else None
+        weight = replace(weight, inputs_1=torch.full((1,), 1 / 40, **new_1), zero_1=zero_1)
     return weight
 
 

@@ -23,7 +23,7 @@ from headrace.back.kernels.linear.table import GemmPlan, padded
 from headrace.back.kernels.linear.triton_dequantize_bytes import dequantize_into
 from headrace.back.kernels.linear.triton_small import Gemm, Launch, gemm_device_of, launcher
 from headrace.back.kernels.linear_fp8.triton_linear_fp8 import plan_of as byte_plan
-from headrace.back.kernels.linear_int8.layout import GROUPS, Int8Weight
+from headrace.back.kernels.linear_int8.layout import GROUPS, Int8Weight, zero_sums
 from headrace.back.kernels.linear_int8.op import (
     CHECKED_ROWS,
     STREAMED_TOKENS,
@@ -61,8 +61,8 @@ def bind(
     act = None if problem.activation is None else activation_problem(problem)
     if problem.int8_rows:
         many = bind_int8_rows(
-            problem, lambda: (weight.values_OI, weight.scales_OG), weight.group, bias_O,
-            norm_weight_I,
+            problem, lambda: (weight.values_OI, weight.scales_OG), weight.group,
+            _bias_of(weight, bias_O), norm_weight_I, scale_1=weight.inputs_1, zero_1=weight.zero_1,
         )  # fmt: skip
     else:
         dequantized = bind_dequantized(
@@ -90,6 +90,14 @@ def bind(
     return linear
 
 
+def _bias_of(weight: Int8Weight, bias_O: torch.Tensor | None) -> torch.Tensor | None:
+    """With what a zero point of the tokens adds taken off, float32 then."""
+    above_O = zero_sums(weight)
+    if above_O is None:
+        return bias_O
+    return -above_O if bias_O is None else bias_O.float() - above_O
+
+
 def _dequantize_into(weight: Int8Weight, y_OI: torch.Tensor) -> None:
     dequantize_into(weight.values_OI, weight.scales_OG, weight.group, y_OI, weight.minima_OG)
 
@@ -112,6 +120,8 @@ def _supports(problem: LinearInt8Problem) -> str | None:
         return (
             "multiplies int8 tokens by integers without minima, of at least 32 that share a scale"
         )
+    if problem.fixed and (not problem.int8_rows or problem.group is not None):
+        return "holds a scale of int8 tokens with weights of one group"
     return None
 
 

@@ -192,7 +192,8 @@ def _bind_on_gpu(
 ) -> Experts:
     """By the kernels that read quantized weights; where none serves, the weights become floats."""
     if isinstance(experts, Fp8Experts):
-        fp8 = ExpertsFp8Problem(mixture=problem, group=experts.group)
+        fixed = experts.inputs_2 is not None
+        fp8 = ExpertsFp8Problem(mixture=problem, group=experts.group, fixed=fixed)
         bound = scope.bind_fused(EXPERTS_FP8, fp8, experts, *biases)
     elif isinstance(experts, ByteExperts):
         eight = ExpertsBytesProblem(mixture=problem, form=experts.form)

@@ -9,7 +9,7 @@ from headrace.back.models.load.source import CheckpointTensor, Source
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.quant.activations import AS_THEY_ARE, inputs_of
 from headrace.back.quant.cache_scales import FORM, CacheScales
-from headrace.back.quant.kept import STORED_SCALE, with_int8_rows
+from headrace.back.quant.kept import INT8_ROWS, STORED_SCALE, with_int8_rows
 from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization_activations import Activations
 from headrace.base.config.resolved import Decision, ModelSpec
@@ -21,7 +21,7 @@ def input_decisions(
     """What becomes of the inputs that the checkpoint would have quantized: a decision for each
     way it asks, and each way that is gone."""
     kept = {
-        piece.name
+        piece.name: param.routed is not None
         for param in model.weights.params
         if param.on_groups is not None
         for piece in param.pieces
@@ -29,7 +29,9 @@ def input_decisions(
     counts: Counter[tuple[str, str]] = Counter()
     for name, entry in source.entries.items():
         if entry.activations is not None:
-            computed = inputs_of(stored[name], device) if name in kept else AS_THEY_ARE
+            computed = AS_THEY_ARE
+            if name in kept:
+                computed = inputs_of(stored[name], device, routed=kept[name])
             counts[str(entry.activations), computed] += 1
     return tuple(
         Decision("activations", asked, computed, f"of {number} quantized weights")
@@ -51,17 +53,17 @@ def cache_decisions(spec: ModelSpec, scales: CacheScales | None) -> tuple[Decisi
 
 
 def with_asked_rows(stored: Stored, source: Source) -> Stored:
-    """Integers are marked whose checkpoint asks for int8 activations, and e4m3 numbers whose
-    activations have a scale that it holds."""
+    """Integers are marked whose checkpoint asks for int8 activations, and, with a scale for each
+    output, those and e4m3 numbers whose activations have a scale that it holds."""
     return {name: _marked(scheme, source.entries[name]) for name, scheme in stored.items()}
 
 
 def _marked(scheme: str, entry: CheckpointTensor) -> str:
     asked = entry.activations
-    if _is_int8(asked):
-        return with_int8_rows(scheme)
+    marked = with_int8_rows(scheme) if _is_int8(asked) else scheme
     held = asked is not None and not asked.dynamic and asked.shared == "tensor"
-    return scheme + STORED_SCALE if held and entry.input_scale and scheme == "fp8" else scheme
+    known = marked in ("fp8", "int8" + INT8_ROWS)
+    return marked + STORED_SCALE if held and entry.input_scale and known else marked
 
 
 def _is_int8(asked: Activations | None) -> bool:

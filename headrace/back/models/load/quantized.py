@@ -49,6 +49,8 @@ class QuantizedSource:
 
     def _entry(self, weight: QuantizedTensor) -> CheckpointTensor:
         values = self._files.entries[weight.members["values"]]
+        asked = weight.numbers.activations
+        whole = asked is None or asked.symmetric or "input_zeros" in weight.members
         return CheckpointTensor(
             shape=weight.shape,
             dtype=weight.kind,
@@ -56,8 +58,8 @@ class QuantizedSource:
             order=values.order,
             dequantized=True,
             scheme=self._scheme(weight),
-            activations=weight.numbers.activations,
-            input_scale="inputs" in weight.members,
+            activations=asked,
+            input_scale=whole and "inputs" in weight.members,
         )
 
     def _scheme(self, weight: QuantizedTensor) -> str:

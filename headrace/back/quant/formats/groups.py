@@ -19,7 +19,9 @@ class Groups:
     scales_RG    floats
     zeros_RG     None: 0
     group_C      int64, which group a column belongs to; None: column c to c * G // C
-    inputs       the scale that the checkpoint holds for what is multiplied with it; None: none
+    inputs       float32 [1], the scale that the checkpoint holds for what is multiplied with it;
+                 None: none
+    input_zero   the zero point beside it; None: 0
     """
 
     values_RC: torch.Tensor
@@ -27,6 +29,7 @@ class Groups:
     zeros_RG: torch.Tensor | None = None
     group_C: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
+    input_zero: torch.Tensor | None = None
 
     def dequantized(self) -> torch.Tensor:
         """float32 [R, C]."""
@@ -68,6 +71,7 @@ def joined(parts: list[Groups]) -> Groups:
         zeros_RG=torch.cat(zeros) if zeros else None,
         group_C=first.group_C,
         inputs=first.inputs,
+        input_zero=first.input_zero,
     )
 
 

@@ -22,8 +22,21 @@ def shared(
     scales = _spread(read("scales"), rows, by_output)
     zeros = _spread(read("zeros"), rows, by_output) if "zeros" in tensor.members else None
     group = column_groups(columns, by_input, values.device) if scales.shape[1] > 1 else None
-    inputs = read("inputs").float().reshape(-1)[:1] if "inputs" in tensor.members else None
-    return Groups(values_RC=values, scales_RG=scales, zeros_RG=zeros, group_C=group, inputs=inputs)
+    return Groups(
+        values_RC=values,
+        scales_RG=scales,
+        zeros_RG=zeros,
+        group_C=group,
+        inputs=_of_inputs(tensor, read, "inputs"),
+        input_zero=_of_inputs(tensor, read, "input_zeros"),
+    )
+
+
+def _of_inputs(tensor: QuantizedTensor, read: Read, role: str) -> torch.Tensor | None:
+    """The largest of a tensor's experts."""
+    if role not in tensor.members:
+        return None
+    return read(role).float().reshape(-1).amax(0, keepdim=True)
 
 
 def _spread(scales: torch.Tensor, rows: slice, by_output: int) -> torch.Tensor:
