@@ -30,7 +30,7 @@ from headrace.back.quant.experts import (
     StoredExperts,
     stored_schemes,
 )
-from headrace.back.quant.gpu_experts import MixtureSizes
+from headrace.back.quant.gpu_expert_forms import MixtureSizes
 from headrace.back.quant.gpu_weights import (
     LoadedWeight,
     online_experts_on_gpu,

@@ -11,13 +11,8 @@ import torch
 from headrace.back.parallel.param import Param
 from headrace.back.quant.experts import Floats, MatricesOf
 from headrace.back.quant.gpu import OnlineFp8Weight, StoredFp8Weight, served, stored_scheme
-from headrace.back.quant.gpu_experts import (
-    MixtureSizes,
-    OnlineGpuExperts,
-    StoredGpuExperts,
-    kept_of,
-    stored_on_gpu,
-)
+from headrace.back.quant.gpu_expert_forms import MixtureSizes, kept_of
+from headrace.back.quant.gpu_experts import OnlineGpuExperts, StoredGpuExperts, stored_on_gpu
 from headrace.back.quant.gpu_experts import served as served_experts
 from headrace.back.quant.gpu_int4 import OnlineInt4Weight, StoredInt4Weight, stored_int4
 from headrace.back.quant.gpu_int8 import OnlineInt8Weight, StoredInt8Weight, stored_int8

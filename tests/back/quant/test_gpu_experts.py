@@ -30,13 +30,8 @@ from headrace.back.platforms.detect import FAKES
 from headrace.back.quant.activations import AS_THEY_ARE, inputs_of
 from headrace.back.quant.experts import MatricesOf
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.gpu_experts import (
-    MixtureSizes,
-    OnlineGpuExperts,
-    StoredGpuExperts,
-    kept_of,
-    stored_on_gpu,
-)
+from headrace.back.quant.gpu_expert_forms import MixtureSizes, kept_of
+from headrace.back.quant.gpu_experts import OnlineGpuExperts, StoredGpuExperts, stored_on_gpu
 from headrace.back.quant.gpu_int4 import check_scales
 from headrace.back.quant.scheme import ONLINE_SCHEMES
 from headrace.base.config.levels import LEVELS

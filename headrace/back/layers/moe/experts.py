@@ -30,7 +30,7 @@ from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard, local_size
 from headrace.back.quant.experts import MatricesOf
-from headrace.back.quant.gpu_experts import GpuExperts
+from headrace.back.quant.gpu_expert_forms import GpuExperts
 from headrace.base.config.resolved import Decision
 
 NO_BIASES: Biases = (None, None)
