@@ -261,8 +261,8 @@ class StoredInt8Weight:
         return self._keep(copy, target, (values, scales, None))
 
     def _take_inputs(self, copy: Copy, groups: Groups, *, symmetric: bool) -> None:
-        """The scale and zero point of the inputs; of parts that are multiplied together those of the
-        range that holds all of theirs."""
+        """The scale and zero point of the inputs; of parts that are multiplied together those of
+        the range that holds all of theirs."""
         assert self._weight is not None
         held, point = self._weight.inputs_1, self._weight.zero_1
         assert held is not None and point is not None

@@ -151,8 +151,8 @@ def with_int8_rows(name: str) -> str:
 
 
 def common_name(names: set[str]) -> str | None:
-    """The name of a scheme that all parts of a weight have; a scale of inputs for some of them alone
-    is no scale of the whole. None: there is none."""
+    """The name of a scheme that all parts of a weight have; a scale of inputs for some of them
+    alone is no scale of the whole. None: there is none."""
     if len(names) > 1:
         names = {name.removesuffix(STORED_SCALE) for name in names}
     return names.pop() if len(names) == 1 else None

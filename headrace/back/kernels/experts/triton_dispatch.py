@@ -123,11 +123,11 @@ def dispatch_kernel(
     GROUP: tl.constexpr, COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: R tokens each. places [T SLOTS]: the row of each pair; rows [., E]: x in that order, if
-    GROUP e4m3 numbers of it, with a scale for GROUP columns in row_scales [., ceil(E / GROUP)], that
-    of `fixed` where it is not None;
-    tiles int32: how many there are, then of each its expert, and how many of its rows are pairs.
-    If COUNTED, these are made already, and `bases` of blocks of PAIRS; else P, a power of two, is
-    at least all pairs. NX: experts, K: SLOTS, as powers of two."""
+    GROUP e4m3 numbers of it, with a scale for GROUP columns in row_scales [., ceil(E / GROUP)]
+    (that of `fixed`, where it is not None); tiles int32: how many there are, then of each its
+    expert, and how many of its rows are pairs. If COUNTED, these are made already, and `bases` of
+    blocks of PAIRS; else P, a power of two, is at least all pairs. NX: experts, K: SLOTS, as powers
+    of two."""
     enter_late(DEPENDENT)
     GROUPS: tl.constexpr = (E + GROUP - 1) // GROUP if GROUP else 0
     num_pairs = num_tokens * SLOTS

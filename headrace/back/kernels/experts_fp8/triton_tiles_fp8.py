@@ -52,7 +52,8 @@ def grouped_fp8_kernel(
 ):
     """Grid: any. Of sorted rows x [., INPUTS] with scales [., INPUTS / K]; if GATED an expert has
     twice as many rows as RESULTS, gates first, and y are e4m3 numbers with y_scales [., RESULTS /
-    N], all of them `fixed` [1] where it is not None. GROUPED: weights have scales of K inputs, else of all."""
+    N], all of them `fixed` [1] where it is not None. GROUPED: weights have scales of K inputs, else
+    of all."""
     enter(DEPENDENT)
     COLUMNS: tl.constexpr = (RESULTS + N - 1) // N
     GROUPS: tl.constexpr = (INPUTS + K - 1) // K
