@@ -22,6 +22,8 @@ from headrace.back.kernels.wkv import op as wkv
 
 STATES = 7
 COUNTS = {"decode": (1, 1, 1), "mixed": (1, 5, 9), "long": (40,)}
+CHUNKS = {"gated_delta": (1, 70, 130), "gated_delta-bounded": (1, 70), "ssd_scan": (70, 1, 130)}
+"""By case, rows of which some go by chunks."""
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CASES = {
     "gated_scan": (gated_scan, {}),
@@ -72,13 +74,14 @@ def problem_of(case: str, dtype: torch.dtype, device: str = "cpu") -> Any:
     return module, getattr(module, names[case.partition("-")[0]])(device=device, **more, **sizes)
 
 
-def step(case: str, dtype: torch.dtype, counts: str, device: str = "cpu") -> Any:
+def step(case: str, dtype: torch.dtype, counts: str | tuple[int, ...], device: str = "cpu") -> Any:
     """Weights, inputs of the tokens, the state [STATES + 1, ...] as a view of wider rows, and rows with padding among
     them: a negative number, the padding's, and one whose owner has no token."""
     module, problem = problem_of(case, dtype, device)
     sample = module.OP.sample(problem)
     generator = torch.Generator().manual_seed(4)
-    tokens = sum(COUNTS[counts]) + 3
+    counts = COUNTS[counts] if isinstance(counts, str) else counts
+    tokens = sum(counts) + 3
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
         shape = (tokens, *tensor.shape[1:])
@@ -92,7 +95,7 @@ def step(case: str, dtype: torch.dtype, counts: str, device: str = "cpu") -> Any
         kept[:, 1] = kept[:, 1].exp()
         kept[5] = 0
     row, start = [-1], [0, 0]
-    for place, count in enumerate(COUNTS[counts]):
+    for place, count in enumerate(counts):
         row += [(5, 0, 3)[place], STATES]
         start += [start[-1] + count] * 2
     rows = ScanRows(

@@ -17,6 +17,7 @@ from headrace.back.kernels.experts import op as experts
 from headrace.back.kernels.experts_bytes.layout import ByteForm
 from headrace.back.kernels.experts_int4.layout import Int4Form
 from headrace.back.kernels.gated_act import op as gated_act
+from headrace.back.kernels.gated_delta import op as gated_delta
 from headrace.back.kernels.gated_norm import op as gated_norm
 from headrace.back.kernels.gated_scan.op import StateTrail
 from headrace.back.kernels.greedy import op as greedy
@@ -56,6 +57,7 @@ from headrace.back.kernels.sample import op as sample
 from headrace.back.kernels.span_attention import op as span_attention
 from headrace.back.kernels.sparse_attention import op as sparse_heads
 from headrace.back.kernels.sparse_latent_attention import op as sparse
+from headrace.back.kernels.ssd_scan import op as ssd_scan
 from headrace.back.kernels.state_return import op as state_return
 from headrace.back.kernels.state_rows import op as state_rows
 from headrace.back.kernels.step_commit import op as step_commit
@@ -384,6 +386,32 @@ def _recurrent(case: str) -> Callable[[], object]:
     module, problem = problem_of(case, BF16)
     name = case.partition("-")[0]
     return _call(module.OP, f"{name}.triton_{name}:KERNEL", problem)
+
+
+def _chunks(**more: object) -> Callable[[], object]:
+    """The gated delta rule over chunks."""
+
+    def call() -> object:
+        sizes = {"key_heads": 4, "heads": 4, "key_dim": 128, "value_dim": 128}
+        problem = gated_delta.GatedDeltaProblem(device="cpu", dtype=BF16, **sizes | more)
+        sample = gated_delta.long_sample(problem)
+        kernel = load_kernel("headrace.back.kernels.gated_delta.triton_chunks:KERNEL")
+        return kernel.bind(problem, *sample.weights)(*sample.arguments)
+
+    return call
+
+
+def _ssd_chunks(head_dim: int, state_dim: int) -> Callable[[], object]:
+    """Mamba 2's recurrence over chunks."""
+
+    def call() -> object:
+        sizes = {"heads": 4, "groups": 2, "head_dim": head_dim, "state_dim": state_dim}
+        problem = ssd_scan.SsdScanProblem(device="cpu", dtype=BF16, **sizes)
+        sample = ssd_scan.long_sample(problem)
+        kernel = load_kernel("headrace.back.kernels.ssd_scan.triton_chunks:KERNEL")
+        return kernel.bind(problem, *sample.weights)(*sample.arguments)
+
+    return call
 
 
 def _product(plan: GemmPlan, tokens: int, **more: object) -> Callable[[], object]:
@@ -749,6 +777,11 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             "wkv",
         )
     ),
+    ("chunks gated_delta", _chunks()),
+    ("chunks gated_delta channels", _chunks(per_channel=True)),
+    ("chunks gated_delta 256", _chunks(key_dim=256, value_dim=256)),
+    ("chunks ssd_scan", _ssd_chunks(64, 128)),
+    ("chunks ssd_scan 256", _ssd_chunks(128, 256)),
     *(
         (f"state {name.lower()}", _call(op, f"state_rows.triton_state_rows:{name}_KERNEL", STATE))
         for name, op in (("BEGIN", state_rows.BEGIN_OP), ("KEEP", state_rows.KEEP_OP))

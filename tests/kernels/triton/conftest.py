@@ -38,7 +38,11 @@ THOROUGH = {
         *("many_tokens_become_int8[more1-32", "many_tokens_become_int8[more0", "many_tokens_become_int8[more1-None"),
     ),
     "test_mixture": ("sorted_in_order_into_tiles_of_one_expert[300", "experts_equal_the_reference[swiglu_step"),
-    "test_recurrent": ("the_self_check_accepts_it",),
+    "test_recurrent": (
+        *("the_self_check_accepts_it", "the_self_check_accepts_chunks", "drafts_beside_chunks_go_token_by_token"),
+        *("by_chunks_give_what_they_give_alone[gated_delta-dtype0", "give_alone[ssd_scan-dtype0"),
+        "by_chunks_give_what_they_give_alone[gated_delta-bounded-dtype1",
+    ),
     "test_sample": (
         *("the_draws_of_one_row_follow_its_distribution", "narrowed_down[few", "narrowed_down[ties"),
         *("a_sample_that_misleads_costs_time_only[9.0", "a_top_p_of_almost_one", "costs_time_only[-9.0-256"),

@@ -4,6 +4,7 @@ touched (KRN-13, KRN-14). In the interpreter, or on a GPU."""
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from headrace.back.kernels.triton.wrap import interpreted
 from tests.covering import first_of_each
 from tests.kernels.recurrent_cases import (
     CASES,
+    CHUNKS,
     COUNTS,
     check,
     check_return,
@@ -38,8 +40,13 @@ pytestmark = [
 
 
 def triton_kernel(case: str) -> object:
+    return module_of(case).KERNEL
+
+
+def module_of(case: str, *, chunks: bool = False) -> Any:
     name = case.partition("-")[0]
-    return importlib.import_module(f"headrace.back.kernels.{name}.triton_{name}").KERNEL
+    file = "triton_chunks" if chunks else f"triton_{name}"
+    return importlib.import_module(f"headrace.back.kernels.{name}.{file}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,6 +65,65 @@ def test_a_row_gives_what_it_gives_alone(case: str, counts: str, dtype: torch.dt
 )
 def test_the_state_behind_every_token_of_drafts_is_kept(case: str) -> None:
     check_trail(case, triton_kernel(case).bind, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CHUNKS)
+def test_prompts_by_chunks_give_what_they_give_alone(case: str, dtype: torch.dtype) -> None:
+    """KRN-13: beside rows that go token by token, from states of their own, heads that keep from almost all to almost
+    nothing, and tokens that let all go; keys that repeat, of which the triangle's powers are largest."""
+    problem, _, inputs, state, rows = step(case, dtype, CHUNKS[case], DEVICE)
+    module, _ = problem_of(case, dtype, DEVICE)
+    weights = module.long_sample(problem).weights
+    gates, keys = (inputs[1], inputs[2]) if case == "ssd_scan" else (inputs[3], inputs[1])
+    gates[20:40:7] *= 40
+    keys[30:60] = keys[30]
+    bound = module_of(case, chunks=True).KERNEL.bind(problem, *weights)
+    check(case, bound, (problem, weights, inputs, state, rows))
+
+
+@pytest.mark.parametrize("case", ["gated_delta", "ssd_scan"])
+def test_short_rows_and_drafts_beside_chunks_go_token_by_token(case: str) -> None:
+    """To the bit; deterministic runs, whose bits no cut of a prompt may change, take no chunks."""
+    kernel = module_of(case, chunks=True).KERNEL
+    check_trail(case, kernel.bind, torch.float32, DEVICE)
+    problem, weights, inputs, state, rows = step(case, torch.float32, "mixed", DEVICE)
+    own = state.clone()
+    y = triton_kernel(case).bind(problem, *weights)(*inputs, own, rows)
+    assert torch.equal(kernel.bind(problem, *weights)(*inputs, state, rows)[:15], y[:15])
+    assert torch.equal(state, own)
+    assert triton_kernel(case).invariant and not kernel.invariant
+
+
+@pytest.mark.parametrize("case", CHUNKS)
+def test_the_self_check_accepts_chunks(case: str) -> None:
+    dtype = torch.float32 if interpreted() else torch.bfloat16
+    module, problem = problem_of(case, dtype, DEVICE)
+    kernel = module_of(case, chunks=True).KERNEL
+    assert kernel.supports(problem) is None
+    assert module.OP.failures(kernel, problem) == []
+
+
+@pytest.mark.skipif(interpreted(), reason="too large for the interpreter")
+@pytest.mark.parametrize("count, length", [(1, 8192), (16, 512), (3, 1000)])
+@pytest.mark.parametrize("name", ["gated_delta", "gated_delta, per channel", "ssd_scan"])
+def test_chunks_of_true_sizes_give_what_tokens_give(name: str, count: int, length: int) -> None:
+    """bfloat16, 32 heads of 128 x 128 and 128 of 64 x 128, beside the kernel that goes token by token."""
+    from benchmarks.h200.recurrent import problems, prompts
+
+    op, problem = problems(DEVICE)[name]
+    by_chunks, by_tokens = (module_of(op.name, chunks=chunks).KERNEL for chunks in (True, False))
+    assert by_chunks.supports(problem) is None
+    weights = problem_of(op.name, torch.bfloat16)[0].long_sample(problem).weights
+    *inputs, state, rows = prompts(op.sample(problem).arguments, count, length, DEVICE)
+    state.normal_()
+    own, padding = state.clone(), state[-1].clone()
+    ours = by_chunks.bind(problem, *weights)(*inputs, state, rows)
+    theirs = by_tokens.bind(problem, *weights)(*inputs, own, rows)
+    assert torch.equal(state[-1], padding)
+    for one, other in ((ours, theirs), (state, own)):
+        off = (one.float() - other.float()).abs().max() / other.float().abs().max()
+        assert one.isfinite().all() and off <= op.tolerance(problem), float(off)
 
 
 def test_a_state_goes_back_to_the_last_draft_that_stands() -> None:

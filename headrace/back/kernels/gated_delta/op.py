@@ -21,12 +21,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows, with_trail
+from headrace.back.kernels.gated_scan.op import (
+    ScanRows,
+    long_sample_rows,
+    sample_rows,
+    with_trail,
+)
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -117,13 +122,27 @@ def check_weights(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch
 
 
 def _sample(problem: GatedDeltaProblem) -> Sample:
+    rows = sample_rows(problem.device)
+    sample = _sample_of(problem, rows, 10)
+    return replace(sample, further=with_trail(sample.arguments))
+
+
+def long_sample(problem: GatedDeltaProblem) -> Sample:
+    """A prompt among short rows, and heads that keep from almost all to almost nothing."""
+    sample = _sample_of(problem, *long_sample_rows(problem.device))
+    decay_H, bias = sample.weights
+    decay_H = -torch.logspace(-3, 1, problem.heads, device=problem.device)
+    return replace(sample, weights=(decay_H, bias))
+
+
+def _sample_of(problem: GatedDeltaProblem, rows: ScanRows, tokens: int) -> Sample:
     device, generator = problem.device, sample_generator()
     new = {"dtype": problem.dtype, "device": device, "generator": generator}
     keys = problem.key_heads * problem.key_dim
-    qkv = random_tensor(10, 2 * keys + problem.heads * problem.value_dim, **new)
+    qkv = random_tensor(tokens, 2 * keys + problem.heads * problem.value_dim, **new)
     q, k, v = qkv.split([keys, keys, problem.heads * problem.value_dim], dim=1)
     gates = math.prod(problem.bias_shape)
-    ab = random_tensor(10, gates + problem.heads, **new)
+    ab = random_tensor(tokens, gates + problem.heads, **new)
     shape = (6, problem.heads, problem.key_dim, problem.value_dim)
     wide = {**new, "dtype": torch.float32}
     decay, bias = random_tensor(problem.heads, **wide), random_tensor(gates, **wide)
@@ -134,14 +153,10 @@ def _sample(problem: GatedDeltaProblem) -> Sample:
         ab[:, :gates].unflatten(1, problem.bias_shape),
         ab[:, gates:],
         random_tensor(*shape, **wide),
-        sample_rows(device),
+        rows,
     )
-    return Sample(
-        problem=problem,
-        weights=(-decay.exp(), bias.view(problem.bias_shape)),
-        arguments=arguments,
-        further=with_trail(arguments),
-    )
+    weights = -decay.exp(), bias.view(problem.bias_shape)
+    return Sample(problem=problem, weights=weights, arguments=arguments)
 
 
 OP: Op[GatedDeltaProblem] = Op(
@@ -149,6 +164,7 @@ OP: Op[GatedDeltaProblem] = Op(
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
     kernels=(
         "headrace.back.kernels.gated_delta.native:KERNEL",
+        "headrace.back.kernels.gated_delta.triton_chunks:KERNEL",
         "headrace.back.kernels.gated_delta.triton_gated_delta:KERNEL",
     ),
     sample=_sample,

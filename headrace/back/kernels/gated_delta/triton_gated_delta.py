@@ -14,7 +14,7 @@ from headrace.back.kernels.gated_delta.op import (
     check_weights,
 )
 from headrace.back.kernels.gated_scan.op import ScanRows
-from headrace.back.kernels.gated_scan.triton_gated_scan import behind, row_tokens
+from headrace.back.kernels.gated_scan.triton_gated_scan import ANY, behind, short_row_tokens
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
@@ -37,14 +37,14 @@ def _normed(p_x, m_k, EPS: tl.constexpr):
 
 
 @triton.jit
-def keep_of(b_x, b_decay, bound, BOUNDED: tl.constexpr):
-    """What is kept of the state, of one head or of its channels: see the op."""
+def fade_of(b_x, b_decay, bound, BOUNDED: tl.constexpr):
+    """The logarithm of what is kept of the state, of one head or of its channels: see the op."""
     if BOUNDED:
-        return tl.exp(bound * tl.sigmoid(-b_decay * b_x))
-    return tl.exp(b_decay * softplus(b_x))
+        return bound * tl.sigmoid(-b_decay * b_x)
+    return b_decay * softplus(b_x)
 
 
-@triton.jit(do_not_specialize=["states"])
+@triton.jit(do_not_specialize=["states", "most"])
 def gated_delta_kernel(
     q,
     k,
@@ -58,6 +58,7 @@ def gated_delta_kernel(
     rows,
     start,
     states,
+    most,
     q_stride,
     k_stride,
     v_stride,
@@ -80,7 +81,7 @@ def gated_delta_kernel(
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
-    row, first, last = row_tokens(rows, start, states, tl.program_id(0))
+    row, first, last = short_row_tokens(rows, start, states, most, tl.program_id(0))
     i_h = tl.program_id(1)
     o_k = tl.arange(0, BLOCK_K)
     o_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -104,7 +105,7 @@ def gated_delta_kernel(
         b_v = tl.load(v + t * v_stride + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
         b_beta = beta_scale * tl.sigmoid(tl.load(b + t * b_stride + i_h).to(tl.float32))
         b_a = tl.load(a + t * a_stride + o_a, mask=m_a, other=0.0).to(tl.float32) + b_bias
-        b_keep = keep_of(b_a, b_decay, bound, BOUNDED)
+        b_keep = tl.exp(fade_of(b_a, b_decay, bound, BOUNDED))
         b_s *= b_keep[:, None] if CHANNELS else b_keep
         b_delta = (b_v - tl.sum(b_s * b_k[:, None], axis=0)) * b_beta
         # Fused by name: left to itself the compiler fuses products and sums otherwise in steps that
@@ -122,11 +123,36 @@ def gated_delta_kernel(
         tl.store(state + row * state_stride + o_s, b_s, mask=m_s)
 
 
+def launch_tokens(
+    problem: GatedDeltaProblem,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    y_THV: torch.Tensor,
+    state_MHKV: torch.Tensor,
+    rows: ScanRows,
+    most: int = ANY,
+) -> None:
+    """The kernel over the rows of at most so many tokens."""
+    q_TGK, k_TGK, v_THV, *_ = inputs
+    heads, key_dim, value_dim = problem.heads, problem.key_dim, problem.value_dim
+    assert q_TGK.stride()[1:] == k_TGK.stride()[1:] == (key_dim, 1), q_TGK.stride()
+    assert v_THV.stride()[1:] == (value_dim, 1) and state_MHKV.stride(3) == 1, v_THV.stride()
+    grid = rows.row_R.shape[0], heads, triton.cdiv(value_dim, COLUMNS)
+    gated_delta_kernel[grid](
+        *inputs, *weights, y_THV, state_MHKV, rows.row_R, rows.query_start_R1,
+        rows.padding(state_MHKV), most, *(one.stride(0) for one in inputs), state_MHKV.stride(0),
+        key_dim**-0.5, problem.beta_scale, problem.bound, HEADS=heads,
+        PER_KEY=heads // problem.key_heads, K=key_dim, V=value_dim,
+        BLOCK_K=power_of_two(key_dim, least=16), BLOCK_V=COLUMNS,
+        CHANNELS=problem.per_channel, BOUNDED=problem.bound < 0, EPS=NORM_EPS, DEPTH=rows.depth, num_warps=2,
+        enable_fp_fusion=False, **launch(v_THV.device),
+    )  # fmt: skip
+
+
 def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) -> GatedDelta:
     """The kernel for one shape of heads."""
     check_weights(problem, decay_H, bias)
-    bias = bias.contiguous()
-    heads, key_dim, value_dim = problem.heads, problem.key_dim, problem.value_dim
+    weights = decay_H, bias.contiguous()
 
     def gated_delta(
         q_TGK: torch.Tensor,
@@ -137,20 +163,9 @@ def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) 
         state_MHKV: torch.Tensor,
         rows: ScanRows,
     ) -> torch.Tensor:
-        assert q_TGK.stride()[1:] == k_TGK.stride()[1:] == (key_dim, 1), q_TGK.stride()
-        assert v_THV.stride()[1:] == (value_dim, 1) and state_MHKV.stride(3) == 1, v_THV.stride()
         y_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
         inputs = q_TGK, k_TGK, v_THV, a, b_TH
-        grid = rows.row_R.shape[0], heads, triton.cdiv(value_dim, COLUMNS)
-        gated_delta_kernel[grid](
-            *inputs, decay_H, bias, y_THV, state_MHKV, rows.row_R, rows.query_start_R1,
-            rows.padding(state_MHKV), *(one.stride(0) for one in inputs), state_MHKV.stride(0),
-            key_dim**-0.5, problem.beta_scale, problem.bound, HEADS=heads,
-            PER_KEY=heads // problem.key_heads, K=key_dim, V=value_dim,
-            BLOCK_K=power_of_two(key_dim, least=16), BLOCK_V=COLUMNS,
-            CHANNELS=problem.per_channel, BOUNDED=problem.bound < 0, EPS=NORM_EPS, DEPTH=rows.depth, num_warps=2,
-            enable_fp_fusion=False, **launch(v_THV.device),
-        )  # fmt: skip
+        launch_tokens(problem, weights, inputs, y_THV, state_MHKV, rows)
         return y_THV
 
     return gated_delta

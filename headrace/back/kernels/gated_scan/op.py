@@ -123,6 +123,17 @@ def sample_rows(device: str) -> ScanRows:
     )
 
 
+def long_sample_rows(device: str) -> tuple[ScanRows, int]:
+    """Rows of 1, 130, 3 and 70 tokens, for states of five rows and padding's, and their tokens; one
+    that is padding's among them."""
+    rows = ScanRows(
+        row_R=torch.tensor([4, 0, 5, 2, 1], dtype=torch.int32, device=device),
+        query_start_R1=torch.tensor([0, 1, 131, 131, 134, 204], dtype=torch.int32, device=device),
+        decode=False,
+    )
+    return rows, 204
+
+
 def with_trail(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
     """Calls that go another way, for a sample's check: the same step with drafts, and one that goes
     on from each state that it has left behind the rows' own."""

@@ -13,6 +13,8 @@ from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, unsupported
 
 TILE = 256
+ANY = (1 << 31) - 1
+"""Tokens of a row that no row has more of."""
 
 
 @triton.jit
@@ -24,6 +26,20 @@ def row_tokens(rows, start, states, i_r):
     last = tl.load(start + i_r + 1).to(tl.int64)
     owned = (row >= 0) & (row < states)
     return tl.where(owned, row, 0), first, tl.where(owned, last, first)
+
+
+@triton.jit
+def short_row_tokens(rows, start, states, most, i_r):
+    """The same; no tokens for rows that have more than `most`, which another kernel takes."""
+    row, first, last = row_tokens(rows, start, states, i_r)
+    return row, first, tl.where(last - first > most, first, last)
+
+
+@triton.jit
+def long_row_tokens(rows, start, states, LEAST: tl.constexpr, i_r):
+    """The same; no tokens for rows that have fewer than LEAST."""
+    row, first, last = row_tokens(rows, start, states, i_r)
+    return row, first, tl.where(last - first < LEAST, first, last)
 
 
 @triton.jit

@@ -18,12 +18,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows, with_trail
+from headrace.back.kernels.gated_scan.op import (
+    ScanRows,
+    long_sample_rows,
+    sample_rows,
+    with_trail,
+)
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -93,27 +98,35 @@ def check_weights(problem: SsdScanProblem, *weights: torch.Tensor) -> None:
 
 
 def _sample(problem: SsdScanProblem) -> Sample:
+    sample = _sample_of(problem, sample_rows(problem.device), 10)
+    return replace(sample, further=with_trail(sample.arguments))
+
+
+def long_sample(problem: SsdScanProblem) -> Sample:
+    """A prompt among short rows, and heads that keep from almost all to almost nothing."""
+    sample = _sample_of(problem, *long_sample_rows(problem.device))
+    _, bias_H, skip_H = sample.weights
+    decay_H = -torch.logspace(-3, 1, problem.heads, device=problem.device)
+    return replace(sample, weights=(decay_H, bias_H, skip_H))
+
+
+def _sample_of(problem: SsdScanProblem, rows: ScanRows, tokens: int) -> Sample:
     device, generator = problem.device, sample_generator()
     new = {"dtype": problem.dtype, "device": device, "generator": generator}
     wide = {**new, "dtype": torch.float32}
     sizes = [problem.heads * problem.head_dim, *[problem.groups * problem.state_dim] * 2]
-    x, b, c = random_tensor(10, sum(sizes), **new).split(sizes, dim=1)
+    x, b, c = random_tensor(tokens, sum(sizes), **new).split(sizes, dim=1)
     decay, bias, skip = (random_tensor(problem.heads, **wide) for _ in range(3))
     shape = (6, problem.heads, problem.head_dim, problem.state_dim)
     arguments = (
         x.unflatten(1, (problem.heads, -1)),
-        random_tensor(10, problem.heads, **new),
+        random_tensor(tokens, problem.heads, **new),
         b.unflatten(1, (problem.groups, -1)),
         c.unflatten(1, (problem.groups, -1)),
         random_tensor(*shape, **wide),
-        sample_rows(device),
+        rows,
     )
-    return Sample(
-        problem=problem,
-        weights=(-decay.exp(), bias, skip),
-        arguments=arguments,
-        further=with_trail(arguments),
-    )
+    return Sample(problem=problem, weights=(-decay.exp(), bias, skip), arguments=arguments)
 
 
 OP: Op[SsdScanProblem] = Op(
@@ -121,6 +134,7 @@ OP: Op[SsdScanProblem] = Op(
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
     kernels=(
         "headrace.back.kernels.ssd_scan.native:KERNEL",
+        "headrace.back.kernels.ssd_scan.triton_chunks:KERNEL",
         "headrace.back.kernels.ssd_scan.triton_ssd_scan:KERNEL",
     ),
     sample=_sample,

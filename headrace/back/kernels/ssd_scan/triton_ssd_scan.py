@@ -9,7 +9,7 @@ import triton.language as tl
 
 from headrace.back.kernels.gated_delta.triton_gated_delta import softplus
 from headrace.back.kernels.gated_scan.op import ScanRows
-from headrace.back.kernels.gated_scan.triton_gated_scan import behind, row_tokens
+from headrace.back.kernels.gated_scan.triton_gated_scan import ANY, behind, short_row_tokens
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.ssd_scan.op import SsdScan, SsdScanProblem, check_weights
 from headrace.back.kernels.triton.grid import enter
@@ -19,7 +19,7 @@ CHANNELS = 16
 MAX_STATE_DIM = 256
 
 
-@triton.jit(do_not_specialize=["states"])
+@triton.jit(do_not_specialize=["states", "most"])
 def ssd_scan_kernel(
     x,
     dt,
@@ -33,6 +33,7 @@ def ssd_scan_kernel(
     rows,
     start,
     states,
+    most,
     x_stride,
     dt_stride,
     b_stride,
@@ -50,7 +51,7 @@ def ssd_scan_kernel(
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
-    row, first, last = row_tokens(rows, start, states, tl.program_id(0))
+    row, first, last = short_row_tokens(rows, start, states, most, tl.program_id(0))
     i_h = tl.program_id(1)
     o_p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     o_n = tl.arange(0, BLOCK_N)
@@ -80,13 +81,36 @@ def ssd_scan_kernel(
         tl.store(state + row * state_stride + o_s, b_s, mask=m_s)
 
 
+def launch_tokens(
+    problem: SsdScanProblem,
+    weights: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
+    y_THP: torch.Tensor,
+    state_MHPN: torch.Tensor,
+    rows: ScanRows,
+    most: int = ANY,
+) -> None:
+    """The kernel over the rows of at most so many tokens."""
+    x_THP, _, b_TGN, c_TGN = inputs
+    heads, head_dim, state_dim = problem.heads, problem.head_dim, problem.state_dim
+    assert x_THP.stride()[1:] == (head_dim, 1) and state_MHPN.stride(3) == 1, x_THP.stride()
+    assert b_TGN.stride()[1:] == c_TGN.stride()[1:] == (state_dim, 1), b_TGN.stride()
+    grid = rows.row_R.shape[0], heads, triton.cdiv(head_dim, CHANNELS)
+    ssd_scan_kernel[grid](
+        *inputs, *weights, y_THP, state_MHPN, rows.row_R, rows.query_start_R1,
+        rows.padding(state_MHPN), most, *(one.stride(0) for one in inputs), state_MHPN.stride(0),
+        *problem.limits, HEADS=heads, PER_GROUP=heads // problem.groups, P=head_dim, N=state_dim,
+        BLOCK_P=CHANNELS, BLOCK_N=power_of_two(state_dim, least=16), DEPTH=rows.depth, num_warps=2,
+        **launch(x_THP.device),
+    )  # fmt: skip
+
+
 def bind(
     problem: SsdScanProblem, decay_H: torch.Tensor, bias_H: torch.Tensor, skip_H: torch.Tensor
 ) -> SsdScan:
     """The kernel for one shape of heads."""
-    check_weights(problem, decay_H, bias_H, skip_H)
-    heads, head_dim, state_dim = problem.heads, problem.head_dim, problem.state_dim
-    low, high = problem.limits
+    weights = decay_H, bias_H, skip_H
+    check_weights(problem, *weights)
 
     def ssd_scan(
         x_THP: torch.Tensor,
@@ -96,18 +120,9 @@ def bind(
         state_MHPN: torch.Tensor,
         rows: ScanRows,
     ) -> torch.Tensor:
-        assert x_THP.stride()[1:] == (head_dim, 1) and state_MHPN.stride(3) == 1, x_THP.stride()
-        assert b_TGN.stride()[1:] == c_TGN.stride()[1:] == (state_dim, 1), b_TGN.stride()
         y_THP = torch.empty(x_THP.shape, dtype=x_THP.dtype, device=x_THP.device)
         inputs = x_THP, dt_TH, b_TGN, c_TGN
-        grid = rows.row_R.shape[0], heads, triton.cdiv(head_dim, CHANNELS)
-        ssd_scan_kernel[grid](
-            *inputs, decay_H, bias_H, skip_H, y_THP, state_MHPN, rows.row_R, rows.query_start_R1,
-            rows.padding(state_MHPN), *(one.stride(0) for one in inputs), state_MHPN.stride(0), low,
-            high, HEADS=heads, PER_GROUP=heads // problem.groups, P=head_dim, N=state_dim,
-            BLOCK_P=CHANNELS, BLOCK_N=power_of_two(state_dim, least=16), DEPTH=rows.depth, num_warps=2,
-            **launch(x_THP.device),
-        )  # fmt: skip
+        launch_tokens(problem, weights, inputs, y_THP, state_MHPN, rows)
         return y_THP
 
     return ssd_scan

@@ -24,6 +24,7 @@ import triton
 
 from headrace.back.kernels.kv_write.quantized import LARGEST
 from headrace.back.kernels.triton.compilers import FOLDER
+from headrace.back.kernels.triton.room import Pretended
 from headrace.base import env
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -126,6 +127,13 @@ def has_known_products() -> bool:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability()[0] in (8, 9)
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """Of products of float32 numbers whose results are rounded to `dtype`: NVIDIA's matrix units
+    take them with ten bits behind the first, which is more than bfloat16 keeps."""
+    target = Pretended.target or ("cuda" if torch.version.hip is None else "hip")
+    return "tf32" if dtype is torch.bfloat16 and target.startswith("cuda") else "ieee"
 
 
 def launch(device: torch.device) -> dict[str, bool]:
