@@ -20,6 +20,7 @@ from headrace.base.optional import require
 from headrace.front.media.job import DecodingLimits
 from headrace.front.media.picture import upright
 from headrace.front.media.processing import ProcessedMedia, Processor, Sampling
+from headrace.front.media.sound import open_container
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _CODECS = frozenset(
@@ -59,8 +60,7 @@ def video(data: bytes, processor: Processor, limits: DecodingLimits) -> Processe
         with _readable():
             return _animation(data, processor, limits)
     av = require("av", extra="media", purpose="video")
-    how = {"format": _container(data), "metadata_errors": "replace"}  # titles in any encoding
-    with _readable(), av.open(io.BytesIO(data), **how) as container:
+    with _readable(), open_container(av, data, _container(data)) as container:
         stream = _video_stream(container, limits)
         total = _num_frames(container, stream, limits)
         source = Sampling(total, float(_rate(stream)))

@@ -33,9 +33,7 @@ def sound(data: bytes, limits: DecodingLimits) -> ProcessedMedia:
     """One channel of int16 samples at RATE, as rows of SAMPLE_BYTES."""
     av = require("av", extra="media", purpose="sound")
     try:
-        # Titles may be in any encoding; none of them is read.
-        how = {"format": _container(data), "metadata_errors": "replace"}
-        with av.open(io.BytesIO(data), **how) as container:
+        with open_container(av, data, _container(data)) as container:
             samples = _decoded(av, container, limits)
     except HeadraceError:
         raise
@@ -52,11 +50,18 @@ def has_sound(data: bytes) -> bool:
     """Whether a file of a video has sound too; what cannot be read as sound has none."""
     av = require("av", extra="media", purpose="sound")
     try:
-        how = {"format": _container(data), "metadata_errors": "replace"}
-        with av.open(io.BytesIO(data), **how) as container:
+        with open_container(av, data, _container(data)) as container:
             return bool(container.streams.audio)
     except Exception:
         return False
+
+
+def open_container(av: Any, data: bytes, container: str | None) -> Any:
+    """A file in memory. Titles may be in any encoding, none of them is read; what to do with them
+    is said to PyAV before 19 alone, which knew no other way to go on."""
+    old = int(av.__version__.partition(".")[0]) < 19
+    titles = {"metadata_errors": "replace"} if old else {}
+    return av.open(io.BytesIO(data), format=container, **titles)
 
 
 def samples_of(medium: ProcessedMedia) -> np.ndarray:

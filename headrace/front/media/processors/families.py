@@ -148,8 +148,7 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
 def _qwen_settings(
     image: ConfigReader, video: ConfigReader, config: ConfigReader, *, stamped: bool
 ) -> ProcessorSettings:
-    vision = config.section("vision_config")
-    assert vision is not None
+    vision = vision_section(config)
     patch = vision.int("patch_size", 16 if stamped else 14, ge=1, le=1024)
     merge = vision.int("spatial_merge_size", 2, ge=1, le=16)
     temporal = vision.int("temporal_patch_size", 2, ge=1, le=16)

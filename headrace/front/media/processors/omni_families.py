@@ -141,8 +141,7 @@ def _gemma4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
 
 def _nemotron(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
     """The frame behind the last whole one is masked, but counted."""
-    audio = config.section("audio_config") or config.section("sound_config")
-    assert audio is not None
+    audio = config.required_section("audio_config", aliases=("sound_config",))
     halvings = audio.int("subsampling_factor", 8, ge=2, le=64).bit_length() - 1
     sound = SoundSettings(
         bands=audio.int("num_mel_bins", 128, ge=1, le=1024),

@@ -30,9 +30,7 @@ def with_video(spec: MediaSpec, mark: int | None) -> MediaSpec:
 
 
 def vision_section(config: ConfigReader) -> ConfigReader:
-    vision = config.section("vision_config")
-    assert vision is not None
-    return vision
+    return config.required_section("vision_config")
 
 
 def side_pixels(vision: ConfigReader, default: int = 0) -> int:

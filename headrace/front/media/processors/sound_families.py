@@ -57,10 +57,7 @@ def _audio_only(config: ConfigReader, sound: SoundSettings) -> MediaSpec:
 
 def audio_section(config: ConfigReader) -> ConfigReader:
     """The audio tower's keys."""
-    audio = config.section("audio_config")
-    if audio is None:
-        raise config.wrong("audio_config", "the audio tower's section")
-    return audio
+    return config.required_section("audio_config")
 
 
 def _qwen2_audio(folder: Path, config: ConfigReader) -> MediaSpec:
@@ -253,8 +250,7 @@ def _ctc(folder: Path, config: ConfigReader, sound: SoundSettings) -> MediaSpec:
 
 
 def _parakeet_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
-    encoder = config.section("encoder_config")
-    assert encoder is not None
+    encoder = config.required_section("encoder_config")
     halvings = encoder.int("subsampling_factor", 8, ge=2, le=64).bit_length() - 1
     kind, normalized = config.str("model_type"), normalized_mel_of(extractor_keys(folder))
     streams = kind in STREAMING
@@ -269,8 +265,7 @@ def _parakeet_ctc(folder: Path, config: ConfigReader) -> MediaSpec:
 
 
 def _lasr(folder: Path, config: ConfigReader) -> MediaSpec:
-    encoder, keys = config.section("encoder_config"), extractor_keys(folder)
-    assert encoder is not None
+    encoder, keys = config.required_section("encoder_config"), extractor_keys(folder)
     if keys.int("hop_length", HOP, ge=1) != HOP:
         raise keys.wrong("hop_length", str(HOP))
     seen = encoder.int("subsampling_conv_kernel_size", 5, ge=1, le=64)
@@ -322,8 +317,7 @@ def _wave_bert(folder: Path, config: ConfigReader) -> MediaSpec:
 
 def _granite5(folder: Path, config: ConfigReader) -> MediaSpec:
     """Frames with their changes, two of them side by side."""
-    encoder = config.section("encoder_config")
-    assert encoder is not None
+    encoder = config.required_section("encoder_config")
     halving = encoder.list("subsample_layers", (0, 1), of=int) or ()
     sound = SoundSettings(
         bands=encoder.int("num_mel_bins", 80, ge=1, le=1024),
