@@ -5,15 +5,21 @@ python -m benchmarks.cpu.hybrid_gguf benchmarks/models/granite-4-h-tiny /tmp/gra
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from benchmarks.cpu.make_gguf import DIFFERENT, FILE_TYPES, SCALE, add_tokenizer, blocks, type_of
+from benchmarks.cpu.make_gguf import (
+    DIFFERENT,
+    FILE_TYPES,
+    SCALE,
+    add_tokenizer,
+    blocks,
+    main,
+    type_of,
+)
 
 
 def write_hybrid(config: dict[str, Any], path: Path, named: str) -> None:
@@ -111,21 +117,5 @@ def write_hybrid(config: dict[str, Any], path: Path, named: str) -> None:
     out.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("prefix", type=Path)
-    parser.add_argument("--types", default="Q8_0,Q4_0")
-    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
-    given = parser.parse_args()
-    config = json.loads((given.model / "config.json").read_text())
-    config["num_hidden_layers"] = given.layers or config["num_hidden_layers"]
-    for name in given.types.split(","):
-        path = given.prefix.with_name(f"{given.prefix.name}-{name}.gguf")
-        if not path.exists():
-            write_hybrid(config, path, name)
-        print(path)
-
-
 if __name__ == "__main__":
-    main()
+    main(write_hybrid, "Q8_0,Q4_0")

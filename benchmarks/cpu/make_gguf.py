@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -175,11 +178,12 @@ def write(config: dict[str, float], path: Path, named: str, seeing: Seeing | Non
     out.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(write_one: Callable[[dict[str, Any], Path, str], None], types: str) -> None:
+    """The command of a module that writes such files: one of each type that is not there yet."""
+    parser = argparse.ArgumentParser(description=sys.modules[write_one.__module__].__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("prefix", type=Path)
-    parser.add_argument("--types", default="BF16,Q8_0,Q4_0")
+    parser.add_argument("--types", default=types)
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     given = parser.parse_args()
     config = {"rope_theta": 1e6, **json.loads((given.model / "config.json").read_text())}
@@ -187,9 +191,9 @@ def main() -> None:
     for name in given.types.split(","):
         path = given.prefix.with_name(f"{given.prefix.name}-{name}.gguf")
         if not path.exists():
-            write(config, path, name)
+            write_one(config, path, name)
         print(path)
 
 
 if __name__ == "__main__":
-    main()
+    main(write, "BF16,Q8_0,Q4_0")

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.attention_names import AttentionNames
-from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.mlp import ElementwiseActivation, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.positions import LearnedPositions, PositionsSpec
@@ -19,10 +16,10 @@ from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
 from headrace.back.models.encoder import EncoderLayer, EncoderSizes, SpanAttentionLayer
 from headrace.back.models.encoder_decoder import (
-    CrossLayerSpec,
     EncoderDecoder,
     EncoderDecoderSpec,
     StackSpec,
+    plain_cross_layer,
 )
 from headrace.base.config.hf import ConfigReader
 
@@ -30,7 +27,6 @@ EPS = 1e-5
 """No config states it."""
 UNUSED = 2
 """Rows of the position tables before that of the first token."""
-NAMES = AttentionNames(module="self_attn", out="out_proj")
 CROSS_NAMES = ("encoder_attn", "q_proj", "k_proj", "v_proj", "out_proj")
 NORMS = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 MLP = PlainMLPSpec(name="", up="fc1", down="fc2", bias=True)
@@ -89,11 +85,14 @@ def bart_spec(
         "norm": "layer_norm" if form.pre else None,
     }
     scale = sizes.width**0.5 if config.bool("scale_embedding", False) else 1.0
+    layer = plain_cross_layer(
+        scope, sizes, bias=True, cross=CROSS_NAMES, feed_forward=MLP, norms=NORMS, post=not form.pre
+    )
     return EncoderDecoderSpec(
         sizes=sizes,
         encoder_layers=encoder.layers,
         encoder_layer=lambda at, i: bart_encoder_layer(at, encoder, form, i),
-        layers=(_layer(scope, sizes, form),) * sizes.layers,
+        layers=(layer,) * sizes.layers,
         norm=LAYER,
         encoder=StackSpec(stack="encoder", **names),
         decoder=StackSpec(stack="decoder", **names, normed_first=form.normed_first),
@@ -112,26 +111,6 @@ def learned(
     """A table of positions for each stack, of as many rows as the config has under `key`."""
     rows = config.int(key, 1024, ge=1)
     return LearnedPositions(name="embed_positions", rows=rows, unused=unused)
-
-
-def _layer(scope: Scope, sizes: DecoderSizes, form: BartForm) -> CrossLayerSpec:
-    heads = {
-        "width": sizes.width,
-        "heads": sizes.heads,
-        "head_dim": sizes.head_dim,
-        "scale": sizes.head_dim**-0.5,
-    }
-    return CrossLayerSpec(
-        attention=AttentionSpec(
-            **heads, kv_heads=sizes.heads, rope=None, qkv_bias=True, out_bias=True, names=NAMES
-        ),
-        cross=CrossAttentionSpec(
-            **heads, source=sizes.width, span=scope.encoder_tokens, bias=True, names=CROSS_NAMES
-        ),
-        feed_forward=MLP,
-        norms=NORMS,
-        post=not form.pre,
-    )
 
 
 def bart_encoder_layer(

@@ -20,7 +20,6 @@ from headrace.back.models.encoder_decoder import (
 from headrace.back.models.frame_source import FrameSource
 from headrace.back.models.parakeet import conformer_spec
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import length_after
 
 EPS = 1e-5
@@ -65,9 +64,7 @@ UNREAD = (r"preprocessor\.featurizer\..*", r"model\.encoder\..*\.num_batches_tra
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
     """CanaryForConditionalGeneration, CohereAsrForConditionalGeneration."""
-    encoder = config.section("encoder_config")
-    if encoder is None:
-        raise CheckpointError(f"{config.where}: encoder_config is missing")
+    encoder = config.required_section("encoder_config")
     decoder = config.section("decoder_config")
     conformer = conformer_spec(encoder, plain=True)
     if "attention_bias" not in encoder:

@@ -31,10 +31,7 @@ LAYOUT = FlatExperts(gate="experts.mlp.w1", up="experts.mlp.v1", down="experts.m
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """DbrxForCausalLM. The weights of the chosen experts add up to 1, or are left as they are."""
-    attention, experts = config.section("attn_config"), config.section("ffn_config")
-    if attention is None or experts is None:
-        missing = "attn_config" if attention is None else "ffn_config"
-        raise config.wrong(missing, "a section with the sizes of that part")
+    attention, experts = (config.required_section(name) for name in ("attn_config", "ffn_config"))
     heads = config.int("num_attention_heads", aliases=HEADS, ge=1)
     inner = experts.int("ffn_hidden_size", ge=1)
     sizes = read_sizes(config, eps=1e-5, kv_heads=kv_heads_of("dbrx", config, heads), inner=inner)

@@ -28,7 +28,6 @@ from headrace.back.models.moe import feed_forwards, routed_mixture, sparse_by_ty
 from headrace.back.models.vision import ACTIVATIONS, HALF, parts_of, square, with_media
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import MediaForm, Packing
 
 MERGE = 4
@@ -40,12 +39,7 @@ QUERIES = ("query_768", "query_1024")
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """DeepseekOcr2ForConditionalGeneration."""
     text, vision = parts_of(config)
-    sections = [vision.section(name) for name in ("sam_config", "encoder_config")]
-    if None in sections:
-        raise CheckpointError(
-            f"{vision.where}: sam_config or encoder_config is missing", field="vision_config"
-        )
-    sam, encoder = (one for one in sections if one is not None)
+    sam, encoder = (vision.required_section(name) for name in ("sam_config", "encoder_config"))
     queries = _encoder_spec(encoder)
     tower = DeepseekOcr2Tower(
         scope / "model", _sam_spec(sam, queries.width), queries, text.int("hidden_size", ge=1)

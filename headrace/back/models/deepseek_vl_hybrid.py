@@ -28,7 +28,6 @@ from headrace.back.models.vision import (
 )
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import MediaForm
 
 NECK = replace(NAMES, neck=("conv1", "layer_norm1", "conv2", "layer_norm2"))
@@ -38,11 +37,7 @@ SAM_NAMES = replace(NAMES, halving=("conv1", "conv2"))
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """DeepseekVLHybridForConditionalGeneration."""
     text, vision = parts_of(config)
-    large = config.section("high_res_vision_config")
-    if large is None:
-        raise CheckpointError(
-            f"{config.where}: high_res_vision_config is missing", field="high_res_vision_config"
-        )
+    large = config.required_section("high_res_vision_config")
     outputs = text.int("hidden_size", ge=2)
     layer = siglip_layer(vision)
     half = OneLayer(

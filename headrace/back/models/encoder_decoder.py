@@ -82,10 +82,10 @@ def plain_cross_layer(
     cross: tuple[str, str, str, str, str],
     feed_forward: FeedForwardSpec,
     norms: tuple[str, str, str],
+    post: bool = False,
 ) -> CrossLayerSpec:
-    """A layer with its norms before their branches, whose heads of both attentions are the same and
-    are not rotated. `cross` names the cross-attention and its four linear layers; those of
-    self_attn have these names too."""
+    """A layer whose heads of both attentions are the same and are not rotated. `cross` names the
+    cross-attention and its four linear layers; those of self_attn have these names too."""
     heads = {
         "width": sizes.width,
         "heads": sizes.heads,
@@ -106,7 +106,7 @@ def plain_cross_layer(
         ),
         feed_forward=feed_forward,
         norms=norms,
-        post=False,
+        post=post,
     )
 
 

@@ -33,7 +33,6 @@ from headrace.back.models.parakeet import conformer_spec, streaming_spec, transd
 from headrace.base.config.ctc import TRANSDUCERS
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
-from headrace.base.errors import CheckpointError
 
 LASR, GRANITE, BERT = "LasrForCTC", "GraniteSpeech5ForCTC", "Wav2Vec2BertForCTC"
 TURNING = "Wav2Vec2ConformerForCTC"
@@ -71,9 +70,7 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
     tower: MediaEncoder
     head: FrameHead
     if named in CONFORMERS:
-        inside = config.section("encoder_config")
-        if inside is None:
-            raise CheckpointError(f"{config.where}: encoder_config is missing")
+        inside = config.required_section("encoder_config")
         spec = _conformer_spec(inside, named)
         says = transducer_spec(config, spec.width) if named in TRANSDUCERS else None
         tower = FastConformerTower(scope, scope / "encoder", spec, None, transducer=says)

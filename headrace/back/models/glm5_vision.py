@@ -19,8 +19,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Glm5NextForConditionalGeneration."""
     inside = replace(scope, base_within="model.language_model")
     if config.section("vision_config") is None:
-        text = config.section("text_config")
-        assert text is not None, "such a config has a text part"
+        text = config.required_section("text_config")
         return text_alone(inside, text, "the checkpoint has no vision tower")
     text, vision = parts_of(config)
     tower = VisionTower(scope / "model.visual", _tower(vision), None)

@@ -19,7 +19,6 @@ from headrace.back.models.families import text_config
 from headrace.back.models.vision import text_decoder, with_media
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import MediaForm, SoundSteps
 
 UNREAD = r"encoder\.layers\.\d+\.conv\.batch_norm\.num_batches_tracked"
@@ -28,7 +27,8 @@ UNREAD = r"encoder\.layers\.\d+\.conv\.batch_norm\.num_batches_tracked"
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """GraniteSpeechForConditionalGeneration, GraniteSpeechPlusForConditionalGeneration."""
     text = ConfigReader(text_config(config.raw), f"{config.where}: text_config")
-    encoder, queries = _section(config, "encoder_config"), _section(config, "projector_config")
+    encoder = config.required_section("encoder_config")
+    queries = config.required_section("projector_config")
     window, kept = config.int("window_size", 15, ge=1), config.int("downsample_rate", 5, ge=1)
     if window % kept:
         raise config.wrong("downsample_rate", f"a divisor of window_size ({window})")
@@ -49,13 +49,6 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     decoder = with_media(scope, text_decoder(scope / "language_model", text), tower)
     decoder.weights = replace(decoder.weights, ignored=(*decoder.weights.ignored, UNREAD))
     return decoder
-
-
-def _section(config: ConfigReader, name: str) -> ConfigReader:
-    section = config.section(name)
-    if section is None:
-        raise CheckpointError(f"{config.where}: {name} is missing", field=name)
-    return section
 
 
 def _conformer(encoder: ConfigReader) -> ShawConformerSpec:

@@ -13,7 +13,6 @@ from headrace.back.models.blocks import Decoder
 from headrace.back.models.families import text_config
 from headrace.back.models.vision import ACTIVATIONS, text_decoder, with_media
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 
 EPS = 1e-5
 """Of Whisper's norms; no config states it."""
@@ -25,9 +24,7 @@ PLANAR_STRIDES = ((3, 2, 1),) * 3
 
 def parts_that_hear(config: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
     """The text's keys, and the audio tower's."""
-    audio = config.section("audio_config")
-    if audio is None:
-        raise CheckpointError(f"{config.where}: audio_config is missing", field="audio_config")
+    audio = config.required_section("audio_config")
     return ConfigReader(text_config(config.raw), f"{config.where}: text_config"), audio
 
 

@@ -29,7 +29,7 @@ from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.checkpoint_parts import ENCODER, SPEECH_TOKENIZER
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.kimi_audio import blank_of
-from headrace.base.errors import CheckpointError, ConfigError
+from headrace.base.errors import ConfigError
 from headrace.base.wire.media import MediaForm, SoundSteps
 
 BESIDE = 4
@@ -70,18 +70,12 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     return decoder
 
 
-def _part(config: ConfigReader, section: str) -> ConfigReader:
-    part = config.section(section)
-    if part is None:
-        raise CheckpointError(f"{config.where}: {section} is missing", field=section)
-    return part
-
-
 def _tokens_spec(config: ConfigReader) -> SoundTokensSpec:
     """What GLM-4's tokenizer of speech is, as far as it is served."""
-    for key in ("encoder_causal_convolution", "quantize_encoder_only"):
-        if key == "encoder_causal_convolution" and not config.bool(key, False):
-            raise config.wrong(key, "true: convolutions that look back alone")
+    if not config.bool("encoder_causal_convolution", False):
+        raise config.wrong("encoder_causal_convolution", "true: convolutions that look back alone")
+    # Whether the checkpoint has layers behind the tokens too: they are not read.
+    config.bool("quantize_encoder_only", False)
     layers, pooled = config.int("quantize_position", 16, ge=1), config.int("pooling_position", 16)
     if pooled != layers:
         raise config.wrong("pooling_position", f"quantize_position ({layers})")
@@ -110,8 +104,8 @@ class KimiAudioTower:
 
     def __init__(self, scope: Scope, config: ConfigReader, width: int) -> None:
         scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
-        audio = _part(config, "audio_config")
-        tokens = _tokens_spec(_part(config, "speech_tokenizer_config"))
+        audio = config.required_section("audio_config")
+        tokens = _tokens_spec(config.required_section("speech_tokenizer_config"))
         spec = HeardWindowsSpec(
             bands=audio.int("num_mel_bins", 128, ge=1),
             layer=whisper_layer(audio),

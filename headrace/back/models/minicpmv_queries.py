@@ -27,7 +27,6 @@ from headrace.back.models.hearing import (
 )
 from headrace.back.models.vision import HALF, parts_of, siglip_layer, square, with_media
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import SoundSteps
 
 HEARING = "MiniCPMO"
@@ -65,9 +64,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 
 def _audio_tower(scope: Scope, config: ConfigReader, *, outputs: int) -> AudioTower:
-    audio = config.section("audio_config")
-    if audio is None:
-        raise CheckpointError(f"{config.where}: audio_config is missing", field="audio_config")
+    audio = config.required_section("audio_config")
     layer, positions = whisper_layer(audio), audio.int("max_source_positions", 1500, ge=1)
     version = read_version(config, HEARING_DECODERS)
     means = config.int("audio_pool_step", MEANS[version], ge=1, le=POSITIONS_PER_S)

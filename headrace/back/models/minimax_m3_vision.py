@@ -35,8 +35,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLForConditionalGeneration."""
     inside = scope / "language_model"
     if config.section("vision_config") is None:
-        text = config.section("text_config")
-        assert text is not None, "such a config has a text part"
+        text = config.required_section("text_config")
         return text_alone(inside, text, "the checkpoint has no vision tower")
     text, vision = parts_of(config)
     tower = PlainTower(scope, scope / "vision_tower.vision_model", _tower(config, text, vision))

@@ -10,9 +10,6 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.attention_names import AttentionNames
-from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.linear import MergedTensor
 from headrace.back.layers.mlp import ElementwiseActivation, GatedMLPSpec, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LAYER_NO_BIAS
@@ -25,6 +22,7 @@ from headrace.back.models.encoder_decoder import (
     EncoderDecoder,
     EncoderDecoderSpec,
     StackSpec,
+    plain_cross_layer,
 )
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.speech import MOONSHINE
@@ -113,29 +111,9 @@ def cross_layer(
     scope: Scope, config: ConfigReader, sizes: DecoderSizes, *, bias: bool, share: float = 0.9
 ) -> CrossLayerSpec:
     """A layer of the decoder; `share`: of a head that turns, where the config says none."""
-    heads = {
-        "width": sizes.width,
-        "heads": sizes.heads,
-        "head_dim": sizes.head_dim,
-        "scale": sizes.head_dim**-0.5,
-    }
-    names = AttentionNames(module="self_attn", out="o_proj")
-    return CrossLayerSpec(
-        attention=AttentionSpec(
-            **heads,
-            kv_heads=sizes.heads,
-            rope=_rope(config, sizes, scope.max_positions, share),
-            qkv_bias=bias,
-            out_bias=False,
-            names=names,
-        ),
-        cross=CrossAttentionSpec(
-            **heads, source=sizes.width, span=scope.encoder_tokens, bias=bias, names=CROSS
-        ),
-        feed_forward=GATED,
-        norms=NORMS,
-        post=False,
-    )
+    layer = plain_cross_layer(scope, sizes, bias=bias, cross=CROSS, feed_forward=GATED, norms=NORMS)
+    turned = _rope(config, sizes, scope.max_positions, share)
+    return replace(layer, attention=replace(layer.attention, rope=turned, out_bias=False))
 
 
 def _encoder_layer(

@@ -25,7 +25,6 @@ from headrace.back.models.moonshine import EPS, MLP, NORMS, cross_layer
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.speech import MOONSHINE_STREAMING
-from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import encoder_outputs
 
 FRAME, TAPS = MOONSHINE_STREAMING[3], MOONSHINE_STREAMING[5]
@@ -47,9 +46,7 @@ class ListenerSpec:
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
     """MoonshineStreamingForConditionalGeneration."""
-    inside = config.section("encoder_config")
-    if inside is None:
-        raise CheckpointError(f"{config.where}: encoder_config is missing", field="encoder_config")
+    inside = config.required_section("encoder_config")
     longest = encoder_outputs(MOONSHINE_STREAMING, MOONSHINE_STREAMING[1])
     scope = replace(scope, encoder_tokens=longest)
     sizes, listener = _sizes(config), _listener(inside, longest)

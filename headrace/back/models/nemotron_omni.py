@@ -41,7 +41,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     text, vision = parts_of(config)
     within = scope / "vision_model.radio_model.model"
     sees = PlainTower(scope, within, _tower(config, text, vision))
-    audio = config.section("audio_config") or config.section("sound_config")
+    audio = config.section("audio_config", aliases=("sound_config",))
     tower = sees if audio is None else Towers(sees, _hearing(scope, audio, sees.width))
     decoder = with_media(scope, text_decoder(scope / "language_model", text), tower)
     decoder.weights = replace(decoder.weights, ignored=(*decoder.weights.ignored, *UNREAD))

@@ -22,7 +22,6 @@ from headrace.back.models.ovis2 import VisualWordsSpec
 from headrace.back.models.vision import HALF, siglip_layer, text_decoder, with_media
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 
 MARKS = 4
 """Words of the vocabulary that stand around images and, behind these two, around videos."""
@@ -33,9 +32,7 @@ UNUSED = r"visual_tokenizer\.vit\.vision_model\.(post_layernorm|head)\..*"
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Ovis2_5, Ovis2_6ForCausalLM, Ovis2_6_MoeForCausalLM."""
-    vision = config.section("vit_config")
-    if vision is None:
-        raise CheckpointError(f"{config.where}: vit_config is missing", field="vit_config")
+    vision = config.required_section("vit_config")
     text = ConfigReader(text_config(config.raw), f"{config.where}: llm_config")
     tower = _tower(vision)
     words = VisualWordsSpec(

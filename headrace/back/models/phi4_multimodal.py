@@ -24,7 +24,6 @@ from headrace.back.models.blocks import Decoder
 from headrace.back.models.vision import HALF, square, with_media
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
-from headrace.base.errors import CheckpointError
 from headrace.base.wire.media import MediaForm, SoundSteps
 
 EXTENDED = "model.embed_tokens_extend"
@@ -44,10 +43,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Phi4MultimodalForCausalLM."""
-    parts = [config.section(f"{name}_config") for name in ("vision", "audio")]
-    if parts[0] is None or parts[1] is None:
-        raise CheckpointError(f"{config.where}: vision_config or audio_config is missing")
-    vision, audio = parts[0], parts[1]
+    vision, audio = (config.required_section(f"{name}_config") for name in ("vision", "audio"))
     outputs = config.int("hidden_size", ge=1)
     inside = scope / EXTENDED
     sees = MaskedTiles(inside / "image_embed", _tiles(vision, outputs))

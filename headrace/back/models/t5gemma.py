@@ -35,11 +35,7 @@ BEFORE, BEHIND = (
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
     """T5GemmaForConditionalGeneration."""
     scope = replace(scope, max_positions=max(scope.max_positions, scope.encoder_tokens))
-    halves = [config.section(name) for name in ("encoder", "decoder")]
-    for name, half in zip(("encoder", "decoder"), halves, strict=True):
-        if half is None:
-            raise config.wrong(name, "the config of that half")
-    reads, says = (half for half in halves if half is not None)
+    reads, says = (config.required_section(name) for name in ("encoder", "decoder"))
     read_sizes, sizes = gemma_sizes(reads), gemma_sizes(says)
     read_windows_of = _windows(reads, read_sizes)
     return EncoderDecoder(

@@ -18,7 +18,6 @@ from headrace.back.models.blocks import Decoder
 from headrace.back.models.families import TEXT_SECTIONS, TEXT_TYPES, text_config
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
-from headrace.base.errors import CheckpointError
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -44,9 +43,7 @@ SHARED = Decision(
 
 def parts_of(config: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
     """The text's keys, which older checkpoints have beside the others, and the vision tower's."""
-    vision = config.section("vision_config")
-    if vision is None:
-        raise CheckpointError(f"{config.where}: vision_config is missing", field="vision_config")
+    vision = config.required_section("vision_config")
     section = next((key for key in TEXT_SECTIONS if key in config), None)
     where = config.where if section is None else f"{config.where}: {section}"
     return ConfigReader(text_config(config.raw), where), vision

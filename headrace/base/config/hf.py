@@ -2,10 +2,9 @@
 index files.
 
 A file is read with a size limit, without duplicate keys, and as data only: nothing here imports,
-evaluates or fetches what a file names. `ConfigReader` then asks for one key at a time with
-its type, bounds and aliases, so that a wrong value is refused by file, key and value, and so that
-`unused()` can tell which keys nobody understood. What a key means to a family is the family's
-business, not this file's.
+evaluates or fetches what a file names. `ConfigReader` then asks for one key at a time with its
+type, bounds and aliases, so that a wrong value is refused by file, key and value, and `unused()`
+can tell which keys nobody understood. What a key means to a family is the family's business.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import Any, Final, TypeVar, cast, overload
 from headrace.base.errors import CheckpointError
 
 MAX_JSON_BYTES: Final = 16 << 20
-"""Largest config file that is read. Real ones stay under 100 kB; a tokenizer.json or an index has
-its own limit."""
+"""Of a config file. Real ones stay under 100 kB; a tokenizer.json or an index has its own limit."""
 
 _Int = int
 _Float = float
@@ -37,13 +35,9 @@ REQUIRED: Final = _Required()
 
 
 class ConfigReader:
-    """One JSON object of a checkpoint, read key by key.
-
-    - `where` names the file (and section) in messages. - A key that is null counts as absent. -
-    Aliases are tried in order after the key itself; the first that is present is taken. - A key
-    without a default that is absent, a value of a wrong type or outside its bounds:
-    CheckpointError.
-    """
+    """One JSON object of a checkpoint, read key by key; `where` names file and section in messages.
+    A key that is null counts as absent. Of a key and its aliases, in order, the first present is
+    taken. CheckpointError: no value and no default, a wrong type, or outside the bounds."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
@@ -274,6 +268,14 @@ class ConfigReader:
                 raise self.wrong(name, "an object")
             self._sections[name] = ConfigReader(self.raw[name], f"{self.where}: {name}")
         return self._sections[name]
+
+    def required_section(self, key: _Str, *, aliases: Sequence[_Str] = ()) -> ConfigReader:
+        """`section`, for an object that must be there: CheckpointError names what lacks."""
+        section = self._take(
+            key, REQUIRED, aliases, lambda _: self.section(key, aliases=aliases), "an object"
+        )
+        assert section is not None
+        return section
 
     def unused(self) -> tuple[_Str, ...]:
         """Keys nobody asked for, dotted into the sections that were opened, sorted."""

@@ -110,6 +110,13 @@ def test_a_section_names_itself_and_unused_keys_are_reported_through_it() -> Non
     assert cfg.unused() == ("extra", "rope_scaling.odd")
 
 
+def test_a_section_that_must_be_there_is_named_with_its_other_names() -> None:
+    assert reader(sound={"bins": 3}).required_section("audio", aliases=("sound",)).int("bins") == 3
+    with pytest.raises(CheckpointError, match=r"audio \(or sound\) is missing.*an object") as wrong:
+        reader().required_section("audio", aliases=("sound",))
+    assert wrong.value.field == "audio"
+
+
 def test_read_json_refuses_what_is_too_large_absent_or_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
