@@ -46,11 +46,10 @@ def compiled(cache: Path, *words: str) -> list[dict]:
 
 
 @pytest.mark.timeout(400)
-def test_a_product_and_the_greedy_choice_compile_for_nvidia_and_amd(tmp_path: Path) -> None:
+def test_a_product_compiles_for_nvidia_and_amd(tmp_path: Path) -> None:
     found = compiled(tmp_path, "skinny split", "cuda:90", "hip:gfx942")
-    found += compiled(tmp_path, "greedy", "hip:gfx942")
-    assert len(found) == 3
-    for one in found[:2]:
+    assert len(found) == 2
+    for one in found:
         assert MATRIX[one["target"]] in one["found"], one
     assert "griddepcontrol" in found[0]["found"] and "cp.async" in found[0]["found"]
 
