@@ -33,7 +33,7 @@ def run(script: str, *arguments: str, check: bool = True) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("cases", [450, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [280, pytest.param(600, marks=pytest.mark.slow)])
 def test_hostile_requests_do_no_harm_to_bystanders_or_the_server(cases: int) -> None:
     report = run("fuzz", "--cases", str(cases), "--seed", "7", "--calm-s", "0")
     assert report["problems"] == [] and report["restarts"] == 0
@@ -77,10 +77,10 @@ def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
 @pytest.mark.parametrize(
     ("kinds", "tokens"),
     [
-        (("core", "templates"), 40),
+        (("core",), 40),
         pytest.param(("core", "api", "templates"), 60, marks=pytest.mark.slow),
     ],
-    ids=["two", "all"],
+    ids=["core", "all"],
 )
 def test_the_death_of_any_process_ends_no_stream_without_a_word(
     kinds: tuple[str, ...], tokens: int
@@ -92,10 +92,11 @@ def test_the_death_of_any_process_ends_no_stream_without_a_word(
     for row in report["rows"]:
         assert row["problems"] == [] and sum(row["outcomes"].values()) == 6, row
         assert not row["outcomes"].keys() & {"wrong", "hangs", "cut"}, row
-    assert report["rows"][-1]["outcomes"] == {"whole": 6}, "no stream needs a template any more"
+    if kinds[-1] == "templates":
+        assert report["rows"][-1]["outcomes"] == {"whole": 6}, "no stream needs one any more"
 
 
-@pytest.mark.parametrize(("bodies", "mib"), [(20, 2), pytest.param(60, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("bodies", "mib"), [(12, 1), pytest.param(60, 4, marks=pytest.mark.slow)])
 def test_grown_bodies_whose_clients_leave_harm_nobody(bodies: int, mib: int) -> None:
     """P9, P21; what they leave in memory is the full run's."""
     size = ("--bodies", str(bodies), "--largest", str(mib))
@@ -130,7 +131,7 @@ def test_nothing_is_unpickled_in_any_process() -> None:
     assert report["hooked"] == report["processes"] >= 5
 
 
-@pytest.mark.parametrize("requests", [16, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [8, pytest.param(40, marks=pytest.mark.slow)])
 def test_requests_with_constraints_of_their_own_do_not_touch_each_other(requests: int) -> None:
     """P17/T17."""
     report = run("canary", "--requests", str(requests), "--seed", "7")

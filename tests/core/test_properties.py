@@ -295,7 +295,7 @@ def test_random_life_keeps_every_invariant(policy: str, overlap: bool) -> None:
         overlap=overlap,
         ageing_steps=10,
     )
-    for i in range(2_500):
+    for i in range(1_500):
         life.operate()
         if i % 10 == 0:
             assert_refcounts_are_exact(life.driver)

@@ -3,11 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import anthropic
 import openai
 import pytest
 
-from tests.api.clients import anthropic_client, openai_client
+from tests.api.clients import anthropic, anthropic_client, openai_client
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import openai
 import pydantic
 import pytest
 
+from tests.api.clients import anthropic
 from tests.api.serving import Served
 from tests.dialects.conftest import KEY
 

@@ -7,7 +7,6 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import cohere
 import numpy as np
 import openai
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from tests.api.clients import anthropic_client, openai_client
+from tests.api.clients import anthropic, anthropic_client, openai_client
 from tests.e2e.seeing import NUM_TOKENS, SEEN, Seeing, chat, served_seeing, url
 from tests.front.media.pictures import encoded, picture
 

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
-from tests.api.clients import anthropic_client
+from tests.api.clients import anthropic, anthropic_client
 from tests.api.serving import NO_TLS, Served, eventually, serving
 from tests.dialects import agent
 from tests.dialects.conftest import KEY, OTHER

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow  # npm fetches them; in `make test` Python's clients ask the same
 @pytest.mark.timeout(240)
 def test_the_clients_of_node_are_served(folder: Path, bundled: Served) -> None:
     script = folder / "clients.mjs"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
+from tests.api.clients import anthropic
 from tests.dialects import agent
 
 SCHEMA: dict[str, Any] = {

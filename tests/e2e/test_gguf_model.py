@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from headrace.cli.generate import main as generate
 from headrace.launch.locate import bundled_model
 from tests.back.models.load.checkpoints import write_gguf
 
@@ -42,17 +41,15 @@ def quantized(name: str, values: Any) -> tuple[Any, Any]:
     return gguf.quants.quantize(values, kind), kind
 
 
-def answers(model: str) -> list[str]:
-    command = [sys.executable, "-m", "headrace", "generate", model, "--chat", "--json"]
+def answers(model: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    command = [model, "--chat", "--json"]
     for prompt in PROMPTS:
         command += ["--prompt", prompt]
-    run = subprocess.run(
-        [*command, "--temperature", "0", "--max-tokens", "24", "--dtype", "float32"],
-        capture_output=True,
-        text=True,
+    assert (
+        generate([*command, "--temperature", "0", "--max-tokens", "24", "--dtype", "float32"]) == 0
     )
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line)["text"] for line in run.stdout.splitlines() if line.startswith("{")]
+    told = capsys.readouterr().out
+    return [json.loads(line)["text"] for line in told.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture
@@ -64,7 +61,9 @@ def gguf_path(tmp_path: Path) -> Path:
     )
 
 
-def test_the_bundled_model_answers_alike_as_gguf(gguf_path: Path) -> None:
-    wanted = answers(str(bundled_model()))
+def test_the_bundled_model_answers_alike_as_gguf(
+    gguf_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = answers(str(bundled_model()), capsys)
     assert len(wanted) == len(PROMPTS) and "42" in wanted[0]
-    assert answers(str(gguf_path)) == wanted
+    assert answers(str(gguf_path), capsys) == wanted

@@ -239,7 +239,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-IN_GATE = ("penalties and logprobs", "chosen by the host")
+IN_GATE = ("penalties and logprobs",)
 
 
 def featured(spec: EngineSpec, feature: str, *, count: int = 4) -> list[EngineRequest]:

@@ -163,7 +163,7 @@ def test_long_chunks_equal_the_reference(library, heads, window, softcap, whole,
         ("fp8_e5m2", 0.12),
         ("int4", 0.2),
         ("nvfp4", 0.25),
-        ("int4-rotated", 0.2),
+        pytest.param("int4-rotated", 0.2, marks=pytest.mark.slow),
         ("int3-rotated", 0.4),
     ],
 )

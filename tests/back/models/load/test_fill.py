@@ -130,7 +130,8 @@ def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_token_types([2, 3, 3, *[6] * 60, 1, 1, 1])
 
 
-def test_a_thousand_damaged_gguf_models_load_or_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_gguf_models_load_or_are_refused(count: int, tmp_path: Path) -> None:
     """Whole way: metadata, model, weights, tokenizer. Only CheckpointError and ConfigError may come
     out."""
     small = {"vocab_size": 66, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -145,7 +146,7 @@ def test_a_thousand_damaged_gguf_models_load_or_are_refused(tmp_path: Path) -> N
     sound = path.read_bytes()
     header = min(tensor.offset for tensor in read_gguf(path).tensors.values())
     rng, num_loaded, num_refused = random.Random(7), 0, 0
-    for _ in range(1000):
+    for _ in range(count):
         data = bytearray(sound)
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(24, header)] = rng.choice([0, 1, 2, 16, 127, 128, 255])
@@ -157,4 +158,4 @@ def test_a_thousand_damaged_gguf_models_load_or_are_refused(tmp_path: Path) -> N
             num_loaded += 1
         except (CheckpointError, ConfigError):
             num_refused += 1
-    assert num_loaded > 20 and num_refused > 300
+    assert num_loaded > count // 50 and num_refused > 0.3 * count

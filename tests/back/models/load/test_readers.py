@@ -106,7 +106,7 @@ KINDS = pytest.mark.parametrize("kind", ["buffered", "direct", "object"])
 
 
 @KINDS
-@pytest.mark.parametrize("rows", [80, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_any_rectangle_in_any_type_is_the_same(
     rows: int, kind: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import anthropic
 import jiter
 import orjson
 import pytest
@@ -22,6 +21,7 @@ from headrace.front.server.anthropic.arguments import INVALID, ToolInput
 from headrace.front.server.anthropic.stream import MessageReply, to_answer, to_chunks
 from headrace.front.server.conversation.stages import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.engine import CallArguments, CallBegin, CallEnd
+from tests.api.clients import anthropic
 from tests.spent import assert_linear
 
 Json = st.recursive(
