@@ -16,7 +16,8 @@
     |-- OverloadError           a retry later may succeed; carries Retry-After
     |   |-- RateLimited         429  this key's share is used up
     |   |-- Unavailable         503  full, draining, paused or restarting
-    |   |   `-- QueueFull       503  no place in the queue; nothing else is wrong
+    |   |   |-- QueueFull       503  no place in the queue; nothing else is wrong
+    |   |   `-- MediaGone       503  content that was not sent again is not there any more
     |   `-- StorageFull         507  the disk has no room for what is to be kept
     |-- EngineError             500  ours: the request failed through no fault of the caller
     |   |-- NonFiniteLogits     500  the model produced NaN or Inf for this row
@@ -161,6 +162,11 @@ class Unavailable(OverloadError):
 
 class QueueFull(Unavailable):
     """No place in the queue: one is free as soon as another request moves on."""
+
+
+class MediaGone(Unavailable):
+    """An engine core does not have the content of an image, video or sound that was not sent with
+    it again; whoever sent the request sends it with its content."""
 
 
 class StorageFull(OverloadError):

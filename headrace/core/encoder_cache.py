@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headrace.base.errors import MediaGone
 from headrace.base.wire.media import (
     MEDIA_HOOK,
     MediaContent,
@@ -34,15 +35,19 @@ from headrace.core.media_checks import whole_inputs
 from headrace.core.ports import AdmissionHook, AdmissionVerdict, none_computed
 
 YES = AdmissionVerdict("yes")
+MOST_KEPT_BYTES = 128 << 20
+"""Of the content of inputs that the workers hold."""
 MOST_PARTS = 64
 """Of a pass."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """An input the workers hold; `users`: requests in flight that refer to it."""
+    """An input the workers hold; `users`: requests in flight that refer to it. `rows`: its
+    content, for requests that come without it; b"": it is not kept."""
 
     num_tokens: int
+    rows: bytes
     users: int = 0
 
 
@@ -110,8 +115,24 @@ class EncoderCacheHook(AdmissionHook):
             ends: dict[bytes, int] = {}
             for one in request.media:
                 ends[one.key] = one.offset + one.num_tokens
-            self._requests[request.id] = _Waiting(whole_inputs(request.media), ends)
+            whole = whole_inputs(request.media)
+            inputs = {key: self._with_content(one) for key, one in whole.items()}
+            self._requests[request.id] = _Waiting(inputs, ends)
         return YES
+
+    def _with_content(self, one: MediaInput) -> MediaInput:
+        """The input with the content that was not sent: that of an input the workers hold, or of
+        one that waits."""
+        if not one.unsent:
+            return one
+        entry = self._entries.get(one.key)
+        if entry is not None and entry.rows:
+            return msgspec.structs.replace(one, rows=entry.rows, unsent=False)
+        for request in self._requests.values():
+            if one.key in request.inputs:
+                rows = request.inputs[one.key].rows
+                return msgspec.structs.replace(one, rows=rows, unsent=False)
+        raise MediaGone(f"the content of an input of kind {one.kind} is not there: send it")
 
     def ready(
         self, request_id: int, computed: Callable[[], int] = none_computed
@@ -238,7 +259,7 @@ class EncoderCacheHook(AdmissionHook):
         for key, one in inputs.items():
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = _Entry(one.num_tokens)
+                entry = self._entries[key] = _Entry(one.num_tokens, self._kept_rows(one))
                 self._tokens += one.num_tokens
                 added.append(content_of(one))
                 self.num_added += 1
@@ -247,6 +268,11 @@ class EncoderCacheHook(AdmissionHook):
                 self.num_reused += 1
             entry.users += 1
         return added
+
+    def _kept_rows(self, one: MediaInput) -> bytes:
+        kept = sum(len(entry.rows) for entry in self._entries.values())
+        fits = kept + len(one.rows) <= MOST_KEPT_BYTES
+        return one.rows if fits and not one.embedded else b""
 
     def _make_room(self) -> list[bytes]:
         evicted, self._void = self._void, []

@@ -132,7 +132,7 @@ def _check_shape(field: str, one: MediaInput, form: MediaForm) -> None:
         )
     if one.num_tokens != num_tokens and (form.breaks or form.adds or form.mutual or one.cut):
         raise _wrong(f"{field}.num_tokens", f"{one.num_tokens}, its grid makes {num_tokens}")
-    needed = 0 if one.first else num_rows * form.row_bytes
+    needed = 0 if one.first or one.unsent else num_rows * form.row_bytes
     if len(one.rows) != needed:
         raise _wrong(
             f"{field}.rows",

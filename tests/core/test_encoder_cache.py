@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.base.errors import InvalidRequest, from_wire
+from headrace.base.errors import InvalidRequest, MediaGone, from_wire
 from headrace.base.wire.media import MEDIA_HOOK, MediaForm, MediaInput, MediaPayload
 from headrace.base.wire.step import StepPlan
+from headrace.core import encoder_cache
 from headrace.core.encoder_cache import EncoderCacheHook, encoder_cache_hooks
 from tests.core.harness import Driver, make_request, make_spec
 
@@ -211,6 +212,31 @@ def test_a_pass_that_is_under_way_ends_with_its_reason(how: str) -> None:
         assert books.added == [b"\2" * 32] * 2 and books.work[-1] == (2, 1, 16)
     driver.run()
     assert (2 in driver.finished) and all(end.error is None for end in driver.finished.values())
+    driver.assert_at_rest()
+
+
+def test_content_that_was_sent_once_need_not_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an input that waits, one that the workers hold, and other workers after them; else the sender is asked."""
+    driver, books, hook = media_driver(64)
+    bare = msgspec.structs.replace(image(1, 4), rows=b"", unsent=True)
+    driver.add(make_request(1, 20, media=(image(1, 4),)))
+    driver.add(make_request(2, 20, media=(bare,)))
+    driver.run()
+    driver.add(make_request(3, 20, media=(bare,)))
+    hook.renew()
+    books.held.clear()
+    driver.run()
+    assert books.added == [b"\1" * 32] * 2
+    assert all(driver.finished[i].error is None for i in (1, 2, 3))
+    monkeypatch.setattr(encoder_cache, "MOST_KEPT_BYTES", 100)
+    driver.add(make_request(4, 20, media=(image(2, 4),)))
+    driver.run()
+    for id, name in ((5, 2), (6, 9)):
+        unsent = msgspec.structs.replace(image(name, 4), rows=b"", unsent=True)
+        driver.add(make_request(id, 20, media=(unsent,)))
+        driver.run()
+        error = driver.finished[id].error
+        assert error is not None and isinstance(from_wire(error), MediaGone)
     driver.assert_at_rest()
 
 

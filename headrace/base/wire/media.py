@@ -288,10 +288,12 @@ class MediaSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class MediaInput(MediaSpan, frozen=True, kw_only=True, omit_defaults=True):
     """A span with its content: `rows` holds t * h * w rows of the form's `row_bytes`; none of a
     part that is not the first. `embedded`: they are what the encoder would give, float32
-    [num_tokens, WorkerFacts.media_width]."""
+    [num_tokens, WorkerFacts.media_width]. `unsent`: the core has had the content of this key, and
+    it is not sent again; MediaGone if it does not have it any more."""
 
     rows: bytes = b""
     embedded: bool = False
+    unsent: bool = False
 
     def span(self) -> MediaSpan:
         """It without its content."""

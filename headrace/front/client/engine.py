@@ -221,13 +221,19 @@ class AsyncLLM:
         bounds = self.bounds
         if not trusted:
             self._checker.check(generation, bounds)
-        num_prompt, most_bytes = len(generation.prompt_ids), self.limits.max_pending_bytes
+        num_prompt = len(generation.prompt_ids)
         again = partial(self._relaunch, generation, bounds, time.monotonic())
-        core = await self._with_room() if generation.media else self._least_loaded()
+        core = self._least_loaded()
+        if generation.media:
+            generation = await core.with_room(generation)
         if not trusted:
             _check_deadline(core, generation, bounds)
         stream = GenerationStream(
-            core, num_prompt, most_bytes, again, on_queued=generation.on_queued
+            core,
+            num_prompt,
+            self.limits.max_pending_bytes,
+            again,
+            on_queued=generation.on_queued,
         )
         self._labels.setdefault(generation.label, []).append(stream)
         try:
@@ -278,12 +284,6 @@ class AsyncLLM:
             raise Unavailable(why, retry_after_s=1.0)
         # A core that is stuck gets nothing while another one answers.
         return min(ready, key=lambda core: (not core.serves, len(core.running)))
-
-    async def _with_room(self) -> CoreHandle:
-        """The core for a request with media, once its connection has sent most of the others'."""
-        core = self._least_loaded()
-        await core.connection.room()
-        return core
 
     def _launch(
         self,

@@ -19,6 +19,7 @@ from headrace.base.errors import (
     EngineDead,
     EngineError,
     HeadraceError,
+    MediaGone,
     QueueFull,
     Unavailable,
 )
@@ -26,7 +27,8 @@ from headrace.base.wire.load import MARGIN, Load
 from headrace.base.wire.request import AbortRequests, Finished, Hello, TokenBatch, TokenLogprobs
 from headrace.front.client.admission_retry import RETRY_S
 from headrace.front.client.connection import Connection
-from headrace.front.client.events import Event
+from headrace.front.client.events import Event, Generation
+from headrace.front.client.known_media import KnownMedia
 from headrace.front.client.limits import Limits
 from headrace.front.client.outputs import ChoiceState
 
@@ -111,10 +113,15 @@ class GenerationStream:
 
     def _waits(self, answer: ChoiceState) -> bool:
         """Whether an answer that failed is sent again: the queue was full, and another one is in it
-        or came through."""
-        if not isinstance(answer.error, QueueFull):
+        or came through; or its media were not sent with it, and are not there."""
+        if not isinstance(answer.error, QueueFull | MediaGone):
             return False
         self.num_inside -= 1
+        if isinstance(answer.error, MediaGone):
+            self.core.known.forget()
+            loop = asyncio.get_running_loop()
+            self.waiting[answer.index] = loop.call_later(0.0, self._go_again, answer)
+            return True
         if self.num_inside:
             loop = asyncio.get_running_loop()
             self.waiting[answer.index] = loop.call_later(RETRY_S, self._go_again, answer)
@@ -158,6 +165,7 @@ class CoreHandle:
 
     def __init__(self, path: str, limits: Limits) -> None:
         self.connection = Connection(path, self, limits)
+        self.known = KnownMedia()
         self.running: dict[int, GenerationStream] = {}
         self.admission = QueueAdmission(time.monotonic)
 
@@ -167,6 +175,11 @@ class CoreHandle:
         hello = self.connection.hello
         fine = hello is not None and not hello.trouble and not hello.failing
         return fine and self.connection.alive
+
+    async def with_room(self, generation: Generation) -> Generation:
+        """A generation with media as it is sent, once the connection has sent most of the others'."""
+        await self.connection.room()
+        return self.known.unsent(generation)
 
     def abort(self, ids: list[int]) -> None:
         """Tells the core to end requests; one that is away has none."""
@@ -223,6 +236,7 @@ class CoreHandle:
     def on_lost(self) -> None:
         """The core is gone: everything in flight fails at once."""
         self.admission.load = Load()
+        self.known.forget()
         for request_id, stream in list(self.running.items()):
             stream.fail(
                 request_id,

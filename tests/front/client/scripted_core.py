@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from headrace.base.errors import QueueFull, WireError, to_wire
+from headrace.base.errors import MediaGone, QueueFull, WireError, to_wire
 from headrace.base.wire.codec import HEADER, Codec
 from headrace.base.wire.request import (
     AbortRequests,
@@ -68,6 +68,8 @@ class ScriptedCore:
         """What calls are answered with, by operation; without a row their arguments come back."""
         self.failing: set[str] = set()
         self.refuse: WireError | None = None
+        self.forgets_media = False
+        """Has the content of no image that was not sent with its request."""
         self.full_for: Container[int] = ()
         """Requests that find the queue full, by their number from 1 on."""
         self._running: dict[int, tuple[EngineRequest, list[int], asyncio.StreamWriter]] = {}
@@ -126,6 +128,10 @@ class ScriptedCore:
             if len(self.requests) in self.full_for:
                 full = to_wire(QueueFull("the queue is full", retry_after_s=1.0))
                 end = Finished(id=message.id, reason="error", error=full)
+                writer.write(self._codec.frame(_batch(finished=[end])))
+            elif self.forgets_media and any(one.unsent for one in message.media):
+                gone = to_wire(MediaGone("send it"))
+                end = Finished(id=message.id, reason="error", error=gone)
                 writer.write(self._codec.frame(_batch(finished=[end])))
             elif self.refuse is not None:
                 end = Finished(id=message.id, reason="error", error=self.refuse)

@@ -492,14 +492,41 @@ async def test_a_full_core_is_refused_at_the_door(connect):
         llm.check_queue()
 
 
+def pixels_of(name: int) -> MediaInput:
+    shape = {"kind": "image", "offset": 0, "num_tokens": 1, "grid": (1, 1, 1)}
+    return MediaInput(key=name.to_bytes(32, "little"), rows=bytes(256 << 10), **shape)
+
+
+async def test_pixels_go_to_a_core_once_and_again_when_it_has_them_no_more(connect):
+    async with connect() as (llm, core):
+        wanted = msgspec.structs.replace(generation([1]), media=(pixels_of(1),))
+        first, second = await run_one(llm, wanted), await run_one(llm, wanted)
+        assert first == second
+        assert [len(one.media[0].rows) for one in core.requests] == [256 << 10, 0]
+        core.forgets_media = True
+        assert await run_one(llm, wanted) == first
+        both = msgspec.structs.replace(wanted, media=(pixels_of(1), pixels_of(2)))
+        await run_one(llm, both)
+        sent = [[len(one.rows) >> 10 for one in request.media] for request in core.requests[2:]]
+        assert sent == [[0], [256], [256, 256]]
+        await core.stop()
+        async with asyncio.timeout(20):
+            while llm.ready:
+                await asyncio.sleep(0.005)
+        await core.start()
+        await llm.wait_ready()
+        core.forgets_media = False
+        await run_one(llm, wanted)
+        assert core.requests[-1].media[0].rows
+
+
 async def test_requests_with_media_wait_for_room_and_are_not_refused(connect):
     """Forty whose pixels together are ten times what may wait unsent."""
     limits = Limits(heartbeat_s=0.05, hello_timeout_s=20, max_unsent_bytes=1 << 20)
-    pixels = MediaInput(
-        kind="image", key=bytes(32), offset=0, num_tokens=1, grid=(1, 1, 1), rows=bytes(256 << 10)
-    )
     async with connect(limits=limits) as (llm, core):
-        wanted = [msgspec.structs.replace(generation([i]), media=(pixels,)) for i in range(40)]
+        wanted = [
+            msgspec.structs.replace(generation([i]), media=(pixels_of(i),)) for i in range(40)
+        ]
         outputs = await asyncio.gather(*(run_one(llm, one) for one in wanted))
         assert len(outputs) == len(core.requests) == 40
         with pytest.raises(Unavailable, match="does not take requests now"):
