@@ -212,6 +212,24 @@ def test_speech_has_the_logits_and_tokens_of_transformers(tmp_path: Path) -> Non
                 out = oracle(encoder_outputs=encoded, decoder_input_ids=torch.tensor([decoded]))
                 decoded.append(int(out.logits[0, -1].argmax()))
         assert ours == decoded[-NUM_TOKENS:]
+    runner, counts = core.executor._resident.runner, []
+    for forget in (
+        False,
+        False,
+        True,
+    ):  # who asks about a sound once more finds it encoded (MUL-07)
+        if forget:
+            runner.forget_content()
+        heard = speech[0].numpy().tobytes()
+        again = request(90, [5], list(DECODED[0]), NUM_TOKENS)
+        core.add(msgspec.structs.replace(again, encoder=heard))
+        said: list[int] = []
+        while core.has_work:
+            batch = core.step(wait=True).tokens
+            said += [] if batch is None else batch.tokens.tolist()
+        assert said == tokens[0]
+        counts.append(runner._state.num_encoded)
+    assert counts[0] == counts[1] == counts[2] - 1
     wrong = np.full(6 * 40, np.nan, np.float32)
     for encoder, message in (
         (b"", "reads speech, not text"),

@@ -99,8 +99,11 @@ class Resident:
             self._copy.back()
             self._copy = None
         reply = self._weight_orders.carry_out(order)
-        if (order.action == "finish" or order.last) and self._adapters is not None:
-            self._adapters.renew()
+        if order.action == "finish" or order.last:
+            if self._adapters is not None:
+                self._adapters.renew()
+            if self._started is not None:
+                self.runner.forget_content()
         return reply
 
     def adapt(self, order: AdapterOrder) -> AdapterReply:

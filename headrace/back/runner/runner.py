@@ -216,13 +216,16 @@ class Runner:
         graphs = self._steps.graphs
         return msgspec.structs.replace(graphs, more=graphs.more and self._records_idle)
 
+    def forget_content(self) -> None:
+        """See ModelState."""
+        self._state.forget_content()
+
     def release(self) -> None:
         """Gives the KV cache back, whoever still knows of it; nothing may be run afterwards."""
         self._kv.release()
 
     def execute(self, plan: StepPlan, *, all_hidden: bool = False) -> StepResult:
-        """Runs one step to its end; `all_hidden`: as if somebody wanted the hidden states of all
-        its tokens, which takes the most memory."""
+        """Runs one step to its end; `all_hidden`: as if all its hidden states were wanted."""
         result = self.launch(plan, all_hidden=all_hidden).result()
         self._settle()
         return result
@@ -235,11 +238,8 @@ class Runner:
         *,
         all_hidden: bool = False,
     ) -> LaunchedStep:
-        """Queues one step. Steps may be launched before the results of earlier ones are read.
-
-        `await_deferred` waits for the payloads of the plan's `deferred` inputs; it is called when
-        all that does not depend on them is on its way.
-        """
+        """Queues one step, also before results of earlier ones are read. `await_deferred` waits for
+        the payloads of its `deferred` inputs; called when all else is on its way."""
         with self._steps.scope():
             return self._launch(plan, await_deferred, all_hidden)
 

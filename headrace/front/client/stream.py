@@ -177,7 +177,7 @@ class CoreHandle:
         return fine and self.connection.alive
 
     async def with_room(self, generation: Generation) -> Generation:
-        """A generation with media as it is sent, once the connection has sent most of the others'."""
+        """A generation with media as it is sent, once the connection has room for it."""
         await self.connection.room()
         return self.known.unsent(generation)
 

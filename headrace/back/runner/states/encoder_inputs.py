@@ -2,13 +2,17 @@
 
 The encoder runs in the request's first step, ahead of the decoder, whose cross-attention keeps its
 keys and values in the blocks of the row's cross caches; later steps need nothing of it. After a
-preemption it runs again.
+preemption it runs again, unless it reads spectrograms: what it gave for the last of these is kept,
+as several requests often ask about one (its language, its text at another temperature, the times of
+its words).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,10 @@ from headrace.base.wire.step import RowStart
 MOST_TOKENS = 8192
 """Tokens of one pass of the encoder, unless a single text has more: its activations grow with
 them."""
+
+
+MOST_KEPT = 16
+"""Outputs of an encoder of spectrograms."""
 
 
 class EncoderInputs(PlainDecoder):
@@ -54,11 +62,15 @@ class EncoderInputs(PlainDecoder):
         begin = [
             (at, self._waiting.pop(row)) for at, row in enumerate(rows) if row in self._waiting
         ]
-        runs = _passes(begin, self._num_outputs)
+        runs = self._runs(begin)
         # Each is made when the model comes to it: the device computes one while the host copies the
         # next.
         passes = (self._encoder_batch(batch, some) for some in runs)
         return replace(batch, encoder=passes)
+
+    def _runs(self, begin: list[tuple[int, np.ndarray]]) -> Iterator[list[tuple[int, np.ndarray]]]:
+        """The inputs of each pass of the encoder."""
+        return _passes(begin, self._num_outputs)
 
     def _read(self, encoder: bytes) -> np.ndarray:
         """What a request sends."""
@@ -107,6 +119,44 @@ class Spectrograms(EncoderInputs):
         super().__init__(memory, device, max_rows=max_rows)
         self._outputs = max(group.span or 0 for group in memory.groups if group.kind == "cross")
         self._graphs = graphs_on(device)
+        self._kept: deque[tuple[np.ndarray, torch.Tensor]] = deque(maxlen=MOST_KEPT)
+        self.num_encoded = 0
+
+    def forget_content(self) -> None:
+        """See ModelState."""
+        self._kept.clear()
+
+    def _runs(self, begin: list[tuple[int, np.ndarray]]) -> Iterator[list[tuple[int, np.ndarray]]]:
+        """See EncoderInputs. What is known and what is not are passes of their own."""
+        known = [self._output_of(one) is not None for _, one in begin]
+        for wanted in (True, False):
+            some = [each for each, is_known in zip(begin, known, strict=True) if is_known is wanted]
+            yield from _passes(some, self._num_outputs)
+
+    def _output_of(self, one: np.ndarray) -> torch.Tensor | None:
+        """What the encoder gave for this spectrogram, if it is kept."""
+        for kept, output_SE in self._kept:
+            if kept is one or np.array_equal(kept, one):
+                return output_SE
+        return None
+
+    def _outputs_of(
+        self,
+        inputs: list[np.ndarray],
+        key: tuple[Hashable, ...],
+        rows: int,
+        sounds: torch.Tensor,
+        work: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """RecordedRun of these inputs: kept, or by the encoder."""
+        kept = [output for one in inputs if (output := self._output_of(one)) is not None]
+        if len(kept) == len(inputs):
+            return torch.cat(kept)
+        run = self._graphs.run if self._graphs is not None else _plainly
+        y_SE = run(key, rows, sounds, work)
+        self.num_encoded += len(inputs)
+        self._kept += zip(inputs, y_SE.clone().chunk(len(inputs)), strict=True)
+        return y_SE
 
     def _read(self, encoder: bytes) -> np.ndarray:
         """Bands of frames."""
@@ -122,7 +172,7 @@ class Spectrograms(EncoderInputs):
         return {
             "token_ids_S": none,
             "spectrograms": stacked(inputs, self._device),
-            "recorded": None if self._graphs is None else self._graphs.run,
+            "recorded": partial(self._outputs_of, inputs),
         }
 
 
@@ -145,6 +195,16 @@ class Sounds(EncoderInputs):
         none = to_device(np.zeros(0, np.int64), self._device)
         sounds = tuple(to_device(one[1:].copy(), self._device) for one in inputs)
         return {"token_ids_S": none, "sounds": sounds}
+
+
+def _plainly(
+    key: tuple[Hashable, ...],
+    rows: int,
+    sounds: torch.Tensor,
+    work: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """A RecordedRun that records nothing."""
+    return work(sounds)
 
 
 def _passes(

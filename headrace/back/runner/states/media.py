@@ -93,6 +93,10 @@ class Media:
             self.cache.take(msgspec.msgpack.decode(payload, type=MediaPayload))
         self._base.take(payloads)
 
+    def forget_content(self) -> None:
+        """See ModelState: the core says which inputs go."""
+        self._base.forget_content()
+
     def end(self, rows: np.ndarray) -> None:
         """See ModelState."""
         self._forget(rows)

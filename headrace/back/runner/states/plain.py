@@ -28,6 +28,9 @@ class PlainDecoder:
     def take(self, payloads: Mapping[str, bytes]) -> None:
         """Nothing is sent."""
 
+    def forget_content(self) -> None:
+        """Nothing is kept."""
+
     def end(self, rows: np.ndarray) -> None:
         """Nothing to forget."""
 

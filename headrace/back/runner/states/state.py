@@ -43,7 +43,6 @@ class ModelState(Protocol):
                  themselves, with `prepare`; None: none are
     media_tokens tokens of images and video that it keeps encoded, and
     media_width  numbers of each of them
-    media_rows   see WorkerFacts
     """
 
     in_graphs: bool
@@ -51,11 +50,20 @@ class ModelState(Protocol):
     host_until: np.ndarray | None
     media_tokens: int
     media_width: int
-    media_rows: dict[str, int]
+
+    @property
+    def media_rows(self) -> dict[str, int]:
+        """See WorkerFacts."""
+        ...
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         """The payloads that a step brings for the workers, by hook, before anything else of it; a
         step that is run again brings them again."""
+        ...
+
+    def forget_content(self) -> None:
+        """The weights are others: what was made of requests' content is void where no row has
+        it."""
         ...
 
     def end(self, rows: np.ndarray) -> None:
