@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from headrace.back.kernels.lora_embedding import op as lora_embedding
 from headrace.back.kernels.lora_embedding import triton_lora_embedding
 from headrace.back.kernels.lora_embedding.op import LoraEmbeddingProblem
-from headrace.back.kernels.lora_linear import triton_lora_linear
+from headrace.back.kernels.lora_linear import triton_lora_linear, triton_lora_slots
 from headrace.back.kernels.lora_linear.op import (
     OP,
     LoraLinearProblem,
@@ -53,6 +53,24 @@ def test_shrink_and_expand_equal_the_reference(dtype, rows, inputs, parts, rank,
     triton_lora_linear.bind(problem, weights)(x, y, at)
     error = (y.float() - expected.float()).abs().max() if rows else torch.tensor(0.0)
     assert error <= BOUND[dtype] * (expected.float().abs().max() if rows else 1.0)
+
+
+@pytest.mark.parametrize("bind", ["bind_by_slot", "bind_at_once"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_by_their_slots_equal_the_reference(dtype, bind):
+    """Twice, as counts are set back; what is beyond a slot's ranks is not read."""
+    problem = problem_of(dtype, 100, (96, 40), 24, 3, turned=dtype == FP32)
+    weights, (x, y, at) = sample_weights(problem), sample_rows(problem, 17)
+    expected = y.clone()
+    bind_reference(problem, weights)(x, expected, at)
+    for slot, ranks in enumerate(weights.rank_SP.tolist()):
+        weights.b_SRO[slot, max(ranks) :] = torch.nan
+    tiles = triton_lora_slots.SlotTiles(inputs=32, splits=2, outputs=32)
+    add = getattr(triton_lora_slots, bind)(problem, weights, tiles)
+    for _ in range(2):
+        got = y.clone()
+        add(x, got, at)
+        assert (got.float() - expected.float()).abs().max() <= BOUND[dtype] * expected.abs().max()
 
 
 @pytest.mark.parametrize("rows", [5, 70])
