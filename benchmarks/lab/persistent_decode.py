@@ -5,7 +5,8 @@
 
 First whether they agree: logits of both against float32, and the best token. Then microseconds of a step, medians of
 rounds in which all ways take turns: "recorded", and the kernel as it is, without weights asked for before a barrier,
-without what it asks for into the second-level cache, with neither, and with a launch for each phase.
+without what it asks for into the second-level cache, with neither, and with a launch for each phase; its barriers and
+its head alone.
 """
 
 from __future__ import annotations
@@ -167,6 +168,9 @@ class Comparison:
             row[name] = agreement(decoder.logits, exact, int(decoder.token))
             print(json.dumps({name: row[name]}), flush=True)
             graphs[name] = graph_of([launch])
+        alone = {"barriers alone": decoder.launch_barriers, "head alone": decoder.launch_head}
+        for name, launch in alone.items():
+            graphs[name], row[name] = graph_of([launch]), {}
         times = [[replay_us(graph, replays=9) for graph in graphs.values()] for _ in range(ROUNDS)]
         for name, us in zip(graphs, np.median(times, axis=0).round(1).tolist(), strict=True):
             row[name]["us"] = us
@@ -187,7 +191,9 @@ def main() -> None:
     with compiling():
         for length in lengths:
             comparison = Comparison(step, weights, length)
-            for launch in (comparison.recorded, *comparison.launches.values()):
+            decoder = comparison.decoder
+            alone = (decoder.launch_barriers, decoder.launch_head)
+            for launch in (comparison.recorded, *alone, *comparison.launches.values()):
                 launch()
     rows = []
     for length in lengths:

@@ -450,6 +450,18 @@ def decode_kernel(
                 tl.store(counter, 0)
 
 
+@triton.jit
+def barriers_kernel(counter, COUNT: tl.constexpr, P: tl.constexpr):
+    """Grid (P): what so many barriers take alone."""
+    for i in range(COUNT):
+        _arrive(counter, True)
+        _wait(counter, (i + 1) * P, True)
+    _arrive(counter, True)
+    if tl.program_id(0) == 0:
+        _wait(counter, (COUNT + 1) * P, True)
+        tl.store(counter, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Of a model, and how its step is divided. `splits` of the context, of `tiles` tiles of
@@ -526,6 +538,7 @@ class PersistentDecoder:
         best = torch.zeros(sizes.programs, 2, **new)
         counter = torch.zeros(1, dtype=torch.int32, device=device)
         assert kv.is_contiguous() and table.is_contiguous(), (kv.stride(), table.stride())
+        self._counter = counter
         self._arguments = (
             *vars(weights).values(), rope, kv, table, kv_len, self.token, self.x, self.qkv,
             self.parts, self.scores, best, self.logits, counter, eps, sizes.head_dim**-0.5,
@@ -555,6 +568,20 @@ class PersistentDecoder:
             **({"launch_cooperative_grid": True} if whole else {}),
         )  # fmt: skip
         return self.token
+
+    def launch_barriers(self) -> torch.Tensor:
+        """The barriers of a step alone."""
+        sizes = self.sizes
+        count = 2 + sizes.layers * (3 if sizes.splits == 1 else 4)
+        barriers_kernel[(sizes.programs,)](
+            self._counter, COUNT=count, P=sizes.programs, num_warps=WARPS,
+            launch_cooperative_grid=True,
+        )  # fmt: skip
+        return self._counter
+
+    def launch_head(self) -> torch.Tensor:
+        """The head alone."""
+        return self.launch(first=5, last=5, layers=(0, 0))
 
     def launch_apart(self) -> torch.Tensor:
         """A launch for each phase of each layer."""
