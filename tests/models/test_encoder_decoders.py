@@ -81,8 +81,28 @@ def t5gemma() -> Any:
     )
 
 
+def t5gemma2() -> Any:
+    """One window of an even size, which reaches farther ahead than back in the encoder."""
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 96},
+        **{"query_pre_attn_scalar": 12, "sliding_window": 6, "max_position_embeddings": 64},
+        **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        **{"final_logit_softcapping": 3.0, "pad_token_id": 1, "bos_token_id": START},
+    }
+    vision = {
+        **{"model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8},
+        **{"num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 8, "patch_size": 8},
+    }
+    encoder = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 1}
+    return transformers.T5Gemma2Config(
+        encoder=encoder, decoder=sizes, vocab_size=97, decoder_start_token_id=START
+    )
+
+
 CASES: dict[str, Any] = {
     "t5gemma": t5gemma,
+    "t5gemma2": t5gemma2,
     "bart": lambda: bart_like(transformers.BartConfig),
     "bart-scaled": lambda: bart_like(
         transformers.BartConfig, scale_embedding=True, activation_function="relu"
@@ -125,11 +145,11 @@ CASES: dict[str, Any] = {
 }
 
 
-UNRECORDED = ("t5gemma",)
+UNRECORDED = ("t5gemma", "t5gemma2")
 """Logits are bounded by PyTorch's operations."""
 ALIKE = (
     *("bart-scaled", "marian", "m2m", "mvp", "plbart", "blenderbot-small", "mt5", "longt5-local"),
-    *("switch", "pegasus"),
+    *("switch", "pegasus", "t5gemma"),
 )
 """Every part of their decoders stands in another case: through the whole engine in `make slow` alone."""
 

@@ -59,6 +59,18 @@ class CausalBias:
         self.table = row.repeat(local, 1)
 
 
+class BandBias:
+    """Keys more than so many positions back, or `ahead`, are not seen: a window of unlike sides.
+    `table` as RelativeBias's."""
+
+    def __init__(self, scope: Scope, heads: int, *, back: int, ahead: int) -> None:
+        self.reach = max(back, ahead) + 1
+        local = local_units(Part("heads", heads, heads), scope.mesh.tp)
+        distance = torch.arange(-self.reach, self.reach + 1, device=scope.device)
+        row = torch.where((distance < -back) | (distance > ahead), UNSEEN, 0.0)
+        self.table = row.repeat(local, 1)
+
+
 class SlopeBias:
     """Scores fall by a head's slope for each position between two tokens, to either side: ALiBi
     (Press et al. 2022) of encoders, within `reach` positions. `table` as RelativeBias's."""

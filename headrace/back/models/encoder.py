@@ -23,7 +23,7 @@ from headrace.back.layers.attention import HeadNorm, QKNorm
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.norm import RMS_NO_WEIGHT, LayerNorm
-from headrace.back.layers.position_bias import CausalBias, RelativeBias, SlopeBias
+from headrace.back.layers.position_bias import BandBias, CausalBias, RelativeBias, SlopeBias
 from headrace.back.layers.residual import BlockNorm, total
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
@@ -86,7 +86,7 @@ class SpanAttentionLayer:
         softcap: float | None = None,
         qk_norm: QKNorm | None = None,
         value_eps: float | None = None,
-        position_bias: RelativeBias | CausalBias | SlopeBias | None = None,
+        position_bias: RelativeBias | CausalBias | SlopeBias | BandBias | None = None,
         wide_norms: tuple[LayerNorm, LayerNorm] | None = None,
     ) -> None:
         merged = names[0] if len(names) == 1 else None
@@ -157,7 +157,7 @@ class SpanHeads:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
-        position_bias: RelativeBias | CausalBias | SlopeBias | None = None,
+        position_bias: RelativeBias | CausalBias | SlopeBias | BandBias | None = None,
     ) -> None:
         self._scope, self._position_bias = scope, position_bias
         self._problem = SpanAttentionProblem(

@@ -29,6 +29,7 @@ from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.positions import PositionsSpec
 from headrace.back.layers.residual import BlockNorm, Branch, add_norm, total
 from headrace.back.layers.scope import Scope
+from headrace.back.models.crossing_layer import CrossingLayerSpec
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
 from headrace.back.models.encoder import EncoderLayer
 from headrace.back.models.weights import WeightPlan
@@ -72,6 +73,10 @@ class CrossLayerSpec:
     norms: tuple[str, str, str]
     post: bool
     behind: tuple[str, str, str] | None = None
+
+    def build(self, scope: Scope, cache: int, sizes: DecoderSizes, norm: NormSpec) -> CrossLayer:
+        """See crossing_layer.CrossingLayerSpec."""
+        return CrossLayer(scope, cache, self, sizes, norm)
 
 
 def plain_cross_layer(
@@ -208,7 +213,7 @@ class EncoderDecoderSpec:
     sizes: DecoderSizes
     encoder_layers: int
     encoder_layer: Callable[[Scope, int], EncoderLayer]
-    layers: tuple[CrossLayerSpec, ...]
+    layers: tuple[CrossingLayerSpec, ...]
     norm: NormSpec
     encoder: StackSpec
     decoder: StackSpec
@@ -272,8 +277,7 @@ class EncoderDecoder:
         self._decoder_ends = StackEnds(decoder, spec, spec.decoder)
         at = decoder / spec.decoder.layers
         self._layers = [
-            CrossLayer(at / str(i), 2 * i, layer, sizes, spec.norm)
-            for i, layer in enumerate(spec.layers)
+            layer.build(at / str(i), 2 * i, sizes, spec.norm) for i, layer in enumerate(spec.layers)
         ]
         self.kv_forms = tuple(form for layer in self._layers for form in layer.kv_forms)
         self._head = LogitsHead(

@@ -41,6 +41,7 @@ RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
         (r"\.ln1\.", ".input_layernorm."),
         (r"\.ln2\.", ".post_attention_layernorm."),
     ),
+    "T5Gemma2ForConditionalGeneration": ((r"^model\.encoder\.text_model\.", "model.encoder."),),
 }
 """What tensors of an architecture are called that its family calls otherwise: see WeightPlan."""
 HEAD_NAMES: Mapping[str, str] = {"InternLM2ForRewardModel": "v_head"}
