@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from headrace.back.models.published_keys import in_common_keys
+from headrace.base.config.layer_count import first_layers
 from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import describe
@@ -92,9 +93,12 @@ def test_blocks_without_attention_or_mlp_equal_a_llama_that_lacks_them(tmp_path:
     compare(got, models.theirs, 1e-4)
     compare_last_tokens(models)
     config = in_common_keys(json.loads((tmp_path / "config.json").read_text()))
-    facts = describe(LocatedModel(path=tmp_path, name="m", format="dummy"), config, {}, None)
+    located = LocatedModel(path=tmp_path, name="m", format="dummy")
+    facts = describe(located, config, {}, None)
     assert facts.windows == (None, 0, None)
     assert facts.kv_bytes_per_token == 2 * 8 * (3 + 0 + 1) * 2
+    first = describe(located, first_layers(config, 1), {}, None)
+    assert first.windows == (None,) and first.kv_bytes_per_token == 2 * 8 * 3 * 2, "what plan runs"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Self-attention and cross-attention of a decoder layer under one softmax: a query weighs the tokens
-before it together with all outputs of the encoder, by the same projections (T5Gemma 2; Zhang et al.
-2025).
+"""Self-attention and cross-attention of a decoder layer under one softmax: a query weighs the
+tokens before it together with all outputs of the encoder, by the same projections (T5Gemma 2; Zhang
+et al. 2025).
 
 Both parts are attended to by themselves, and joined by their log-sum-exps. T tokens of a step, S
 outputs of the encoder, E hidden size, H heads, D head_dim; H is this rank's.

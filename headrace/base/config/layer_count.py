@@ -9,6 +9,14 @@ from headrace.base.config.hf import REQUIRED, ConfigReader
 
 PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 """Keys with one entry (or letter) per layer."""
+LISTED = (
+    "num_key_value_heads_per_layer",
+    "block_configs",
+    "num_query_heads",
+    "num_kv_heads",
+    "ffn_multipliers",
+)
+"""The same, of models whose layers differ in size; where it is no list, it is that of all."""
 INDICES = ("attn_layer_indices",)
 """Keys that list layers by their numbers."""
 
@@ -31,7 +39,7 @@ def first_layers(raw: Mapping[str, Any], count: int) -> dict[str, Any]:
     stated = raw.get("num_hidden_layers")
     count = min(count, stated) if isinstance(stated, int) else count
     cut = {**raw, "num_hidden_layers": count}
-    for key in PER_LAYER:
+    for key in (*PER_LAYER, *LISTED):
         if isinstance(cut.get(key), list | str):
             cut[key] = cut[key][:count]
     for key in INDICES:
