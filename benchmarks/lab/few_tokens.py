@@ -1,12 +1,13 @@
-"""Plans for one token of fp8 layers of Qwen3-8B and for one and 32 tokens of gpt-oss-20b's MXFP4 experts, beside those
-that are taken, on one H200.
+"""Plans for one token of fp8 layers of Qwen3-8B, for one and 32 of its layers in Q4_K, and of gpt-oss-20b's MXFP4
+experts, beside those that are taken, on one H200.
 
-    python -m benchmarks.lab.few_tokens [--seconds 90] [--only fp8,mxfp4]
+    python -m benchmarks.lab.few_tokens [--seconds 90] [--only fp8,q4_k,mxfp4]
 
 fp8: numbers turned into floats in registers by plans of "gemv" (outputs of a program, inputs of a step, warps, steps
 asked for early), and the token quantized for the tensor cores by plans of "skinny" (stages, programs that share the
-inputs). mxfp4: stages and programs of a multiprocessor of both GEMMs, rows of a tile, two tiles at once. A line is:
-what, microseconds of one call, share of the floor of the bytes at 4.346 TB/s.
+inputs). q4_k: groups of 32 with minima by stages, programs of a multiprocessor, two tiles at once. mxfp4: stages and
+programs of a multiprocessor of both GEMMs, rows of a tile, two tiles at once. A line is: what, microseconds of one
+call, share of the floor of the bytes at 4.346 TB/s.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_small import Gemm, launcher, skinny_launcher
 from headrace.back.kernels.linear_fp8 import op as fp8
 from headrace.back.kernels.linear_fp8.triton_linear_fp8 import plan_of
+from headrace.back.kernels.linear_int4 import op as int4_layer
+from headrace.back.kernels.linear_int4 import stream
+from headrace.back.kernels.linear_int4.triton_linear_int4 import plan_of as plan_of_int4
 from headrace.back.kernels.op import sample_generator
 from headrace.back.kernels.triton.timing import copies, each_us
 
@@ -49,7 +53,12 @@ GEMV = (
     (2, 4096, 8, 1), (1, 4096, 4, 1), (4, 512, 2, 3), (2, 1024, 2, 2), (16, 512, 8, 2),
 )  # fmt: skip
 SKINNY = ((6, 1), (8, 1), (6, 2), (6, 4), (8, 4), (4, 8))
-OF_EXPERTS = (
+OF_LAYERS: tuple[dict[str, Any], ...] = (
+    {"stages": 4}, {"stages": 6}, {"per_sm": 3}, {"per_sm": 4}, {"per_sm": 6}, {"pair": False},
+    {"pair": False, "per_sm": 4}, {"pair": False, "per_sm": 4, "stages": 4},
+    {"pair": False, "per_sm": 6, "stages": 3}, {"per_sm": 1, "stages": 8},
+)  # fmt: skip
+OF_EXPERTS: tuple[dict[str, Any], ...] = (
     {"stages": (4, 4)}, {"stages": (6, 6), "per_sm": (2, 2)}, {"per_sm": (2, 2)}, {"per_sm": (3, 3)},
     {"stages": (2, 3), "per_sm": (6, 6)}, {"pair": True}, {"pair": True, "per_sm": (2, 2)},
     {"pair": True, "stages": (4, 4), "per_sm": (1, 2)}, {"stages": (5, 5), "per_sm": (3, 3)},
@@ -128,6 +137,44 @@ def timed(call: Callable[[], list[Callable[[], object]]]) -> float | str:
         return f"{type(failure).__name__}: {failure}"[:160]
 
 
+def q4_k(until: float) -> None:
+    """Of layers with groups of 32 and minima."""
+    for tokens in (1, 32):
+        for name, (outputs, inputs, around) in LAYERS.items():
+            facts = around if tokens == 1 else {k: v for k, v in around.items() if k != "eps"}
+            problem = int4_layer.LinearInt4Problem(
+                **NEW, outputs=outputs, inputs=inputs, group=32, minima=True, **facts
+            )
+            sample = int4_layer.sample_of(problem, (tokens,))
+            weight, _, norm_I = sample.weights
+            x_TI, residual = sample.arguments
+            y_TY = torch.empty(tokens, problem.results, **NEW) if residual is None else residual
+            gemms = [
+                stream.Int4Gemm(
+                    weight=replace(weight, words_NBW=weight.words_NBW.clone()), norm_I=norm_I,
+                    eps=problem.eps or 0.0, activation=problem.activation, add=problem.add,
+                )
+                for _ in range(copies(weight.num_bytes))
+            ]  # fmt: skip
+            floor_us = weight.num_bytes / BYTES_PER_S * 1e6
+            taken = plan_of_int4(tokens, gated=problem.activation is not None)
+            plans = [taken, *(replace(taken, depth=0, **one) for one in OF_LAYERS)]
+            for plan in plans:
+                if time.monotonic() > until:
+                    return
+                what = f"q4_k, {tokens} tokens, {name}: {plan.stages} {plan.per_sm} {plan.pair}"
+                what += " (taken)" if plan is taken else ""
+
+                tell(what, timed(partial(streamed, gemms, plan, x_TI, y_TY)), floor_us)
+
+
+def streamed(
+    gemms: list[stream.Int4Gemm], plan: stream.StreamPlan, x_TI: torch.Tensor, y_TY: torch.Tensor
+) -> list[Callable[[], object]]:
+    """The chain of calls."""
+    return [partial(stream.bind(gemm, plan), x_TI, y_TY) for gemm in gemms]
+
+
 def mxfp4(until: float) -> None:
     """Of gpt-oss-20b's experts."""
     form = Int4Form(32, floats=True)
@@ -152,7 +199,7 @@ def mxfp4(until: float) -> None:
             tell(what, per_layer(run, inputs), floor_us)
 
 
-PARTS: dict[str, Callable[[float], None]] = {"fp8": one_token, "mxfp4": mxfp4}
+PARTS: dict[str, Callable[[float], None]] = {"fp8": one_token, "q4_k": q4_k, "mxfp4": mxfp4}
 
 
 def main() -> None:
