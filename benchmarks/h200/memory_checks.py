@@ -87,7 +87,7 @@ def fp8_layers(*groups: int | None) -> int:
         forms += [{"group": None, "fixed": True}]
     count = layers(fp8, triton_linear_fp8, fp8.LinearFp8Problem, tuple(forms))
     for group in groups:
-        if group == fp8.MICROSCALED:
+        if group == triton_linear_fp8.MICROSCALED:
             continue
         facts: dict[str, Any] = {"inputs": 400, "group": group, "add": True, "outputs": 208}
         case = fp8.LinearFp8Problem(**NEW, **facts, gated="silu")

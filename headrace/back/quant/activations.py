@@ -36,10 +36,9 @@ def _on_gpu(scheme: str) -> str:
         problem = LinearFp8Problem(
             device="cuda", dtype=torch.bfloat16, inputs=128, outputs=128, group=group
         )
-        some = f"e4m3, {whose}, from {problem.quantized_from}"
-        if problem.plain_from is not None:
-            return f"{some} to {problem.plain_from - 1} tokens of a step"
-        return f"{some} tokens of a step on"
+        if problem.quantized_from is None:
+            return AS_THEY_ARE
+        return f"e4m3, {whose}, from {problem.quantized_from} tokens of a step on"
     whose = "the stored scale" if scheme.endswith(STORED_SCALE) else "a scale for a token"
     if scheme.removesuffix(STORED_SCALE).endswith(INT8_ROWS):
         first = INT8_FROM if scheme.startswith("int4") else STREAMED_TOKENS + 1

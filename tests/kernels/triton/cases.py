@@ -430,7 +430,7 @@ def _fp8(group: int | None, tokens: int, **more: object) -> Callable[[], object]
         from headrace.back.kernels.linear_fp8 import triton_linear_fp8
 
         problem = linear_fp8.LinearFp8Problem(
-            device="cpu", dtype=BF16, inputs=4096, outputs=1024, group=group, **more
+            device="cpu", dtype=BF16, outputs=1024, group=group, **{"inputs": 4096, **more}
         )
         sample = linear_fp8.sample_of(problem, (tokens,))
         return triton_linear_fp8.bind(sample.problem, *sample.weights)(*sample.arguments)
@@ -866,6 +866,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("linear fp8 quantized gates", _fp8(None, 200, gated="silu", add=True)),
     ("linear fp8 dequantized", _fp8(32, 300, eps=1e-6, activation="silu")),
+    ("linear fp8 quantized wide", _fp8(None, 600, gated="silu", inputs=12288)),
+    ("linear fp8 quantized parts", _fp8(128, 100, gated="silu", inputs=12288)),
     ("int4 one of 32", _int4(1, 32, minima=True, activation="silu", eps=1e-6)),
     ("int4 64", _int4(64, add=True)),
     ("int4 300", _int4(300, None, bias=True)),

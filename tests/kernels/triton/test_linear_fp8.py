@@ -172,6 +172,22 @@ def test_gates_and_ups_become_numbers_in_one_pass(group):
     assert torch.equal(one.scales_TG, two.scales_TG)
 
 
+@pytest.mark.parametrize("more", [{}, {"activation": "silu"}, {"dtype": torch.int8}])
+def test_wide_tokens_that_are_read_twice_get_the_same_bits(more, monkeypatch):
+    """Also one of zeros, one of huge values and one with a NaN."""
+    x = torch.randn(5, 800 if "activation" in more else 400, generator=sample_generator())
+    x[1], x[2], x[3, 7] = 0, x[2] * 1e4, torch.nan
+    x = x.to(DEVICE, DTYPE)
+    once = triton_rows.bind(400, None, norm_weight_I=None, eps=0.0, **more)(x)
+    for name, value in (("WIDE", 256), ("MANY", 1), ("CHUNK", 128), ("CHUNK_WARPS", 4)):
+        monkeypatch.setattr(triton_rows, name, value)
+    twice = triton_rows.bind(400, None, norm_weight_I=None, eps=0.0, **more)(x)
+    torch.testing.assert_close(
+        twice.values_TI.float(), once.values_TI.float(), rtol=0, atol=0, equal_nan=True
+    )
+    torch.testing.assert_close(twice.scales_TG, once.scales_TG, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.skipif(interpreted(), reason="the library takes a GPU")
 @pytest.mark.parametrize("tokens", [65, 130, 1024])
 @pytest.mark.parametrize("more", [{}, {"bias": True}, {"eps": 1e-6, "activation": "silu"}])

@@ -1,8 +1,8 @@
 """Which kernel serves how many tokens of a weight of e4m3 numbers: one token gemv (with the norm;
 it turns the numbers into floats in registers), up to 64 skinny (both of kernels/linear), by tokens
 of e4m3 numbers but where 32 inputs share a scale, more the library's scaled GEMM, or ours where
-that has none; many of 32 inputs a scale the library's GEMM of floats, with the weight dequantized
-before it."""
+that has none; of 32 inputs a scale the library's GEMM of floats, with the weight dequantized before
+it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from headrace.back.kernels.linear.triton_small import (
 )
 from headrace.back.kernels.linear_fp8.layout import Fp8Weight
 from headrace.back.kernels.linear_fp8.op import (
-    MICROSCALED,
+    CHECKED_ROWS,
     STREAMED_TOKENS,
     LinearFp8Problem,
     sample_of,
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 GROUP = 128
 """Inputs of a step, and that share a scale, where not all do; or MICROSCALED."""
+MICROSCALED = 32
 HOPPER = 9
 SCALES_SIDE_BY_SIDE = 4
 """Tokens whose scales the library reads at once."""
@@ -106,7 +107,7 @@ def bind(
             problem.inputs, problem.group, norm_weight_I=None, eps=0.0,
             scale_1=weight.input_scale_1, activation=problem.gated,
         )  # fmt: skip
-    if problem.plain_from is not None:
+    if problem.quantized_from is None:
         plain = after_norm(norm, _dequantized(behind, weight, bias_O))
 
     def planned(tokens: int) -> GemmPlan:
@@ -125,11 +126,11 @@ def bind(
     def linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
         num_tokens = len(x_TI)
         if num_tokens > STREAMED_TOKENS:
-            if plain is not None and not problem.quantizes(num_tokens):
+            if plain is not None:
                 return plain(x_TI, residual_TY)
             return many(quantize_many(x_TI), residual_TY)
         y_TY = result_for(problem, x_TI, residual_TY)
-        if num_tokens >= problem.quantized_from:
+        if problem.quantizes(num_tokens):
             rows = quantize(x_TI)
             launch_scaled_of(padded(num_tokens))(rows.values_TI, y_TY, rows.scales_TG)
             return y_TY
@@ -235,7 +236,7 @@ def plans(problem: LinearFp8Problem) -> list[PlanCheck]:
             bind=bind,
             skip=skip_library if by_library and tokens > STREAMED_TOKENS else None,
         )
-        for tokens in problem.checked_rows
+        for tokens in CHECKED_ROWS
     ]
 
 
@@ -245,7 +246,7 @@ def _supports(problem: LinearFp8Problem) -> str | None:
         return reason
     if torch.version.hip is not None:
         return "is for NVIDIA's GPUs"
-    if problem.gated is not None and problem.plain_from is not None:
+    if problem.gated is not None and problem.quantized_from is None:
         return "takes gates and ups where many tokens become e4m3"
     if not interpreted() and capability() < (8, 9):
         return "fp8 needs compute capability 8.9, not {}.{}".format(*capability())
@@ -253,10 +254,10 @@ def _supports(problem: LinearFp8Problem) -> str | None:
 
 
 def _note(problem: LinearFp8Problem) -> str:
-    few = f"up to {problem.quantized_from - 1} tokens as they are; more quantized"
-    if problem.plain_from is not None:
-        return f"{few} by our kernel, from {problem.plain_from} on dequantized before the GEMM"
+    if problem.quantized_from is None:
+        return f"from {STREAMED_TOKENS + 1} tokens on dequantized before the GEMM"
     whose = "the library" if library_refusal(problem) is None else "our kernel"
+    few = f"up to {problem.quantized_from - 1} tokens as they are; more quantized"
     return f"{few}, beyond {STREAMED_TOKENS} by {whose}"
 
 
