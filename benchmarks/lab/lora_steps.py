@@ -69,10 +69,6 @@ def by_slot(**tiles: int) -> Way:
     return behind(lambda p, w: triton_lora_slots.bind_by_slot(p, w, SlotTiles(**tiles)))
 
 
-def at_once(**tiles: int) -> Way:
-    return behind(lambda p, w: triton_lora_slots.bind_at_once(p, w, SlotTiles(**tiles)))
-
-
 def dense(problem: LoraLinearProblem, weights: LoraWeights, gemm: Callable) -> Callable:
     """z of all slots by the library, then the expansion."""
     rows = weights.a_SKI.view(-1, problem.inputs)
@@ -91,7 +87,7 @@ def beside(problem: LoraLinearProblem, weights: LoraWeights, gemm: Callable) -> 
     """The shrinking on a stream of its own, beside the product."""
     tiles = SlotTiles()
     shrink = triton_lora_slots.bind_shrink(problem, weights, tiles)
-    splits, _ = triton_lora_slots._splits(problem, tiles)
+    splits, _ = triton_lora_slots.splits_of(problem, tiles)
     expand = triton_lora_slots.bind_expand(problem, weights, tiles, splits=splits)
     side = torch.cuda.Stream()
 
@@ -111,9 +107,9 @@ def beside(problem: LoraLinearProblem, weights: LoraWeights, gemm: Callable) -> 
 WAYS: dict[str, Way] = {
     "by row (now)": behind(triton_lora_linear.bind),
     "by slot": by_slot(),
-    "by slot, 256 outputs": by_slot(outputs=256, warps=8),
-    "by slot, 8 splits": by_slot(splits=8),
-    "at once": at_once(),
+    "by slot, 128 outputs": by_slot(outputs=128),
+    "by slot, 8 warps": by_slot(outputs=512, warps=8),
+    "by slot, 256 inputs": by_slot(inputs=256, splits=32),
     "dense": dense,
     "beside": beside,
 }

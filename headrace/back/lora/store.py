@@ -2,12 +2,14 @@
 
 Called by a thread beside the one that runs the steps, one call at a time. A slot is written while
 no row has it; whoever says which slot (the core) sees to that, and to the order: a step with rows
-of a slot is launched after `place` has returned.
+of a slot is launched after `place` has returned. On a GPU it has a stream of its own, for which it
+waits: to wait for the whole device breaks a graph that the other thread may be recording.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,12 @@ class AdapterStore:
 
     def __init__(self, slots: AdapterSlots, device: torch.device) -> None:
         self._slots = slots
-        self._device = device
         self._modules = {
             name: module for layer in slots.layers for name, module in layer.modules.items()
         }
         self._adapters: dict[str, list[Any | None]] = {}
         self._placed: dict[int, str] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._groups: tuple[dist.ProcessGroup | None, ...] = (None, None)
         if any(linear.problem.turned and linear.adds_up for linear in slots.linears):
             # Apart from the steps' own sums, and those of this thread from those of `renew`.
@@ -43,7 +45,8 @@ class AdapterStore:
         """One order; what it could not do is told in the reply."""
         try:
             if order.action == "read":
-                return self.read(order.name, order.folder)
+                with self._on_stream():
+                    return self.read(order.name, order.folder)
             if order.action == "place":
                 self.place(order.name, order.slot)
             else:
@@ -111,11 +114,14 @@ class AdapterStore:
     def place(self, name: str, slot: int) -> None:
         """Puts an adapter that was read into a slot."""
         self._placed[slot] = name
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on_stream():
             for layer, share in zip(self._slots.layers, self._adapters[name], strict=True):
                 layer.put(slot, share)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def drop(self, name: str) -> None:
         """Lets an adapter in host memory go."""
