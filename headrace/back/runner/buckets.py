@@ -87,8 +87,7 @@ class BucketSteps:
         draft_rows: int = 0,
         usage: GraphUsage | None = None,
     ) -> None:
-        device = resources.device
-        self._resources, self._replay = resources, replay
+        device, self._resources, self._replay = resources.device, resources, replay
         self._shortcuts = head_shortcuts(resources.model)
         self._heads = {HeadOutput.LOGITS, *self._shortcuts}
         self.buckets = buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
@@ -121,7 +120,8 @@ class BucketSteps:
         taps = self._taps = None if drafter is None else drafter.taps
         self._sees_all = sees_all_of(self._speculation)
         self._exact = ExactSteps(resources, self.rows, taps=taps)
-        self._media = MediaSteps(resources.state, max_tokens, replay.on_host or drafter is not None)
+        apart = replay.on_host or drafter is not None
+        self._media = MediaSteps(resources.state, max_tokens, block_tokens, apart)
         self._newest: Bucket | None = None
         self._expands = not replay.on_host and resources.model.host_pairs is not None
         self._message = StepMessage(problem, self._tables, buckets.largest.updates, slots=RING)

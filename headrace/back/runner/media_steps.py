@@ -31,8 +31,8 @@ class MediaSteps:
     `trusted`: whether they do; `waits`: whether steps that reach placeholders are run by
     themselves, as all are with `apart`."""
 
-    def __init__(self, state: ModelState, max_tokens: int, apart: bool) -> None:
-        self._state = state
+    def __init__(self, state: ModelState, max_tokens: int, block_tokens: int, apart: bool) -> None:
+        self._state, self._block_tokens = state, block_tokens
         self._places = None if apart else state.recorded_media(max_tokens)
         self.records = self._places is not None
         self.trusted = False
@@ -64,10 +64,11 @@ class MediaSteps:
     ) -> StepOutputs:
         """`exact`, what a step that was run by itself has left. Behind a made-up one of one row
         `run` runs it once more in its bucket, and what both leave of the last token says whether
-        such steps are trusted."""
+        such steps are trusted. Blocks of made-up steps are one and the same: a longer step's tokens
+        write over each other's keys, in any order."""
         if self._compared or not self.records or plan.step >= 0 or not are_launched():
             return exact
-        if self.reached(shape):
+        if shape.max_kv_len <= self._block_tokens and self.reached(shape):
             exact_E = exact.out.hidden_TE[-1].float()
             self._compared = self.trusted = True
             self.waits = False

@@ -40,16 +40,19 @@ def media_plans(
     generates: bool = True,
 ) -> Iterator[StepPlan]:
     """For each form a step of one row, of at most `tokens` tokens, with the largest input, and one
-    that ends it; then smaller ones, whose kernels may be others. `small`: inputs of one size are
-    left out, and others are of so many tokens."""
+    that ends it; then smaller ones, whose kernels may be others, the last within one block of the
+    cache. `small`: inputs of one size are left out, and of others there is the last alone."""
     for form in forms:
         if form.sides and small:
             continue
-        sizes = (tokens,) if small else (tokens, *(size for size in SMALLER if size < tokens))
-        seen: set[tuple[int, int, int]] = set()
+        sizes = [tokens, *(size for size in SMALLER if size < tokens), min(tokens, block_tokens)]
+        sizes = sizes[-1:] if small else sizes
+        seen: set[tuple[int, ...]] = set()
         for size in sizes:
-            if (grid := grid_of(form, size)) not in seen:
-                seen.add(grid)
+            grid = grid_of(form, size)
+            shape = (*grid, min(size, form.num_tokens(grid)))
+            if shape not in seen:
+                seen.add(shape)
                 yield _seeing(form, size, num_groups, block_tokens, generates=generates)
                 yield _end()
 

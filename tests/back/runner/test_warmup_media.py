@@ -30,13 +30,13 @@ def test_the_largest_input(form: MediaForm, tokens: int, grid: tuple[int, int, i
 
 
 def test_a_plan_brings_its_pixels_and_another_takes_them_back() -> None:
-    seen, end = media_plans((ANY, FIXED), tokens=16, num_groups=2, block_tokens=8, small=True)
+    seen, end = media_plans((ANY, FIXED), tokens=16, num_groups=2, block_tokens=16, small=True)
     (start,) = seen.starts
     assert start.tokens.size == start.media[0].num_tokens == seen.num_tokens[0] == 16
     payload = msgspec.msgpack.decode(seen.hook_payloads[MEDIA_HOOK], type=MediaPayload)
     assert len(payload.added[0].rows) == 64 * 588
     assert list(zip(seen.block_group.tolist(), seen.block_index.tolist(), strict=True)) == [
-        (group, index) for group in (0, 1) for index in (0, 1, 2)
+        (group, index) for group in (0, 1) for index in (0, 1)
     ]
     gone = msgspec.msgpack.decode(end.hook_payloads[MEDIA_HOOK], type=MediaPayload)
     assert gone.evicted == (start.media[0].key,) and np.array_equal(end.ends, [0])
@@ -45,3 +45,9 @@ def test_a_plan_brings_its_pixels_and_another_takes_them_back() -> None:
 def test_an_input_longer_than_a_step_is_reached_by_its_first_chunk() -> None:
     plans = list(media_plans((FIXED,), tokens=100, num_groups=1, block_tokens=16, small=False))
     assert plans[0].num_tokens.tolist() == [100] and plans[0].starts[0].num_prompt == 576
+    assert plans[-2].num_tokens.tolist() == [16]  # the last within one block
+
+
+def test_smaller_inputs_follow() -> None:
+    plans = list(media_plans((ANY,), tokens=1024, num_groups=1, block_tokens=16, small=False))
+    assert [plan.num_tokens.tolist() for plan in plans[::2]] == [[1024], [256], [64], [16]]

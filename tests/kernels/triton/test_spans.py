@@ -106,6 +106,33 @@ def test_heads_are_cut_in_two_powers_of_two() -> None:
 
 
 @pytest.mark.skipif(interpreted(), reason="PyTorch's kernels for GPUs")
+def test_long_spans_are_planned_when_they_come_again() -> None:
+    """By ours, then by the library's: a length for the first time, again, recorded, and lengths side by side."""
+    one = problem(72, torch.bfloat16)
+    library_spans._known.cache_clear()
+    attend, known = library_spans.LONG.bind(one), library_spans._known(one)
+    reference = op.bind_reference(one)
+    for starts in ([0, 150], [0, 2048, 4096], [0, 4096, 5000], [0, 1600], [0, 12_288]):
+        for _ in range(4):
+            arguments = inputs(one, starts[-1])
+            got, want = attend(*arguments, starts), reference(*arguments, starts)
+            error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+            assert error <= float_tolerance(torch.bfloat16), (starts, error)
+    assert known == {(): True, (2048, 2048): True, (12_288,): True}
+    arguments, starts = inputs(one, 4096), [0, 2048, 4096]
+    attend(*(each[:3000] for each in arguments), [0, 3000])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attend(*arguments, starts)
+        fresh = attend(*(each[:3000] for each in arguments), [0, 3000])
+    graph.replay()
+    for y, places in ((got, starts), (fresh, [0, 3000])):
+        want = reference(*(each[: places[-1]] for each in arguments), places)
+        assert (y.float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
+    assert known.keys() == {(), (2048, 2048), (12_288,)}
+
+
+@pytest.mark.skipif(interpreted(), reason="PyTorch's kernels for GPUs")
 @pytest.mark.parametrize(
     "kernel", [library_spans.CUDNN, library_spans.FLASH], ids=lambda one: one.name
 )

@@ -1,8 +1,13 @@
 """Attention inside spans by PyTorch's own kernels for GPUs: FlashAttention 2 over packed spans, and
-cuDNN's over spans of one length."""
+cuDNN's over spans of one length; and `LONG`, which takes ours for short spans and these for long
+ones. cuDNN makes a plan for each length (60 ms on an H200), which pays where a length comes again;
+until then it is FlashAttention 2.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -10,11 +15,21 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.op import Kernel, float_tolerance
+from headrace.back.kernels.span_attention import triton_spans
 from headrace.back.kernels.span_attention.op import SpanAttention, SpanAttentionProblem
 from headrace.back.kernels.upload import held, to_device
 
+log = logging.getLogger(__name__)
 KEPT_LISTS = 8
+LONG_SPAN = 1536
+"""Tokens of a span from which on the library's kernels are quicker than ours."""
+PLANNED_SPAN = 2048
+"""From which on a plan is worth making for a length that has come before."""
+PLANNED_AT_ONCE = 12_288
+"""From which on one pass of an encoder gains more than a plan costs."""
+MOST_LENGTHS = 512
+"""That a layer remembers."""
 UNIT = 8
 """Heads are multiples of it."""
 
@@ -70,6 +85,58 @@ def bind_cudnn(problem: SpanAttentionProblem) -> SpanAttention:
     return attend
 
 
+def bind_long(problem: SpanAttentionProblem) -> SpanAttention:
+    """See the top of the file. A library's first result is compared with ours, and of a kernel that
+    is off nothing is taken; so are plans made while nothing is recorded."""
+    ours, flash, cudnn = triton_spans.bind(problem), bind_flash(problem), bind_cudnn(problem)
+    known = _known(problem)
+    seen: OrderedDict[tuple[int, ...], None] = OrderedDict()
+
+    def attend(
+        q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: Sequence[int]
+    ) -> torch.Tensor:
+        inputs = (q_THD, k_TKD, v_TKD, starts)
+        if len(starts) < 2 or starts[1] - starts[0] < LONG_SPAN:
+            return ours(*inputs)
+        sizes = tuple(end - begin for begin, end in pairwise(starts))
+        came, one_length = sizes in seen, len(set(sizes)) == 1
+        seen[sizes] = None
+        if len(seen) > MOST_LENGTHS:
+            seen.popitem(last=False)
+        wanted = () if not one_length or sizes[0] < PLANNED_SPAN else sizes
+        if not came and sizes[0] < PLANNED_AT_ONCE:
+            wanted = ()
+        library = cudnn if wanted else flash
+        if wanted not in known and not _is_recorded(q_THD):
+            y_THD = ours(*inputs)
+            known[wanted] = _agrees(problem, y_THD, library(*inputs))
+            return y_THD
+        if known.get(wanted):
+            return library(*inputs)
+        return flash(*inputs) if known.get(()) else ours(*inputs)
+
+    return attend
+
+
+@lru_cache
+def _known(problem: SpanAttentionProblem) -> dict[tuple[int, ...], bool]:
+    """Lengths of spans -> whether cuDNN's is trusted with them; (): FlashAttention. Of all layers
+    of a kind."""
+    return {}
+
+
+def _is_recorded(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _agrees(problem: SpanAttentionProblem, y_THD: torch.Tensor, library_THD: torch.Tensor) -> bool:
+    off = (library_THD.float() - y_THD.float()).abs().max() / y_THD.float().abs().max()
+    if off <= float_tolerance(problem.dtype):
+        return True
+    log.warning("a library's attention inside spans is off by %.3g and is not taken", off)
+    return False
+
+
 def runs_of(starts: Sequence[int]) -> list[tuple[int, int, int]]:
     """Spans of one length in a row: where they begin and end, and the length; empty ones are left
     out."""
@@ -104,3 +171,8 @@ def _supports(problem: SpanAttentionProblem) -> str | None:
 
 FLASH = Kernel(name="flash", supports=_supports, bind=bind_flash)
 CUDNN = Kernel(name="cudnn", supports=_supports, bind=bind_cudnn)
+LONG = Kernel(
+    name="triton, long spans by cuDNN",
+    supports=lambda problem: _supports(problem) or triton_spans.KERNEL.supports(problem),
+    bind=bind_long,
+)

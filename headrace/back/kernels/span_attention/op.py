@@ -148,6 +148,7 @@ OP: Op[SpanAttentionProblem] = Op(
     name="span_attention",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
     kernels=(
+        "headrace.back.kernels.span_attention.library_spans:LONG",
         "headrace.back.kernels.span_attention.triton_spans:KERNEL",
         "headrace.back.kernels.span_attention.library_spans:CUDNN",
         "headrace.back.kernels.span_attention.library_spans:FLASH",
