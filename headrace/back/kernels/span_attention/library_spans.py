@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from headrace.back.kernels.launches import are_launched
 from headrace.back.kernels.op import Kernel, float_tolerance
 from headrace.back.kernels.span_attention import triton_spans
 from headrace.back.kernels.span_attention.op import SpanAttention, SpanAttentionProblem
@@ -22,10 +23,9 @@ from headrace.back.kernels.upload import held, to_device
 
 log = logging.getLogger(__name__)
 KEPT_LISTS = 8
-LONG_SPAN = 1536
-"""Tokens of a span from which on the library's kernels are quicker than ours."""
-PLANNED_SPAN = 2048
-"""From which on a plan is worth making for a length that has come before."""
+LONG_SPAN = 1500
+"""Tokens of a span from which on the library's kernels are quicker than ours, and a plan is worth
+making for a length that has come before; a window of Whisper's has so many."""
 PLANNED_AT_ONCE = 12_288
 """From which on one pass of an encoder gains more than a plan costs."""
 MOST_LENGTHS = 512
@@ -96,16 +96,15 @@ def bind_long(problem: SpanAttentionProblem) -> SpanAttention:
         q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor:
         inputs = (q_THD, k_TKD, v_TKD, starts)
-        if len(starts) < 2 or starts[1] - starts[0] < LONG_SPAN:
+        if len(starts) < 2 or starts[1] - starts[0] < LONG_SPAN or not are_launched():
             return ours(*inputs)
         sizes = tuple(end - begin for begin, end in pairwise(starts))
         came, one_length = sizes in seen, len(set(sizes)) == 1
         seen[sizes] = None
         if len(seen) > MOST_LENGTHS:
             seen.popitem(last=False)
-        wanted = () if not one_length or sizes[0] < PLANNED_SPAN else sizes
-        if not came and sizes[0] < PLANNED_AT_ONCE:
-            wanted = ()
+        planned = one_length and (came or sizes[0] >= PLANNED_AT_ONCE)
+        wanted = sizes if planned else ()
         library = cudnn if wanted else flash
         if wanted not in known and not _is_recorded(q_THD):
             y_THD = ours(*inputs)
