@@ -56,12 +56,11 @@ def _scaled(
 
 @triton.jit
 def _times_scaled(
-    b_x, b_weight, b_acc, p_scale, p_minimum, m_scale, b_x_scale, SWAP: tl.constexpr,
+    b_x, b_weight, b_acc, b_scale, p_minimum, m_scale, b_x_scale, SWAP: tl.constexpr,
     MINIMA: tl.constexpr,
 ):  # fmt: skip
     """Adds the same times a scale for each output (and `b_x_scale` for each token, if there are
     some), less the sum of x times its minimum."""
-    b_scale = tl.load(p_scale, mask=m_scale, other=0.0)
     b_part = _times(b_x, b_weight, tl.zeros_like(b_acc), SWAP)
     if b_x_scale is not None:
         b_part = b_part * (b_x_scale[None, :] if SWAP else b_x_scale[:, None])
@@ -81,11 +80,12 @@ def _times_scaled(
 
 @triton.jit
 def _added(
-    b_x, b_weight, b_acc, scales, minima, o_row, m_n, first, b_x_scale, INPUTS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr, SWAP: tl.constexpr,
+    b_x, b_weight, b_acc, scales, b_scale, minima, o_row, m_n, first, b_x_scale,
+    INPUTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, GROUPED: tl.constexpr,
+    SWAP: tl.constexpr,
 ):  # fmt: skip
     """Adds the product with a step's weights, from input `first` on, with the scales of its groups
-    where there are some."""
+    where there are some: `b_scale`, where they are a step's own."""
     MINIMA: tl.constexpr = minima is not None
     if not GROUPED:
         return _times(b_x, b_weight, b_acc, SWAP)
@@ -101,8 +101,28 @@ def _added(
         m_scale = m_n & (first < INPUTS)
         p_minimum = minima + o_scale if MINIMA else scales
         return _times_scaled(
-            b_x, b_weight, b_acc, scales + o_scale, p_minimum, m_scale, b_x_scale, SWAP, MINIMA
+            b_x, b_weight, b_acc, b_scale, p_minimum, m_scale, b_x_scale, SWAP, MINIMA
         )
+
+
+@triton.jit
+def _step_scales(
+    scales, x_scales, o_row, o_m, m_n, m_m, first, UP: tl.constexpr, INPUTS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Of a step from input `first` on: the scales of outputs, of those UP rows behind them, and of
+    tokens (without any: of outputs again)."""
+    here = first < INPUTS
+    p_scale = scales + o_row * GROUPS + first // GROUP
+    b_scale = tl.load(p_scale, mask=m_n & here, other=0.0)
+    b_up = b_scale
+    if UP > 0:
+        b_up = tl.load(p_scale + UP * GROUPS, mask=m_n & here, other=0.0)
+    b_x_scale = b_scale
+    if x_scales is not None:
+        p_x_scale = x_scales + o_m * GROUPS + first // GROUP
+        b_x_scale = tl.load(p_x_scale, mask=m_m & here, other=0.0)
+    return b_scale, b_up, b_x_scale
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -165,6 +185,16 @@ def skinny_kernel(
     b_acc = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
     b_acc_up = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
     EVEN: tl.constexpr = SHARE * SPLIT == INPUTS
+    # Scales of a step are loaded during the one before: a product waits for nothing but its tiles.
+    STEPWISE: tl.constexpr = GROUPED & (K <= GROUP)
+    ROWS_UP: tl.constexpr = OUTPUTS if GATED else 0
+    b_scale = None
+    b_scale_up = None
+    b_token = None
+    if STEPWISE:
+        b_scale, b_scale_up, b_token = _step_scales(
+            scales, x_scales, o_row, o_m, m_n, m_m, begin, ROWS_UP, INPUTS, GROUP, GROUPS
+        )
     for k in range(0, SHARE, K):
         if EVEN:
             b_x = tl.load(p_x + k, mask=m_m[:, None], other=0.0)
@@ -180,18 +210,24 @@ def skinny_kernel(
                     p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
                 )
         b_x_scale = None
-        if GROUPED and x_scales is not None:
-            p_x_scale = x_scales + o_m * GROUPS + (begin + k) // GROUP
-            b_x_scale = tl.load(p_x_scale, mask=m_m & (begin + k < INPUTS), other=0.0)
+        if STEPWISE:
+            b_next, b_next_up, b_next_token = _step_scales(
+                scales, x_scales, o_row, o_m, m_n, m_m, begin + k + K, ROWS_UP, INPUTS, GROUP,
+                GROUPS,
+            )  # fmt: skip
+            if x_scales is not None:
+                b_x_scale = b_token
         b_acc = _added(
-            b_x, b_weight, b_acc, scales, minima, o_row, m_n, begin + k, b_x_scale, INPUTS, GROUP,
-            GROUPS, GROUPED, SWAP,
+            b_x, b_weight, b_acc, scales, b_scale, minima, o_row, m_n, begin + k, b_x_scale,
+            INPUTS, GROUP, GROUPS, GROUPED, SWAP,
         )  # fmt: skip
         if GATED:
             b_acc_up = _added(
-                b_x, b_weight_up, b_acc_up, scales, minima, o_row + OUTPUTS, m_n, begin + k,
-                b_x_scale, INPUTS, GROUP, GROUPS, GROUPED, SWAP,
+                b_x, b_weight_up, b_acc_up, scales, b_scale_up, minima, o_row + OUTPUTS, m_n,
+                begin + k, b_x_scale, INPUTS, GROUP, GROUPS, GROUPED, SWAP,
             )  # fmt: skip
+        if STEPWISE:
+            b_scale, b_scale_up, b_token = b_next, b_next_up, b_next_token
     if SWAP:
         b_acc = tl.trans(b_acc)
         b_acc_up = tl.trans(b_acc_up)
