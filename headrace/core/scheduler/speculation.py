@@ -162,7 +162,9 @@ class DraftLengths:
     `max_drafts`: of a row in a step, as many as both the options and the workers allow.
 
     Where more requests run and wait than a step with drafts may have rows, no network follows the
-    steps: their prompts would be followed for drafts that are never made.
+    steps: their prompts would be followed for drafts that are never made. A row for which a network
+    proposes nothing is one that it has lost in such steps, and is planned without drafts from then
+    on; but for rows whose masks may forbid them all.
     """
 
     def __init__(
@@ -187,6 +189,8 @@ class DraftLengths:
         self._prices = DraftPrices() if spec.adaptive else None
         self._stood = np.zeros(rows.num_rows)
         self._predicted = np.zeros(rows.num_rows, bool)
+        self._loses = np.zeros(rows.num_rows, bool)
+        self._follows = spec.model is not None
         self._tried = np.zeros(rows.num_rows)
         self._all_stood, self._all_tried = FIRST_WEIGHT * FIRST_CHANCE, FIRST_WEIGHT
         self._unpaid = 0  # for so many rows nothing pays until something is learned
@@ -206,6 +210,7 @@ class DraftLengths:
         self._most[row] = self._next[row] = self._max_drafts if self._may_draft(request.wire) else 0
         self._proposed_at[row] = -1
         self._predicted[row] = bool(request.wire.prediction)
+        self._loses[row] = self._follows and not request.wire.hook_payloads
         self._stood[row] = self._tried[row] = 0.0
         self._unpaid = 0
 
@@ -248,8 +253,10 @@ class DraftLengths:
 
     def _worthwhile(self, prices: DraftPrices, decoding: Intp, most: Int32) -> Int32:
         """Of `most` drafts of each row those that pay."""
-        rows, turn = len(decoding), prices.turn(len(decoding))
         best, best_net = np.zeros_like(most), 0.0
+        if not most.any():
+            return best
+        rows, turn = len(decoding), prices.turn(len(decoding))
         every = LEAST_PROBE_STEPS
         if prices.measured(rows) >= SURE:
             every = min(PROBE_STEPS, max(every, int(prices.price(rows, rows) / PROBE_SHARE)))
@@ -339,6 +346,7 @@ class DraftLengths:
         drafted = result.drafted[live] if len(result.drafted) else np.zeros_like(accepted)
         planned = in_flight.drafts[live]
         self._rows.settle_drafts(rows, planned, accepted)
+        self._most[rows[self._loses[rows] & (planned > drafted) & (drafted == 0)]] = 0
         tried = accepted + (accepted < planned)
         self._stood[rows] = KEEP * self._stood[rows] + accepted
         self._tried[rows] = KEEP * self._tried[rows] + tried

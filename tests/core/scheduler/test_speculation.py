@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -130,6 +131,26 @@ def test_more_rows_than_pay_draft_nothing():
     assert driver.ask("status")["draft_tokens"] == 0
     driver.run()
     assert all(len(driver.tokens[id]) == 20 for id in range(3))
+
+
+def test_rows_that_a_network_has_lost_are_planned_without_drafts():
+    """Nothing is proposed for any: a text's drafter may find something later, a network does not (SPC-05)."""
+    planned = {}
+    for network in (False, True):
+        spec = make_spec(speculation=spec_of(3))
+        model = spec.model if network else None
+        speculation = msgspec.structs.replace(spec.speculation, model=model)
+        driver = Driver(msgspec.structs.replace(spec, speculation=speculation))
+        submit, drafts = driver.executor.submit, list[bool]()
+        driver.executor.submit = lambda plan, d=drafts, s=submit: (
+            d.append(bool(plan.drafts.any())),
+            s(plan),
+        )[1]
+        driver.add(*(make_request(id, 8, max_tokens=20) for id in range(3)))
+        driver.run()
+        assert all(len(driver.tokens[id]) == 20 for id in range(3))
+        planned[network] = sum(drafts)
+    assert planned[False] > 8 and planned[True] <= 3, planned
 
 
 def test_rows_whose_samples_count_tokens_draft_like_others():
