@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -31,6 +32,9 @@ from headrace.base.wire.request import (
 from headrace.front.client.limits import Limits
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
+SEND_BYTES = 4 << 20
+"""That the system takes at a time, if it may: the pixels of an image are some megabytes, and with
+the usual 208 KiB both processes wake for each of 30 pieces."""
 _LOOK_S = 0.002
 """Pause between two looks at how much is unsent, of the one who waits for it at a time."""
 
@@ -148,7 +152,11 @@ class Connection:
 
     async def _connected(self) -> _Frames:
         frames = _Frames(self._take)
-        await asyncio.get_running_loop().create_unix_connection(lambda: frames, self._path)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_unix_connection(lambda: frames, self._path)
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES
+        )
         return frames
 
     async def _stay(self, frames: _Frames, pause_s: float) -> float:
