@@ -25,8 +25,8 @@ from headrace.base.wire.step import RowStart, StepPlan
 KEY = bytes(KEY_BYTES)
 MOST_PATCHES = 16_384
 """Of a made-up input: as many as the runner gives to an encoder at a time."""
-SMALLER = (256, 64)
-"""Tokens of further made-up inputs."""
+SMALLER = 64
+"""Tokens of a further made-up input."""
 SHARED = 1
 
 
@@ -40,13 +40,17 @@ def media_plans(
     generates: bool = True,
 ) -> Iterator[StepPlan]:
     """For each form a step of one row, of at most `tokens` tokens, with the largest input, and one
-    that ends it; then smaller ones, whose kernels may be others, the last within one block of the
-    cache. `small`: inputs of one size are left out, and of others there is the last alone."""
+    that ends it; of the first form then smaller ones, whose kernels may be others, the last within
+    one block of the cache. `small`: inputs of one size are left out, and of others there is the
+    last alone."""
     for form in forms:
         if form.sides and small:
             continue
-        sizes = [tokens, *(size for size in SMALLER if size < tokens), min(tokens, block_tokens)]
-        sizes = sizes[-1:] if small else sizes
+        sizes = [tokens]
+        if form is forms[0]:
+            sizes += [min(tokens, SMALLER), min(tokens, block_tokens)]
+        if small:
+            sizes = [min(tokens, block_tokens)]
         seen: set[tuple[int, ...]] = set()
         for size in sizes:
             grid = grid_of(form, size)

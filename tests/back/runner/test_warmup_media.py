@@ -50,4 +50,4 @@ def test_an_input_longer_than_a_step_is_reached_by_its_first_chunk() -> None:
 
 def test_smaller_inputs_follow() -> None:
     plans = list(media_plans((ANY,), tokens=1024, num_groups=1, block_tokens=16, small=False))
-    assert [plan.num_tokens.tolist() for plan in plans[::2]] == [[1024], [256], [64], [16]]
+    assert [plan.num_tokens.tolist() for plan in plans[::2]] == [[1024], [64], [16]]
