@@ -97,6 +97,8 @@ class Ways:
         self.parts = [some_rows(self.whole, *one) for one in bounds]
         self.streams = [torch.cuda.Stream() for _ in self.parts]
         self.outputs: dict[str, list[Outputs]] = {}
+        self.kept: list[object] = []
+        """The calls of graphs, which hold what these read."""
 
     def compile(self) -> None:
         """Launches everything once; within `compiling`."""
@@ -138,6 +140,7 @@ class Ways:
     ) -> torch.cuda.CUDAGraph:
         """One graph; each call on its stream, where it has run before: counters and workspaces are a stream's own."""
         self.warm(calls, streams)
+        self.kept += calls
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=streams[0]):
             for stream in streams[1:]:
@@ -153,6 +156,7 @@ class Ways:
         """One graph of both halves, which attend in turn."""
         stages = [self.step.stages("fused", part) for part in self.parts]
         self.warm([partial(_ended, one) for one in stages], self.streams)
+        self.kept += stages
         first, second = self.streams
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=first):

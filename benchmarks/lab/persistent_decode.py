@@ -6,7 +6,7 @@
 First whether they agree: logits of both against float32, and the best token. Then microseconds of a step, medians of
 rounds in which all ways take turns: "recorded", and the kernel as it is, without weights asked for before a barrier,
 without what it asks for into the second-level cache, with neither, and with a launch for each phase; its barriers and
-its head alone.
+its head alone; and each phase of all layers, a launch for each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks.h200.chain import MODELS, VOCABULARY, Model, Step
 from benchmarks.h200.shapes import BYTES_PER_S, device_name
-from benchmarks.lab.persistent_kernel import DecoderWeights, PersistentDecoder, Sizes
+from benchmarks.lab.persistent_kernel import PHASES, DecoderWeights, PersistentDecoder, Sizes
 from headrace.back.kernels.triton.ahead import compiling
 from headrace.back.kernels.triton.timing import graph_of, replay_us
 
@@ -79,7 +79,7 @@ class PlainDecoder:
         w = self.weights
         x = self._norm(x_E, w.mlp_norm[layer])
         gate, up = (w.gate_up[layer].float() @ x).chunk(2)
-        return x_E + w.down[layer].float().t() @ (F.silu(gate) * up)
+        return x_E + w.down[layer].float() @ (F.silu(gate) * up)
 
     def logits(self, x_E: torch.Tensor) -> torch.Tensor:
         """Of the last residual."""
@@ -103,12 +103,11 @@ def stacked(step: Step) -> DecoderWeights:
     """The same weights as the engine's kernels have."""
     layers = step.model.layers
     found = {name: torch.stack([one[name] for one in step.weights]) for name in step.weights[0]}
-    down = torch.stack([one["down"].t().contiguous() for one in step.weights])
     width = step.norm_weight.expand(layers, -1).contiguous()
     head = torch.ones(layers, 128, device="cuda")
     return DecoderWeights(
         embedding=step.head, input_norm=width, qkv=found["qkv"], q_norm=head, k_norm=head,
-        o=found["o"], mlp_norm=width, gate_up=found["gate_up"], down=down,
+        o=found["o"], mlp_norm=width, gate_up=found["gate_up"], down=found["down"],
         final_norm=step.norm_weight, head=step.head,
     )  # fmt: skip
 
@@ -169,6 +168,8 @@ class Comparison:
             print(json.dumps({name: row[name]}), flush=True)
             graphs[name] = graph_of([launch])
         alone = {"barriers alone": decoder.launch_barriers, "head alone": decoder.launch_head}
+        phases = range(1, 6) if decoder.sizes.splits > 1 else (1, 2, 4, 5)
+        alone |= {f"{PHASES[i]} alone": partial(decoder.launch_phase, i) for i in phases}
         for name, launch in alone.items():
             graphs[name], row[name] = graph_of([launch]), {}
         times = [[replay_us(graph, replays=9) for graph in graphs.values()] for _ in range(ROUNDS)]

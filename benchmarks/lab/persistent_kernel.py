@@ -12,11 +12,12 @@ barrier behind each:
                 rows of the output projection, added into the residual by atomics: no barrier between. A long one: a
                 program takes a KV head of one split of the context
     output      of a long context: splits merged, output projection
-    mlp         norm, gate and up of 24 inner values a program, activation, and what these values give of the down
-                projection, added into the residual by atomics (weights of down lie transposed): no barrier between
+    gate_up     norm, gate and up of 24 inner values a program, activation
+    down        8 outputs a program
 
-The residual is float32 in three vectors: a phase reads one, adds into the second, and clears the third, which nobody
-reads or adds to meanwhile. Sums by atomics come in any order, so that two runs differ in the last bits.
+The residual is float32, before and behind attention in two vectors. Sums by atomics come in any order, so that two runs
+differ in the last bits. The down projection by atomics of 128 programs to each output, which spares its barrier, took
+about 10 us a layer.
 
 A program that waits for too long stops the kernel by a trap. The phases can be launched one by one without barriers
 (`first`, `last`), which is how the interpreter runs them (tests/kernels/triton/test_persistent.py).
@@ -39,7 +40,7 @@ PROGRAMS, WARPS = 128, 8
 LONG = 256
 """Positions from which on a context is cut into splits."""
 SPLITS = 16
-PHASES = ("first row", "qkv", "attention", "output", "mlp", "head", "token")
+PHASES = ("first row", "qkv", "attention", "output", "gate_up", "down", "head", "token")
 
 
 @triton.jit
@@ -76,25 +77,40 @@ def _with(b_tiles, b_tile):
 
 
 @triton.jit
-def _tiles(p_rows, ROWS: tl.constexpr, E: tl.constexpr):
-    """Weights of rows one after the other, in tiles of 8 rows and a quarter of the width, four tiles a row: each warp
-    has a row of a tile, so that sums over a row stay inside it."""
-    QUARTER: tl.constexpr = E // 4
+def _held(b_tiles, COUNT: tl.constexpr, BARRIER: tl.constexpr):
+    """Weights as they came, in 16 bits: else the compiler makes float32 of them before the wait, for which there are
+    not enough registers."""
+    b_held = ()
+    for i in tl.static_range(COUNT):
+        if BARRIER:
+            b_tile = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [b_tiles[i]], dtype=b_tiles[i].dtype, is_pure=False,
+                pack=2,
+            )  # fmt: skip
+            b_held = _with(b_held, b_tile)
+        else:
+            b_held = _with(b_held, b_tiles[i])
+    return b_held
+
+
+@triton.jit
+def _tiles(p_rows, ROWS: tl.constexpr, E: tl.constexpr, QUARTER: tl.constexpr):
+    """Weights of rows one after the other, in tiles of 8 rows and a part of their width E: each warp has a row of a
+    tile, so that sums over a row stay inside it."""
     o = tl.arange(0, 8)[:, None] * E + tl.arange(0, QUARTER)[None, :]
     b_tiles = ()
     for t in tl.static_range(ROWS // 8):
-        for c in tl.static_range(4):
+        for c in tl.static_range(E // QUARTER):
             b_tiles = _with(b_tiles, tl.load(p_rows + (t * 8 * E + c * QUARTER) + o))
     return b_tiles
 
 
 @triton.jit
-def _vector(p_x, E: tl.constexpr):
-    """A vector of the width as four tiles, the same in every row."""
-    QUARTER: tl.constexpr = E // 4
+def _vector(p_x, E: tl.constexpr, QUARTER: tl.constexpr):
+    """A vector as such tiles, the same in every row."""
     o = tl.arange(0, 8)[:, None] * 0 + tl.arange(0, QUARTER)[None, :]
     b_x = ()
-    for c in tl.static_range(4):
+    for c in tl.static_range(E // QUARTER):
         b_x = _with(b_x, tl.load(p_x + c * QUARTER + o).to(tl.float32))
     return b_x
 
@@ -102,7 +118,7 @@ def _vector(p_x, E: tl.constexpr):
 @triton.jit
 def _normed(p_x, p_weight, eps, E: tl.constexpr):
     """x times the norm's weight, and 1 / rms(x) of each row of a tile."""
-    b_x, b_weight = _vector(p_x, E), _vector(p_weight, E)
+    b_x, b_weight = _vector(p_x, E, E // 4), _vector(p_weight, E, E // 4)
     b_squares = b_x[0] * b_x[0]
     b_scaled = (b_x[0] * b_weight[0],)
     for c in tl.static_range(1, 4):
@@ -112,32 +128,28 @@ def _normed(p_x, p_weight, eps, E: tl.constexpr):
 
 
 @triton.jit
-def _products(b_tiles, b_x, t: tl.constexpr):
+def _products(b_tiles, b_x, t: tl.constexpr, PARTS: tl.constexpr):
     """The t-th 8 rows of weights times x."""
-    b_sum = b_tiles[4 * t].to(tl.float32) * b_x[0]
-    for c in tl.static_range(1, 4):
-        b_sum += b_tiles[4 * t + c].to(tl.float32) * b_x[c]
+    b_sum = b_tiles[PARTS * t].to(tl.float32) * b_x[0]
+    for c in tl.static_range(1, PARTS):
+        b_sum += b_tiles[PARTS * t + c].to(tl.float32) * b_x[c]
     return tl.sum(b_sum, axis=1)
 
 
 @triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+def _rotation(p_weight, p_table, D: tl.constexpr):
+    """What norm and rotation of a head multiply with: of each value, and of the other one of its pair."""
+    HALF: tl.constexpr = D // 2
+    o = tl.arange(0, D)
+    b_own = tl.load(p_weight + o) * tl.load(p_table + o % HALF)
+    b_sin = tl.load(p_table + HALF + o % HALF)
+    return b_own, tl.load(p_weight + (o + HALF) % D) * tl.where(o < HALF, -b_sin, b_sin)
 
 
 @triton.jit
-def _head(p_x, p_weight, p_table, eps, D: tl.constexpr):
+def _head(b, b_pair, b_own, b_other, eps, D: tl.constexpr):
     """A head [D], normed and rotated."""
-    HALF: tl.constexpr = D // 2
-    o = tl.arange(0, D)
-    o_pair = (o + HALF) % D
-    b, b_pair = tl.load(p_x + o), tl.load(p_x + o_pair)
-    b_scale = tl.rsqrt(tl.sum(b * b, axis=0) / D + eps)
-    b = b * b_scale * tl.load(p_weight + o)
-    b_pair = b_pair * b_scale * tl.load(p_weight + o_pair)
-    b_cos = tl.load(p_table + o % HALF)
-    b_sin = tl.load(p_table + HALF + o % HALF)
-    return b * b_cos + tl.where(o < HALF, -b_pair, b_pair) * b_sin
+    return (b * b_own + b_pair * b_other) * tl.rsqrt(tl.sum(b * b, axis=0) / D + eps)
 
 
 @triton.jit
@@ -204,6 +216,7 @@ def decode_kernel(
     token,
     x,
     qkv,
+    inner,
     parts,
     scores,
     best,
@@ -242,12 +255,15 @@ def decode_kernel(
     OUTPUTS: tl.constexpr = C // P
     INNER: tl.constexpr = I // P
     ROWS: tl.constexpr = E // (P // H)
+    OUT: tl.constexpr = E // P
     QUARTER: tl.constexpr = E // 4
     SPLIT: tl.constexpr = SPLITS > 1
-    BARRIERS: tl.constexpr = 4 if SPLIT else 3
+    BARRIERS: tl.constexpr = 5 if SPLIT else 4
     o_e = tl.arange(0, E)
     o_d = tl.arange(0, D)
+    o_pair = (o_d + D // 2) % D
     o_8 = tl.arange(0, 8)
+    x_mid = x + E
     position = tl.load(kv_len) - 1
     p_rope = rope + position * rope_stride
 
@@ -255,8 +271,6 @@ def decode_kernel(
         if p == 0:
             p_row = embedding + tl.load(token) * E
             tl.store(x + o_e, tl.load(p_row + o_e).to(tl.float32))
-        if p == 1:
-            tl.store(x + E + o_e, tl.zeros([E], tl.float32))
         _arrive(counter, BARRIER)
 
     # Of the output projection a program has the columns of one head, and these rows.
@@ -285,33 +299,31 @@ def decode_kernel(
 
     for i_layer in range(first_layer, last_layer):
         passed = 1 + i_layer * BARRIERS
-        x_in = x + (2 * i_layer) % 3 * E
-        x_mid = x + (2 * i_layer + 1) % 3 * E
-        x_out = x + (2 * i_layer + 2) % 3 * E
         p_qkv = qkv_weight + (i_layer * C + p * OUTPUTS) * E
         p_o = o_weight + i_layer * E * H * D + o_output
         p_gate = gate_up_weight + (i_layer * 2 * I + p * INNER) * E
         p_up = p_gate + I * E
-        p_down = down_weight + (i_layer * I + p * INNER) * E
+        p_down = down_weight + (i_layer * E + p * OUT) * I
         p_keys = kv + tl.cast(i_layer, tl.int64) * layer_stride + kv_head * 16 * D
         p_values = p_keys + K * 16 * D
 
         if FIRST <= 1 and LAST >= 1:
             if EARLY:
-                b_qkv = _tiles(p_qkv, OUTPUTS, E)
+                b_qkv = _tiles(p_qkv, OUTPUTS, E, QUARTER)
             _ask(o_weight + (i_layer * E + p * (E // P)) * H * D, E // P * H * D, AHEAD)
             _wait(counter, passed * P, BARRIER)
             if not EARLY:
-                b_qkv = _tiles(p_qkv, OUTPUTS, E)
-            b_x, b_scale = _normed(x_in, input_norm + i_layer * E, eps, E)
+                b_qkv = _tiles(p_qkv, OUTPUTS, E, QUARTER)
+            b_qkv = _held(b_qkv, OUTPUTS // 2, BARRIER)
+            b_x, b_scale = _normed(x, input_norm + i_layer * E, eps, E)
             o_t = tl.arange(0, OUTPUTS // 8)[None, :]
             b_y = tl.zeros([8, OUTPUTS // 8], tl.float32)
             for t in tl.static_range(OUTPUTS // 8):
-                b_one = _products(b_qkv, b_x, t) * b_scale
+                b_one = _products(b_qkv, b_x, t, 4) * b_scale
                 b_y = tl.where(o_t == t, b_one[:, None], b_y)
             tl.store(qkv + p * OUTPUTS + o_t * 8 + o_8[:, None], b_y)
             if p == 2 % P:
-                tl.store(x_out + o_e, tl.zeros([E], tl.float32))
+                tl.store(x_mid + o_e, tl.zeros([E], tl.float32))
             _arrive(counter, BARRIER)
 
         if FIRST <= 2 and LAST >= 2:
@@ -322,23 +334,32 @@ def decode_kernel(
                 b_values = _cached(p_values, table, begin, end, block_stride, POSITIONS, TILES, D)
             _ask(p_gate, INNER * E, AHEAD)
             _ask(p_up, INNER * E, AHEAD)
+            k_own, k_other = _rotation(k_norm + i_layer * D, p_rope, D)
+            q_own, q_other = _rotation(q_norm + i_layer * D, p_rope, D)
             _wait(counter, (passed + 1) * P, BARRIER)
             if not EARLY:
                 if not SPLIT:
                     b_o = tl.load(p_o)
                 b_keys = _cached(p_keys, table, begin, end, block_stride, POSITIONS, TILES, D)
                 b_values = _cached(p_values, table, begin, end, block_stride, POSITIONS, TILES, D)
+            b_keys = _held(b_keys, TILES, BARRIER)
+            b_values = _held(b_values, TILES, BARRIER)
+            if not SPLIT:
+                b_outputs = _held((b_o,), 1, BARRIER)
             p_k = qkv + (H + kv_head) * D
-            b_k = _head(p_k, k_norm + i_layer * D, p_rope, eps, D)
-            b_k = b_k.to(kv.dtype.element_ty)
+            b_k, b_k_pair = tl.load(p_k + o_d), tl.load(p_k + o_pair)
             b_v = tl.load(p_k + K * D + o_d).to(kv.dtype.element_ty)
+            b_heads = ()
+            for h in tl.static_range(HEADS_HERE):
+                b_heads = _with(b_heads, tl.load(qkv + (first_head + h) * D + o_d))
+                b_heads = _with(b_heads, tl.load(qkv + (first_head + h) * D + o_pair))
+            b_k = _head(b_k, b_k_pair, k_own, k_other, eps, D).to(kv.dtype.element_ty)
             if writes:
                 o_new = tl.load(table + position // 16) * block_stride + position % 16 * D + o_d
                 tl.store(p_keys + o_new, b_k)
                 tl.store(p_values + o_new, b_v)
             for h in tl.static_range(HEADS_HERE):
-                p_q = qkv + (first_head + h) * D
-                b_q = _head(p_q, q_norm + i_layer * D, p_rope, eps, D) * scale
+                b_q = _head(b_heads[2 * h], b_heads[2 * h + 1], q_own, q_other, eps, D) * scale
                 b_new = tl.sum(b_q * b_k.to(tl.float32), axis=0)
                 b_max, b_sum, b_out = _attended(
                     b_q, b_keys, b_values, begin, end,
@@ -351,8 +372,8 @@ def decode_kernel(
                     tl.store(scores + 2 * i_part, b_max)
                     tl.store(scores + 2 * i_part + 1, b_sum)
                 else:
-                    b_y = tl.sum(b_o.to(tl.float32) * (b_out / b_sum)[None, :], axis=1)
-                    b_y += tl.load(x_in + o_row, mask=(o_row >= 0) & (g == 0), other=0.0)
+                    b_y = tl.sum(b_outputs[0].to(tl.float32) * (b_out / b_sum)[None, :], axis=1)
+                    b_y += tl.load(x + o_row, mask=(o_row >= 0) & (g == 0), other=0.0)
                     tl.atomic_add(x_mid + o_row, b_y, sem="relaxed")
             _arrive(counter, BARRIER)
 
@@ -369,76 +390,80 @@ def decode_kernel(
                 b_sum = tl.sum(tl.load(scores + 2 * o_part + 1) * b_share, axis=0)
                 b_parts = tl.load(parts + o_part[:, None] * D + o_d[None, :])
                 b_out = tl.sum(b_parts * b_share[:, None], axis=0) / b_sum
-                b_y = tl.sum(b_o.to(tl.float32) * b_out[None, :], axis=1)
-                b_y += tl.load(x_in + o_row, mask=(o_row >= 0) & (g == 0), other=0.0)
+                b_outputs = _held((b_o,), 1, BARRIER)
+                b_y = tl.sum(b_outputs[0].to(tl.float32) * b_out[None, :], axis=1)
+                b_y += tl.load(x + o_row, mask=(o_row >= 0) & (g == 0), other=0.0)
                 tl.atomic_add(x_mid + o_row, b_y, sem="relaxed")
                 _arrive(counter, BARRIER)
 
         if FIRST <= 4 and LAST >= 4:
             if EARLY:
-                b_gate = _tiles(p_gate, INNER, E)
-                b_up = _tiles(p_up, INNER, E)
-            _ask(p_down, INNER * E, AHEAD)
+                b_gate = _tiles(p_gate, INNER, E, QUARTER)
+                b_up = _tiles(p_up, INNER, E, QUARTER)
+            _ask(p_down, OUT * I, AHEAD)
+            _wait(counter, (passed + BARRIERS - 2) * P, BARRIER)
+            if not EARLY:
+                b_gate = _tiles(p_gate, INNER, E, QUARTER)
+                b_up = _tiles(p_up, INNER, E, QUARTER)
+            b_gate = _held(b_gate, INNER // 2, BARRIER)
+            b_up = _held(b_up, INNER // 2, BARRIER)
+            b_x, b_scale = _normed(x_mid, mlp_norm + i_layer * E, eps, E)
+            for t in tl.static_range(INNER // 8):
+                b_g = _products(b_gate, b_x, t, 4) * b_scale
+                b_y = b_g / (1.0 + tl.exp(-b_g)) * _products(b_up, b_x, t, 4) * b_scale
+                tl.store(inner + p * INNER + t * 8 + o_8, b_y)
+            _arrive(counter, BARRIER)
+
+        if FIRST <= 5 and LAST >= 5:
+            if EARLY:
+                b_down = _tiles(p_down, OUT, I, QUARTER)
             if i_layer + 1 < LAYERS:
                 _ask(p_qkv + C * E, OUTPUTS * E, AHEAD)
             _wait(counter, (passed + BARRIERS - 1) * P, BARRIER)
             if not EARLY:
-                b_gate = _tiles(p_gate, INNER, E)
-                b_up = _tiles(p_up, INNER, E)
-            b_down = _tiles(p_down, INNER, E)
-            b_x, b_scale = _normed(x_mid, mlp_norm + i_layer * E, eps, E)
-            m_once = (o_8[:, None] == 0) & (p == 0)
-            o_quarter = tl.arange(0, QUARTER)
-            b_y = ()
-            for c in tl.static_range(4):
-                p_mid = x_mid + c * QUARTER + o_quarter[None, :] + o_8[:, None] * 0
-                b_y = _with(b_y, tl.load(p_mid, mask=m_once & (o_quarter[None, :] >= 0), other=0.0))
-            for t in tl.static_range(INNER // 8):
-                b_g = _products(b_gate, b_x, t) * b_scale
-                b_inner = b_g / (1.0 + tl.exp(-b_g)) * _products(b_up, b_x, t) * b_scale
-                b_sums = ()
-                for c in tl.static_range(4):
-                    b_part = b_down[4 * t + c].to(tl.float32) * b_inner[:, None]
-                    b_sums = _with(b_sums, b_y[c] + b_part)
-                b_y = b_sums
-            b_y0, b_y1, b_y2, b_y3 = tl.reduce((b_y[0], b_y[1], b_y[2], b_y[3]), 0, _add4)
-            tl.atomic_add(x_out + o_quarter, b_y0, sem="relaxed")
-            tl.atomic_add(x_out + QUARTER + o_quarter, b_y1, sem="relaxed")
-            tl.atomic_add(x_out + 2 * QUARTER + o_quarter, b_y2, sem="relaxed")
-            tl.atomic_add(x_out + 3 * QUARTER + o_quarter, b_y3, sem="relaxed")
-            if p == 3 % P:
-                tl.store(x_in + o_e, tl.zeros([E], tl.float32))
+                b_down = _tiles(p_down, OUT, I, QUARTER)
+            b_down = _held(b_down, OUT // 8 * (I // QUARTER), BARRIER)
+            b_x = _vector(inner, I, QUARTER)
+            for t in tl.static_range(OUT // 8):
+                o_out = p * OUT + t * 8 + o_8
+                b_y = _products(b_down, b_x, t, I // QUARTER) + tl.load(x_mid + o_out)
+                tl.store(x + o_out, b_y)
             _arrive(counter, BARRIER)
 
     HEAD_ROWS: tl.constexpr = 32
-    if FIRST <= 5 and LAST >= 5:
+    if FIRST <= 6 and LAST >= 6:
         _ask(head_weight + p * HEAD_ROWS * E, HEAD_ROWS * E, AHEAD)
         _ask(head_weight + (p + P) * HEAD_ROWS * E, HEAD_ROWS * E, AHEAD)
         _wait(counter, (1 + LAYERS * BARRIERS) * P, BARRIER)
-        b_x, b_scale = _normed(x + (2 * LAYERS) % 3 * E, final_norm, eps, E)
-        b_top = tl.full([8], float("-inf"), tl.float32)
-        b_row = tl.zeros([8], tl.int32)
+        b_x, b_scale = _normed(x, final_norm, eps, E)
+        b_top = tl.full([8, 4], float("-inf"), tl.float32)
+        b_row = tl.zeros([8, 4], tl.int32)
         o = o_8[:, None] * E + tl.arange(0, QUARTER)[None, :]
-        for i in tl.range(0, tl.cdiv(V, P * HEAD_ROWS) * (HEAD_ROWS // 8), num_stages=STAGES):
-            row = (i // (HEAD_ROWS // 8) * P + p) * HEAD_ROWS + i % (HEAD_ROWS // 8) * 8
-            m = (row + o_8)[:, None] < V
-            p_rows = head_weight + row * E + o
-            b_sum = tl.load(p_rows, mask=m, other=0.0).to(tl.float32) * b_x[0]
-            for c in tl.static_range(1, 4):
-                b_tile = tl.load(p_rows + c * QUARTER, mask=m, other=0.0)
-                b_sum += b_tile.to(tl.float32) * b_x[c]
-            b_logit = tl.sum(b_sum, axis=1) * b_scale
-            b_logit = tl.where(row + o_8 < V, b_logit, float("-inf"))
-            tl.store(logits + row + o_8, b_logit, mask=row + o_8 < V)
-            b_row = tl.where(b_logit > b_top, row + o_8, b_row)
+        o_t = tl.arange(0, 4)[None, :]
+        for i in tl.range(p, tl.cdiv(V, HEAD_ROWS), P, num_stages=STAGES):
+            b_logit = tl.zeros([8, 4], tl.float32)
+            for t in tl.static_range(4):
+                row = i * HEAD_ROWS + 8 * t
+                m = (row + o_8)[:, None] < V
+                b_sum = (
+                    tl.load(head_weight + row * E + o, mask=m, other=0.0).to(tl.float32) * b_x[0]
+                )
+                for c in tl.static_range(1, 4):
+                    p_tile = head_weight + row * E + c * QUARTER + o
+                    b_sum += tl.load(p_tile, mask=m, other=0.0).to(tl.float32) * b_x[c]
+                b_logit = tl.where(o_t == t, (tl.sum(b_sum, axis=1) * b_scale)[:, None], b_logit)
+            o_row_t = i * HEAD_ROWS + o_t * 8 + o_8[:, None]
+            b_logit = tl.where(o_row_t < V, b_logit, float("-inf"))
+            tl.store(logits + o_row_t, b_logit, mask=o_row_t < V)
+            b_row = tl.where(b_logit > b_top, o_row_t, b_row)
             b_top = tl.maximum(b_logit, b_top)
-        top = tl.max(b_top, axis=0)
-        b_found = tl.min(tl.where(b_top == top, b_row, V), axis=0)
+        top = tl.max(tl.max(b_top, axis=1), axis=0)
+        b_first = tl.min(tl.where(b_top == top, b_row, V), axis=1)
         tl.store(best + 2 * p, top)
-        tl.store(best + 2 * p + 1, b_found.to(tl.float32, bitcast=True))
+        tl.store(best + 2 * p + 1, tl.min(b_first, axis=0).to(tl.float32, bitcast=True))
         _arrive(counter, BARRIER)
 
-    if LAST >= 6:  # noqa: SIM102  a constant of the compiler around a value of the device
+    if LAST >= 7:  # noqa: SIM102  a constant of the compiler around a value of the device
         if p == 0:
             _wait(counter, (2 + LAYERS * BARRIERS) * P, BARRIER)
             o_p = tl.arange(0, P)
@@ -481,8 +506,9 @@ class Sizes:
 
     def __post_init__(self) -> None:
         outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
-        assert outputs % (8 * self.programs) == self.inner % (8 * self.programs) == 0, self
-        assert self.programs % self.heads == 0 and self.width % 4 == 0, self
+        divided = (outputs, self.inner, self.width)
+        assert not any(size % (8 * self.programs) for size in divided), self
+        assert self.programs % self.heads == 0 and self.inner % (self.width // 4) == 0, self
         assert self.splits == 1 or self.splits * self.kv_heads == self.programs, self
 
     def of_context(self, length: int) -> Sizes:
@@ -495,7 +521,7 @@ class Sizes:
 @dataclass(frozen=True, kw_only=True)
 class DecoderWeights:
     """Layers stacked: embedding and head [V, E], norms float32 [L, E] or [L, D], qkv [L, (H + 2 K) D, E],
-    o [L, E, H D], gate_up [L, 2 I, E], down [L, I, E] (transposed)."""
+    o [L, E, H D], gate_up [L, 2 I, E], down [L, E, I]."""
 
     embedding: torch.Tensor
     input_norm: torch.Tensor
@@ -530,8 +556,9 @@ class PersistentDecoder:
         outputs = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         self.sizes, self.weights = sizes, weights
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
-        self.x = torch.zeros(3, sizes.width, **new)
+        self.x = torch.zeros(2, sizes.width, **new)
         self.qkv = torch.zeros(outputs, **new)
+        self.inner = torch.zeros(sizes.inner, **new)
         self.parts = torch.zeros(sizes.splits, sizes.heads, sizes.head_dim, **new)
         self.scores = torch.zeros(sizes.splits, sizes.heads, 2, **new)
         self.logits = torch.zeros(sizes.vocabulary, **new)
@@ -541,7 +568,7 @@ class PersistentDecoder:
         self._counter = counter
         self._arguments = (
             *vars(weights).values(), rope, kv, table, kv_len, self.token, self.x, self.qkv,
-            self.parts, self.scores, best, self.logits, counter, eps, sizes.head_dim**-0.5,
+            self.inner, self.parts, self.scores, best, self.logits, counter, eps, sizes.head_dim**-0.5,
             rope.stride(0), kv.stride(0), kv.stride(1),
         )  # fmt: skip
 
@@ -553,7 +580,7 @@ class PersistentDecoder:
         layers: tuple[int, int] | None = None,
         early: bool = True,
         ahead: bool = True,
-        stages: int = 6,
+        stages: int = 3,
     ) -> torch.Tensor:
         """All phases, or some of them without barriers between, of some layers; the token."""
         sizes = self.sizes
@@ -572,7 +599,7 @@ class PersistentDecoder:
     def launch_barriers(self) -> torch.Tensor:
         """The barriers of a step alone."""
         sizes = self.sizes
-        count = 2 + sizes.layers * (3 if sizes.splits == 1 else 4)
+        count = 2 + sizes.layers * (4 if sizes.splits == 1 else 5)
         barriers_kernel[(sizes.programs,)](
             self._counter, COUNT=count, P=sizes.programs, num_warps=WARPS,
             launch_cooperative_grid=True,
@@ -581,14 +608,20 @@ class PersistentDecoder:
 
     def launch_head(self) -> torch.Tensor:
         """The head alone."""
-        return self.launch(first=5, last=5, layers=(0, 0))
+        return self.launch(first=6, last=6, layers=(0, 0))
+
+    def launch_phase(self, phase: int) -> torch.Tensor:
+        """One phase of all layers, a launch for each."""
+        for layer in range(self.sizes.layers):
+            self.launch(first=phase, last=phase, layers=(layer, layer + 1))
+        return self.x
 
     def launch_apart(self) -> torch.Tensor:
         """A launch for each phase of each layer."""
         self.launch(first=0, last=0, layers=(0, 0))
         for layer in range(self.sizes.layers):
-            for phase in range(1, 5):
+            for phase in range(1, 6):
                 self.launch(first=phase, last=phase, layers=(layer, layer + 1))
-        for phase in (5, 6):
+        for phase in (6, 7):
             self.launch(first=phase, last=phase, layers=(0, 0))
         return self.token

@@ -46,7 +46,7 @@ def _weights(sizes: Sizes, dtype: torch.dtype) -> DecoderWeights:
         o=weight(layers, s.width, s.heads * s.head_dim),
         mlp_norm=1 + random(layers, s.width, scale=0.1),
         gate_up=weight(layers, 2 * s.inner, s.width),
-        down=weight(layers, s.inner, s.width),
+        down=weight(layers, s.width, s.inner),
         final_norm=1 + random(s.width, scale=0.1),
         head=weight(s.vocabulary, s.width),
     )
@@ -74,27 +74,31 @@ def test_each_phase_equals_plain_operations(
     decoder.token.fill_(7)
     decoder.launch(first=0, last=0, layers=(0, 0))
     assert torch.equal(decoder.x[0], weights.embedding[7].float())
+    x, middle = decoder.x
     for layer in range(sizes.layers):
-        one, phase = (layer, layer + 1), 2 * layer
-        x = decoder.x[phase % 3].clone()
+        one, before = (layer, layer + 1), x.clone()
         decoder.qkv.fill_(float("nan"))
         decoder.launch(first=1, last=1, layers=one)
-        torch.testing.assert_close(decoder.qkv, plain.qkv(layer, x), **close)
+        torch.testing.assert_close(decoder.qkv, plain.qkv(layer, before), **close)
         cached = in_order(kv[layer], table, length - 1)
-        middle, new = plain.attention(layer, x, decoder.qkv, cached)
+        attended, new = plain.attention(layer, before, decoder.qkv, cached)
         decoder.parts.fill_(float("nan"))
         decoder.scores.fill_(float("nan"))
-        for number in (2, 3):
-            decoder.launch(first=number, last=number, layers=one)
-        torch.testing.assert_close(decoder.x[(phase + 1) % 3], middle, **close)
+        apart(decoder, (2, 3), one)
+        torch.testing.assert_close(middle, attended, **close)
         written = in_order(kv[layer], table, length)[:, :, -1]
         torch.testing.assert_close(written.float(), new, **close)
-        x = decoder.x[(phase + 1) % 3].clone()
-        decoder.launch(first=4, last=4, layers=one)
-        torch.testing.assert_close(decoder.x[(phase + 2) % 3], plain.mlp(layer, x), **close)
-        assert not decoder.x[phase % 3].any()
-    x = decoder.x[2 * sizes.layers % 3]
-    decoder.launch(first=5, last=5, layers=(0, 0))
-    torch.testing.assert_close(decoder.logits, plain.logits(x), **close)
+        decoder.inner.fill_(float("nan"))
+        before = middle.clone()
+        apart(decoder, (4, 5), one)
+        torch.testing.assert_close(x, plain.mlp(layer, before), **close)
     decoder.launch(first=6, last=6, layers=(0, 0))
+    torch.testing.assert_close(decoder.logits, plain.logits(x), **close)
+    decoder.launch(first=7, last=7, layers=(0, 0))
     assert int(decoder.token) == int(decoder.logits.argmax())
+
+
+def apart(decoder: PersistentDecoder, phases: tuple[int, ...], layers: tuple[int, int]) -> None:
+    """A launch for each of them."""
+    for phase in phases:
+        decoder.launch(first=phase, last=phase, layers=layers)
