@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.back.kernels.gated_act.triton_gated_act import activate
-from headrace.back.kernels.linear.triton_skinny import prefetch_rows
+from headrace.back.kernels.linear.triton_skinny import floats, prefetch_rows
 
 
 @triton.jit
@@ -107,9 +107,9 @@ def gemv_kernel(
     b_acc_up = tl.zeros([N, SUMS], tl.float32)
     b_squares = tl.zeros([1, K], tl.float32)
     for k in tl.static_range(0, INPUTS, K):
-        b_weight = b_next.to(tl.float32)
+        b_weight = floats(b_next)
         if GATED:
-            b_weight_up = b_next_up.to(tl.float32)
+            b_weight_up = floats(b_next_up)
         m_k = (k + o_k < INPUTS)[None, :]
         b_x = tl.load(x + k + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
         if k + K < INPUTS:

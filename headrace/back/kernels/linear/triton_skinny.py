@@ -29,6 +29,18 @@ def prefetch_rows(p_first, o_row, INPUTS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def floats(b_weight):
+    """A weight's numbers in float32, exactly. Integers of a byte become the low bits of a float from
+    2^23 on, where steps are of 1, and lose that again: two instructions of full rate, where
+    conversions of integers have a fraction of it."""
+    if b_weight.dtype == tl.int8:
+        b_bits = b_weight.to(tl.uint8, bitcast=True).to(tl.uint32) ^ 0x4B000080
+        return b_bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        return b_weight.to(tl.float32)
+
+
+@triton.jit
 def _times(b_x, b_weight, b_acc, SWAP: tl.constexpr):
     """Adds x W^T; its transpose W x^T if SWAP. A weight of bytes becomes the type of x in
     registers."""
@@ -47,7 +59,7 @@ def _scaled(
     """The weights of a step of several groups: values times the scales [N, groups] of their groups,
     less their minima."""
     COUNT: tl.constexpr = b_weight.shape[1] // GROUP
-    b_groups = tl.reshape(b_weight.to(tl.float32), [b_weight.shape[0], COUNT, GROUP])
+    b_groups = tl.reshape(floats(b_weight), [b_weight.shape[0], COUNT, GROUP])
     b_groups = b_groups * tl.load(p_scale, mask=m_scale, other=0.0)[:, :, None]
     if MINIMA:
         b_groups -= tl.load(p_minimum, mask=m_scale, other=0.0)[:, :, None]
