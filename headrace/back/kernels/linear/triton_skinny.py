@@ -30,8 +30,8 @@ def prefetch_rows(p_first, o_row, INPUTS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def floats(b_weight):
-    """A weight's numbers in float32, exactly. Integers of a byte become the low bits of a float from
-    2^23 on, where steps are of 1, and lose that again: two instructions of full rate, where
+    """A weight's numbers in float32, exactly. Integers of a byte become the low bits of a float
+    from 2^23 on, where steps are of 1, and lose that again: two instructions of full rate, where
     conversions of integers have a fraction of it."""
     if b_weight.dtype == tl.int8:
         b_bits = b_weight.to(tl.uint8, bitcast=True).to(tl.uint32) ^ 0x4B000080
