@@ -29,6 +29,7 @@ from headrace.back.models.families import (
     kv_heads_of,
     text_config,
 )
+from headrace.back.models.published_families import refuse_not_built
 from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
 from headrace.base.config.checkpoint_parts import all_weight_files
 from headrace.base.config.gguf import GGUFFile, read_gguf
@@ -183,6 +184,7 @@ def describe(
     if located.format == "safetensors":
         stored_quantization(config, where)
     if chosen == FALLBACK:
+        refuse_not_built(config, where)
         refuse_remote_code(config, where)
     whole = ConfigReader(config, where)
     reader = _text_part(whole, named)

@@ -398,5 +398,13 @@ def test_texts_are_as_long_as_the_family_says_in_its_own_keys(
     assert describe(located, in_common_keys(config), {}, None).max_model_len == longest
 
 
+def test_diffusion_decoders_are_refused_with_the_reason() -> None:
+    """Not for the code that their checkpoints bring: no setting makes them run."""
+    config = {**SHAPE, "architectures": ["DreamModel"], "auto_map": {"AutoModel": "a.B"}}
+    located = LocatedModel(path=Path("none"), name="m", format="dummy")
+    with pytest.raises(CheckpointError, match="DreamModel is not built: it fills in many tokens"):
+        describe(located, config, {}, None)
+
+
 def test_every_class_copied_is_among_those_compared() -> None:
     assert {base for _, base, *_ in PUBLISHED.values()} <= set(CASES)

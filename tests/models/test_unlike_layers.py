@@ -22,8 +22,15 @@ from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import describe
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, randomize
-from tests.models.paged import teacher_forced
-from tests.models.test_parity import SIZES, both_models, compare, compare_last_tokens
+from tests.models.paged import random_rows, teacher_forced
+from tests.models.test_parity import (
+    LENGTHS,
+    SIZES,
+    BothModels,
+    both_models,
+    compare,
+    compare_last_tokens,
+)
 
 SHAPE = {key: SIZES[key] for key in SIZES if not key.endswith("_id")}
 
@@ -164,3 +171,45 @@ def test_layers_with_heads_of_their_own_equal_a_qwen3_with_them(tmp_path: Path) 
     models = both_models(tmp_path, oracle)
     got = teacher_forced(models.ours, models.rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, models.theirs, 1e-4)
+
+
+def test_layers_that_run_several_times_equal_a_llama_that_runs_again(tmp_path: Path) -> None:
+    """Ouro: two norms more in a layer, the last one behind each time, a cache for each."""
+    config = transformers.LlamaConfig(**SIZES, rope_parameters={"rope_theta": 500.0})
+    config._attn_implementation = "eager"
+    oracle = transformers.LlamaForCausalLM(config).eval()
+    for layer in oracle.model.layers:
+        for name in ("input_layernorm_2", "post_attention_layernorm_2"):
+            setattr(layer, name, copy.deepcopy(layer.input_layernorm))
+    randomize(oracle)
+    gate = {"model.early_exit_gate.weight": torch.zeros(1, 48)}
+    save_file(oracle.state_dict() | gate, tmp_path / "model.safetensors")
+    published = {
+        **{**SHAPE, "architectures": ["OuroForCausalLM"], "rope_theta": 500.0, "head_dim": 8},
+        **{"total_ut_steps": 2, "early_exit_threshold": 1.0, "rms_norm_eps": 1e-6},
+        **{"layer_types": ["full_attention"] * 3, "use_sliding_window": False},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+
+    def logits(row: list[int]) -> torch.Tensor:
+        model, length = oracle.model, len(row)
+        x = model.embed_tokens(torch.tensor([row]))
+        turns = model.rotary_emb(x, torch.arange(length)[None])
+        mask = torch.full((1, 1, length, length), float("-inf")).triu(1)
+        for layer in [*model.layers, None] * 2:
+            if layer is None:
+                x = model.norm(x)
+                continue
+            y = layer.self_attn(layer.input_layernorm(x), turns, mask)[0]
+            x = x + layer.input_layernorm_2(y)
+            y = layer.mlp(layer.post_attention_layernorm(x))
+            x = x + layer.post_attention_layernorm_2(y)
+        return oracle.lm_head(x)[0]
+
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    with torch.inference_mode():
+        theirs = [logits(row) for row in rows]
+    models = BothModels(rows, theirs, load_ours(model_spec(tmp_path)))
+    got = teacher_forced(models.ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, theirs, 1e-4)
+    compare_last_tokens(models)

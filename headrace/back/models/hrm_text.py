@@ -137,7 +137,7 @@ class StackRun:
         """See Layer."""
         states_2TE = stream[1]
         inner: Stream = None, states_2TE[0] + states_2TE[1]
-        batch, layers = _from_cache(batch, self._cache), self._stack.layers
+        batch, layers = from_cache(batch, self._cache), self._stack.layers
         for layer in layers:
             inner = layer.forward(inner, batch, last=last and layer is layers[-1])
         y_TE = add_norm(self._stack.norm, *inner)
@@ -147,14 +147,14 @@ class StackRun:
         return None, states_2TE
 
 
-def _from_cache(batch: Batch, first: int) -> Batch:
+def from_cache(batch: Batch, first: int) -> Batch:
     """The batch as layers see it whose first cache is this one."""
     after = batch.last_token_batch
     return replace(
         batch,
         kv=batch.kv[first:],
         group_of_layer=batch.group_of_layer[first:],
-        last_token_batch=None if after is None else _from_cache(after, first),
+        last_token_batch=None if after is None else from_cache(after, first),
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from headrace.base.errors import CheckpointError
 
 PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -33,6 +36,7 @@ PUBLISHED: Mapping[str, str] = {
     "JAISLMHeadModel": "jais",
     "DeciLMForCausalLM": "deci",
     "OpenELMForCausalLM": "openelm",
+    "OuroForCausalLM": "ouro",
     "RWForCausalLM": "falcon",
     "StableLMEpochForCausalLM": "stablelm",
 }
@@ -48,3 +52,32 @@ HEAD_NAMES: Mapping[str, str] = {"InternLM2ForRewardModel": "v_head"}
 """Where the head of a decoder that judges lies, if not under `score`."""
 DEEP_HEADS = frozenset({"Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"})
 """Decoders whose head has two layers."""
+DIFFUSION = (
+    "DreamModel",
+    "LLaDAModelLM",
+    "LLaDAMoEModelLM",
+    "SDARForCausalLM",
+    "SDARMoeForCausalLM",
+)
+NOT_BUILT: Mapping[str, str] = {
+    **dict.fromkeys(DIFFUSION, "it fills in many tokens at once, in any order"),
+    "Phi3SmallForCausalLM": "its attention is sparse in blocks",
+    "Phi4FlashForCausalLM": "its upper layers share the state and the cache of one below",
+    **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), "its state changes by two vectors"),
+    "Plamo2ForCausalLM": "its recurrent layers norm what decides on their steps",
+    "SolarForCausalLM": "its layers are skipped by residuals of others",
+    "IQuestLoopCoderForCausalLM": "a token of its second time sees two caches",
+}
+"""Architectures that are asked for, and why they do not run; checkpoints of them bring code."""
+
+
+def refuse_not_built(config: Mapping[str, Any], where: str) -> None:
+    """Refuses an architecture of NOT_BUILT with its reason."""
+    names = config.get("architectures")
+    named = names[0] if isinstance(names, list) and names else None
+    reason = NOT_BUILT.get(named) if isinstance(named, str) else None
+    if reason is not None:
+        raise CheckpointError(
+            f"{where}: {named} is not built: {reason}; docs/MODELS.md lists what runs",
+            field="architectures",
+        )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.base.config.hf import ConfigReader
+from headrace.base.config.layer_count import num_layers
 
 Keys = dict[str, Any]
 HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
@@ -203,6 +204,14 @@ def _qwen2(config: ConfigReader) -> Keys:
     return {"max_position_embeddings": min(stated, max(1, chunk))}
 
 
+def _ouro(config: ConfigReader) -> Keys:
+    """Each time that the layers run has caches of its own."""
+    times, layers = config.int("total_ut_steps", 4, ge=1, le=64), num_layers(config)
+    heads = config.int("num_attention_heads", ge=1)
+    kv_heads = config.int("num_key_value_heads", heads, ge=1)
+    return {"num_key_value_heads_per_layer": [times * kv_heads] * layers}
+
+
 def _refined_web(config: ConfigReader) -> Keys:
     """Of Falcon's first configs only the model's type tells the 40B's layers from the 7B's."""
     return {"new_decoder_architecture": config.str("model_type", "") == "RefinedWeb"}
@@ -217,6 +226,7 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "QWenLMHeadModel": _qwen,
     "DeciLMForCausalLM": _deci,
     "OpenELMForCausalLM": _openelm,
+    "OuroForCausalLM": _ouro,
     "RWForCausalLM": _refined_web,
     **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), _cohere),
     **dict.fromkeys(("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"), _qwen2),

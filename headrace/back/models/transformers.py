@@ -31,6 +31,7 @@ from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.scope import Scope
+from headrace.back.models.families import FALLBACK, family_of
 from headrace.back.models.foreign_experts import ForeignExperts
 from headrace.back.models.foreign_weights import foreign_weights
 from headrace.back.models.paged_check import check_paged
@@ -307,7 +308,7 @@ def _refuse_uncovered(config: ConfigReader, model: nn.Module, calls: list[_Call]
     if len(calls) != layers:
         raise CheckpointError(
             f"the transformers fallback cannot run {name}: {len(calls)} of its {layers} layers use attention "
-            "that can be paged; the others keep state of another kind",
+            f"that can be paged; the others keep state of another kind; {_instead(config)}",
             field="architectures",
         )
     types = set(config.list("layer_types", None, of=str) or ())
@@ -325,6 +326,14 @@ def _refuse_uncovered(config: ConfigReader, model: nn.Module, calls: list[_Call]
             "the attention calls",
             field="sliding_window",
         )
+
+
+def _instead(config: ConfigReader) -> str:
+    """What to do about a model that the fallback cannot run."""
+    native = family_of(config.raw)
+    if native == FALLBACK:
+        return "docs/MODELS.md lists the families that run without it"
+    return f"without --family {FALLBACK} it runs as {native}"
 
 
 @contextmanager
