@@ -40,7 +40,6 @@ from headrace.base.config.layer_count import num_layers
 from headrace.base.config.media import MediaSpec, SoundSettings
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantized
-from headrace.base.config.refused import refuse_remote_code
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.front.media.processors.families import read_media
@@ -185,7 +184,6 @@ def describe(
         stored_quantization(config, where)
     if chosen == FALLBACK:
         refuse_not_built(config, where)
-        refuse_remote_code(config, where)
     whole = ConfigReader(config, where)
     reader = _text_part(whole, named)
     layers, hidden = num_layers(reader), reader.int("hidden_size", aliases=WIDTH, ge=1)

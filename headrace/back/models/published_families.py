@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.base.config.refused import refuse_remote_code
 from headrace.base.errors import CheckpointError
 
 PUBLISHED: Mapping[str, str] = {
@@ -72,7 +73,7 @@ NOT_BUILT: Mapping[str, str] = {
 
 
 def refuse_not_built(config: Mapping[str, Any], where: str) -> None:
-    """Refuses an architecture of NOT_BUILT with its reason."""
+    """Refuses an architecture of NOT_BUILT with its reason, and one that needs code of its own."""
     names = config.get("architectures")
     named = names[0] if isinstance(names, list) and names else None
     reason = NOT_BUILT.get(named) if isinstance(named, str) else None
@@ -81,3 +82,4 @@ def refuse_not_built(config: Mapping[str, Any], where: str) -> None:
             f"{where}: {named} is not built: {reason}; docs/MODELS.md lists what runs",
             field="architectures",
         )
+    refuse_remote_code(config, where)
