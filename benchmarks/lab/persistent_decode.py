@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "persistent": {},
     "nothing ahead into the cache": {"ahead": False},
     "nothing before a barrier": {"early": False},
+    "16 warps": {"warps": 16},
     "neither": {"early": False, "ahead": False},
 }
 

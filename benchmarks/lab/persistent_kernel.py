@@ -581,6 +581,7 @@ class PersistentDecoder:
         early: bool = True,
         ahead: bool = True,
         stages: int = 3,
+        warps: int = WARPS,
     ) -> torch.Tensor:
         """All phases, or some of them without barriers between, of some layers; the token."""
         sizes = self.sizes
@@ -591,7 +592,7 @@ class PersistentDecoder:
             K=sizes.kv_heads, D=sizes.head_dim, I=sizes.inner, V=sizes.vocabulary,
             P=sizes.programs, SPLITS=sizes.splits, POSITIONS=sizes.positions, TILES=sizes.tiles,
             FIRST=first, LAST=last, BARRIER=whole, EARLY=early,
-            AHEAD=ahead and not interpreted(), STAGES=stages, num_warps=WARPS,
+            AHEAD=ahead and not interpreted(), STAGES=stages, num_warps=warps,
             **({"launch_cooperative_grid": True} if whole else {}),
         )  # fmt: skip
         return self.token
