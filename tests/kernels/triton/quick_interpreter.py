@@ -72,6 +72,15 @@ def _patch_lang(function: Any) -> Any:
     return _patch_language(function)
 
 
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """Triton 3.6 takes an array of one number for the number, which NumPy 2.5 does not."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
 _np_dtype = interpreter._get_np_dtype
 _np_dtype_of_elements = cache(_np_dtype)
 
@@ -93,8 +102,8 @@ def _init_block(self: Any, element: Any, shape: Any) -> None:
         self.__dict__ = _blocks[key]
     else:
         _make_block(self, element, shape)
-        _blocks[key] = self.__dict__
-    return None
+        # A copy: Python 3.13.0 empties the first one's own with the first one.
+        _blocks[key] = self.__dict__ = dict(vars(self))
 
 
 def _with_element(self: Any, element: Any) -> Any:
@@ -225,6 +234,7 @@ def quicken() -> None:
     interpreter._patch_builtin = _patch_builtin
     interpreter._LangPatchScope = _Scope
     interpreter._patch_lang = _patch_lang
+    interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter._get_np_dtype = _get_np_dtype
     core.block_type.__init__ = _init_block
     core.block_type.with_element_ty = _with_element
