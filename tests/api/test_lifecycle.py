@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -351,44 +352,48 @@ def test_a_hung_step_is_dumped_and_the_core_restarted(model: Path) -> None:
         assert served.stop() == 0
 
 
-def test_a_pause_through_one_api_process_is_seen_through_the_other(model: Path) -> None:
+@pytest.fixture(scope="module")
+def twice(model: Path) -> Iterator[Served]:
+    """Two API processes before two cores."""
     options = ("--api-servers", "2", "--admin-key", "root", "--replicas", "2")
     with serving(model, *options, step_s=0.01) as served:
-        admin = {"x-api-key": "root"}
-
-        def ask(method: str, path: str) -> tuple[str, Any]:
-            with httpx.Client(
-                base_url=served.url, headers=admin, timeout=60, verify=NO_TLS
-            ) as client:
-                return str(client.get("/v1/requests").status_code), client.request(
-                    method, path
-                ).json()
-
-        assert served.post("/pause?mode=keep", {}, **admin).json() == {
-            "status": "paused",
-            "mode": "keep",
-        }
-        answers = {json.dumps(ask("GET", "/is_paused")[1]) for _ in range(12)}
-        assert answers == {'{"is_paused": true}'}
-        held = Reader(served, max_tokens=5, min_tokens=5)
-        assert not held.begun.wait(0.3), "a request during a pause is held"
-        assert served.post("/resume", {}, **admin).status_code == 200
-        held.join()
-        assert held.whole
-        assert ask("GET", "/is_paused")[1] == {"is_paused": False}
-        assert served.post("/pause?mode=nap", {}, **admin).status_code == 400
-        assert served.post("/reset_prefix_cache", {}, **admin).json() == {"success": True}
+        yield served
         assert served.stop() == 0
 
 
-def test_metrics_of_several_api_processes_are_merged(model: Path) -> None:
-    with serving(model, "--api-servers", "2") as served:
-        for _ in range(10):
-            served.post("/v1/completions", {"prompt": "x", "max_tokens": 3})
-        lines = served.get("/metrics").text.splitlines()
+def test_a_pause_through_one_api_process_is_seen_through_the_other(twice: Served) -> None:
+    served, admin = twice, {"x-api-key": "root"}
+
+    def ask(method: str, path: str) -> tuple[str, Any]:
+        with httpx.Client(base_url=served.url, headers=admin, timeout=60, verify=NO_TLS) as client:
+            return str(client.get("/v1/requests").status_code), client.request(method, path).json()
+
+    assert served.post("/pause?mode=keep", {}, **admin).json() == {
+        "status": "paused",
+        "mode": "keep",
+    }
+    answers = {json.dumps(ask("GET", "/is_paused")[1]) for _ in range(12)}
+    assert answers == {'{"is_paused": true}'}
+    held = Reader(served, max_tokens=5, min_tokens=5)
+    assert not held.begun.wait(0.3), "a request during a pause is held"
+    assert served.post("/resume", {}, **admin).status_code == 200
+    held.join()
+    assert held.whole
+    assert ask("GET", "/is_paused")[1] == {"is_paused": False}
+    assert served.post("/pause?mode=nap", {}, **admin).status_code == 400
+    assert served.post("/reset_prefix_cache", {}, **admin).json() == {"success": True}
+
+
+def test_metrics_of_several_api_processes_are_merged(twice: Served) -> None:
+    def generated() -> float:
+        lines = twice.get("/metrics").text.splitlines()
         total = [line for line in lines if line.startswith("headrace_generation_tokens_total")]
-        assert [float(line.split()[-1]) for line in total] == [30.0]
-        assert served.stop() == 0
+        return sum(float(line.split()[-1]) for line in total)
+
+    before = generated()
+    for _ in range(10):
+        twice.post("/v1/completions", {"prompt": "x", "max_tokens": 3})
+    assert generated() == before + 30.0
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ def test_deadlines_of_ended_requests_are_not_kept() -> None:
 # memory
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_500_finished_requests_are_dead_with_gc_off(overlap: bool) -> None:
     """ENG-13, REG-016: reference counts alone free a request, on every path out."""
     driver = Driver(make_spec(num_blocks=40, overlap=overlap), check=False)

@@ -23,7 +23,7 @@ def rendered(messages: list[dict[str, object]], **variables: object) -> str:
     return environment.from_string(settings["chat_template"]).render(messages=messages, **variables)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_training_text_is_what_the_template_renders(count: int) -> None:
     rng = Random(11)
     for _ in range(count):

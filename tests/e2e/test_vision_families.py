@@ -33,7 +33,7 @@ MARKS = {
     "paligemma": "<image>",
     "gemma4-mutual": "<image>",
 }
-GATED = ("pixtral", "smolvlm")
+GATED = ("pixtral",)
 """In make test: of any size, in tiles. The processors of all are held by tests/front/media."""
 CASES = {**test_towers.CASES, **vision_cases.CASES}
 SOFT = {"gemma3": "<image_soft_token>"}

@@ -45,7 +45,7 @@ def answers(engine: Engine, kinds: list[RowSampling]) -> dict[int, Answer]:
     return run(engine.core, requests, 6)
 
 
-@pytest.mark.parametrize("device", ["cpu", "as on a GPU"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "as on a GPU"])
 def test_masked_rows_beside_prompts_are_sampled_in_their_step(
     device: str, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,7 +189,9 @@ def run_greedily(spec: EngineSpec) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3-shared", "eagle", "mtp"])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", pytest.param("eagle3-shared", marks=pytest.mark.slow), "eagle", "mtp"]
+)
 def test_a_head_drafts_what_its_formula_says(
     kind: str, model: Any, tmp_path: Path, proposed: Proposed
 ) -> None:

@@ -249,8 +249,8 @@ def test_drafts_never_cost_more_than_they_bring(rate: float, price: float):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("price", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("price", [pytest.param(0.3, marks=pytest.mark.slow), 0.6, 0.9])
+@pytest.mark.parametrize("rate", [pytest.param(0.3, marks=pytest.mark.slow), 0.6, 0.8])
 def test_delays_by_others_do_not_make_drafts_look_cheap(price: float, rate: float):
     plain = PricedDriver(price, rate, num_tokens=0).seconds()
     assert plain / PricedDriver(price, rate, num_tokens=7, delays=8.0).seconds() > 0.97
