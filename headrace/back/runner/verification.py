@@ -6,11 +6,17 @@ position at which they may begin. On a GPU the host launches it as it is: kernel
 A CPU is its own device: by the time a step begins the one before has run, so that the plan is made
 exact, the drafts are proposed, and a step in which nothing was proposed is a plain one. So does a
 GPU, whose host waits for the step before, where the host is to sample.
+
+On a CPU the way from one step to the next has no operation of torch and no reduction of numpy
+(runner/batch.py, shape_of): tables are read and written as arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import cast
 
 import numpy as np
 import torch
@@ -50,6 +56,16 @@ def sees_all_of(speculation: DraftVerification | None) -> Callable[[StepPlan, St
     return speculation.is_followed
 
 
+@dataclass(frozen=True)
+class _HostArrays:
+    """The tensors of a CPU's tables that drafts need, as arrays."""
+
+    length_M: np.ndarray
+    count_M: np.ndarray
+    row_R: np.ndarray
+    start_R1: np.ndarray
+
+
 class DraftVerification:
     """Drafts for the rows of one runner. `count_M` int32 [M+1]: drafts proposed for each row.
     `follows`: its drafter keeps something of each step of at most `max_rows` rows."""
@@ -84,6 +100,10 @@ class DraftVerification:
         self._inexact = 0  # plans to come whose positions may be bounds
         self._row_R = torch.zeros_like(tables.length_M)
         self._start_R1 = tables.length_M.new_zeros(tables.length_M.numel() + 1)
+        self._host = None
+        if self._on_host:
+            ours = tables.length_M, self.count_M, self._row_R, self._start_R1
+            self._host = _HostArrays(*(tensor.numpy() for tensor in ours))
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -116,22 +136,25 @@ class DraftVerification:
         the step's rows, it leaves them alone: it proposes nothing for them any more."""
         if not self.follows or not plan.followed or shape.rows.size > self._max_rows:
             return False
-        return not self._on_host or bool(self._is_whole(shape).any())
+        return not self._on_host or True in self._is_whole(shape)
 
     def follow_rows(self, plan: StepPlan, shape: StepShape) -> bool:
         """The same, and up to where it has followed its rows is kept."""
         if not self.is_followed(plan, shape):
             return False
-        if self._on_host:
-            behind = np.minimum(shape.kv_len, self._length_M.numpy()[shape.rows] - 1)
-            followed = self._followed[shape.rows]
-            self._followed[shape.rows] = np.where(self._is_whole(shape), behind, followed)
+        if self._host is not None:
+            behind = np.minimum(shape.kv_len, self._host.length_M[shape.rows] - 1).tolist()
+            whole = self._is_whole(shape)
+            for row, is_whole, followed in zip(shape.rows.tolist(), whole, behind, strict=True):
+                if is_whole:
+                    self._followed[row] = followed
         return True
 
-    def _is_whole(self, shape: StepShape) -> np.ndarray:
+    def _is_whole(self, shape: StepShape) -> list[bool]:
         """Which rows of the step it has followed up to there. One that begins behind a prefix hit
         counts as followed up to it."""
-        return shape.position_T[shape.query_start[:-1]] <= self._followed[shape.rows]
+        whole_R = shape.position_T[shape.query_start[:-1]] <= self._followed[shape.rows]
+        return cast("list[bool]", whole_R.tolist())
 
     def follow(
         self,
@@ -145,19 +168,28 @@ class DraftVerification:
 
     def _propose_here(self, row_R: torch.Tensor, wanted_R: torch.Tensor, most: int) -> None:
         """As many drafts as each of these rows wants, at most `most`, at once."""
+        if self._host is not None:
+            self._propose_on_host(self._host, row_R.tolist(), wanted_R.tolist())
+            return
         count = row_R.shape[0]
         self._row_R[:count] = row_R
         torch.cumsum(1 + wanted_R, 0, dtype=torch.int32, out=self._start_R1[1 : count + 1])
-        row_R, start_R1 = self._row_R[:count], self._start_R1[: count + 1]
-        if not (self.follows and self._on_host):
-            if most:
-                self.propose(row_R, start_R1, most)
-            return
-        self.count_M.index_copy_(0, row_R.long(), wanted_R)
         if most:
+            self.propose(self._row_R[:count], self._start_R1[: count + 1], most)
+
+    def _propose_on_host(self, host: _HostArrays, rows: list[int], wanted: list[int]) -> None:
+        """The same on a CPU."""
+        count, most = len(rows), max(wanted, default=0)
+        host.row_R[:count] = rows
+        host.start_R1[1 : count + 1] = list(accumulate(1 + each for each in wanted))
+        if self.follows:
+            host.count_M[rows] = wanted
+        if most and self.follows:
             size = {"tokens": count, "rows": count, "queries": 1 + most}
             bucket = Bucket(**size, decode=False, updates=0, part="draft")
             self._replay.run(bucket, self._passes)
+        elif most:
+            self.propose(self._row_R[:count], self._start_R1[: count + 1], most)
 
     def _passes(self, bucket: Bucket) -> StepTensors:
         row_R, start_R1 = self._row_R[: bucket.rows], self._start_R1[: bucket.rows + 1]
@@ -176,14 +208,18 @@ class DraftVerification:
 
     def _exact(self, plan: StepPlan) -> StepPlan:
         """The plan with the positions at which its rows begin; on a GPU the host waits for them."""
-        newest = self._length_M.cpu().numpy()[plan.rows] - 1
+        length_M = self._length_M.cpu().numpy() if self._host is None else self._host.length_M
+        newest = length_M[plan.rows] - 1
         return replace(plan, num_computed=np.minimum(plan.num_computed, newest))
 
     def _propose(self, plan: StepPlan) -> StepPlan:
         """The plan with as many drafts as there are."""
-        wanted = plan.drafts
-        if self.follows and self._on_host:
-            wanted = np.where(self._followed_all(plan.rows), wanted, 0).astype(np.int32)
+        wanted, host = plan.drafts, self._host
+        if host is not None:
+            if self.follows:
+                wanted = np.where(self._followed_all(plan.rows), wanted, 0).astype(np.int32)
+            self._propose_on_host(host, plan.rows.tolist(), wanted.tolist())
+            return _with_drafts(plan, np.minimum(host.count_M[plan.rows], wanted))
         row_R = to_device(plan.rows, self.count_M.device)
         self._propose_here(row_R, to_device(wanted, row_R.device), int(wanted.max()))
         return _with_drafts(plan, np.minimum(self._count_of(row_R), wanted))
@@ -194,7 +230,8 @@ class DraftVerification:
     def _followed_all(self, rows: np.ndarray) -> np.ndarray:
         """Whether the drafter has followed each of these rows all the way: of others it proposes
         nothing."""
-        return self._followed[rows] >= self._length_M.numpy()[rows] - 1
+        assert self._host is not None
+        return self._followed[rows] >= self._host.length_M[rows] - 1
 
     # Masks must be made for the drafts of a step, by the core: so these are proposed and told
     # behind the step before. A CPU's step waits for the masks before it computes, and leaves out
@@ -273,6 +310,6 @@ class DraftVerification:
 def _with_drafts(plan: StepPlan, drafts: np.ndarray) -> StepPlan:
     """The plan with these drafts; without any a plain one."""
     plan = without_drafts(plan)
-    if not drafts.any():
+    if not any(drafts.tolist()):
         return plan
     return replace(plan, num_tokens=plan.num_tokens + drafts, drafts=drafts)

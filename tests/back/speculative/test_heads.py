@@ -147,19 +147,17 @@ Proposed = list[tuple[list[int], list[int], torch.Tensor]]
 def proposed(monkeypatch: pytest.MonkeyPatch) -> Proposed:
     """Texts of rows, the drafts that were proposed for them, and what was kept of them."""
     seen: Proposed = []
-    propose = DraftVerification._propose_here
+    propose = DraftVerification._propose_on_host
 
-    def noted(
-        self: DraftVerification, row_R: torch.Tensor, wanted_R: torch.Tensor, most: int
-    ) -> None:
-        propose(self, row_R, wanted_R, most)
-        for row in row_R.tolist():
+    def noted(self: DraftVerification, host: Any, rows: list[int], wanted: list[int]) -> None:
+        propose(self, host, rows, wanted)
+        for row in rows:
             length, count = int(self._length_M[row]), int(self.count_M[row])
             tokens = self._tables.tokens_MC[row].tolist()
             state_E = self._drafter._state_ME[row].clone()
             seen.append((tokens[:length], tokens[length : length + count], state_E))
 
-    monkeypatch.setattr(DraftVerification, "_propose_here", noted)
+    monkeypatch.setattr(DraftVerification, "_propose_on_host", noted)
     return seen
 
 
