@@ -88,10 +88,12 @@ def test_short_rows_and_drafts_beside_chunks_go_token_by_token(case: str) -> Non
     kernel = module_of(case, chunks=True).KERNEL
     check_trail(case, kernel.bind, torch.float32, DEVICE)
     problem, weights, inputs, state, rows = step(case, torch.float32, "mixed", DEVICE)
-    own = state.clone()
-    y = triton_kernel(case).bind(problem, *weights)(*inputs, own, rows)
-    assert torch.equal(kernel.bind(problem, *weights)(*inputs, state, rows)[:15], y[:15])
-    assert torch.equal(state, own)
+    kernels, states = (kernel, triton_kernel(case)), (state.clone(), state.clone())
+    ours, theirs = (
+        each.bind(problem, *weights)(*inputs, own, rows)
+        for each, own in zip(kernels, states, strict=True)
+    )
+    assert torch.equal(ours[:15], theirs[:15]) and torch.equal(*states)
     assert triton_kernel(case).invariant and not kernel.invariant
 
 

@@ -92,30 +92,21 @@ def _row_of(b_x, o_i, i):
 
 
 @triton.jit
-def _channel_products(b_q, b_k, b_l, rows, DTYPE: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
-    """Of channels that fade by rates of their own: sum_c k_ic k_jc exp(L_ic - L_jc) and the same of
-    queries, [C, C], right where j <= i. Between blocks of 16 by products of what has faded since
-    the end of the block before i's, and what j's fades until then; inside a block as it stands."""
+def _rows_of_blocks(b_x, o_i, at, C: tl.constexpr, K: tl.constexpr):
+    """For each row of [C, K] the one at `at` in its block of 16; before the first block is 0."""
+    b_rows = tl.zeros((C, K), tl.float32)
+    for block in tl.static_range(0, C // SUB):
+        b_row = _row_of(b_x, o_i, at + block * SUB)
+        b_rows = tl.where((o_i // SUB == block)[:, None], b_row[None, :], b_rows)
+    return b_rows
+
+
+@triton.jit
+def _blocks_as_they_stand(b_q, b_k, b_l, rows, C: tl.constexpr, K: tl.constexpr):
+    """The blocks on the diagonal, a column of each at a time."""
     BLOCKS: tl.constexpr = C // SUB
-    o_i = tl.arange(0, C)
-    o_b = o_i // SUB
+    o_b = tl.arange(0, C) // SUB
     o_n = tl.arange(0, SUB)
-    b_before = tl.zeros((C, K), tl.float32)
-    for block in tl.static_range(1, BLOCKS):
-        b_end = _row_of(b_l, o_i, block * SUB - 1)
-        b_before = tl.where((o_b == block)[:, None], b_end[None, :], b_before)
-    b_since = tl.exp(tl.minimum(b_l - b_before, 0.0))
-    b_qs = (b_q * b_since).to(DTYPE)
-    b_ks = (b_k * b_since).to(DTYPE)
-    b_kk = tl.zeros((C, C), tl.float32)
-    b_qk = tl.zeros((C, C), tl.float32)
-    for block in tl.static_range(1, BLOCKS):
-        b_end = _row_of(b_l, o_i, block * SUB - 1)
-        b_until = b_k * tl.exp(tl.minimum(b_end[None, :] - b_l, 0.0))
-        b_until = tl.trans(tl.where((o_b < block)[:, None], b_until, 0.0).to(DTYPE))
-        m_b = (o_b == block)[:, None]
-        b_kk += tl.where(m_b, tl.dot(b_ks, b_until, input_precision="ieee"), 0.0)
-        b_qk += tl.where(m_b, tl.dot(b_qs, b_until, input_precision="ieee"), 0.0)
     b_q = tl.reshape(b_q, (BLOCKS, SUB, K))
     b_k = tl.reshape(b_k, (BLOCKS, SUB, K))
     b_l = tl.reshape(b_l, (BLOCKS, SUB, K))
@@ -132,7 +123,42 @@ def _channel_products(b_q, b_k, b_l, rows, DTYPE: tl.constexpr, C: tl.constexpr,
     b_own = (o_b[:, None] == tl.arange(0, BLOCKS)[None, :])[:, :, None]
     b_kk_own = tl.where(b_own, tl.reshape(b_kk_own, (C, 1, SUB)), 0.0)
     b_qk_own = tl.where(b_own, tl.reshape(b_qk_own, (C, 1, SUB)), 0.0)
-    return b_kk + tl.reshape(b_kk_own, (C, C)), b_qk + tl.reshape(b_qk_own, (C, C))
+    return tl.reshape(b_kk_own, (C, C)), tl.reshape(b_qk_own, (C, C))
+
+
+@triton.jit
+def _channel_products(b_q, b_k, b_l, rows, DTYPE: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """Of channels that fade by rates of their own: sum_c k_ic k_jc exp(L_ic - L_jc) and the same of
+    queries, [C, C], right where j <= i: by products of what has faded since the middle of i's block
+    of 16, and what j's fades until then. One of the two grows inside the block; where that leaves
+    the range of numbers, both are taken at the end of the block before, and blocks on the diagonal
+    as they stand."""
+    BLOCKS: tl.constexpr = C // SUB
+    MIDDLE: tl.constexpr = SUB // 2
+    REACH: tl.constexpr = 8.0 if tl.float16 == DTYPE else 75.0
+    o_i = tl.arange(0, C)
+    o_b = o_i // SUB
+    b_at = _rows_of_blocks(b_l, o_i, MIDDLE, C, K)
+    fits = tl.max(tl.max(tl.abs(b_at - b_l), axis=1), axis=0) <= REACH
+    own = fits.to(tl.int32)
+    at = own * (MIDDLE + 1) - 1
+    b_since = tl.exp(tl.minimum(b_l - _rows_of_blocks(b_l, o_i, at, C, K), REACH))
+    b_qs = (b_q * b_since).to(DTYPE)
+    b_ks = (b_k * b_since).to(DTYPE)
+    b_kk = tl.zeros((C, C), tl.float32)
+    b_qk = tl.zeros((C, C), tl.float32)
+    for block in tl.static_range(0, BLOCKS):
+        b_until = tl.exp(tl.minimum(_row_of(b_l, o_i, at + block * SUB)[None, :] - b_l, REACH))
+        b_until = b_k * b_until
+        b_until = tl.trans(tl.where((o_b < block + own)[:, None], b_until, 0.0).to(DTYPE))
+        m_b = (o_b == block)[:, None]
+        b_kk = tl.where(m_b, tl.dot(b_ks, b_until, input_precision="ieee"), b_kk)
+        b_qk = tl.where(m_b, tl.dot(b_qs, b_until, input_precision="ieee"), b_qk)
+    if not fits:
+        b_kk_own, b_qk_own = _blocks_as_they_stand(b_q, b_k, b_l, rows, C, K)
+        b_kk += b_kk_own
+        b_qk += b_qk_own
+    return b_kk, b_qk
 
 
 @triton.jit(do_not_specialize=["states", "count"])

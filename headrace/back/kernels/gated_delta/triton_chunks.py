@@ -152,7 +152,7 @@ def bind_with(
     check_weights(problem, decay_H, bias)
     of_heads = decay_H, bias.contiguous()
     heads, key_dim, value_dim, chunk = problem.heads, problem.key_dim, problem.value_dim, plan.chunk
-    block_k, block_v = power_of_two(key_dim, least=16), power_of_two(value_dim, least=16)
+    block_k, block_v = power_of_two(key_dim, least=64), power_of_two(value_dim, least=16)
     precision = product_precision(problem.dtype)
     common = {"HEADS": heads, "K": key_dim, "V": value_dim, "BLOCK_K": block_k, "C": chunk}
     common |= {"LEAST": plan.least, "CHANNELS": problem.per_channel}
