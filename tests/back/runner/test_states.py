@@ -30,6 +30,7 @@ class Reversed:
     repeatable = True
     host_until = None
     media_tokens = media_width = 0
+    media_rows: dict[str, int] = {}
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         self.calls.append("take")
