@@ -35,6 +35,14 @@ _PATTERN = (
 )
 
 
+QWEN_1 = "qwen.tiktoken"
+QWEN_1_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *(f"<|extra_{i}|>" for i in range(205)),
+)
+"""Special tokens of Qwen 1, behind its ranks; no file of its checkpoints lists them."""
+
+
 class TiktokenTokenizer(Tokenizer):
     """A byte-level vocabulary by rank. `special` maps the special tokens to their ids."""
 
@@ -94,6 +102,8 @@ def load_tiktoken(file: str) -> TiktokenTokenizer:
             raise CheckpointError(f"{path.name}: line {number} is not base64 and a rank") from error
     digits = "1,3" if path.name == "tokenizer.model" else "1"
     special = _special_tokens(path.parent)
+    if path.name == QWEN_1:
+        special = {token: len(ranks) + i for i, token in enumerate(QWEN_1_TOKENS)} | special
     if path.name == "tiktoken.model":
         special = {**_kimi_audio_tokens(path.parent, len(ranks)), **special}
     return TiktokenTokenizer(ranks, special, _PATTERN % digits, facts)

@@ -194,6 +194,15 @@ def test_sentencepiece_model(sentencepiece_folder):
     assert tokenizer.encode_guarded(guarded).count(start) == 1
 
 
+def test_qwen_1s_special_tokens_lie_behind_its_ranks(tmp_path):
+    """No file lists them: <|im_end|> is 151645 behind 151643 ranks."""
+    lines = [base64.b64encode(bytes([byte])) + b" %d" % byte for byte in range(256)]
+    (tmp_path / "qwen.tiktoken").write_bytes(b"\n".join(lines))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert [tokenizer.token_id(one) for one in ("<|endoftext|>", "<|im_end|>")] == [256, 258]
+    assert tokenizer.num_ids == 256 + 208 and tokenizer.token_bytes(257) == b"<|im_start|>"
+
+
 def test_tiktoken_ranks(tmp_path):
     tokens = [bytes([byte]) for byte in range(256)] + [b"he", b"ll", b"hell", b"hello"]
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
