@@ -35,6 +35,20 @@ from tests.models.test_parity import (
 SHAPE = {key: SIZES[key] for key in SIZES if not key.endswith("_id")}
 
 
+class Matrix(nn.Module):
+    """In place of a branch, under its name in the published checkpoint."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.attends = name == "linear_attn"
+        self.add_module(name, nn.Linear(SIZES["hidden_size"], SIZES["hidden_size"], bias=False))
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+        (matrix,) = self.children()
+        y = matrix(hidden_states)
+        return (y, None) if self.attends else y
+
+
 class Nothing(nn.Module):
     """In place of a branch: what it adds is 0."""
 
@@ -63,11 +77,15 @@ def deci(folder: Path, blocks: list[dict[str, Any]], **changes: Any) -> Any:
         attention, mlp = block["attention"], block["ffn"]
         if attention["no_op"]:
             layer.self_attn, layer.input_layernorm = Nothing(attends=True), nn.Identity()
+        elif attention["replace_with_linear"]:
+            layer.self_attn = Matrix("linear_attn")
         else:
             heads = config.num_attention_heads // attention["n_heads_in_group"]
             layer.self_attn = LlamaAttention(changed(config, num_key_value_heads=heads), i)
         if mlp["no_op"]:
             layer.mlp, layer.post_attention_layernorm = Nothing(attends=False), nn.Identity()
+        elif mlp["replace_with_linear"]:
+            layer.mlp = Matrix("linear_mlp")
         else:
             layer.mlp = LlamaMLP(changed(config, intermediate_size=256))
     randomize(oracle)
@@ -92,6 +110,16 @@ def block(heads_in_group: int | None, factor: float | None, **attention: Any) ->
 
 
 BLOCKS = [block(2, 1.0), block(None, 7.9), block(6, None)]
+MATRIX = block(None, 1.0, no_op=False, replace_with_linear=True)
+LINEAR = [block(2, 1.0), MATRIX, block(6, 1.0)]
+LINEAR[2]["ffn"]["replace_with_linear"] = True
+
+
+def test_a_matrix_in_place_of_a_branch_equals_a_llama_with_it(tmp_path: Path) -> None:
+    models = both_models(tmp_path, deci(tmp_path, LINEAR))
+    got = teacher_forced(models.ours, models.rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, models.theirs, 1e-4)
+    compare_last_tokens(models)
 
 
 def test_blocks_without_attention_or_mlp_equal_a_llama_that_lacks_them(tmp_path: Path) -> None:
@@ -111,7 +139,7 @@ def test_blocks_without_attention_or_mlp_equal_a_llama_that_lacks_them(tmp_path:
 @pytest.mark.parametrize(
     ("blocks", "field"),
     [
-        ([block(2, 1.0, replace_with_linear=True), *BLOCKS[1:]], "replace_with_linear"),
+        ([block(2, 1.0, unshifted_sink=True), *BLOCKS[1:]], "unshifted_sink"),
         ([block(2, 1.0, window_length=64), *BLOCKS[1:]], "window_length"),
         ([block(4, 1.0), *BLOCKS[1:]], "n_heads_in_group"),
         ([{"ffn": BLOCKS[0]["ffn"]}, *BLOCKS[1:]], "attention"),

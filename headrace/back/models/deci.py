@@ -1,12 +1,14 @@
 """DeciLM 7B and Nemotron's models found by search (Llama-3.1 and 3.3-Nemotron-51B, Super, Ultra):
-Llama's decoder whose layers differ in KV heads and inner sizes, and may lack a branch (names and
-keys of the published checkpoints)."""
+Llama's decoder whose layers differ in KV heads and inner sizes, and may lack a branch or have one
+matrix in its place (names and keys of the published checkpoints)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.linear_branch import LinearFeedForwardSpec, LinearMixerSpec
+from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.mlp import FeedForwardSpec, GatedMLPSpec
 from headrace.back.layers.norm import PRE
 from headrace.back.layers.rope import RopeSpec, read_rope
@@ -35,7 +37,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     bias = config.bool("attention_bias", False), config.bool("mlp_bias", False)
     if "block_configs" not in config:
         counts = config.list(KV_HEADS_LISTED, of=int, length=sizes.layers)
-        blocks = [_Block(one, GatedMLPSpec(bias=bias[1])) for one in counts]
+        blocks = [_Block(one, None, GatedMLPSpec(bias=bias[1])) for one in counts]
     else:
         blocks = _blocks(config, sizes, bias=bias[1])
     for block in blocks:
@@ -47,18 +49,20 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 @dataclass(frozen=True)
 class _Block:
-    """`kv_heads` 0: it does not attend."""
+    """`kv_heads` 0: it does not attend, but may have a matrix `instead`."""
 
     kv_heads: int
+    instead: LinearMixerSpec | None
     feed_forward: FeedForwardSpec | None
 
 
 def _layer(block: _Block, sizes: DecoderSizes, rope: RopeSpec, *, bias: bool) -> LayerSpec:
-    mixer, placement = None, PRE
+    mixer: MixerSpec | None = block.instead
+    placement = PRE
     if block.kv_heads:
         plain = plain_attention(replace(sizes, kv_heads=block.kv_heads))
         mixer = AttentionSpec(**plain, rope=rope, qkv_bias=bias, out_bias=bias)
-    else:
+    if mixer is None:
         placement = replace(placement, before_attention=None)
     if block.feed_forward is None:
         placement = replace(placement, before_mlp=None)
@@ -75,23 +79,26 @@ def _blocks(config: ConfigReader, sizes: DecoderSizes, *, bias: bool) -> list[_B
         if mlp is None:
             raise reader.wrong("ffn", "an object: the block's MLP")
         for part in (attention, mlp):
-            for key in (
-                "replace_with_linear",
-                "sparsify",
-                "sparse_mlp",
-                "unshifted_sink",
-                "is_mamba",
-            ):
+            for key in ("sparsify", "sparse_mlp", "unshifted_sink", "is_mamba"):
                 if part.raw.get(key):
                     raise part.wrong(key, "false or null")
         for key in ("window_length", "num_sink_tokens", "prefill_sliding_window"):
             if attention.raw.get(key):
                 raise attention.wrong(key, "null")
-        if mlp.bool("no_op", False):
-            blocks.append(_Block(count, None))
-            continue
-        blocks.append(_Block(count, GatedMLPSpec(bias=bias, inner=_inner(mlp, sizes.width))))
+        instead = None
+        if attention.bool("replace_with_linear", False):
+            name = attention.str("linear_name", "self_attn.linear_attn")
+            instead = LinearMixerSpec(name=name, width=sizes.width)
+        blocks.append(_Block(count, instead, _feed_forward(mlp, sizes.width, bias=bias)))
     return blocks
+
+
+def _feed_forward(mlp: ConfigReader, width: int, *, bias: bool) -> FeedForwardSpec | None:
+    if mlp.bool("no_op", False):
+        return None
+    if mlp.bool("replace_with_linear", False):
+        return LinearFeedForwardSpec(name="mlp.linear_mlp")
+    return GatedMLPSpec(bias=bias, inner=_inner(mlp, width))
 
 
 def _inner(mlp: ConfigReader, width: int) -> int:

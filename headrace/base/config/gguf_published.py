@@ -35,18 +35,24 @@ def _qwen(file: GGUFFile, name: str, config: Config) -> None:
 
 
 def _deci(file: GGUFFile, name: str, config: Config) -> None:
-    """Heads, KV heads and inner sizes of each layer; none of them: it lacks the branch."""
+    """Heads, KV heads and inner sizes of each layer; none of them: it lacks the branch. Heads
+    without KV heads: one matrix stands in place of attention, where that has its last one."""
     layers = config["num_hidden_layers"]
     heads = each_of(file, f"{name}.attention.head_count", layers)
     kv_heads = each_of(file, f"{name}.attention.head_count_kv", layers)
     inners = each_of(file, f"{name}.feed_forward_length", layers)
     for of, one in zip(heads, kv_heads, strict=True):
-        if (of and not one) or (one and of % one):
+        if one and of % one:
             wanted = "divisors of the heads of their layers, 0 where there are none"
             raise file.wrong(f"{name}.attention.head_count_kv", wanted)
     config["block_configs"] = [
         {
-            "attention": {"no_op": not one, "n_heads_in_group": of // one if one else None},
+            "attention": {
+                "no_op": not of,
+                "replace_with_linear": bool(of and not one),
+                "linear_name": "self_attn.o_proj",
+                "n_heads_in_group": of // one if one else None,
+            },
             "ffn": {"no_op": not inner, "intermediate_size": inner or None},
         }
         for of, one, inner in zip(heads, kv_heads, inners, strict=True)

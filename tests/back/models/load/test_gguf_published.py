@@ -27,7 +27,7 @@ from tests.models.test_encoders import SIZES as SMALL
 from tests.models.test_encoders import TEXTS, batch_of, embedding_gemma, saved
 from tests.models.test_parity import LENGTHS, SIZES, compare
 from tests.models.test_published_names import HEAD_DIM, HEADS, KV_HEADS, publish
-from tests.models.test_unlike_layers import BLOCKS, deci
+from tests.models.test_unlike_layers import BLOCKS, MATRIX, deci
 from tests.references import nomic_experts
 
 Tensors = dict[str, torch.Tensor]
@@ -152,13 +152,33 @@ def test_layers_without_a_branch_are_those_of_no_heads_or_no_inner_size(tmp_path
     compare_logits(tmp_path / "m.gguf", facts, oracle)
 
 
-def test_attention_in_place_of_which_a_matrix_stands_is_refused(tmp_path: Path) -> None:
+def test_kv_heads_that_do_not_share_the_heads_are_refused(tmp_path: Path) -> None:
     deci(tmp_path, BLOCKS)
     tensors = load_file(tmp_path / "model.safetensors")
-    lists = of_blocks(BLOCKS) | {"attention.head_count": [HEADS] * 3}
+    lists = of_blocks(BLOCKS) | {"attention.head_count_kv": [4, 0, 1]}
     with pytest.raises(CheckpointError) as caught:
         write(tmp_path / "m.gguf", "deci", tensors, layers=3, metadata=SHAPE | lists)
     assert caught.value.field == "deci.attention.head_count_kv"
+
+
+@pytest.mark.slow
+def test_a_matrix_in_place_of_attention_is_called_as_its_last_one(tmp_path: Path) -> None:
+    blocks = [BLOCKS[0], MATRIX, BLOCKS[2]]
+    oracle, lists = deci(tmp_path, blocks), of_blocks(blocks)
+    lists["attention.head_count"][1] = HEADS
+    tensors = {
+        name.replace("linear_attn", "o_proj"): one
+        for name, one in load_file(tmp_path / "model.safetensors").items()
+    }
+    kv_heads = lists["attention.head_count_kv"]
+    heads = {
+        name: HEADS if found[2] == "q" else kv_heads[int(found[1])]
+        for name in tensors
+        if (found := re.search(r"layers\.(\d+)\.self_attn\.([qk])_proj", name))
+    }
+    more = SHAPE | lists | {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
+    facts = write(tmp_path / "m.gguf", "deci", tensors, layers=3, metadata=more, heads=heads)
+    compare_logits(tmp_path / "m.gguf", facts, oracle)
 
 
 def states(path: Path, facts: ModelFacts) -> torch.Tensor:
