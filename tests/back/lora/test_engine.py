@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from headrace.back.executor.choose import make_executor
 from headrace.back.kernels.native.library import NativeLibrary, load
@@ -29,6 +30,7 @@ from headrace.base.config.resolved import (
 )
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import Call, EngineRequest, Reply, RowSampling, StopRules
+from headrace.base.wire.weights import WeightOrder
 from headrace.core.adapter_choice import adapted
 from headrace.core.adapters import Adapters
 from headrace.core.core import EngineCore
@@ -207,10 +209,10 @@ def test_steps_with_adapters_are_recorded_beside_those_without(tiny: Tiny, engin
     assert {bucket.adapted for bucket in replay._graphs} == {False, True}
 
 
-def of_all_kinds(folder: Path, case: str = "qwen2") -> Tiny:
+def of_all_kinds(folder: Path, case: str = "qwen2", kinds: tuple[str, ...] = tuple(KINDS)) -> Tiny:
     """A base with adapters of everything beside linear layers."""
     tiny = Tiny(folder, case)
-    ours = load_ours(spec_of(tiny.folder, kinds=KINDS))
+    ours = load_ours(spec_of(tiny.folder, kinds=kinds))
     for number, name in enumerate(NAMES):
         write_kinds(tiny.folder / name, ours, seed=number, rank=2 + number)
         tiny.oracles[name] = copy.deepcopy(tiny.oracles[""])
@@ -263,6 +265,33 @@ def test_magnitudes_tables_and_heads_go_through_recorded_steps_and_drafts(
     replay = one.executor._resident.runner._steps._replay
     if isinstance(load(), NativeLibrary):
         assert replay.foreign == () and any(bucket.adapted for bucket in replay._graphs)
+
+
+@pytest.mark.slow
+def test_whole_pushes_take_magnitudes_anew(tmp_path: Path, engine: Any) -> None:
+    """The first through a second model, the next straight to the weights (ENG-19)."""
+    tiny = of_all_kinds(tmp_path, kinds=("magnitudes", "experts"))
+    one, requests = engine(tiny=tiny, kinds=("magnitudes", "experts")), mixed(3)
+    assert one.run(requests) == expected(tiny, requests)
+    tensors = load_file(tiny.folder / "model.safetensors")
+    for turn in range(1, 3):
+        oracle = copy.deepcopy(tiny.oracles[""])
+        with torch.no_grad():
+            for name, weight in oracle.named_parameters():
+                weight.copy_(tensors[name] * (1 + 2 * turn) if "proj.weight" in name else weight)
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        weights = {name: value.contiguous() for name, value in oracle.state_dict().items()}
+        new = {name: weights[name] for name in tensors}
+        save_file(new, folder / "model.safetensors")
+        order = WeightOrder(action="push", path=str(folder), last=True)
+        assert one.executor.weigh(order).result().error is None
+        merged = {"": oracle, **{name: copy.deepcopy(oracle) for name in NAMES}}
+        for name in NAMES:
+            merge_kinds(merged[name], tiny.folder / name)
+        one.core.kv.reset_cache([])
+        wanted = {id: greedy(merged[name], prompt) for id, (prompt, name) in requests.items()}
+        assert one.run(requests) == wanted
 
 
 def test_more_adapters_than_slots_take_turns(tiny: Tiny, engine: Any) -> None:
