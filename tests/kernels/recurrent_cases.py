@@ -22,7 +22,12 @@ from headrace.back.kernels.wkv import op as wkv
 
 STATES = 7
 COUNTS = {"decode": (1, 1, 1), "mixed": (1, 5, 9), "long": (40,)}
-CHUNKS = {"gated_delta": (1, 70, 130), "gated_delta-bounded": (1, 70), "ssd_scan": (70, 1, 130)}
+CHUNKS: dict[str, tuple[int, ...]] = {
+    "causal_conv": (70, 1, 130),
+    "gated_delta": (1, 70, 130),
+    "gated_delta-bounded": (1, 70),
+    "ssd_scan": (70, 1, 130),
+}
 """By case, rows of which some go by chunks."""
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CASES = {

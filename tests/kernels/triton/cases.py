@@ -11,6 +11,7 @@ import torch
 from headrace.back.kernels.activation import op as activation
 from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.causal_conv import op as causal_conv
 from headrace.back.kernels.compressed_attention import op as compressed
 from headrace.back.kernels.expanded_attention import op as expanded_attention
 from headrace.back.kernels.experts import op as experts
@@ -401,6 +402,14 @@ def _chunks(**more: object) -> Callable[[], object]:
     return call
 
 
+def _conv_tiles() -> object:
+    """A short convolution over tiles of tokens."""
+    problem = causal_conv.CausalConvProblem(device="cpu", dtype=BF16, channels=8192, taps=4)
+    sample = causal_conv.long_sample(problem)
+    kernel = load_kernel("headrace.back.kernels.causal_conv.triton_tiles:KERNEL")
+    return kernel.bind(problem, *sample.weights)(*sample.arguments)
+
+
 def _ssd_chunks(head_dim: int, state_dim: int) -> Callable[[], object]:
     """Mamba 2's recurrence over chunks."""
 
@@ -780,6 +789,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("chunks gated_delta", _chunks()),
     ("chunks gated_delta channels", _chunks(per_channel=True)),
     ("chunks gated_delta 256", _chunks(key_dim=256, value_dim=256)),
+    ("chunks causal_conv", _conv_tiles),
     ("chunks ssd_scan", _ssd_chunks(64, 128)),
     ("chunks ssd_scan 256", _ssd_chunks(128, 256)),
     *(

@@ -12,12 +12,17 @@ T query tokens, C channels, M rows of the runner.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.gated_scan.op import ScanRows, sample_rows, with_trail
+from headrace.back.kernels.gated_scan.op import (
+    ScanRows,
+    long_sample_rows,
+    sample_rows,
+    with_trail,
+)
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -77,21 +82,29 @@ def check_weights(
 
 
 def _sample(problem: CausalConvProblem) -> Sample:
+    sample = _sample_of(problem, sample_rows(problem.device), 10)
+    return replace(sample, further=with_trail(sample.arguments))
+
+
+def long_sample(problem: CausalConvProblem) -> Sample:
+    """A prompt among short rows."""
+    return _sample_of(problem, *long_sample_rows(problem.device))
+
+
+def _sample_of(problem: CausalConvProblem, rows: ScanRows, tokens: int) -> Sample:
     device, generator = problem.device, sample_generator()
     new = {"device": device, "generator": generator}
     weight, bias = (
         random_tensor(count, problem.channels, dtype=torch.float32, **new)
         for count in (problem.taps, 1)
     )
-    x = random_tensor(10, problem.channels + 8, dtype=problem.dtype, **new)[:, : problem.channels]
+    x = random_tensor(tokens, problem.channels + 8, dtype=problem.dtype, **new)
     shape = (6, problem.taps - 1, problem.channels)
     state = random_tensor(*shape, dtype=problem.dtype, **new)
-    arguments = (x, state, sample_rows(device))
     return Sample(
         problem=problem,
         weights=(weight, bias[0] if problem.bias else None),
-        arguments=arguments,
-        further=with_trail(arguments),
+        arguments=(x[:, : problem.channels], state, rows),
     )
 
 
@@ -100,6 +113,7 @@ OP: Op[CausalConvProblem] = Op(
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
     kernels=(
         "headrace.back.kernels.causal_conv.native:KERNEL",
+        "headrace.back.kernels.causal_conv.triton_tiles:KERNEL",
         "headrace.back.kernels.causal_conv.triton_causal_conv:KERNEL",
     ),
     sample=_sample,

@@ -19,7 +19,9 @@ MAX_TAPS = 8
 
 
 @triton.jit
-def _input(x, p_state, t, first, x_stride, o_c, m_c, BEFORE: tl.constexpr, CHANNELS: tl.constexpr):
+def input_at(
+    x, p_state, t, first, x_stride, o_c, m_c, BEFORE: tl.constexpr, CHANNELS: tl.constexpr
+):
     """The input at token t, which may lie before the row's first."""
     inside = t >= first
     b_x = tl.load(x + t * x_stride + o_c, mask=m_c & inside, other=0.0)
@@ -59,7 +61,7 @@ def causal_conv_kernel(
         if BIAS:
             b_y += tl.load(bias + o_c, mask=m_c, other=0.0)
         for j in tl.static_range(TAPS):
-            b_x = _input(x, p_state, t - BEFORE + j, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
+            b_x = input_at(x, p_state, t - BEFORE + j, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
             b_weight = tl.load(weight + j * CHANNELS + o_c, mask=m_c, other=0.0)
             b_y += b_x.to(tl.float32) * b_weight
         if SILU:
@@ -73,11 +75,11 @@ def causal_conv_kernel(
             p_kept = state + kept * state_stride + o_c
             for j in tl.static_range(BEFORE):
                 at = t + 1 - BEFORE + j
-                b_x = _input(x, p_state, at, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
+                b_x = input_at(x, p_state, at, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
                 tl.store(p_kept + j * CHANNELS, b_x, mask=m_c)
         end = tl.minimum(last, first + 1)
     for j in tl.static_range(BEFORE):  # upwards: what is read lies at or above what is written
-        b_x = _input(x, p_state, end - BEFORE + j, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
+        b_x = input_at(x, p_state, end - BEFORE + j, first, x_stride, o_c, m_c, BEFORE, CHANNELS)
         tl.store(p_state + j * CHANNELS, b_x, mask=m_c)
 
 
@@ -103,10 +105,10 @@ def bind(
     return causal_conv
 
 
-def _supports(problem: CausalConvProblem) -> str | None:
+def supports(problem: CausalConvProblem) -> str | None:
     if not 2 <= problem.taps <= MAX_TAPS:
         return f"has 2 to {MAX_TAPS} taps, not {problem.taps}"
     return unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton", supports=_supports, bind=bind, invariant=True)
+KERNEL = Kernel(name="triton", supports=supports, bind=bind, invariant=True)

@@ -23,14 +23,21 @@ FAINTEST = tl.constexpr(-90.0)
 
 
 @triton.jit
-def chunk_tokens(rows, start, states, count, i_s, C: tl.constexpr, LEAST: tl.constexpr):
-    """The first token of the chunk at place i_s, and the one behind the last of its row; none if
-    nothing lies there."""
+def row_of_chunk(start, count, i_s, C: tl.constexpr):
+    """The row of the step whose chunk lies, or would lie, at place i_s."""
     i_r = -1
     for i in range(0, count, ROWS):
         o_r = i + tl.arange(0, ROWS)
         b_first = tl.load(start + o_r, mask=o_r < count, other=0)
         i_r += tl.sum(((b_first // C + o_r <= i_s) & (o_r < count)).to(tl.int32), axis=0)
+    return i_r
+
+
+@triton.jit
+def chunk_tokens(rows, start, states, count, i_s, C: tl.constexpr, LEAST: tl.constexpr):
+    """The first token of the chunk at place i_s, and the one behind the last of its row; none if
+    nothing lies there."""
+    i_r = row_of_chunk(start, count, i_s, C)
     _, first, last = long_row_tokens(rows, start, states, LEAST, i_r)
     return first + (i_s - first // C - i_r) * C, last
 
