@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from headrace.back.kernels.native import build
 from tests.api.serving import NO_TLS, Served
 
+pytestmark = pytest.mark.long  # not the last
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
     "headrace",

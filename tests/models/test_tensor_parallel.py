@@ -19,6 +19,7 @@ from tests.models.tensor_parallel_rank import LENGTHS
 from tests.models.test_parity import CASES, compare, tiny_config
 from tests.rank_processes import run_ranks
 
+pytestmark = pytest.mark.long  # not the last
 NAMES = (
     "llama4", "afmoe", "mimo-v2-flash",
     "llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "deepseek-v3", "deepseek-v3.2", "glm-dsa", "one-kv-head",
