@@ -7,48 +7,35 @@ the model's mouth, with the mark.
 
 from __future__ import annotations
 
-import asyncio
-import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from headrace.base.config.media import MediaSpec
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaInput
-from headrace.base.wire.request import SamplingParams
 from headrace.front.client.ctc_transcription import CtcTranscriber
 from headrace.front.client.diarized_transcription import DiarizingTranscriber
-from headrace.front.client.events import Delta, Ended
+from headrace.front.client.events import Delta, fold_written
 from headrace.front.client.plain_transcription import (
-    PlainTranscriber,
-    check_untranslated,
     check_unused,
-    check_without_words,
 )
 from headrace.front.client.sample_transcription import SampleTranscriber
-from headrace.front.client.sound_prompt import prepared_window
 from headrace.front.client.timed_transcription import TimedTranscriber, is_in_time
 from headrace.front.client.transcription import (
     Ask,
     Heard,
-    Samples,
     SpeechModel,
     SpeechRequest,
     Transcriber,
     Window,
 )
-from headrace.front.media.log_mel import RATE
-from headrace.front.media.placeholders import expanded
-from headrace.front.media.processing import ProcessedMedia
-from headrace.front.media.processors.spectrogram import spectrogram
+from headrace.front.client.turn_transcription import TurnTranscriber
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.media_parts import MediaMark
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment
 
 MARK = "<asr_text>"
-WINDOW_S = 30
 NAMES = {
     **{"ar": "Arabic", "yue": "Cantonese", "zh": "Chinese", "cs": "Czech", "da": "Danish"},
     **{"nl": "Dutch", "en": "English", "fil": "Filipino", "fi": "Finnish", "fr": "French"},
@@ -80,23 +67,12 @@ def transcriber_of(
     return None
 
 
-class ChatTranscriber(PlainTranscriber):
+class ChatTranscriber(TurnTranscriber):
     """For one such model."""
-
-    def __init__(
-        self, text: TextSpec, media: MediaSpec, tokenizer: Tokenizer, template: ChatTemplate
-    ) -> None:
-        super().__init__(WINDOW_S * RATE)
-        self._media, self._tokenizer, self._template = media, tokenizer, template
-        self._context = text.max_model_len
-
-    def _sound(self, samples: Samples) -> ProcessedMedia:
-        return spectrogram(samples, self._media.settings)
 
     def check(self, request: SpeechRequest) -> None:
         """See SpeechModel."""
-        check_untranslated(request)
-        check_without_words(request)
+        super().check(request)
         if self._media.asks:
             check_unused(request, "language", model="this model hears which one it is and")
         if request.language is not None and request.language.lower() not in NAMES:
@@ -107,27 +83,19 @@ class ChatTranscriber(PlainTranscriber):
 
     async def _heard(self, window: Window, request: SpeechRequest, ask: Ask) -> Heard:
         ids, media = await self._prompt(window, request)
-        said, tokens, total = "", list[int](), 0.0
-        params = self._params(ids, request)
-        async with aclosing(ask(ids, params, media)) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    said += event.text
-                    tokens += event.token_ids
-                elif isinstance(event, Ended):
-                    total = event.cumulative_logprob or 0.0
-        language, text = parsed(said, request.language)
-        segment = SpeechSegment(start=window.start, end=window.end, text=text, tokens=tokens)
-        data = text.encode()
+        written = await fold_written(ask(ids, self._params(ids, request), media))
+        language, text = parsed(written.text, request.language)
+        segment = SpeechSegment(
+            start=window.start, end=window.end, text=text, tokens=written.token_ids
+        )
         return Heard(
             window=window,
             text=text,
             segments=[segment] if text.strip() else [],
             temperature=request.temperature,
-            mean_logprob=total / (len(tokens) + 1),
-            compression=len(data) / max(1, len(zlib.compress(data))),
+            mean_logprob=written.mean_logprob,
             num_prompt=len(ids),
-            num_output=len(tokens),
+            num_output=len(written.token_ids),
             language=language,
         )
 
@@ -151,13 +119,6 @@ class ChatTranscriber(PlainTranscriber):
                             shown = len(text)
                 yield parsed(said, request.language)[1][shown:]
 
-    def _params(self, ids: list[int], request: SpeechRequest) -> SamplingParams:
-        return SamplingParams(
-            temperature=request.temperature,
-            max_tokens=max(1, self._context - len(ids)),
-            logprobs=0,
-        )
-
     async def _prompt(
         self, window: Window, request: SpeechRequest
     ) -> tuple[list[int], tuple[MediaInput, ...]]:
@@ -171,12 +132,7 @@ class ChatTranscriber(PlainTranscriber):
         ids = await self._template.render_async(messages, add_generation_prompt=True)
         if request.language is not None:
             ids = [*ids, *self._encode(f"language {NAMES[request.language.lower()]}{MARK}")]
-        assert isinstance(window.sound, ProcessedMedia), "a chat model hears inputs"
-        medium = await asyncio.to_thread(prepared_window, window.sound)
-        return expanded(ids, [medium], self._media, self._encode, field="file")
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return await self._expanded(ids, window)
 
 
 def parsed(said: str, asked: str | None) -> tuple[str, str]:

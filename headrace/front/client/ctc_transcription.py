@@ -6,7 +6,6 @@ neither a language nor a prompt; when each word is said, its frames tell."""
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -95,14 +94,12 @@ class CtcTranscriber(PlainTranscriber):
         labels = emitted(logits) if self._media.emits else collapsed(logits, self._blank)
         text = self._decoded([one.id for one in labels])
         text = text if window.start == 0.0 or not text else f" {text.lstrip()}"
-        data = text.encode()
         return Heard(
             window=window,
             text=text,
             segments=self._segments(window, labels, text),
             temperature=0.0,
             mean_logprob=sum(one.score for one in labels) / max(1, len(labels)),
-            compression=len(data) / max(1, len(zlib.compress(data))),
             num_prompt=len(ids),
             num_output=len(labels),
             words=self._words(window, labels),

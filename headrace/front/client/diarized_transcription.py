@@ -4,84 +4,48 @@ Transcribe-Diarize). A window has ten minutes; speakers are counted anew in each
 
 from __future__ import annotations
 
-import asyncio
 import re
-import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from headrace.base.config.media import MediaSpec
-from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaInput
-from headrace.base.wire.request import SamplingParams
-from headrace.front.client.events import Delta, Ended
+from headrace.front.client.events import fold_written
 from headrace.front.client.plain_transcription import (
-    PlainTranscriber,
-    check_untranslated,
     check_unused,
-    check_without_words,
 )
-from headrace.front.client.sound_prompt import prepared_window
-from headrace.front.client.transcription import Ask, Heard, Samples, SpeechRequest, Window
-from headrace.front.media.log_mel import RATE
-from headrace.front.media.placeholders import expanded
-from headrace.front.media.processing import ProcessedMedia
-from headrace.front.media.processors.spectrogram import spectrogram
-from headrace.front.text.chat import ChatTemplate
+from headrace.front.client.transcription import Ask, Heard, SpeechRequest, Window
+from headrace.front.client.turn_transcription import TurnTranscriber
 from headrace.front.text.media_parts import MediaMark
-from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.transcript import SpeechSegment
 
-WINDOW_S = 600
 _SEGMENT = re.compile(r"\[([\d:.]{1,16})\]\[S(\d{1,4})\](.*?)\[([\d:.]{1,16})\]", re.DOTALL)
 
 
-class DiarizingTranscriber(PlainTranscriber):
+class DiarizingTranscriber(TurnTranscriber):
     """For one such model."""
 
     tells_speakers = True
-
-    def __init__(
-        self, text: TextSpec, media: MediaSpec, tokenizer: Tokenizer, template: ChatTemplate
-    ) -> None:
-        super().__init__(WINDOW_S * RATE)
-        self._media, self._tokenizer, self._template = media, tokenizer, template
-        self._context = text.max_model_len
-
-    def _sound(self, samples: Samples) -> ProcessedMedia:
-        return spectrogram(samples, self._media.settings)
+    window_s = 600
 
     def check(self, request: SpeechRequest) -> None:
         """See SpeechModel."""
-        check_untranslated(request)
-        check_without_words(request)
+        super().check(request)
         check_unused(request, "language", model="this model hears which one it is and")
 
     async def _heard(self, window: Window, request: SpeechRequest, ask: Ask) -> Heard:
         ids, media = await self._prompt(window, request)
-        said, tokens, total = "", list[int](), 0.0
-        longest = max(1, self._context - len(ids))
-        params = SamplingParams(temperature=request.temperature, max_tokens=longest, logprobs=0)
-        async with aclosing(ask(ids, params, media)) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    said += event.text
-                    tokens += event.token_ids
-                elif isinstance(event, Ended):
-                    total = event.cumulative_logprob or 0.0
-        segments = diarized(said, window.start, window.end)
+        written = await fold_written(ask(ids, self._params(ids, request), media))
+        segments = diarized(written.text, window.start, window.end)
         text = " ".join(one.text for one in segments)
-        data = text.encode()
         return Heard(
             window=window,
             text=f" {text}" if window.start else text,
             segments=segments,
             temperature=request.temperature,
-            mean_logprob=total / (len(tokens) + 1),
-            compression=len(data) / max(1, len(zlib.compress(data))),
+            mean_logprob=written.mean_logprob,
             num_prompt=len(ids),
-            num_output=len(tokens),
+            num_output=len(written.token_ids),
         )
 
     async def deltas(
@@ -100,12 +64,7 @@ class DiarizingTranscriber(PlainTranscriber):
             content.append({"type": "text", "text": request.prompt.strip()})
         messages: list[dict[str, object]] = [{"role": "user", "content": content}]
         ids = await self._template.render_async(messages, add_generation_prompt=True)
-        assert isinstance(window.sound, ProcessedMedia), "a chat model hears inputs"
-        medium = await asyncio.to_thread(prepared_window, window.sound)
-        return expanded(ids, [medium], self._media, self._encode, field="file")
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return await self._expanded(ids, window)
 
 
 def diarized(said: str, begin_s: float, end_s: float) -> list[SpeechSegment]:

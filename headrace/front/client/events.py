@@ -8,6 +8,7 @@ exception of `base/errors.py`."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
@@ -164,6 +165,32 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 Event = Started | PromptScored | PooledPart | AttentionWeights | Delta | Ended
 Events = AsyncGenerator[Event, None]
 """Those of one request, of all its choices, as they come."""
+
+
+class WrittenAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one choice wrote; `logprob`: of all its tokens, 0 where that was not asked for."""
+
+    text: str
+    token_ids: list[int]
+    logprob: float
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of a token, the one at which it ends counted."""
+        return self.logprob / (len(self.token_ids) + 1)
+
+
+async def fold_written(events: Events) -> WrittenAnswer:
+    """The fold of the events of a generation of one choice."""
+    text, token_ids, logprob = "", list[int](), 0.0
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Delta):
+                text += event.text
+                token_ids += event.token_ids
+            elif isinstance(event, Ended):
+                logprob = event.cumulative_logprob or 0.0
+    return WrittenAnswer(text=text, token_ids=token_ids, logprob=logprob)
 
 
 class EngineClient(Protocol):

@@ -4,7 +4,6 @@ could be asked for (Moonshine), or with tokens for the languages (front/text/spe
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -13,7 +12,7 @@ import msgspec
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.config.resolved import TextSpec
 from headrace.base.wire.request import SamplingParams
-from headrace.front.client.events import Delta, Ended
+from headrace.front.client.events import Delta, fold_written
 from headrace.front.client.plain_transcription import (
     PlainTranscriber,
     check_untranslated,
@@ -83,28 +82,19 @@ class SampleTranscriber(PlainTranscriber):
                             yield event.text
 
     async def _heard(self, window: Window, request: SpeechRequest, ask: Ask) -> Heard:
-        said, tokens, total = "", list[int](), 0.0
         begins = self.begins(request)
         params = self._params(request, begins)
-        async with aclosing(ask(begins, params, _bytes(window))) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    said += event.text
-                    tokens += event.token_ids
-                elif isinstance(event, Ended):
-                    total = event.cumulative_logprob or 0.0
-        text = f" {said}" if window.start else said
-        segment = SpeechSegment(start=window.start, end=window.end, text=said, tokens=tokens)
-        data = text.encode()
+        written = await fold_written(ask(begins, params, _bytes(window)))
+        said, ids = written.text, written.token_ids
+        segment = SpeechSegment(start=window.start, end=window.end, text=said, tokens=ids)
         return Heard(
             window=window,
-            text=text,
+            text=f" {said}" if window.start else said,
             segments=[segment] if said.strip() else [],
             temperature=request.temperature,
-            mean_logprob=total / (len(tokens) + 1),
-            compression=len(data) / max(1, len(zlib.compress(data))),
+            mean_logprob=written.mean_logprob,
             num_prompt=len(begins),
-            num_output=len(tokens),
+            num_output=len(ids),
         )
 
     def _params(self, request: SpeechRequest, begins: Sequence[int]) -> SamplingParams:

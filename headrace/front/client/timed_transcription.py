@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -160,14 +159,12 @@ class TimedTranscriber(SoundReader):
                     elif isinstance(event, Ended):
                         total = event.cumulative_logprob or 0.0
         text = self._written(said)
-        data = text.encode()
         return Heard(
             window=window,
             text=text,
             segments=self._segments(window, said) if window.complete else [],
             temperature=request.temperature,
             mean_logprob=total / (len(said) - known + 1),
-            compression=len(data) / max(1, len(zlib.compress(data))),
             num_prompt=0 if known else len(self._prompt),
             num_output=len(said) - known,
         )

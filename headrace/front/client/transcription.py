@@ -25,7 +25,7 @@ from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import EngineError, InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import RowPooling, SamplingParams
-from headrace.front.client.events import AttentionWeights, Delta, Ended, Events
+from headrace.front.client.events import AttentionWeights, Delta, Events, fold_written
 from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size
 from headrace.front.media.log_mel import HOP, RATE, LogMel
@@ -94,12 +94,17 @@ class Heard:
     segments: list[SpeechSegment]
     temperature: float
     mean_logprob: float
-    compression: float
     num_prompt: int
     num_output: int
     no_speech: float = 0.0
     language: str = ""
     words: list[TimedWord] = field(default_factory=list)
+
+    @property
+    def compression(self) -> float:
+        """The text's bytes for each of it compressed: many where it repeats itself."""
+        data = self.text.encode()
+        return len(data) / max(1, len(zlib.compress(data)))
 
 
 class SpeechModel(Protocol):
@@ -358,33 +363,23 @@ class Transcriber(SoundReader):
     async def _heard(
         self, window: Window, begins: list[int], temperature: float, ask: Ask
     ) -> Heard:
-        ids: list[int] = []
-        total = 0.0
         params = self.params(begins, temperature)
-        async with aclosing(ask(begins, params, _spectrogram(window))) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    ids += event.token_ids
-                elif isinstance(event, Ended):
-                    total = event.cumulative_logprob or 0.0
+        written = await fold_written(ask(begins, params, _spectrogram(window)))
         segments = segments_of(
-            ids,
+            written.token_ids,
             self._decoded,
             first_time=self._tokens.first_time,
             begin_s=window.start,
             end_s=window.end,
         )
-        text = "".join(segment.text for segment in segments)
-        data = text.encode()
         return Heard(
             window=window,
-            text=text,
+            text="".join(segment.text for segment in segments),
             segments=segments,
             temperature=temperature,
-            mean_logprob=total / (len(ids) + 1),
-            compression=len(data) / max(1, len(zlib.compress(data))),
+            mean_logprob=written.mean_logprob,
             num_prompt=len(begins),
-            num_output=len(ids),
+            num_output=len(written.token_ids),
         )
 
     def _decoded(self, ids: list[int]) -> str:
