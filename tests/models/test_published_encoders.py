@@ -126,8 +126,13 @@ def test_jinas_first_reranker_judges_by_the_first_token(tmp_path: Path) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_jina_v3_is_read_as_it_is_published(tmp_path: Path) -> None:
-    """Under XLM-RoBERTa's name, with adapters beside the weights that they change."""
+@pytest.mark.parametrize(
+    ("named", "pooled"),
+    [("XLMRobertaModel", "mean"), pytest.param("HF_ColBERT", "tokens", marks=pytest.mark.slow)],
+)
+def test_jina_v3_is_read_as_it_is_published(named: str, pooled: str, tmp_path: Path) -> None:
+    """Under XLM-RoBERTa's name, with adapters beside the weights that they change; and below a projection of every
+    token (Jina ColBERT 2)."""
     oracle, _ = saved(tmp_path, "JinaEmbeddingsV3Model", jina())
     tensors = {}
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
@@ -139,11 +144,13 @@ def test_jina_v3_is_read_as_it_is_published(tmp_path: Path) -> None:
         for one in ("A", "B"):
             tensors[f"{base}.parametrizations.weight.0.lora_{one}"] = torch.ones(5, 4, 8)
     config = read_json(tmp_path / "config.json")
-    config |= {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta"}
+    config |= {"architectures": [named], "model_type": "xlm-roberta"}
+    if named == "HF_ColBERT":
+        tensors["linear.weight"] = torch.ones(8, 32)
     config |= {"position_embedding_type": "rotary", "rotary_emb_base": 20_000.0}
     config |= {"use_flash_attn": False, "rope_parameters": None}
     facts, spec = stored(tmp_path, config, tensors)
-    assert facts.family == "jina_embeddings_v3" and facts.pooling.how == "mean"
+    assert facts.family == "jina_embeddings_v3" and facts.pooling.how == pooled
     compare_states(spec, lambda text: oracle(torch.tensor([text])).last_hidden_state[0])
 
 

@@ -23,6 +23,7 @@ from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import describe
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, randomize
 from tests.models.paged import random_rows, teacher_forced
+from tests.models.tensor_parallel_rank import LENGTHS as RANK_LENGTHS
 from tests.models.test_parity import (
     LENGTHS,
     SIZES,
@@ -31,6 +32,7 @@ from tests.models.test_parity import (
     compare,
     compare_last_tokens,
 )
+from tests.rank_processes import run_ranks
 
 SHAPE = {key: SIZES[key] for key in SIZES if not key.endswith("_id")}
 
@@ -134,6 +136,18 @@ def test_blocks_without_attention_or_mlp_equal_a_llama_that_lacks_them(tmp_path:
     assert facts.kv_bytes_per_token == 2 * 8 * (3 + 0 + 1) * 2
     first = describe(located, first_layers(config, 1), {}, None)
     assert first.windows == (None,) and first.kv_bytes_per_token == 2 * 8 * 3 * 2, "what plan runs"
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
+    """A rank multiplies its share of a matrix's inputs."""
+    deci(tmp_path, [block(3, 1.0), MATRIX, LINEAR[2]])
+    rows = random_rows(SIZES["vocab_size"], RANK_LENGTHS)
+    ours = load_ours(model_spec(tmp_path))
+    alone = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    run_ranks("tests.models.tensor_parallel_rank", 2, tmp_path / "store", tmp_path)
+    for rank in range(2):
+        compare(torch.load(tmp_path / f"rank{rank}.pt"), alone, 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if names[0] in JUDGES:
         return Architecture(family=JUDGES[names[0]], head="sequence")
     if names[0] == COLBERT:
-        return Architecture(family="bert", head="none")
+        turned = config.get("position_embedding_type") == "rotary"
+        return Architecture(family="jina_embeddings_v3" if turned else "bert", head="none")
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
     if names[0] in PUBLISHED:

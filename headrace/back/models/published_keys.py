@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from headrace.back.models.families import COLBERT
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.layer_count import num_layers
 
@@ -169,6 +170,11 @@ def _flash_roberta(config: ConfigReader) -> Keys:
     }
 
 
+def _colbert(config: ConfigReader) -> Keys:
+    """Of Jina ColBERT 2, which is Jina's XLM-RoBERTa."""
+    return _called(config, {"rotary_emb_base": "rope_theta"})
+
+
 def _jina_bert(config: ConfigReader) -> Keys:
     """Only the place of its code tells whether queries and keys are normed."""
     places = config.raw.get("auto_map")
@@ -236,6 +242,7 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **{f"NomicBert{head}": _nomic for head in HEADS},
     **{f"XLMRoberta{head}": _flash_roberta for head in HEADS},
     **{f"JinaBert{head}": _jina_bert for head in HEADS},
+    COLBERT: _colbert,
     **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _neobert),
 }
 """By the name of the architecture."""
