@@ -36,7 +36,7 @@ KERNELS = {
     "fp8": ("e4m3 to bfloat16 in registers", "e4m3 by e4m3 from 2 tokens"),
     "fp8-tensor": ("as fp8", "as fp8"),
     "fp8-block": (AS_FP8, "as fp8, by groups"),
-    "mxfp8": (AS_FP8, "e4m3 by e4m3 from 65 tokens; experts by tiles, as they are"),
+    "mxfp8": (AS_FP8, "streamed; from 65 tokens dequantized; experts by tiles"),
     "int4": ("int8 by integers, by groups", "streamed up to 256 tokens"),
     "int4-g128": ("int8 by integers, by groups", "streamed up to 256 tokens"),
     "mxfp4": ("int8 by integers, by groups", "streamed up to 256 tokens"),
