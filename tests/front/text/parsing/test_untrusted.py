@@ -18,7 +18,14 @@ from tokenizers import Tokenizer as Library
 from benchmarks.robustness.parsers import MESSAGES, own_calls, own_thought
 from headrace.front.client.events import Delta, Ended
 from headrace.front.server.conversation.stages import ParsedAnswer, ParsedDelta, ParsedEnded
-from headrace.front.text.parsing.engine import CallArguments, CallBegin, CallEnd, Part, joined
+from headrace.front.text.parsing.engine import (
+    MAX_NESTING,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Part,
+    joined,
+)
 from headrace.front.text.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.parsing.writing import write_calls
@@ -222,11 +229,18 @@ def test_valid_arguments_are_told_so(name: str) -> None:
     assert [part for part in parts if isinstance(part, CallEnd)] == [CallEnd(0), CallEnd(1)]
 
 
-def test_arguments_nested_beyond_what_clients_read_are_not_valid() -> None:
-    deep = "[" * 5000 + "]" * 5000
+@pytest.mark.parametrize(
+    ("deep", "valid"),
+    [
+        *(("[" * n + "]" * n, n < MAX_NESTING) for n in (20_000, MAX_NESTING, MAX_NESTING - 1)),
+        (f"[{', '.join(['[]'] * MAX_NESTING)}]", True),
+    ],
+    ids=["far", "one", "just not", "beside each other"],
+)
+def test_arguments_nested_beyond_what_clients_read_are_not_valid(deep: str, valid: bool) -> None:
     text = f'<tool_call>{{"name": "f", "arguments": {{"o": {deep}}}}}</tool_call>'
     (end,) = [p for p in parse(parser_of("hermes"), [text]) if isinstance(p, CallEnd)]
-    assert not end.valid
+    assert end.valid == valid
 
 
 @SOME
