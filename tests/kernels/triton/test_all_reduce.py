@@ -19,7 +19,9 @@ WIDTH = 96
 def rank_main(rank: int, ranks: int, calls: int, folder: str, dtype_name: str) -> None:
     """One rank: every way of summing, several times, and what it got to a file."""
     from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums, memory_bytes
+    from tests.kernels.triton.quick_interpreter import quicken
 
+    quicken()
     torch.set_num_threads(1)
     dtype = getattr(torch, dtype_name)
     maps = []
