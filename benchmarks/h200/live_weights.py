@@ -6,8 +6,8 @@
 sleep, wake: the engine's own, all it holds on the GPU (weights to host memory and back; then a new KV cache and
 runner). lent: a trainer's process lends its memory on the same GPU, one push of everything. nccl: a trainer on a
 second GPU broadcasts all tensors in one buffer; left out where there is one GPU. The first push goes through a second
-model (back/transfer/shadow.py) and has a row of its own. Where a push's time went: in seconds, by phase. Behind each
-push eight requests are answered whole.
+model (back/transfer/shadow.py) and has a row of its own; so did all broadcasts of the table's. Where a push's time
+went: in seconds, by phase. Behind each push eight requests are answered whole.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def table(found: dict[str, Any]) -> str:
         rates = [row["gb_per_s"] for row in some if "gb_per_s" in row]
         rate = statistics.median(rates) if rates else None
         bar = ""
-        if kind in BARS:
-            limit, words = BARS[kind]
+        if (bare := kind.partition(" (")[0]) in BARS:
+            limit, words = BARS[bare]
             value = rate if "GB/s" in words else seconds
             assert value is not None
             met = value >= limit if "GB/s" in words else value <= limit

@@ -925,16 +925,13 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             f"lora_linear of {rank} ranks",
             _call(
                 lora_linear.OP,
-                f"lora_linear.{module}:KERNEL",
+                "lora_linear.triton_lora_linear:KERNEL",
                 lora_linear.LoraLinearProblem(
                     device="cpu", dtype=BF16, inputs=512, parts=parts, rank=rank, slots=4
                 ),
             ),
         )
-        for rank, parts, module in (
-            (16, (256, 64, 64), "triton_lora_linear"),
-            (64, (384,), "triton_lora_slots"),
-        )
+        for rank, parts in ((16, (256, 64, 64)), (64, (384,)))
     ),
     ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
     ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),

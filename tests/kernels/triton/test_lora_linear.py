@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from headrace.back.kernels.lora_embedding import op as lora_embedding
 from headrace.back.kernels.lora_embedding import triton_lora_embedding
 from headrace.back.kernels.lora_embedding.op import LoraEmbeddingProblem
-from headrace.back.kernels.lora_linear import triton_lora_linear, triton_lora_slots
+from headrace.back.kernels.lora_linear import triton_lora_linear
 from headrace.back.kernels.lora_linear.op import (
     OP,
     LoraLinearProblem,
@@ -55,23 +55,6 @@ def test_shrink_and_expand_equal_the_reference(dtype, rows, inputs, parts, rank,
     assert error <= BOUND[dtype] * (expected.float().abs().max() if rows else 1.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [17, 40])
-def test_rows_by_their_slots_equal_the_reference(dtype, rows):
-    """More of one slot than a product takes; what is beyond a slot's ranks is not read."""
-    problem = problem_of(dtype, 100, (96, 40), 24, 2, turned=dtype == FP32)
-    weights, (x, y, at) = sample_weights(problem), sample_rows(problem, rows)
-    at[at == 0] = 1
-    at[3] = 0
-    expected = y.clone()
-    bind_reference(problem, weights)(x, expected, at)
-    for slot, ranks in enumerate(weights.rank_SP.tolist()):
-        weights.b_SRO[slot, max(ranks) :] = torch.nan
-    tiles = triton_lora_slots.SlotTiles(inputs=32, splits=2, outputs=32)
-    triton_lora_slots.bind_by_slot(problem, weights, tiles)(x, y, at)
-    assert (y.float() - expected.float()).abs().max() <= BOUND[dtype] * expected.abs().max()
-
-
 @pytest.mark.parametrize("rows", [5, 70])
 def test_magnitudes_turn_what_the_weight_gives(rows):
     problem = problem_of(FP32, 40, (130, 24), 6, 3, turned=True, wide=True)
@@ -110,7 +93,6 @@ def test_rows_without_adapters_are_left_as_they_are():
     assert torch.equal(y, before)
 
 
-@pytest.mark.parametrize("module", [triton_lora_linear, triton_lora_slots])
-def test_the_self_check_accepts_it(module):
+def test_the_self_check_accepts_it():
     problem = problem_of(FP32, 256, (128, 64), 16, 2)
-    assert OP.error(module.KERNEL, problem) <= OP.tolerance(problem)
+    assert OP.error(triton_lora_linear.KERNEL, problem) <= OP.tolerance(problem)

@@ -197,7 +197,6 @@ OP: Op[LoraLinearProblem] = Op(
     ),
     kernels=(
         "headrace.back.kernels.lora_linear.native:KERNEL",
-        "headrace.back.kernels.lora_linear.triton_lora_slots:KERNEL",
         "headrace.back.kernels.lora_linear.triton_lora_linear:KERNEL",
     ),
     sample=_sample,

@@ -256,7 +256,7 @@ def bind(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
 
 def _by_row(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
-    tiles, turn = tiles_of(problem.parts, ROW_OUTPUTS).to(device), weights.turn_S2O
+    tiles, turn = _tiles(problem.parts, ROW_OUTPUTS).to(device), weights.turn_S2O
     inputs = min(SPLIT, power_of_two(problem.inputs, least=16))
     splits = triton.cdiv(problem.inputs, inputs)
 
@@ -279,7 +279,7 @@ def _by_row(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
 
 def _by_tile(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
-    tiles, turn = tiles_of(problem.parts, OUTPUTS).to(device), weights.turn_S2O
+    tiles, turn = _tiles(problem.parts, OUTPUTS).to(device), weights.turn_S2O
     ranks = min(64, power_of_two(most, least=16))
 
     def by_tile(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
@@ -299,7 +299,7 @@ def _by_tile(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     return by_tile
 
 
-def tiles_of(parts: tuple[int, ...], width: int) -> torch.Tensor:
+def _tiles(parts: tuple[int, ...], width: int) -> torch.Tensor:
     """int32 [tiles, 3]: the part of each tile of outputs, where it begins, where its part ends."""
     rows, begin = [], 0
     for part, size in enumerate(parts):
