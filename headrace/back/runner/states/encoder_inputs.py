@@ -32,7 +32,7 @@ them."""
 
 
 MOST_KEPT = 16
-"""Outputs of an encoder of spectrograms."""
+"""Outputs of an encoder of spectrograms, on CPUs: on GPUs it has not been run yet."""
 
 
 class EncoderInputs(PlainDecoder):
@@ -119,7 +119,8 @@ class Spectrograms(EncoderInputs):
         super().__init__(memory, device, max_rows=max_rows)
         self._outputs = max(group.span or 0 for group in memory.groups if group.kind == "cross")
         self._graphs = graphs_on(device)
-        self._kept: deque[tuple[np.ndarray, torch.Tensor]] = deque(maxlen=MOST_KEPT)
+        most = MOST_KEPT if device.type == "cpu" else 0
+        self._kept: deque[tuple[np.ndarray, torch.Tensor]] = deque(maxlen=most)
         self.num_encoded = 0
 
     def forget_content(self) -> None:
@@ -155,7 +156,8 @@ class Spectrograms(EncoderInputs):
         run = self._graphs.run if self._graphs is not None else _plainly
         y_SE = run(key, rows, sounds, work)
         self.num_encoded += len(inputs)
-        self._kept += zip(inputs, y_SE.clone().chunk(len(inputs)), strict=True)
+        if self._kept.maxlen:
+            self._kept += zip(inputs, y_SE.clone().chunk(len(inputs)), strict=True)
         return y_SE
 
     def _read(self, encoder: bytes) -> np.ndarray:
