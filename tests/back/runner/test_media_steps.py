@@ -73,7 +73,7 @@ def no_exact_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counted
 
 
-@pytest.mark.parametrize("chunk", [100, 7])
+@pytest.mark.parametrize("chunk", [pytest.param(100, marks=pytest.mark.slow), 7])
 def test_they_give_what_the_reference_gives(
     seen: Seen, chunk: int, no_exact_steps: list[int]
 ) -> None:
