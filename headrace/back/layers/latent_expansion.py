@@ -105,6 +105,9 @@ def _whole_prompts(plan: AttentionPlan, kv: torch.Tensor) -> ExpandedRows:
     start_R1 = plan.query_start_R1
     num_decodes = (start_R1.diff() == 1).sum(dtype=torch.int32)
     is_decode_R = torch.arange(count, device=kv.device) < num_decodes
+    # What lies behind the last row is weighed with 0 and must be a number: padding's latents are
+    # not always, the first token's are.
+    is_token_T = torch.arange(len(plan.slot_T), device=kv.device) < start_R1[-1]
     decodes = replace(
         plan,
         query_start_R1=torch.minimum(start_R1[: count + 1], num_decodes),
@@ -117,7 +120,7 @@ def _whole_prompts(plan: AttentionPlan, kv: torch.Tensor) -> ExpandedRows:
     return ExpandedRows(
         first=count,
         decodes=decodes,
-        row_S=_cache_rows(kv, plan.slot_T),
+        row_S=_cache_rows(kv, torch.where(is_token_T, plan.slot_T, plan.slot_T[:1])),
         begin_R=start_R1[:-1],
         decode_T11=is_decode_R[:, None, None],
     )

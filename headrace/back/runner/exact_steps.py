@@ -29,7 +29,9 @@ from headrace.base.wire.step import RecordedGraphs, StepPlan
 
 RECORDS_WHOLE_PROMPTS = False
 """Whether steps whose prompts begin in them are recorded, where a kernel can attend to what it
-expands from latents (layers/latent_expansion.py), and not run by themselves from host_pairs on."""
+expands from latents (layers/latent_expansion.py), and not run by themselves from host_pairs on.
+Off: on an H200 some rows of DeepSeek-V2-Lite were not finite before padding was left out, which has
+not run there since (benchmarks/h200/mixtures.md)."""
 LEAST_WHOLE = 256
 """Tokens of such prompts, on average over the tokens, from which on they are expanded in recorded
 steps: of fewer the products of expansion take as long as they spare."""

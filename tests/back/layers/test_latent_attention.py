@@ -58,6 +58,33 @@ def as_in_a_bucket(plan: AttentionPlan, *others: Any) -> ExpandedRows | None:
     return evolve(rows, decodes=evolve(rows.decodes, host_query_start=starts, host_kv_len=lengths))
 
 
+def test_positions_behind_the_last_row_are_a_token_s() -> None:
+    """Padding writes to slot 0, where what it left need not be a number."""
+    kv = torch.full((9, 4, 6), float("nan"))
+    slots = torch.tensor([17, 20, 21, 22, 0, 0])
+    plan = AttentionPlan(
+        query_start_R1=torch.tensor([0, 1, 4, 4], dtype=torch.int32),
+        kv_len_R=torch.tensor([6, 3, 0], dtype=torch.int32),
+        block_table_RB=torch.tensor([[3, 4], [5, 0], [0, 0]], dtype=torch.int32),
+        slot_T=slots,
+        host_query_start=None,
+        host_kv_len=None,
+        num_decodes=0,
+        max_query_len=6,
+        max_kv_len=8,
+        whole_prompts=True,
+    )
+    kv.view(-1, 6)[slots[:4]] = torch.arange(24.0).view(4, 6)
+    rows = latent_expansion.expanded_rows(plan, kv, object(), 1)
+    assert rows is not None and rows.decodes is not None and rows.decode_T11 is not None
+    latent_SW = latent_expansion.latents_of(rows, kv, 4, None, torch.float32)
+    assert latent_SW[:, 0].tolist() == [0, 6, 12, 18, 0, 0]
+    assert rows.begin_R.tolist() == [0, 1, 4]
+    assert rows.decodes.query_start_R1.tolist() == [0, 1, 1, 1]
+    assert rows.decodes.kv_len_R.tolist() == [6, 0, 0]
+    assert rows.decode_T11.flatten().tolist() == [True, False, False]
+
+
 PREFIXES = [[(0, 9), (1, 1)], [(1, 1), (0, 20), (2, 40)], [(0, 1), (1, 1), (2, 5)]]
 WHOLE = [[(1, 10)], [(1, 1), (0, 20), (2, 40)], [(1, 1), (0, 1), (2, 1)]]
 
