@@ -26,7 +26,8 @@ def main():
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module that tells its arguments."""
+    """A module that tells its arguments, and no process that an earlier test has left waiting."""
+    prestart.discard_prestarted()
     (tmp_path / f"{MODULE}.py").write_text(TELLS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(prestart.__file__).parents[2]}")
     yield
