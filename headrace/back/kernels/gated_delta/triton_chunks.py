@@ -45,6 +45,7 @@ from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages, shared_bytes
 from headrace.back.kernels.triton.wrap import (
+    capability,
     interpreted,
     launch,
     power_of_two,
@@ -136,13 +137,15 @@ def chunk_states_kernel(
 
 
 def plan_of(problem: GatedDeltaProblem) -> ChunkPlan:
-    """The plan of this device: long chunks where several of them fit into shared memory."""
-    warps = 8 if problem.per_channel else 4
+    """The plan of this device: long chunks where several of them fit into shared memory. Measured
+    on an H200 (benchmarks.lab.chunks)."""
     if shared_bytes() < 96 << 10:
-        return ChunkPlan(chunk=32, stages=1, product_warps=warps)
-    key_dim = power_of_two(problem.key_dim, least=16)
+        return ChunkPlan(chunk=32, stages=1)
+    if problem.per_channel:
+        return ChunkPlan(product_warps=8, stages=fitting_stages(2, 1 << 16))
+    key_dim = power_of_two(problem.key_dim, least=64)
     stage = 2 * 64 * (3 * key_dim + 64 + 32)
-    return ChunkPlan(product_warps=warps, stages=fitting_stages(3, 2 * stage))
+    return ChunkPlan(stages=3 if shared_bytes() > 3 * stage else fitting_stages(3, 2 * stage))
 
 
 def bind_with(
@@ -201,12 +204,25 @@ def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) 
     return bind_with(problem, decay_H, bias, plan=plan_of(problem))
 
 
+def unsupported_chunks(device: str, dtype: torch.dtype, runs: bool) -> str | None:
+    """The reasons that hold for chunks of every recurrence. `runs`: whether a state of this size
+    has been seen to run on a GPU."""
+    reason = unsupported(device, dtype)
+    if reason is not None or interpreted():
+        return reason
+    if torch.version.hip is not None or capability()[0] != 9:
+        return "chunks have been run on Hopper alone"
+    if dtype is not torch.bfloat16:
+        return f"products of chunks are of bfloat16, not {dtype}"
+    return None if runs else "chunks have not been run with a state of this size"
+
+
 def _supports(problem: GatedDeltaProblem) -> str | None:
+    """With keys of 24 on an H200 results were wrong, and memory beside the tensors was reached."""
     if problem.key_dim > MAX_KEY_DIM:
         return f"keys of {problem.key_dim} are above {MAX_KEY_DIM}"
-    if problem.dtype is not torch.bfloat16 and not interpreted():
-        return f"products of chunks are of bfloat16, not {problem.dtype}"
-    return unsupported(problem.device, problem.dtype)
+    runs = problem.key_dim == 128 and problem.value_dim in (64, 128)
+    return unsupported_chunks(problem.device, problem.dtype, runs)
 
 
 def _plans(problem: GatedDeltaProblem) -> list[PlanCheck]:
