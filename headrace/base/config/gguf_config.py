@@ -64,7 +64,7 @@ def gguf_generation(file: GGUFFile) -> Config:
 
 
 def _common(file: GGUFFile, name: str, row: GGUFArchitecture) -> Config:
-    heads = _heads(file, name)
+    heads = _heads(file, name, varied=row.varied)
     hidden = need_int(file, f"{name}.embedding_length")
     head_dim = count(file, f"{name}.attention.key_length", hidden // heads)
     if head_dim < 2 or head_dim % 2:
@@ -90,15 +90,20 @@ def _common(file: GGUFFile, name: str, row: GGUFArchitecture) -> Config:
     }
 
 
-def _heads(file: GGUFFile, name: str) -> int:
-    """One number, or one for each layer, 0 where there is no attention: then the first other."""
+def _of_layers(file: GGUFFile, key: str, *, varied: bool) -> int:
+    """A list of one number for each layer, 0 where there is no such branch. `varied`: layers may
+    have more or fewer; then the first one's."""
+    each = [int(number) for number in file.numbers(key) or () if number]
+    if not each or min(each) < 1 or (len(set(each)) > 1 and not varied):
+        raise file.wrong(key, "the same number of at least 1 for all layers with attention")
+    return each[0]
+
+
+def _heads(file: GGUFFile, name: str, *, varied: bool) -> int:
     key = f"{name}.attention.head_count"
-    if not isinstance(file.metadata.get(key), array):
-        return need_int(file, key)
-    heads = next((int(one) for one in file.numbers(key) or () if one), 0)
-    if heads < 1:
-        raise file.wrong(key, "a list with a number of at least 1")
-    return heads
+    if isinstance(file.metadata.get(key), array):
+        return _of_layers(file, key, varied=varied)
+    return need_int(file, key)
 
 
 def _epsilon(file: GGUFFile, name: str) -> float | None:
@@ -120,15 +125,10 @@ def _recurrent(file: GGUFFile, name: str) -> Config:
 
 
 def _kv_heads(file: GGUFFile, name: str, heads: int, *, varied: bool) -> int:
-    """One number, or one for each layer, which is 0 where there is no attention. `varied`: layers
-    may have more or fewer; then the first one's."""
     key = f"{name}.attention.head_count_kv"
-    if not isinstance(file.metadata.get(key), array):
-        return count(file, key, heads)
-    each = [int(number) for number in file.numbers(key) or () if number]
-    if not each or min(each) < 1 or (len(set(each)) > 1 and not varied):
-        raise file.wrong(key, "the same number of at least 1 for all layers with attention")
-    return each[0]
+    if isinstance(file.metadata.get(key), array):
+        return _of_layers(file, key, varied=varied)
+    return count(file, key, heads)
 
 
 def _rotated_share(file: GGUFFile, name: str, head_dim: int) -> Config:
