@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +121,13 @@ def cache_dir() -> Path:
 def child_environment(**changes: str) -> dict[str, str]:
     """A copy of this process's environment with `changes`, for starting a child process."""
     return {**os.environ, **changes}
+
+
+def python_command() -> list[str]:
+    """This interpreter, for starting a child process. A file of the working directory never stands
+    in for a module (`http.py` beside a user's notes), but where headrace itself lies there."""
+    package = Path(__file__).parents[2]
+    return [sys.executable, *(() if package == Path.cwd() else ("-P",))]
 
 
 def set_default(name: str, value: str) -> None:

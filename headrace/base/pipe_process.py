@@ -8,7 +8,6 @@ import os
 import queue
 import select
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -35,7 +34,7 @@ class PipeProcess:
 
     def __init__(self, *arguments: str) -> None:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [*env.python_command(), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from headrace.base import env
 from headrace.base.errors import StartError
 
 
@@ -58,7 +59,7 @@ def start_once(arguments: Sequence[str], *, timeout_s: float) -> tuple[float, fl
     the start."""
     port = free_port()
     command = [
-        sys.executable,
+        *env.python_command(),
         "-m",
         "headrace",
         "serve",

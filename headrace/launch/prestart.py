@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,7 +98,7 @@ def start(
     """`python -m module` through child_entry.py. `status`: the child's end of a pair."""
     env.set_default("OPENBLAS_NUM_THREADS", "1")  # numpy's: never used, 0.06 s and 30 MB to start
     return subprocess.Popen(
-        [sys.executable, "-m", ENTRY_MODULE, module, *arguments],
+        [*env.python_command(), "-m", ENTRY_MODULE, module, *arguments],
         stdin=stdin,
         pass_fds=(status.fileno(), *pass_fds),
         env=env.child_environment(**_NO_KEYS, **(environment or {})),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from headrace.base import env
@@ -32,3 +35,15 @@ def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HEADRACE_CACHE_DIR", "/dev/null/cache")
     with pytest.raises(ConfigError, match="HEADRACE_CACHE_DIR=/dev/null/cache: cannot make"):
         env.cache_dir()
+
+
+def test_files_of_the_working_directory_are_no_modules_of_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    interpreter, *options = env.python_command()
+    assert subprocess.run([interpreter, *options, "-c", "import queue"]).returncode == 0
+    assert subprocess.run([interpreter, "-c", "import queue"]).returncode == 9
+    monkeypatch.chdir(Path(env.__file__).parents[2])  # where headrace is found by it
+    assert env.python_command() == [interpreter]

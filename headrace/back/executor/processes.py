@@ -13,7 +13,6 @@ import logging
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -131,7 +130,14 @@ class WorkerProcess:
         mine, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(theirs.fileno()), str(rank), logs.level()],
+                [
+                    *env.python_command(),
+                    "-m",
+                    WORKER,
+                    str(theirs.fileno()),
+                    str(rank),
+                    logs.level(),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

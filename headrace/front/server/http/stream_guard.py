@@ -20,7 +20,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import time
 
 from headrace.base import env
@@ -52,7 +51,7 @@ class StreamGuard:
             states = mmap.mmap(memory, MAX_DESCRIPTORS)
             module = "headrace.front.server.http.stream_guard_worker"
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(memory)],
+                [*env.python_command(), "-m", module, str(theirs.fileno()), str(memory)],
                 pass_fds=(theirs.fileno(), memory),
                 start_new_session=True,
                 env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY=""),
