@@ -370,7 +370,7 @@ def test_the_log_level_reaches_every_process_and_those_that_come_later() -> None
             wanted = {"api": 2, "core": 2, "worker 0": 2}
             return "headrace" in telling() and all(counts[n] >= c for n, c in wanted.items())
 
-        eventually(told, within_s=10)
+        eventually(told, within_s=60)
         core = served.cores[0]
         before = telling()["core"]
         core.kill()
@@ -379,11 +379,11 @@ def test_the_log_level_reaches_every_process_and_those_that_come_later() -> None
             within_s=60,
         )
         eventually(lambda: served.get("/health").status_code == 200, within_s=60)
-        eventually(lambda: telling()["core"] > before, within_s=10)
+        eventually(lambda: telling()["core"] > before, within_s=60)
         client.post("/log_level", json={"level": "error"})
         eventually(
             lambda: client.post("/log_level", json={"level": "error"}).status_code == 200,
-            within_s=5,
+            within_s=60,
         )
 
         def silent() -> bool:
@@ -392,7 +392,7 @@ def test_the_log_level_reaches_every_process_and_those_that_come_later() -> None
             assert all(said(served) for _ in range(6))
             return telling() == before
 
-        eventually(silent, within_s=10)
+        eventually(silent, within_s=60)
 
 
 def test_read_only_holds_for_every_way_to_ask(model: Path) -> None:
