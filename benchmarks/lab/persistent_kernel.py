@@ -1,4 +1,4 @@
-"""A decode step of one row as one kernel: programs that stay on the device walk through all layers and wait for each
+"""A decode step of one row as one kernel: persistent programs walk through all layers and wait for each
 other at barriers. What it takes beside the recorded step: persistent_decode.py.
 
 There is a program on each of 128 multiprocessors. What a program reads of a layer's weights is the same in every step
