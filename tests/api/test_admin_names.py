@@ -38,6 +38,7 @@ def said(served: Served) -> int:
     return served.post("/v1/completions", asked, **{"x-api-key": KEY}).status_code
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_asleep_requests_wait_until_it_wakes(
     running: Served, admin: httpx.Client, level: int

@@ -360,6 +360,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
 def test_what_cannot_be_is_refused_by_name_and_soon(
     url: str, fields: dict[str, Any], param: str, words: str

@@ -28,6 +28,7 @@ def spec(*extra: str) -> EngineSpec:
     return resolve_options(given("cpu", *extra)).engine
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "extra", [(), ("--quantization", "int8"), ("--quantization", "fp8"), ("--dtype", "float32")]
 )
