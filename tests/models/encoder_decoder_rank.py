@@ -20,6 +20,7 @@ from headrace.back.runner.kv_layout import lay_out
 from headrace.back.runner.memory import KVCounts, KVMemory
 from headrace.base.config.resolved import ModelSpec
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, randomize
+from tests.references.nllb_moe import use_chosen_experts
 
 READ = ([5, 9, 33, 2, 71, 8, 8, 8, 40, 41, 17, 3, 90], [60], [4, 5, 6, 7] * 5)
 DECODED = ([2, 6, 7], [2, 8, 15, 16, 23, 42], [2])
@@ -41,6 +42,7 @@ def saved(config: Any, folder: Path, *, seed: int = 3) -> Any:
     if bias is not None:
         bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(seed)))
     model.save_pretrained(folder)
+    use_chosen_experts(model)
     return model
 
 

@@ -100,6 +100,21 @@ def t5gemma2() -> Any:
     )
 
 
+def seamless(config: Any) -> Any:
+    """Its text side; the rest is as small as it may be."""
+    rest = {
+        f"{part}_{key}": 8 if key.endswith("dim") else 2
+        for part in ("t2u_encoder", "t2u_decoder", "speech_encoder")
+        for key in ("ffn_dim", "attention_heads", "layers", "intermediate_size")
+    }
+    return config(
+        **{**rest, "vocab_size": 97, "hidden_size": 32, "encoder_layers": 2, "decoder_layers": 3},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 48},
+        **{"decoder_ffn_dim": 40, "max_position_embeddings": 64, "decoder_start_token_id": START},
+        **{"pad_token_id": 0, "eos_token_id": 96, "bos_token_id": 1},
+    )
+
+
 CASES: dict[str, Any] = {
     "t5gemma": t5gemma,
     "t5gemma2": t5gemma2,
@@ -110,6 +125,10 @@ CASES: dict[str, Any] = {
     "pegasus": lambda: bart_like(transformers.PegasusConfig, scale_embedding=True),
     "marian": lambda: bart_like(transformers.MarianConfig, scale_embedding=True),
     "m2m": lambda: bart_like(transformers.M2M100Config),
+    "nllb-moe": lambda: bart_like(
+        transformers.NllbMoeConfig, num_experts=5, encoder_sparse_step=2, decoder_sparse_step=3
+    ),
+    "seamless": lambda: seamless(transformers.SeamlessM4TConfig),
     "t5": lambda: t5_like(transformers.T5Config),
     "t5-1.1": lambda: t5_like(
         transformers.T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False
@@ -149,7 +168,7 @@ UNRECORDED = ("t5gemma", "t5gemma2")
 """Logits are bounded by PyTorch's operations."""
 ALIKE = (
     *("bart-scaled", "marian", "m2m", "mvp", "plbart", "blenderbot-small", "mt5", "longt5-local"),
-    *("switch", "pegasus", "t5gemma"),
+    *("switch", "pegasus", "t5gemma", "nllb-moe", "seamless"),
 )
 """Every part of their decoders stands in another case: through the whole engine in `make slow` alone."""
 

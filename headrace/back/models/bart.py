@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headrace.back.layers.mlp import ElementwiseActivation, PlainMLP, PlainMLPSpec
+from headrace.back.layers.mlp import FeedForwardSpec, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LAYER
 from headrace.back.layers.positions import LearnedPositions, PositionsSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
-from headrace.back.models.encoder import EncoderLayer, EncoderSizes, SpanAttentionLayer
+from headrace.back.models.encoder import (
+    EncoderLayer,
+    EncoderSizes,
+    SpanAttentionLayer,
+    WholeBranch,
+)
 from headrace.back.models.encoder_decoder import (
     EncoderDecoder,
     EncoderDecoderSpec,
@@ -43,7 +48,8 @@ class BartForm:
     stack; `embedding_norm`: one behind the embeddings, in the decoder before positions are added if
     `normed_first`; `logits_bias`: one is added to logits. `encoder_attention` makes that of an
     encoder's layer, by its number, where it is another; `ignored`: tensors besides; `prefix`: of
-    all but the head."""
+    all but the head. `feed_forward`: of a layer, by its half and number; `cross`: what its
+    cross-attention is called, `norms`: what those of its branches are. `stacks`: the halves."""
 
     pre: bool
     embedding_norm: bool = True
@@ -52,6 +58,10 @@ class BartForm:
     encoder_attention: Callable[[Scope, EncoderSizes, int], SpanAttentionLayer] | None = None
     ignored: tuple[str, ...] = ()
     prefix: str = "model"
+    feed_forward: Callable[[str, int], FeedForwardSpec] = lambda half, layer: MLP
+    cross: str = CROSS_NAMES[0]
+    norms: tuple[str, str, str] = NORMS
+    stacks: tuple[str, str] = ("encoder", "decoder")
 
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
@@ -85,17 +95,26 @@ def bart_spec(
         "norm": "layer_norm" if form.pre else None,
     }
     scale = sizes.width**0.5 if config.bool("scale_embedding", False) else 1.0
-    layer = plain_cross_layer(
-        scope, sizes, bias=True, cross=CROSS_NAMES, feed_forward=MLP, norms=NORMS, post=not form.pre
+    layers = tuple(
+        plain_cross_layer(
+            scope,
+            sizes,
+            bias=True,
+            cross=(form.cross, *CROSS_NAMES[1:]),
+            feed_forward=form.feed_forward("decoder", i),
+            norms=form.norms,
+            post=not form.pre,
+        )
+        for i in range(sizes.layers)
     )
     return EncoderDecoderSpec(
         sizes=sizes,
         encoder_layers=encoder.layers,
         encoder_layer=lambda at, i: bart_encoder_layer(at, encoder, form, i),
-        layers=(layer,) * sizes.layers,
+        layers=layers,
         norm=LAYER,
-        encoder=StackSpec(stack="encoder", **names),
-        decoder=StackSpec(stack="decoder", **names, normed_first=form.normed_first),
+        encoder=StackSpec(stack=form.stacks[0], **names),
+        decoder=StackSpec(stack=form.stacks[1], **names, normed_first=form.normed_first),
         positions=positions,
         embedding_scale=scale,
         head=None if sizes.tied else "lm_head",
@@ -119,13 +138,12 @@ def bart_encoder_layer(
     """One layer of the encoder."""
     make = form.encoder_attention or _encoder_attention
     attention, mlp = (
-        LAYER.build(scope / name, sizes.width, eps=sizes.eps) for name in (NORMS[0], NORMS[2])
+        LAYER.build(scope / name, sizes.width, eps=sizes.eps) for name in form.norms[::2]
     )
+    branch = form.feed_forward("encoder", index).build(scope, sizes.feed_forward)
     return EncoderLayer(
         attention=make(scope / "self_attn", sizes, index),
-        mlp=PlainMLP(
-            scope, MLP, sizes.feed_forward, ElementwiseActivation(scope, sizes.activation)
-        ),
+        mlp=branch if isinstance(branch, PlainMLP) else WholeBranch(branch),
         before_attention=attention if form.pre else None,
         after_attention=None if form.pre else attention,
         before_mlp=mlp if form.pre else None,

@@ -15,7 +15,7 @@ from headrace.back.layers.moe.weights import (
     LoadedExperts,
 )
 from headrace.back.layers.scope import Scope
-from headrace.back.parallel.param import WeightPiece
+from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
 
 
@@ -98,10 +98,13 @@ class _Paired:
 class UngatedExperts:
     """An up and a down tensor for each expert, {} for its number: down(act(up(x))). The activation
     takes what is up here as the gate of ups that are 1: weights of zeros with a bias, for the
-    kernels of any experts."""
+    kernels of any experts. `up_bias`, `down_bias`: the names of their biases, of both or neither.
+    """
 
     up: str
     down: str
+    up_bias: str | None = None
+    down_bias: str | None = None
     biased = True
     adapted = None
 
@@ -167,21 +170,47 @@ class _Ungated(_UngatedBiases):
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: UngatedExperts) -> None:
         super().__init__(scope, sizes)
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        up, down = (
-            tuple(
-                WeightPiece(name=scope.name(name.format(i)), shape=shape, offset=i * shape[0])
-                for i in range(count)
-            )
-            for name, shape in ((names.up, (inner, width)), (names.down, (width, inner)))
-        )
+        self._is_first = scope.mesh.tp.rank == 0
         rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * count)
         columns = Shard(axis="tp", dim=1, parts=(sizes.part,))
+        up = _of_each(scope, sizes, names.up, (inner, width))
         self._up = scope.param("experts.up", (count * inner, width), pieces=up, shard=rows)
+        down = _of_each(scope, sizes, names.down, (width, inner))
         shape = (count * width, inner)
         self._down = scope.param("experts.down", shape, pieces=down, shard=columns)
+        self._biases: tuple[Param, Param] | None = None
+        if names.up_bias is not None and names.down_bias is not None:
+            up = _of_each(scope, sizes, names.up_bias, (inner,))
+            down = _of_each(scope, sizes, names.down_bias, (width,))
+            self._biases = (
+                scope.param(
+                    "experts.up_bias", (count * inner,), pieces=up, shard=rows, init="zeros"
+                ),
+                scope.param("experts.down_bias", (count * width,), pieces=down, init="zeros"),
+            )
+
+    def biases(self) -> Biases:
+        """See LoadedExperts. The ranks' results are added up: one of them has the last bias."""
+        up_bias_XI, down_bias_XE = super().biases()
+        if self._biases is None:
+            return up_bias_XI, down_bias_XE
+        assert up_bias_XI is not None
+        up, down = (bias.take().view(self._sizes.experts, -1) for bias in self._biases)
+        up_bias_XI[:, : self._inner] = up
+        return up_bias_XI, down if self._is_first else torch.zeros_like(down)
 
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
         each = (self._sizes.experts, self._inner, self._sizes.width)
         down_XEI = self._down.take().view(each[0], each[2], each[1])
         return self.weights(self._up.take().view(each), down_XEI)
+
+
+def _of_each(
+    scope: Scope, sizes: ExpertSizes, name: str, shape: tuple[int, ...]
+) -> tuple[WeightPiece, ...]:
+    """One tensor of each expert, one behind the other."""
+    return tuple(
+        WeightPiece(name=scope.name(name.format(i)), shape=shape, offset=i * shape[0])
+        for i in range(sizes.experts)
+    )
