@@ -56,7 +56,10 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
     config.architectures = None
     # transformers' eager attention of Falcon adds ALiBi twice, into the mask and onto the scores.
     once = "sdpa" if getattr(config, "alibi", False) is True else "eager"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=once).eval()
+    if config.model_type in PARTS:
+        model = whole_of(config).eval()
+    else:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=once).eval()
     randomize(model, seed=seed)
     model.save_pretrained(folder)
     if config.model_type in CLASSES:  # their configs are transformers', their classes Llama's
@@ -71,6 +74,30 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
         file = folder / "model.safetensors"
         save_file(PUBLISHED[config.model_type](load_file(file)), file)
     return model
+
+
+PARTS = {"muse_glimmer_text": ("vision_tower", "vision_adapter", "vision_projection")}
+"""What stands beside a text part that transformers has no class for alone, by the type of that part."""
+
+
+def whole_of(config: Any) -> Any:
+    """A model around the text part `config`, whose other parts are left out."""
+    import transformers
+
+    kind = config.model_type
+    named = getattr(transformers, type(config).__name__.replace("TextConfig", "Config"))
+    model = getattr(transformers, f"{named.__name__.removesuffix('Config')}{WHOLE_ENDING}")
+    beside = {"out_hidden_size": 8, "projector_hidden_size": 8}
+    whole = named(text_config=config.to_dict(), vision_config=FEW, **beside)
+    whole._attn_implementation = "eager"
+    made = model(whole)
+    for part in PARTS[kind]:
+        setattr(made.model, part, None)
+    return made
+
+
+WHOLE_ENDING = "ForConditionalGeneration"
+FEW = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 CLASSES = {"internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM"}

@@ -142,6 +142,14 @@ def qwen(tensors: Tensors) -> Tensors:
     )
 
 
+def kormo(tensors: Tensors) -> Tensors:
+    return renamed(
+        tensors,
+        ("input_layernorm", "pre_attention_layernorm"),
+        ("post_attention_layernorm", "pre_mlp_layernorm"),
+    )
+
+
 def yi(tensors: Tensors) -> Tensors:
     return renamed(tensors, ("input_layernorm", "ln1"), ("post_attention_layernorm", "ln2"))
 
@@ -274,6 +282,38 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Callable]] 
             **{"layer_norm_epsilon": 1e-5, "bias": False, "alibi": False, "parallel_attn": True},
         },
         as_they_are,
+    ),
+    "kormo": ("KORMo", "llama", rope(), THETA, kormo),
+    "mimo-v2": (
+        "MiMoV2",
+        "mimo-v2-flash",
+        {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+                for kind, theta in (("full_attention", 500.0), ("sliding_attention", 50.0))
+            },
+            "attention_value_scale": 0.6,
+        },
+        {
+            **{"head_dim": 12, "v_head_dim": 8, "num_attention_heads": 8, "swa_head_dim": 12},
+            **{"swa_num_key_value_heads": 4, "hybrid_layer_pattern": [1, 0, 1]},
+            **{"moe_layer_freq": [0, 1, 1], "sliding_window": 11, "sliding_window_size": 11},
+            **{"rope_theta": 500.0, "swa_rope_theta": 50.0, "partial_rotary_factor": 0.5},
+            **{"layernorm_epsilon": 1e-5, "attention_value_scale": 0.6, "n_shared_experts": None},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16},
+            **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+        },
+        as_they_are,
+    ),
+    "param-2": (
+        "Param2MoE",
+        "glm4-moe",
+        {},
+        {
+            **{key: value for key, value in V2.items() if key != "score_function"},
+            **{"moe_shared_expert_intermediate_size": 32, "rope_theta": 500.0},
+        },
+        bailing,
     ),
     "ling-2": ("BailingMoeV2", "glm4-moe", {}, {**V2, "rope_theta": 500.0}, bailing),
 }

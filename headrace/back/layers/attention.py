@@ -56,6 +56,7 @@ class AttentionSpec:
     keys_are_values  what goes into that norm is what goes into the keys'
     chooser    says which positions are read; None: all are
     position_bias  what is added to scores by distance
+    late_length  behind this position scores grow, below their cap: see op attention; 0: they do not
     out_width  of what it gives, where that is not `width`
     """
 
@@ -84,6 +85,7 @@ class AttentionSpec:
     keys_are_values: bool = False
     chooser: ChoiceSpec | None = None
     position_bias: RelativeBias | None = None
+    late_length: int = 0
     out_width: int | None = None
     names: AttentionNames = SEPARATE
 
@@ -138,6 +140,7 @@ class AttentionSpec:
             verify_queries=scope.verify_queries,
             slopes=local_slopes(self.slopes, scope.mesh.tp),
             bias_width=0 if self.position_bias is None else self.position_bias.reach + 1,
+            late_length=self.late_length if scope.max_positions > self.late_length + 1 else 0,
         )
 
 

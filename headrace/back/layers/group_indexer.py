@@ -162,7 +162,7 @@ class MeanGroups:
         both = Part("index_qk_proj", (spec.heads + 1) * spec.dim, 1)
         self._both = ColumnLinear(scope, width, (both,))
         self._query_norm, self._key_norm = (
-            RMSNorm(scope / name, spec.dim, eps=spec.eps, unit_offset=True)
+            RMSNorm(scope / name, spec.dim, eps=spec.eps, offset=1.0)
             for name in ("q_layernorm", "k_layernorm")
         )
         self._rope = Rope(scope, spec.rope)
@@ -241,7 +241,7 @@ class BestKeys:
             scope, width, (Part("q_proj", spec.heads * spec.dim, 1), Part("k_proj", spec.dim, 1))
         )
         self._query_norm, self._key_norm = (
-            RMSNorm(scope / name, spec.dim, eps=spec.eps, unit_offset=True)
+            RMSNorm(scope / name, spec.dim, eps=spec.eps, offset=1.0)
             for name in ("q_norm", "k_norm")
         )
         self._rope = Rope(scope, spec.rope)

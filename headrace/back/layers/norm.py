@@ -1,7 +1,7 @@
 """Norms: their kind (`NormSpec`) and their place in a layer (`NormPlacement`) as data, root mean
 square and layer norms.
 
-Weights are float32, a stored offset of 1 is added once at load.
+Weights are float32, what the checkpoint leaves off them is added once at load.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ class NormSpec:
 
     layer        a layer norm: it takes the mean away (else the root mean square alone)
     bias         a layer norm adds one
-    unit_offset  the checkpoint holds w - 1
+    offset       the checkpoint holds w - offset
     weighted     False: neither weight nor bias
     scale        what a root mean square norm's result is multiplied with
+    eps          its own, where it is not that of the norms around it
     """
 
     layer: bool = False
     bias: bool = False
-    unit_offset: bool = False
+    offset: float = 0.0
     weighted: bool = True
     scale: float = 1.0
+    eps: float | None = None
 
     def build(self, scope: Scope, width: int, *, eps: float) -> RMSNorm | LayerNorm:
         """The norm whose tensors are `scope / "weight"` and "bias"."""
+        eps = eps if self.eps is None else self.eps
         if not self.layer:
             return RMSNorm(
                 scope,
                 width,
                 eps=eps,
-                unit_offset=self.unit_offset,
+                offset=self.offset,
                 weighted=self.weighted,
                 scale=self.scale,
             )
@@ -56,17 +59,17 @@ class NormSpec:
             width,
             eps=eps,
             bias=self.bias,
-            unit_offset=self.unit_offset,
+            offset=self.offset,
             weighted=self.weighted,
         )
 
 
 RMS = NormSpec()
-RMS_UNIT_OFFSET = NormSpec(unit_offset=True)
+RMS_UNIT_OFFSET = NormSpec(offset=1.0)
 RMS_NO_WEIGHT = NormSpec(weighted=False)
 LAYER = NormSpec(layer=True, bias=True)
 LAYER_NO_BIAS = NormSpec(layer=True)
-LAYER_UNIT_OFFSET = NormSpec(layer=True, bias=True, unit_offset=True)
+LAYER_UNIT_OFFSET = NormSpec(layer=True, bias=True, offset=1.0)
 LAYER_NO_WEIGHT = NormSpec(layer=True, weighted=False)
 
 
@@ -103,8 +106,8 @@ class RMSNorm:
     """`norm(x)` norms the last dimension; `add_norm(x_TE, residual_TE)` first adds x into the
     residual, `sum_norm(partial_TE, residual_TE)` the sum of the ranks' shares.
 
-    `unit_offset`: the checkpoint holds w - 1 (Gemma). `weight_E` float32 is there after loading,
-    for ops that fuse the norm with what follows it.
+    `offset`: the checkpoint holds w - offset (Gemma: w - 1). `weight_E` float32 is there after
+    loading, for ops that fuse the norm with what follows it.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class RMSNorm:
         width: int,
         *,
         eps: float,
-        unit_offset: bool = False,
+        offset: float = 0.0,
         weighted: bool = True,
         scale: float = 1.0,
     ) -> None:
@@ -123,9 +126,9 @@ class RMSNorm:
         self.eps = eps
         self._scale = scale
         self._scope = scope
-        self._offset = 1.0 if unit_offset else 0.0
+        self._offset = offset
         self._problem = RMSNormProblem(device=scope.kind, dtype=scope.dtype, width=width, eps=eps)
-        init = "zeros" if unit_offset else "ones"
+        init = "zeros" if offset else "ones"
         self._weight = scope.param("weight", (width,), init=init) if weighted else None
         scope.on_finish(self._finish)
 
@@ -244,17 +247,17 @@ class LayerNorm:
         *,
         eps: float,
         bias: bool = True,
-        unit_offset: bool = False,
+        offset: float = 0.0,
         weighted: bool = True,
     ) -> None:
         self.norm: Norm = not_loaded
         self.add_norm: AddNorm = not_loaded
         self._scope = scope
-        self._offset = 1.0 if unit_offset else 0.0
+        self._offset = offset
         self._problem = LayerNormProblem(
             device=scope.kind, dtype=scope.dtype, width=width, eps=eps, bias=bias and weighted
         )
-        init = "zeros" if unit_offset else "ones"
+        init = "zeros" if offset else "ones"
         self._weight = scope.param("weight", (width,), init=init) if weighted else None
         self._bias = scope.param("bias", (width,), init="zeros") if self._problem.bias else None
         scope.on_finish(self._finish)

@@ -85,9 +85,9 @@ class DecoderNames:
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A whole decoder. `norm` is the kind of all norms of the residual, `last_norm` that of the one
-    behind the layers, where it is another. `positions`: what is added to the embeddings.
-    `layer_inputs`: of the layers' tails. `draft_layer`: of the head for multi-token prediction,
-    where that is not as the last layer.
+    behind the layers, `first_norm` that of the one behind the embeddings, where it is another.
+    `positions`: what is added to the embeddings. `layer_inputs`: of the layers' tails.
+    `draft_layer`: of the head for multi-token prediction, where that is not as the last layer.
     `streams`: of residuals, where there are several, or another width than embeddings have,
     `embedding_width`. `embedding_beside`: see TokenEmbedding. `media_rows`: rows of the embedding
     behind those of the vocabulary, which no head knows. `renamed`: see WeightPlan."""
@@ -96,6 +96,7 @@ class DecoderSpec:
     layers: tuple[DecoderLayerSpec, ...]
     norm: NormSpec = RMS
     last_norm: BlockNormSpec | None = None
+    first_norm: BlockNormSpec | None = None
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
@@ -141,7 +142,8 @@ class Decoder:
         self._embedding_norm = None
         if names.embedding_norm is not None:
             at = inside / names.embedding_norm
-            self._embedding_norm = spec.norm.build(at, sizes.width, eps=sizes.eps)
+            first = spec.first_norm or spec.norm
+            self._embedding_norm = first.build(at, sizes.width, eps=sizes.eps)
         self._layers: list[Layer] = []
         self.kv_forms: tuple[CacheForm, ...] = ()
         params_of = self._build_layers(inside / names.layers, spec)

@@ -212,7 +212,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4_unified",
-    "qwen4_exp_text": "qwen4",
+    **{"qwen4_exp_text": "qwen4", "muse_glimmer_text": "muse_glimmer"},
     **{"inkling_text": "inkling", "inkling_model": "inkling"},
     "mllama_text_model": "mllama",
 }
@@ -222,6 +222,7 @@ WRAPPERS: Mapping[str, str] = {"MllamaForConditionalGeneration": "language_model
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
+    "MuseGlimmerForConditionalGeneration": "model.language_model",
     "InklingForConditionalGeneration": "model.llm",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""

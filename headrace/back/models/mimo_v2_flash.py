@@ -1,5 +1,5 @@
-"""MiMo-V2-Flash: windows with attention sinks and twice the KV heads in most layers, values smaller
-than keys, a third of each head rotated, experts routed as DeepSeek-V3 routes them."""
+"""MiMo-V2-Flash and V2.5: windows with attention sinks and twice the KV heads in most layers,
+values smaller than keys, a third of each head rotated, experts routed as DeepSeek-V3's are."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ THETAS = {"full_attention": 5_000_000.0, "sliding_attention": 10_000.0}
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """MiMoV2FlashForCausalLM."""
+    """MiMoV2FlashForCausalLM, MiMoV2ForCausalLM."""
     sizes = read_sizes(config, eps=1e-5)
     windows = read_windows(
         config,
         sizes.layers,
         window=config.int("sliding_window", 129, ge=1),
-        sliding=lambda layer: layer % 6 != 0,
+        sliding=lambda layer: layer != 0 and (layer + 1) % 6 != 0,
     )
     mixture = replace(sigmoid_mixture(config), shared=None)
     sparse = sparse_by_type(config, sizes.layers, dense=1)
@@ -54,7 +54,11 @@ def _attention(
         default_theta=THETAS[kind],
         default_share=SHARE,
     )
-    kv_heads = sizes.kv_heads * (2 if window else 1)
+    kv_heads = sizes.kv_heads
+    if window:
+        kv_heads = config.int("swa_num_key_value_heads", 2 * kv_heads, ge=1)
+        if sizes.heads % kv_heads:
+            raise config.wrong("swa_num_key_value_heads", f"a divisor of {sizes.heads}")
     return AttentionSpec(
         **{**plain_attention(sizes), "kv_heads": kv_heads},
         rope=rope,

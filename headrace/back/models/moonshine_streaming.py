@@ -29,7 +29,7 @@ from headrace.base.wire.media import encoder_outputs
 
 FRAME, TAPS = MOONSHINE_STREAMING[3], MOONSHINE_STREAMING[5]
 FRAME_EPS = 1e-6
-NORM = NormSpec(layer=True, unit_offset=True)
+NORM = NormSpec(layer=True, offset=1.0)
 RENAMED = ((r"(.*encoder\..*norm)\.gamma", r"\1.weight"),)
 QKV = ("q_proj", "k_proj", "v_proj")
 

@@ -12,7 +12,13 @@ PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(
         ("LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "YiForCausalLM"), "llama"
     ),
-    "IQuestCoderForCausalLM": "llama",
+    **dict.fromkeys(("IQuestCoderForCausalLM", "TeleChat3ForCausalLM", "AquilaModel"), "llama"),
+    "KORMoForCausalLM": "llama",
+    **dict.fromkeys(("Grok1ForCausalLM", "Grok1ModelForCausalLM", "GrokForCausalLM"), "grok"),
+    "ArcticForCausalLM": "arctic",
+    "MiMoV2ForCausalLM": "mimo_v2_flash",
+    **dict.fromkeys(("Plamo3ForCausalLM", "PLaMo3ForCausalLM"), "plamo3"),
+    "LFM2ForCausalLM": "lfm2",
     **dict.fromkeys(("InternLMForCausalLM", "PanguEmbeddedForCausalLM"), "internlm"),
     "InternLM2ForCausalLM": "internlm2",
     "InternLM3ForCausalLM": "internlm3",
@@ -23,6 +29,7 @@ PUBLISHED: Mapping[str, str] = {
     "MiMoForCausalLM": "mimo",
     **dict.fromkeys(("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan"),
     **dict.fromkeys(("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"), "bailing_moe"),
+    "Param2MoEForCausalLM": "bailing_moe",
     **dict.fromkeys(
         (
             "BailingMoeLinearForCausalLM",
@@ -45,6 +52,18 @@ RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "YiForCausalLM": (
         (r"\.ln1\.", ".input_layernorm."),
         (r"\.ln2\.", ".post_attention_layernorm."),
+    ),
+    "KORMoForCausalLM": (
+        (r"\.pre_attention_layernorm\.", ".input_layernorm."),
+        (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
+    ),
+    "Grok1ModelForCausalLM": (
+        (r"\.attn\.", ".self_attn."),
+        (r"\.moe_block\.", ".block_sparse_moe."),
+        (r"\.linear\.weight$", ".w1.weight"),
+        (r"\.linear_v\.weight$", ".w3.weight"),
+        (r"\.linear_1\.weight$", ".w2.weight"),
+        (r"norm\.scale$", "norm.weight"),
     ),
     "T5Gemma2ForConditionalGeneration": ((r"^model\.encoder\.text_model\.", "model.encoder."),),
 }

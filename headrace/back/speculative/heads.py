@@ -198,8 +198,8 @@ class NormedPair:
                 eps=self._sizes.eps if weight else None,
             )
             weight_E = weight.take().float() if weight else None
-            if weight_E is not None and self._norms.unit_offset:
-                weight_E += 1.0
+            if weight_E is not None:
+                weight_E += self._norms.offset
             self._put.append(self._scope.bind(NORM_COLUMNS, problem, weight_E))
 
     def __call__(self, embedded_TE: torch.Tensor, hidden_TE: torch.Tensor) -> torch.Tensor:

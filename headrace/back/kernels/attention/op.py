@@ -11,7 +11,8 @@ per query head: a score beside those of the positions that takes its share of th
 value (gpt-oss). With `slopes` the score of position s for the query at p becomes its capped one
 plus slope * (s - p) (ALiBi, Press et al. 2022). With `bias_width` W, `bind(problem, sinks_H or
 None, bias_HW)` takes a float32 table of what is added to the scaled score of a key, by how many
-positions it stands before its query, from W-1 on the same (Raffel et al. 2020, section 2.1).
+positions it stands before its query, from W-1 on the same (Raffel et al. 2020, section 2.1). With
+`late_length` L the capped scores of the query at p > L are multiplied by log p / log L (Grok 2).
 
 `lse_TH`, float32 [T, H] and contiguous, is filled with the natural logarithm of each query's sum of
 exp(scores), the sink's among them; -Inf of a query that sees nothing. With it the results over
@@ -137,7 +138,8 @@ class AttentionProblem:
     `slopes`: of ALiBi, one per query head; none: there is no bias. `bias_width`: distances in the
     table of a position bias, which does not go with a soft cap; 0: there is none. `bias_rank`:
     numbers in the state of a query and head that the bias follows from; 0: it follows from the
-    head alone.
+    head alone. `late_length`: goes with a soft cap, and with no bias; without a cap queries are
+    scaled instead; 0: scores do not grow.
 
     Without `causal` there is neither chunk, slopes nor position bias: they are counted from a
     query's own position, which need not be among those it sees. With a window it is."""
@@ -159,12 +161,15 @@ class AttentionProblem:
     slopes: tuple[float, ...] = ()
     bias_width: int = 0
     bias_rank: int = 0
+    late_length: int = 0
 
     def __post_init__(self) -> None:
         assert self.causal or not (self.chunk or self.slopes or self.bias_width), self
         assert len(self.slopes) in (0, self.heads), self
         assert not (self.bias_width and self.softcap), self
         assert self.bias_width or not self.bias_rank, self
+        if self.late_length:
+            assert self.late_length > 1 and self.softcap and self.causal and not self.slopes, self
         assert self.window is None or self.chunk is None, self
 
     @property

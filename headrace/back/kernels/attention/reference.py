@@ -10,6 +10,7 @@ B blocks, D head_dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -157,6 +158,8 @@ def _decode(
     v_KRSD.masked_fill_(hidden_RS[..., None], 0.0)
     q_KRGD = q_THD[start:end].unflatten(1, (kv_heads, -1)).transpose(0, 1)
     scores = scores_of(problem, q_KRGD, k_KRSD)
+    if problem.late_length:
+        scores *= late_factors(problem, kv_len_R - 1)[:, None, None]
     if result.bias_HW is not None:
         bias_HRS = result.biases(start, end, kv_len_R[:, None] - 1 - position_RS)
         scores += bias_HRS.unflatten(0, (kv_heads, -1)).transpose(1, 2)
@@ -200,6 +203,12 @@ def scores_of(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> to
     if problem.softcap is not None:
         scores = scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
     return scores
+
+
+def late_factors(problem: AttentionProblem, position: torch.Tensor) -> torch.Tensor:
+    """What the scores of queries at these positions are multiplied with, float32."""
+    late = position.clamp(min=problem.late_length).float()
+    return late.log() / math.log(problem.late_length)
 
 
 def bias_of(
@@ -307,6 +316,8 @@ def _tile(
         )
     else:
         scores = scores_of(problem, q_KGQD, k_KGSD)
+        if problem.late_length:
+            scores *= late_factors(problem, query_Q1 + origin)
         if biases is not None:
             scores += biases(query_Q1 - key_S).unflatten(0, (problem.kv_heads, -1))
         head_shape = (problem.kv_heads, -1, 1, 1)
