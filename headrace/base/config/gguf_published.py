@@ -16,6 +16,7 @@ from headrace.base.config.gguf_row import (
     count,
     each_of,
     need_int,
+    present,
     rows_of,
 )
 
@@ -72,6 +73,16 @@ def _nomic_experts(file: GGUFFile, name: str, config: Config) -> None:
         config[f"{key}_bias"] = f"blk.0.{tensor}.bias" in file.tensors
 
 
+def _grok(file: GGUFFile, name: str, config: Config) -> None:
+    """Files of Grok 1 may leave its numbers unsaid; those of Grok 2 have a dense MLP too."""
+    config["residual_moe"] = "blk.0.ffn_up.weight" in file.tensors
+    scaling = config.get("rope_scaling")
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        yarn = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        stated = {key: f"{name}.rope.scaling.{ours}" for key, ours in yarn.items()}
+        scaling |= {"beta_fast": 8.0, "attention_factor": 1.0, **present(file, stated)}
+
+
 ROWS: Final[dict[str, GGUFArchitecture]] = {
     "xverse": GGUFArchitecture(
         model_type="llama", architecture="LlamaForCausalLM", fixed={**SILU, "mlp_bias": False}
@@ -85,6 +96,33 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         fixed={**GELU, "use_bidirectional_attention": True},
         keys={"sliding_window": "attention.sliding_window"},
         adjust=embedding_gemma,
+    ),
+    "grok": GGUFArchitecture(
+        model_type="grok",
+        architecture="Grok1ForCausalLM",
+        keys={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "router_logit_softcapping": "router_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attn_temperature_len": "attention.temperature_length",
+            "attn_output_multiplier": "attention.output_scale",
+            "embedding_multiplier_scale": "embedding_scale",
+            "output_multiplier_scale": "logit_scale",
+        },
+        adjust=_grok,
+    ),
+    "arctic": GGUFArchitecture(
+        model_type="arctic",
+        architecture="ArcticForCausalLM",
+        fixed={**SILU, "moe_layer_frequency": 1, "use_residual": True},
+        keys={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
     ),
     "nomic-bert-moe": GGUFArchitecture(
         model_type="nomic_bert",

@@ -36,12 +36,30 @@ NOMIC_EXPERTS = names.NOMIC | {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+GROK = {
+    **names.MIXTRAL,
+    "attn_norm": "pre_attn_norm",
+    "attn_output_norm": "post_attn_norm",
+    "ffn_norm": "pre_moe_norm",
+    "post_ffw_norm": "post_moe_norm",
+    "layer_output_norm": "post_moe_norm",
+}
+ARCTIC = {
+    **names.MIXTRAL,
+    "ffn_norm_exps": "post_attention_layernorm",
+    "ffn_norm": "residual_layernorm",
+    "ffn_gate": "residual_mlp.w1",
+    "ffn_up": "residual_mlp.w3",
+    "ffn_down": "residual_mlp.w2",
+}
 BARE = {"token_embd": "embed_tokens", "output_norm": "norm"}
 
 DIALECTS: Mapping[str, Dialect] = {
     "xverse": Dialect(blocks=names.BLOCK, interleaved=True),
     "deci": Dialect(blocks=names.BLOCK, interleaved=True),
     "deepseek": Dialect(blocks=names.ROUTED, interleaved=True),
+    "grok": Dialect(blocks=GROK),
+    "arctic": Dialect(blocks=ARCTIC, interleaved=True),
     "llama-embed": Dialect(blocks=names.BLOCK, interleaved=True, layers="layers", top=BARE),
     "gemma-embedding": Dialect(
         blocks=names.SANDWICH, norm_plus_one=True, layers="layers", top=BARE

@@ -1,0 +1,93 @@
+"""GGUF files of decoders that no library has a class for: the logits of their references in plain PyTorch, under the
+names of the `gguf` library's table, as llama.cpp's converters order them. QNT-15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tests.back.models.load.checkpoints import _arch, _finish
+from tests.back.models.load.test_gguf_blocks import gguf_spec
+from tests.back.models.load.test_gguf_families import permuted
+from tests.back.models.load.test_gguf_mixtures import ROWS, load, logits
+from tests.references import arctic, grok
+
+
+def sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What all files state."""
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_eos_token_id(2)
+
+
+def of_grok(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    sizes(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_router_logit_softcapping(config["router_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_attn_temperature_length(config["attn_temperature_len"])
+    writer.add_attn_output_scale(config["head_dim"] ** -0.5)
+    writer.add_embedding_scale(config["embedding_multiplier_scale"])
+    writer.add_logit_scale(config["output_multiplier_scale"])
+
+
+EVERY = {**arctic.CONFIG, "moe_layer_frequency": 1, "num_hidden_layers": 2}
+"""Arctic's files have experts in all layers."""
+FILES: dict[str, tuple[ModuleType, dict[str, Any], Callable[..., None], bool]] = {
+    "grok": (grok, grok.CONFIG, of_grok, False),
+    "arctic": (arctic, EVERY, sizes, True),
+}
+"""The reference, its config, its metadata, and whether rows of queries and keys are in pairs."""
+
+
+def with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of a layer in one tensor for each matrix."""
+    joined: dict[str, list[torch.Tensor]] = {}
+    kept = {}
+    for name, tensor in tensors.items():
+        block, _, rest = name.partition(".experts.")
+        if rest:
+            joined.setdefault(f"{block}.experts.{rest.split('.')[1]}.weight", []).append(tensor)
+        else:
+            kept[name] = tensor
+    return kept | {name: torch.stack(each) for name, each in joined.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_answers_as_its_reference(name: str, tmp_path: Path) -> None:
+    reference, config, metadata, in_pairs = FILES[name]
+    weights = reference.tensors(config)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", name)
+    metadata(writer, config)
+    table = gguf.get_tensor_name_map(_arch(name), config["num_hidden_layers"])
+    for one, tensor in with_joined_experts(weights).items():
+        values = tensor.numpy()
+        for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+            if in_pairs and f"self_attn.{part}_proj" in one:
+                values = permuted(values, config[heads])
+        stored = table.get_name(one, try_suffixes=(".weight",))
+        assert stored is not None, one
+        writer.add_tensor(stored, np.ascontiguousarray(values))
+    _finish(writer)
+    ours, _ = load(gguf_spec(tmp_path / "m.gguf"))
+    for mine, row in zip(logits(ours), ROWS, strict=True):
+        torch.testing.assert_close(
+            mine, reference.logits(config, weights, row), rtol=1e-4, atol=1e-4
+        )
