@@ -79,6 +79,16 @@ def _draw_fewer(item: pytest.Item) -> None:
         test._hypothesis_internal_use_settings, test._draws_fewer = fewer, True
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws without a generator of its own does not depend on which tests ran before it in its worker."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None:
+        torch.manual_seed(0)
+    if numpy is not None:
+        numpy.random.seed(0)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """What a test told torch about threads ends with it; the next thousands would spin (see above)."""

@@ -6,6 +6,8 @@ import gc
 import time
 from collections.abc import Callable
 
+from tests.stopwatch import BESIDE_OTHERS
+
 LINEAR = 2.3
 """The bound of t(2n) / t(n); kept for larger steps it leaves noise more room, and quadratic time less."""
 ROUNDS = 6
@@ -26,6 +28,16 @@ def fastest(
     finally:
         gc.enable()
     return min(times)
+
+
+def assert_within(work: Callable[[], object], at_most_s: float) -> None:
+    """`work` takes so much of a processor's time. Beside other tests it is done once and no time is looked at: a test
+    that asks this is marked `serial`."""
+    if BESIDE_OTHERS:
+        work()
+        return
+    spent_s = fastest(work)
+    assert spent_s < at_most_s, spent_s
 
 
 def assert_linear(work: Callable[[int], object], size: int, times: int = 8) -> None:

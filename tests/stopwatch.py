@@ -17,7 +17,7 @@ from pathlib import Path
 
 _PRESSURE = Path("/proc/pressure/cpu")
 # Set by xdist in its workers, which run beside each other.
-_BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def stalled_s() -> float:
@@ -59,7 +59,7 @@ _standstills = _Standstills()
 
 
 def _all_lost_s() -> float:
-    return time.monotonic() if _BESIDE_OTHERS else stalled_s() + _standstills.seconds
+    return time.monotonic() if BESIDE_OTHERS else stalled_s() + _standstills.seconds
 
 
 class Stopwatch:

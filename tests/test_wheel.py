@@ -138,7 +138,7 @@ def test_an_installed_wheel_serves_as_the_checkout_does(tmp_path: Path) -> None:
         served.wait_ready()
         ask = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
         answer = httpx.post(
-            served.url + "/v1/chat/completions", json=ask, timeout=60, verify=NO_TLS
+            served.url + "/v1/chat/completions", json=ask, timeout=300, verify=NO_TLS
         ).json()
         assert "42" in answer["choices"][0]["message"]["content"]
         assert not any("native kernels are not" in line for line in served.lines)

@@ -112,9 +112,10 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--serve", default="", help="further options of the server")
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     given = parser.parse_args()
-    with server() as (base, _):
+    with server(*given.serve.split()) as (base, _):
         report = asyncio.run(run(base, given.requests, given.seed))
     print(json.dumps(report, indent=1))
     if given.write:

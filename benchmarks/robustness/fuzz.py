@@ -351,6 +351,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--calm-s", type=float, default=3.0, help="seconds between two waves")
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
+    parser.add_argument("--serve", default="", help="further options of the server")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.attack:
@@ -358,7 +359,7 @@ def main() -> int:
         asyncio.run(attack_in_waves(given.attack, every, given.seed))
         return 0
     # A small KV pool: cached prefixes touch its pages one by one, which is no growth.
-    with server("--kv-memory", "128MiB") as (base, supervisor):
+    with server("--kv-memory", "128MiB", *given.serve.split()) as (base, supervisor):
         script = ["benchmarks.robustness.fuzz", f"--cases={given.cases}"]
         work = run(base, supervisor, script, given.cases, given.seed, given.calm_s)
         report = {"cases": given.cases, **asyncio.run(work)}

@@ -40,7 +40,7 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 note("HOOKED")
 """
-GREETING_S = 5.0
+GREETING_S = 60.0
 
 
 class Bomb:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 
-from headrace.bench.startup import free_port, wait_ready
-
+READY = re.compile(r"headrace is ready: (http://\S+)")
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 
 BYSTANDER_PROMPTS = [
@@ -37,24 +38,26 @@ def server(
     *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, psutil.Process]]:
     """`headrace serve` with the bundled model; yields its address and the supervisor's process."""
-    port = free_port()
     command = [
         sys.executable,
         "-m",
         "headrace",
         "serve",
         "--port",
-        str(port),
+        "0",
         "--log-level",
         "warning",
         *arguments,
     ]
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
     )
+    assert process.stdout is not None
     try:
-        wait_ready(f"http://127.0.0.1:{port}", process, time.perf_counter() + 60)
-        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+        base = next((found[1] for line in process.stdout if (found := READY.match(line))), None)
+        assert base is not None, "the server ended before it was ready"
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        yield base, psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(60)
@@ -71,7 +74,11 @@ def null_model(folder: Path, *, step_s: float) -> list[str]:
 
 def children(supervisor: psutil.Process) -> dict[int, str]:
     """pid -> command line of every process of the server."""
-    return {p.pid: " ".join(p.cmdline()) for p in supervisor.children(recursive=True)}
+    found: dict[int, str] = {}
+    for process in supervisor.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # some are made to be killed
+            found[process.pid] = " ".join(process.cmdline())
+    return found
 
 
 def resident_mib(supervisor: psutil.Process) -> float:
@@ -143,7 +150,7 @@ async def ledger(session: aiohttp.ClientSession) -> dict[str, Any]:
     return {**document["engines"][0], "process": document["process"]}
 
 
-async def at_rest(session: aiohttp.ClientSession, *, timeout_s: float = 10) -> dict[str, Any]:
+async def at_rest(session: aiohttp.ClientSession, *, timeout_s: float = 60) -> dict[str, Any]:
     """The ledger once nothing runs and nothing waits, or as it stands at the timeout."""
     end = time.monotonic() + timeout_s
     while True:

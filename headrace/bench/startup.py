@@ -3,7 +3,9 @@ has arrived."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -21,10 +23,13 @@ from headrace.base.errors import StartError
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on at this moment, of those that the system gives nobody who lets it
+    choose."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_ready(base: str, process: subprocess.Popen[bytes], end: float) -> None:

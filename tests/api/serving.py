@@ -26,8 +26,8 @@ from tests.stopwatch import Stopwatch
 
 READY = re.compile(r"headrace is ready: (http://\S+)")
 LIBC = ctypes.CDLL(None)
-START_S = 240.0
-PATIENCE_S = 60.0
+START_S = 600.0
+PATIENCE_S = 240.0
 """How much longer a machine that is busy with other work may take before a test gives up."""
 # Nothing here speaks TLS. Without this each request of httpx reads all root certificates: 45 ms of CPU time, which
 # would be most of what a test of waiting times measures.
@@ -85,12 +85,12 @@ class Served:
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         """A GET on a connection of its own."""
-        return httpx.get(self.url + path, headers=headers, timeout=60, verify=NO_TLS)
+        return httpx.get(self.url + path, headers=headers, timeout=300, verify=NO_TLS)
 
     def post(self, path: str, document: object, **headers: str) -> httpx.Response:
         """A POST on a connection of its own."""
         url = self.url + path
-        return httpx.post(url, json=document, headers=headers, timeout=60, verify=NO_TLS)
+        return httpx.post(url, json=document, headers=headers, timeout=300, verify=NO_TLS)
 
     def ledger(self) -> dict[str, Any]:
         """GET /v1/requests."""
@@ -110,7 +110,7 @@ class Served:
             and core["held_by_hooks"] == 0
         )
 
-    def stop(self, number: int = signal.SIGTERM, *, timeout_s: float = 60) -> int:
+    def stop(self, number: int = signal.SIGTERM, *, timeout_s: float = 300) -> int:
         """Signals the supervisor and waits; the exit status. No child may be left."""
         children = self.children if self.process.poll() is None else []
         if self.process.poll() is None:

@@ -130,7 +130,7 @@ def test_the_language_is_found_out(
         files={"file": ("a.wav", wav(samples))},
         data={"model": "ear", "response_format": "verbose_json"},
         verify=NO_TLS,
-        timeout=60,
+        timeout=300,
     )
     assert answer.status_code == 200 and answer.json()["task"] == "translate"
 
@@ -165,9 +165,11 @@ def test_text_is_refused_with_the_way_to_ask(ear: Served, ear_client: openai.Ope
     with pytest.raises(openai.BadRequestError, match="/v1/audio/transcriptions"):
         ear_client.completions.create(model="ear", prompt="w1", max_tokens=2)
     url = ear.url + "/v1/audio/transcriptions"
-    answer = httpx.post(url, content=b"x", headers={"content-type": "text/plain"}, verify=NO_TLS)
+    answer = httpx.post(
+        url, content=b"x", headers={"content-type": "text/plain"}, verify=NO_TLS, timeout=300
+    )
     assert answer.status_code == 415
-    answer = httpx.post(url, files={"other": ("a", b"x")}, verify=NO_TLS)
+    answer = httpx.post(url, files={"other": ("a", b"x")}, verify=NO_TLS, timeout=300)
     assert answer.status_code == 400 and "file: this field is required" in answer.text
 
 

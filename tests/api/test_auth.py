@@ -96,7 +96,7 @@ def ask(served: Served, target: str, *headers: str, method: str = "GET") -> int:
     lines = [f"{method} {target} HTTP/1.1", "Connection: close", "Content-Length: 0", *headers]
     if not any(header.lower().startswith("host:") for header in headers):
         lines.append("Host: localhost")
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=300) as connection:
         connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
         answer = b""
         while data := connection.recv(65536):
@@ -205,7 +205,9 @@ def test_the_ledger_shows_no_digit_of_another_keys_digest(model: Path) -> None:
     options = ("--api-keys", "one,two", "--max-running", "1")
     body = {"prompt": "x", "max_tokens": 1500, "stream": True}
     with serving(model, *options, step_s=0.05) as served, contextlib.ExitStack() as streams:
-        client = streams.enter_context(httpx.Client(base_url=served.url, verify=NO_TLS, timeout=60))
+        client = streams.enter_context(
+            httpx.Client(base_url=served.url, verify=NO_TLS, timeout=300)
+        )
         for key in ("two", "two"):
             headers = {"x-api-key": key}
             streams.enter_context(

@@ -40,7 +40,7 @@ def served(model: Path) -> Iterator[Served]:
 @contextmanager
 def unfinished(served: Served, key: str) -> Iterator[None]:
     """A body of 1 MiB of which almost nothing comes."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=300) as connection:
         connection.sendall(HEAD.format(key=key, size=MIB).encode() + b'{"prompt": "')
         yield
 
@@ -48,7 +48,7 @@ def unfinished(served: Served, key: str) -> Iterator[None]:
 def asked(served: Served, key: str, document: object) -> httpx.Response:
     url = served.url + "/v1/completions"
     headers = {"Authorization": f"Bearer {key}"}
-    return httpx.post(url, json=document, headers=headers, timeout=60, verify=NO_TLS)
+    return httpx.post(url, json=document, headers=headers, timeout=300, verify=NO_TLS)
 
 
 def is_refused(served: Served, key: str, status: int) -> bool:
@@ -80,7 +80,7 @@ def test_a_stream_holds_no_room_while_it_runs(served: Served) -> None:
     long = {**LARGE, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with ExitStack() as streams:
         for _ in range(4):  # together more than a key's half
-            client = streams.enter_context(httpx.Client(timeout=60, verify=NO_TLS))
+            client = streams.enter_context(httpx.Client(timeout=300, verify=NO_TLS))
             headers = {"Authorization": "Bearer a"}
             stream = client.stream(
                 "POST", served.url + "/v1/completions", json=long, headers=headers
@@ -99,7 +99,11 @@ def test_a_body_that_is_compressed_is_counted_as_it_is_read(served: Served) -> N
 
         def refused() -> bool:
             answer = httpx.post(
-                served.url + "/v1/completions", content=body, headers=headers, verify=NO_TLS
+                served.url + "/v1/completions",
+                content=body,
+                headers=headers,
+                timeout=300,
+                verify=NO_TLS,
             )
             assert answer.status_code in (200, 429)
             return answer.status_code == 429
@@ -116,7 +120,7 @@ def tokenized(channel: grpc.Channel, key: str) -> grpc.StatusCode:
     stub = channel.unary_unary(path, request.SerializeToString, response.FromString)
     metadata = [("authorization", f"Bearer {key}")]
     try:
-        stub(request(prompt="fox " * (75 * 1024)), metadata=metadata, timeout=60)
+        stub(request(prompt="fox " * (75 * 1024)), metadata=metadata, timeout=300)
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         return code

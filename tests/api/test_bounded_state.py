@@ -21,7 +21,7 @@ def test_unique_requests_leave_the_store_and_the_process_at_their_bounds(
     options = ("--response-store", f"sqlite:{kept}", "--response-store-bytes", str(256 * KIB))
     with serving(model, *options) as served:
         (api,) = served.api_processes
-        with httpx.Client(base_url=served.url, verify=NO_TLS, timeout=60) as client:
+        with httpx.Client(base_url=served.url, verify=NO_TLS, timeout=300) as client:
 
             def ask(number: int) -> str:
                 said = f"{number} " + "x" * 500

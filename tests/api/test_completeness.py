@@ -141,7 +141,7 @@ def test_a_client_that_leaves_takes_its_grammar_along(server: Served) -> None:
         "structured_outputs": {"regex": "[a-z ]{1400,}"},
     }  # fmt: skip
     with httpx.stream(
-        "POST", server.url + "/v1/chat/completions", json=body, verify=NO_TLS
+        "POST", server.url + "/v1/chat/completions", json=body, verify=NO_TLS, timeout=300
     ) as response:
         next(response.iter_lines())
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200

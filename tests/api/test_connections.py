@@ -40,7 +40,7 @@ def keyless(model: Path) -> Iterator[Served]:
 
 
 def connected(served: Served) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", served.port), timeout=20)
+    return socket.create_connection(("127.0.0.1", served.port), timeout=300)
 
 
 def asked(connection: socket.socket, request: bytes) -> int:

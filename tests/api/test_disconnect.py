@@ -31,7 +31,7 @@ def send(served: Served, path: str, document: object, *, cut: int = 0) -> socket
     body = json.dumps(document).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
-    connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=300)
     connection.sendall((head.encode() + body)[: len(head) + len(body) - cut])
     return connection
 

@@ -101,7 +101,7 @@ class Late:
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def post(self, path: str, **body: Any) -> Any:
-        answer = httpx.post(f"{self.served.url}{path}", json=body, timeout=60)
+        answer = httpx.post(f"{self.served.url}{path}", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -244,11 +244,11 @@ def test_what_cannot_be_embedded_is_named(late: Late) -> None:
     body = {"query": "fox", "documents": [{"content": [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
     ]}]}  # fmt: skip
-    answer = httpx.post(f"{late.served.url}/rerank", json=body, timeout=60)
+    answer = httpx.post(f"{late.served.url}/rerank", json=body, timeout=300)
     assert answer.status_code == 400 and "documents[0]" in answer.json()["error"]["message"]
     two = {"type": "image_url", "image_url": {"url": url(picture(20, 20))}}
     body["documents"] = [{"content": [two, {"type": "text", "text": "and this"}]}]
-    answer = httpx.post(f"{late.served.url}/rerank", json=body, timeout=60)
+    answer = httpx.post(f"{late.served.url}/rerank", json=body, timeout=300)
     assert answer.status_code == 400, answer.text
     assert "takes one image, or a text" in answer.json()["error"]["message"]
 

@@ -48,7 +48,7 @@ class Reader:
     def _read(self) -> None:
         url, body = self._ask
         try:
-            with httpx.stream("POST", url, json=body, timeout=60, verify=NO_TLS) as response:
+            with httpx.stream("POST", url, json=body, timeout=300, verify=NO_TLS) as response:
                 for text in response.iter_text():
                     self.text += text
                     self.begun.set()
@@ -57,7 +57,7 @@ class Reader:
         self.done.set()
 
     def join(self) -> None:
-        self._thread.join(60)
+        self._thread.join(300)
         assert self.done.is_set(), "the stream hangs"
 
     @property
@@ -80,15 +80,15 @@ class Reader:
 def begun(served: Served, count: int, **changes: object) -> list[Reader]:
     readers = [Reader(served, **changes) for _ in range(count)]
     for reader in readers:
-        assert reader.begun.wait(60)
+        assert reader.begun.wait(300)
     return readers
 
 
 def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(model: Path) -> None:
     """REG-020."""
-    with serving(model, "--shutdown-timeout-s", "20", step_s=0.02) as served:
+    with serving(model, "--shutdown-timeout-s", "60", step_s=0.02) as served:
         readers = begun(served, 8, max_tokens=200, min_tokens=200)
-        with httpx.Client(base_url=served.url, verify=NO_TLS) as kept:
+        with httpx.Client(base_url=served.url, timeout=300, verify=NO_TLS) as kept:
             assert kept.get("/health/ready").status_code == 200
             served.process.send_signal(signal.SIGTERM)
             eventually(lambda: kept.get("/health/ready").status_code == 503, within_s=1)
@@ -112,7 +112,7 @@ def test_before_the_drain_new_requests_are_still_taken(model: Path) -> None:
         eventually(lambda: served.get("/health/ready").status_code == 503, within_s=1)
         taken = served.post("/v1/completions", {"prompt": "x", "max_tokens": 4})
         assert taken.status_code == 200 and taken.json()["usage"]["completion_tokens"] == 4
-        assert served.process.wait(60) == 0
+        assert served.process.wait(300) == 0
 
 
 @pytest.mark.parametrize("timeout_s", [pytest.param("0", marks=pytest.mark.slow), "0.5"])
@@ -153,7 +153,7 @@ def test_a_second_signal_ends_every_stream_with_an_error_event(
 def test_a_stopped_api_process_is_replaced_within_a_second(model: Path) -> None:
     """What it served ends with an error event, what the other serves goes on."""
     with serving(model, "--api-servers", "2", step_s=0.02) as served:
-        readers = begun(served, 8, max_tokens=150, min_tokens=150)
+        readers = begun(served, 8, max_tokens=250, min_tokens=250)
         victim = max(served.api_processes, key=lambda p: len(p.net_connections("inet")))
         since_stop = Stopwatch()
         victim.suspend()
@@ -226,7 +226,7 @@ def test_a_signal_to_the_whole_group_drains_too(model: Path) -> None:
         for reader in readers:
             reader.join()
         assert all(reader.whole for reader in readers)
-        assert served.process.wait(60) == 0
+        assert served.process.wait(300) == 0
 
 
 def test_a_killed_core_fails_its_requests_at_once_and_is_restarted(model: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_pause_through_one_api_process_is_seen_through_the_other(twice: Served
     served, admin = twice, {"x-api-key": "root"}
 
     def ask(method: str, path: str) -> tuple[str, Any]:
-        with httpx.Client(base_url=served.url, headers=admin, timeout=60, verify=NO_TLS) as client:
+        with httpx.Client(base_url=served.url, headers=admin, timeout=300, verify=NO_TLS) as client:
             return str(client.get("/v1/requests").status_code), client.request(method, path).json()
 
     assert served.post("/pause?mode=keep", {}, **admin).json() == {
@@ -414,7 +414,7 @@ def test_a_wrong_option_is_one_line_and_status_2(
 ) -> None:
     served = launch(model, *options)
     try:
-        assert served.process.wait(60) == 2
+        assert served.process.wait(300) == 2
     finally:
         served.close()
     (line,) = [line for line in served.lines if line.startswith("headrace: ")]
@@ -424,7 +424,7 @@ def test_a_wrong_option_is_one_line_and_status_2(
 def test_a_taken_port_is_said_so(model: Path, server: Served) -> None:
     served = launch(model, "--port", str(server.port))
     try:
-        assert served.process.wait(60) == 2
+        assert served.process.wait(300) == 2
     finally:
         served.close()
     assert any("cannot listen" in line for line in served.lines)
@@ -436,7 +436,7 @@ def test_a_core_that_dies_while_starting_ends_the_server(model: Path) -> None:
     (broken / "config.json").write_text(json.dumps({**config, "null_step_s": "soon"}))
     served = launch(broken)
     try:
-        assert served.process.wait(60) == 1
+        assert served.process.wait(300) == 1
     finally:
         served.close()
     (line,) = [line for line in served.lines if line.startswith("headrace: ")]

@@ -6,8 +6,9 @@ import http.server
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,9 @@ def test_a_client_that_leaves_ends_its_trace_once(served: Served, collector: Any
     with httpx.stream(
         "POST",
         served.url + "/v1/chat/completions",
-        json={**CHAT, "max_tokens": 500, "stream": True},
+        json={**CHAT, "max_tokens": 1500, "stream": True},
         headers={"traceparent": f"00-{trace}-{PARENT}-01"},
+        timeout=300,
         verify=NO_TLS,
     ) as response:
         next(response.iter_bytes())
@@ -190,7 +192,7 @@ def test_each_line_of_a_batch_has_a_trace_that_ends_with_it(served: Served, coll
     ]
     data = "\n".join(map(json.dumps, lines)).encode()
     sent = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
-    file = httpx.post(served.url + "/v1/files", **sent, verify=NO_TLS, timeout=60).json()["id"]
+    file = httpx.post(served.url + "/v1/files", **sent, verify=NO_TLS, timeout=300).json()["id"]
     asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
     made = served.post("/v1/batches", asked).json()["id"]
     eventually(
@@ -226,7 +228,7 @@ def test_each_response_over_a_websocket_has_a_trace(served: Served, collector: A
             socket.send(json.dumps({**asked, "ignore_eos": True, **more}))
             kind = ""
             while kind not in ("response.incomplete", "error", "response.output_text.delta"):
-                kind = json.loads(socket.recv(timeout=60))["type"]
+                kind = json.loads(socket.recv(timeout=300))["type"]
                 if kind == "response.output_text.delta" and "max_output_tokens" not in more:
                     kind = ""
     eventually(lambda: len(spans_of(collector, trace).get("llm_request", [])) == 3, within_s=15)
@@ -247,11 +249,12 @@ def test_preemptions_are_told_and_a_dead_engine_ends_the_trace_once(
     """OBS-01: two requests share a cache that holds one of them; then their core is killed."""
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
     options = ("--otlp-endpoint", endpoint, "--kv-blocks", "8", "--block-tokens", "16")
+    options += ("--admin-key", "root")
     folder = write_model_folder(tmp_path / "model")
     asked = {"prompt": "fox", "max_tokens": 100, "ignore_eos": True}
     with (
         serving(folder, *options, step_s=0.01, **OFTEN) as small,
-        ThreadPoolExecutor(2) as pool,
+        ThreadPoolExecutor(1) as pool,
     ):
         traces = ["5" * 32, "6" * 32, "7" * 32]
 
@@ -260,11 +263,13 @@ def test_preemptions_are_told_and_a_dead_engine_ends_the_trace_once(
             traceparent = f"00-{trace}-{PARENT}-01"
             return small.post("/v1/completions", body, traceparent=traceparent).status_code
 
-        assert list(pool.map(ask, traces[:2])) == [200, 200]
+        together = [partial(ask, trace) for trace in traces[:2]]
+        assert asked_together(small, *together) == [200, 200]
+        (core,) = small.cores
         killed = pool.submit(ask, traces[2], 110)
         eventually(lambda: small.ledger()["engines"][0]["running"] == 1, within_s=5)
-        small.cores[0].kill()
-        assert killed.result(60) >= 500
+        core.kill()
+        assert killed.result(300) >= 500
         eventually(lambda: all(len(spans_of(collector, t)) == 2 for t in traces), within_s=15)
     cores = [spans_of(collector, trace)["llm_core"] for trace in traces]
     assert [[finishes(core) for core in each] for each in cores] == [[["length"]]] * 2 + [[["error"]]]  # fmt: skip
@@ -298,18 +303,19 @@ def test_what_is_refused_wrong_or_late_ends_its_trace_once(collector: Any, tmp_p
             return found.status_code
 
         traces = [f"{number:032x}" for number in range(0xA1, 0xA6)]
-        long = pool.submit(ask, traces[0], max_tokens=40)
+        long = pool.submit(ask, traces[0], max_tokens=120)
         eventually(lambda: small.ledger()["engines"][0]["running"] == 1, within_s=5)
         refused = ask(traces[1], max_tokens=4)
-        assert (long.result(60), refused) == (200, 503)
+        assert (long.result(300), refused) == (200, 503)
         assert ask(traces[2], max_tokens=200, timeout_s=0.1) == 504
         assert ask(traces[3], max_tokens=-1) == 400
         assert ask(traces[4], max_tokens=10**6) == 400
         wanted = [[200], [503], [504], [400], [400]]
         eventually(lambda: [statuses_of(collector, t) for t in traces] == wanted, within_s=15)
     ends = [[finishes(core) for core in spans_of(collector, t).get("llm_core", [])] for t in traces]
-    assert ends[0] == [["length"]] and ends[2] == [["error"]] and ends[3] == []
-    assert ends[1] in ([], [["error"]]) and ends[4] in ([], [["error"]])
+    assert ends[0] == [["length"]] and ends[3] == []
+    # The third's time may be over before the engine hears of it.
+    assert all(ends[number] in ([], [["error"]]) for number in (1, 2, 4))
 
 
 def test_a_call_over_grpc_has_its_callers_trace(served: Served, collector: Any) -> None:
@@ -326,7 +332,7 @@ def test_a_call_over_grpc_has_its_callers_trace(served: Served, collector: Any) 
         for trace, tokens in (("8" * 32, 3), ("9" * 32, 1500)):
             given = asked(text="fox", stopping={"max_new_tokens": tokens, "ignore_eos": True})
             metadata = [("traceparent", f"00-{trace}-{PARENT}-01")]
-            answers = stub(given, metadata=metadata, timeout=60)
+            answers = stub(given, metadata=metadata, timeout=300)
             next(answers)
             if tokens > 3:
                 answers.cancel()
@@ -357,6 +363,17 @@ def test_every_route_is_counted_under_its_own_name(served: Served) -> None:
     assert set(asked.values()) <= counted <= {*ROUTES, "other"}
 
 
+def asked_together(served: Served, *requests: Callable[[], int]) -> list[int]:
+    """The statuses of requests that begin in the same step: until all of them wait, the engine is paused."""
+    admin = {"x-api-key": "root"}
+    with ThreadPoolExecutor(len(requests)) as pool:
+        assert served.post("/pause?mode=keep", {}, **admin).status_code == 200
+        asked = [pool.submit(request) for request in requests]
+        eventually(lambda: served.ledger()["engines"][0]["waiting"] == len(asked), within_s=30)
+        assert served.post("/resume", {}, **admin).status_code == 200
+        return [each.result(300) for each in asked]
+
+
 STEPPED = "vllm:iteration_tokens_total_sum"
 
 
@@ -370,7 +387,7 @@ def test_every_series_moves_as_a_scripted_run_predicts(tmp_path: Path) -> None:
     """OBS-03: a plain answer, one of two choices, one that is aborted, two that take each other's KV blocks."""
     folder = write_model_folder(tmp_path / "model")
     options = ("--metrics-compat", "vllm", "--kv-blocks", "8", "--block-tokens", "16")
-    with serving(folder, *options, step_s=0.01) as small, ThreadPoolExecutor(2) as pool:
+    with serving(folder, *options, "--admin-key", "root", step_s=0.01) as small:
 
         def ask(**more: object) -> int:
             asked = {"prompt": [5] * 10, "max_tokens": 4, "ignore_eos": True, **more}
@@ -421,15 +438,17 @@ def test_every_series_moves_as_a_scripted_run_predicts(tmp_path: Path) -> None:
         assert moved(before) == {**two, **still, "ended": 2, "stepped": 26}
         before = series(small)
         body = {"prompt": [7] * 10, "max_tokens": 100, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", small.url + "/v1/completions", json=body, verify=NO_TLS) as it:
+        with httpx.stream(
+            "POST", small.url + "/v1/completions", json=body, timeout=300, verify=NO_TLS
+        ) as it:
             told = sum(1 for _, line in zip(range(9), it.iter_lines(), strict=False) if line)
         eventually(lambda: moved(before)["aborted"] == 1, within_s=5)
         found = moved(before)
         assert found["left"] == 1 and told <= found["generated"] < 100
         assert (found["prompt"], found["first"], found["ended"], found["length"]) == (10, 1, 0, 0)
         before = series(small)
-        both = [pool.submit(ask, prompt=[8 + i] * 10, max_tokens=100) for i in range(2)]
-        assert [each.result(60) for each in both] == [200, 200]
+        both = [partial(ask, prompt=[8 + i] * 10, max_tokens=100) for i in range(2)]
+        assert asked_together(small, *both) == [200, 200]
         found = moved(before)
         assert found["preempted"] >= 1 and found["stepped"] > 2 * 109, "computed again"
         counted = {

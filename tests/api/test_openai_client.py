@@ -65,7 +65,7 @@ def test_a_stream_folds_to_the_plain_answer(client: openai.OpenAI, n: int) -> No
 def test_events_of_a_stream_come_in_the_order_of_the_contract(server: Served) -> None:
     asked = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
     with httpx.stream(
-        "POST", server.url + "/v1/chat/completions", json=asked, verify=NO_TLS
+        "POST", server.url + "/v1/chat/completions", json=asked, verify=NO_TLS, timeout=300
     ) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert response.headers["cache-control"] == "no-cache"
@@ -376,7 +376,7 @@ def test_one_hundred_requests_with_one_client_id_do_not_touch_each_other(server:
         return response.headers["x-request-id"], response.json()["choices"][0]["text"], str(i)
 
     async def many() -> list[tuple[str, str, str]]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, verify=NO_TLS) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, verify=NO_TLS) as client:
             return list(await asyncio.gather(*(one(client, i % 10) for i in range(100))))
 
     answers = asyncio.run(many())
@@ -415,7 +415,7 @@ def test_series_do_not_grow_with_what_clients_ask_for(server: Served) -> None:
         lines = server.get("/metrics").text.splitlines()
         return {line.split(" ")[0] for line in lines if not line.startswith("#")}
 
-    with httpx.Client(base_url=server.url, verify=NO_TLS) as client:
+    with httpx.Client(base_url=server.url, verify=NO_TLS, timeout=300) as client:
         client.request("PURGE", "/x0")
         client.get("/x0")
         before = names()

@@ -52,7 +52,7 @@ def opened(served: Served, query: str = "", **more: Any) -> Iterator[ClientConne
 
 
 def told(socket: ClientConnection) -> dict[str, Any]:
-    event: dict[str, Any] = json.loads(socket.recv(timeout=60))
+    event: dict[str, Any] = json.loads(socket.recv(timeout=300))
     return event
 
 
@@ -212,7 +212,7 @@ def test_what_cannot_begin_is_refused(ear: Served, server: Served) -> None:
         with connect(url) as socket:
             assert told(socket)["type"] == "error"
             with pytest.raises(ConnectionClosed):
-                socket.recv(timeout=60)
+                socket.recv(timeout=300)
 
 
 def test_a_cleared_buffer_is_heard_by_nobody(ear: Served, ear_client: openai.OpenAI) -> None:

@@ -29,7 +29,7 @@ def test_the_line_to_try_first_is_a_request_that_works(server: Served) -> None:
 def test_a_chat_template_that_does_not_compile_ends_the_start(model: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% for message in %}")
     served = launch(model, "--chat-template", str(tmp_path / "broken.jinja"))
-    assert served.process.wait(60) == 2
+    assert served.process.wait(300) == 2
     served.close()
     (said,) = [line for line in served.lines if line.startswith("headrace: ")]
     assert "chat template" in said and "TemplateSyntaxError" in said
@@ -47,7 +47,7 @@ def test_a_cache_folder_that_cannot_be_used_is_named_at_start(
         folder.mkdir()
         folder.chmod(mode)
     served = launch(model, HEADRACE_CACHE_DIR=str(folder))
-    assert served.process.wait(60) == 2
+    assert served.process.wait(300) == 2
     served.close()
     (line,) = [line for line in served.lines if line.startswith("headrace: ")]
     assert said in line and "HEADRACE_CACHE_DIR" in line and str(folder) in line
@@ -85,7 +85,7 @@ def test_the_api_can_be_a_socket_file_that_its_owner_alone_opens(
         eventually(lambda: any("ready: unix:" in line for line in served.lines), within_s=40)
         assert stat.S_IMODE(place.stat().st_mode) == 0o600
         transport = httpx.HTTPTransport(uds=str(place))
-        with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=300) as client:
             assert client.get("/health").status_code == 200
             asked = {"prompt": "x", "max_tokens": 2}
             assert client.post("/v1/completions", json=asked).status_code == 200

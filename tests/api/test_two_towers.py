@@ -58,7 +58,7 @@ class Towers:
             return unit(self.oracle.get_image_features(**given))
 
     def vectors(self, path: str, *inputs: Any) -> np.ndarray:
-        answer = httpx.post(f"{self.served.url}{path}", json={"input": list(inputs)}, timeout=60)
+        answer = httpx.post(f"{self.served.url}{path}", json={"input": list(inputs)}, timeout=300)
         assert answer.status_code == 200, answer.text
         return np.array([one.get("embedding", one.get("data")) for one in answer.json()["data"]])
 
@@ -140,7 +140,7 @@ def test_texts_and_images_are_the_reference_s(towers: Towers) -> None:
 def test_a_text_is_scored_against_images(towers: Towers) -> None:
     pictures = [picture(40, 24, 1), picture(17, 50, 2)]
     body = {"text_1": TEXTS[0], "text_2": [{"image": url(one)} for one in pictures]}
-    answer = httpx.post(f"{towers.served.url}/score", json=body, timeout=60)
+    answer = httpx.post(f"{towers.served.url}/score", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     scores = [one["score"] for one in answer.json()["data"]]
     expected = [float(towers.text(TEXTS[0]) @ towers.image(one)) for one in pictures]
@@ -149,6 +149,6 @@ def test_a_text_is_scored_against_images(towers: Towers) -> None:
 
 def test_a_text_beyond_the_tower_is_refused(towers: Towers) -> None:
     body = {"input": "fox " * (2 * LONGEST)}
-    answer = httpx.post(f"{towers.served.url}/v1/embeddings", json=body, timeout=60)
+    answer = httpx.post(f"{towers.served.url}/v1/embeddings", json=body, timeout=300)
     assert answer.status_code == 400, answer.text
     assert str(LONGEST) in answer.json()["error"]["message"]

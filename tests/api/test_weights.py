@@ -133,7 +133,7 @@ def test_weights_are_replaced_while_it_sleeps(
         assert held.status_code == 400 and ("asleep" if level == 2 else "model_path") in held.text
         wake = administer(server, "/wake_up", {})
         assert wake.status_code == 200, wake.text
-        answer = waiting.result(60)
+        answer = waiting.result(300)
     assert answer["choices"][0]["token_ids"] == versions.tokens(1)
     assert answer["usage"]["weights_version"] == "asleep"
     assert said(server)["header"] == "asleep"
@@ -309,7 +309,7 @@ def test_a_trainer_broadcasts_weights_over_gloo(server: Served, versions: Versio
     )
     worker.start()
     members = join(group, 0, torch.device("cpu"))
-    worker.join(60)
+    worker.join(300)
     assert joined[0].status_code == 200, joined[0].text
     for number, form in ((1, None), (2, "flattened_bucket")):
         tensors = versions.tensors(number)
@@ -329,7 +329,7 @@ def test_a_trainer_broadcasts_weights_over_gloo(server: Served, versions: Versio
             else:
                 for tensor in tensors.values():
                     broadcast(tensor, members)
-            assert answer.result(60).status_code == 200, answer.result().text
+            assert answer.result(300).status_code == 200, answer.result().text
         if form:
             assert administer(server, "/wake_up", {}).status_code == 200
             administer(server, "/resume", {})

@@ -88,7 +88,7 @@ def generate(executor: Executor, sampling: RowSampling, *, chunk: int) -> list[S
     rows = [driver.add(prompt, sampling, request=i) for i, prompt in enumerate(prompts())]
     while left := [row for row in rows if len(row.outputs) < NUM_OUTPUT]:
         runs = [(row, min(chunk, row.length - row.num_computed)) for row in left]
-        driver.read(executor.submit(driver.plan(runs)).result(60))
+        driver.read(executor.submit(driver.plan(runs)).result(300))
     end(executor, driver, rows)
     return rows
 
@@ -97,7 +97,7 @@ def forced(executor: InlineExecutor, sequences: list[Sequence]) -> list[tuple[np
     """Per sequence: log-probabilities of its tokens 1 .., and of the best token at each place."""
     driver = Driver(executor.facts)
     rows = [driver.add(sequence.tokens, FORCED) for sequence in sequences]
-    driver.read(executor.submit(driver.plan([(row, row.length) for row in rows])).result(60))
+    driver.read(executor.submit(driver.plan([(row, row.length) for row in rows])).result(300))
     end(executor, driver, rows)
     values = [np.concatenate([part.values for part in row.prompt_logprobs]) for row in rows]
     return [(value[:, 0], value[:, 1]) for value in values]
@@ -106,7 +106,7 @@ def forced(executor: InlineExecutor, sequences: list[Sequence]) -> list[tuple[np
 def end(executor: Executor, driver: Driver, rows: list[Sequence]) -> None:
     for row in rows:
         driver.release(row)
-    executor.submit(driver.plan([])).result(60)
+    executor.submit(driver.plan([])).result(300)
 
 
 def test_greedy_tokens_are_the_best_of_the_reference_and_their_scores_agree(
@@ -277,7 +277,7 @@ def test_a_step_for_which_the_device_has_no_memory_fails_alone() -> None:
 
     def step(*rows: Sequence) -> None:
         runs = [(row, row.length - row.num_computed) for row in rows]
-        driver.read(executor.submit(driver.plan(runs)).result(60))
+        driver.read(executor.submit(driver.plan(runs)).result(300))
 
     for _ in range(4):
         step(running)
@@ -358,14 +358,14 @@ def test_penalised_and_scored_decodes_are_replayed_whole(reference: InlineExecut
         driver = Driver(on.facts)
         rows = [driver.add(prompt, LOGPROBS[i], request=i) for i, prompt in enumerate(prompts())]
         sampler.sample = through
-        driver.read(on.submit(driver.plan([(row, row.length) for row in rows])).result(60))
+        driver.read(on.submit(driver.plan([(row, row.length) for row in rows])).result(300))
         sampler.sample = never if on is executor else through
         unread = []
         for _ in range(NUM_OUTPUT):
             unread.append(on.submit(driver.plan([(row, 1) for row in rows])))
             if len(unread) > 1:
-                driver.read(unread.pop(0).result(60))
-        driver.read(unread.pop().result(60))
+                driver.read(unread.pop(0).result(300))
+        driver.read(unread.pop().result(300))
         end(on, driver, rows)
         return rows
 
@@ -410,7 +410,7 @@ def random_trace(executor: InlineExecutor, seed: int) -> list[Sequence]:
         if runs:
             unread.append(executor.submit(driver.plan(runs)))
         while len(unread) > 1 or (unread and not runs):
-            driver.read(unread.pop(0).result(60))
+            driver.read(unread.pop(0).result(300))
         for row in list(active):
             if row.unknown:
                 continue
@@ -419,7 +419,7 @@ def random_trace(executor: InlineExecutor, seed: int) -> list[Sequence]:
                 driver.release(row)
             elif row.started and rng.random() < 0.05:
                 driver.release(row)
-    executor.submit(driver.plan([])).result(60)
+    executor.submit(driver.plan([])).result(300)
     return every
 
 

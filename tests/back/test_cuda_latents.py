@@ -75,7 +75,7 @@ def generated(executor: InlineExecutor, chunk: int) -> list[Sequence]:
     rows = [driver.add(prompt, GREEDY, request=i) for i, prompt in enumerate(prompts)]
     while left := [row for row in rows if len(row.outputs) < NUM_OUTPUT]:
         runs = [(row, min(chunk, row.length - row.num_computed)) for row in left]
-        driver.read(executor.submit(driver.plan(runs)).result(60))
+        driver.read(executor.submit(driver.plan(runs)).result(300))
     end(executor, driver, rows)
     return rows
 

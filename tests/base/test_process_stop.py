@@ -23,7 +23,7 @@ def test_two_short_stops_are_not_one_long_one() -> None:
         stops.append((stop_of(process.pid), stop_of(process.pid)))
         process.send_signal(signal.SIGCONT)
         os.waitid(os.P_PID, process.pid, os.WCONTINUED)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     (first, again), (second, _) = stops
     assert first is not None and first == again and second is not None and second != first
     assert stop_of(process.pid) is None

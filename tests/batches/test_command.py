@@ -59,7 +59,8 @@ def test_killed_and_repeated_it_answers_each_line_once(
 ) -> None:
     source = _written(tmp_path / "in", [chat_line(i, max_tokens=4) for i in range(lines)])
     target = tmp_path / "out"
-    slow = slowed(model, 0.02)
+    # 64 lines at a time: so slow that the process is seen and killed long before its last line.
+    slow = slowed(model, 0.3)
     for _ in range(2):
         before = len(_ids(target)) if target.exists() else 0
         process = subprocess.Popen(_command(source, target, slow), stderr=subprocess.DEVNULL)

@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
 )  # fmt: skip
 def test_a_wrong_form_is_a_400(bundled: Served, fields: dict[str, object], status: int) -> None:
     url, key = bundled.url + "/v1/files", {"x-api-key": KEY}
-    answer = httpx.post(url, files=fields, headers=key, verify=NO_TLS)
+    answer = httpx.post(url, files=fields, headers=key, verify=NO_TLS, timeout=300)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
 
@@ -94,7 +94,10 @@ def test_a_wrong_form_is_a_400(bundled: Served, fields: dict[str, object], statu
 def test_other_bodies_are_refused(bundled: Served) -> None:
     key = {"x-api-key": KEY}
     url = bundled.url + "/v1/files"
-    assert httpx.post(url, json={"file": "x"}, headers=key, verify=NO_TLS).status_code == 415
+    assert (
+        httpx.post(url, json={"file": "x"}, headers=key, verify=NO_TLS, timeout=300).status_code
+        == 415
+    )
     form = {**key, "content-type": "multipart/form-data; boundary=b"}
     for body in (
         b"",
@@ -102,7 +105,10 @@ def test_other_bodies_are_refused(bundled: Served) -> None:
         b"--b\r\n",
         b"--b\r\nContent-Disposition: form-data; name=file; filename=a\r\n\r\nx",
     ):
-        assert httpx.post(url, content=body, headers=form, verify=NO_TLS).status_code == 400, body
+        assert (
+            httpx.post(url, content=body, headers=form, verify=NO_TLS, timeout=300).status_code
+            == 400
+        ), body
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def wave() -> list[Case]:
 
 def told(port: int, cases: list[Case]) -> Counter[int]:
     found: Counter[int] = Counter()
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as wire:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)) as wire:
         for case in cases:
             wire.request(case.method, case.path, case.body, case.headers)
             answer = wire.getresponse()

@@ -138,7 +138,7 @@ def at_a_terminal(hub: Any, answer: str, *words: str) -> str:
             break
         said += data
     os.close(ours)
-    child.wait(60)
+    child.wait(300)
     return said.decode(errors="replace")
 
 

@@ -79,7 +79,7 @@ def test_errors_name_the_fields_as_they_were_sent(bundled: Served) -> None:
     body = {"messages": ASK, "functions": [{"name": "a", "parameters": schema}]}
     forced = {**body, "function_call": {"name": "a"}}
     answer = httpx.post(
-        bundled.url + "/v1/chat/completions", json=forced, headers={"x-api-key": KEY}, timeout=60
+        bundled.url + "/v1/chat/completions", json=forced, headers={"x-api-key": KEY}, timeout=300
     )
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "functions", error
@@ -89,7 +89,7 @@ def test_errors_name_the_fields_as_they_were_sent(bundled: Served) -> None:
 def test_they_are_counted_and_rendered_as_tools(bundled: Served) -> None:
     def post(path: str, body: dict[str, Any]) -> httpx.Response:
         key = {"x-api-key": KEY}
-        return httpx.post(bundled.url + path, json=body, headers=key, timeout=60)
+        return httpx.post(bundled.url + path, json=body, headers=key, timeout=300)
 
     counts = [
         post("/tokenize", {"messages": ASK, **offered}).json()["count"]

@@ -74,7 +74,7 @@ class Wire:
     """One kept connection that sends what it is given, byte for byte: no client in between tidies paths or headers."""
 
     def __init__(self, port: int, **headers: str) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
         self._headers = headers
 
     def send(self, case: Case) -> Answer:

@@ -101,7 +101,7 @@ def test_what_is_refused_has_the_declared_shape(
 ) -> None:
     """Also /v1/messages, whose errors have Anthropic's names."""
     headers = {"x-api-key": KEY} if keyed else {}
-    answer = httpx.post(bundled.url + path, json=body, headers=headers, verify=NO_TLS, timeout=60)
+    answer = httpx.post(bundled.url + path, json=body, headers=headers, verify=NO_TLS, timeout=300)
     assert 400 <= answer.status_code < 500
     declared = document["paths"][path]["post"]["responses"]["default"]
     schema = declared["content"]["application/json"]["schema"]

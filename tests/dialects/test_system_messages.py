@@ -44,7 +44,7 @@ TEXTS = [
 
 
 def post(bundled: Served, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(bundled.url + path, json=body, headers={"x-api-key": KEY}, timeout=60)
+    return httpx.post(bundled.url + path, json=body, headers={"x-api-key": KEY}, timeout=300)
 
 
 @pytest.mark.parametrize(("path", "body"), IMAGES)

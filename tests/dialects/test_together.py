@@ -39,7 +39,7 @@ def test_tool_calls_beside_each_other_are_all_answered(bundled: Served) -> None:
     limits = httpx.Limits(max_connections=AT_ONCE)
     headers = {"x-api-key": KEY}
     with httpx.Client(
-        base_url=bundled.url, headers=headers, limits=limits, timeout=100, verify=NO_TLS
+        base_url=bundled.url, headers=headers, limits=limits, timeout=300, verify=NO_TLS
     ) as client:
 
         def one(number: int) -> tuple[int, Any]:

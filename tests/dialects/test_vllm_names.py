@@ -49,7 +49,7 @@ def client(vllm: Served) -> Iterator[openai.OpenAI]:
 def raw(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {KEY}", **more.pop("headers", {})}
     url = served.url + path
-    return httpx.request(method, url, headers=headers, verify=NO_TLS, timeout=60, **more)
+    return httpx.request(method, url, headers=headers, verify=NO_TLS, timeout=300, **more)
 
 
 def test_every_error_class_has_names_and_every_name_a_class() -> None:
@@ -100,7 +100,7 @@ def test_errors_have_the_names_of_the_server_that_is_asked_for(
 
 
 def test_a_missing_key_is_told_as_vllm_does(vllm: Served) -> None:
-    answer = httpx.get(vllm.url + "/v1/models", verify=NO_TLS)
+    answer = httpx.get(vllm.url + "/v1/models", verify=NO_TLS, timeout=300)
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
 
 
@@ -214,7 +214,7 @@ def test_a_proxys_prefix_may_stand_before_every_path(vllm: Served) -> None:
     assert raw(vllm, "GET", "/v1/models").status_code == 200
     assert raw(vllm, "GET", "/llmv1/models").status_code == 404
     assert raw(vllm, "GET", "/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
-    assert httpx.get(vllm.url + "/llm/v1/models", verify=NO_TLS).status_code == 401
+    assert httpx.get(vllm.url + "/llm/v1/models", verify=NO_TLS, timeout=300).status_code == 401
 
 
 def answer(client: openai.OpenAI, **more: Any) -> Any:

@@ -25,7 +25,7 @@ def eye() -> Iterator[openai.OpenAI]:
     with serving(None, "--demo", "vision", "--threads", "1") as served:
         with openai_client(served.url) as client:
             yield client
-        assert served.stop(timeout_s=30) == 0
+        assert served.stop(timeout_s=300) == 0
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def ear() -> Iterator[openai.OpenAI]:
     with serving(None, "--demo", "speech", "--threads", "1") as served:
         with openai_client(served.url) as client:
             yield client
-        assert served.stop(timeout_s=30) == 0
+        assert served.stop(timeout_s=300) == 0
 
 
 def blank(side: int = SIDE) -> tuple[Image.Image, ImageDraw.ImageDraw]:
@@ -157,6 +157,6 @@ def test_the_model_with_experts_does_the_bundled_tasks(task: str) -> None:
                 "max_tokens": item.max_tokens,
                 "chat_template_kwargs": item.template_kwargs,
             } | ({"tools": item.tools} if item.tools else {})
-            answer = httpx.post(served.url + "/v1/chat/completions", json=body, timeout=60).json()
+            answer = httpx.post(served.url + "/v1/chat/completions", json=body, timeout=300).json()
             right += score(item, answer["choices"][0]["message"]["content"] or "")
     assert right >= 18

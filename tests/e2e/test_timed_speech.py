@@ -207,7 +207,7 @@ def test_many_connections_at_the_pace_of_speech(
 
 def counted(server: Served) -> float:
     """Tokens of prompts that were found in the prefix cache."""
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics", timeout=300).text
     lines = [
         one for one in text.splitlines() if one.startswith("headrace_cached_prompt_tokens_total")
     ]

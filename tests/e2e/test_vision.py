@@ -172,8 +172,8 @@ def test_grpc_takes_images_beside_the_prompt(seeing: Seeing) -> None:
             request_serializer=service.request("Generate").SerializeToString,
             response_deserializer=service.response("Generate").FromString,
         )
-        answer = stub(service.request("Generate")(**fields), timeout=60)
+        answer = stub(service.request("Generate")(**fields), timeout=300)
         assert answer.outputs.text == seeing.answer(fields["text"], [one])
         with pytest.raises(grpc.RpcError) as caught:
-            stub(service.request("Generate")(**{**fields, "text": "fox"}), timeout=60)
+            stub(service.request("Generate")(**{**fields, "text": "fox"}), timeout=300)
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -51,7 +51,7 @@ def frontend_connections(path: str) -> Iterator[FrontendConnections]:
     with parent:
         connections = FrontendConnections(path, HELLO, status, orphaned=lambda: None)
         yield connections
-    assert connections.join(60)
+    assert connections.join(300)
 
 
 def connect(path: str) -> socket.socket:
@@ -99,7 +99,7 @@ def test_messages_arrive_in_order_however_they_are_cut(
         for byte in data:
             frontend.sendall(bytes([byte]))
         while len(got) < 3:
-            got += [message for _, message in frontend_connections.take(block=True, at_most_s=5)]
+            got += [message for _, message in frontend_connections.take(block=True, at_most_s=300)]
     assert got == sent
 
 
@@ -121,11 +121,11 @@ def test_a_malformed_frame_drops_the_front_before_anything_happens(
         read(bystander)
         frontend.sendall(TO_CORE.frame(request(7)) + bad)
         assert frontend.recv(1) == b"", "the connection is closed"
-        found = frontend_connections.take(block=True, at_most_s=5)
+        found = frontend_connections.take(block=True, at_most_s=300)
         assert [type(message) for _, message in found] == [FrontendGone]
         assert frontend_connections.malformed_frames == 1
         bystander.sendall(TO_CORE.frame(request(8)))
-        ((_, message),) = frontend_connections.take(block=True, at_most_s=5)
+        ((_, message),) = frontend_connections.take(block=True, at_most_s=300)
         assert message == request(8)
 
 
@@ -137,7 +137,7 @@ def test_a_large_batch_reaches_a_front_that_reads_late(
     with connect(path) as frontend:
         read(frontend)
         frontend.sendall(TO_CORE.frame(request(1)))
-        ((number, _),) = frontend_connections.take(block=True, at_most_s=5)
+        ((number, _),) = frontend_connections.take(block=True, at_most_s=300)
         frontend_connections.send(number, batch)
         frontend_connections.send(
             number, TokenBatch(ids=np.array([5]), tokens=np.array([6], np.int32))
@@ -154,7 +154,7 @@ def test_a_ping_is_answered_while_the_step_loop_takes_nothing(
         read(frontend)
         frontend.sendall(TO_CORE.frame(Call(number=9, operation=PING)))
         assert read(frontend) == Reply(number=9)
-    ((_, message),) = frontend_connections.take(block=True, at_most_s=5)
+    ((_, message),) = frontend_connections.take(block=True, at_most_s=300)
     assert message == FrontendGone()
 
 
@@ -162,7 +162,7 @@ def test_a_front_that_leaves_is_told_once(
     frontend_connections: FrontendConnections, path: str
 ) -> None:
     connect(path).close()
-    ((number, message),) = frontend_connections.take(block=True, at_most_s=5)
+    ((number, message),) = frontend_connections.take(block=True, at_most_s=300)
     assert message == FrontendGone()
     frontend_connections.send(number, TokenBatch(ids=np.array([1]), tokens=np.array([1], np.int32)))
 
@@ -200,5 +200,5 @@ def test_the_end_of_the_parent_is_noticed_also_over_unread_heartbeats(
         if not unread:
             parent.recv(1)
         parent.close()
-        assert connections.join(60) and ends == ["orphaned"]
+        assert connections.join(300) and ends == ["orphaned"]
         assert frontend.recv(1) == b""

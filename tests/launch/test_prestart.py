@@ -47,7 +47,7 @@ def told(child: ChildProcess) -> str:
     child.status.setblocking(True)
     with child.status as status:
         text = status.recv(4096).decode()
-    assert child.process.wait(60) == 0
+    assert child.process.wait(300) == 0
     return text
 
 
@@ -90,7 +90,7 @@ def test_one_that_nobody_takes_ends_with_its_parents_end_of_the_pipe() -> None:
     ((started, _),) = prestart._waiting.values()
     assert started.process.stdin is not None
     started.process.stdin.close()
-    assert started.process.wait(60) == 0
+    assert started.process.wait(300) == 0
     assert not found.is_running() or found.status() == psutil.STATUS_ZOMBIE
 
 

@@ -75,7 +75,7 @@ def test_a_stopped_child_is_killed_at_the_second_look(is_core: bool) -> None:
     supervisor._check_alive(child, 100.1)
     assert process.poll() is None, "a first look proves nothing"
     supervisor._check_alive(child, 100.1 + CHECK_S)
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(300) == -signal.SIGKILL
     supervisor._kill_all()
     folder.close()
     assert 2 * CHECK_S <= 1.0, "it is noticed within a second"
@@ -96,6 +96,6 @@ def test_a_child_without_heartbeats_is_killed_once_it_has_sent_one(
     supervisor._check_alive(child, 100.0 + limit_s - 0.1)
     assert process.poll() is None
     supervisor._check_alive(child, 100.0 + limit_s)
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(300) == -signal.SIGKILL
     supervisor._kill_all()
     folder.close()

@@ -53,4 +53,4 @@ def renderer() -> Iterator[Renderer]:
         assert grpc and ready
         yield Renderer(process, ready[1], grpc[1], watch.undisturbed_s)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0

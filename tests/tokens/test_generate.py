@@ -156,7 +156,7 @@ def test_a_stream_of_ids_folds_to_the_plain_answer(bundled: Served) -> None:
         "POST",
         bundled.url + "/inference/v1/generate",
         json={**body, "stream": True, "stream_options": {"include_usage": True}},
-        timeout=60,
+        timeout=300,
         verify=NO_TLS,
     ) as answer:
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
@@ -437,7 +437,7 @@ def test_tokens_are_told_with_those_they_were_drawn_among(bundled: Served) -> No
 
 def test_tokenizer_info_is_told_where_it_was_asked_for(bundled: Served, renderer: Renderer) -> None:
     """Contract 9: it is opt-in."""
-    refused = httpx.get(renderer.url + "/tokenizer_info", verify=NO_TLS)
+    refused = httpx.get(renderer.url + "/tokenizer_info", verify=NO_TLS, timeout=300)
     assert refused.status_code == 404 and "--tokenizer-info" in refused.json()["error"]["message"]
     info = bundled.get("/tokenizer_info").json()
     ids = post(bundled, "/tokenize", {"prompt": "<|im_end|>"})["tokens"]

@@ -63,7 +63,7 @@ def call(channel: grpc.Channel, service: Any, method: str, key: str = KEY, **giv
         request_serializer=asked.SerializeToString,
         response_deserializer=service.response(method).FromString,
     )
-    found = stub(asked(**given), metadata=keyed(key), timeout=60)
+    found = stub(asked(**given), metadata=keyed(key), timeout=300)
     return list(found) if streams else found
 
 
@@ -283,7 +283,7 @@ def test_bytes_that_are_no_message_are_refused_behind_the_key(
     send = channel.unary_unary(f"/{control.SERVICE.full_name}/GetModelInfo")
     for metadata, code in (([], Code.UNAUTHENTICATED), (keyed(ADMIN), Code.INVALID_ARGUMENT)):
         with pytest.raises(grpc.RpcError) as caught:
-            send(b"\xff\xff", metadata=metadata, timeout=60)
+            send(b"\xff\xff", metadata=metadata, timeout=300)
         assert caught.value.code() is code, caught.value.details()
     assert not any("DecodeError" in line for line in served.lines)
 
@@ -320,7 +320,7 @@ def test_a_call_that_is_cancelled_or_aborted_holds_nothing(
 def _serves(stub: Any, name: str) -> bool:
     """Readiness is looked at now and then."""
     asked = health_pb2.HealthCheckRequest(service=name)
-    return bool(stub.Check(asked, timeout=60).status == health_pb2.HealthCheckResponse.SERVING)
+    return bool(stub.Check(asked, timeout=300).status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def test_health_follows_readiness_and_reflection_tells_the_tables(channel: grpc.Channel) -> None:
@@ -374,4 +374,4 @@ def test_the_servers_own_end_can_be_asked_for() -> None:
         with grpc.insecure_channel(address_of(served)) as channel:
             assert refusal(channel, engine.SERVICE, "GetTokenizer") is Code.NOT_FOUND
             call(channel, control.SERVICE, "Shutdown", ADMIN)
-        assert served.process.wait(60) == 0
+        assert served.process.wait(300) == 0

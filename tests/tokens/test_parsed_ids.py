@@ -53,7 +53,7 @@ def _change(path: Path, **fields: Any) -> None:
 
 
 def _ids(url: str, text: str) -> list[int]:
-    answer = httpx.post(url + "/tokenize", json={"prompt": text}, verify=NO_TLS)
+    answer = httpx.post(url + "/tokenize", json={"prompt": text}, verify=NO_TLS, timeout=300)
     found: list[int] = answer.json()["tokens"]
     return found
 
@@ -61,12 +61,17 @@ def _ids(url: str, text: str) -> list[int]:
 def _message(url: str, ids: list[int]) -> Any:
     response = {"choices": [{"token_ids": ids, "finish_reason": "stop"}]}
     body = {"request": CHAT, "response": response}
-    answer = httpx.post(url + "/v1/chat/completions/derender", json=body, verify=NO_TLS)
+    answer = httpx.post(
+        url + "/v1/chat/completions/derender", json=body, verify=NO_TLS, timeout=300
+    )
     return answer.json()["choices"][0]
 
 
 def test_the_format_is_chosen_by_the_template(url: str) -> None:
-    assert httpx.get(url + "/tokenizer_info", verify=NO_TLS).json()["tool_parser"] == "mistral"
+    assert (
+        httpx.get(url + "/tokenizer_info", verify=NO_TLS, timeout=300).json()["tool_parser"]
+        == "mistral"
+    )
 
 
 def test_control_tokens_are_calls(url: str) -> None:

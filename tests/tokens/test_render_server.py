@@ -54,7 +54,7 @@ def _one_start() -> float:
 def test_a_kept_connection_does_not_wait_for_acknowledgements(renderer: Renderer) -> None:
     """An answer is two writes; the second does not wait for the delayed acknowledgement (40 ms) of the first."""
     times = []
-    with httpx.Client(base_url=renderer.url, verify=NO_TLS) as client:
+    with httpx.Client(base_url=renderer.url, verify=NO_TLS, timeout=300) as client:
         for _ in range(30):
             watch = Stopwatch()
             assert client.get("/version").status_code == 200
@@ -75,7 +75,9 @@ def test_its_modules_import_no_torch() -> None:
 def test_it_renders_what_the_server_with_the_model_renders(
     renderer: Renderer, bundled: Served, chat: dict[str, Any]
 ) -> None:
-    here = httpx.post(renderer.url + "/v1/chat/completions/render", json=chat, verify=NO_TLS).json()
+    here = httpx.post(
+        renderer.url + "/v1/chat/completions/render", json=chat, verify=NO_TLS, timeout=300
+    ).json()
     there = post(bundled, "/v1/chat/completions/render", chat)
     assert {**here, "request_id": ""} == {**there, "request_id": ""}
     generated = post(
@@ -87,6 +89,7 @@ def test_it_renders_what_the_server_with_the_model_renders(
         renderer.url + "/v1/chat/completions/derender",
         json={"request": chat, "response": generated},
         verify=NO_TLS,
+        timeout=300,
     )
     assert answer.status_code == 200 and answer.json()["object"] == "chat.completion"
 
@@ -112,26 +115,26 @@ def test_the_other_dialects_render_to_the_same_prompt(
 ) -> None:
     """The same conversation has the same ids, here and on the server with the model, which counts as many."""
     body = DIALECTS[path]
-    made = httpx.post(renderer.url + path + "/render", json=body).json()
+    made = httpx.post(renderer.url + path + "/render", json=body, timeout=300).json()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     chat = {"messages": messages, "max_tokens": 20}
-    wanted = httpx.post(renderer.url + "/v1/chat/completions/render", json=chat).json()
+    wanted = httpx.post(renderer.url + "/v1/chat/completions/render", json=chat, timeout=300).json()
     assert made["token_ids"] == wanted["token_ids"]
     assert made["sampling_params"]["max_tokens"] == 20
     generated = post(bundled, "/inference/v1/generate", made)
     assert generated["usage"]["prompt_tokens"] == len(made["token_ids"])
     counting = {"/v1/messages": "count_tokens", "/v1/responses": "input_tokens"}[path]
-    counted = httpx.post(f"{bundled.url}{path}/{counting}", json=body).json()
+    counted = httpx.post(f"{bundled.url}{path}/{counting}", json=body, timeout=300).json()
     assert counted["input_tokens"] == len(made["token_ids"])
 
 
 def test_what_is_wrong_with_another_dialect_is_told_in_its_words(renderer: Renderer) -> None:
     body = {**DIALECTS["/v1/responses"], "previous_response_id": "resp_x"}
-    answer = httpx.post(renderer.url + "/v1/responses/render", json=body)
+    answer = httpx.post(renderer.url + "/v1/responses/render", json=body, timeout=300)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "previous_response_id"
     body = {**DIALECTS["/v1/messages"], "messages": [{"role": "user", "content": 3}]}
-    answer = httpx.post(renderer.url + "/v1/messages/render", json=body)
+    answer = httpx.post(renderer.url + "/v1/messages/render", json=body, timeout=300)
     assert answer.status_code == 400 and answer.json()["type"] == "error"
     assert "messages[0]" in answer.json()["error"]["message"]
 
@@ -143,9 +146,9 @@ def test_what_needs_a_model_is_answered_with_501(renderer: Renderer) -> None:
         ("/v1/completions", {"prompt": "x"}),
         ("/inference/v1/generate", {"token_ids": [1]}),
     ):
-        answer = httpx.post(renderer.url + path, json=body, verify=NO_TLS)
+        answer = httpx.post(renderer.url + path, json=body, verify=NO_TLS, timeout=300)
         assert answer.status_code == 501 and "no model" in answer.json()["error"]["message"]
-    assert httpx.get(renderer.url + "/health", verify=NO_TLS).status_code == 200
+    assert httpx.get(renderer.url + "/health", verify=NO_TLS, timeout=300).status_code == 200
 
 
 @pytest.fixture
@@ -160,7 +163,7 @@ def call(channel: grpc.Channel, method: str, message: Any) -> Any:
         request_serializer=type(message).SerializeToString,
         response_deserializer=SERVICE.response(method).FromString,
     )
-    return stub(message, timeout=60)
+    return stub(message, timeout=300)
 
 
 @pytest.mark.parametrize("chat", CHATS[:3], ids=range(3))
@@ -175,7 +178,10 @@ def test_grpc_renders_what_http_renders(
     )
     found = call(channel, "RenderChat", message)
     http = httpx.post(
-        renderer.url + "/v1/chat/completions/render", json={**chat, "max_tokens": 7}, verify=NO_TLS
+        renderer.url + "/v1/chat/completions/render",
+        json={**chat, "max_tokens": 7},
+        verify=NO_TLS,
+        timeout=300,
     ).json()
     assert list(found.token_ids) == http["token_ids"] and found.num_tokens == len(found.token_ids)
     assert json.loads(found.sampling_params)["max_tokens"] == 7
@@ -230,7 +236,9 @@ def test_grpc_refuses_with_the_code_that_says_why(
 
 def test_grpc_has_health_and_reflection(channel: grpc.Channel) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
-    status = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE.full_name), timeout=60).status
+    status = stub.Check(
+        health_pb2.HealthCheckRequest(service=SERVICE.full_name), timeout=300
+    ).status
     assert status == health_pb2.HealthCheckResponse.SERVING
     told = ProtoReflectionDescriptorDatabase(channel)
     assert SERVICE.full_name in told.get_services()
@@ -257,9 +265,9 @@ def test_keys_guard_grpc_as_they_guard_http() -> None:
                 for key, code in (("", "UNAUTHENTICATED"), ("Bearer wrong", "UNAUTHENTICATED")):
                     metadata = [("authorization", key)] if key else []
                     with pytest.raises(grpc.RpcError) as caught:
-                        stub(message, metadata=metadata, timeout=60)
+                        stub(message, metadata=metadata, timeout=300)
                     assert caught.value.code().name == code
-                found = stub(message, metadata=[("authorization", "Bearer secret")], timeout=60)
+                found = stub(message, metadata=[("authorization", "Bearer secret")], timeout=300)
                 assert found.token_ids
         finally:
             process.terminate()
@@ -272,30 +280,37 @@ def test_the_text_and_the_spans_of_tokens_are_told_where_they_are_asked_for(
     """Contract 10: spans are of code points; a token's own text lies in its span."""
     path = renderer.url + "/v1/chat/completions/render"
     told = {"return_prompt_text": True, "return_token_offsets": True}
-    plain = httpx.post(path, json=chat, verify=NO_TLS).json()
-    made = httpx.post(path, json={**chat, **told}, verify=NO_TLS).json()
+    plain = httpx.post(path, json=chat, verify=NO_TLS, timeout=300).json()
+    made = httpx.post(path, json={**chat, **told}, verify=NO_TLS, timeout=300).json()
     assert made["token_ids"] == plain["token_ids"] and "prompt_text" not in plain
     text, spans = made["prompt_text"], made["token_offsets"]
     asked = {"tokens": made["token_ids"]}
     assert (
-        httpx.post(renderer.url + "/detokenize", json=asked, verify=NO_TLS).json()["prompt"] == text
+        httpx.post(renderer.url + "/detokenize", json=asked, verify=NO_TLS, timeout=300).json()[
+            "prompt"
+        ]
+        == text
     )
     assert len(spans) == len(made["token_ids"]) and spans[0][0] == 0 and spans[-1][1] == len(text)
     assert all(begin <= end for begin, end in spans)
     assert all(after[0] in (before[1], before[1] - 1) for before, after in pairwise(spans))
-    refused = httpx.post(path, json={**chat, "return_mm_kwargs": True}, verify=NO_TLS)
+    refused = httpx.post(path, json={**chat, "return_mm_kwargs": True}, verify=NO_TLS, timeout=300)
     assert refused.status_code == 400 and "return_mm_kwargs" in refused.text
 
 
 def test_a_character_of_several_tokens_lies_in_the_span_of_each(renderer: Renderer) -> None:
     prompt = "naïve 水😀 end"
     body = {"prompt": prompt, "return_prompt_text": True, "return_token_offsets": True}
-    (made,) = httpx.post(renderer.url + "/v1/completions/render", json=body, verify=NO_TLS).json()
+    (made,) = httpx.post(
+        renderer.url + "/v1/completions/render", json=body, verify=NO_TLS, timeout=300
+    ).json()
     text, spans = made["prompt_text"], made["token_offsets"]
     assert text.endswith(prompt)
     for token_id, (begin, end) in zip(made["token_ids"], spans, strict=True):
         asked = {"tokens": [token_id]}
-        alone = httpx.post(renderer.url + "/detokenize", json=asked, verify=NO_TLS).json()["prompt"]
+        alone = httpx.post(
+            renderer.url + "/detokenize", json=asked, verify=NO_TLS, timeout=300
+        ).json()["prompt"]
         if "\ufffd" not in alone:
             assert text[begin:end] == alone
         else:

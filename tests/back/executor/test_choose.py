@@ -70,10 +70,10 @@ def generate(executor: Executor, *, most: int, seed: int) -> list[list[int]]:
             if len(s.outputs) < 8 and rng.random() < 0.7
         ]
         if runs:
-            driver.read(executor.submit(driver.plan(runs)).result(60))
+            driver.read(executor.submit(driver.plan(runs)).result(300))
     for sequence in sequences:
         driver.release(sequence)
-    executor.submit(driver.plan([])).result(60)
+    executor.submit(driver.plan([])).result(300)
     return [s.outputs for s in sequences]
 
 

@@ -28,7 +28,7 @@ def test_overlapped_steps_run_in_order_and_feed_their_tokens_on_the_device() -> 
     pending = [executor.submit(driver.plan([(sequence, 3)]))]
     pending += [executor.submit(driver.plan([(sequence, 1)])) for _ in range(5)]
     for step in pending:
-        result = step.result(60)
+        result = step.result(300)
         assert isinstance(result.tokens, np.ndarray) and result.tokens.dtype == np.int32
         driver.read(result)
     executor.close()
@@ -42,7 +42,7 @@ def test_a_failed_step_fails_all_later_ones_and_the_next_submit_raises_at_once()
     bad, good = driver.add([60]), driver.add([1])
     first = executor.submit(driver.plan([(bad, 1)]))
     with pytest.raises(EngineDead, match="RuntimeError"):
-        first.result(60)
+        first.result(300)
     with pytest.raises(EngineDead, match="step 0"):
         executor.submit(driver.plan([(good, 1)]))
     with pytest.raises(EngineDead):
@@ -58,9 +58,9 @@ def test_parked_it_gives_its_cache_back_and_goes_on_with_the_same_weights() -> N
     for _ in range(2):
         driver = Driver(executor.facts)
         sequence = driver.add([5, 6, 7])
-        driver.read(executor.submit(driver.plan([(sequence, 3)])).result(60))
+        driver.read(executor.submit(driver.plan([(sequence, 3)])).result(300))
         for _ in range(4):
-            driver.read(executor.submit(driver.plan([(sequence, 1)])).result(60))
+            driver.read(executor.submit(driver.plan([(sequence, 1)])).result(300))
         assert sequence.outputs == greedy_reference(TinyModel(), [5, 6, 7], 5)
         cache = weakref.ref(executor._resident.runner._kv)
         executor.park()

@@ -396,7 +396,7 @@ def test_no_step_waits_for_an_adapter_that_is_read(
     read = AdapterStore.read
 
     def slowly(store: AdapterStore, name: str, folder: str) -> Any:
-        assert goes_on.wait(60), "nobody got tokens meanwhile"
+        assert goes_on.wait(300), "nobody got tokens meanwhile"
         return read(store, name, folder)
 
     monkeypatch.setattr(AdapterStore, "read", slowly)

@@ -17,7 +17,7 @@ from headrace.back.parallel.mesh import Axis
 @contextmanager
 def running(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> Iterator[None]:
     """Processes of their own for these calls of `target` beside the block; all must have ended well
-    in 90 s."""
+    in ten minutes."""
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=target, args=one) for one in arguments]
     for worker in workers:
@@ -25,7 +25,7 @@ def running(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> It
     try:
         yield
         for worker in workers:
-            worker.join(90)
+            worker.join(600)
         codes = [worker.exitcode for worker in workers]
     finally:
         for worker in workers:

@@ -65,10 +65,10 @@ def tokens(executor: InlineExecutor) -> list[list[int]]:
     rows = [driver.add(prompt, RowSampling(temperature=0.0)) for prompt in prompts]
     while any(len(row.outputs) < 12 for row in rows):
         runs = [(row, row.length - row.num_computed) for row in rows]
-        driver.read(executor.submit(driver.plan(runs)).result(60))
+        driver.read(executor.submit(driver.plan(runs)).result(300))
     for row in rows:
         driver.release(row)
-    executor.submit(driver.plan([])).result(60)
+    executor.submit(driver.plan([])).result(300)
     return [row.outputs[:12] for row in rows]
 
 
@@ -205,7 +205,7 @@ def test_a_trainer_on_another_gpu_broadcasts_by_nccl(
         layout = layout_of(other)
         push = WeightOrder(action="push", way="group", layout=layout, group=group, last=True)
         done(executor.weigh(push))
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     assert tokens(executor) == expected
 
 

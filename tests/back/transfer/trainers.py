@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+
+from headrace.bench.startup import free_port
+
+__all__ = ["free_port", "trainer_of_one_tensor"]
 
 SCRIPT = """
 import sys, torch
@@ -17,14 +20,6 @@ members = join(group, 0, torch.device("cpu"))
 broadcast(torch.arange(5.0), members)
 sys.stdin.readline()
 """
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -3,7 +3,11 @@ mask allows, which explores a grammar far better than a model that writes sense.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import struct
+import termios
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -76,6 +80,16 @@ def constrained(
     }
     rule = pack(Constraint(grammar=node, reasoning=reasoning))
     return make_request(id, prompt, hook_payloads={"grammar": rule}, **settings)
+
+
+def bytes_to_read(pid: int) -> int:
+    """What waits in the pipe that a process reads its questions from."""
+    pipe = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        (size,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))
+        return int(size)
+    finally:
+        os.close(pipe)
 
 
 class GrammarDriver(Driver):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import struct
-import termios
 
 import numpy as np
 import psutil
@@ -37,6 +33,7 @@ from tests.core.grammar.constrained import (
     BACKENDS,
     EOS,
     GrammarDriver,
+    bytes_to_read,
     constrained,
     encoder,
     shared_hook,
@@ -122,16 +119,6 @@ def test_what_one_backend_refuses_is_an_error_of_the_request_in_the_other_too(
             assert end.error is not None and end.error.kind == "InvalidRequest"
 
 
-def _bytes_to_read(pid: int) -> int:
-    """What waits in the pipe that a process reads its questions from."""
-    pipe = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        (size,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))
-        return int(size)
-    finally:
-        os.close(pipe)
-
-
 def test_a_trial_that_is_killed_while_it_compiles_costs_that_answer_alone() -> None:
     """P12: others stream on, the next grammar gets a new process."""
     driver = GrammarDriver(
@@ -146,7 +133,7 @@ def test_a_trial_that_is_killed_while_it_compiles_costs_that_answer_alone() -> N
     driver.finish(2)
     assert 1 not in driver.finished
     # Killed before it was asked, it would be replaced, and its successor asked.
-    eventually(lambda: _bytes_to_read(trial.pid) > 0, within_s=20)
+    eventually(lambda: bytes_to_read(trial.pid) > 0, within_s=20)
     trial.kill()
     driver.finish(1)
     error = driver.finished[1].error

@@ -8,7 +8,7 @@ from headrace.front.client.limits import Limits
 from tests.front.client.scripted_core import WIDTH, ScriptedCore, spell
 from tests.front.text import vocabularies
 
-LIMITS = Limits(heartbeat_s=0.05, hello_timeout_s=20)
+LIMITS = Limits(heartbeat_s=0.05, hello_timeout_s=60)
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ class ScriptedCore:
         return len(self._running)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20), self.changed:
+        async with asyncio.timeout(300), self.changed:
             await self.changed.wait_for(condition)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

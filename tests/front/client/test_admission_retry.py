@@ -29,7 +29,7 @@ class Door:
         yield Ended(index=0, reason="stop")
 
 
-def run(door: Any, *, count: int = 2, deadline_s: float = 5.0) -> int:
+def run(door: Any, *, count: int = 2, deadline_s: float = 60.0) -> int:
     """Events of `count` generations, one behind the other."""
 
     async def go() -> int:

@@ -159,6 +159,6 @@ async def test_the_deadline_is_the_searchs_and_not_that_of_each_of_its_steps(con
         return script(known)(request, tokens)
 
     async with connect(slow) as (llm, _):
-        await run_one(llm, msgspec.structs.replace(generation(4, 1.0, n=1), deadline_s=9.0))
+        await run_one(llm, msgspec.structs.replace(generation(4, 1.0, n=1), deadline_s=300.0))
     assert len(left) > STEPS and left == sorted(left, reverse=True)
-    assert left[0] <= 9.0 and left[-1] <= left[0] - 0.02 * (STEPS - 1)
+    assert left[0] <= 300.0 and left[-1] <= left[0] - 0.02 * (STEPS - 1)

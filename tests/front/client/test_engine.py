@@ -25,8 +25,12 @@ from headrace.front.client.llm import run_one
 from tests.front.client.conftest import LIMITS
 from tests.front.client.scripted_core import spell
 
-SHORT = Limits(heartbeat_s=0.01, heartbeat_timeout_s=1.0)
-"""A busy machine leaves this process without a core for a tenth of a second, hardly for one."""
+PINGED = Limits(heartbeat_s=0.01, heartbeat_timeout_s=1000.0, hello_timeout_s=300)
+
+
+def age(llm, core=0):
+    """As if the core had been silent for longer than it may be."""
+    llm._cores[core].connection._heard_s -= 2000.0
 
 
 def generation(prompt=(1, 2, 3), label="", external_id="", tenant="", **params):
@@ -362,9 +366,10 @@ async def test_one_of_two_cores_that_is_gone_leaves_the_engine_alive_and_degrade
 
 
 async def test_a_core_that_is_stuck_gets_nothing_while_another_one_answers(connect):
-    async with connect(cores=2, limits=SHORT) as (llm, cores):
+    async with connect(cores=2, limits=PINGED) as (llm, cores):
         cores[0].mute = True
         while not llm.degraded:
+            age(llm)
             await asyncio.sleep(0.01)
         for _ in range(4):
             await run_one(llm, generation(max_tokens=2))
@@ -468,10 +473,14 @@ async def test_a_silent_core_is_pinged(connect):
 
 async def test_a_core_that_answers_no_more_is_not_alive(connect):
     """REG-111: connected, but stuck."""
-    async with connect(limits=SHORT) as (llm, core):
+    async with connect(limits=PINGED) as (llm, core):
         assert llm.alive
+        age(llm)
+        while not llm.alive:  # until it has answered a ping
+            await asyncio.sleep(0.01)
         core.mute = True
-        while llm.alive:
+        while llm.alive:  # an answer may be on its way yet
+            age(llm)
             await asyncio.sleep(0.01)
         assert llm.ready  # it may come back: requests are still taken
 
@@ -510,7 +519,7 @@ async def test_pixels_go_to_a_core_once_and_again_when_it_has_them_no_more(conne
         sent = [[len(one.rows) >> 10 for one in request.media] for request in core.requests[2:]]
         assert sent == [[0], [256], [256, 256]]
         await core.stop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             while llm.ready:
                 await asyncio.sleep(0.005)
         await core.start()

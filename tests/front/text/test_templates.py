@@ -14,8 +14,10 @@ from headrace.base.errors import InvalidRequest, Unavailable
 from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool, Worker
 from tests.stopwatch import Stopwatch
 
+LIMITS = TemplateLimits(seconds=60.0, max_chars=10_000, memory_bytes=512 << 20)
+"""Of what is not to end by its time, however busy the machine is."""
+HASTY = TemplateLimits(seconds=1.0, max_chars=10_000, memory_bytes=512 << 20)
 LOOP_LIMITS = TemplateLimits(seconds=3.0, max_chars=100_000, memory_bytes=512 << 20)
-LIMITS = TemplateLimits(seconds=1.0, max_chars=10_000, memory_bytes=512 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +26,6 @@ def pool():
     assert made.render("warm", {}) == "warm"
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def patient_pool():
-    """What is refused by something else than its time is not, because the machine is busy."""
-    pool = TemplatePool(
-        TemplateLimits(seconds=60.0, max_chars=10_000, memory_bytes=512 << 20), size=1
-    )
-    yield pool
-    pool.close()
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -57,31 +49,38 @@ BOMBS = {
 
 @pytest.mark.serial
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_within_the_limit_and_harm_nobody(pool, patient_pool, name):
+def test_bombs_are_refused_within_the_limit_and_harm_nobody(pool, name, monkeypatch):
     """P11, T11."""
     source, message = BOMBS[name]
     watch = Stopwatch()
-    with pytest.raises(InvalidRequest, match=message) as caught:
-        (pool if name == "endless loop" else patient_pool).render(source, {"messages": []})
-    assert watch.undisturbed_s < 2 * LIMITS.seconds
+    with monkeypatch.context() as hasty, pytest.raises(InvalidRequest, match=message) as caught:
+        if name == "endless loop":
+            hasty.setattr(pool, "limits", HASTY)
+        pool.render(source, {"messages": []})
+    assert watch.undisturbed_s < 2 * HASTY.seconds
     assert caught.value.field == "messages"
     assert pool.render("{{ x }} again", {"x": "well"}) == "well again"
 
 
 def test_another_render_goes_on_beside_an_endless_one(pool):
     failed = []
+    worker = pool._slots.get()
+    assert worker is not None
 
     def endless():
         try:
-            pool.render(ENDLESS, {})
-        except InvalidRequest as error:
+            worker.ask(ENDLESS, worker.frame(ENDLESS, {}), LIMITS.seconds)
+        except Unavailable as error:
             failed.append(error)
 
     thread = threading.Thread(target=endless)
     thread.start()
     assert [pool.render("{{ i }}", {"i": i}) for i in range(20)] == [str(i) for i in range(20)]
+    assert not failed
+    worker._child._process.kill()
     thread.join()
-    assert len(failed) == 1
+    pool.give(None)
+    assert len(failed) == 1, "it was at it all the time"
 
 
 def test_no_free_process_is_an_overload():
@@ -104,7 +103,7 @@ def test_a_killed_process_is_replaced():
 
 
 def test_large_texts_pass_through_the_pipes():
-    pool = TemplatePool(TemplateLimits(), size=1)
+    pool = TemplatePool(TemplateLimits(seconds=60.0), size=1)
     try:
         text = "é" * 1_000_000
         assert pool.render("{{ text }}", {"text": text}) == text
@@ -131,8 +130,12 @@ def test_an_empty_template_is_empty_also_under_a_number_given_anew():
 
 @pytest.fixture
 def pool_of_two() -> Iterator[TemplatePool]:
+    """Both processes run: who waits for one waits for no start of the other."""
     made = TemplatePool(LOOP_LIMITS, size=2)
-    assert made.render("warm", {}) == "warm"
+    first, second = Worker(LOOP_LIMITS), Worker(LOOP_LIMITS)
+    for worker in (first, second):
+        made._slots.get()
+        made.give(worker)
     yield made
     made.close()
 
@@ -166,10 +169,10 @@ async def test_a_template_that_raises_fails_its_own_request(short: LoopRenderer)
 
 @pytest.mark.serial
 async def test_nobody_waits_behind_an_endless_one(short: LoopRenderer) -> None:
+    watch = Stopwatch()
     slow = asyncio.ensure_future(short.render(ENDLESS, {}))
     await asyncio.sleep(0)
     behind = [short.render("{{ i }}", {"i": i}) for i in range(10)]
-    watch = Stopwatch()
     assert await asyncio.gather(*behind) == [str(i) for i in range(10)]
     assert watch.undisturbed_s < LOOP_LIMITS.seconds
     assert not slow.done() or watch.wall_s >= LOOP_LIMITS.seconds

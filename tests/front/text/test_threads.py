@@ -27,7 +27,7 @@ async def held(threads: TextThreads, release: threading.Event) -> asyncio.Task[b
 
     def hold() -> bool:
         begun.set()
-        return release.wait(60)
+        return release.wait(300)
 
     task = asyncio.ensure_future(threads.run(LONG, hold))
     await asyncio.to_thread(begun.wait, 60)

@@ -86,6 +86,8 @@ def test_a_tensor_larger_than_the_pool_is_normal_with_the_scale_asked_for() -> N
     assert (products - torch.eye(512)).abs().max() < 0.2
 
 
+@pytest.mark.slow
+@pytest.mark.serial
 def test_filling_costs_about_as_much_as_copying() -> None:
     """64 million numbers; drawing them takes more than twenty times as long as copying them."""
     param = param_of("w", (8192, 8192), torch.bfloat16)

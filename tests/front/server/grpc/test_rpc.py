@@ -24,7 +24,7 @@ def test_the_packaged_descriptors_are_those_of_the_proto_files(tmp_path: Path) -
         f"--descriptor_set_out={target}",
         *sorted(map(str, source.glob("*.proto"))),
     ]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     packaged, again = (
         descriptor_pb2.FileDescriptorSet.FromString(data)
         for data in (DESCRIPTORS.read_bytes(), target.read_bytes())

@@ -42,10 +42,10 @@ class HeldServer:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(300)
 
     async def _serve(self) -> None:
-        limits = ConnectionLimits(max_connections=1000, header_timeout_s=20)
+        limits = ConnectionLimits(max_connections=1000, header_timeout_s=300)
         metrics = Metrics()
         config = uvicorn.Config(
             Starlette(routes=[Route("/echo", echo, methods=["POST"])]),
@@ -59,7 +59,7 @@ class HeldServer:
         stand_in.start()
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         self._ready.set()
-        self.free.wait(60)  # the loop stands still: it accepts nothing and runs nothing
+        self.free.wait(300)  # the loop stands still: it accepts nothing and runs nothing
         await self._done.wait()
         stand_in.stop()
         for connection in server.server_state.connections:

@@ -38,7 +38,7 @@ async def test_much_is_derendered_in_a_thread_until_its_client_leaves(
     def look() -> None:
         threads.add(threading.get_ident())
         begun.set()
-        left.wait(60)
+        left.wait(300)
         try:
             checkpoint()
         except WorkStopped:
