@@ -178,9 +178,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "emu3_text_model": "emu3",
     "internlm2": "internlm2",
     "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
+    **{"qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"},
     "gpt_oss": "gpt_oss",
     "opt": "opt",
     "lfm2": "lfm2",
@@ -190,7 +188,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "ministral3": "ministral3",
     "mistral4": "mistral4",
     "mistral_large4_text": "mistral_large4",
-    "kimi_k2": "deepseek",
+    **{"kimi_k2": "deepseek", "kimi_linear": "kimi_linear"},
     "step3p5": "step3p5",
     "deepseek_v3": "deepseek",
     "llama4_text": "llama4",
@@ -217,7 +215,9 @@ TEXT_TYPES: Mapping[str, str] = {
     "mllama_text_model": "mllama",
 }
 """Families of the text part of models with several, by its `model_type`."""
-WRAPPERS: Mapping[str, str] = {"MllamaForConditionalGeneration": "language_model"}
+WRAPPERS: Mapping[str, str] = dict.fromkeys(
+    ("MllamaForConditionalGeneration", "KimiK3ForConditionalGeneration"), "language_model"
+)
 """Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",

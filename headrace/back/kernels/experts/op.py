@@ -9,7 +9,8 @@ sum.
 
 `clamp` c > 0 bounds gates from above and ups from both sides before the product. The activation
 "swiglu_oai" is gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss); "swiglu_step" is silu, where c
-bounds its result and not the gate (Step-3.5). Any number of tokens may go to one expert, and none
+bounds its result and not the gate (Step-3.5); "situ" is sigmoid(gate) * 4 tanh(gate / 4) * 25
+tanh(up / 25) (Kimi K3, Inkling 2). Any number of tokens may go to one expert, and none
 to another; sums are float32, and inner values are rounded to `dtype`.
 
 With a `beside` problem f takes a fourth argument or None: (more [T, K, 2I], float32, added to gates
@@ -39,7 +40,10 @@ Beside = tuple[torch.Tensor, torch.Tensor]
 """See the top of the file."""
 SWIGLU_OAI = "swiglu_oai"
 SWIGLU_STEP = "swiglu_step"
+SITU = "situ"
 OAI_ALPHA = 1.702
+SITU_BOUNDS = (4.0, 25.0)
+"""Of gates and of ups, in all published models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,9 @@ def activated(problem: ExpertsProblem, up_PI: torch.Tensor) -> torch.Tensor:
         gate, up = gate.clamp(max=problem.clamp), up.clamp(-problem.clamp, problem.clamp)
     if problem.activation == SWIGLU_OAI:
         return gate * (OAI_ALPHA * gate).sigmoid() * (up + 1)
+    if problem.activation == SITU:
+        of_gate, of_up = SITU_BOUNDS
+        return gate.sigmoid() * of_gate * (gate / of_gate).tanh() * of_up * (up / of_up).tanh()
     act = {
         "silu": F.silu,
         "gelu": F.gelu,

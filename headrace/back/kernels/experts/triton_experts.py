@@ -15,6 +15,7 @@ import triton.language as tl
 
 from headrace.back.kernels.experts.op import (
     OAI_ALPHA,
+    SITU,
     SWIGLU_OAI,
     Beside,
     Experts,
@@ -209,6 +210,8 @@ def check_arguments(
 def _supports(problem: ExpertsProblem) -> str | None:
     if problem.experts > MAX_EXPERTS:
         return f"knows {MAX_EXPERTS} experts at most"
+    if problem.activation == SITU:
+        return f"does not know {SITU}"
     return unsupported(problem.device, problem.dtype)
 
 

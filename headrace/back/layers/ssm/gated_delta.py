@@ -50,7 +50,7 @@ class DeltaNames:
 class GatedDeltaSpec:
     """One layer, in global sizes. `per_channel`, `bound`, `beta_scale`: see op gated_delta.
     `low_rank`: of gate and decay, where they have two factors. `decay_shape`: of A_log, -1 for the
-    heads."""
+    heads; `decay_rows`: it has so many numbers, the first ones of heads (Kimi K3)."""
 
     width: int
     key_heads: int
@@ -65,6 +65,7 @@ class GatedDeltaSpec:
     beta_scale: float = 1.0
     low_rank: int = 0
     decay_shape: tuple[int, ...] = (-1,)
+    decay_rows: int | None = None
 
     def build(
         self, scope: Scope, cache: int, *, norm: RMSNorm | None = None, adds: bool = False
@@ -177,6 +178,9 @@ class GatedDelta:
 
     def _decay_param(self) -> Param:
         """A_log in float32: it goes into an exponent."""
+        rows = self._spec.decay_rows
+        if rows is not None:
+            return self._scope.param("A_log", (rows,), init="zeros", dtype=torch.float32)
         shape, heads = self._spec.decay_shape, Part("A_log", self._spec.heads, self._spec.heads)
         shard = Shard(axis="tp", dim=shape.index(-1), parts=(heads,))
         sizes = tuple(heads.size if size < 0 else size for size in shape)
@@ -196,5 +200,8 @@ class GatedDelta:
             beta_scale=spec.beta_scale,
         )
         decay_H = -self._decay.take().flatten().exp()
+        if spec.decay_rows is not None:
+            first = scope.mesh.tp.rank * self._heads
+            decay_H = decay_H[first : first + self._heads].contiguous()
         bias = self._bias.take().view(problem.bias_shape)
         self._rule = scope.bind(GATED_DELTA, problem, decay_H, bias)
