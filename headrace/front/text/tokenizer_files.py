@@ -13,12 +13,22 @@ from headrace.base.errors import CheckpointError
 from headrace.base.registry import Registry
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
 
+PIECE_FILES = ("source.spm", "sentencepiece.bpe.model", "spiece.model")
+PIECE_CLASSES = {
+    **{"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer", "mbart": "MBartTokenizer"},
+    **dict.fromkeys(("pegasus", "pegasus_x", "bigbird_pegasus"), "PegasusTokenizer"),
+    **dict.fromkeys(("t5", "mt5", "umt5"), "T5Tokenizer"),
+    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), "SeamlessM4TTokenizer"),
+    "mbart50": "MBart50Tokenizer",
+}
+"""By the model's type, where no file names the class."""
 _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
     "tokenizer format",
     {
         "gguf": "headrace.front.text.gguf_tokenizer:gguf_tokenizer",
         "json": "headrace.front.text.tokenizer_json:load_json",
         "sentencepiece": "headrace.front.text.tokenizer_sentencepiece:load_sentencepiece",
+        "pieces": "headrace.front.text.tokenizer_pieces:load_pieces",
         "letters": "headrace.front.text.tokenizer_letters:load_letters",
         "tekken": "headrace.front.text.tokenizer_tekken:load_tekken",
         "tiktoken": "headrace.front.text.tokenizer_tiktoken:load_tiktoken",
@@ -49,6 +59,9 @@ def _find(place: Path) -> tuple[str, Path]:
         return "json", place / "tokenizer.json"
     if (place / "tekken.json").is_file():
         return "tekken", place / "tekken.json"
+    for file in (place / name for name in PIECE_FILES):
+        if file.is_file() and piece_class(place):
+            return "pieces", file
     named = ("tokenizer.model", "spiece.model", "tiktoken.model")
     for file in (*(place / name for name in named), *place.glob("*.tiktoken")):
         if file.is_file():
@@ -57,8 +70,23 @@ def _find(place: Path) -> tuple[str, Path]:
         return "letters", place / "vocab.json"
     raise CheckpointError(
         f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, "
-        "tiktoken.model, *.tiktoken, tekken.json, vocab.json of letters"
+        "sentencepiece.bpe.model or source.spm of a known class, tiktoken.model, *.tiktoken, "
+        "tekken.json, vocab.json of letters"
     )
+
+
+def piece_class(folder: Path) -> str | None:
+    """The name of a tokenizer's class whose pieces have ids of their own (tokenizer_pieces.py): as
+    a file states it, else by the model's type."""
+    if (folder / "source.spm").is_file():
+        return PIECE_CLASSES["marian"]
+    beside, config = (
+        _read_json(folder / f"{name}.json") for name in ("tokenizer_config", "config")
+    )
+    stated = beside.get("tokenizer_class") or config.get("tokenizer_class")
+    name = str(stated or PIECE_CLASSES.get(str(config.get("model_type")))).removesuffix("Fast")
+    name = name.replace("MT5Tokenizer", "T5Tokenizer")
+    return name if name in PIECE_CLASSES.values() else None
 
 
 def _is_tiktoken(path: Path) -> bool:

@@ -43,7 +43,7 @@ CHUNK_BYTES = 1 << 20
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "config.json"),
-    "generation_config.json",
+    *("generation_config.json", "spiece.model", "sentencepiece.bpe.model", "source.spm"),
 )
 _PLAIN = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
