@@ -128,6 +128,13 @@ CASES: dict[str, Any] = {
     "nllb-moe": lambda: bart_like(
         transformers.NllbMoeConfig, num_experts=5, encoder_sparse_step=2, decoder_sparse_step=3
     ),
+    "pegasus-x": lambda: bart_like(
+        transformers.PegasusXConfig,
+        **{"encoder_layers": 3, "block_size": 4, "num_global_tokens": 3, "scale_embedding": True},
+    ),
+    "bigbird-pegasus": lambda: bart_like(
+        transformers.BigBirdPegasusConfig, block_size=2, num_random_blocks=1, use_bias=False
+    ),
     "seamless": lambda: seamless(transformers.SeamlessM4TConfig),
     "t5": lambda: t5_like(transformers.T5Config),
     "t5-1.1": lambda: t5_like(
@@ -168,7 +175,7 @@ UNRECORDED = ("t5gemma", "t5gemma2")
 """Logits are bounded by PyTorch's operations."""
 ALIKE = (
     *("bart-scaled", "marian", "m2m", "mvp", "plbart", "blenderbot-small", "mt5", "longt5-local"),
-    *("switch", "pegasus", "t5gemma", "nllb-moe", "seamless"),
+    *("switch", "pegasus", "t5gemma", "nllb-moe", "seamless", "pegasus-x", "bigbird-pegasus"),
 )
 """Every part of their decoders stands in another case: through the whole engine in `make slow` alone."""
 

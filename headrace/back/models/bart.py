@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 from headrace.back.layers.mlp import FeedForwardSpec, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LAYER
@@ -18,6 +20,7 @@ from headrace.back.models.encoder import (
     EncoderLayer,
     EncoderSizes,
     SpanAttentionLayer,
+    TokenLayer,
     WholeBranch,
 )
 from headrace.back.models.encoder_decoder import (
@@ -42,6 +45,14 @@ SHARED = (
 )
 
 
+class MakeEncoderLayer(Protocol):
+    """Makes a layer of the encoder, of sizes, by its number."""
+
+    def __call__(self, scope: Scope, sizes: EncoderSizes, *, index: int) -> TokenLayer:
+        """`scope` is the layer's."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class BartForm:
     """What tells the family's members apart. `pre`: norms before each branch, and one behind each
@@ -49,19 +60,24 @@ class BartForm:
     `normed_first`; `logits_bias`: one is added to logits. `encoder_attention` makes that of an
     encoder's layer, by its number, where it is another; `ignored`: tensors besides; `prefix`: of
     all but the head. `feed_forward`: of a layer, by its half and number; `cross`: what its
-    cross-attention is called, `norms`: what those of its branches are. `stacks`: the halves."""
+    cross-attention is called, `norms`: what those of its branches are. `stacks`: the halves;
+    `last_norm`: behind each. `bias`: attention has them. `encoder_layer`: makes one of the encoder,
+    by its number, where it is another."""
 
     pre: bool
     embedding_norm: bool = True
     normed_first: bool = False
     logits_bias: bool = True
-    encoder_attention: Callable[[Scope, EncoderSizes, int], SpanAttentionLayer] | None = None
+    encoder_attention: Callable[[Scope, EncoderSizes, int], TokenLayer] | None = None
     ignored: tuple[str, ...] = ()
     prefix: str = "model"
     feed_forward: Callable[[str, int], FeedForwardSpec] = lambda half, layer: MLP
     cross: str = CROSS_NAMES[0]
     norms: tuple[str, str, str] = NORMS
     stacks: tuple[str, str] = ("encoder", "decoder")
+    last_norm: str = "layer_norm"
+    bias: bool = True
+    encoder_layer: MakeEncoderLayer | None = None
 
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
@@ -92,14 +108,15 @@ def bart_spec(
     sizes, encoder = _sizes(config, "decoder"), encoder_sizes(config)
     names = {
         "embedding_norm": "layernorm_embedding" if form.embedding_norm else None,
-        "norm": "layer_norm" if form.pre else None,
+        "norm": form.last_norm if form.pre else None,
     }
+    make = form.encoder_layer or partial(bart_encoder_layer, form=form)
     scale = sizes.width**0.5 if config.bool("scale_embedding", False) else 1.0
     layers = tuple(
         plain_cross_layer(
             scope,
             sizes,
-            bias=True,
+            bias=form.bias,
             cross=(form.cross, *CROSS_NAMES[1:]),
             feed_forward=form.feed_forward("decoder", i),
             norms=form.norms,
@@ -110,7 +127,7 @@ def bart_spec(
     return EncoderDecoderSpec(
         sizes=sizes,
         encoder_layers=encoder.layers,
-        encoder_layer=lambda at, i: bart_encoder_layer(at, encoder, form, i),
+        encoder_layer=lambda at, i: make(at, encoder, index=i),
         layers=layers,
         norm=LAYER,
         encoder=StackSpec(stack=form.stacks[0], **names),
@@ -151,7 +168,7 @@ def bart_encoder_layer(
     )
 
 
-def _encoder_attention(scope: Scope, sizes: EncoderSizes, index: int) -> SpanAttentionLayer:
+def _encoder_attention(scope: Scope, sizes: EncoderSizes, index: int) -> TokenLayer:
     return SpanAttentionLayer(scope, sizes, names=("q_proj", "k_proj", "v_proj"), out="out_proj")
 
 

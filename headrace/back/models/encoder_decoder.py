@@ -31,7 +31,7 @@ from headrace.back.layers.residual import BlockNorm, Branch, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.models.crossing_layer import CrossingLayerSpec
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
-from headrace.back.models.encoder import EncoderLayer
+from headrace.back.models.encoder import TokenLayer
 from headrace.back.models.weights import WeightPlan
 from headrace.base.config.resolved import Decision
 
@@ -212,7 +212,7 @@ class EncoderDecoderSpec:
 
     sizes: DecoderSizes
     encoder_layers: int
-    encoder_layer: Callable[[Scope, int], EncoderLayer]
+    encoder_layer: Callable[[Scope, int], TokenLayer]
     layers: tuple[CrossingLayerSpec, ...]
     norm: NormSpec
     encoder: StackSpec

@@ -14,6 +14,8 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "BlenderbotSmallForConditionalGeneration": "blenderbot_small",
     "LEDForConditionalGeneration": "led",
     "PegasusForConditionalGeneration": "pegasus",
+    "PegasusXForConditionalGeneration": "pegasus_x",
+    "BigBirdPegasusForConditionalGeneration": "bigbird_pegasus",
     "MarianMTModel": "marian",
     "M2M100ForConditionalGeneration": "m2m_100",
     "NllbMoeForConditionalGeneration": "nllb_moe",
