@@ -19,7 +19,8 @@ from tests.api.clients import openai_client
 from tests.api.serving import serving
 from tests.models.encoder_decoder_rank import saved
 
-WORDS = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(92))]
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "__aa__", "__bb__"]
+WORDS = [*SPECIAL, *(f"w{i}" for i in range(90))]
 TEXTS = ["w1 w2 w3", "w40 w41 w42 w43 w44 w45 w46 w47 w48 w49", "w9"]
 OPTIONS = {"threads": 1, "max_running": 4, "kv_blocks": 64}
 
@@ -50,7 +51,7 @@ def write_bart(folder: Path) -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
-    tokenizer.add_special_tokens(WORDS[:4])
+    tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
     return oracle
 
@@ -97,6 +98,29 @@ def client(bart: tuple[Path, Any]) -> Iterator[openai.OpenAI]:
         assert any("prefix-caching" in line for line in served.lines)
         yield found
         assert served.at_rest()
+
+
+def test_a_translator_is_told_the_language(bart: tuple[Path, Any], client: openai.OpenAI) -> None:
+    """The decoder begins with the target's token in place of the one that the checkpoint forces."""
+
+    def asked(**fields: Any) -> Any:
+        more = {"return_token_ids": True, **fields}
+        return client.completions.create(
+            model="bart", prompt=TEXTS[0], max_tokens=6, temperature=0, extra_body=more
+        )
+
+    told = bart[1].generate(
+        torch.tensor([ids_of(TEXTS[0])]),
+        **{"num_beams": 1, "do_sample": False, "max_new_tokens": 7, "forced_bos_token_id": 5},
+    )
+    assert asked(target_language="bb").choices[0].token_ids == told[0].tolist()[2:]
+    assert told[0].tolist()[2:] != expected(bart[1], TEXTS[0], 6)
+    for fields, message in (
+        ({"target_language": "cc"}, "target_language: 'cc' given; known: aa, bb"),
+        ({"source_language": "aa"}, "neither begins nor ends with a language's token"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            asked(**fields)
 
 
 def test_completions_answer_with_the_decoders_tokens(

@@ -48,6 +48,7 @@ FAMILY_PACKAGES = (
     "base/config/weight_files",  # the checkpoint format of that name
     "launch/locate",
     "front/text/gguf_tokenizer",  # names of pre-tokenizers in GGUF metadata
+    "front/text/tokenizer_classes",  # names of model types in config.json
     "front/text/parsing/families",  # names of output formats
 )
 SIZE_LIMIT = 400

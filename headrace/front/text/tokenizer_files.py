@@ -12,16 +12,8 @@ import msgspec
 from headrace.base.errors import CheckpointError
 from headrace.base.registry import Registry
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
+from headrace.front.text.tokenizer_classes import MARIAN, PIECE_FILES, piece_class
 
-PIECE_FILES = ("source.spm", "sentencepiece.bpe.model", "spiece.model")
-PIECE_CLASSES = {
-    **{"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer", "mbart": "MBartTokenizer"},
-    **dict.fromkeys(("pegasus", "pegasus_x", "bigbird_pegasus"), "PegasusTokenizer"),
-    **dict.fromkeys(("t5", "mt5", "umt5"), "T5Tokenizer"),
-    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), "SeamlessM4TTokenizer"),
-    "mbart50": "MBart50Tokenizer",
-}
-"""By the model's type, where no file names the class."""
 _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
     "tokenizer format",
     {
@@ -60,7 +52,7 @@ def _find(place: Path) -> tuple[str, Path]:
     if (place / "tekken.json").is_file():
         return "tekken", place / "tekken.json"
     for file in (place / name for name in PIECE_FILES):
-        if file.is_file() and piece_class(place):
+        if file.is_file() and piece_class_of(place):
             return "pieces", file
     named = ("tokenizer.model", "spiece.model", "tiktoken.model")
     for file in (*(place / name for name in named), *place.glob("*.tiktoken")):
@@ -75,18 +67,11 @@ def _find(place: Path) -> tuple[str, Path]:
     )
 
 
-def piece_class(folder: Path) -> str | None:
-    """The name of a tokenizer's class whose pieces have ids of their own (tokenizer_pieces.py): as
-    a file states it, else by the model's type."""
-    if (folder / "source.spm").is_file():
-        return PIECE_CLASSES["marian"]
-    beside, config = (
-        _read_json(folder / f"{name}.json") for name in ("tokenizer_config", "config")
-    )
-    stated = beside.get("tokenizer_class") or config.get("tokenizer_class")
-    name = str(stated or PIECE_CLASSES.get(str(config.get("model_type")))).removesuffix("Fast")
-    name = name.replace("MT5Tokenizer", "T5Tokenizer")
-    return name if name in PIECE_CLASSES.values() else None
+def piece_class_of(folder: Path) -> str | None:
+    """See piece_class."""
+    if (folder / PIECE_FILES[0]).is_file():
+        return MARIAN
+    return piece_class(*(_read_json(folder / f"{n}.json") for n in ("tokenizer_config", "config")))
 
 
 def _is_tiktoken(path: Path) -> bool:

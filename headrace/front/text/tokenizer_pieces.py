@@ -21,7 +21,7 @@ from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
 from headrace.front.text.threads import refusing_failures
 from headrace.front.text.tokenizer import Guard, Tokenizer, TokenizerFacts, neutral
-from headrace.front.text.tokenizer_files import piece_class, read_facts
+from headrace.front.text.tokenizer_files import piece_class_of, read_facts
 from headrace.front.text.tokenizer_sentencepiece import encode_between
 
 M2M100 = (
@@ -120,7 +120,7 @@ def load_pieces(path: str) -> PieceTokenizer:
         model = library.SentencePieceProcessor(model_file=path)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"tokenizer: {path}: {error}") from error
-    named = piece_class(file.parent)
+    named = piece_class_of(file.parent)
     assert named is not None, "the file was chosen by its class"
     beside = file.parent / "tokenizer_config.json"
     reader = _Reader(

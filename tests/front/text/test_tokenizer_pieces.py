@@ -13,7 +13,8 @@ import pytest
 import sentencepiece
 import transformers
 
-from headrace.base.errors import CheckpointError
+from headrace.base.errors import CheckpointError, InvalidRequest
+from headrace.front.text.languages import languages_of
 from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.front.text.tokenizer_pieces import PieceTokenizer
 from tests.front.text import vocabularies
@@ -111,6 +112,41 @@ def test_ids_and_texts_equal_transformers(kind: str, models: Path, tmp_path: Pat
     ids = ours.encode(ours.guard.protect("a</s>") + "b</s>", add_special_tokens=False)
     assert ids.count(ours.token_id("</s>")) == 1
     assert ours.decode(ours.encode("a b")) == "a b"
+
+
+@pytest.mark.filterwarnings("ignore:Recommended")
+@pytest.mark.parametrize(
+    ("kind", "source", "target", "start"),
+    [
+        ("m2m100", "de", "en", (2,)),
+        ("mbart", "fr_XX", "ro_RO", ("de_DE",)),
+        ("mbart50", "fr_XX", "ro_RO", (2,)),
+        ("marian", None, "deu", ()),
+    ],
+)
+def test_languages_are_said_where_transformers_says_them(
+    kind: str, source: str | None, target: str, start: Any, models: Path, tmp_path: Path
+) -> None:
+    theirs = CLASSES[kind](models, tmp_path)
+    ours = load_tokenizer(str(tmp_path))
+    languages = languages_of(ours)
+    ids = languages.prompt(ours.encode("hello"), source=source, target=target)
+    if source is None:
+        assert ids == theirs(f">>{target}<< hello")["input_ids"]
+        assert languages.start((7,), target) == ()
+        with pytest.raises(InvalidRequest, match="without being told"):
+            languages.prompt(ids, source="deu", target=None)
+        return
+    theirs.src_lang = source
+    assert ids == theirs("hello")["input_ids"]
+    start = tuple(languages.ids.get(one, one) for one in start)
+    wanted = theirs.convert_tokens_to_ids(f"__{target}__" if kind == "m2m100" else target)
+    begun = (wanted,) if kind == "mbart" else (2, wanted)
+    assert languages.start(start, target) == begun
+    with pytest.raises(InvalidRequest, match="target_language: 'xx' given; known: "):
+        languages.start(start, "xx")
+    with pytest.raises(InvalidRequest, match="neither begins nor ends"):
+        languages.prompt([5], source=source, target=None)
 
 
 def test_what_is_not_read_is_refused_by_name(models: Path, tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def generate(
         prompt_field=prompt_field,
         media=media,
         encoder=encoder,
+        decoder_ids=run.decoder_ids,
         on_queued=context.queued.set,
         predicted_ids=predicted,
     )

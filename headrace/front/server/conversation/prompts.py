@@ -17,6 +17,7 @@ from headrace.front.server.conversation.request import CompletionRequest
 from headrace.front.server.conversation.resolved import truncation_of
 from headrace.front.server.http.limits import Name, typed
 from headrace.front.text.fim import between
+from headrace.front.text.languages import languages_of
 from headrace.front.text.threads import TEXT_THREADS
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -77,6 +78,9 @@ async def prompt_of(
     longest = text.encoder_tokens or text.max_model_len
     if text.encoder_tokens:
         _check_encoder(request)
+    elif request.source_language or request.target_language:
+        field = "source_language" if request.source_language else "target_language"
+        raise InvalidRequest(f"{field}: this model is no translator", field=field)
     if isinstance(prompt, str):
         special = True if request.add_special_tokens is None else request.add_special_tokens
         limit = None
@@ -88,6 +92,9 @@ async def prompt_of(
         ids = prompt
     if (truncation := truncation_of(request)) is not None:
         ids = truncation(ids, max_model_len=longest)
+    if request.source_language or request.target_language:
+        source, target = request.source_language, request.target_language
+        ids = languages_of(tokenizer).prompt(ids, source=source, target=target)
     if request.suffix:
         tokenizer.check_length(request.suffix, longest)
         ids = between(tokenizer, ids, request.suffix)

@@ -211,8 +211,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt`: one text or list of ids, or several of either (1024 at
-    most)."""
+    """POST /v1/completions. `prompt`: one text or list of ids, or several of either (1024 at most).
+    `source_language`, `target_language`: of a translator, by the codes of its vocabulary."""
 
     prompt: (
         str
@@ -225,6 +225,8 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: NumScores | None = None
     suffix: Annotated[str, Meta(max_length=2**22)] | None = None
+    source_language: Annotated[str, Meta(min_length=1, max_length=32)] | None = None
+    target_language: Annotated[str, Meta(min_length=1, max_length=32)] | None = None
 
 
 class FunctionName(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,7 +73,7 @@ def truncation_of(request: Common) -> Truncation | None:
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How a generation runs, apart from its sampling. `interval`: what a chunk of its stream holds;
-    None: as usual on this server."""
+    None: as usual on this server. `decoder_ids`: see Generation."""
 
     priority: int = 0
     cache_salt: str = ""
@@ -81,6 +81,7 @@ class RunOptions:
     client_label: str | None = None
     interval: StreamInterval | None = None
     adapter: str = ""
+    decoder_ids: tuple[int, ...] = ()
 
 
 def run_options(request: Common, adapter: str = "") -> RunOptions:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from headrace.front.server.conversation.stages import joined
 from headrace.front.server.conversation.structured import plain_structure
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
+from headrace.front.text.languages import languages_of
 from headrace.front.text.threads import TEXT_THREADS
 
 _PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
@@ -85,6 +86,11 @@ async def post_completions(context: RequestContext, document: Any) -> Response:
     context.hold_place()
     prompts = [await prompt_of(context, request, prompt) for prompt in sent_prompts]
     context.body_is_read()
+    if request.target_language is not None:
+        start = languages_of(services.tokenizer).start(
+            services.text.decoder_start, request.target_language
+        )
+        run = replace(run, decoder_ids=start)
     label = completion_id("cmpl")
     events = joined(
         [
