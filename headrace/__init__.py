@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from headrace.base.config.tree import Options
     from headrace.base.errors import HeadraceError
     from headrace.base.wire.grammar import StructuredOutputs
-    from headrace.base.wire.request import RepetitionDetection, SamplingParams
+    from headrace.base.wire.repetition import RepetitionDetection
+    from headrace.base.wire.request import SamplingParams
     from headrace.front.client.engine import AsyncLLM
     from headrace.front.client.events import Delta, Ended, Generation
     from headrace.front.client.limits import Limits
@@ -33,7 +34,7 @@ _HOMES = {
     "Limits": "headrace.front.client.limits",
     "Options": "headrace.base.config.tree",
     "Output": "headrace.front.client.llm",
-    "RepetitionDetection": "headrace.base.wire.request",
+    "RepetitionDetection": "headrace.base.wire.repetition",
     "SamplingParams": "headrace.base.wire.request",
     "StructuredOutputs": "headrace.base.wire.grammar",
     "TextSpec": "headrace.base.config.resolved",

@@ -18,18 +18,19 @@ from headrace.base.config.resolved import KVSpec, SchedulerSpec
 from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, RateLimited
 from headrace.base.wire.load import MARGIN, QUANTILES, Load, order_s
 from headrace.base.wire.media import encoder_outputs
+from headrace.base.wire.repetition import MAX_PATTERN_COUNT, MAX_PATTERN_TOKENS
 from headrace.base.wire.request import (
     BOUNDS,
     LOGPROBS_MODES,
-    MAX_PATTERN_COUNT,
-    MAX_PATTERN_TOKENS,
     POOLINGS,
     ROUTED_EXPERTS,
     ROW_BOUNDS,
+    ROW_INTEGERS,
     Bound,
     EngineRequest,
     RowSampling,
 )
+from headrace.base.wire.sampler_chain import SAMPLERS
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.media_checks import check_media
@@ -147,14 +148,10 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
     logits."""
     for name, bound in ROW_BOUNDS.items():
         _within(name, getattr(sampling, name), bound)
-    _between("seed", sampling.seed, -MAX_ID - 1, MAX_ID)
-    _between("top_k", sampling.top_k, -1, MAX_ID)
-    _between("min_tokens", sampling.min_tokens, 0, MAX_ID)
-    if sampling.logprobs_mode not in LOGPROBS_MODES:
-        raise InvalidRequest(
-            f"logprobs_mode is {sampling.logprobs_mode!r}, not one of {', '.join(LOGPROBS_MODES)}",
-            field="logprobs_mode",
-        )
+    for name, least, greatest in ROW_INTEGERS:
+        _between(name, getattr(sampling, name), least, greatest)
+    _all_of("logprobs_mode", (sampling.logprobs_mode,), LOGPROBS_MODES)
+    _all_of("samplers", sampling.samplers, SAMPLERS)
     _between("logprobs", sampling.logprobs or 0, -1, width)
     _between("prompt_logprobs", sampling.prompt_logprobs or 0, -1, width)
     for name in ("suppressed_ids", "logprob_ids", "dry_breaker_ids", "logit_bias"):
@@ -171,6 +168,11 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
             raise InvalidRequest(
                 "allowed_ids is empty: no token could be sampled", field="allowed_ids"
             )
+
+
+def _all_of(field: str, values: tuple[str, ...], known: tuple[str, ...]) -> None:
+    if not {*values} <= {*known}:
+        raise InvalidRequest(f"{field}: {values}, not of {', '.join(known)}", field=field)
 
 
 def _check_capture(sampling: RowSampling, length: int, facts: WorkerFacts) -> None:

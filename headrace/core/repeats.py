@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.base.wire.request import RepetitionDetection
+from headrace.base.wire.repetition import RepetitionDetection
 
 REASON = "repetition"
 _SLIDES = 8  # so many windows are written before the newest is moved back

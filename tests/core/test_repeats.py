@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.wire.request import RepetitionDetection
+from headrace.base.wire.repetition import RepetitionDetection
 from headrace.core.repeats import Repeats
 from tests.core.harness import Driver, make_request, make_spec
 

@@ -30,7 +30,8 @@ from headrace.base.config.tree import (
     SchedulerOptions,
 )
 from headrace.base.config.tree import SpeculationOptions as Speculation
-from headrace.base.wire.request import EngineRequest, RepetitionDetection, RowSampling, StopRules
+from headrace.base.wire.repetition import RepetitionDetection
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.core.ports import AdmissionHook
 from headrace.front.text.tokenizer_files import load_tokenizer

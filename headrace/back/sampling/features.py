@@ -44,9 +44,10 @@ class Use(IntFlag):
     LOGPROBS = auto()
     GRAMMAR = auto()
     PROCESSORS = auto()
+    CHAIN = auto()
 
 
-TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC
+TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC | Use.CHAIN
 SAMPLED_BY_OP = Use.RANDOM | Use.TOP_K | Use.TOP_P | Use.MIN_P
 """What op `sample` does on a device, in the step's own graph."""
 MASKED_BY_OP = Use.BIAS | Use.ALLOWED | Use.MIN_TOKENS | Use.BAD_WORDS
@@ -78,6 +79,7 @@ def uses(s: RowSampling, width: int) -> Use:
             Use.TOP_P: s.top_p < 1.0,
             Use.MIN_P: s.min_p > 0.0,
             Use.XTC: s.xtc_probability > 0.0,
+            Use.CHAIN: s.has_chain,
         }
     return Use(sum(use for use, is_used in wanted.items() if is_used))
 

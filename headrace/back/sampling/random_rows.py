@@ -29,6 +29,7 @@ from headrace.back.kernels.gumbel.op import Gumbel
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.upload import to_device
+from headrace.back.sampling.chains import SamplerChains
 from headrace.back.sampling.features import TRUNCATES, FeatureRows, RowNumbers, Use
 from headrace.back.sampling.truncation import (
     exclude_top_,
@@ -213,19 +214,27 @@ class RandomRows:
 
 
 def sample_random(
-    logits_KV: torch.Tensor, numbers: RowNumbers, feature_rows: FeatureRows, gumbel: Gumbel
+    logits_KV: torch.Tensor,
+    numbers: RowNumbers,
+    feature_rows: FeatureRows,
+    gumbel: Gumbel,
+    chains: SamplerChains,
 ) -> Choice:
     """Samples one token for each of K rows from their processed logits, float32 [K, V].
 
-    Rows without truncation are sampled by `gumbel`, the others on the cheapest way that gives what
-    the whole row would.
+    Rows without truncation are sampled by `gumbel`, those with a chain of their own by `chains`,
+    the others on the cheapest way that gives what the whole row would.
     """
-    plain_K = (numbers.use[feature_rows.rows] & TRUNCATES) == 0
+    use_K = numbers.use[feature_rows.rows]
+    plain_K, chain_K = (use_K & TRUNCATES) == 0, (use_K & Use.CHAIN) != 0
     if plain_K.all():
         return _sample_plain(logits_KV, numbers, feature_rows, gumbel)
     token_K = torch.empty(len(plain_K), dtype=torch.int64, device=logits_KV.device)
     best_K = torch.empty(len(plain_K), dtype=torch.float64, device=logits_KV.device)
-    plain, unproven = np.flatnonzero(plain_K), np.flatnonzero(~plain_K)
+    plain, unproven = np.flatnonzero(plain_K), np.flatnonzero(~plain_K & ~chain_K)
+    if (chained := np.flatnonzero(chain_K)).size:
+        choice = chains.choose(_rows(logits_KV, chained), feature_rows.take(chained))
+        _put((token_K, best_K), chained, choice)
     if plain.size:
         choice = _sample_plain(_rows(logits_KV, plain), numbers, feature_rows.take(plain), gumbel)
         _put((token_K, best_K), plain, choice)

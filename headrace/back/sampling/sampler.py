@@ -16,6 +16,7 @@
     9  top_k, typical_p, top_p, min_p                     truncation.py
    10  XTC                   xtc_probability > 0          truncation.py
        what is left          sampling_mask                processed.py
+       8 to 11 otherwise     chains of their own          chains.py
    11  noise and argmax      the others                   op gumbel, random_rows.py
 
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last,
@@ -55,6 +56,7 @@ from headrace.back.kernels.sample.op import SampleProblem
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.token_scores.op import TokenScoresProblem
 from headrace.back.kernels.upload import to_device
+from headrace.back.sampling.chains import SamplerChains
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import (
     BEYOND,
@@ -133,7 +135,8 @@ class Sampler:
         self._processed = ProcessedRows()
         choices = choose_kernels(device)[:6]
         greedy, gumbel, _, token_scores, _, _ = choices
-        self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
+        self.greedy, chains = greedy.bind(), SamplerChains(device)
+        self._random = gumbel.bind(), chains
         self.decisions = decisions(choices)
         tables: dict[str, Any] = {"max_rows": max_rows, "width": logits_width, "device": device}
         self._penalties = Penalties(**tables)
@@ -160,6 +163,7 @@ class Sampler:
             (Use.MIN_TOKENS, MinTokens(max_rows=max_rows, device=device)),
             (Use.BAD_WORDS, BadWords(device)),
             (Use.GRAMMAR, self._grammar),
+            (Use.CHAIN, chains),
         )
 
     def end(self, rows: np.ndarray) -> None:
@@ -335,13 +339,12 @@ class Sampler:
         self, logits_NV: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.device_rows is None and (use_N & Use.RANDOM).all():
-            return sample_random(logits_NV, self._numbers, feature_rows, self._gumbel)
+            return sample_random(logits_NV, self._numbers, feature_rows, *self._random)
         token_N, max_logit_N, index = self._choose_by_op(logits_NV, use_N, feature_rows)
         if index.size:
             at = to_device(index, token_N.device)
-            token_K, best_K = sample_random(
-                logits_NV.index_select(0, at), self._numbers, feature_rows.take(index), self._gumbel
-            )
+            part, some = logits_NV.index_select(0, at), feature_rows.take(index)
+            token_K, best_K = sample_random(part, self._numbers, some, *self._random)
             token_N.index_copy_(0, at, token_K)
             max_logit_N.index_copy_(0, at, best_K)
         return token_N, max_logit_N

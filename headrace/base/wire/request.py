@@ -21,23 +21,10 @@ from headrace.base.errors import WireError
 from headrace.base.wire.grammar import StructuredOutputs
 from headrace.base.wire.load import Load
 from headrace.base.wire.media import MediaForm, MediaInput
+from headrace.base.wire.repetition import RepetitionDetection
+from headrace.base.wire.sampler_chain import CHAIN_BOUNDS, ChainNumbers
 
 LOGPROBS_MODES = ("raw", "processed")
-
-
-MAX_PATTERN_TOKENS = 1024
-MAX_PATTERN_COUNT = 65536
-
-
-class RepetitionDetection(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
-    """Ends an answer ("repetition") whose last tokens are one pattern of `min_pattern_size` (0: 1)
-    to `max_pattern_size` tokens, `min_count` times over. A greatest size of 0 is off."""
-
-    max_pattern_size: int = 0
-    min_pattern_size: int = 0
-    min_count: int = 0
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -78,15 +65,24 @@ BOUNDS = {
     "xtc_probability": Bound(0.0, 1.0),
     "xtc_threshold": Bound(0.0, 1.0),
     "logit_bias": Bound(-100.0, 100.0),
+    **{name: Bound(least, most) for name, (least, most) in CHAIN_BOUNDS.items()},
 }
 """The one table of what the numbers of sampling may be: server, client and core check against
 it."""
 ROW_BOUNDS = {k: v for k, v in BOUNDS.items() if k not in ("logit_bias", "length_penalty")}
 """The part of it that the sampler sees as one number per row."""
+_GREATEST = (1 << 63) - 1
+ROW_INTEGERS = (
+    ("seed", -_GREATEST - 1, _GREATEST),
+    ("top_k", -1, _GREATEST),
+    ("min_tokens", 0, _GREATEST),
+    ("mirostat", 0, 2),
+)
+"""Whole numbers that it sees, from the least to the greatest."""
 ROUTED_EXPERTS = -1  # in `capture_layers`: which experts the routers of all layers choose
 
 
-class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingNumbers(ChainNumbers, frozen=True, kw_only=True, omit_defaults=True):
     """What users write and the sampler takes as it is. `capture_heads`: of each of
     `capture_layers`, which may then occur several times, the head that is told; empty: all."""
 
@@ -123,7 +119,10 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=T
     on. `logprobs`, `prompt_logprobs`: alternatives beside the token (0: its own score; -1: all).
     `logprobs_mode` "raw" scores by the model's own distribution, "processed" by the one drawn from:
     after penalties, bias, masks, temperature, truncation. Prompt tokens are not drawn: always raw.
-    `logits_processors`: extensions. `sampling_mask`: tells what each token was drawn among."""
+    `logits_processors`: extensions. `sampling_mask`: tells what each token was drawn among.
+    `samplers`: which steps are taken, in this order (of SAMPLERS; none named: all). `mirostat` 1 or
+    2, `adaptive_target` from 0 on, `top_n_sigma` above 0, `dynatemp_range` above 0 turn theirs on
+    (docs/SAMPLING.md)."""
 
     n: int = 1
     best_of: int | None = None

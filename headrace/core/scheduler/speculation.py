@@ -381,7 +381,8 @@ def speculation_of(
         return NoSpeculation()
 
     def may_draft(request: EngineRequest) -> bool:
-        if request.sampling.capture_layers or request.sampling.logits_processors:
+        sampling = request.sampling
+        if sampling.capture_layers or sampling.logits_processors or sampling.remembers:
             return False
         return not request.hook_payloads or hooks.follow_drafts(request)
 

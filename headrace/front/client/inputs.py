@@ -18,15 +18,13 @@ import numpy as np
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.extensions import check_processors
 from headrace.base.wire.grammar import GRAMMAR_HOOK, Constraint, StructuredOutputs, pack
+from headrace.base.wire.repetition import MAX_PATTERN_COUNT, MAX_PATTERN_TOKENS, RepetitionDetection
 from headrace.base.wire.request import (
     BOUNDS,
     LOGPROBS_MODES,
-    MAX_PATTERN_COUNT,
-    MAX_PATTERN_TOKENS,
     ROW_BOUNDS,
     Bound,
     EngineRequest,
-    RepetitionDetection,
     RowSampling,
     SamplingNumbers,
     SamplingParams,
@@ -35,6 +33,7 @@ from headrace.base.wire.request import (
 from headrace.front.client.encoder_prompt import check_encoder_prompt
 from headrace.front.client.events import Generation
 from headrace.front.client.limits import Limits, RequestBounds
+from headrace.front.client.refused_together import CHAIN_FIELDS, check_beam, check_chain
 from headrace.front.text.structure.requested import node_of
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -220,7 +219,7 @@ def _check_counts(params: SamplingParams, limits: Limits, bounds: RequestBounds)
         _integer("best_of", params.best_of, params.n, limits.max_n)
     if params.beam_width is not None:
         _integer("beam_width", params.beam_width, params.n, limits.max_beam_width)
-        _check_beam(params)
+        check_beam(params)
     _integer("top_k", params.top_k, -1, _INT32[1])
     _integer("dry_range", params.dry_range, 0, _INT32[1])
     _integer("dry_allowed_length", params.dry_allowed_length, 1, context)
@@ -240,30 +239,6 @@ def _check_repetition(params: SamplingParams, limits: Limits, bounds: RequestBou
     _integer(field + "max_pattern_size", most, 0, MAX_PATTERN_TOKENS)
     _integer(field + "min_pattern_size", rule.min_pattern_size, 0, most)
     _integer(field + "min_count", rule.min_count, 2 if most else 0, MAX_PATTERN_COUNT)
-
-
-# Beam search ranks by the model's own log-probabilities: what would change them is refused.
-_NOT_WITH_BEAMS = (
-    *("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids", "prompt_logprobs"),
-    *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "dry_multiplier", "xtc_probability", "logprobs_mode"),
-    *("structured_outputs", "capture_layers", "repetition_detection", "logits_processors"),
-    "sampling_mask",
-)
-
-
-def _check_beam(params: SamplingParams) -> None:
-    """Refuses what beam search would ignore. Temperature may be its default or 0."""
-    changed = [name for name in _NOT_WITH_BEAMS if getattr(params, name) != getattr(_PLAIN, name)]
-    changed += ["top_k"] if params.top_k > 0 else []
-    if changed:
-        raise InvalidRequest(f"{changed[0]}: does not go with beam search", field=changed[0])
-    if params.temperature not in (0.0, 1.0):
-        raise InvalidRequest(
-            f"temperature: {params.temperature:g} given; beam search takes 0 or 1 (it does not "
-            "sample)",
-            field="temperature",
-        )
 
 
 def _check_lists(params: SamplingParams, limits: Limits, bounds: RequestBounds) -> None:
@@ -310,6 +285,7 @@ _CHECKS = (
         ("logprobs_mode", "logprobs", "prompt_logprobs", "logprob_token_ids", "sampling_mask"),
     ),
     (_check_repetition, ("repetition_detection",)),
+    (lambda params, *_: check_chain(params), CHAIN_FIELDS),
     (lambda params, *_: check_processors(params.logits_processors), ("logits_processors",)),
 )
 

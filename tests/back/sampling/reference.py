@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
@@ -126,3 +128,100 @@ def sample(logits: np.ndarray, s: RowSampling, tokens: list[int], num_prompt: in
     z = kept(x, s, len(tokens))
     noise = {t: -math.log(-math.log1p(-uniform(s.seed, len(tokens), t))) for t in z}
     return max(z, key=lambda t: z[t] + noise[t])
+
+
+class Chain:
+    """A row that chooses step by step (samplers, mirostat, adaptive_p): what it chose before counts."""
+
+    def __init__(self, s: RowSampling) -> None:
+        self.s = s
+        self.mu = 2 * s.mirostat_tau
+        self.chosen: list[float] = []
+
+    def sample(self, logits: np.ndarray, tokens: list[int], num_prompt: int) -> int:
+        x = processed(logits, self.s, tokens, num_prompt)
+        z = {i: float(v) for i, v in enumerate(x) if v != -np.inf}
+        if self.s.mirostat:
+            z = _tempered(z, self.s)
+            z = _mirostat(z, self.s.mirostat, self.mu, len(x))
+            token = self._draw(z, len(tokens))
+            self.mu -= self.s.mirostat_eta * (-math.log2(softmax(z)[token]) - self.s.mirostat_tau)
+            return token
+        for name in self.s.samplers:
+            z = STEPS[name](z, self.s, len(tokens))
+        if self.s.adaptive_target < 0:
+            return self._draw(z, len(tokens))
+        p, target, decay = softmax(z), self.s.adaptive_target, self.s.adaptive_decay
+        # as if the target had been met for ever before the first token
+        weights = [decay**age for age in range(len(self.chosen) - 1, -1, -1)]
+        before = decay ** len(self.chosen) / (1 - decay)
+        mean = (
+            math.fsum(map(math.prod, zip(weights, self.chosen, strict=True))) + before * target
+        ) / (math.fsum(weights) + before)
+        near = min(max(2 * target - mean, 0.0), 1.0)
+        far = {t: abs(q - near) / 0.3 for t, q in p.items()}
+        token = self._draw({t: 5 - 10 * d * d / (1 + d) for t, d in far.items()}, len(tokens))
+        self.chosen.append(p[token])
+        return token
+
+    def _draw(self, z: dict[int, float], position: int) -> int:
+        noise = {t: -math.log(-math.log1p(-uniform(self.s.seed, position, t))) for t in z}
+        return max(z, key=lambda t: z[t] + noise[t])
+
+
+def _tempered(z: dict[int, float], s: RowSampling, _: int = 0) -> dict[int, float]:
+    t = s.temperature
+    if s.dynatemp_range > 0 and len(z) > 1:
+        share = -math.fsum(q * math.log(q) for q in softmax(z).values() if q) / math.log(len(z))
+        low, high = max(0.0, t - s.dynatemp_range), t + s.dynatemp_range
+        t = low + (high - low) * min(share, 1.0) ** s.dynatemp_exponent
+    return {token: value / max(t, 1e-6) for token, value in z.items()}
+
+
+def _sigma(z: dict[int, float], s: RowSampling, _: int) -> dict[int, float]:
+    if s.top_n_sigma <= 0:
+        return z
+    mean = math.fsum(z.values()) / len(z)
+    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in z.values()) / len(z))
+    least = max(z.values()) - s.top_n_sigma * spread
+    return {t: v for t, v in z.items() if v >= least}
+
+
+def _mirostat(z: dict[int, float], version: int, mu: float, width: int) -> dict[int, float]:
+    p = softmax(z)
+    order = sorted(z, key=lambda t: -p[t])
+    if version == 2:
+        return {t: z[t] for t in order if -math.log2(p[t]) <= mu or p[t] == p[order[0]]}
+    best = [p[t] for t in order[:100]]
+    steps = [math.log((i + 1) / i) for i in range(1, len(best))]
+    falls = [math.log(a / b) for a, b in itertools.pairwise(best)]
+    slope = math.fsum(map(math.prod, zip(steps, falls, strict=True))) / math.fsum(
+        t * t for t in steps
+    )
+    e = slope - 1
+    k = int(((e * 2**mu) / (1 - width**-e)) ** (1 / slope))
+    least = p[order[min(max(k, 1), len(order)) - 1]]
+    return {t: z[t] for t in order if p[t] >= least}
+
+
+def _one(**only: str) -> Callable[[dict[int, float], RowSampling, int], dict[int, float]]:
+    """A single truncation of `kept`, of logits that the temperature has left alone or divided."""
+
+    def step(z: dict[int, float], s: RowSampling, position: int) -> dict[int, float]:
+        x = np.full(1 + max(z), -np.inf)
+        x[list(z)] = list(z.values())
+        alone = {to: getattr(s, name) for to, name in only.items()}
+        return kept(x, RowSampling(seed=s.seed, **alone), position)
+
+    return step
+
+
+STEPS = {
+    "temperature": _tempered,
+    "top_n_sigma": _sigma,
+    "top_k": _one(top_k="top_k"),
+    "typical_p": _one(typical_p="typical_p"),
+    "top_p": _one(top_p="top_p"),
+    "min_p": _one(min_p="min_p"),
+    "xtc": _one(xtc_probability="xtc_probability", xtc_threshold="xtc_threshold"),
+}

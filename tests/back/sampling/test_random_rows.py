@@ -12,6 +12,7 @@ from headrace.back.kernels.gumbel import native, race
 from headrace.back.kernels.gumbel.op import GumbelProblem, bind_reference
 from headrace.back.kernels.native.build import build
 from headrace.back.kernels.native.library import NativeLibrary
+from headrace.back.sampling.chains import SamplerChains
 from headrace.back.sampling.dry import repeats, repeats_dense
 from headrace.back.sampling.features import FeatureRows, RowNumbers
 from headrace.back.sampling.in_step import DeviceRows
@@ -91,7 +92,7 @@ def test_every_way_chooses_the_same_token(kind: str, width: int, gumbel: str) ->
         tokens=torch.zeros(1, 1, dtype=torch.int32),
     )
     chosen, max_logit = sample_random(
-        torch.from_numpy(logits), numbers, feature_rows, GUMBELS[gumbel]()
+        torch.from_numpy(logits), numbers, feature_rows, GUMBELS[gumbel](), SamplerChains(CPU)
     )
     wanted, wanted_best = RandomRows(numbers, feature_rows, CPU).whole(torch.from_numpy(logits))
     assert chosen.tolist() == wanted.tolist()

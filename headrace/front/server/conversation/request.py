@@ -16,7 +16,9 @@ from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.grammar import StructuredOutputs
-from headrace.base.wire.request import BOUNDS, ROUTED_EXPERTS, RepetitionDetection, SamplingParams
+from headrace.base.wire.repetition import RepetitionDetection
+from headrace.base.wire.request import BOUNDS, ROUTED_EXPERTS, SamplingParams
+from headrace.front.server.conversation.chain_fields import ChainFields
 from headrace.front.server.http.limits import Count, Keywords, Name, R, TokenId, typed
 
 _SENT_AS_IS = (
@@ -25,7 +27,9 @@ _SENT_AS_IS = (
     *("dry_allowed_length", "dry_range", "xtc_probability", "xtc_threshold", "min_tokens"),
     *("include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "skip_special_tokens"),
     *("logprobs_mode", "dry_sequence_breakers", "stop_token_ids", "bad_words", "allowed_token_ids"),
-    *("logprob_token_ids", "repetition_detection", "logits_processors"),
+    *("logprob_token_ids", "repetition_detection", "logits_processors", "top_n_sigma"),
+    *("dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta"),
+    *("adaptive_target", "adaptive_decay", "samplers"),
 )
 
 
@@ -134,7 +138,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval_ms: Annotated[float, Meta(ge=0, le=60_000)] | None = None
 
 
-class Common(msgspec.Struct, frozen=True, kw_only=True):
+class Common(ChainFields, frozen=True, kw_only=True):
     """What both routes share; None means "not given" (the model's default, then ours)."""
 
     model: Name | None = None

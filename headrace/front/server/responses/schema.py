@@ -30,7 +30,8 @@ EXTENSIONS = (
     *("guided_whitespace_pattern", "add_special_tokens", "documents", "truncate_prompt_tokens"),
     *("truncation_side", "thinking_token_budget", "include_reasoning", "stream_interval"),
     *("request_id", "repetition_detection", "mm_processor_kwargs", "logits_processors"),
-    "return_weight_versions",
+    *("return_weight_versions", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "mirostat"),
+    *("mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay", "samplers"),
 )
 NOT_HERE = (
     *("prompt_embeds", "modalities", "audio", "moderation", "kv_transfer_params", "watermarking"),
