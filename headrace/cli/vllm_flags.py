@@ -167,7 +167,9 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--max-loras": left_out(_ADAPTERS, ONE),
     "--max-lora-rank": left_out(_ADAPTERS, ONE),
     "--max-cpu-loras": left_out(_ADAPTERS, ONE),
-    "--kv-transfer-config": refused(_NO_TRANSFER),
+    "--kv-transfer-config": refused(
+        "the KV of prompts passes to other servers through a folder: --kv-transfer-path"
+    ),
     "--ssl-keyfile": refused(NO_TLS),
     "--ssl-certfile": refused(NO_TLS),
     "--allowed-origins": refused(_CORS),

@@ -73,8 +73,9 @@ Operation = Callable[[ControlledEngine, Call], object]
 
 
 def pause_is_complete(engine: ControlledEngine) -> bool:
-    """Whether nothing is in flight and, in mode wait, nothing that has begun is left."""
-    if engine.num_in_flight:
+    """Whether nothing is in flight, no KV is being copied and, in mode wait, nothing that has begun
+    is left."""
+    if engine.num_in_flight or engine.weights.keeps_executor:
         return False
     if engine.service.pause is PauseMode.WAIT:
         return engine.scheduler.num_running == 0 and not _has_begun(engine)

@@ -129,6 +129,18 @@ class _Mean:
         return self._sum / self._weight if self._weight else 0.0
 
 
+@dataclass(eq=False, slots=True)
+class TransferCounts:
+    """Since start: KV of prompts that went to other servers and came from them, in transfers and
+    tokens; and transfers of either way that did not."""
+
+    sent: int = 0
+    sent_tokens: int = 0
+    received: int = 0
+    received_tokens: int = 0
+    failed: int = 0
+
+
 class Counters:
     """Totals; `rate` is tokens (prompt and output) per second, smoothed over about RATE_WINDOW_S.
     `step_tokens`: steps by their tokens, a count for each bucket of STEP_TOKENS."""
@@ -147,6 +159,7 @@ class Counters:
         self.update_s = 0.0
         self.rate = 0.0
         self.step_tokens = [0] * (len(STEP_TOKENS) + 1)
+        self.transfers = TransferCounts()
         self.prompt_tokens = _Mean()
         self.computed_tokens = _Mean()
         self.output_tokens_each = _Mean()

@@ -245,8 +245,8 @@ def _restore(
 ) -> None:
     if rows.requests[row] is not None:
         raise Conflict(f"id: slot {row} is processing a request; try again once it has ended")
-    saved = _read(path)
-    _check(engine, saved, rows, tenant)
+    saved = read_saved(path)
+    check_saved(engine, saved, num_ranks=rows.num_ranks, tenant=tenant)
     request = Request(
         EngineRequest(
             id=0,
@@ -285,7 +285,7 @@ def _workers(engine: SlotEngine) -> KVWorkers:
     return cast(KVWorkers, engine.executor)
 
 
-def _read(path: Path) -> SavedConversation:
+def read_saved(path: Path) -> SavedConversation:
     """What a file says of its conversation."""
     name = path.name
     try:
@@ -308,8 +308,8 @@ def _opened_first(path: Path) -> Any:
         return opened(f"{path}.rank0")
 
 
-def _check(
-    engine: SlotEngine, saved: SavedConversation, rows: RememberingRows, tenant: str
+def check_saved(
+    engine: EngineView, saved: SavedConversation, *, num_ranks: int, tenant: str
 ) -> None:
     """Refuses what cannot go on here, by name and numbers."""
     name, kv = "filename", engine.kv
@@ -318,7 +318,7 @@ def _check(
     facts = engine.executor.facts
     pairs = (
         ("format", saved.format, FORMAT),
-        ("workers", saved.num_ranks, rows.num_ranks),
+        ("workers", saved.num_ranks, num_ranks),
         ("block_tokens", saved.block_tokens, kv.block_tokens),
         ("cache groups", len(saved.groups), len(kv.groups)),
     )

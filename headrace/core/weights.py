@@ -1,4 +1,5 @@
-"""The weights of a running core: their version, and the orders that replace them.
+"""The weights of a running core: their version, the orders that replace them, and those that copy
+blocks of the KV cache, which were computed with them.
 
 A version is a name. At start it is that of the checkpoint; an update gives another one when it is
 complete, and forgets what was cached of prefixes and media under the one before. Between the first
@@ -29,6 +30,10 @@ Result = dict[str, object] | HeadraceError
 Done = Callable[[Result], None]
 
 
+def _untold(result: Result) -> None:
+    """Nobody waits for what came of an order."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Running:
     """An order on its way, what is made of its reply, and who is told. `stops`: why nothing may
@@ -56,7 +61,7 @@ class Weights:
         self._clock = clock
         self._first = version
         self.versions = WeightVersions(version, clock)
-        self._running: _Running | None = None
+        self._running: list[_Running] = []
         self._count = 0
         self._is_open = False
         self.mixed = False
@@ -65,8 +70,9 @@ class Weights:
     @property
     def blocks_resume(self) -> str:
         """Why nothing may run, or ""."""
-        if self._running is not None and self._running.stops:
-            return self._running.stops
+        for running in self._running:
+            if running.stops:
+                return running.stops
         if self.mixed:
             return (
                 "the weights are a mixture of two versions: finish the update, or reload the model"
@@ -89,26 +95,35 @@ class Weights:
         pending = self._order(order)
         stops = "" if order.action in BESIDE_STEPS else "weights are being replaced"
         settle = partial(self._settled, order, version)
-        self._running = _Running(pending, settle, on_done, stops=stops)
+        self._add(_Running(pending, settle, on_done, stops=stops))
+
+    def _add(self, running: _Running) -> None:
+        self._running.append(running)
         self.poll_at = self._clock()
 
     def accompany(
         self, order: Callable[[], PendingKV], settle: Callable[[Any], Result], on_done: Done
     ) -> None:
         """Has another kind of order carried out, beside the steps: the weights stay as they are
-        until it is. Conflict while one about them is on its way."""
+        until it is. Conflict while another one is on its way."""
         self._check_free()
-        self._running = _Running(order(), settle, on_done, keeps="KV is being saved or restored")
-        self.poll_at = self._clock()
+        self.attend(order(), settle, on_done)
+
+    def attend(
+        self, pending: PendingKV, settle: Callable[[Any], Result], on_done: Done = _untold
+    ) -> None:
+        """Looks after such an order, of which there may be several, until it has been carried
+        out."""
+        self._add(_Running(pending, settle, on_done, keeps="KV is being copied"))
 
     @property
     def keeps_executor(self) -> str:
         """Why the executor may not be given up now, or ""."""
-        return "" if self._running is None else self._running.keeps
+        return next((running.keeps for running in self._running if running.keeps), "")
 
     def _check_free(self) -> None:
-        if self._running is not None:
-            what = self._running.keeps or "another order about the weights is on its way"
+        for running in self._running:
+            what = running.keeps or "another order about the weights is on its way"
             raise Conflict(f"{what}: try again later")
 
     @property
@@ -131,21 +146,17 @@ class Weights:
             self.versions.begin(self._first)
 
     def advance(self) -> None:
-        """Tells the call whose order has been carried out."""
-        running = self._running
-        if running is None:
-            self.poll_at = None
-            return
-        if not running.pending.done():
-            self.poll_at = self._clock() + POLL_S
-            return
-        self._running = self.poll_at = None
-        try:
-            reply = running.pending.result()
-        except HeadraceError as error:
-            running.on_done(error)
-            return
-        running.on_done(running.settle(reply))
+        """Tells the calls whose orders have been carried out."""
+        done = [running for running in self._running if running.pending.done()]
+        self._running = [running for running in self._running if running not in done]
+        self.poll_at = self._clock() + POLL_S if self._running else None
+        for running in done:
+            try:
+                reply = running.pending.result()
+            except HeadraceError as error:
+                running.on_done(error)
+                continue
+            running.on_done(running.settle(reply))
 
     def _settled(self, order: WeightOrder, version: str, reply: WeightReply) -> Result:
         ends = order.action == "finish" or order.last

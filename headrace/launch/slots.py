@@ -1,4 +1,5 @@
-"""Whether conversations may be saved (core/slots.py), and where."""
+"""Whether conversations may be saved (core/slots.py), and KV may pass to other servers
+(core/kv_transfers.py), and where."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.config.resolved import DeviceSpec, KVSpec
+from headrace.base.config.resolved import DeviceSpec, KVSpec, KVTransferSpec
 from headrace.base.config.tree import KVOptions
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
@@ -19,23 +20,37 @@ FIELD = "slot_save_path"
 def with_slots(
     spec: KVSpec, options: KVOptions, model: ModelFacts, device_spec: DeviceSpec
 ) -> KVSpec:
-    """The cache's spec with the folder for conversations; ConfigError where none can be saved."""
-    if options.slot_save_path is None:
+    """The cache's spec with the folders for conversations and for transfers; ConfigError where none
+    can be written."""
+    if options.slot_save_path is not None:
+        folder = _folder_of(FIELD, options.slot_save_path, spec, model, device_spec)
+        most = parse_bytes(options.slot_save_bytes, field="--slot-save-bytes")
+        spec = msgspec.structs.replace(spec, slot_save_path=folder, slot_save_bytes=most)
+    if options.kv_transfer_path is None:
         return spec
-    folder = Path(options.slot_save_path).expanduser()
-    reason = None
+    folder = _folder_of("kv_transfer_path", options.kv_transfer_path, spec, model, device_spec)
+    transfer = KVTransferSpec(
+        path=folder,
+        max_bytes=parse_bytes(options.kv_transfer_bytes, field="--kv-transfer-bytes"),
+        lease_s=options.kv_transfer_lease_s,
+        recomputes=options.kv_load_failure == "recompute",
+    )
+    return msgspec.structs.replace(spec, transfer=transfer)
+
+
+def _folder_of(
+    field: str, path: str, spec: KVSpec, model: ModelFacts, device_spec: DeviceSpec
+) -> str:
+    """The folder of an option, made whole; ConfigError where blocks cannot be copied to it."""
+    folder, reason = Path(path).expanduser(), None
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"{options.slot_save_path!r} is no folder that can be written to"
+        reason = f"{path!r} is no folder that can be written to"
     elif device_spec.executor == "null":
         reason = "--executor null computes nothing"
     elif model.head != "lm":
         reason = f"{model.architecture} generates no text"
     elif not spec.prefix_caching:
-        reason = "a conversation is saved from the prefix cache, which is off (--prefix-caching)"
+        reason = "blocks are copied from the prefix cache, which is off (--prefix-caching)"
     if reason is not None:
-        raise ConfigError(f"--slot-save-path: {reason}", field=FIELD)
-    return msgspec.structs.replace(
-        spec,
-        slot_save_path=str(folder.absolute()),
-        slot_save_bytes=parse_bytes(options.slot_save_bytes, field="--slot-save-bytes"),
-    )
+        raise ConfigError(f"--{field.replace('_', '-')}: {reason}", field=field)
+    return str(folder.absolute())

@@ -236,7 +236,17 @@ def _named(name: str) -> dict[str, Any]:
             "assistant",
         ),
         ({"return_token_offsets": True, "stream": True}, "return_token_offsets", "streamed"),
-        ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params", "not accepted"),
+        ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params.remote_host", "null"),
+        (
+            {"kv_transfer_params": {"do_remote_decode": True}},
+            "kv_transfer_params",
+            "--kv-transfer-path",
+        ),
+        (
+            {"kv_transfer_params": {"do_remote_decode": True}, "n": 2},
+            "kv_transfer_params",
+            "one answer",
+        ),
         ({"ec_transfer_params": {"remote_host": "x"}}, "ec_transfer_params", "not accepted"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "takes no images"),
         ({"media_io_kwargs": {"video": {"num_frames": 9}}}, "media_io_kwargs", "may not"),

@@ -124,6 +124,17 @@ class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "linear"
 
 
+class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """KV that passes to other servers and comes from them through the folder `path`, whose files
+    take at most `max_bytes` and are kept for `lease_s`. `recomputes`: what does not come is
+    computed; else its request ends."""
+
+    path: str
+    max_bytes: int
+    lease_s: float
+    recomputes: bool = True
+
+
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes
     into blocks.
@@ -131,11 +142,12 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     `fit`: memory_bytes is the most that is of use; a worker takes less if its device has less left
     (DeviceSpec). `least_tokens`: one sequence of so many must fit, which the user stated beside the
     memory. `slot_save_path`: where conversations are saved, all files together at most
-    `slot_save_bytes`; None: nowhere.
+    `slot_save_bytes`; None: nowhere. `transfer` None: its KV passes to no other server.
     """
 
     block_tokens: int
     prefix_caching: bool
+    transfer: KVTransferSpec | None = None
     slot_save_path: str | None = None
     slot_save_bytes: int = 0
     num_blocks: int | None = None

@@ -18,8 +18,6 @@ from headrace.base import extensions
 from headrace.base.config.adapter_options import AdapterOptions
 from headrace.base.config.bounds import (
     Auto,
-    Bytes,
-    BytesOrAuto,
     Length,
     Natural,
     Positive,
@@ -27,6 +25,7 @@ from headrace.base.config.bounds import (
     Seed,
 )
 from headrace.base.config.device_options import DeviceOptions
+from headrace.base.config.kv_options import KVOptions as KVOptions
 from headrace.base.config.many_options import ManyOptions
 from headrace.base.config.quantization_options import QuantizationParts, SchemeName
 from headrace.base.config.server_options import ServerOptions
@@ -207,53 +206,6 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="auto, or transformers to force the fallback that runs transformers' own model code."
         ),
     ] = "auto"
-
-
-class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache."""
-
-    kv_memory: Annotated[
-        BytesOrAuto,
-        Meta(
-            description="Memory for the KV cache, such as 4GiB; auto takes a share of what is free."
-        ),
-    ] = "auto"
-    kv_blocks: Annotated[
-        Positive | None, Meta(description="Number of KV blocks; overrides kv_memory.")
-    ] = None
-    block_tokens: Annotated[
-        Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
-    ] = 16
-    kv_dtype: Annotated[
-        Literal["auto", "int8", "fp8", "fp8_e5m2", "int4", "nvfp4", "int4-rotated", "int3-rotated"],
-        Meta(
-            description="Type of the KV cache; auto takes that of the activations. int8, fp8 (e4m3) and fp8_e5m2 keep "
-            "values with a scale per token and head: about half the memory; int4 takes about a quarter, with a scale "
-            "and a smallest value, nvfp4 with scales of 16 dimensions; int4-rotated and int3-rotated (a fifth) rotate "
-            "heads first. On CUDA heads of less than a byte a value are of a power of two."
-        ),
-    ] = "auto"
-    kv_dtype_skip_layers: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Layers whose KV cache keeps the type of the activations, by number from 0, or sliding_window: "
-            "all with a window or chunks."
-        ),
-    ] = ()
-    prefix_caching: Annotated[
-        bool,
-        Meta(description="Reuse the KV of prompts that begin alike (within one tenant and salt)."),
-    ] = True
-    slot_save_path: Annotated[
-        str | None,
-        Meta(
-            description="Folder in which POST /slots/{id}?action=save puts the KV of a row's last conversation, and "
-            "action=restore finds it. Default: none are saved."
-        ),
-    ] = None
-    slot_save_bytes: Annotated[
-        Bytes, Meta(description="The most that all files in slot_save_path may take together.")
-    ] = "16GiB"
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):

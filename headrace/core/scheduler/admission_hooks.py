@@ -9,11 +9,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.errors import HeadraceError, InvalidRequest, from_wire, to_wire
+from headrace.base.errors import HeadraceError, InvalidRequest, Unsupported, from_wire, to_wire
 from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.transfer import TRANSFER_HOOK
 from headrace.core.ports import AdmissionHook, Ends, none_computed
 
 _log = logging.getLogger(__name__)
+_NO_TRANSFERS = (
+    "kv_transfer_params: the KV of this server's prompts passes to no other: start it with "
+    "--kv-transfer-path FOLDER"
+)
 
 
 class AdmissionHooks:
@@ -31,6 +36,8 @@ class AdmissionHooks:
         are told its end)."""
         unknown = sorted(request.hook_payloads.keys() - {hook.name for hook in self._hooks})
         if unknown:
+            if unknown[0] == TRANSFER_HOOK:
+                raise Unsupported(_NO_TRANSFERS, field="kv_transfer_params")
             raise InvalidRequest(
                 f"this engine has no {unknown[0]!r}", field=f"hook_payloads.{unknown[0]}"
             )

@@ -159,10 +159,12 @@ def _hook_payloads(generation: Generation) -> dict[str, msgspec.Raw]:
     grammar, asked = generation.grammar, generation.params.structured_outputs
     rule, field = generation.reasoning, generation.grammar_field
     if grammar is None and asked is None and (rule is None or rule.budget is None):
-        return {}
+        return {} if generation.transfer is None else generation.transfer.payloads(generation.label)
     if grammar is None and asked is not None:
         grammar = node_of(asked, field=field)
-    return {GRAMMAR_HOOK: pack(Constraint(grammar=grammar, reasoning=rule, field=field))}
+    constraint = Constraint(grammar=grammar, reasoning=rule, field=field)
+    passing = {} if generation.transfer is None else generation.transfer.payloads(generation.label)
+    return {GRAMMAR_HOOK: pack(constraint), **passing}
 
 
 # (field as sent, attribute, its limit)

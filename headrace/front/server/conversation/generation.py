@@ -161,8 +161,8 @@ def _structure(
 
 
 def _refuse(request: GenerateRequest) -> None:
-    """What would choose a peer, or tensors of a client's making, is never taken."""
-    for field in ("features", "kv_transfer_params", "reasoning_parser_kwargs"):
+    """Tensors of a client's making are never taken."""
+    for field in ("features", "reasoning_parser_kwargs"):
         if getattr(request, field):
             raise InvalidRequest(f"{field}: not accepted by this server", field=field)
 
@@ -174,6 +174,7 @@ def sampling_of(request: GenerateRequest) -> TokenSampling:
         "stream_options": msgspec.to_builtins(request.stream_options),
         "cache_salt": request.cache_salt,
         "priority": request.priority,
+        "kv_transfer_params": request.kv_transfer_params,
     }
     fields = {name: value for name, value in beside.items() if value is not None}
     return parse({**request.sampling_params, **fields}, TokenSampling)

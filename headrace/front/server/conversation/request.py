@@ -18,6 +18,7 @@ from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.grammar import StructuredOutputs
 from headrace.base.wire.repetition import RepetitionDetection
 from headrace.base.wire.request import BOUNDS, ROUTED_EXPERTS, SamplingParams
+from headrace.base.wire.transfer import KVTransferParams
 from headrace.front.server.conversation.chain_fields import ChainFields
 from headrace.front.server.http.limits import Count, Keywords, Name, R, TokenId, typed
 
@@ -59,15 +60,30 @@ def sampling_params(
     fields |= {"n": n, "best_of": best_of, "max_tokens": max_tokens, "logprobs": logprobs}
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     fields["logit_bias"] = logit_bias(request)
-    if request.attn_capture or request.return_routed_experts:
+    if request.attn_capture or request.return_routed_experts or request.kv_transfer_params:
+        _check_whole(request, n=n, beams=bool(request.use_beam_search))
         fields["capture_layers"] = _capture_layers(request)
     return msgspec.structs.replace(SamplingParams(), **fields)
+
+
+def _check_whole(request: Common, *, n: int, beams: bool) -> None:
+    """Of KV that passes between servers: it goes with one answer, and what is sent is told with a
+    whole one."""
+    field, transfer = "kv_transfer_params", request.kv_transfer_params
+    if transfer is None:
+        return
+    if transfer.do_remote_decode and request.stream:
+        raise InvalidRequest(f"{field}: do_remote_decode cannot be streamed", field=field)
+    if n > 1 or beams:
+        raise InvalidRequest(f"{field}: goes with one answer, not with n or beams", field=field)
 
 
 def _capture_layers(request: Common) -> tuple[int, ...]:
     """The layers whose attention is told, the first one if none is named; and the routers."""
     routed = (ROUTED_EXPERTS,) if request.return_routed_experts else ()
     field = "return_routed_experts" if routed else "attn_capture"
+    if not request.attn_capture and not routed:
+        return ()
     if request.stream:
         raise InvalidRequest(f"{field}: cannot be streamed", field=field)
     if routed and (request.n or 1) > 1:
@@ -203,6 +219,7 @@ class Common(ChainFields, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
     repetition_detection: RepetitionDetection | None = None
     response_format: Keywords | None = None
@@ -288,7 +305,6 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "this server moderates nothing, so it cannot block",
     ),
     "vllm_xargs": (bool, "nothing here reads arguments of its own from a request"),
-    "kv_transfer_params": (bool, "not accepted by this server"),  # a request chooses no peer
     "ec_transfer_params": (bool, "not accepted by this server"),
     "mm_processor_kwargs": (bool, "a request may not choose how media are processed"),
     "media_io_kwargs": (bool, "a request may not choose how media are read"),

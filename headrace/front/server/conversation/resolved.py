@@ -19,6 +19,7 @@ import msgspec
 from headrace.base.config.server_options import ServerSettings
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.request import SamplingParams
+from headrace.base.wire.transfer import KVTransferParams
 from headrace.front.client.events import Events
 from headrace.front.server.conversation.calls import (
     SENT_AS,
@@ -73,7 +74,8 @@ def truncation_of(request: Common) -> Truncation | None:
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How a generation runs, apart from its sampling. `interval`: what a chunk of its stream holds;
-    None: as usual on this server. `decoder_ids`: see Generation."""
+    None: as usual on this server. `decoder_ids`: see Generation. `transfer`: what of its KV passes
+    between servers."""
 
     priority: int = 0
     cache_salt: str = ""
@@ -82,6 +84,7 @@ class RunOptions:
     interval: StreamInterval | None = None
     adapter: str = ""
     decoder_ids: tuple[int, ...] = ()
+    transfer: KVTransferParams | None = None
 
 
 def run_options(request: Common, adapter: str = "") -> RunOptions:
@@ -97,6 +100,7 @@ def run_options(request: Common, adapter: str = "") -> RunOptions:
         client_label=request.request_id,
         interval=interval,
         adapter=adapter,
+        transfer=request.kv_transfer_params,
     )
 
 
@@ -106,7 +110,7 @@ class AnswerFields:
     ids of their tokens; `as_vllm`: a stream's last delta of a choice carries its finish_reason, and
     the sampled token leads its alternatives; `echo`: text that the answer repeats before its own;
     `metrics`: where the time went; `offers_tools`: it may begin with a call; `attention_dtype`: how
-    captured attention is written."""
+    captured attention is written; `transfer`: what of its KV passes between servers."""
 
     num_choices: int = 1
     streams: bool = False
@@ -125,6 +129,11 @@ class AnswerFields:
     prompt_text: bool = False
     attention_dtype: str | None = None
     service_tier: str | None = None
+    transfer: KVTransferParams | None = None
+
+    def transferred(self, label: str) -> dict[str, object] | None:
+        """The answer's `kv_transfer_params`; `label`: its public id."""
+        return None if self.transfer is None else self.transfer.answer(label)
 
 
 def answer_fields(request: Common, settings: ServerSettings, *, scores: bool) -> AnswerFields:
@@ -149,6 +158,7 @@ def answer_fields(request: Common, settings: ServerSettings, *, scores: bool) ->
         prompt_text=bool(request.return_prompt_text),
         attention_dtype=request.attn_capture_dtype,
         service_tier=request.service_tier,
+        transfer=request.kv_transfer_params,
     )
 
 

@@ -285,7 +285,7 @@ def _document(reply: ChatReply, fold: Fold) -> dict[str, Any]:
         "usage": usage([fold]),
         "prompt_logprobs": None,
         "prompt_token_ids": None,
-        "kv_transfer_params": None,
+        "kv_transfer_params": reply.fields.transferred(reply.id),
     }
     if reply.fields.metrics:
         document["metrics"] = request_metrics(fold.first_ended)

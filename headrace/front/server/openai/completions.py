@@ -18,6 +18,7 @@ import orjson
 from starlette.responses import Response
 
 from headrace.base.config.server_options import ServerSettings
+from headrace.base.errors import InvalidRequest
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Delta, Ended, Event, PromptScored, ScoredToken, Started
 from headrace.front.server.conversation.context import RequestContext
@@ -80,6 +81,11 @@ async def post_completions(context: RequestContext, document: Any) -> Response:
     )
     sent_prompts = prompts_of(request)
     if len(sent_prompts) > 1:
+        if request.kv_transfer_params is not None:
+            raise InvalidRequest(
+                f"kv_transfer_params: goes with one prompt, {len(sent_prompts)} are given",
+                field="kv_transfer_params",
+            )
         context.retrying_engine = RetryingEngine(services.engine)
     structure = plain_structure(request)
     run = run_options(request, "" if model in services.text.model_names else model)
@@ -282,7 +288,11 @@ async def to_answer(
             choices[number * reply.n] |= await asyncio.to_thread(
                 captured_documents, fold.attention, reply.request.attn_capture_dtype
             )
-    document = envelope(reply, choices) | {"usage": usage(folds), "kv_transfer_params": None}
+    document = envelope(reply, choices)
+    document |= {
+        "usage": usage(folds),
+        "kv_transfer_params": reply.fields.transferred(reply.id),
+    }
     return orjson.dumps(document | _times(reply, folds))
 
 

@@ -95,6 +95,8 @@ async def to_answer(events: Events, reply: GenerateReply) -> bytes:
     document = _envelope(reply, [_choice(reply, i, c) for i, c in enumerate(fold.choices)])
     document["usage"] = usage([fold])
     document["prompt_logprobs"] = None
+    transfer = reply.sampling.kv_transfer_params
+    document["kv_transfer_params"] = None if transfer is None else transfer.answer(reply.id)
     if fold.prompt_scores is not None and reply.sampling.prompt_logprobs is not None:
         document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
     if fold.prompt_scores is not None and reply.sampling.prompt_logprob_token_ids is not None:

@@ -1,0 +1,79 @@
+"""Options of the KV cache."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.base.config.bounds import Bytes, BytesOrAuto, Positive, Seconds
+
+
+class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache."""
+
+    kv_memory: Annotated[
+        BytesOrAuto,
+        Meta(
+            description="Memory for the KV cache, such as 4GiB; auto takes a share of what is free."
+        ),
+    ] = "auto"
+    kv_blocks: Annotated[
+        Positive | None, Meta(description="Number of KV blocks; overrides kv_memory.")
+    ] = None
+    block_tokens: Annotated[
+        Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
+    ] = 16
+    kv_dtype: Annotated[
+        Literal["auto", "int8", "fp8", "fp8_e5m2", "int4", "nvfp4", "int4-rotated", "int3-rotated"],
+        Meta(
+            description="Type of the KV cache; auto takes that of the activations. int8, fp8 (e4m3) and fp8_e5m2 keep "
+            "values with a scale per token and head: about half the memory; int4 takes about a quarter, with a scale "
+            "and a smallest value, nvfp4 with scales of 16 dimensions; int4-rotated and int3-rotated (a fifth) rotate "
+            "heads first. On CUDA heads of less than a byte a value are of a power of two."
+        ),
+    ] = "auto"
+    kv_dtype_skip_layers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Layers whose KV cache keeps the type of the activations, by number from 0, or sliding_window: "
+            "all with a window or chunks."
+        ),
+    ] = ()
+    prefix_caching: Annotated[
+        bool,
+        Meta(description="Reuse the KV of prompts that begin alike (within one tenant and salt)."),
+    ] = True
+    slot_save_path: Annotated[
+        str | None,
+        Meta(
+            description="Folder in which POST /slots/{id}?action=save puts the KV of a row's last conversation, and "
+            "action=restore finds it. Default: none are saved."
+        ),
+    ] = None
+    slot_save_bytes: Annotated[
+        Bytes, Meta(description="The most that all files in slot_save_path may take together.")
+    ] = "16GiB"
+    kv_transfer_path: Annotated[
+        str | None,
+        Meta(
+            description="Folder through which the KV of prompts passes between servers, below /dev/shm or on a file "
+            "system that they share: one computes a prompt, another answers it (kv_transfer_params)."
+        ),
+    ] = None
+    kv_transfer_bytes: Annotated[
+        Bytes, Meta(description="The most that all files in kv_transfer_path may take together.")
+    ] = "4GiB"
+    kv_transfer_lease_s: Annotated[
+        Seconds,
+        Meta(
+            description="So long KV that nobody fetches is kept, and a request waits for KV that is to come."
+        ),
+    ] = 30.0
+    kv_load_failure: Annotated[
+        Literal["recompute", "fail"],
+        Meta(
+            description="What becomes of a request whose KV does not come: its prompt is computed here, or it ends."
+        ),
+    ] = "recompute"

@@ -1,0 +1,240 @@
+"""KV of prompts that passes between engines of one folder (KVT-03, KVT-04, KVT-06, KVT-11): the answer is that of one
+engine alone, out of the blocks that came; what is late, gone, damaged or of others costs a recomputation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.base.config.tree import (
+    DeviceOptions,
+    KVOptions,
+    ModelOptions,
+    Options,
+    SchedulerOptions,
+)
+from headrace.base.errors import ConfigError
+from headrace.base.wire.request import EngineRequest, Finished, RowSampling, StopRules
+from headrace.base.wire.transfer import TRANSFER_HOOK, KVTransfer, pack_transfer
+from headrace.core.core import EngineCore
+from headrace.core.kv_transfers import KVTransfers
+from headrace.launch.facts import resolve_options
+from tests.e2e.test_slots import MODEL, PROMPT, Slots, at_rest
+from tests.e2e.test_speculation import Engine
+
+pytestmark = pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+NAME = "chatcmpl-0123456789"
+
+
+class Pair:
+    """Engines that look into one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.models = Slots(root)
+        self.folder = root / "passing"
+        self.folder.mkdir()
+        self.engines: list[Engine] = []
+        self._next = 0
+
+    def engine(self, model: Path, **kv: Any) -> tuple[Engine, KVTransfers]:
+        ranks = kv.pop("ranks", 1)
+        tree = Options(
+            device=DeviceOptions(device="cpu"),
+            model=ModelOptions(model=str(model), max_model_len=256, dtype="float32"),
+            kv=KVOptions(kv_transfer_path=str(self.folder), **{"kv_memory": "64MiB", **kv}),
+            scheduler=SchedulerOptions(max_running=2, max_step_tokens=32),
+        )
+        engine = Engine(resolve_options(tree).engine)
+        transfer = engine.spec.kv.transfer
+        assert transfer is not None
+        if ranks > 1:
+            from headrace.back.executor.processes import ProcessExecutor
+
+            device = msgspec.structs.replace(engine.spec.device, tensor_parallel=ranks, threads=1)
+            engine.executor.close()
+            engine.executor = ProcessExecutor(msgspec.structs.replace(engine.spec, device=device))
+        hook = KVTransfers(transfer, ranks, lambda: engine.core)
+        engine.core = EngineCore(engine.spec, engine.executor, hooks=[hook])
+        self.engines.append(engine)
+        return engine, hook
+
+    def add(
+        self, engine: Engine, transfer: KVTransfer | None = None, count: int = 1, **fields: Any
+    ) -> int:
+        self._next += 1
+        prompt = fields.pop("prompt", PROMPT)
+        payloads = {} if transfer is None else {TRANSFER_HOOK: pack_transfer(transfer)}
+        engine.core.add(
+            EngineRequest(
+                id=self._next,
+                prompt=np.asarray(prompt, "<i4").tobytes(),
+                stop=StopRules(max_tokens=count),
+                sampling=RowSampling(temperature=0.0),
+                hook_payloads=payloads,
+                **fields,
+            )
+        )
+        return self._next
+
+    def end(self, engine: Engine, request: int) -> tuple[list[int], Finished]:
+        """The tokens of a request, and its end."""
+        tokens: list[int] = []
+        while True:
+            batch = engine.core.step(wait=True).tokens
+            if batch is None:
+                continue
+            mine = batch.ids == request
+            tokens += batch.tokens[mine].tolist()
+            for finished in batch.finished:
+                if finished.id == request:
+                    return tokens, finished
+
+    def say(
+        self, engine: Engine, transfer: KVTransfer | None = None, count: int = 24, **fields: Any
+    ) -> tuple[list[int], int]:
+        """Greedy tokens, and how many of the prompt's were cached."""
+        tokens, finished = self.end(engine, self.add(engine, transfer, count, **fields))
+        assert finished.error is None, finished.error
+        return tokens, finished.num_cached
+
+    def send(self, engine: Engine, name: str = NAME, **fields: Any) -> list[int]:
+        """Computes a prompt, and lets its KV go out; the first token."""
+        tokens, _ = self.say(engine, KVTransfer(sends=name), 1, **fields)
+        self.settle(engine)
+        return tokens
+
+    def settle(self, engine: Engine) -> None:
+        while engine.core.weights.keeps_executor:
+            engine.core.step(wait=False)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.executor.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.close()
+
+
+def took(name: str = NAME, *, is_sent: bool = True) -> KVTransfer:
+    return KVTransfer(receives=name, is_sent=is_sent)
+
+
+KINDS = ("hybrid", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("window", "latent")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_is_computed_by_one_and_answered_by_another(pair: Pair, kind: str) -> None:
+    model = pair.models.model(kind)
+    (alone, _), (first, sender), (second, receiver) = (pair.engine(model) for _ in range(3))
+    wanted, _ = pair.say(alone)
+    assert pair.send(first) == wanted[:1] and len(list(pair.folder.iterdir())) == 1
+    assert pair.say(second, took()) == (wanted, 64)
+    assert (sender.counts.sent, sender.counts.sent_tokens) == (1, 64)
+    assert (receiver.counts.received, receiver.counts.received_tokens) == (1, 64)
+    assert list(pair.folder.iterdir()) == []
+    assert at_rest(first) and at_rest(second) and receiver.num_held == sender.num_held == 0
+    # the two ask at once, and the one that answers comes first
+    other = [token + 1 for token in PROMPT]
+    answer = pair.add(second, took("router-17", is_sent=False), 24, prompt=other)
+    second.core.step(wait=True)
+    assert second.core.scheduler.num_running == 0
+    pair.send(first, "router-17", prompt=other)
+    tokens, finished = pair.end(second, answer)
+    assert (tokens, finished.num_cached) == (pair.say(alone, prompt=other)[0], 64)
+
+
+def test_what_does_not_come_is_computed_again(pair: Pair) -> None:
+    first, sender = pair.engine(MODEL)
+    second, receiver = pair.engine(MODEL)
+    wanted, _ = pair.say(first)
+    for number, (what, there, want) in enumerate(
+        (
+            ("nothing", {}, {}),
+            ("consumed", {}, {}),
+            ("of another key", {"tenant": "you"}, {"tenant": "me"}),
+            ("of another salt", {"cache_salt": "a"}, {"cache_salt": "b"}),
+            ("of another prompt", {"prompt": [token + 2 for token in PROMPT]}, {}),
+            ("damaged", {}, {}),
+        ),
+        start=1,
+    ):
+        if what not in ("nothing", "consumed"):
+            pair.send(first, NAME, **there)
+        if what == "damaged":
+            (file,) = (one for one in pair.folder.iterdir())
+            data = file.read_bytes()
+            file.write_bytes(data[:-1000] + bytes(100) + data[-900:])
+        assert pair.say(second, took(), **want) == (wanted, 0), what
+        assert receiver.counts.failed == number, what
+        second.core.kv.pool.forget_all()
+        for file in pair.folder.iterdir():
+            file.unlink()
+    assert receiver.counts.received == 0 and sender.counts.failed == 0
+    assert at_rest(first) and at_rest(second)
+
+
+def test_files_are_bounded_and_older_ones_go(pair: Pair) -> None:
+    engine, hook = pair.engine(MODEL, kv_transfer_bytes="1KiB")
+    wanted, _ = pair.say(engine)
+    assert pair.send(engine) == wanted[:1]
+    assert (hook.counts.failed, list(pair.folder.iterdir())) == (1, []) and at_rest(engine)
+    roomy, hook = pair.engine(MODEL)
+    for name in ("transfer-1", "transfer-2", "transfer-2"):
+        pair.send(roomy, name)
+    assert (hook.counts.sent, hook.counts.failed) == (2, 1)  # names are not given twice
+    for file in pair.folder.iterdir():
+        os.utime(file, (1, 1))
+    (pair.folder / "notes.txt").write_text("not ours")
+    os.utime(pair.folder / "notes.txt", (1, 1))
+    pair.send(roomy, "transfer-3")
+    assert len(list(pair.folder.iterdir())) == 2 and at_rest(roomy)
+
+
+def test_a_request_may_end_instead_and_one_that_is_dropped_leaves_nothing(pair: Pair) -> None:
+    first, _ = pair.engine(MODEL)
+    second, receiver = pair.engine(MODEL, kv_load_failure="fail")
+    _, finished = pair.end(second, pair.add(second, took()))
+    assert finished.error is not None and "did not come" in finished.error.message
+    assert "nothing of that name" in finished.error.message and finished.error.kind == "Conflict"
+    dropped = pair.add(second, took(is_sent=False))
+    second.core.step(wait=True)
+    second.core.abort([dropped])
+    assert receiver.num_held == 0 and at_rest(second)
+    for fields in ({"adapter": "x"},):
+        refused = pair.add(first, took(), **fields)
+        _, finished = pair.end(first, refused)
+        assert finished.error is not None
+
+
+@pytest.mark.slow
+def test_ranks_have_files_of_their_own(pair: Pair) -> None:
+    first, _ = pair.engine(MODEL, ranks=2)
+    second, receiver = pair.engine(MODEL, ranks=2)
+    wanted, _ = pair.say(first)
+    pair.send(first)
+    assert len(list(pair.folder.iterdir())) == 2
+    assert pair.say(second, took()) == (wanted, 64)
+    assert receiver.counts.received == 1 and list(pair.folder.iterdir()) == []
+
+
+def test_a_folder_that_is_none_and_a_cache_that_is_off_are_refused_at_start(tmp_path: Path) -> None:
+    def resolved(**kv: Any) -> None:
+        resolve_options(Options(model=ModelOptions(model=str(MODEL)), kv=KVOptions(**kv)))
+
+    with pytest.raises(ConfigError, match=r"--kv-transfer-path: .* is no folder"):
+        resolved(kv_transfer_path=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"--kv-transfer-path: .*--prefix-caching"):
+        resolved(kv_transfer_path=str(tmp_path), prefix_caching=False)
