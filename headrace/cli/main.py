@@ -25,6 +25,7 @@ SUMMARIES = {
     "ps": "the models of a running server: which are loaded, and until when",
     "stop": "have a running server unload a model",
     "render": "tokenize and render prompts over HTTP and gRPC, without a model's weights",
+    "route": "have some servers compute prompts, and others answer them",
     "chat": "chat with a model in the terminal",
     "generate": "continue prompts from the command line or a file",
     "batch": "answer a file of requests; repeated, it goes on where it ended",

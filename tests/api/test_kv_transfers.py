@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.api.serving import Served, serving
@@ -33,6 +38,21 @@ def said(document: dict[str, Any]) -> Any:
     return choice.get("message") or choice.get("text") or choice["token_ids"]
 
 
+@contextlib.contextmanager
+def routing(prefill: str, decode: str) -> Iterator[str]:
+    """The address of `headrace route`."""
+    words = ["route", "--prefill", prefill, "--decode", decode, "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "headrace", *words], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        try:
+            yield line.removeprefix("headrace routes: ").strip()
+        finally:
+            process.terminate()
+
+
 def test_a_router_has_one_compute_and_another_answer(tmp_path: Path) -> None:
     options = ("--device", "cpu", "--kv-transfer-path", str(tmp_path), "--api-keys", "mine,yours")
     with serving(None, *options) as prefill, serving(None, *options) as decode:
@@ -58,10 +78,25 @@ def test_a_router_has_one_compute_and_another_answer(tmp_path: Path) -> None:
             answer = ask(decode, path, **sent, kv_transfer_params=told)
             assert cached(answer) >= 48 and answer["kv_transfer_params"] is None
             assert said(answer) == said(ask(prefill, path, **sent)) == said(stranger)
-            ask(decode, "/v1/completions", prompt="x", max_tokens=1)
-            served = decode.get("/metrics").text
-            assert "headrace_engine_kv_received_tokens" in served
         assert list(tmp_path.iterdir()) == []
+        with routing(prefill.url, decode.url) as url:
+            headers, body = (
+                {"Authorization": "Bearer mine"},
+                {"messages": TALK, "temperature": 0, "seed": 7},
+            )
+            body = {**body, "messages": [*TALK, {"role": "user", "content": "Another one."}]}
+            whole = httpx.post(
+                f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60
+            ).json()
+            assert cached(whole) >= 48 and said(whole) == said(
+                ask(prefill, "/v1/chat/completions", **body)
+            )
+            sent = {**body, "stream": True}
+            streamed = httpx.post(
+                f"{url}/v1/chat/completions", json=sent, headers=headers, timeout=60
+            )
+            assert streamed.text.rstrip().endswith("data: [DONE]")
+            assert httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
         body = {"messages": TALK, "kv_transfer_params": {"do_remote_decode": True}, "stream": True}
         refused = prefill.post("/v1/chat/completions", body, Authorization="Bearer mine")
         assert refused.status_code == 400 and "streamed" in refused.json()["error"]["message"]
