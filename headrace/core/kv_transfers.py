@@ -11,9 +11,9 @@ of another prompt, late, damaged or gone costs a recomputation (or, by option, t
 never gives another answer. Who waits holds nothing; blocks are taken when a file is read, and are
 free again once it has been.
 
-A file belongs to nobody but the two: it is removed by the one that has read it, or, when it is older
-than the lease, by whoever next looks into the folder. While one is being written `.part` stands
-behind its name; that is there before the request's end is told.
+A file belongs to nobody but the two: it is removed by the one that has read it, or, when it is
+older than the lease, by whoever next looks into the folder. While one is being written `.part`
+stands behind its name; that is there before the request's end is told.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
 from headrace.base.config.resolved import KVTransferSpec
 from headrace.base.errors import Conflict, HeadraceError, NotFound, Unsupported
 from headrace.base.wire.request import EngineRequest
-from headrace.base.wire.slots import KVOrder, KVReply, SavedConversation
+from headrace.base.wire.slots import KVReply, SavedConversation
 from headrace.base.wire.transfer import TRANSFER_HOOK, KVTransfer, unpack_transfer
 from headrace.core.kv.prefix_copy import PrefixCopy, hold, take
-from headrace.core.ports import AdmissionHook, AdmissionVerdict, KVWorkers, none_computed
+from headrace.core.kv_files import KVFileHook
+from headrace.core.ports import AdmissionVerdict, none_computed
 from headrace.core.reports import EngineView
 from headrace.core.request import TOKEN_BYTES, Request
 from headrace.core.service_state import TransferCounts
@@ -66,19 +66,16 @@ class _Held:
     error: HeadraceError | None = None
 
 
-class KVTransfers(AdmissionHook):
-    """The transfers of one core. See the top of the file. `engine`: the core, which is made with
-    this hook."""
+class KVTransfers(KVFileHook):
+    """The transfers of one core. See the top of the file."""
 
     name = TRANSFER_HOOK
 
     def __init__(
         self, spec: KVTransferSpec, num_ranks: int, engine: Callable[[], EngineView]
     ) -> None:
+        super().__init__(spec.path, num_ranks, engine)
         self._spec = spec
-        self._folder = Path(spec.path)
-        self._num_ranks = num_ranks
-        self._engine = engine
         self._held: dict[int, _Held] = {}
         self._sweep()
 
@@ -86,11 +83,6 @@ class KVTransfers(AdmissionHook):
     def counts(self) -> TransferCounts:
         """What went out and came in."""
         return self._engine().counters.transfers
-
-    @property
-    def follows_drafts(self) -> bool:
-        """See AdmissionHook: it is done before the request runs, or when it has ended."""
-        return True
 
     @property
     def num_held(self) -> int:
@@ -124,13 +116,6 @@ class KVTransfers(AdmissionHook):
         if held.error is not None:
             raise held.error
         return _YES if held.is_settled else verdict
-
-    def payload(self, request_ids: list[int]) -> bytes | None:
-        """See AdmissionHook: the workers know nothing of transfers but their orders."""
-        return None
-
-    def renew(self) -> None:
-        """See AdmissionHook: nothing is on its way when workers are replaced."""
 
     def finish(self, request_id: int) -> None:
         """See AdmissionHook: what the request sends goes out now."""
@@ -179,20 +164,14 @@ class KVTransfers(AdmissionHook):
         files = self._files(path)
         if any(file.exists() for file in files):
             raise Conflict(f"a transfer of the name {path.stem} lies there already")
-        order = KVOrder(
-            action="save",
-            path=str(path),
-            blocks=copy.blocks,
-            header=header,
-            num_ranks=self._num_ranks,
-        )
         marks = [Path(f"{file}.part") for file in files]
         for mark in marks:
             os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
         try:
-            pending = self._workers().move(order)
+            pending = self._order("save", path, copy.blocks, header)
         except HeadraceError:
-            _remove(marks)
+            for mark in marks:
+                mark.unlink(missing_ok=True)
             raise
         engine.weights.attend(pending, partial(self._sent, copy))
 
@@ -245,7 +224,7 @@ class KVTransfers(AdmissionHook):
         try:
             return self._load(held, path)
         except (HeadraceError, OSError) as error:
-            _remove(files)
+            self._remove_files(path)
             self._fail(held, error)
             return _YES
 
@@ -270,11 +249,8 @@ class KVTransfers(AdmissionHook):
             if self._has_time(held):
                 return AdmissionVerdict("not_now", _said(full))
             raise
-        order = KVOrder(
-            action="load", path=str(path), blocks=copy.blocks, num_ranks=self._num_ranks
-        )
         try:
-            pending = self._workers().move(order)
+            pending = self._order("load", path, copy.blocks)
         except HeadraceError:
             copy.release(forget=True)
             raise
@@ -290,13 +266,13 @@ class KVTransfers(AdmissionHook):
             self.counts.received_tokens += copy.num_tokens
         else:
             copy.release(forget=True)
-            _remove(self._files(path))
+            self._remove_files(path)
             self._fail(held, Conflict(reply.error.message))
         return {}
 
     def _settle(self, held: _Held, path: Path) -> None:
         held.is_settled = True
-        _remove(self._files(path))
+        self._remove_files(path)
 
     def _fail(self, held: _Held, error: Exception) -> None:
         """The prompt is computed here, or the request ends, as the option says."""
@@ -317,31 +293,6 @@ class KVTransfers(AdmissionHook):
         """Where a transfer of a tenant lies: names of tenants do not meet, and are no paths."""
         digest = blake2b(f"{wire.tenant}\0{name}".encode(), digest_size=20).hexdigest()
         return self._folder / f"{digest}{_SUFFIX}"
-
-    def _files(self, path: Path) -> list[Path]:
-        if self._num_ranks == 1:
-            return [path]
-        return [Path(f"{path}.rank{rank}") for rank in range(self._num_ranks)]
-
-    def _request(self, wire: EngineRequest) -> Request:
-        """A request of the prompt alone, for its blocks' names."""
-        engine = self._engine()
-        return Request(
-            wire,
-            arrival=0,
-            now=engine.clock(),
-            groups=len(engine.kv.groups),
-            length_limit=len(wire.prompt) // TOKEN_BYTES,
-        )
-
-    def _workers(self) -> KVWorkers:
-        return cast(KVWorkers, self._engine().executor)
-
-
-def _remove(files: list[Path]) -> None:
-    for file in files:
-        with contextlib.suppress(OSError):
-            file.unlink()
 
 
 def _said(error: Exception) -> str:

@@ -238,6 +238,8 @@ def metrics(engine: EngineView) -> Document:
         "kv_received": counters.transfers.received,
         "kv_received_tokens": counters.transfers.received_tokens,
         "kv_transfers_failed": counters.transfers.failed,
+        "kv_stored_tokens": counters.transfers.stored_tokens,
+        "kv_restored_tokens": counters.transfers.restored_tokens,
         "finished": dict(counters.finished),
         "step_tokens": _by_bound(counters.step_tokens),
         "plan_s": counters.plan_s,

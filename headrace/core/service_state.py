@@ -132,13 +132,16 @@ class _Mean:
 @dataclass(eq=False, slots=True)
 class TransferCounts:
     """Since start: KV of prompts that went to other servers and came from them, in transfers and
-    tokens; and transfers of either way that did not."""
+    tokens, and transfers of either way that did not; tokens whose KV went to the store and came
+    from it."""
 
     sent: int = 0
     sent_tokens: int = 0
     received: int = 0
     received_tokens: int = 0
     failed: int = 0
+    stored_tokens: int = 0
+    restored_tokens: int = 0
 
 
 class Counters:

@@ -315,7 +315,24 @@ def check_saved(
     name, kv = "filename", engine.kv
     if saved.tenant != tenant:
         raise NotFound("filename: it was saved with another key", field=name)
-    facts = engine.executor.facts
+    check_saved_form(engine, saved, num_ranks=num_ranks)
+    tokens, rest = divmod(len(saved.tokens), TOKEN_BYTES)
+    if rest or saved.computed % kv.block_tokens or not 0 < saved.computed < tokens:
+        raise InvalidRequest(
+            f"filename: {saved.computed} tokens with KV, of {tokens}; whole blocks of {kv.block_tokens} are "
+            "wanted, and fewer than all",
+            field=name,
+        )
+    most = engine.executor.facts.max_model_len
+    if tokens > most:
+        raise InvalidRequest(
+            f"filename: {tokens} tokens, at most {most} are taken (--max-model-len)", field=name
+        )
+
+
+def check_saved_form(engine: EngineView, saved: SavedConversation, *, num_ranks: int) -> None:
+    """Conflict where the blocks have another form than those here."""
+    kv = engine.kv
     pairs = (
         ("format", saved.format, FORMAT),
         ("workers", saved.num_ranks, num_ranks),
@@ -332,18 +349,6 @@ def check_saved(
                 f"filename: its KV has another form: group {number} has (kind, span, blocks, caches, "
                 f"bytes) {theirs} there and {ours} here"
             )
-    tokens, rest = divmod(len(saved.tokens), TOKEN_BYTES)
-    if rest or saved.computed % kv.block_tokens or not 0 < saved.computed < tokens:
-        raise InvalidRequest(
-            f"filename: {saved.computed} tokens with KV, of {tokens}; whole blocks of {kv.block_tokens} are "
-            "wanted, and fewer than all",
-            field=name,
-        )
-    if tokens > facts.max_model_len:
-        raise InvalidRequest(
-            f"filename: {tokens} tokens, at most {facts.max_model_len} are taken (--max-model-len)",
-            field=name,
-        )
 
 
 def _form(group: KVGroup) -> tuple[object, ...]:

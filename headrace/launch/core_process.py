@@ -43,6 +43,7 @@ from headrace.core.admission import check_stated_length, due_times, load_of
 from headrace.core.core import EngineCore
 from headrace.core.encoder_cache import encoder_cache_hooks
 from headrace.core.grammar.hook import GrammarHook
+from headrace.core.kv_store import KVStore, check_store
 from headrace.core.kv_transfers import KVTransfers
 from headrace.core.lifecycle import record_graph
 from headrace.core.output_processor import CoreOutput
@@ -316,9 +317,11 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     hooks: list[AdmissionHook] = admission_hooks_of(spec, executor.facts)
     if adapters is not None:
         hooks.append(adapters)
+    ranks = spec.device.tensor_parallel
     if (transfer := spec.kv.transfer) is not None:
-        ranks = spec.device.tensor_parallel
         hooks.append(KVTransfers(transfer, ranks, lambda: core))
+    if (store := spec.kv.store) is not None:
+        hooks.append(KVStore(store, ranks, lambda: core))
     core = EngineCore(
         spec,
         executor,
@@ -331,6 +334,8 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     if adapters is not None:
         load_adapters(spec, adapters, source, asleep=rest.asleep)
     check_stated_length(spec.kv, core.kv)
+    if store is not None:
+        check_store(core.kv)
     frontends = FrontendConnections(socket_path, core.hello(), status)
     facts = executor.facts
     memory = {

@@ -1,5 +1,5 @@
-"""Whether conversations may be saved (core/slots.py), and KV may pass to other servers
-(core/kv_transfers.py), and where."""
+"""Whether conversations may be saved (core/slots.py), and KV may be stored (core/kv_store.py) and
+pass to other servers (core/kv_transfers.py), and where."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.config.resolved import DeviceSpec, KVSpec, KVTransferSpec
+from headrace.base.config.resolved import DeviceSpec, KVSpec, KVStoreSpec, KVTransferSpec
 from headrace.base.config.tree import KVOptions
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
@@ -26,6 +26,13 @@ def with_slots(
         folder = _folder_of(FIELD, options.slot_save_path, spec, model, device_spec)
         most = parse_bytes(options.slot_save_bytes, field="--slot-save-bytes")
         spec = msgspec.structs.replace(spec, slot_save_path=folder, slot_save_bytes=most)
+    if options.kv_store_path is not None:
+        store = KVStoreSpec(
+            path=_folder_of("kv_store_path", options.kv_store_path, spec, model, device_spec),
+            max_bytes=parse_bytes(options.kv_store_bytes, field="--kv-store-bytes"),
+            after=options.kv_store_after,
+        )
+        spec = msgspec.structs.replace(spec, store=store)
     if options.kv_transfer_path is None:
         return spec
     folder = _folder_of("kv_transfer_path", options.kv_transfer_path, spec, model, device_spec)

@@ -208,6 +208,7 @@ def test_what_does_not_come_is_computed_again(pair: Pair) -> None:
     assert at_rest(first) and at_rest(second)
 
 
+@pytest.mark.slow
 def test_files_are_bounded_and_older_ones_go(pair: Pair) -> None:
     engine, hook = pair.engine(kv_transfer_bytes="1KiB")
     wanted, _ = pair.say(engine)

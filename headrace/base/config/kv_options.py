@@ -77,3 +77,22 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="What becomes of a request whose KV does not come: its prompt is computed here, or it ends."
         ),
     ] = "recompute"
+    kv_store_path: Annotated[
+        str | None,
+        Meta(
+            description="Folder in which the KV of prompts that come again is kept, beyond the cache and the server's "
+            "end: on a disk, or in host memory (below /dev/shm) for a GPU. Of models with full attention in all layers."
+        ),
+    ] = None
+    kv_store_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="The most that all files in kv_store_path may take together; what was not used longest goes."
+        ),
+    ] = "16GiB"
+    kv_store_after: Annotated[
+        Positive,
+        Meta(
+            description="So many requests must begin alike before their KV is stored: what comes once costs nothing."
+        ),
+    ] = 2

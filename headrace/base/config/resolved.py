@@ -135,6 +135,15 @@ class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):
     recomputes: bool = True
 
 
+class KVStoreSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """KV of prompts that is kept in the folder `path`, whose files take at most `max_bytes`:
+    that of prompts which `after` requests have begun with."""
+
+    path: str
+    max_bytes: int
+    after: int = 2
+
+
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes
     into blocks.
@@ -142,12 +151,14 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     `fit`: memory_bytes is the most that is of use; a worker takes less if its device has less left
     (DeviceSpec). `least_tokens`: one sequence of so many must fit, which the user stated beside the
     memory. `slot_save_path`: where conversations are saved, all files together at most
-    `slot_save_bytes`; None: nowhere. `transfer` None: its KV passes to no other server.
+    `slot_save_bytes`; None: nowhere. `transfer` None: its KV passes to no other server; `store`
+    None: it is kept nowhere else.
     """
 
     block_tokens: int
     prefix_caching: bool
     transfer: KVTransferSpec | None = None
+    store: KVStoreSpec | None = None
     slot_save_path: str | None = None
     slot_save_bytes: int = 0
     num_blocks: int | None = None

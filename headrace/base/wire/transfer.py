@@ -1,5 +1,5 @@
-"""What a request says of KV that passes between servers: a prompt is computed by one and answered by
-another (core/kv_transfers.py)."""
+"""What a request says of KV that passes between servers: a prompt is computed by one and answered
+by another (core/kv_transfers.py)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""A router in front of servers that pass the KV of prompts to each other (core/kv_transfers.py): some
-compute prompts, others answer them, and each request goes to one of each, with the fewest others.
+"""A router in front of servers that pass the KV of prompts to each other (core/kv_transfers.py):
+some compute prompts, others answer them, and each request goes to one of each, with the fewest
+others.
 
-It changes nothing else: a body is read as far as its prompt must be sent twice, keys and answers pass
-through. A request that the first server cannot serve now is answered by the second alone; one that
-it refuses is refused. What has several prompts or answers, and every other route, goes to a server that
-answers.
+It changes nothing else: a body is read as far as its prompt must be sent twice, keys and answers
+pass through. A request that the first server cannot serve now is answered by the second alone; one
+that it refuses is refused. What has several prompts or answers, and every other route, goes to a
+server that answers.
 """
 
 from __future__ import annotations
@@ -93,18 +94,18 @@ class PromptRouter:
         if request.method == "POST" and request.url.path in PASSING:
             document = _splittable(content)
             if document is not None:
-                told = await self._computed(request, document)
-                if isinstance(told, Response):
-                    return told
-                if told is not None:
-                    content = orjson.dumps(document | {"kv_transfer_params": told})
+                transfer = await self._computed(request, document)
+                if isinstance(transfer, Response):
+                    return transfer
+                if transfer is not None:
+                    content = orjson.dumps(document | {"kv_transfer_params": transfer})
         return await self._forward(request, content)
 
     async def _computed(
         self, request: Request, document: dict[str, Any]
     ) -> Response | dict[str, Any] | None:
-        """What the second server is told of the prompt that the first one has computed; its answer,
-        where it refuses the request; None where it cannot take it now."""
+        """What the second server must know of the prompt that the first one has computed; its
+        answer, where it refuses the request; None where it cannot take it now."""
         content = orjson.dumps(_prompt_alone(document))
         upstream = _least_busy(self._prefill)
         upstream.busy += 1
@@ -121,13 +122,13 @@ class PromptRouter:
             headers.pop("content-encoding", None)
             return Response(reply.content, reply.status_code, headers)
         try:
-            told = reply.json()["kv_transfer_params"] if reply.is_success else None
+            transfer = reply.json()["kv_transfer_params"] if reply.is_success else None
         except (ValueError, KeyError, TypeError):
-            told = None
-        if not isinstance(told, dict):
+            transfer = None
+        if not isinstance(transfer, dict):
             log.warning("%s computed no prompt (%d)", upstream.url, reply.status_code)
             return None
-        return told
+        return transfer
 
     async def _forward(self, request: Request, content: bytes) -> Response:
         for _ in self._decode:
