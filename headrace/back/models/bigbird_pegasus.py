@@ -22,7 +22,7 @@ from headrace.back.attention.plan import Batch
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.scope import Scope
 from headrace.back.models.bart import BartForm, build_bart, learned
-from headrace.back.models.encoder import EncoderSizes, SpanAttentionLayer, TokenLayer
+from headrace.back.models.encoder import EncoderSizes, SpanAttentionLayer, SpanHeads, TokenLayer
 from headrace.back.models.encoder_decoder import EncoderDecoder
 from headrace.back.parallel.shard import Part, local_units
 from headrace.base.config.hf import ConfigReader
@@ -36,16 +36,12 @@ TILE = 256
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
     """BigBirdPegasusForConditionalGeneration."""
-    blocks = SparseBlocks(
-        size=config.int("block_size", 64, ge=1),
-        drawn=config.int("num_random_blocks", 3, ge=0),
-    )
-    sparse = config.choice("attention_type", (SPARSE, FULL), SPARSE) == SPARSE
+    blocks = read_blocks(config)
     bias = config.bool("use_bias", False)
 
     def attention(scope: Scope, sizes: EncoderSizes, index: int) -> TokenLayer:
-        if sparse:
-            return BlockSparseAttention(scope, sizes, blocks, bias=bias)
+        if blocks is not None:
+            return BlockSparseAttention(scope, sizes, blocks, names=PROJECTIONS, out=OUT, bias=bias)
         return SpanAttentionLayer(scope, sizes, names=PROJECTIONS, out=OUT, bias=bias)
 
     named = {"activation_function": "gelu_new", "scale_embedding": True}
@@ -73,26 +69,48 @@ class SparseBlocks:
         return (5 + 2 * self.drawn) * self.size
 
 
+def read_blocks(config: ConfigReader) -> SparseBlocks | None:
+    """None: all tokens see each other."""
+    if config.choice("attention_type", (SPARSE, FULL), SPARSE) == FULL:
+        return None
+    return SparseBlocks(
+        size=config.int("block_size", 64, ge=1), drawn=config.int("num_random_blocks", 3, ge=0)
+    )
+
+
 class BlockSparseAttention:
-    """x_TE -> y_TE: see the file."""
+    """x_TE -> y_TE: see the file. Texts that are seen whole, if there are no others, are attended
+    to by a kernel. `names`, `out`: see SpanAttentionLayer."""
 
     def __init__(
-        self, scope: Scope, sizes: EncoderSizes, blocks: SparseBlocks, *, bias: bool
+        self,
+        scope: Scope,
+        sizes: EncoderSizes,
+        blocks: SparseBlocks,
+        *,
+        names: tuple[str, ...],
+        out: str,
+        bias: bool = True,
     ) -> None:
         size = sizes.heads * sizes.head_dim
-        parts = tuple(Part(name, size, sizes.heads) for name in PROJECTIONS)
+        parts = tuple(Part(name, size, sizes.heads) for name in names)
         self._heads, self._blocks = local_units(parts[0], scope.mesh.tp), blocks
         self._scale = sizes.head_dim**-0.5
         self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias)
-        self._out = RowLinear(scope / OUT, parts[0], sizes.width, bias=bias)
+        self._out = RowLinear(scope / out, parts[0], sizes.width, bias=bias)
+        self._whole = SpanHeads(scope, self._heads, self._heads, sizes.head_dim)
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the class."""
         assert batch.query_start is not None
         qkv = self._qkv.project(x_TE).unflatten(1, (3, self._heads, -1))
+        spans = [*pairwise(batch.query_start.tolist())]
+        if all(last - first <= self._blocks.seen_whole for first, last in spans):
+            y_THD = self._whole.attend(*qkv.unbind(1), batch)
+            return self._out.project(y_THD.reshape(len(x_TE), -1))
         q_HTD, k_HTD, v_HTD = qkv.permute(1, 2, 0, 3).unbind(0)
         y_HTD = torch.empty_like(v_HTD)
-        for first, last in pairwise(batch.query_start.tolist()):
+        for first, last in spans:
             text = (slice(None), slice(first, last))
             self._attend(q_HTD[text] * self._scale, k_HTD[text], v_HTD[text], y_HTD[text])
         return self._out.project(y_HTD.transpose(0, 1).flatten(1))

@@ -117,24 +117,6 @@ ENCODERS = frozenset(
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 HEADLESS = frozenset({"fnet"})
 """Families that mix tokens without attention: their config states no heads."""
-
-
-def beyond_whole(config: Mapping[str, Any]) -> int:
-    """How many of BigBird's positions lie behind the longest text whose tokens all see each
-    other."""
-    stated, blocks, size = (
-        config.get(key, default)
-        for key, default in (
-            ("max_position_embeddings", 4096),
-            ("num_random_blocks", 3),
-            ("block_size", 64),
-        )
-    )
-    if not all(isinstance(one, int) for one in (stated, blocks, size)):
-        return 0
-    return max(0, stated - (5 + 2 * blocks) * size)
-
-
 FIRST_POSITION = dict.fromkeys(
     (
         "roberta",
@@ -154,8 +136,6 @@ FIRST_POSITION = dict.fromkeys(
 
 def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
     """How many of the stated positions no text can use."""
-    if family == "big_bird" and config.get("attention_type", "block_sparse") == "block_sparse":
-        return beyond_whole(config)
     if family == "jina_embeddings_v3" and config.get("position_embedding_type") == "absolute":
         family = "roberta"
     key = FIRST_POSITION.get(family)
