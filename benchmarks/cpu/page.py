@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.shapes import SHAPES, Shape
+from benchmarks.cpu.shapes import HERE, SHAPES, Shape
 from headrace.bench.report import markdown_table
 
 MIB = 1 << 20
@@ -15,6 +17,13 @@ NOT_COMPARED = {
     "llama_cpp.server": "answers one request at a time; llama-server does not",
 }
 """Peers that are not in the tables, and why."""
+
+
+def tables(features: Collection[str]) -> tuple[Path, Path]:
+    """The stored results and the page of CPUs with such instruction sets: those with matrix tiles and those with
+    vectors alone each have theirs, as bars are judged on both."""
+    results = HERE / ("engines.json" if "amx_bf16" in features else "engines-vectors.json")
+    return results, results.with_suffix(".md")
 
 
 def page(stored: dict[str, Any]) -> str:

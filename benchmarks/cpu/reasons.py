@@ -1,4 +1,4 @@
-"""Writes why a row misses its bar into the run that showed it, in engines.json.
+"""Writes why a row misses its bar into the run that showed it, in engines.json (`--vectors`: engines-vectors.json).
 
     python -m benchmarks.cpu.reasons bundled "prefill int8 512" "what counters or cycles say of it"
 
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.page import page
+from benchmarks.cpu.page import page, tables
 
-STORED = Path(__file__).with_name("engines.json")
-PAGE = Path(__file__).with_name("engines.md")
+STORED, PAGE = tables({"amx_bf16"})
 
 
 def with_reason(stored: dict[str, Any], shape: str, row: str, text: str) -> dict[str, Any]:
@@ -37,12 +35,14 @@ def main() -> None:
     parser.add_argument("shape")
     parser.add_argument("row")
     parser.add_argument("text")
+    parser.add_argument("--vectors", action="store_true", help="of a CPU without matrix tiles")
     arguments = parser.parse_args()
+    results, shown = tables(()) if arguments.vectors else (STORED, PAGE)
     stored = with_reason(
-        json.loads(STORED.read_text()), arguments.shape, arguments.row, arguments.text
+        json.loads(results.read_text()), arguments.shape, arguments.row, arguments.text
     )
-    STORED.write_text(json.dumps(stored, indent=1) + "\n")
-    PAGE.write_text(page(stored))
+    results.write_text(json.dumps(stored, indent=1) + "\n")
+    shown.write_text(page(stored))
 
 
 if __name__ == "__main__":

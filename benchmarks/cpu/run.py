@@ -5,8 +5,9 @@
 
 FOLDER: the same shapes for the other engines (sessions.Peers says under which names); PYTHON: an interpreter that has
 llama-cpp-python and perhaps openvino-genai and onnxruntime-genai. Engines that are not there are left out.
-Sections of each shape: decode, prefill, server, start (with memory), plan. What is measured goes into engines.json,
-section by section, and engines.md is made of all of it (page.py): shapes and sections may be measured apart. `--quick`
+Sections of each shape: decode, prefill, server, start (with memory), plan. What is measured goes into engines.json
+(of CPUs without matrix tiles into engines-vectors.json), section by section, and engines.md is made of all of it
+(page.py): shapes and sections may be measured apart. `--quick`
 tries the script, it measures nothing worth keeping; `--only none --write` makes the page anew.
 """
 
@@ -22,14 +23,14 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cpu import limits, planned, starts
-from benchmarks.cpu.page import page
+from benchmarks.cpu.page import page, tables
 from benchmarks.cpu.servers import compare as compare_servers
 from benchmarks.cpu.sessions import Peers, Session, commands
-from benchmarks.cpu.shapes import HERE, SHAPES, Shape
-from headrace.back.platforms.cpu import usable_cores
+from benchmarks.cpu.shapes import SHAPES, Shape
+from headrace.back.platforms.cpu import cpu_facts, usable_cores
 from headrace.bench.report import versions
 
-STORED, PAGE = HERE / "engines.json", HERE / "engines.md"
+STORED, PAGE = tables(cpu_facts().features)
 Rows = list[dict[str, Any]]
 QUICK_LOADS = {1: (8, 6), 8: (8, 5), 32: (4, 4)}
 
@@ -48,9 +49,14 @@ def in_turn(
 
 
 def engines(
-    peers: Peers, shape: Shape, given: argparse.Namespace, kinds: set[str]
+    peers: Peers,
+    shape: Shape,
+    given: argparse.Namespace,
+    kinds: set[str],
+    keep: Callable[[dict[str, Rows]], None],
 ) -> dict[str, Rows]:
-    """Decode and prefill: sessions are loaded once per precision."""
+    """Decode and prefill: sessions are loaded once per precision. `keep` has the rows so far after each: a run that
+    is cut short leaves what it measured."""
     library = limits.pool(peers.threads)
     found: dict[str, Rows] = {kind: [] for kind in ("decode", "prefill") if kind in kinds}
     for precision in given.precisions.split(","):
@@ -67,7 +73,7 @@ def engines(
                 found["decode"].append(row | {"read_gb_s": max(read), "bytes": num_bytes})
                 say(found["decode"][-1])
         if "prefill" in kinds:
-            for length in shape.prompts[: 1 if given.quick else None]:
+            for length in shape.prompts[: 1 if given.quick or given.short else None]:
                 peak = limits.peaks()
                 figures = in_turn(sessions, "prefill_tok_s", (1, length, 3), given.rounds)
                 row = {"precision": precision, "prompt": length, "engines": figures}
@@ -77,6 +83,7 @@ def engines(
                 say(found["prefill"][-1])
         for session in sessions.values():
             session.close()
+        keep(found)
     return found
 
 
@@ -110,6 +117,7 @@ def main() -> None:
     parser.add_argument("--peers", default=os.environ.get("PEERS", ""))
     parser.add_argument("--peer-python", default=os.environ.get("PEER_PYTHON", ""))
     parser.add_argument("--llama-server", default=os.environ.get("LLAMA_SERVER", ""))
+    parser.add_argument("--short", action="store_true", help="the shortest prompt alone")
     parser.add_argument("--quick", action="store_true", help="one round of tiny loads")
     parser.add_argument("--write", action="store_true", help="store the results and the page")
     given = parser.parse_args()
@@ -129,8 +137,16 @@ def main() -> None:
 def measure(peers: Peers, shape: Shape, given: argparse.Namespace) -> None:
     """All sections of a shape that were asked for, stored one by one."""
     kinds = set(given.only.split(","))
+    begin = time.perf_counter()
+
+    def keep(found: dict[str, Rows]) -> None:
+        if given.write:
+            merged = store(shape, found, given, time.perf_counter() - begin)
+            STORED.write_text(json.dumps(merged, indent=1) + "\n")
+            PAGE.write_text(page(merged))
+
     sections: list[tuple[set[str], Callable[[], dict[str, Rows]]]] = [
-        ({"decode", "prefill"}, lambda: engines(peers, shape, given, kinds)),
+        ({"decode", "prefill"}, lambda: engines(peers, shape, given, kinds, keep)),
         ({"server"}, lambda: {"server": compare_servers(peers, shape, rounds=given.rounds, quick=given.quick)}),
         ({"plan"}, lambda: {"plan": planned.measure(peers, shape, rounds=given.rounds)}),
         ({"start"}, lambda: starts.measure(shape, rounds=given.rounds)),

@@ -1,4 +1,4 @@
-"""benchmarks/cpu/engines.md: made of the stored results, a reason only beside the run that showed it."""
+"""benchmarks/cpu/engines.md and engines-vectors.md: made of the stored results; a reason stands beside its run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cpu.page import page
+from benchmarks.cpu.page import page, tables
 from benchmarks.cpu.reasons import PAGE, STORED, with_reason
 
 
@@ -16,8 +16,12 @@ def stored() -> dict[str, Any]:
     return dict(json.loads(STORED.read_text()))
 
 
-def test_the_page_is_what_the_stored_results_say(stored: dict[str, Any]) -> None:
+def test_the_pages_are_what_the_stored_results_say(stored: dict[str, Any]) -> None:
     assert PAGE.read_text() == page(stored)
+    results, shown = tables(())
+    assert results.exists() == shown.exists() and results != STORED
+    if results.exists():
+        assert shown.read_text() == page(json.loads(results.read_text()))
 
 
 def test_a_reason_goes_with_the_run_it_was_found_for(stored: dict[str, Any]) -> None:
