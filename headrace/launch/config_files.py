@@ -27,8 +27,19 @@ def read_config(folder: Path) -> dict[str, Any]:
             written = {} if inside is None else dict(inside.raw)
         if written:
             config["quantization_config"] = {"quant_method": method, **written}
+    if of_mlx := _written_by_mlx(config):
+        config["quantization_config"] = {"quant_method": "mlx", **of_mlx}
     config = in_common_keys(config, str(folder / "config.json"))
     return filled(thinker_config(with_parts(folder, config)))
+
+
+def _written_by_mlx(config: dict[str, Any]) -> dict[str, Any]:
+    """What MLX says of its weights: it names no method, under neither key."""
+    written, common = config.get("quantization"), config.get("quantization_config")
+    named = isinstance(common, dict) and "quant_method" in common
+    if named or not isinstance(written, dict) or not written.keys() >= {"bits", "group_size"}:
+        return {}
+    return dict(written)
 
 
 _BESIDE = {

@@ -89,11 +89,12 @@ def bind_gemm(
             return bind_linear(scope, weight_OI, bias_O)
         return bind_fused(scope, weight_OI, bias_O, activation=activation)
     if norm is not None and (isinstance(weight_OI, BlockWeight) or weight_OI.reads_quantized_rows):
-        group = weight_OI.x_group if isinstance(weight_OI, BlockWeight) else None
+        blocks = isinstance(weight_OI, BlockWeight)
+        group, fixed = (weight_OI.x_group, None) if blocks else (None, weight_OI.fixed)
         gemm, plain_from = _bind_quantized(
             scope, scope.bind_fused, weight_OI, bias_O, activation=activation, quantized_rows=True
         )
-        if gemm is not None and norm.quantize_output(group, below=plain_from):
+        if gemm is not None and norm.quantize_output(group, below=plain_from, fixed=fixed):
             return gemm
     if activation is None:
         return bind_linear(scope, weight_OI, bias_O)
@@ -166,7 +167,8 @@ def gemm_of(
     if isinstance(weight, PackedWeight | BlockWeight):
         new |= {"quantized_rows": quantized_rows, "inputs": weight.inputs, "activation": activation}
     if isinstance(weight, PackedWeight):
-        return OP_QUANT, LinearQuantProblem(**new, outputs=weight.outputs, form=weight.form)
+        new |= {"outputs": weight.outputs, "form": weight.form, "fixed": weight.fixed is not None}
+        return OP_QUANT, LinearQuantProblem(**new)
     if isinstance(weight, BlockWeight):
         return OP_BLOCKS, LinearBlocksProblem(**new, kinds=weight.kinds, plain_from=plain_from)
     if isinstance(weight, OnGpu):

@@ -13,6 +13,7 @@ import torch
 from headrace.back.kernels.layer_norm.op import ADD_OP as ADD_LAYER_NORM
 from headrace.back.kernels.layer_norm.op import OP as LAYER_NORM
 from headrace.back.kernels.layer_norm.op import LayerNormProblem
+from headrace.back.kernels.linear_quant.rows import FixedScale
 from headrace.back.kernels.rms_norm.op import ADD_OP, OP, AddNorm, Norm, RMSNormProblem
 from headrace.back.kernels.rms_norm_quant.op import OP as QUANT_OP
 from headrace.back.kernels.rms_norm_quant.op import RMSNormQuantProblem
@@ -150,11 +151,14 @@ class RMSNorm:
             return torch.ones(self._problem.width, device=self._scope.device)
         return self._weight.take_float(self._offset)
 
-    def quantize_output(self, group: int | None, *, below: int | None = None) -> bool:
+    def quantize_output(
+        self, group: int | None, *, below: int | None = None, fixed: FixedScale | None = None
+    ) -> bool:
         """Has `norm` and `add_norm` give QuantizedRows (linear_quant/rows.py) from now on, for the
-        one GEMM that reads them; `below`: for fewer rows only. False if no kernel does."""
-        problem = RMSNormQuantProblem(**vars(self._problem), group=group)
-        quantized_rows = self._scope.bind_fused(QUANT_OP, problem, self.weight_E)
+        one GEMM that reads them; `below`: for fewer rows only; `fixed`: the scale of all rows.
+        False if no kernel does."""
+        problem = RMSNormQuantProblem(**vars(self._problem), group=group, fixed=fixed is not None)
+        quantized_rows = self._scope.bind_fused(QUANT_OP, problem, self.weight_E, fixed)
         if quantized_rows is None:
             return False
         norm, add_norm = self.norm, self.add_norm

@@ -38,7 +38,7 @@ from headrace.back.quant.gpu_weights import (
     stored_experts_on_gpu,
     stored_weight_on_gpu,
 )
-from headrace.back.quant.kept import KeptWeight, scheme_of
+from headrace.back.quant.kept import KeptWeight, inputs_scaled, scheme_of
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.parts import PartSchemes
 from headrace.back.quant.scheme import Scheme
@@ -282,7 +282,9 @@ class Scope:
         if self.stored and kept_blocks(weight, self.stored):
             return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
         kept = scheme_of(weight, self.stored) if self.stored else None
-        return weight if kept is None else KeptWeight(weight, kept)
+        if kept is None:
+            return weight
+        return KeptWeight(weight, kept, fixed=inputs_scaled(weight, self.stored))
 
     def quantized_gemm(self, weight: Param) -> LoadedWeight:
         """The same of a layer that is no table of tokens and no output head: those stay floats on

@@ -11,7 +11,7 @@ from headrace.back.kernels.linear_fp8.op import LinearFp8Problem
 from headrace.back.kernels.linear_int4.op import INT8_FROM
 from headrace.back.kernels.linear_int8.op import STREAMED_TOKENS
 from headrace.back.quant.gpu import GPU_SCHEMES
-from headrace.back.quant.kept import INT8_ROWS, MICROSCALED, PANEL_SCHEMES, STORED_SCALE
+from headrace.back.quant.kept import INT8_ROWS, MICROSCALED, PANEL_SCHEMES, STORED_SCALE, bare
 
 AS_THEY_ARE = "as they are"
 
@@ -21,9 +21,11 @@ def inputs_of(scheme: str, device: str, *, routed: bool = False) -> str:
     of experts."""
     if device == "cuda":
         return _of_experts(scheme) if routed else _on_gpu(scheme)
-    held = PANEL_SCHEMES.get(scheme)
+    held = PANEL_SCHEMES.get(bare(scheme))
     if held is None or (held.floating and held.bits == 8):
         return AS_THEY_ARE
+    if scheme.endswith(STORED_SCALE) and not routed:
+        return "int8, the stored scale"
     return f"int8, a scale for {'a token' if held.group is None else f'{max(32, held.group)} inputs of one'}"
 
 

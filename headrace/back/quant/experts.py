@@ -35,7 +35,7 @@ from headrace.back.kernels.native.library import loaded
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies, local_shape
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.kept import PANEL_SCHEMES, normal
+from headrace.back.quant.kept import PANEL_SCHEMES, bare, normal
 from headrace.back.quant.online import layout_of, pack_into, row_form
 from headrace.back.quant.scheme import Scheme
 from headrace.back.quant.stored import Stored, blocks_of
@@ -254,6 +254,7 @@ def part_of(
         values_RC=groups.values_RC[cut.rows, cut.columns],
         scales_RG=scales if len(scales) == 1 else scales[cut.rows],
         zeros_RG=None if groups.zeros_RG is None else groups.zeros_RG[cut.rows],
+        added_RG=None if groups.added_RG is None else groups.added_RG[cut.rows],
         group_C=groups.group_C,
     )
     return part, source
@@ -297,7 +298,7 @@ def stored_schemes(
     schemes: dict[str, str] = {}
     for one in matrices:
         for i, piece in enumerate(one.param.pieces):
-            scheme = stored.get(piece.name, "")
+            scheme = bare(stored.get(piece.name, ""))
             if (scheme not in PANEL_SCHEMES and scheme not in STORED_LAYOUTS) or piece.scale != 1.0:
                 return None
             single = len(one.param.pieces) == 1

@@ -15,6 +15,7 @@ from headrace.back.kernels.linear_fp8.layout import FLOAT8, Fp8Weight
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies
 from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.inputs import scale_of_inputs
 from headrace.back.quant.kept import (
     BLOCKS,
     MICROSCALED,
@@ -24,7 +25,6 @@ from headrace.back.quant.kept import (
 )
 from headrace.back.quant.scheme import ONLINE_SCHEMES, Scheme, row_slices
 from headrace.base.config.quantization import Numbers
-from headrace.base.errors import CheckpointError
 
 FP8_STORED_SCALE = "fp8" + STORED_SCALE
 GPU_SCHEMES: dict[str, int | None] = {
@@ -109,18 +109,6 @@ class StoredFp8Weight:
         scale_1 = scale_of_inputs(copy, groups)
         with self._lock:
             torch.maximum(held, scale_1.to(held.device), out=held)
-
-
-def scale_of_inputs(copy: Copy, groups: Groups) -> torch.Tensor:
-    """The scale that a checkpoint holds for a weight's inputs; CheckpointError: it is no positive
-    number."""
-    assert groups.inputs is not None, copy
-    if not bool((groups.inputs.isfinite() & (groups.inputs > 0)).all()):
-        raise CheckpointError(
-            f"{copy.name}: the scale of its inputs (input_scale) is {groups.inputs.tolist()}; "
-            "it must be a positive number"
-        )
-    return groups.inputs
 
 
 class OnlineFp8Weight:

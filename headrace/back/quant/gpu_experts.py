@@ -18,7 +18,7 @@ from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies, local_shape
 from headrace.back.quant.experts import Floats, MatricesOf, cuts, part_of
 from headrace.back.quant.formats.groups import Groups
-from headrace.back.quant.gpu import GPU_SCHEMES, scale_of_inputs
+from headrace.back.quant.gpu import GPU_SCHEMES
 from headrace.back.quant.gpu_expert_forms import (
     TYPES,
     GpuExperts,
@@ -30,6 +30,7 @@ from headrace.back.quant.gpu_expert_forms import (
 )
 from headrace.back.quant.gpu_int4 import INT4_SCHEMES, unpacked_of
 from headrace.back.quant.gpu_int8 import INT8_SCHEMES
+from headrace.back.quant.inputs import scale_of_inputs
 from headrace.back.quant.kept import (
     bare,
     check_order,

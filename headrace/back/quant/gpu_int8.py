@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from threading import Lock
 
 import numpy as np
 import torch
@@ -20,8 +19,8 @@ from headrace.back.parallel.param import Copy, Param, StoredRows, copies
 from headrace.back.quant import gguf_vectors as vectors
 from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.gguf_int4 import six_bits
-from headrace.back.quant.gpu import scale_of_inputs
 from headrace.back.quant.gpu_int4 import group_columns
+from headrace.back.quant.inputs import InputRange
 from headrace.back.quant.kept import (
     INT8_ROWS,
     STORED_SCALE,
@@ -33,7 +32,6 @@ from headrace.back.quant.kept import (
 )
 from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.quantization import Numbers
-from headrace.base.errors import CheckpointError
 
 INT8_SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme for scheme in SCHEMES.values() if scheme.bits == 8 and not scheme.floating
@@ -43,8 +41,6 @@ UNIT = 16
 """Inputs of a weight are a multiple of it, for the kernels."""
 ONLINE_ELEMENTS = 1 << 25
 """Values quantized at a time."""
-LEAST, MOST = -128, 127
-"""Integers of inputs."""
 Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Of some rows: integers, scales [R, G], and minima where there are some."""
 
@@ -227,10 +223,7 @@ class StoredInt8Weight:
             outputs, self._inputs, self._group, device=param.tensor.device, int8_rows=int8_rows,
             minima=name in BYTE_TYPES and BYTE_TYPES[name].minima,
         )  # fmt: skip
-        if fixed:
-            zero = torch.zeros(1, device=param.tensor.device)
-            self._weight = replace(self._weight, inputs_1=zero, zero_1=zero.clone())
-        self._lock = Lock()
+        self._range = InputRange() if fixed else None
         param.groups_on = param.tensor.device
         param.packed_bytes = self._weight.num_bytes
         param.tensor = None
@@ -243,9 +236,12 @@ class StoredInt8Weight:
         """The weight."""
         weight, self._weight = self._weight, None
         assert weight is not None, f"{self._param.name} was taken before"
-        if weight.zero_1 is not None and (weight.device.type == "meta" or not bool(weight.zero_1)):
-            weight = replace(weight, zero_1=None)
-        return weight
+        if self._range is None:
+            return weight
+        scale, zero = self._range.fixed or (1.0, 0)
+        inputs_1 = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
+        zero_1 = torch.full_like(inputs_1, zero) if zero else None
+        return replace(weight, inputs_1=inputs_1, zero_1=zero_1)
 
     def _write(self, copy: Copy, groups: Groups, numbers: Numbers) -> int | None:
         """Keeps one copy; the first of its rows with a scale of NaN or Inf, or None."""
@@ -255,36 +251,9 @@ class StoredInt8Weight:
         scales = scales if scales.shape[1] == 1 else scales[:, source]
         values, _ = normal_values(groups, scales, source, scheme, numbers, copy.name)
         check_order(groups, copy, scheme)
-        if self._weight is not None and self._weight.inputs_1 is not None:
-            asked = numbers.activations
-            self._take_inputs(copy, groups, symmetric=asked is None or asked.symmetric)
+        if self._range is not None:
+            self._range.take(copy, groups, numbers)
         return self._keep(copy, target, (values, scales, None))
-
-    def _take_inputs(self, copy: Copy, groups: Groups, *, symmetric: bool) -> None:
-        """The scale and zero point of the inputs; of parts that are multiplied together those of
-        the range that holds all of theirs."""
-        assert self._weight is not None
-        held, point = self._weight.inputs_1, self._weight.zero_1
-        assert held is not None and point is not None
-        scale = scale_of_inputs(copy, groups).to(held)
-        zero = torch.zeros_like(scale) if groups.input_zero is None else groups.input_zero.to(held)
-        if symmetric and bool(zero):
-            raise CheckpointError(
-                f"{copy.name}: the zero point of its inputs (input_zero_point) is {zero.tolist()}, although its "
-                "quantization_config says that they are symmetric",
-                field="quantization_config",
-            )
-        with self._lock:
-            if bool(held) and not (torch.equal(held, scale) and torch.equal(point, zero)):
-                if symmetric:
-                    scale = torch.maximum(held, scale)
-                else:
-                    low = torch.minimum((LEAST - point) * held, (LEAST - zero) * scale)
-                    high = torch.maximum((MOST - point) * held, (MOST - zero) * scale)
-                    scale = (high - low) / (MOST - LEAST)
-                    zero = (LEAST - low / scale).round()
-            held.copy_(scale)
-            point.copy_(zero)
 
     def _write_blocks(self, copy: Copy, rows: StoredRows) -> int | None:
         """The same of blocks: their bytes are taken apart on the device."""

@@ -15,10 +15,11 @@ import torch
 
 from headrace.back.kernels.linear_blocks import layout as blocks
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
-from headrace.back.kernels.linear_quant.layout import PackedWeight, write_panels
+from headrace.back.kernels.linear_quant.layout import PackedWeight, with_fixed, write_panels
 from headrace.back.parallel.bundle import CutGroup, Dim
 from headrace.back.parallel.param import Copy, Param, copies, cut_error
 from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.inputs import InputRange
 from headrace.back.quant.online import chunks, empty_weight, size_of
 from headrace.back.quant.scheme import ONLINE_SCHEMES, SCHEMES, Quantized, Scheme, halved
 from headrace.base.config.quantization import Numbers
@@ -53,11 +54,11 @@ INT8_ROWS = "+int8-rows"
 """Behind the name of a scheme of integers whose checkpoint asks for int8 activations. GPUs only:
 CPUs multiply integers by int8 whatever is asked."""
 STORED_SCALE = "+stored-scale"
-"""Behind all that, where the checkpoint holds a scale of the inputs. GPUs only: CPUs multiply e4m3
-numbers by inputs as they are, and integers by a token's own."""
+"""Behind all that, where the checkpoint holds a scale of the inputs. On CPUs of int8 alone: they
+multiply e4m3 numbers by inputs as they are."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
-    "torchao-int4", "hqq", "modelopt-int4", "ternary", "ternary-inverse",
+    "torchao-int4", "hqq", "modelopt-int4", "mlx", "ternary", "ternary-inverse",
 )  # fmt: skip
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 
@@ -109,9 +110,9 @@ def _plain_scheme(tensor: QuantizedTensor) -> str | None:
         return None
     if (in_groups := _in_groups(tensor)) is not None:
         return in_groups
-    if numbers.arrangement in ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks"):
+    if numbers.arrangement in ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "mlx-mxfp4"):
         return "mxfp4"
-    if numbers.arrangement in ("nvfp4", "nvfp4-packed"):
+    if numbers.arrangement in ("nvfp4", "nvfp4-packed", "mlx-nvfp4"):
         return NVFP4
     if numbers.arrangement not in _KEPT or len(tensor.shape) != 2:
         return None
@@ -163,14 +164,24 @@ def bare(name: str) -> str:
     return name.removesuffix(STORED_SCALE).removesuffix(INT8_ROWS)
 
 
+def _stored_name(param: Param, kept: KeptSchemes) -> str | None:
+    """The name of the scheme that all pieces are stored in; None: there is none."""
+    return common_name({kept.get(piece.name, "") for piece in param.pieces})
+
+
+def inputs_scaled(param: Param, kept: KeptSchemes) -> bool:
+    """Whether the checkpoint holds a scale of the inputs of all pieces."""
+    return (_stored_name(param, kept) or "").endswith(STORED_SCALE)
+
+
 def scheme_of(param: Param, kept: KeptSchemes) -> Scheme | None:
     """The scheme of a matrix all of whose pieces are stored in it; None where a split over ranks
     cuts a block of e4m3 or e2m1 numbers."""
-    names = {kept.get(piece.name, "") for piece in param.pieces}
+    stored = _stored_name(param, kept)
     scaled = any(piece.scale != 1.0 for piece in param.pieces)
-    if len(param.shape) != 2 or len(names) != 1 or scaled:
+    if len(param.shape) != 2 or stored is None or scaled:
         return None
-    name = names.pop()
+    name = bare(stored)
     scheme = PANEL_SCHEMES.get(name)
     return None if scheme is None or (name not in SCHEMES and _is_cut(param, scheme)) else scheme
 
@@ -195,18 +206,20 @@ def _group_columns(copy: Copy, scheme: Scheme, inputs: int) -> tuple[slice, slic
 
 
 class KeptWeight:
-    """A weight [outputs, inputs] filled with `Groups`. `take` gives it to its layer.
+    """A weight [outputs, inputs] filled with `Groups`. `take` gives it to its layer. `fixed`: the
+    checkpoint holds a scale of its inputs.
 
     The parameter has no plain tensor; the loader hands groups to `param.on_groups` instead.
     """
 
-    def __init__(self, param: Param, scheme: Scheme) -> None:
+    def __init__(self, param: Param, scheme: Scheme, *, fixed: bool = False) -> None:
         assert param.tensor is not None and param.tensor.dim() == 2, param
         self._param, self._scheme = param, scheme
         self._outputs, self._inputs = param.tensor.shape
         self._waiting: _Unpacked | None = None
         self._packed: PackedWeight | BlockWeight | None = None
         self._lock = Lock()
+        self._range = InputRange() if fixed else None
         param.packed_bytes = size_of(scheme, self._outputs, self._inputs)
         for copy in copies(param):
             self._group_columns(copy)
@@ -234,6 +247,8 @@ class KeptWeight:
         bad = ~scales.isfinite().all(1)
         quantized, scales, minima = normal(groups, scales, source, self._scheme, numbers, copy.name)
         check_order(groups, copy, self._scheme)
+        if self._range is not None:
+            self._range.take(copy, groups, numbers)
         self._waiting.values_OI[rows, columns] = quantized
         self._waiting.scales_OG[rows, target] = scales
         if minima is not None:
@@ -252,6 +267,9 @@ class KeptWeight:
         waiting, self._waiting = self._waiting, None
         assert waiting is not None, self._param.name
         self._packed = waiting.packed(self._scheme)
+        if self._range is not None:
+            assert isinstance(self._packed, PackedWeight) and self._range.fixed is not None
+            self._packed = with_fixed(self._packed, waiting.values_OI, self._range.fixed)
 
 
 class _Unpacked:
@@ -324,6 +342,8 @@ def normal_values(
         (half if numbers.signed else 0) if scheme.asymmetric else (0 if numbers.signed else -half)
     )
     zeros = groups.zeros_RG
+    if groups.added_RG is not None:
+        return values.to(torch.int8), -groups.added_RG[:, source]
     if scheme.asymmetric:
         assert zeros is not None, name
         minima = (zeros[:, source].float() + offset) * scales_RG

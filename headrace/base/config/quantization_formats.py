@@ -1,7 +1,7 @@
 """`quantization_config` of config.json, read key by key, for each format of the table.
 
 A variant that is not known is refused by its key, value and the known values. compressed-tensors:
-quantization_compressed.py; torchao and HQQ: quantization_torch.py.
+quantization_compressed.py; torchao and HQQ: quantization_torch.py; MLX: quantization_mlx.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from headrace.base.config.quantization_activations import (
     quark_activations,
 )
 from headrace.base.config.quantization_compressed import compressed
+from headrace.base.config.quantization_mlx import mlx
 from headrace.base.config.quantization_torch import hqq, torchao
 
 
@@ -317,5 +318,6 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "quark": _quark,
     "torchao": torchao,
     "hqq": hqq,
+    "mlx": mlx,
 }
 """`quant_method` -> its reader."""

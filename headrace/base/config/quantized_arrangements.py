@@ -27,12 +27,14 @@ from headrace.base.config.quantized_shapes import (
     packed_members,
     packed_shape,
     pairs_shape,
+    rows_by_group_members,
     scaled_members,
     sextets_shape,
     sparse_members,
     stated_shape,
     turned_members,
     values_shape,
+    words_shape,
 )
 
 FP8 = ("F8_E4M3",)
@@ -239,6 +241,25 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
             expected=hqq_members,
         )
         for kind in ("hqq", "hqq-axis0")
+    },
+    "mlx": Arrangement(
+        roles={
+            "values": "{weight}",
+            "scales": "{module}.scales",
+            "zeros": "{module}.biases",
+        },
+        dtypes=("U32",),
+        shape=words_shape,
+        expected=rows_by_group_members,
+    ),
+    **{
+        f"mlx-{mode}": Arrangement(
+            roles={"values": "{weight}", "scales": "{module}.scales"},
+            dtypes=("U32",),
+            shape=words_shape,
+            expected=rows_by_group_members,
+        )
+        for mode in ("mxfp4", "nvfp4", "mxfp8")
     },
     "bnb-4bit": Arrangement(
         roles={

@@ -52,6 +52,21 @@ def packed_shape(stored: StoredMembers) -> Shape:
     return outputs, words * 32 // stored.numbers.bits
 
 
+def words_shape(stored: StoredMembers) -> Shape:
+    """Words of 32 bits along the inputs, of experts too."""
+    *outer, words = stored.shape("values")
+    inputs, size = words * 32 // stored.numbers.bits, (stored.numbers.group or (1, 0))[1]
+    if size and inputs % size:
+        raise ValueError(f"groups of {size} do not divide {inputs}")
+    return (*outer, inputs)
+
+
+def rows_by_group_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    """A scale (and what is added) for each output and group of inputs, of experts too."""
+    forms: tuple[Shape, ...] = ((*shape[:-1], groups_of(shape[-1], (numbers.group or (1, 0))[1])),)
+    return {"scales": forms, "zeros": forms}
+
+
 def packed_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
     outputs, groups = shape[0], groups_of(shape[1], (numbers.group or (1, 0))[1])
     return {

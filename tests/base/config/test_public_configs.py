@@ -28,6 +28,7 @@ AWQ = {
     "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
     "modules_to_not_convert": None,
 }  # fmt: skip
+MLX = {"group_size": 64, "bits": 4}
 ROUND = {
     "quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int",
     "autoround_version": "0.5.1", "iters": 1000, "low_gpu_mem_usage": True, "nsamples": 512,
@@ -262,6 +263,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         quark(QUARK_WEIGHT, layer_type_quant_config={"Linear": {}}), "layer_type_quant_config"
     ),
     "Quark not real": (quark(QUARK_WEIGHT, export={"weight_format": "fake_quantized"}), "weight_format"),
+    "MLX of 7 bits": ({"quant_method": "mlx", **dict(MLX, bits=7)}, "bits"),
+    "MLX of another mode": ({"quant_method": "mlx", **MLX, "mode": "mxfp3"}, "mode"),
+    "MLX of other groups": ({"quant_method": "mlx", **MLX, "mode": "mxfp4"}, "group_size"),
     "QLoRA storage": ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
     "another exponent": (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "e5m2"}, "scale_fmt"
@@ -276,6 +280,40 @@ REFUSED: dict[str, tuple[Any, str]] = {
         if name not in METHODS
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "expected"),
+    [
+        ({"quantization": MLX}, UP, ("mlx", 4, (1, 64))),
+        ({"quantization": MLX, "quantization_config": MLX}, UP, ("mlx", 4, (1, 64))),
+        (
+            {"quantization": {**MLX, "mode": "affine", UP: {"group_size": 32, "bits": 8}}},
+            UP,
+            ("mlx", 8, (1, 32)),
+        ),
+        ({"quantization": {**MLX, UP: False}}, UP, None),
+        (
+            {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
+            UP,
+            ("mlx-mxfp4", 4, (1, 32)),
+        ),
+        (
+            {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}},
+            UP,
+            ("mlx-nvfp4", 4, (1, 16)),
+        ),
+    ],
+)
+def test_mlx_names_no_method(
+    config: dict[str, Any], module: str, expected: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    quantization = stored_quantization(read_config(tmp_path), "config.json")
+    assert quantization is not None
+    numbers = quantization.of(module)
+    found = None if numbers is None else (numbers.arrangement, numbers.bits, numbers.group)
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)

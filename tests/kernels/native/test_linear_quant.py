@@ -10,12 +10,13 @@ from headrace.back.kernels.linear_quant.layout import (
     PackedWeight,
     empty,
     read_rows,
+    with_fixed,
     write_panels,
 )
 from headrace.back.kernels.linear_quant.native import KERNEL, MAX_INPUTS, bind_with
 from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
 from headrace.back.kernels.linear_quant.quantize import quantize_with
-from headrace.back.kernels.linear_quant.rows import QuantizedRows, quantize_rows
+from headrace.back.kernels.linear_quant.rows import FixedScale, QuantizedRows, quantize_rows
 from headrace.back.quant.scheme import SCHEMES
 from tests.kernels.native.panels import DTYPES, close, defined, values, weight_for
 
@@ -37,6 +38,38 @@ def test_equals_the_definition_at_odd_sizes(library, dtype, rows, outputs, input
     x = values(rows, inputs, dtype=dtype)
     exact = defined(asked, weight, bias, x)
     close(bind_with(library, asked, weight, bias)(x), exact, dtype)
+
+
+FIXED = (FixedScale(1 / 32), FixedScale(1 / 32, -9), FixedScale(1 / 48, 127))
+
+
+@pytest.mark.parametrize("fixed", FIXED)
+@pytest.mark.parametrize(
+    "rows, outputs, inputs", [(1, 1, 1), (3, 130, 31), (7, 64, 100), (65, 128, 257)]
+)
+def test_a_scale_of_all_rows_is_the_one_that_is_held(library, fixed, rows, outputs, inputs):
+    """QNT-17: integers that reach -128 on both sides, with a zero point or without; rows that are quantized here or
+    before, the same bits."""
+    asked = replace(problem(torch.bfloat16, outputs, inputs, bias=False), fixed=True)
+    codes = torch.randint(
+        -128, 128, (outputs, inputs), generator=torch.Generator().manual_seed(4), dtype=torch.int8
+    )
+    codes[0] = -128
+    weight = empty(outputs, inputs)
+    write_panels(weight, 0, codes, torch.rand(outputs, 1) / 128)
+    weight = with_fixed(weight, codes, fixed)
+    x = values(rows, inputs, dtype=torch.bfloat16) * 3
+    x[0] = -1e4
+    exact = defined(asked, weight, None, x)
+    y = bind_with(library, asked, weight, None)(x)
+    close(y, exact, torch.bfloat16)
+    quantized = quantize_rows(x, None, fixed)
+    assert (quantized.values_TP[0, :inputs] == -128).all()
+    before = bind_with(library, replace(asked, quantized_rows=True), weight, None)
+    assert torch.equal(before(quantized), y)
+    x[rows // 2, inputs // 2] = float("nan")
+    lost = bind_with(library, asked, weight, None)(x)
+    assert lost[rows // 2].isnan().all() and lost.isnan().sum() == outputs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,6 +156,8 @@ def test_no_rows_give_no_rows(newest):
 def test_the_self_check_accepts_it(newest, dtype):
     asked = problem(dtype, 3073, 1025)
     assert OP.error(KERNEL, asked) <= OP.tolerance(asked)
+    fixed = replace(asked, fixed=True)
+    assert OP.error(KERNEL, fixed) <= OP.tolerance(fixed)
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason(newest):

@@ -14,7 +14,7 @@ from headrace.back.kernels.linear_quant import native as quant_native
 from headrace.back.kernels.linear_quant import op as quant_op
 from headrace.back.kernels.linear_quant.op import OP as QUANT_OP
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
-from headrace.back.kernels.linear_quant.rows import quantize_rows
+from headrace.back.kernels.linear_quant.rows import FixedScale, quantize_rows
 from headrace.back.kernels.rms_norm.native import bind_add_norm_with, bind_norm_with
 from headrace.back.kernels.rms_norm.op import RMSNormProblem
 from headrace.back.kernels.rms_norm_quant.native import KERNEL, bind_with
@@ -56,6 +56,11 @@ def test_codes_are_those_of_the_norms_result(library, dtype, group, rows, width)
     quantized = bind_with(library, asked, weight)
     normed = bind_norm_with(library, plain(asked), weight)(x)
     assert_same(quantized(x, None), quantize_rows(normed, group))
+    if group is None:
+        held, fixed = FixedScale(1 / 64, 5), replace(asked, fixed=True)
+        assert_same(
+            bind_with(library, fixed, weight, held)(x, None), quantize_rows(normed, None, held)
+        )
     residual = values(rows, width, dtype=dtype, seed=1)
     added = residual.clone()
     normed = bind_add_norm_with(library, plain(asked), weight)(x, added)

@@ -18,11 +18,12 @@ linear_blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.linear_quant.rows import FixedScale
 from headrace.back.parallel.bundle import FP8, FP8_GROUPS, INT8, WeightForm
 from headrace.back.platforms import huge_pages
 
@@ -33,12 +34,16 @@ FORMS = (INT8, FP8, *FP8_GROUPS.values())
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight [outputs, inputs]; `panels` is uint8 [ceil(O / 64), bytes of a panel]. `form`: one
-    of FORMS."""
+    of FORMS. `fixed`: the scale of all tokens that int8 values are multiplied by, None: each has
+    its own; `begin_P` (int32 [P outputs of whole panels]): what sums of products begin with then,
+    so that its zero point is taken off; None: 0."""
 
     outputs: int
     inputs: int
     panels: torch.Tensor
     form: WeightForm = INT8
+    fixed: FixedScale | None = None
+    begin_P: torch.Tensor | None = None
 
     @property
     def reads_quantized_rows(self) -> bool:
@@ -51,6 +56,16 @@ def empty(outputs: int, inputs: int, form: WeightForm = INT8) -> PackedWeight:
     assert form in FORMS, form
     shape = (-(-outputs // PANEL), _panel_bytes(inputs, form))
     return PackedWeight(outputs, inputs, huge_pages.kept(shape, torch.uint8), form)
+
+
+def with_fixed(weight: PackedWeight, values_OI: torch.Tensor, fixed: FixedScale) -> PackedWeight:
+    """The int8 weight, packed of such values, by which tokens of one scale are multiplied."""
+    assert weight.form == INT8, weight.form
+    if fixed.zero == 0:
+        return replace(weight, fixed=fixed)
+    sums_O = values_OI.sum(1, dtype=torch.int32)
+    begin_P = F.pad(-fixed.zero * sums_O, (0, len(weight.panels) * PANEL - len(sums_O)))
+    return replace(weight, fixed=fixed, begin_P=begin_P)
 
 
 def packed_bytes(outputs: int, inputs: int, form: WeightForm = INT8) -> int:

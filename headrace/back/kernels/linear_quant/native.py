@@ -14,6 +14,7 @@ from headrace.back.kernels.linear_quant.op import Linear, LinearQuantProblem
 from headrace.back.kernels.linear_quant.rows import QuantizedRows, checked, padded_inputs
 from headrace.back.kernels.native.library import (
     DTYPES,
+    FLOAT,
     INT32,
     INT64,
     POINTER,
@@ -26,9 +27,9 @@ from headrace.back.parallel.bundle import INT8
 
 MAX_INPUTS = 65536
 """More could overflow the 32-bit sums of 255 * 127."""
-_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
+_ARGUMENTS = (*(POINTER,) * 5, *(INT64,) * 5, INT32, FLOAT, FLOAT, INT32, INT32)
 _FP8_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 6, *(INT32,) * 3)
-_QUANTIZED_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
+_QUANTIZED_ARGUMENTS = (*(POINTER,) * 7, *(INT64,) * 5, *(INT32,) * 3)
 
 
 def bind_with(
@@ -40,6 +41,7 @@ def bind_with(
     """The kernel of one library; keeps the weight and the bias."""
     assert (weight.outputs, weight.inputs) == (problem.outputs, problem.inputs), problem
     assert weight.panels.is_contiguous() and weight.form == problem.form, weight.form
+    assert (weight.fixed is not None) == problem.fixed, weight.fixed
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
     if problem.quantized_rows:
         return _bind_quantized_rows(library, problem, weight, bias_O)
@@ -52,6 +54,8 @@ def bind_with(
     inputs, outputs, code = problem.inputs, problem.outputs, DTYPES[problem.dtype]
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
+    begin = () if grouped else (begin_of(weight),)
+    fixed = () if grouped else scale_of(weight)
 
     def linear(x_TI: torch.Tensor | QuantizedRows) -> torch.Tensor:
         assert isinstance(x_TI, torch.Tensor), problem
@@ -62,12 +66,23 @@ def bind_with(
         y_TO = x_TI.new_empty(rows, problem.results, dtype=out)
         kernel(
             x_TI.data_ptr(), panels.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), rows, outputs, inputs, *grouped, x_TI.stride(0), problem.results, activation,
-            code, DTYPES[out],
+            y_TO.data_ptr(), *begin, rows, outputs, inputs, *grouped, x_TI.stride(0), problem.results, activation,
+            *fixed, code, DTYPES[out],
         )  # fmt: skip
         return y_TO
 
+    linear.__dict__["kept"] = weight.begin_P  # the kernel has its address alone
     return linear
+
+
+def begin_of(weight: PackedWeight) -> int | None:
+    """The address of what sums begin with; None: they begin with 0."""
+    return None if weight.begin_P is None else weight.begin_P.data_ptr()
+
+
+def scale_of(weight: PackedWeight) -> tuple[float, float]:
+    """The scale and zero point of all rows; a scale of 0: each has its own."""
+    return (0.0, 0.0) if weight.fixed is None else (weight.fixed.scale, float(weight.fixed.zero))
 
 
 def _bind_quantized_rows(
@@ -80,15 +95,15 @@ def _bind_quantized_rows(
     inputs, outputs = problem.inputs, problem.outputs
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
-    padded = padded_inputs(inputs, None)
+    padded, full = padded_inputs(inputs, None), int(weight.fixed is not None)
 
     def linear(x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         quantized, scales, sums = checked(x, padded=padded)
         y_TO = scales.new_empty(len(quantized), problem.results, dtype=out)
         kernel(
             quantized.data_ptr(), scales.data_ptr(), sums.data_ptr(), panels.data_ptr(),
-            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), len(quantized), outputs, inputs,
-            quantized.stride(0), problem.results, activation, DTYPES[out],
+            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), begin_of(weight), len(quantized),
+            outputs, inputs, quantized.stride(0), problem.results, activation, full, DTYPES[out],
         )  # fmt: skip
         return y_TO
 
@@ -103,7 +118,7 @@ def _supports(problem: LinearQuantProblem) -> str | None:
             return f"gates by {', '.join(ACTIVATIONS)}, without a bias"
         if problem.results % PANEL:
             return f"gates whole panels of {PANEL} outputs"
-    if problem.quantized_rows and problem.form != INT8:
+    if problem.form != INT8 and (problem.quantized_rows or problem.fixed):
         return f"multiplies {problem.form} weights by plain rows"
     if problem.inputs > MAX_INPUTS and problem.form == INT8:
         return f"sums at most {MAX_INPUTS} inputs, not {problem.inputs}"

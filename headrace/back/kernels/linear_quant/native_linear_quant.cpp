@@ -36,6 +36,10 @@ struct Gemm {
   int32_t activation;  // -1, or the first half of the outputs gates the second
   const Top* top;  // null, or where the best results are kept, and y is memory of a chunk
   int64_t y_first;     // the output that y begins with
+  // null, or what the sums of outputs begin with, of whole panels; x may hold -128.
+  const int32_t* begin;
+  bool full;
+  float x_scale, x_zero;  // of all rows; 0: each has its own scale
   // For quantizing in parallel.
   const void* source;
   int64_t source_stride, rows_per_chunk;
@@ -50,6 +54,11 @@ HR_INLINE void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t
     x[i] = p.x.quantized + (m + i) * p.x.stride;
     HR_UNROLL for (int j = 0; j < kVectors; ++j) acc[i][j] = I{} - kOffset8 * p.x.sums[m + i];
   }
+  if (p.begin != nullptr) HR_UNROLL for (int j = 0; j < kVectors; ++j) {
+    const I more = load_raw<I>(p.begin + (panel - p.w) / p.panel_bytes * kPanel + column + j * kLanes);
+    HR_UNROLL for (int i = 0; i < MB; ++i) acc[i][j] += more;
+  }
+  const bool full = p.full;
   const uint8_t* w = panel + kPanel * 4 + column * 4;
   for (int64_t k = 0; k < p.K; k += 4, w += kStepBytes) {
     I b[kVectors];
@@ -58,7 +67,7 @@ HR_INLINE void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t
       __builtin_prefetch(w + 16 * kStepBytes + j * sizeof(I), 0, 3);
     HR_UNROLL for (int i = 0; i < MB; ++i) {
       const I a = broadcast(x[i] + k);
-      HR_UNROLL for (int j = 0; j < kVectors; ++j) acc[i][j] = dot8(acc[i][j], b[j], a);
+      HR_UNROLL for (int j = 0; j < kVectors; ++j) acc[i][j] = dot8(acc[i][j], b[j], a, full);
     }
   }
   HR_UNROLL for (int j = 0; j < kVectors; ++j) {
@@ -90,7 +99,8 @@ struct Leaving {
 HR_INLINE void scale_sums(const Gemm& p, int64_t j, int64_t m, const int32_t* sums, F (&v)[kVectors]) {
   const float* scales = reinterpret_cast<const float*>(p.w + j * p.panel_bytes);
   for (int c = 0; c < kVectors; ++c) {
-    const I dot = load_raw<I>(sums + c * kLanes) - kOffset8 * p.x.sums[m];
+    I dot = load_raw<I>(sums + c * kLanes) - kOffset8 * p.x.sums[m];
+    if (p.begin != nullptr) dot += load_raw<I>(p.begin + j * kPanel + c * kLanes);
     v[c] = __builtin_convertvector(dot, F) * (load_raw<F>(scales + c * kLanes) * p.x.scales[m]);
   }
 }
@@ -226,8 +236,11 @@ void quantize_chunk(void* context, int64_t i) {
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.M);
   for (int64_t m = i * p.rows_per_chunk; m < end; ++m) {
     const T* x = static_cast<const T*>(p.source) + m * p.source_stride;
-    quantize_row(x, p.K, const_cast<int8_t*>(p.x.quantized) + m * p.x.stride, const_cast<float*>(p.x.scales) + m,
-                 const_cast<int32_t*>(p.x.sums) + m);
+    int8_t* to = const_cast<int8_t*>(p.x.quantized) + m * p.x.stride;
+    float* scale = const_cast<float*>(p.x.scales) + m;
+    int32_t* sum = const_cast<int32_t*>(p.x.sums) + m;
+    if (p.full) quantize_fixed(x, p.K, ceil_div(p.K, int64_t(64)) * 64, p.x_scale, p.x_zero, to, scale, sum);
+    else quantize_row(x, p.K, to, scale, sum);
   }
 }
 
@@ -306,13 +319,16 @@ void HR_EXPORT(int8_panel)(const PanelRows& rows, int64_t K, const uint8_t* pane
 
 // x and bias share a dtype; y has it too, or is float32 (without a bias then). Strides count elements, rows are contiguous.
 // w: panels as layout.py packs them. activation: -1, or its number (activation.h): y has N / 2 outputs then, the first half of
-// the weight's gates the second; panels are full and there is no bias.
-HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
-                                          int64_t K, int64_t x_stride, int64_t y_stride, int32_t activation,
-                                          int32_t dtype, int32_t y_dtype) {
+// the weight's gates the second; panels are full and there is no bias. x_scale: of all rows, with x_zero added to their
+// integers (0: each has its own); begin: null, or what the sums of outputs begin with, int32 of whole panels.
+HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const void* bias, void* y, const int32_t* begin,
+                                          int64_t M, int64_t N, int64_t K, int64_t x_stride, int64_t y_stride,
+                                          int32_t activation, float x_scale, float x_zero, int32_t dtype,
+                                          int32_t y_dtype) {
   if (!fits(M, N, K, activation, bias)) return HR_BAD_SHAPE;
   if (M == 0 || N == 0) return HR_OK;
   Gemm p{};
+  p.begin = begin, p.full = x_scale != 0, p.x_scale = x_scale, p.x_zero = x_zero;
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
   p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride, p.source_stride = x_stride;
   return run_typed<Run>(p, dtype, y_dtype);
@@ -320,15 +336,16 @@ HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const vo
 HR_REPLAYABLE(linear_quant)
 
 // The same with rows that are int8 already: quantized [M, stride], zeros from K to a multiple of 64; scales [M] and
-// sums of quantized values [M].
+// sums of quantized values [M]. full: values may be -128.
 HR_PUBLIC int32_t HR_EXPORT(linear_quant_int8_rows)(const int8_t* quantized, const float* scales, const int32_t* sums, const void* w,
-                                                    const void* bias, void* y, int64_t M, int64_t N, int64_t K,
-                                                    int64_t quantized_stride, int64_t y_stride, int32_t activation,
-                                                    int32_t y_dtype) {
+                                                    const void* bias, void* y, const int32_t* begin, int64_t M,
+                                                    int64_t N, int64_t K, int64_t quantized_stride, int64_t y_stride,
+                                                    int32_t activation, int32_t full, int32_t y_dtype) {
   if (!fits(M, N, K, activation, bias) || quantized_stride < ceil_div(K, int64_t(64)) * 64) return HR_BAD_SHAPE;
   if (M == 0 || N == 0) return HR_OK;
   Gemm p{};
   p.x = {quantized, scales, sums, quantized_stride};
+  p.begin = begin, p.full = full != 0;
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y;
   p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride;
   if (y_dtype == HR_BF16) return multiply<bf16>(p);
@@ -339,10 +356,12 @@ HR_PUBLIC int32_t HR_EXPORT(linear_quant_int8_rows)(const int8_t* quantized, con
 HR_REPLAYABLE(linear_quant_int8_rows)
 
 // The `count` best of the results that `linear_quant` would give in float32: outputs and values [M, count], best first.
-HR_PUBLIC int32_t HR_EXPORT(linear_quant_top)(const void* x, const void* w, int64_t* ids, float* values, int64_t M,
-                                              int64_t N, int64_t K, int64_t x_stride, int64_t count, int32_t dtype) {
+HR_PUBLIC int32_t HR_EXPORT(linear_quant_top)(const void* x, const void* w, int64_t* ids, float* values,
+                                              const int32_t* begin, int64_t M, int64_t N, int64_t K, int64_t x_stride,
+                                              int64_t count, float x_scale, float x_zero, int32_t dtype) {
   if (!fits(M, N, K, -1, nullptr)) return HR_BAD_SHAPE;
   Gemm p{};
+  p.begin = begin, p.full = x_scale != 0, p.x_scale = x_scale, p.x_zero = x_zero;
   p.w = static_cast<const uint8_t*>(w), p.source = x;
   p.M = M, p.N = N, p.K = K, p.activation = -1, p.source_stride = x_stride;
   return run_top<Run>(p, ids, values, count, dtype);

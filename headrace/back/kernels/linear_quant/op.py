@@ -7,7 +7,8 @@ tokens, I inputs, O outputs.
     int8    activations are quantized on the way to int8 (rows.py); with `quantized_rows` x is
             QuantizedRows already. GEMMs of
             quantized values are summed exactly. A NaN or Inf in x makes all outputs of its token
-            NaN, and of no other
+            NaN, and of no other. `fixed`: all tokens have one scale, held with the weight, and
+            perhaps a zero point
     fp8     activations stay as they are; their GEMMs with e4m3 numbers are summed in float32, and
             the sum (of a group) is scaled
 """
@@ -27,9 +28,11 @@ from headrace.back.kernels.linear_quant.layout import (
     empty,
     read_rows,
     values_of,
+    with_fixed,
     write_panels,
 )
 from headrace.back.kernels.linear_quant.rows import (
+    FixedScale,
     QuantizedRows,
     quantize_rows,
     quantized_activations,
@@ -46,6 +49,8 @@ from headrace.back.parallel.bundle import INT8, Number, WeightForm
 
 Linear = Callable[[torch.Tensor | QuantizedRows], torch.Tensor]
 _ROWS = 1024
+SAMPLE_SCALE = FixedScale(1 / 32, -9)
+"""Of the weights that self-checks multiply by: some tokens' values lie beyond its range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,7 @@ class LinearQuantProblem:
     wide: bool = False
     activation: str | None = None
     quantized_rows: bool = False
+    fixed: bool = False
 
     @property
     def results(self) -> int:
@@ -77,7 +83,7 @@ def bind_reference(
     """The definition, some outputs at a time; products of quantized values in float64 are exact."""
 
     def linear(x: torch.Tensor | QuantizedRows) -> torch.Tensor:
-        quantized, scales = _multipliers(problem, x)
+        quantized, scales = _multipliers(problem, x, weight.fixed)
         dtype = problem.dtype if isinstance(x, QuantizedRows) else x.dtype
         parts = [
             _gemm(weight, torch.arange(row, min(row + _ROWS, problem.outputs)), quantized, scales)
@@ -92,12 +98,12 @@ def bind_reference(
 
 
 def _multipliers(
-    problem: LinearQuantProblem, x: torch.Tensor | QuantizedRows
+    problem: LinearQuantProblem, x: torch.Tensor | QuantizedRows, fixed: FixedScale | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What quantized values of weights are multiplied by (float64 [T, I]), and scales (float32 [T,
     1])."""
     if problem.form == INT8:
-        return quantized_activations(x, inputs=problem.inputs, group=None)
+        return quantized_activations(x, inputs=problem.inputs, group=None, fixed=fixed)
     assert isinstance(x, torch.Tensor), problem
     return x.double(), torch.ones(len(x), 1)
 
@@ -123,14 +129,15 @@ def _sample(problem: LinearQuantProblem) -> Sample:
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     bias = random_tensor(problem.outputs, **new) if problem.bias else None
+    weight = random_weight(problem, generator)
 
     def rows(count: int) -> torch.Tensor | QuantizedRows:
         x_TI = random_tensor(count, problem.inputs, **new)
-        return quantize_rows(x_TI, None) if problem.quantized_rows else x_TI
+        return quantize_rows(x_TI, None, weight.fixed) if problem.quantized_rows else x_TI
 
     return Sample(
         problem=problem,
-        weights=(random_weight(problem, generator), bias),
+        weights=(weight, bias),
         arguments=(rows(3),),
         further=tuple((rows(count),) for count in FURTHER_ROWS),
     )
@@ -148,7 +155,7 @@ def random_weight(problem: LinearQuantProblem, generator: torch.Generator) -> Pa
     scales = torch.rand(problem.outputs, groups, generator=generator) / 128
     weight = empty(*shape, problem.form)
     write_panels(weight, 0, quantized, scales)
-    return weight
+    return with_fixed(weight, quantized, SAMPLE_SCALE) if problem.fixed else weight
 
 
 OP: Op[LinearQuantProblem] = Op(

@@ -4,7 +4,7 @@ first-level cache.
 
 Quantized values are symmetric: value = round(x * 127 / m), ties to even, with m the largest
 magnitude of the token, or of each `group` inputs of it. Magnitudes below 1e-30 count as 0; a NaN or
-Inf makes the scale NaN. T tokens, I inputs, G groups.
+Inf makes the scale NaN. Or all tokens have one scale (FixedScale). T tokens, I inputs, G groups.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ class QuantizedRows(NamedTuple):
     values_TP: torch.Tensor
     scales_TG: torch.Tensor
     sums_TGS: torch.Tensor
+
+
+class FixedScale(NamedTuple):
+    """That of all tokens, held by the checkpoint: value = round(x / scale + zero), and what is
+    beyond -128 .. 127 becomes the smallest or the largest integer."""
+
+    scale: float
+    zero: int = 0
 
 
 def padded_inputs(inputs: int, group: int | None) -> int:
@@ -57,10 +65,25 @@ def quantize_activations(x_TI: torch.Tensor, *, group: int) -> tuple[torch.Tenso
     return quantized.double(), (top / 127.0).masked_fill(lost, torch.nan)[..., 0]
 
 
-def quantize_rows(x_TI: torch.Tensor, group: int | None) -> QuantizedRows:
+def quantize_fixed(x_TI: torch.Tensor, fixed: FixedScale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantized values (float64 [T, I]), their zero point in them, and scales (float32 [T, 1])."""
+    lost = ~x_TI.isfinite().all(1, keepdim=True)
+    x_TI = x_TI.float().masked_fill(~x_TI.isfinite(), 0)
+    scale = x_TI.new_full((1, 1), fixed.scale)
+    quantized = (x_TI / scale + fixed.zero).clamp(-128, 127).round()
+    return quantized.double(), scale.expand(*lost.shape).masked_fill(lost, torch.nan)
+
+
+def quantize_rows(
+    x_TI: torch.Tensor, group: int | None, fixed: FixedScale | None = None
+) -> QuantizedRows:
     """The definition. `group` None: one scale a token."""
     tokens, inputs = x_TI.shape
-    quantized, scales = quantize_activations(x_TI, group=group or inputs)
+    if fixed is None:
+        quantized, scales = quantize_activations(x_TI, group=group or inputs)
+    else:
+        assert group is None, group
+        quantized, scales = quantize_fixed(x_TI, fixed)
     padded = torch.nn.functional.pad(quantized, (0, padded_inputs(inputs, group) - inputs))
     if group is None:
         sums = padded.sum(1)[:, None, None]
@@ -71,10 +94,18 @@ def quantize_rows(x_TI: torch.Tensor, group: int | None) -> QuantizedRows:
 
 
 def quantized_activations(
-    x: torch.Tensor | QuantizedRows, *, inputs: int, group: int | None
+    x: torch.Tensor | QuantizedRows,
+    *,
+    inputs: int,
+    group: int | None,
+    fixed: FixedScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantized values (float64 [T, I]) and scales (float32 [T, G]) of plain rows, or of rows that
-    are quantized already."""
+    """Quantized values (float64 [T, I]) without a zero point and scales (float32 [T, G]) of plain
+    rows, or of rows that are quantized already."""
+    zero = 0 if fixed is None else fixed.zero
     if isinstance(x, QuantizedRows):
-        return x.values_TP[:, :inputs].double(), x.scales_TG
-    return quantize_activations(x, group=group or inputs)
+        return x.values_TP[:, :inputs].double() - zero, x.scales_TG
+    if fixed is None:
+        return quantize_activations(x, group=group or inputs)
+    quantized, scales = quantize_fixed(x, fixed)
+    return quantized - zero, scales

@@ -18,6 +18,7 @@ from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.linear_top.op import MAX_COUNT, LinearTop, LinearTopProblem, Weight
 from headrace.back.kernels.native.library import (
     DTYPES,
+    FLOAT,
     INT32,
     INT64,
     POINTER,
@@ -62,10 +63,18 @@ def _call(library: NativeLibrary, gemm: Any, weight: Any) -> tuple[Callable[...,
         is_int8 = weight.form == INT8
         grouped = () if is_int8 else (weight.form.group[1],)
         name = "linear_quant_top" if is_int8 else "linear_fp8_top"
-        kernel = library.bind(name, *(POINTER,) * 4, *(INT64,) * (5 + len(grouped)), INT32)
+        begin, fixed = (
+            ((linear_quant.begin_of(weight),), linear_quant.scale_of(weight))
+            if is_int8
+            else ((), ())
+        )
+        kernel = library.bind(
+            name, *(POINTER,) * (4 + len(begin)), *(INT64,) * (5 + len(grouped)), *(FLOAT,) * len(fixed), INT32
+        )  # fmt: skip
         panels = weight.panels
         return lambda x, ids, values, rows, count: kernel(
-            x.data_ptr(), panels.data_ptr(), ids, values, rows, outputs, inputs, *grouped, x.stride(0), count, code
+            x.data_ptr(), panels.data_ptr(), ids, values, *begin, rows, outputs, inputs, *grouped, x.stride(0), count,
+            *fixed, code,
         ), weight  # fmt: skip
     assert weight.dtype == gemm.dtype and weight.stride(1) == 1, weight.stride()
     kernel = library.bind("linear_top", *(POINTER,) * 4, *(INT64,) * 6, INT32)

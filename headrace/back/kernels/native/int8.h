@@ -99,6 +99,36 @@ HR_INLINE void quantize_groups(const T* x, int64_t width, int64_t group, int8_t*
   }
 }
 
+// The same with a scale that is given, and what is added to the integers, whatever the row: values beyond their range become
+// the largest or the smallest one, -128.
+template <class T>
+HR_INLINE void quantize_fixed(const T* x, int64_t count, int64_t padded, float fixed, float zero, int8_t* quantized,
+                              float* scale, int32_t* all) {
+  I most{}, sums{};
+  auto put = [&](int64_t k, F v) {
+    const I size = size_bits(v);
+    most = vmax(most, size);
+    v = select(size < 0x7f800000, v, F{}) / splat(fixed) + splat(zero);
+    return round_int(vmax(splat(-128), vmin(splat(127), v)));
+  };
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) {
+    const I code = put(k, load(x + k));
+    store_quantized(quantized + k, code), sums += code;
+  }
+  if (k < count) {
+    alignas(64) int32_t integers[kLanes];
+    I code = put(k, load_part(x + k, count - k));
+    __builtin_memcpy(integers, &code, sizeof code);
+    for (int64_t i = count - k; i < kLanes; ++i) integers[i] = 0;
+    __builtin_memcpy(&code, integers, sizeof code);
+    store_quantized(quantized + k, code), sums += code, k += kLanes;
+  }
+  for (; k < padded; k += kLanes) store_quantized(quantized + k, I{});
+  *scale = size_of(largest(most)) < __builtin_inff() ? fixed : __builtin_nanf("");
+  *all = sum(sums);
+}
+
 // A row with one scale and one sum; quantized values up to a whole tile of inputs are 0.
 template <class T>
 HR_INLINE void quantize_row(const T* x, int64_t width, int8_t* quantized, float* scale, int32_t* sum) {
@@ -118,10 +148,11 @@ HR_INLINE I broadcast(const int8_t* four) {
 }
 
 // acc[lane] += the sum over 4 bytes of w (unsigned) * x (signed). Small: w is below 16. Where the instruction set has no
-// such product, int8 values are turned signed first and need no compensation (kOffset8 is 0).
+// such product, int8 values are turned signed first and need no compensation (kOffset8 is 0). Full: x may be -128, which
+// has no opposite in a byte.
 #if defined(__AVX512VNNI__)
 constexpr int32_t kOffset8 = 128;
-HR_INLINE I dot8(I acc, I w, I x) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x); }
+HR_INLINE I dot8(I acc, I w, I x, bool = false) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x); }
 HR_INLINE I dot4(I acc, I w, I x) { return dot8(acc, w, x); }
 #elif defined(__AVX512BW__)
 constexpr int32_t kOffset8 = 0;
@@ -129,8 +160,13 @@ HR_INLINE I dot4(I acc, I w, I x) {
   __m512i pairs = _mm512_maddubs_epi16((__m512i)w, (__m512i)x);
   return acc + (I)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 }
-HR_INLINE I dot8(I acc, I w, I x) {
+HR_INLINE I words(I acc, __m512i w, __m512i x) { return acc + (I)_mm512_madd_epi16(w, x); }
+HR_INLINE I dot8(I acc, I w, I x, bool full = false) {
   __m512i s = (__m512i)(w ^ (int32_t)0x80808080), v = (__m512i)x;
+  if (full) {
+    acc = words(acc, _mm512_srai_epi16(s, 8), _mm512_srai_epi16(v, 8));
+    return words(acc, _mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8), _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8));
+  }
   v = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(s), _mm512_setzero_si512(), v);
   return dot4(acc, (I)_mm512_abs_epi8(s), (I)v);  // at most 128 and 127: pairs stay below 2^15
 }
@@ -140,21 +176,26 @@ HR_INLINE I dot4(I acc, I w, I x) {
   __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
   return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
-HR_INLINE I dot8(I acc, I w, I x) {
-  __m256i s = (__m256i)(w ^ (int32_t)0x80808080);
-  return dot4(acc, (I)_mm256_abs_epi8(s), (I)_mm256_sign_epi8((__m256i)x, s));
+HR_INLINE I words(I acc, __m256i w, __m256i x) { return acc + (I)_mm256_madd_epi16(w, x); }
+HR_INLINE I dot8(I acc, I w, I x, bool full = false) {
+  __m256i s = (__m256i)(w ^ (int32_t)0x80808080), v = (__m256i)x;
+  if (full) {
+    acc = words(acc, _mm256_srai_epi16(s, 8), _mm256_srai_epi16(v, 8));
+    return words(acc, _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
+  }
+  return dot4(acc, (I)_mm256_abs_epi8(s), (I)_mm256_sign_epi8(v, s));
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int32_t kOffset8 = 0;
 HR_INLINE I dot4(I acc, I w, I x) { return (I)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x); }
-HR_INLINE I dot8(I acc, I w, I x) { return dot4(acc, w ^ (int32_t)0x80808080, x); }
+HR_INLINE I dot8(I acc, I w, I x, bool = false) { return dot4(acc, w ^ (int32_t)0x80808080, x); }
 #else
 constexpr int32_t kOffset8 = 0;
 HR_INLINE I dot4(I acc, I w, I x) {
   HR_UNROLL for (int b = 0; b < 4; ++b) acc += ((w << (24 - 8 * b)) >> 24) * ((x << (24 - 8 * b)) >> 24);
   return acc;
 }
-HR_INLINE I dot8(I acc, I w, I x) { return dot4(acc, w ^ (int32_t)0x80808080, x); }
+HR_INLINE I dot8(I acc, I w, I x, bool = false) { return dot4(acc, w ^ (int32_t)0x80808080, x); }
 #endif
 
 }  // namespace

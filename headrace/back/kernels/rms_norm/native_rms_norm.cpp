@@ -19,6 +19,7 @@ struct Norm {
   float* scales;
   int32_t* sums;
   int64_t quantized_stride, group;  // group 0: one scale a row
+  float x_scale, x_zero;            // of all rows; 0: each has its own scale
 };
 
 template <class T>
@@ -108,6 +109,9 @@ void quantized_chunk(void* context, int64_t i) {
       int8_t* quantized = p.quantized + row * p.quantized_stride;
       const T* from = y + r * p.width;
       if (p.group > 0) quantize_groups(from, p.width, p.group, quantized, p.scales + row * groups, p.sums + row * groups * 2);
+      else if (p.x_scale != 0)
+        quantize_fixed(from, p.width, ceil_div(p.width, int64_t(64)) * 64, p.x_scale, p.x_zero, quantized, p.scales + row,
+                       p.sums + row);
       else quantize_row(from, p.width, quantized, p.scales + row, p.sums + row);
     }
   }
@@ -122,7 +126,7 @@ HR_PUBLIC int32_t HR_EXPORT(rms_norm)(const void* x, void* residual, const float
                                       int64_t residual_stride, float eps, int32_t dtype) {
   if (rows < 0 || inner < 1 || width < 1) return HR_BAD_SHAPE;
   Norm p{x, residual, weight, y, rows, inner, width, outer_stride, inner_stride, residual_stride,
-         ceil_div(kChunkElements, width), eps, nullptr, nullptr, nullptr, 0, 0};
+         ceil_div(kChunkElements, width), eps, nullptr, nullptr, nullptr, 0, 0, 0, 0};
   const int64_t chunks = ceil_div(rows, p.rows_per_chunk);
   if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
   else if (dtype == HR_F16) hr_parallel(chunk<fp16>, &p, chunks);
@@ -134,16 +138,17 @@ HR_REPLAYABLE(rms_norm)
 
 // The same as int8 rows, as GEMMs with quantized weights read them: quantized [rows, quantized_stride], of which the inputs
 // up to whole groups (group 0: up to a multiple of 64) are written; scales [rows, groups]; sums [rows, groups, 2] (group 0:
-// [rows]), see quantize_groups. x: row r at r * x_stride elements.
+// [rows]), see quantize_groups. x_scale: of all rows, with x_zero added to their integers (0: each has its own; none with groups). x: row r at
+// r * x_stride elements.
 HR_PUBLIC int32_t HR_EXPORT(rms_norm_quantized)(const void* x, void* residual, const float* weight, int8_t* quantized, float* scales,
                                                 int32_t* sums, int64_t rows, int64_t width, int64_t x_stride,
                                                 int64_t residual_stride, int64_t quantized_stride, int64_t group, float eps,
-                                                int32_t dtype) {
-  if (rows < 0 || width < 1 || group < 0 || group % 32) return HR_BAD_SHAPE;
+                                                float x_scale, float x_zero, int32_t dtype) {
+  if (rows < 0 || width < 1 || group < 0 || group % 32 || (group > 0 && x_scale != 0)) return HR_BAD_SHAPE;
   const int64_t unit = group > 0 ? group : 64;
   if (quantized_stride < ceil_div(width, unit) * unit) return HR_BAD_SHAPE;
   Norm p{x, residual, weight, nullptr, rows, 1, width, x_stride, 0, residual_stride, ceil_div(kChunkElements, width), eps,
-         quantized, scales, sums, quantized_stride, group};
+         quantized, scales, sums, quantized_stride, group, x_scale, x_zero};
   const int64_t chunks = ceil_div(rows, p.rows_per_chunk);
   if (dtype == HR_BF16) hr_parallel(quantized_chunk<bf16>, &p, chunks);
   else if (dtype == HR_F16) hr_parallel(quantized_chunk<fp16>, &p, chunks);

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.linear_quant.rows import TILE, QuantizedRows, padded_inputs
+from headrace.back.kernels.linear_quant.rows import (
+    TILE,
+    FixedScale,
+    QuantizedRows,
+    padded_inputs,
+)
 from headrace.back.kernels.native.library import (
     DTYPES,
     FLOAT,
@@ -18,14 +23,19 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.rms_norm_quant.op import QuantizedNorm, RMSNormQuantProblem
 
-_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 6, FLOAT, INT32)
+_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 6, FLOAT, FLOAT, FLOAT, INT32)
 _GROUP = 32
 
 
 def bind_with(
-    library: NativeLibrary, problem: RMSNormQuantProblem, weight_E: torch.Tensor
+    library: NativeLibrary,
+    problem: RMSNormQuantProblem,
+    weight_E: torch.Tensor,
+    fixed: FixedScale | None = None,
 ) -> QuantizedNorm:
     """The kernel of one library."""
+    assert (fixed is not None) == problem.fixed, problem
+    scale, zero = (0.0, 0.0) if fixed is None else (fixed.scale, float(fixed.zero))
     kernel = library.bind("rms_norm_quantized", *_ARGUMENTS)
     assert weight_E.dtype == torch.float32 and weight_E.shape == (problem.width,), weight_E.shape
     weight_E = weight_E.contiguous()
@@ -48,7 +58,7 @@ def bind_with(
         kernel(
             x_TE.data_ptr(), None if residual_TE is None else residual_TE.data_ptr(), weight_E.data_ptr(),
             quantized.data_ptr(), scales.data_ptr(), sums.data_ptr(), rows, width, x_TE.stride(0),
-            0 if residual_TE is None else residual_TE.stride(0), stride, group or 0, eps, code,
+            0 if residual_TE is None else residual_TE.stride(0), stride, group or 0, eps, scale, zero, code,
         )  # fmt: skip
         return QuantizedRows(quantized[:, :padded], scales, sums)
 
@@ -58,12 +68,14 @@ def bind_with(
 def _supports(problem: RMSNormQuantProblem) -> str | None:
     if problem.group is not None and (problem.group < _GROUP or problem.group % _GROUP):
         return f"makes groups of multiples of {_GROUP} inputs, not of {problem.group}"
+    if problem.group is not None and problem.fixed:
+        return "knows a scale of all rows without groups"
     return unsupported(problem.device, problem.dtype)
 
 
 KERNEL = Kernel(
     name="native",
     supports=_supports,
-    bind=lambda problem, weight_E: bind_with(loaded(), problem, weight_E),
+    bind=lambda problem, weight_E, fixed: bind_with(loaded(), problem, weight_E, fixed),
     invariant=True,
 )

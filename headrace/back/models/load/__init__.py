@@ -25,7 +25,12 @@ from headrace.back.kernels.native.library import unsupported
 from headrace.back.layers.adapters import AdapterSlots, LentSlots
 from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Ledger
-from headrace.back.models.load.asked import cache_decisions, input_decisions, with_asked_rows
+from headrace.back.models.load.asked import (
+    cache_decisions,
+    input_decisions,
+    with_asked_rows,
+    with_stored_scales,
+)
 from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import absent, check, fill
 from headrace.back.models.load.gguf import GGUFSource
@@ -283,7 +288,7 @@ def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tupl
     reason = unsupported(device.type, DTYPES[spec.dtype])
     if reason is not None:
         return {}, f"the kernel that reads quantized weights {reason}"
-    return stored, "read as the file holds them"
+    return with_stored_scales(stored, source), "read as the file holds them"
 
 
 def _stored_on_gpu(spec: ModelSpec, stored: Stored) -> tuple[Stored, str]:

@@ -58,12 +58,30 @@ def with_asked_rows(stored: Stored, source: Source) -> Stored:
     return {name: _marked(scheme, source.entries[name]) for name, scheme in stored.items()}
 
 
+def with_stored_scales(stored: Stored, source: Source) -> Stored:
+    """The same of CPUs, which multiply integers by int8 whatever is asked: int8 weights are marked
+    whose activations have a scale that the checkpoint holds."""
+    return {
+        name: scheme + STORED_SCALE
+        if scheme == "int8"
+        and _is_int8(source.entries[name].activations)
+        and _held(source.entries[name])
+        else scheme
+        for name, scheme in stored.items()
+    }
+
+
 def _marked(scheme: str, entry: CheckpointTensor) -> str:
-    asked = entry.activations
-    marked = with_int8_rows(scheme) if _is_int8(asked) else scheme
-    held = asked is not None and not asked.dynamic and asked.shared == "tensor"
+    marked = with_int8_rows(scheme) if _is_int8(entry.activations) else scheme
     known = marked in ("fp8", "int8" + INT8_ROWS)
-    return marked + STORED_SCALE if held and entry.input_scale and known else marked
+    return marked + STORED_SCALE if known and _held(entry) else marked
+
+
+def _held(entry: CheckpointTensor) -> bool:
+    """Whether there is a scale for all of its inputs."""
+    asked = entry.activations
+    held = asked is not None and not asked.dynamic and asked.shared == "tensor"
+    return held and entry.input_scale
 
 
 def _is_int8(asked: Activations | None) -> bool:

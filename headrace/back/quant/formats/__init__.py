@@ -62,6 +62,10 @@ READERS: Mapping[str, Reader] = {
     "torchao-int4": packed.torchao,
     "hqq": hqq.by_input,
     "hqq-axis0": hqq.by_output,
+    "mlx": packed.mlx,
+    "mlx-mxfp4": floats4.in_words(floats4.powers),
+    "mlx-nvfp4": floats4.in_words(floats4.modelopt),
+    "mlx-mxfp8": floats4.in_words(floats4.microscaled),
     "ternary": ternary.times,
     "ternary-inverse": ternary.over,
 }
@@ -74,5 +78,7 @@ KEPT_READERS: Mapping[str, Reader] = {
     "mxfp4-quark": floats4.bits,
     "mxfp4-blocks": floats4.gpt_oss_bits,
     "bnb-4bit": bitsandbytes.bits,
+    "mlx-mxfp4": floats4.in_words(floats4.bits),
+    "mlx-nvfp4": floats4.in_words(floats4.modelopt_bits),
 }
 """The same for weights that are kept as they are stored: values are their bits."""

@@ -7,6 +7,8 @@ compressed-tensors 0.9 write it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from headrace.back.quant.formats.groups import Groups, Read, column_groups
@@ -14,6 +16,7 @@ from headrace.back.quant.formats.scaled import powers_of_two
 from headrace.base.config.levels import LEVELS
 from headrace.base.config.quantized_tensors import QuantizedTensor
 
+Reader = Callable[[QuantizedTensor, Read, slice, slice], Groups]
 E2M1 = LEVELS["e2m1"]
 
 
@@ -38,6 +41,34 @@ def powers(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> 
     """value * 2 ** (scale - 127)."""
     scales = powers_of_two(read("scales", rows, slice(None)))
     return _grouped(tensor, _values(read, rows, columns), scales, columns)
+
+
+def in_words(reader: Reader) -> Reader:
+    """A reader of MLX's arrangement: numbers lie in words of 32 bits, the first in the lowest, and
+    scales are bytes."""
+
+    def read_words(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+        def read_bytes(role: str, *cuts: slice) -> torch.Tensor:
+            if role == "outer":
+                scale = read("scales", slice(0, 1), slice(0, 1))
+                return torch.ones(1, device=scale.device)
+            if role != "values":
+                scales = read(role, *cuts)
+                nvfp4 = tensor.numbers.arrangement == "mlx-nvfp4"
+                return scales.view(torch.float8_e4m3fn) if nvfp4 else scales
+            first, last, _ = cuts[1].indices(tensor.shape[1] * tensor.numbers.bits // 8)
+            words = read(role, cuts[0], slice(first // 4, -(-last // 4)))
+            return words.contiguous().view(torch.uint8)[:, first % 4 :][:, : last - first]
+
+        return reader(tensor, read_bytes, rows, columns)
+
+    return read_words
+
+
+def microscaled(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """e4m3 numbers times powers of two."""
+    values = read("values", rows, columns).view(torch.float8_e4m3fn)
+    return _grouped(tensor, values, powers_of_two(read("scales", rows, slice(None))), columns)
 
 
 def gpt_oss(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:

@@ -13,11 +13,12 @@ Read = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """A rectangle of a weight: (value - zero) * scale.
+    """A rectangle of a weight: (value - zero) * scale + added.
 
     values_RC    integers or floats, in any dtype
     scales_RG    floats
     zeros_RG     None: 0
+    added_RG     floats; None: 0. Beside it there are no zeros
     group_C      int64, which group a column belongs to; None: column c to c * G // C
     inputs       float32 [1], the scale that the checkpoint holds for what is multiplied with it;
                  None: none
@@ -27,6 +28,7 @@ class Groups:
     values_RC: torch.Tensor
     scales_RG: torch.Tensor
     zeros_RG: torch.Tensor | None = None
+    added_RG: torch.Tensor | None = None
     group_C: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
     input_zero: torch.Tensor | None = None
@@ -36,10 +38,12 @@ class Groups:
         values = self.values_RC.float()
         if self.zeros_RG is not None:
             values = values - self._columns(self.zeros_RG.float())
-        return values * self._columns(self.scales_RG.float())
+        values = values * self._columns(self.scales_RG.float())
+        return values if self.added_RG is None else values + self._columns(self.added_RG)
 
     def times_inputs(self, factor_C: torch.Tensor) -> Groups:
         """The same with the columns multiplied: each is a group then."""
+        assert self.added_RG is None, "nothing is added in formats that multiply inputs"
         columns = len(factor_C)
         ones = self.scales_RG.new_ones(1, columns)
         scales, zeros = self._columns(self.scales_RG.float()), self.zeros_RG
@@ -65,10 +69,12 @@ def joined(parts: list[Groups]) -> Groups:
     scales = [part.scales_RG for part in parts]
     one = len(first.scales_RG) == 1 and len(first.values_RC) > 1
     zeros = [part.zeros_RG for part in parts if part.zeros_RG is not None]
+    added = [part.added_RG for part in parts if part.added_RG is not None]
     return Groups(
         values_RC=torch.cat([part.values_RC for part in parts]),
         scales_RG=first.scales_RG if one else torch.cat(scales),
         zeros_RG=torch.cat(zeros) if zeros else None,
+        added_RG=torch.cat(added) if added else None,
         group_C=first.group_C,
         inputs=first.inputs,
         input_zero=first.input_zero,

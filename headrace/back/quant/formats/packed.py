@@ -1,8 +1,8 @@
-"""Integers of 2 to 8 bits packed into words of 32 (GPTQ, AWQ and compressed-tensors), and of 4 into
-bytes (torchao).
+"""Integers of 2 to 8 bits packed into words of 32 (GPTQ, AWQ, compressed-tensors and MLX), and of 4
+into bytes (torchao).
 
-Source: the formats as AutoGPTQ 0.7 and GPTQModel 2, AutoAWQ 0.2 (GEMM), compressed-tensors 0.9 and
-torchao 0.18 (Int4Tensor) write them. O outputs, I inputs, G groups of inputs.
+Source: the formats as AutoGPTQ 0.7 and GPTQModel 2, AutoAWQ 0.2 (GEMM), compressed-tensors 0.9,
+MLX 0.32 and torchao 0.18 (Int4Tensor) write them. O outputs, I inputs, G groups of inputs.
 """
 
 from __future__ import annotations
@@ -72,6 +72,18 @@ def compressed(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice)
         scales_RG=scales,
         zeros_RG=zeros,
         group_C=_groups(tensor, read, columns, values.device),
+    )
+
+
+def mlx(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values [O, I bits / 32]; scales and what is added [O, G], floats: value * scale + added."""
+    bits = tensor.numbers.bits
+    words = read("values", rows, _words(columns, bits)).view(torch.int32)
+    return Groups(
+        values_RC=fields(words, bits, *_within(columns, bits)),
+        scales_RG=read("scales", rows, slice(None)).float(),
+        added_RG=read("zeros", rows, slice(None)).float(),
+        group_C=_groups(tensor, read, columns, words.device),
     )
 
 

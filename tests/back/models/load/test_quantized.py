@@ -224,6 +224,78 @@ def test_ternary_weights_meet_inputs_rounded_as_bitnet_asks(tmp_path: Path) -> N
         assert (row - expected).norm() < 0.01 * expected.norm()
 
 
+def mlx(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    values, zeros, scales, plain = grouped(weight)
+    return {
+        f"{name}.weight": bit_stream(values, 4).view(torch.uint32),
+        f"{name}.scales": scales,
+        f"{name}.biases": -zeros * scales,
+    }, plain
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_mlx_packs_the_table_of_tokens_too(
+    kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """QNT-01: whole numbers with a float that is added, read as they are where there are kernels."""
+    if not kernels:
+        monkeypatch.setattr(loading, "unsupported", lambda device, dtype: "is not built")
+    config = tiny_config("qwen3")
+    config.update(SIZES)
+    oracle = save_oracle(config, tmp_path)
+    stored, back = {}, oracle.state_dict()
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        stored[name] = weight
+        if weight.dim() == 2:
+            parts, back[name] = mlx(name.removesuffix(".weight"), weight)
+            stored |= parts
+    save_file(
+        {name: value.contiguous() for name, value in stored.items()}, tmp_path / "model.safetensors"
+    )
+    oracle.load_state_dict(back)
+    written = {"quant_method": "mlx", "group_size": GROUP, "bits": 4}
+    model, decisions = load(tmp_path, quantization_config=written)
+    (weights,) = (one for one in decisions if one.field == "weights")
+    assert ("dequantized" in weights.why) != kernels, weights
+    rows = [list(range(3, 30)), [5, 1, 2]]
+    ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
+        assert (row - expected).norm() < (0.05 if kernels else 1e-4) * expected.norm()
+
+
+def test_mlx_stacks_the_experts_of_a_layer(tmp_path: Path) -> None:
+    """Under a name of its own, all experts' gates in one tensor."""
+    config = tiny_config("olmoe")
+    config.update({"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4})
+    oracle = save_oracle(config, tmp_path)
+    plain, stored = load_file(tmp_path / "model.safetensors"), {}
+    experts = config.num_experts
+    for name, weight in plain.items():
+        head, _, tail = name.partition(".experts.0.")
+        if not tail:
+            stored |= {} if ".experts." in name else {name: weight}
+            continue
+        parts = [mlx("m", plain[f"{head}.experts.{i}.{tail}"]) for i in range(experts)]
+        stem = f"{head}.switch_mlp.{tail.removesuffix('.weight')}"
+        for role in ("weight", "scales", "biases"):
+            stored[f"{stem}.{role}"] = torch.stack([part[f"m.{role}"] for part, _ in parts])
+        for i, (_, back) in enumerate(parts):
+            plain[f"{head}.experts.{i}.{tail}"] = back
+    save_file(
+        {name: value.contiguous() for name, value in plain.items()}, tmp_path / "model.safetensors"
+    )
+    oracle = type(oracle).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    save_file(
+        {name: value.contiguous() for name, value in stored.items()}, tmp_path / "model.safetensors"
+    )
+    written = {"quant_method": "mlx", "group_size": GROUP, "bits": 4}
+    model, _ = load(tmp_path, quantization_config=written)
+    rows = [list(range(3, 30)), [5, 1, 2]]
+    ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+
+
 CACHE_NAMES = {
     "in the attention": ("k_scale", "v_scale"),
     "in its kernel": ("attn.k_scale", "attn.v_scale"),
@@ -294,31 +366,65 @@ def as_int8(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[
     return ((x * (top.new_tensor(127.0) / top)).round() * (top / 127.0),)
 
 
+def int8_at(
+    scale: float, zero: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Every token's values in steps of a scale, as far as the integers reach."""
+    return (((inputs[0] / scale + zero).round().clamp(-128, 127) - zero) * scale,)
+
+
+def linear_layers(oracle: Any) -> dict[str, torch.nn.Linear]:
+    modules = oracle.model.layers.named_modules(prefix="model.layers")
+    return {name: module for name, module in modules if isinstance(module, torch.nn.Linear)}
+
+
+def ask_int8(folder: Path, **asked: Any) -> None:
+    """Adds what the checkpoint would have its inputs be."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = {"num_bits": 8, **asked}
+    file.write_text(json.dumps(config))
+
+
 @pytest.mark.skipif(
     native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
 )
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_int8_activations_are_multiplied_as_integers(dynamic: bool, tmp_path: Path) -> None:
-    """W8A8: as transformers does whose linear layers read rounded inputs. Scales that are stored are not
-    used, and a decision says what is done instead."""
+@pytest.mark.parametrize("kind", ["token", "tensor", "zero"])
+def test_int8_activations_are_multiplied_as_integers(kind: str, tmp_path: Path) -> None:
+    """QNT-17: W8A8, as transformers does whose linear layers read rounded inputs: by a scale for each token,
+    or by those that the checkpoint holds for all, with a zero point or without."""
     oracle = quantize_folder(tmp_path, "int8")
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    strategy = "token" if dynamic else "tensor"
-    group["input_activations"] = {"num_bits": 8, "strategy": strategy, "dynamic": dynamic}
-    file.write_text(json.dumps(config))
-    rows = [list(range(3, 30)), [5, 1, 2]]
+    rows, layers = [list(range(3, 30)), [5, 1, 2]], linear_layers(oracle)
+    plain, told = oracle_logits(oracle, rows), "int8, a scale for a token"
+    if kind == "token":
+        ask_int8(tmp_path, strategy="token", dynamic=True)
+        hooks = dict.fromkeys(layers, as_int8)
+    else:
+        told = "int8, the stored scale"
+        ask_int8(tmp_path, strategy="tensor", dynamic=False, symmetric=kind == "tensor")
+        # Of inputs that several layers read: the largest magnitude is beyond the range.
+        steps = {"down_proj": 0.004, "o_proj": 0.008}
+        scales = {name: steps.get(name.rpartition(".")[2], 0.02) for name in layers}
+        zero = 0 if kind == "tensor" else 11
+        hooks = {name: partial(int8_at, scale, zero) for name, scale in scales.items()}
+        stored = {f"{name}.input_scale": torch.tensor([scale]) for name, scale in scales.items()}
+        if zero:
+            point = torch.tensor([zero], dtype=torch.int8)
+            stored |= {f"{name}.input_zero_point": point.clone() for name in layers}
+        add_tensors(tmp_path, stored)
     model, decisions = load(tmp_path)
     (inputs,) = (one for one in decisions if one.field == "activations")
-    assert inputs.requested.startswith(f"int8, a scale for a {strategy}")
-    assert (inputs.chosen, inputs.why) == ("int8, a scale for a token", "of 21 quantized weights")
+    asked = (
+        "int8, a scale and a zero point for a tensor"
+        if kind == "zero"
+        else f"int8, a scale for a {kind}"
+    )
+    assert inputs.requested.startswith(asked)
+    assert (inputs.chosen, inputs.why) == (told, "of 21 quantized weights")
     ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
-    plain = oracle_logits(oracle, rows)
-    for layer in oracle.model.layers:
-        for module in layer.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.register_forward_pre_hook(as_int8)
+    for name, hook in hooks.items():
+        layers[name].register_forward_pre_hook(hook)
     for row, unrounded, expected in zip(ours, plain, oracle_logits(oracle, rows), strict=True):
         # A value that is off in its last bits may be rounded to the next integer.
         assert (row - expected).norm() < 0.5 * (row - unrounded).norm()

@@ -4,6 +4,7 @@ below store, in any rectangle. QNT-01 QNT-02 QNT-05 QNT-06."""
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from transformers.integrations.bitnet import pack_weights
 
 from headrace.back.models.load.quantized import QuantizedSource
+from headrace.base.config.levels import LEVELS
 from headrace.base.errors import CheckpointError
 from tests.back.quant.formats.stored_weights import Stored, golden, golden_cases, open_weight
 
@@ -341,6 +343,12 @@ KEPT = {
     "hqq-3": "int4-asym-g64",
     "hqq-4-axis0": "",
     "mxfp6": "",
+    "mlx-2": "int4-asym-g64",
+    "mlx-4": "int4-asym-g64",
+    "mlx-8": "",
+    "mlx-mxfp4": "mxfp4",
+    "mlx-nvfp4": "nvfp4",
+    "mlx-mxfp8": "",
 }
 
 
@@ -353,6 +361,9 @@ def test_what_a_kernel_can_read_keeps_its_numbers(case: str, tmp_path: Path) -> 
         if scheme:
             whole = tuple(slice(0, size) for size in expected.shape)
             groups, _ = source.groups("module.weight", whole)
+            if scheme in ("mxfp4", "nvfp4"):  # of which the bits are kept
+                numbers = torch.tensor(LEVELS["e2m1"])[groups.values_RC.long()]
+                groups = replace(groups, values_RC=numbers)
             torch.testing.assert_close(groups.dequantized(), expected.float(), rtol=1e-6, atol=1e-7)
 
 
