@@ -18,7 +18,10 @@ from headrace.back.kernels.selective_scan import op as selective_scan
 from headrace.back.kernels.ssd_scan import op as ssd_scan
 from headrace.back.kernels.state_return import op as state_return
 from headrace.back.kernels.state_rows import op as state_rows
+from headrace.back.kernels.token_shift import op as token_shift
 from headrace.back.kernels.wkv import op as wkv
+from headrace.back.kernels.wkv6 import op as wkv6
+from headrace.back.kernels.wkv7 import op as wkv7
 
 STATES = 7
 COUNTS = {"decode": (1, 1, 1), "mixed": (1, 5, 9), "long": (40,)}
@@ -61,6 +64,14 @@ CASES = {
         {"heads": 2, "groups": 1, "head_dim": 64, "state_dim": 128, "limits": (0.5, 1.0)},
     ),
     "wkv": (wkv, {"channels": 300}),
+    "wkv6": (wkv6, {"heads": 4, "key_heads": 4, "head_dim": 20}),
+    "wkv6-linear": (
+        wkv6,
+        {"heads": 4, "key_heads": 2, "head_dim": 32, "first": False, "normed": False},
+    ),
+    "wkv7": (wkv7, {"heads": 3, "head_dim": 20}),
+    "wkv7-first": (wkv7, {"heads": 2, "head_dim": 32, "mixes": False, "normed": False}),
+    "token_shift": (token_shift, {"width": 300, "count": 3}),
 }
 
 
@@ -74,6 +85,9 @@ def problem_of(case: str, dtype: torch.dtype, device: str = "cpu") -> Any:
         "ssd_scan": "SsdScanProblem",
         "selective_scan": "SelectiveScanProblem",
         "wkv": "WkvProblem",
+        "wkv6": "Wkv6Problem",
+        "wkv7": "Wkv7Problem",
+        "token_shift": "TokenShiftProblem",
     }
     more = {} if module is gated_scan else {"dtype": dtype}
     return module, getattr(module, names[case.partition("-")[0]])(device=device, **more, **sizes)
@@ -201,6 +215,59 @@ def _naive_wkv(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> 
     return torch.stack(ys), torch.stack((top / most.exp(), below / most.exp(), most))
 
 
+def _of_heads(problem: Any, values: Any) -> list[Any]:
+    size = problem.head_dim
+    return [None if one is None else one.double().unflatten(-1, (-1, size)) for one in values]
+
+
+def _naive_wkv6(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    first, weight, bias = _of_heads(problem, weights)
+    r, w, k, v = _of_heads(problem, inputs)
+    k, v = (one.repeat_interleave(r.shape[1] // k.shape[1], 1) for one in (k, v))
+    ys = []
+    for t in range(len(r)):
+        keep = (-w[t].exp()).exp()
+        key = k[t] if problem.first else k[t] * (1 - keep)
+        now = key[:, :, None] * v[t][:, None]
+        after = keep[:, :, None] * state + now
+        read = state + first[:, :, None] * now if problem.first else after / problem.head_dim**0.5
+        ys.append((r[t][:, None] @ read)[:, 0])
+        state = after
+    return _normed(problem, torch.stack(ys), weight, bias).flatten(1), state
+
+
+def _naive_wkv7(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    removal, scale, bonus, weight, bias = _of_heads(problem, weights)
+    r, w, k, v, a, *more = _of_heads(problem, inputs)
+    if more:
+        v = torch.lerp(v, more[0], more[1].sigmoid())
+    ys, added = [], []
+    for t in range(len(r)):
+        keep, rate = (-math.exp(-0.5) * w[t].sigmoid()).exp(), a[t].sigmoid()
+        gone = torch.nn.functional.normalize(k[t] * removal, dim=-1)
+        key = k[t] * (1 + (rate - 1) * scale)
+        change = torch.diag_embed(keep) - (rate * gone)[:, :, None] * gone[:, None]
+        state = change @ state + key[:, :, None] * v[t][:, None]
+        ys.append((r[t][:, None] @ state)[:, 0])
+        added.append((r[t] * bonus * key).sum(-1, keepdim=True) * v[t])
+    normed = _normed(problem, torch.stack(ys), weight, bias)
+    return (normed + torch.stack(added)).flatten(1), state
+
+
+def _normed(problem: Any, y: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+    if weight is None:
+        return y
+    deviation = (y.var(-1, keepdim=True, unbiased=False) + problem.eps).sqrt()
+    return (y - y.mean(-1, keepdim=True)) / deviation * weight + bias
+
+
+def _naive_shift(problem: Any, weights: Any, inputs: Any, state: torch.Tensor) -> Any:
+    """Rows in front, as all ops have them: [T, N, E]."""
+    (x,) = (one.double() for one in inputs)
+    before = torch.cat((state[None], x[:-1]))
+    return torch.lerp(x[:, None], before[:, None], weights[0].double()), x[-1]
+
+
 NAIVE: dict[str, Callable[..., Any]] = {
     "gated_scan": _naive_scan,
     "causal_conv": _naive_conv,
@@ -208,6 +275,9 @@ NAIVE: dict[str, Callable[..., Any]] = {
     "ssd_scan": _naive_ssd,
     "selective_scan": _naive_selective,
     "wkv": _naive_wkv,
+    "wkv6": _naive_wkv6,
+    "wkv7": _naive_wkv7,
+    "token_shift": _naive_shift,
 }
 
 

@@ -19,7 +19,7 @@ from headrace.back.models.encoder_families import (
 )
 from headrace.back.models.hearing_families import TEXT_OF_HEARING
 from headrace.back.models.media_families import WITH_MEDIA
-from headrace.back.models.published_families import PUBLISHED
+from headrace.back.models.published_families import PUBLISHED, RWKV
 from headrace.base import extensions
 from headrace.base.config.ctc import is_ctc
 from headrace.base.config.hf import ConfigReader
@@ -226,7 +226,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "InklingForConditionalGeneration": "model.llm",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
-RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
+RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba", "xlstm", *RWKV})
 """Families without attention: their config states neither heads nor a longest text."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv", "recurrent"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""

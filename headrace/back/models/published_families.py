@@ -47,7 +47,12 @@ PUBLISHED: Mapping[str, str] = {
     "OuroForCausalLM": "ouro",
     "RWForCausalLM": "falcon",
     "StableLMEpochForCausalLM": "stablelm",
+    **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), "rwkv7"),
+    "Rwkv6ForCausalLM": "rwkv6",
+    "RwkvHybridForCausalLM": "rwkv_hybrid",
 }
+RWKV = ("rwkv", "rwkv6", "rwkv7", "rwkv_hybrid")
+"""Families of its layers alone."""
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "YiForCausalLM": (
         (r"\.ln1\.", ".input_layernorm."),
@@ -83,7 +88,6 @@ NOT_BUILT: Mapping[str, str] = {
     **dict.fromkeys(DIFFUSION, "it fills in many tokens at once, in any order"),
     "Phi3SmallForCausalLM": "its attention is sparse in blocks",
     "Phi4FlashForCausalLM": "its upper layers share the state and the cache of one below",
-    **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), "its state changes by two vectors"),
     "Plamo2ForCausalLM": "its recurrent layers norm what decides on their steps",
     "SolarForCausalLM": "its layers are skipped by residuals of others",
     "IQuestLoopCoderForCausalLM": "a token of its second time sees two caches",

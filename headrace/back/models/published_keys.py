@@ -327,6 +327,11 @@ def _param2(config: ConfigReader) -> Keys:
     }
 
 
+def _unbounded(config: ConfigReader) -> Keys:
+    """A state has no longest text; what the config states is that of the training."""
+    return {"max_position_embeddings": None}
+
+
 ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **dict.fromkeys(("ChatGLMModel", "ChatGLMForConditionalGeneration"), _chatglm),
     "QWenLMHeadModel": _qwen,
@@ -348,6 +353,7 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **{f"XLMRoberta{head}": _flash_roberta for head in HEADS},
     **{f"JinaBert{head}": _jina_bert for head in HEADS},
     COLBERT: _colbert,
+    **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),
     **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _neobert),
 }
 """By the name of the architecture."""

@@ -1,6 +1,6 @@
 """From GGUF metadata to the config.json the same model has: one row per GGUF architecture, plain
 data throughout, in gguf_rows.py, gguf_gemma.py, gguf_mixtures.py, gguf_recurrent.py,
-gguf_encoders.py and gguf_published.py.
+gguf_rwkv.py, gguf_encoders.py and gguf_published.py.
 
 The result goes through the same reader, family and checks as any config.json, so a GGUF file is one
 more spelling of a checkpoint and no second kind of model. Metadata keys: github.com/ggml-org/ggml,
@@ -20,6 +20,7 @@ from headrace.base.config import (
     gguf_published,
     gguf_recurrent,
     gguf_rows,
+    gguf_rwkv,
 )
 from headrace.base.config.gguf import GGUFFile
 from headrace.base.config.gguf_row import (
@@ -190,6 +191,7 @@ ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
     **gguf_recurrent.ROWS,
     **gguf_encoders.ROWS,
     **gguf_published.ROWS,
+    **gguf_rwkv.ROWS,
 }
 
 

@@ -1,8 +1,9 @@
 """The tokenizer inside a GGUF file, rebuilt as a tokenizer.json document for the `tokenizers`
 library.
 
-Five vocabularies are read: "gpt2" (byte-level BPE with merges), "gemma4" (the same of characters),
-"llama" (SentencePiece BPE with scores), "t5" (SentencePiece unigrams) and "bert" (WordPiece). GGUF
+Six vocabularies are read: "gpt2" (byte-level BPE with merges), "gemma4" (the same of characters),
+"llama" (SentencePiece BPE with scores), "t5" (SentencePiece unigrams), "bert" (WordPiece) and
+"rwkv" (tokenizer_world.py: no document, a tokenizer of its own). GGUF
 names a pre-tokenizer instead of storing its pattern; gguf_tokenizer_patterns.py has them. A name
 that is not there is refused: a wrong pattern would split text differently and quietly change every
 answer.
@@ -23,12 +24,14 @@ from headrace.base.errors import CheckpointError
 from headrace.front.text.gguf_tokenizer_patterns import ADDS_BOS, NFC, PATTERNS, WHOLE_WORDS
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
 from headrace.front.text.tokenizer_json import JsonTokenizer
+from headrace.front.text.tokenizer_world import world_of_gguf
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of tokenizer.ggml.token_type that matter here (1 normal, 5 unused, 6 byte)."""
 
 _FRAMED: Final = ("bert", "nomic-bert", "modern-bert", "jina-bert-v2")
 """Architectures that read a text between two tokens of their own."""
+WORLD: Final = "rwkv"
 _SPECIAL: Final = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -44,8 +47,11 @@ def gguf_tokenizer(path: str) -> Tokenizer:
     tokens = file.texts("tokenizer.ggml.tokens")
     if not tokens:
         raise CheckpointError(f"{path}: it holds no vocabulary (tokenizer.ggml.tokens)")
+    if kind == WORLD:
+        return world_of_gguf(file, tokens, _types(file, tokens))
     if kind not in _VOCABULARIES:
-        raise file.wrong("tokenizer.ggml.model", f"one of {', '.join(sorted(_VOCABULARIES))}")
+        known = (*_VOCABULARIES, WORLD)
+        raise file.wrong("tokenizer.ggml.model", f"one of {', '.join(sorted(known))}")
     if kind == "bert":
         tokens = word_pieces(tokens, _types(file, tokens))
     document = _VOCABULARIES[kind](file, tokens)

@@ -24,6 +24,7 @@ _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
         "letters": "headrace.front.text.tokenizer_letters:load_letters",
         "tekken": "headrace.front.text.tokenizer_tekken:load_tekken",
         "tiktoken": "headrace.front.text.tokenizer_tiktoken:load_tiktoken",
+        "world": "headrace.front.text.tokenizer_world:load_world",
     },
 )
 
@@ -60,10 +61,12 @@ def _find(place: Path) -> tuple[str, Path]:
             return ("tiktoken" if _is_tiktoken(file) else "sentencepiece"), file
     if (place / "vocab.json").is_file() and not (place / "merges.txt").is_file():
         return "letters", place / "vocab.json"
+    for file in sorted(place.glob("rwkv_vocab*.txt")):
+        return "world", file
     raise CheckpointError(
         f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, "
         "sentencepiece.bpe.model or source.spm of a known class, tiktoken.model, *.tiktoken, "
-        "tekken.json, vocab.json of letters"
+        "tekken.json, vocab.json of letters, rwkv_vocab*.txt"
     )
 
 

@@ -335,10 +335,10 @@ def test_a_pre_tokenizer_we_do_not_know_is_refused_with_the_list(tmp_path: Path)
 
 def test_other_kinds_of_vocabulary_and_none_are_refused(tmp_path: Path) -> None:
     def other(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("rwkv")
+        writer.add_tokenizer_model("plamo")
         writer.add_token_list(["a"])
 
-    with pytest.raises(CheckpointError, match="one of bert, gemma4, gpt2, llama, t5"):
+    with pytest.raises(CheckpointError, match="one of bert, gemma4, gpt2, llama, rwkv, t5"):
         gguf_tokenizer(write(tmp_path / "a.gguf", other))
     with pytest.raises(CheckpointError, match="holds no vocabulary"):
         gguf_tokenizer(write(tmp_path / "b.gguf", lambda writer: None))

@@ -784,6 +784,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             "ssd_scan-limits",
             "selective_scan",
             "wkv",
+            "wkv6",
+            "wkv7",
+            "token_shift",
         )
     ),
     ("chunks gated_delta", _chunks()),

@@ -39,6 +39,21 @@ pytestmark = [
 ]
 
 
+SHORTER = ("wkv6", "wkv7", "token_shift")
+"""Their kernels are held by their self-checks; the rest takes seconds in the interpreter."""
+
+
+SETTLED = [name for name in CASES if name.partition("-")[0] not in SHORTER]
+
+
+def shorter_slow(*names: str) -> list[Any]:
+    """Parameters."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if name.partition("-")[0] in SHORTER else name
+        for name in names
+    ]
+
+
 def triton_kernel(case: str) -> object:
     return module_of(case).KERNEL
 
@@ -52,7 +67,7 @@ def module_of(case: str, *, chunks: bool = False) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", shorter_slow(*CASES))
 def test_a_row_gives_what_it_gives_alone(case: str, counts: str, dtype: torch.dtype) -> None:
     """REG-038, REG-039: see tests/kernels/native/test_recurrent.py."""
     arranged = step(case, dtype, counts, DEVICE)
@@ -62,7 +77,11 @@ def test_a_row_gives_what_it_gives_alone(case: str, counts: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    "case", first_of_each([*CASES], [name.partition("-")[0] for name in CASES])
+    "case",
+    [
+        *first_of_each(SETTLED, [name.partition("-")[0] for name in SETTLED]),
+        *shorter_slow(*(name for name in CASES if name not in SETTLED)),
+    ],
 )
 def test_the_state_behind_every_token_of_drafts_is_kept(case: str) -> None:
     check_trail(case, triton_kernel(case).bind, torch.float32, DEVICE)
@@ -142,7 +161,7 @@ def test_a_state_goes_back_to_the_last_draft_that_stands() -> None:
     assert op.OP.error(triton_state_return.KERNEL, problem) == 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*SETTLED, *SHORTER, *shorter_slow("wkv6-linear", "wkv7-first")])
 def test_the_self_check_accepts_it(case: str) -> None:
     module, problem = problem_of(case, torch.float32, DEVICE)
     kernel = triton_kernel(case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.activation.op import Activation, ActivationProblem
-from headrace.back.kernels.gated_act.native import ACTIVATIONS
+from headrace.back.kernels.gated_act.native import ACTIVATIONS as GATED
 from headrace.back.kernels.native.library import (
     DTYPES,
     INT32,
@@ -16,6 +16,8 @@ from headrace.back.kernels.native.library import (
     unsupported,
 )
 from headrace.back.kernels.op import Kernel
+
+ACTIVATIONS = {**GATED, "tanh": 5, "sigmoid": 6}
 
 
 def bind_with(library: NativeLibrary, problem: ActivationProblem) -> Activation:

@@ -12,6 +12,16 @@ struct Elements {
   int64_t count;
 };
 
+// Activations of this op alone.
+enum Further : int32_t { TANH = 5, SIGMOID = 6 };
+
+template <int A>
+HR_INLINE F activated(F x) {
+  if (A == TANH) return vtanh(x);
+  if (A == SIGMOID) return vsigmoid(x);
+  return activate<A>(x);
+}
+
 template <class T, int A>
 void chunk(void* context, int64_t i) {
   const Elements& p = *static_cast<const Elements*>(context);
@@ -19,8 +29,8 @@ void chunk(void* context, int64_t i) {
   const T* x = static_cast<const T*>(p.x);
   T* y = static_cast<T*>(p.y);
   int64_t e = i * kChunkElements;
-  for (; e + kLanes <= end; e += kLanes) store(y + e, activate<A>(load(x + e)));
-  if (e < end) store_part(y + e, activate<A>(load_part(x + e, end - e)), end - e);
+  for (; e + kLanes <= end; e += kLanes) store(y + e, activated<A>(load(x + e)));
+  if (e < end) store_part(y + e, activated<A>(load_part(x + e, end - e)), end - e);
 }
 
 template <class T>
@@ -31,6 +41,8 @@ int32_t run(Elements& p, int32_t activation) {
   else if (activation == GELU_TANH) hr_parallel(chunk<T, GELU_TANH>, &p, chunks);
   else if (activation == RELU) hr_parallel(chunk<T, RELU>, &p, chunks);
   else if (activation == RELU2) hr_parallel(chunk<T, RELU2>, &p, chunks);
+  else if (activation == TANH) hr_parallel(chunk<T, TANH>, &p, chunks);
+  else if (activation == SIGMOID) hr_parallel(chunk<T, SIGMOID>, &p, chunks);
   else return HR_BAD_SHAPE;
   return HR_OK;
 }

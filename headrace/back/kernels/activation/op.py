@@ -2,7 +2,7 @@
 
 `bind(problem)` returns `f(x_TI) -> y_TI`. `activation`: "silu", "gelu" (erf), "gelu_tanh", "relu",
 "relu2" (relu squared, So et al. 2021, "Primer"), "quick_gelu" (x * sigmoid(1.702 x), Hendrycks and
-Gimpel 2016). It is float32, the result is cast once.
+Gimpel 2016), "tanh", "sigmoid". It is float32, the result is cast once.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[str, Activation] = {
     **gated_act.ACTIVATIONS,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
 }
 
 

@@ -13,7 +13,7 @@ from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, unsupported
 
-ACTIVATIONS = (*GATED, "quick_gelu")
+ACTIVATIONS = (*GATED, "quick_gelu", "tanh", "sigmoid")
 TILE = 1024
 
 

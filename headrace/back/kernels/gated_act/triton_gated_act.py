@@ -27,6 +27,10 @@ def activate(b_x, ACTIVATION: tl.constexpr):
         b_x = b_x * tl.sigmoid(2.0 * b_inner)  # (1 + tanh a) / 2 = sigmoid 2a
     elif ACTIVATION == "quick_gelu":
         b_x = b_x * tl.sigmoid(1.702 * b_x)
+    elif ACTIVATION == "sigmoid":
+        b_x = tl.sigmoid(b_x)
+    elif ACTIVATION == "tanh":
+        b_x = 2.0 * tl.sigmoid(2.0 * b_x) - 1.0
     else:
         b_x = tl.where(b_x < 0.0, 0.0, b_x)  # a NaN stays one
         if ACTIVATION == "relu2":

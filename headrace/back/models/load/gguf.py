@@ -256,8 +256,20 @@ def _renamed(file: GGUFFile, dialect: Dialect, layers: int) -> dict[str, GGUFTen
         drafts = dialect.drafts and match is not None and int(match[1]) >= layers
         if name in CONFIG_TENSORS or drafts:
             continue
+        several = (
+            dialect.unstacked.get(name.removesuffix(".weight")[match.end() :]) if match else None
+        )
         if name in dialect.stacked:
             tensors_by_name |= _unstacked(tensor, dialect.stacked[name])
+        elif match is not None and several is not None:
+            if tensor.shape[0] > len(several):
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {name} has the shape {tensor.shape}; it holds at most "
+                    f"{len(several)} one behind the other"
+                )
+            at = f"{dialect.layers}.{match[1]}"
+            parts_of = _unstacked(tensor, "{}")
+            tensors_by_name |= {f"{at}.{several[int(i)]}": one for i, one in parts_of.items()}
         else:
             tensors_by_name[_new_name(name, dialect)] = _flat(tensor)
     return tensors_by_name

@@ -16,7 +16,8 @@ class Dialect:
     stored plus one (but those of recurrent layers), rows in another `order`. `layers`: where blocks
     lie, `top`: names outside of them, `further`: blocks of another name, with their place and
     names; `drafts`: layers behind the last ones only draft tokens; `joined`: what is one tensor
-    here and several in the file, `stacked`: what is several here, by their names."""
+    here and several in the file, `stacked`: what is several here, by their names; `unstacked`: the
+    same of a layer, with a name for each."""
 
     blocks: Mapping[str, str]
     interleaved: bool = False
@@ -28,6 +29,7 @@ class Dialect:
     drafts: bool = False
     joined: tuple[Joined, ...] = ()
     stacked: Mapping[str, str] = field(default_factory=dict)
+    unstacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def sections(self) -> tuple[tuple[str, str, Mapping[str, str]], ...]:

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from headrace.back.models.load import gguf_names as names
-from headrace.back.models.load import gguf_published
+from headrace.back.models.load import gguf_published, gguf_rwkv
 from headrace.back.models.load.gguf_dialect import Dialect, Joined
 from headrace.back.models.load.gguf_heads import GroupedHeads, ValueHeads
 
@@ -203,6 +203,7 @@ DIALECTS: Mapping[str, Dialect] = {
     ),
     "phimoe": Dialect(blocks=names.MIXTRAL),
     **gguf_published.DIALECTS,
+    **gguf_rwkv.DIALECTS,
 }
 TWO_NORMED_FALCON = replace(
     DIALECTS["falcon"],

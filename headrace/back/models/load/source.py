@@ -140,10 +140,13 @@ FUSED = (
 )
 """Tensors of all experts of a layer [X, O, I], and the matrices of one expert that lie in O."""
 
+STACKED = ((".attn.x_x", tuple(f".attn.x_{letter}" for letter in "rwkvag")),)
+"""Tensors that hold several one behind the other, and their names (RWKV 7)."""
+
 
 def separate_experts(source: Source, wanted: Collection[str]) -> Source:
-    """The source with a tensor for each expert where the model wants that and the checkpoint has
-    one for all."""
+    """The source with a tensor for each expert, and for each of those stacked, where the model
+    wants that and the checkpoint has one for all."""
     parts: dict[str, ExpertPart] = {}
     for name, entry in source.entries.items():
         for ending, matrices in FUSED:
@@ -156,12 +159,18 @@ def separate_experts(source: Source, wanted: Collection[str]) -> Source:
                 for place, matrix in enumerate(matrices):
                     one = f"{stem}experts.{i}.{matrix}.weight"
                     parts[one] = ExpertPart(name=name, expert=i, first=place * rows, rows=rows)
+        for ending, names in STACKED:
+            stem = name.removesuffix(ending)
+            if stem != name and stem + names[0] in wanted and len(entry.shape) == 4:
+                for i, one in enumerate(names[: entry.shape[0]]):
+                    parts[stem + one] = ExpertPart(name=name, expert=i, first=0, rows=1)
     return SeparatedSource(source, parts) if parts else source
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPart:
-    """Rows `first .. first + rows` of an expert within the tensor of all."""
+    """Rows `first .. first + rows` of an expert, or of one of those stacked, within the tensor of
+    all."""
 
     name: str
     expert: int
@@ -179,7 +188,7 @@ class SeparatedSource:
         kept = {name: entry for name, entry in source.entries.items() if name not in fused}
         for name, part in parts.items():
             entry = source.entries[part.name]
-            kept[name] = replace(entry, shape=(part.rows, entry.shape[2]), scheme="")
+            kept[name] = replace(entry, shape=(part.rows, *entry.shape[2:]), scheme="")
         self.entries: Mapping[str, CheckpointTensor] = kept
 
     def copy(
@@ -190,10 +199,10 @@ class SeparatedSource:
         if part is None:
             self._source.copy(name, shape, source, target)
             return
-        rows, columns = source
+        rows, *columns = source
         first = part.first + (rows.start or 0)
         last = part.first + (part.rows if rows.stop is None else rows.stop)
-        place = (slice(part.expert, part.expert + 1), slice(first, last), columns)
+        place = (slice(part.expert, part.expert + 1), slice(first, last), *columns)
         whole = self._source.entries[part.name].shape
         self._source.copy(part.name, whole, place, target[None])
 
