@@ -107,6 +107,7 @@ class Adapters(AdmissionHook):
         self._roots = tuple(os.path.realpath(root) for root in spec.roots)
         self._resolver = FolderResolver(spec.resolvers, clock)
         self._known: dict[str, LoadedAdapter] = {}
+        self.num_slots = spec.slots
         self._slots: list[LoadedAdapter | None] = [None] * spec.slots
         self._uses: dict[int, _Use] = {}
         self._loading: list[_Loading] = []

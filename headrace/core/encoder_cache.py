@@ -326,6 +326,13 @@ class EncoderCacheHook(AdmissionHook):
         self._void += self._unused
         self._unused.clear()
 
+    def figures(self) -> dict[str, int]:
+        """Inputs that requests have brought, and those of them whose outputs were there."""
+        return {
+            "media_queries": self.num_added + self.num_reused,
+            "media_hits": self.num_reused,
+        }
+
     @property
     def num_held(self) -> int:
         """See AdmissionHook."""

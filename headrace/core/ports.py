@@ -10,7 +10,7 @@ StatsSink       receives one record per step and per finished request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -240,6 +240,10 @@ class AdmissionHook(Protocol):
     def num_held(self) -> int:
         """Requests for which the hook keeps something."""
         return 0
+
+    def figures(self) -> Mapping[str, int]:
+        """What it has counted since the start, by the names that reports tell."""
+        return {}
 
     def defers(self, request_ids: list[int]) -> bool:
         """Whether the workers must wait for this hook's deferred payload before they sample these

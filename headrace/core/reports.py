@@ -11,6 +11,7 @@ from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.wire.request import Hello
 from headrace.base.wire.step import RecordedGraphs
 from headrace.core.adapters import Adapters
+from headrace.core.admission import load_of
 from headrace.core.kv.manager import KVManager
 from headrace.core.ports import Executor
 from headrace.core.request import NOT_LOOKED_AT, Request, RowTable
@@ -181,6 +182,24 @@ def waiting_by_tenant(engine: EngineView) -> dict[str, int]:
     return dict(Counter(request.wire.tenant[:8] or "no key" for request in engine.scheduler.queue))
 
 
+def adapter_requests(engine: EngineView) -> Document | None:
+    """Adapters of the requests in flight by state, and the slots; None of an engine without."""
+    if engine.adapters is None:
+        return None
+    running, waiting = engine.scheduler.running(), engine.scheduler.queue
+    return {
+        "slots": engine.adapters.num_slots,
+        "running": sorted({one.wire.adapter for one in running if one.wire.adapter}),
+        "waiting": sorted({one.wire.adapter for one in waiting if one.wire.adapter}),
+    }
+
+
+def _predicted_wait_s(engine: EngineView) -> float:
+    """How long a request that came now would wait; 0 while no rates are known."""
+    load = load_of(engine.scheduler, engine.counters)
+    return load.wait_s(load.waiting) or 0.0
+
+
 def status(engine: EngineView) -> Document:
     """The ledger of a server at rest: everything that could leak, in numbers."""
     pool, scheduler, service = engine.kv.pool, engine.scheduler, engine.service
@@ -207,6 +226,8 @@ def status(engine: EngineView) -> Document:
         "weights_version": engine.weights.versions.now,
         "weights_mixed": engine.weights.mixed,
         "tokens_per_s": engine.counters.rate,
+        "predicted_wait_s": _predicted_wait_s(engine),
+        "adapter_requests": adapter_requests(engine),
         **metrics(engine),
     }
 
@@ -240,6 +261,7 @@ def metrics(engine: EngineView) -> Document:
         "kv_transfers_failed": counters.transfers.failed,
         "kv_stored_tokens": counters.transfers.stored_tokens,
         "kv_restored_tokens": counters.transfers.restored_tokens,
+        **engine.hooks.figures(),
         "finished": dict(counters.finished),
         "step_tokens": _by_bound(counters.step_tokens),
         "plan_s": counters.plan_s,

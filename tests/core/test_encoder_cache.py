@@ -93,6 +93,7 @@ def test_the_same_image_is_told_once_while_it_has_a_place() -> None:
     driver.run()
     assert books.added == [b"\1" * 32, b"\2" * 32]
     assert (hook.num_added, hook.num_reused, hook.num_held) == (2, 1, 0)
+    assert hook.figures() == {"media_queries": 3, "media_hits": 1}
     driver.assert_at_rest()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +53,25 @@ def test_a_right_prediction_is_accepted(client: openai.OpenAI, parts: bool) -> N
     details = predicted.usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 0
     assert details.rejected_prediction_tokens is not None
+
+
+def test_where_the_time_went_tells_the_drafts(client: openai.OpenAI, served: Served) -> None:
+    """OBS-05: how many of how many stood."""
+    text = ask(client).choices[0].message.content
+    told = ask(
+        client,
+        prediction={"type": "content", "content": text},
+        extra_headers={"x-headrace-timing": "1"},
+        stream=True,
+    )
+    lines = list(told.response.iter_lines())
+    timing = json.loads(next(line for line in lines if line.startswith(": timing "))[9:])
+    assert 0 < timing["num_accepted"] <= timing["num_drafted"]
+    asked = {"messages": QUESTION, "max_tokens": 64, "temperature": 0}
+    asked["prediction"] = {"type": "content", "content": text}
+    header = served.post("/v1/chat/completions", asked, **{"x-headrace-timing": "1"}).headers
+    accepted, drafted = re.search(r'drafts;desc="(\d+)/(\d+)"', header["server-timing"]).groups()
+    assert 0 < int(accepted) <= int(drafted)
 
 
 def test_a_wrong_prediction_changes_no_answer(client: openai.OpenAI) -> None:

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.api.clients import anthropic
+from tests.api.serving import Served
 from tests.dialects import agent
 
 SCHEMA: dict[str, Any] = {
@@ -133,13 +134,22 @@ def test_no_tool_is_called_when_none_may_be(
     assert all(item.type == "message" for item in answer.output)
 
 
-def test_thinking_ends_within_its_budget(gpt: openai.OpenAI) -> None:
+def reasoned(served: Served) -> float:
+    name = "headrace_reasoning_tokens_total "
+    lines = served.get("/metrics").text.splitlines()
+    return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+def test_thinking_ends_within_its_budget(gpt: openai.OpenAI, bundled: Served) -> None:
+    """Its tokens are counted, of this answer and of all (API-03, OBS-04)."""
+    before = reasoned(bundled)
     asked: Any = {"model": "demo", "input": "What is 17 + 25?", "temperature": 0}
     answer = gpt.responses.create(
         **asked, reasoning={"effort": "low"}, extra_body={"thinking_token_budget": 8}
     )
     assert answer.usage is not None
     assert answer.usage.output_tokens_details.reasoning_tokens <= 8 + 4
+    assert reasoned(bundled) - before == answer.usage.output_tokens_details.reasoning_tokens > 0
     assert answer.output[-1].type == "message" and answer.output_text
 
 

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from headrace.base.telemetry.metrics import GRPC_METHODS
+from headrace.base.telemetry.grpc_names import GRPC_METHODS
 from headrace.front.server.grpc import control, engine, inference, render
 from headrace.front.server.grpc.service import SERVING
 from tests.api.serving import Served, eventually, serving

@@ -24,6 +24,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from headrace.base import env
+from headrace.base.telemetry.grpc_names import GRPC_CODES, GRPC_METHODS
 from headrace.base.telemetry.vllm_names import ABSENT, FIGURES, SERIES, escaped
 
 OTHER = "other"
@@ -58,7 +59,7 @@ _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
 STATUSES = (
     *("200", "400", "401", "403", "404", "405", "408", "409", "413", "415"),
-    *("429", "431", "499", "500", "503", "504"),
+    *("429", "431", "499", "500", "501", "503", "504", "507"),
 )
 ROUTES = (
     *("/v1/models", "/v1/models/{id}", "/v1/completions", "/v1/chat/completions"),
@@ -105,23 +106,6 @@ COLLECTIONS = (
 )
 REASONS = ("stop", "length", "repetition", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")
-
-GRPC_METHODS = (
-    *("RenderChat", "RenderCompletion", "Tokenize", "Detokenize", "HealthCheck"),
-    *("Generate", "GenerateStream", "Embed", "FlushCache", "StartProfile", "StopProfile", "Abort"),
-    *("GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer", "SubscribeKvEvents"),
-    *("Shutdown", "LoadLora", "UnloadLora", "ListLoras", "GetKvEventSources", "PauseGeneration"),
-    *("ResumeGeneration", "IsPaused", "Sleep", "WakeUp", "IsSleeping", "InitWeightTransferEngine"),
-    *("StartWeightUpdate", "StartDraftWeightUpdate", "UpdateWeights", "FinishWeightUpdate"),
-    *("UpdateWeightVersion", "GetWeightVersion", "Health", "Models", "Config", "Queue", "Ledger"),
-    *("Requests", "WorldSize", "Pause", "Drain", "Resume", "ReloadModel", "Wake", "LogLevel"),
-    *("ResetPrefixCache", "Profile", "Weights", "LoadModel", "UnloadModel"),
-)
-GRPC_CODES = (
-    *("OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "PERMISSION_DENIED"),
-    *("RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE"),
-    "UNAUTHENTICATED",
-)
 
 TABLE: tuple[Series, ...] = (
     Series(
@@ -197,6 +181,11 @@ TABLE: tuple[Series, ...] = (
     ),
     Series(
         name="headrace_generation_tokens_total", kind=MetricKind.COUNTER, doc="Tokens generated."
+    ),
+    Series(
+        name="headrace_reasoning_tokens_total",
+        kind=MetricKind.COUNTER,
+        doc="Tokens generated that were reasoning, of choices that ended.",
     ),
     Series(
         name="headrace_cached_prompt_tokens_total",
@@ -387,6 +376,7 @@ def metrics_page() -> str:
         "| `vllm:cache_config_info` | tokens in a block and blocks in all, as labels |\n"
         "| `vllm:num_requests_waiting_by_reason` | headrace_engine_waiting_by_reason |\n"
         "| `vllm:iteration_tokens_total` | steps of the engine cores by their tokens |\n"
+        "| `vllm:lora_requests_info` | adapters that run and wait, of requests in flight |\n"
         "| `http_requests_total` | headrace_http_requests, by class of status (2xx, 4xx ...) |"
     )
     mapped = (

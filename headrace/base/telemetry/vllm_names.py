@@ -50,6 +50,8 @@ FIGURES: Mapping[str, tuple[str, str]] = {
     "accepted_draft_tokens": ("vllm:spec_decode_num_accepted_tokens_total", "counter"),
     "prefix_query_tokens": ("vllm:prefix_cache_queries_total", "counter"),
     "prefix_hit_tokens": ("vllm:prefix_cache_hits_total", "counter"),
+    "media_queries": ("vllm:mm_cache_queries_total", "counter"),
+    "media_hits": ("vllm:mm_cache_hits_total", "counter"),
     "asleep": ("vllm:engine_sleep_state", "gauge"),
 }
 """Figure of a core's status -> vLLM's series and its type."""
@@ -59,11 +61,10 @@ OF_SEVERAL_FIGURES = (
     "vllm:cache_config_info",
     "vllm:num_requests_waiting_by_reason",
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:lora_requests_info",
 )
 ABSENT: Mapping[str, str] = {
     "vllm:external_prefix_cache_queries, _hits": "there is no prefix cache outside the engine",
-    "vllm:mm_cache_queries, _hits": "no media are taken, so that none are cached",
-    "vllm:lora_requests_info": "GET /v1/lora_adapters tells adapters and their requests",
     "vllm:engine_sleep_state by state": "the series is 1 while asleep; the ledger tells the level",
 }
 """vLLM's series that have no equal here, and why: a series that never moves would say that
@@ -109,12 +110,23 @@ def _of_several(name: str, engine: Mapping[str, object], label: str) -> list[str
         accepted = engine.get("accepted_draft_tokens_by_position")
         places = accepted if isinstance(accepted, list) else []
         return [f'{name}{{{label},position="{i}"}} {float(n)}' for i, n in enumerate(places)]
+    if name == "vllm:lora_requests_info":
+        return _lora_info(name, engine.get("adapter_requests"), label)
     if not (isinstance(total, int) and isinstance(held, int) and total):
         return []
     if name == "vllm:kv_cache_usage_perc":
         return [f"{name}{{{label}}} {held / total}"]
     size = engine.get("block_tokens")
     return [f'{name}{{{label},block_size="{size}",num_gpu_blocks="{total}"}} 1.0']
+
+
+def _lora_info(name: str, adapters: object, label: str) -> list[str]:
+    """One line of a server with adapters: their names by state, and how many fit."""
+    if not isinstance(adapters, Mapping):
+        return []
+    states = ("running", "waiting")
+    names = [f'{one}_lora_adapters="{escaped(",".join(adapters[one]))}"' for one in states]
+    return [f'{name}{{{label},max_lora="{adapters["slots"]}",{",".join(names)}}} 1.0']
 
 
 def _step_tokens(engine: Mapping[str, object], label: str) -> list[str]:

@@ -165,6 +165,10 @@ class GrammarHook:
         self._jump_forward = jump_forward
         self._forced: dict[int, list[int]] = {}
 
+    def figures(self) -> dict[str, int]:
+        """See AdmissionHook."""
+        return {}
+
     @property
     def num_held(self) -> int:
         """Requests with a constraint that have not ended."""

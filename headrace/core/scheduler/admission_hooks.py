@@ -137,6 +137,10 @@ class AdmissionHooks:
         """Requests that hooks keep something for; 0 at rest."""
         return sum(hook.num_held for hook in self._hooks)
 
+    def figures(self) -> dict[str, int]:
+        """What all hooks have counted."""
+        return {name: number for hook in self._hooks for name, number in hook.figures().items()}
+
     def finish(self, request_id: int) -> None:
         """The request has ended; every hook is told, even if one of them fails."""
         self._failed.pop(request_id, None)

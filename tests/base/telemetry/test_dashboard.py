@@ -47,6 +47,18 @@ def test_labels_of_a_renamed_line_are_kept_and_the_model_is_escaped() -> None:
     assert 'vllm:kv_cache_usage_perc{engine="0",model_name="a\\"b"} 0.25' in found
 
 
+def test_adapters_and_inputs_that_were_there_are_told() -> None:
+    """OBS-03: of a core without adapters there is no line."""
+    using = {"slots": 4, "running": ["a", 'b"c'], "waiting": []}
+    engines = [{"adapter_requests": using, "media_queries": 5, "media_hits": 2}, {}]
+    found = vllm_text("", engines, "m")
+    names = 'max_lora="4",running_lora_adapters="a,b\\"c",waiting_lora_adapters=""'
+    assert f'vllm:lora_requests_info{{engine="0",model_name="m",{names}}} 1.0' in found
+    assert 'vllm:lora_requests_info{engine="1"' not in found
+    assert 'vllm:mm_cache_queries_total{engine="0",model_name="m"} 5.0' in found
+    assert 'vllm:mm_cache_hits_total{engine="0",model_name="m"} 2.0' in found
+
+
 def test_a_step_is_counted_in_its_bucket_and_requests_by_class_of_status() -> None:
     ours = "\n".join(
         f'headrace_http_requests_total{{method="GET",route="/load",status="{status}"}} {count}'
@@ -70,7 +82,7 @@ def test_what_has_no_equal_is_explained_and_not_told() -> None:
     for name in ABSENT:
         first = name.partition(",")[0].partition(" ")[0]
         assert first in page and (first not in told or " by " in name)
-    for family in ("external_prefix_cache", "mm_cache", "lora_requests_info"):
+    for family in ("external_prefix_cache",):
         assert any(family in name for name in ABSENT)
 
 

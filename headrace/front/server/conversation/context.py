@@ -238,6 +238,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         }
         for name in ("reason", "num_cached", "num_output", "num_preemptions"):
             document[name] = getattr(self.end, name)
+        if self.end.num_drafted:
+            document |= {"num_drafted": self.end.num_drafted, "num_accepted": self.end.num_accepted}
         document["grammar_ms"] = round(1e3 * self.end.hook_wait_s, 3)
         return document | {"num_prompt": self.num_prompt}
 
@@ -250,6 +252,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
             f'cached;desc="{self.end.num_cached}"',
             f'grammar;desc="{1e3 * self.end.hook_wait_s:.3f}"',
         ]
+        if self.end.num_drafted:
+            entries.append(f'drafts;desc="{self.end.num_accepted}/{self.end.num_drafted}"')
         return ", ".join(entries)
 
 

@@ -306,8 +306,14 @@ class _Watch:
     def _end(self, event: Ended) -> None:
         now, first = time.monotonic(), self._first.get(event.index)
         self._running.pop(event.index, None)
-        times = (self._request_context.arrival, self._handed, first, now)
-        line = timeline(event, *times, num_prompt=self._num_prompt)
+        line = timeline(
+            event,
+            self._request_context.arrival,
+            self._handed,
+            first,
+            now,
+            num_prompt=self._num_prompt,
+        )
         self._request_context.timeline = line
         _count_end(event, line, self._metrics)
         if first is not None and event.num_output > 1:
@@ -333,6 +339,7 @@ class _Watch:
 def _count_end(event: Ended, line: Timeline, metrics: Metrics) -> None:
     metrics.add("headrace_request_success_total", finished_reason=event.reason)
     metrics.add("headrace_generation_tokens_total", event.num_output)
+    metrics.add("headrace_reasoning_tokens_total", getattr(event, "num_reasoning", 0))
     metrics.observe("headrace_request_generation_tokens", event.num_output)
     metrics.observe("headrace_request_preemptions", event.num_preemptions)
     metrics.observe("headrace_e2e_request_latency_seconds", line.total_s)
