@@ -39,6 +39,8 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
         AutoModelForCausalLM,
         Emu3ForCausalLM,
         Emu3TextConfig,
+        Inkling2ForCausalLM,
+        Inkling2TextConfig,
         InklingForCausalLM,
         InklingTextConfig,
         Mistral4Config,
@@ -49,6 +51,7 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(Emu3TextConfig, Emu3ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(Inkling2TextConfig, Inkling2ForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(InklingTextConfig, InklingForCausalLM, exist_ok=True)
     AutoModelForCausalLM.register(MllamaTextConfig, MllamaForCausalLM, exist_ok=True)
 
@@ -150,6 +153,37 @@ INKLING = (
 """What the published checkpoint calls what transformers does; ups lie in turn with gates."""
 
 
+INKLING_2 = (
+    ("self_attn.gate_proj", "attn.gate_attn"),
+    ("self_attn.sink_proj", "attn.attn_sink_proj"),
+    ("sconv.static_weight", "sconv.static_w"),
+    ("sconv.weight_proj.weight", "sconv.weight_proj"),
+    ("post_attention_convolution.conv1d", "attn_sconv"),
+    ("post_mlp_convolution.conv1d", "mlp_sconv"),
+    ("_input_layernorm", "_input_norm"),
+    ("model.final_input.query", "model.llm.attn_res.output_query"),
+)
+"""What Inkling 2 has besides."""
+
+
+def publish_inkling_2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As the checkpoint of the whole model has it."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
+        for ours, theirs in INKLING_2 + INKLING:
+            name = name.replace(ours, theirs)
+        if name.endswith("_input.query"):
+            layer = int(name.split(".")[3])
+            of_mlp = "mlp_input" in name
+            name = (
+                f"model.llm.attn_res.{'mlp' if of_mlp else 'attn'}_queries.{layer - (not of_mlp)}"
+            )
+        stored[name] = tensor.contiguous()
+    return stored
+
+
 def publish_inkling(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """As the checkpoint of the whole model has it."""
     stored = {}
@@ -167,9 +201,16 @@ def publish_inkling(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return stored
 
 
-WHOLE = {"inkling_text": "InklingForConditionalGeneration"}
+WHOLE = {
+    "inkling_text": "InklingForConditionalGeneration",
+    "inkling2_text": "Inkling2ForConditionalGeneration",
+}
 """Architectures that are published with other parts, by the type of their text part."""
-PUBLISHED = {"minimax_m3_vl_text": split_minimax_m3, "inkling_text": publish_inkling}
+PUBLISHED = {
+    "minimax_m3_vl_text": split_minimax_m3,
+    "inkling_text": publish_inkling,
+    "inkling2_text": publish_inkling_2,
+}
 """How checkpoints hold a text part that transformers saves otherwise when it is alone, by its type."""
 
 

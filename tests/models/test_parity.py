@@ -791,6 +791,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
+    "inkling-2": (
+        "Inkling2Text",
+        {
+            **{"moe_intermediate_size": 24, "head_dim": 8, "swa_num_attention_heads": 4},
+            **{"swa_num_key_value_heads": 4, "swa_head_dim": 12, "sliding_window_size": 9},
+            **{"d_rel": 4, "rel_extent": 14, "log_scaling_n_floor": 5, "n_routed_experts": 6},
+            **{"num_experts_per_tok": 3, "n_layers_per_attn_res_block": 2, "num_hidden_layers": 5},
+            **{"unpadded_vocab_size": 97, "final_logit_softcapping": 5.0},
+            **{"qk_l2_clip_threshold": 3.0, "rel_l2_clip_threshold": 1.5},
+            "layer_types": ["hybrid", *["hybrid_sliding"] * 2, "hybrid", "hybrid_sliding"],
+        },
+    ),
     "muse-glimmer": (
         "MuseGlimmerText",
         {

@@ -33,7 +33,7 @@ NAMES = (
     "opt", "codegen", "gpt-bigcode", "dbrx",
     "hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note", "jais2", "hyperclovax", "jetmoe",
     "zamba", "recurrent-gemma", "rwkv", "xlstm", "hrm-text", "modernbert-decoder",
-    "openai-gpt", "ctrl", "mllama", "opt-post", "inkling",
+    "openai-gpt", "ctrl", "mllama", "opt-post", "inkling", "inkling-2",
 )  # fmt: skip
 
 
@@ -48,6 +48,7 @@ TWO_ALONE = (
     "mimo-v2-flash",
     "codegen",
     "inkling",
+    "inkling-2",
 )
 """Heads of several sizes or numbers, or of one that follows from the width, are not halved by a key."""
 ALIKE = (
@@ -56,7 +57,7 @@ ALIKE = (
     "falcon-alibi", "mimo-v2-flash", "zamba", "kolibri1",
     "llama4", "phi3", "cohere-qk-norm", "gemma4-experts", "mamba", "jamba", "zamba2", "granite-moe", "opt-post",
     "falcon-h1", "longcat-flash", "axk2", "deepseek-v3", "glm-dsa", "codegen", "laguna", "hrm-text",
-    "openai-gpt", "ctrl", "mllama", "qwen2-moe", "falcon-grouped", "kimi-linear",
+    "openai-gpt", "ctrl", "mllama", "qwen2-moe", "falcon-grouped", "kimi-linear", "inkling-2",
 )  # fmt: skip
 """Every part of these is cut as in another family of the list: `make slow` alone cuts them by two."""
 BOUND = 1e-5

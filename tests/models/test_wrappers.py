@@ -12,6 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from headrace.back.models.load import load_model
+from headrace.back.parallel.mesh import Mesh
 from headrace.base.errors import HeadraceError
 from tests.models.oracle import (
     BLOCK_TOKENS,
@@ -274,6 +276,39 @@ def test_rows_of_inkling_s_head_behind_its_tokens_are_never_chosen(tmp_path: Pat
     (got,) = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     assert torch.isneginf(got[:, 90:]).all()
     compare([got[:, :90]], [oracle_logits(oracle, rows)[0][:, :90]], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", [torch.uint8, torch.float8_e8m0fnu])
+def test_inkling_2_s_experts_may_be_e4m3_though_its_config_does_not_say_it(
+    scales: torch.dtype, tmp_path: Path
+) -> None:
+    config = tiny_config("inkling-2")
+    config.hidden_size = config.moe_intermediate_size = 32
+    save_oracle(config, tmp_path)
+    rows = random_rows(97, LENGTHS)
+    plain, stored = load_file(tmp_path / "model.safetensors"), {}
+    for name, tensor in plain.items():
+        if not name.endswith(("w13_weight", "w2_weight")):
+            continue
+        groups = tensor.unflatten(-1, (-1, 32))
+        exponent = (groups.abs().amax(-1) / 448).log2().ceil()
+        values = (groups / exponent.exp2()[..., None]).to(torch.float8_e4m3fn)
+        stored[name] = values.flatten(-2)
+        byte = (exponent + 127).to(torch.uint8)
+        stored[f"{name}_scale"] = byte if scales == torch.uint8 else byte.view(scales)
+        plain[name] = (values.float() * exponent.exp2()[..., None]).flatten(-2)
+    logits = []
+    for tensors in (plain, plain | stored):
+        save_file(tensors, tmp_path / "model.safetensors")
+        ours, _ = load_model(
+            model_spec(tmp_path),
+            mesh=Mesh(),
+            device=torch.device("cpu"),
+            block_tokens=BLOCK_TOKENS,
+        )
+        logits.append(teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32))
+    compare(*logits, 1e-5)
 
 
 def test_emu3_has_the_logits_of_its_text_model(tmp_path: Path) -> None:

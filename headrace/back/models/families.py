@@ -208,10 +208,9 @@ TEXT_TYPES: Mapping[str, str] = {
     **{"gemma": "gemma", "gemma2": "gemma2", "persimmon": "persimmon"},
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
-    "gemma4_text": "gemma4",
-    "gemma4_unified_text": "gemma4_unified",
+    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified"},
     **{"qwen4_exp_text": "qwen4", "muse_glimmer_text": "muse_glimmer"},
-    **{"inkling_text": "inkling", "inkling_model": "inkling"},
+    **{"inkling_text": "inkling", "inkling_model": "inkling", "inkling2_text": "inkling2"},
     "mllama_text_model": "mllama",
 }
 """Families of the text part of models with several, by its `model_type`."""
@@ -224,6 +223,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "Qwen4ExpForConditionalGeneration": "model.language_model",
     "MuseGlimmerForConditionalGeneration": "model.language_model",
     "InklingForConditionalGeneration": "model.llm",
+    "Inkling2ForConditionalGeneration": "model.llm",
 }
 """The same, where the head stands apart from the rest of the text part, which lies here."""
 RECURRENT = frozenset({"mamba", "mamba2", "falcon_mamba", "xlstm", *RWKV})

@@ -73,7 +73,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             taps=taps,
         )
         for kind, branch in zip(
-            _kinds(config, sizes.layers), _branches(config, sizes.layers), strict=True
+            read_kinds(config, sizes.layers), _branches(config, sizes.layers), strict=True
         )
     )
     spec = DecoderSpec(
@@ -111,7 +111,8 @@ class PaddedDecoder(Decoder):
         return None
 
 
-def _kinds(config: ConfigReader, layers: int) -> list[str]:
+def read_kinds(config: ConfigReader, layers: int) -> list[str]:
+    """Of its layers: WHOLE or SLIDING."""
     local = config.list("local_layer_ids", None, of=int)
     if local is None:
         local = [layer for layer in range(layers) if (layer + 1) % 6]

@@ -210,6 +210,13 @@ def _qwen2(config: ConfigReader) -> Keys:
     return {"max_position_embeddings": min(stated, max(1, chunk))}
 
 
+def _inkling_2(config: ConfigReader) -> Keys:
+    """Published experts are MXFP8, which config.json does not say."""
+    if "quantization_config" in config or "transformers_version" in config:
+        return {}
+    return {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}
+
+
 def _ouro(config: ConfigReader) -> Keys:
     """Each time that the layers run has caches of its own."""
     times, layers = config.int("total_ut_steps", 4, ge=1, le=64), num_layers(config)
@@ -337,6 +344,7 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "QWenLMHeadModel": _qwen,
     "DeciLMForCausalLM": _deci,
     "OpenELMForCausalLM": _openelm,
+    "Inkling2ForConditionalGeneration": _inkling_2,
     "OuroForCausalLM": _ouro,
     "RWForCausalLM": _refined_web,
     **dict.fromkeys(("Grok1ForCausalLM", "GrokForCausalLM"), _grok),

@@ -42,7 +42,8 @@ class ShortConv:
     """x_TC -> y_TC: a causal convolution of each channel with a SiLU behind it. `scope` is that of
     its weight [channels, 1, taps], or with `separate` that around these modules, which have the
     weight of one part each; `parts`: the channels as they lie side by side. `form` is its cache.
-    `adds_input`: y + x instead of y; `scale`: what x is multiplied with on its way in, a number."""
+    `adds_input`: y + x instead of y; `scale`: what x is multiplied with on its way in, a number;
+    `factor`: what y is multiplied with."""
 
     def __init__(
         self,
@@ -56,7 +57,9 @@ class ShortConv:
         separate: tuple[str, ...] = (),
         adds_input: bool = False,
         scale: Param | None = None,
+        factor: float = 1.0,
     ) -> None:
+        self._factor = factor
         self._scope, self._cache, self._taps = scope, cache, taps
         self._activation = activation
         self._adds_input, self._scale = adds_input, scale
@@ -100,6 +103,9 @@ class ShortConv:
         weight_WC = self._weight.take().float().squeeze(1).t().contiguous()
         if self._adds_input:
             weight_WC[-1] += 1.0
+        if self._factor != 1.0:
+            assert self._bias is None and not self._activation, self._factor
+            weight_WC *= self._factor
         if self._scale is not None:
             weight_WC *= self._scale.take().float()
         bias_C = None if self._bias is None else self._bias.take().float()
