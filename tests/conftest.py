@@ -50,6 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Part(part))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """Where slow tests are left out, their cases are not made first."""
+    if not name.startswith("test") or collector.config.getoption("markexpr") != "not slow":
+        return None
+    return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of several workers only."""
@@ -71,11 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _draw_fewer(item: pytest.Item) -> None:
-    """A third of a property's examples: they are the same every time, and `make slow` draws new ones."""
+    """A fifth of a property's examples: they are the same every time, and `make slow` draws new ones."""
     test = getattr(item, "obj", None)
     own = getattr(test, "_hypothesis_internal_use_settings", None)
     if own is not None and not hasattr(test, "_draws_fewer"):
-        fewer = settings(own, max_examples=max(LEAST_EXAMPLES, own.max_examples // 3))
+        fewer = settings(own, max_examples=max(LEAST_EXAMPLES, own.max_examples // 5))
         test._hypothesis_internal_use_settings, test._draws_fewer = fewer, True
 
 

@@ -342,8 +342,8 @@ def _kill_and_wait(served: Served) -> None:
     eventually(lambda: served.get("/health/ready").json()["status"] in held, within_s=60)
 
 
-def test_read_only_tells_but_changes_nothing() -> None:
-    with admin_server("--admin-readonly", key=None) as (served, client):
+def test_read_only_tells_but_changes_nothing(model: Path) -> None:
+    with admin_server("--admin-readonly", key=None, model=model, null=True) as (served, client):
         assert client.get("/queue").status_code == 200
         for path in ("/pause", "/reload_model", "/sleep", "/resume", "/profile", "/log_level"):
             assert client.post(path, json={}).status_code == 403, path
@@ -426,9 +426,9 @@ def test_read_only_holds_for_every_way_to_ask(model: Path) -> None:
         assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_the_command_speaks_over_a_unix_socket(tmp_path: Path) -> None:
+def test_the_command_speaks_over_a_unix_socket(model: Path, tmp_path: Path) -> None:
     place = f"unix:{tmp_path}/admin.sock"
-    with serving(None, "--threads", "1", "--admin-listen", place) as served:
+    with serving(model, "--admin-listen", place) as served:
         assert oct(os.stat(tmp_path / "admin.sock").st_mode)[-3:] == "600"
 
         def ask(*words: str) -> subprocess.CompletedProcess[str]:

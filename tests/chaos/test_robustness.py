@@ -80,7 +80,7 @@ def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
 @pytest.mark.parametrize(
     ("kinds", "tokens"),
     [
-        (("core",), 40),
+        pytest.param(("core",), 40, marks=pytest.mark.slow),
         pytest.param(("core", "api", "templates"), 60, marks=pytest.mark.slow),
     ],
     ids=["core", "all"],
@@ -88,7 +88,7 @@ def test_hostile_grammars_do_no_harm_to_bystanders_or_the_server() -> None:
 def test_the_death_of_any_process_ends_no_stream_without_a_word(
     kinds: tuple[str, ...], tokens: int
 ) -> None:
-    """1.4, 1.6; times are the full run's. In `make test` tests/api/test_lifecycle.py stops an API process."""
+    """1.4, 1.6; times are the full run's. In `make test` tests/api/test_lifecycle.py kills and stops both."""
     arguments = ("--streams", "6", "--tokens", str(tokens), "--signals", "kill", "--kinds", *kinds)
     report = run("deaths", "--repeats", "1", *arguments, check=False)
     assert [row["process"] for row in report["rows"]] == list(kinds)
@@ -99,9 +99,11 @@ def test_the_death_of_any_process_ends_no_stream_without_a_word(
         assert report["rows"][-1]["outcomes"] == {"whole": 6}, "no stream needs one any more"
 
 
-@pytest.mark.parametrize(("bodies", "mib"), [(12, 1), pytest.param(60, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("bodies", "mib"), [(12, 1), (60, 4)])
 def test_grown_bodies_whose_clients_leave_harm_nobody(bodies: int, mib: int) -> None:
-    """P9, P21; what they leave in memory is the full run's."""
+    """P9, P21; what they leave in memory is the full run's. In `make test`: test_body_budget.py and test_disconnect.py
+    of tests/api."""
     size = ("--bodies", str(bodies), "--largest", str(mib))
     report = run("bodies", *size, "--rest-s", "0", check=False)
     assert report["restarts"] == [] and report["running_waiting"] == [0, 0]

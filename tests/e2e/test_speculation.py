@@ -332,7 +332,9 @@ def test_steps_that_verify_are_recorded_whole(pair: Any) -> None:
     assert any(bucket.verifies for bucket in drafted.replay._graphs)
 
 
+@pytest.mark.slow
 def test_rows_with_penalties_draft_and_keep_their_tokens(pair: Any) -> None:
+    """In `make test`: on a device, with penalties and logprobs."""
     plain, drafted = pair()
     requests = []
     for request in requests_of(plain.spec, 8, lengths=(60,)):

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from headrace.base.telemetry.grpc_names import GRPC_METHODS
 from headrace.front.server.grpc import control, engine, inference, render
 from headrace.front.server.grpc.service import SERVING
+from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, eventually, serving
 
 KEY, OTHER, ADMIN = "client-key-1", "other-key-1", "admin-key-1"
@@ -369,8 +371,9 @@ def test_the_port_of_another_server_is_refused_at_start(served: Served) -> None:
         assert f"127.0.0.1:{port}" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_the_servers_own_end_can_be_asked_for() -> None:
-    with serving(None, "--threads", "1", "--grpc-port", "0", "--admin-key", ADMIN) as served:
+def test_the_servers_own_end_can_be_asked_for(tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "tiny")
+    with serving(model, "--grpc-port", "0", "--admin-key", ADMIN) as served:
         with grpc.insecure_channel(address_of(served)) as channel:
             assert refusal(channel, engine.SERVICE, "GetTokenizer") is Code.NOT_FOUND
             call(channel, control.SERVICE, "Shutdown", ADMIN)

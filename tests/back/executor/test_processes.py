@@ -92,8 +92,9 @@ def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
     assert "RuntimeError: the tiny model exploded" in log and "in forward" in log
 
 
+@pytest.mark.slow  # in `make test` one is killed that is parked
 @pytest.mark.serial
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
     driver = Driver(pair.facts)
     pending = pair.submit(driver.plan([(driver.add([61]), 1)]))

@@ -32,11 +32,11 @@ EVERY_ISA = [pytest.param(isa, marks=() if isa in BEST else pytest.mark.slow) fo
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests here are products of shapes, dtypes and instruction sets."""
+    """All tests here are products of shapes, dtypes and instruction sets: each value once; all, in `make slow`."""
     folder = f"{Path(__file__).parent}/"
     for item in items:
         if str(item.path).startswith(folder):
-            item.add_marker(pytest.mark.covering)
+            item.add_marker(pytest.mark.covering(1))
 
 
 @pytest.fixture(scope="session")

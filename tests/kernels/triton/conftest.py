@@ -42,6 +42,9 @@ THOROUGH = {
         *("the_self_check_accepts_it", "the_self_check_accepts_chunks", "drafts_beside_chunks_go_token_by_token"),
         *("by_chunks_give_what_they_give_alone[gated_delta-dtype0", "give_alone[ssd_scan-dtype0"),
         "by_chunks_give_what_they_give_alone[gated_delta-bounded-dtype1",
+        *("drafts_is_kept[gated_delta-channels", "drafts_is_kept[gated_delta-bounded"),
+        "drafts_is_kept[gated_delta-wide",
+        *("drafts_is_kept[ssd_scan-limits", "drafts_is_kept[causal_conv-plain", "drafts_is_kept[selective_scan-odd"),
     ),
     "test_sample": (
         *("the_draws_of_one_row_follow_its_distribution", "narrowed_down[few", "narrowed_down[ties"),
