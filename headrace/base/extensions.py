@@ -28,11 +28,15 @@ MODELS = "headrace.models"
 LOGITS_PROCESSORS = "headrace.logits_processors"
 TOOL_PARSERS = "headrace.tool_parsers"
 REASONING_PARSERS = "headrace.reasoning_parsers"
+ADMISSION_HOOKS = "headrace.admission_hooks"
+STATS = "headrace.stats"
 GROUPS: Mapping[str, str] = {
     MODELS: "an architecture of config.json -> build(scope, config), as in back/models",
     LOGITS_PROCESSORS: "a function (token_ids, logits) -> logits over one row",
     TOOL_PARSERS: "a ToolFamily (front/text/parsing/rows.py), for --tool-parser",
     REASONING_PARSERS: "a ReasoningFamily, for --reasoning-parser",
+    ADMISSION_HOOKS: "make(spec, core) -> AdmissionHook (core/ports.py): when requests may run",
+    STATS: "make(spec) -> StatsSink (core/ports.py): figures of steps and requests",
 }
 """Group of entry points -> what each of its names stands for."""
 

@@ -5,7 +5,7 @@ Every request ends in exactly one column of the ledger: sent = ok + refused + fa
 finished with its normal end. refused: 4xx, 429, 503. failed: an error event or a 5xx body. lost: no
 terminal event, a cut connection, or silence past the deadline. Latencies are of ok requests only;
 open-loop latencies count from the moment a request was due, so that a stalled server cannot hide
-its queue.
+its queue. Goodput is of those ok requests that keep all stated limits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `input_words` are random words per prompt, `output_tokens` the max_tokens asked for.
     `token_ids`: prompts are random token ids below it instead (completions only), `input_words` of
-    them, more or fewer by the share `spread`.
+    them, more or fewer by the share `spread`. `limits`: what a request must keep to count for
+    goodput, in milliseconds by the names of GOODPUT.
     """
 
     base_url: str
@@ -54,6 +55,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = True
     timeout_s: float = 600.0
     seed: int = 0
+    limits: dict[str, float] = {}
 
 
 class RequestOutcome(msgspec.Struct):
@@ -67,6 +69,20 @@ class RequestOutcome(msgspec.Struct):
     num_output: int = 0
     num_prompt: int = 0
     detail: str = ""
+
+    @property
+    def per_token_s(self) -> float:
+        """From token to token behind the first; 0 where there is one."""
+        return (self.total_s - (self.first_s or 0.0)) / max(1, self.num_output - 1)
+
+    def keeps(self, limits: Mapping[str, float]) -> bool:
+        """Whether its times are within these limits, in milliseconds."""
+        times = {"ttft": self.first_s, "tpot": self.per_token_s, "e2el": self.total_s}
+        return all(1000 * (times[name] or 0.0) <= most for name, most in limits.items())
+
+
+GOODPUT = ("ttft", "tpot", "e2el")
+"""Time to the first token, for each token behind it, and to the end."""
 
 
 def make_prompt(load: LoadSpec, number: int) -> str:
@@ -233,16 +249,19 @@ class LoadClient:
 
     def report(self, wall_s: float) -> dict[str, Any]:
         """The ledger, rates and latencies."""
-        ok = [o for o in self.outcomes if o.kind == "ok"]
+        load, ok = self._load, [o for o in self.outcomes if o.kind == "ok"]
         ledger = {
             kind: sum(o.kind == kind for o in self.outcomes)
             for kind in ("ok", "refused", "failed", "lost")
         }
         bad = [o for o in self.outcomes if o.kind != "ok"]
+        good = sum(o.keeps(load.limits) for o in ok)
+        goodput = {"goodput_req_s": good / wall_s, "within_limits": good} if load.limits else {}
         return {
             "ledger": {"sent": len(self.outcomes), **ledger},
             "wall_s": wall_s,
             "req_s": len(ok) / wall_s,
+            **goodput,
             "output_tok_s": sum(o.num_output for o in ok) / wall_s,
             "total_tok_s": sum(o.num_output + o.num_prompt for o in ok) / wall_s,
             "ttft_ms": percentiles([o.first_s for o in ok if o.first_s is not None], scale=1000),

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.base.errors import ConfigError
-from headrace.bench.serve import LoadSpec, run_load
+from headrace.bench.serve import GOODPUT, LoadSpec, run_load
 
 LEAST_REQUESTS = 32
 REQUESTS_PER_USER = 4
+MAX_LIMIT_MS = 1e9
 SECONDS_PER_RATE = 30
 """Length of an open-loop load whose number of requests is not stated."""
 COLUMNS = (
@@ -85,11 +86,32 @@ def sweep(
     ]
 
 
+def parse_limits(words: Sequence[str] | None) -> dict[str, float]:
+    """Limits such as ttft:500, in milliseconds; ConfigError names the wrong one."""
+    limits: dict[str, float] = {}
+    for word in words or ():
+        name, _, text = word.partition(":")
+        try:
+            most = float(text)
+        except ValueError:
+            most = 0.0
+        if name not in GOODPUT or not 0 < most <= MAX_LIMIT_MS:
+            raise ConfigError(
+                f"--goodput: {word!r:.80}; a limit is NAME:MILLISECONDS, of {', '.join(GOODPUT)}, above 0 to "
+                f"{MAX_LIMIT_MS:g}",
+                field="--goodput",
+            )
+        limits[name] = most
+    return limits
+
+
 def show_sweep(points: Sequence[dict[str, Any]], *, title: str) -> None:
     """Prints one row per load."""
-    table = Table(*COLUMNS, title=title)
+    has_limits = any("goodput_req_s" in point for point in points)
+    table = Table(*COLUMNS, *(["goodput req/s"] if has_limits else []), title=title)
     for point in points:
-        table.add_row(*_row(point))
+        goodput = [f"{point['goodput_req_s']:.2f}"] if "goodput_req_s" in point else []
+        table.add_row(*_row(point), *goodput)
     Console().print(table)
 
 

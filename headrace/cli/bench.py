@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.wire.request import BOUNDS
 from headrace.bench.report import emit, versions
 from headrace.bench.serve import LoadSpec, run_load
-from headrace.bench.sweep import loads_of, parse_points, show_sweep, sweep
+from headrace.bench.sweep import loads_of, parse_limits, parse_points, show_sweep, sweep
 
 ENGINE_GROUPS = ("model", "kv", "scheduler", "device", "adapters")
 ABOUT = {
@@ -197,6 +197,12 @@ def _load_line(kind: str) -> CommandLine:
     line = CommandLine(f"headrace bench {kind}", ABOUT[kind], groups=())
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     line.parser.add_argument(
+        "--goodput",
+        nargs="+",
+        metavar="NAME:MS",
+        help="also count the requests within these limits: ttft:500 tpot:50 e2el:9000 (ms)",
+    )
+    line.parser.add_argument(
         "--no-ignore-eos", action="store_true", help="let answers end by themselves"
     )
     for flag, default, help_text in (
@@ -247,6 +253,7 @@ def _load_of(own: Any) -> LoadSpec:
         temperature=own.temperature,
         timeout_s=own.timeout,
         ignore_eos=not own.no_ignore_eos,
+        limits=parse_limits(own.goodput),
     )
 
 

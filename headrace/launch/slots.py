@@ -52,6 +52,8 @@ def _folder_of(
     folder, reason = Path(path).expanduser(), None
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         reason = f"{path!r} is no folder that can be written to"
+    elif field != FIELD and folder.stat().st_mode & 0o002:
+        reason = f"everybody may write to {path!r}: KV of others would be taken for this server's"
     elif device_spec.executor == "null":
         reason = "--executor null computes nothing"
     elif model.head != "lm":

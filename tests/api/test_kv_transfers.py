@@ -62,7 +62,7 @@ def test_a_router_has_one_compute_and_another_answer(tmp_path: Path) -> None:
         for path, sent in (
             ("/v1/chat/completions", {"messages": TALK}),
             ("/v1/completions", {"prompt": TEXT}),
-            ("/inference/v1/generate", {"token_ids": ids}),
+            ("/inference/v1/generate", {"token_ids": ids[::-1]}),
         ):
             if path.startswith("/inference"):
                 sent = {**sent, "sampling_params": {"temperature": 0, "max_tokens": 24}}

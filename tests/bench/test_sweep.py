@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.bench.serve import LoadSpec
-from headrace.bench.sweep import COLUMNS, _row, loads_of, parse_points, sweep
+from headrace.bench.serve import LoadClient, LoadSpec, RequestOutcome
+from headrace.bench.sweep import COLUMNS, _row, loads_of, parse_limits, parse_points, sweep
 
 BASE = LoadSpec(base_url="http://localhost:1")
 SPREAD = {"p50": 1.0, "p99": 2.0}
@@ -49,3 +49,25 @@ def test_each_load_is_a_row_and_an_object() -> None:
     assert all(len(_row(point)) == len(COLUMNS) for point in points)
     assert _row(points[1])[:7] == ["2.5/s", "3", "1", "0", "0", "1.50", "1,234.5"]
     assert _row(points[0])[9] == "-"
+
+
+def test_goodput_counts_requests_that_keep_every_limit() -> None:
+    """KVT-10: requests per second within all limits, of those that ended well."""
+    limits = parse_limits(["ttft:500", "tpot:50"])
+    assert limits == {"ttft": 500.0, "tpot": 50.0} and parse_limits(None) == {}
+    client = LoadClient(LoadSpec(base_url="http://localhost:1", limits=limits))
+    times = ((0.5, 1.0, 11), (0.51, 1.0, 11), (0.1, 0.5, 12), (0.1, 0.71, 11), (0.2, 0.2, 1))
+    client.outcomes = [
+        RequestOutcome("ok", first_s=first_s, total_s=total_s, num_output=num_output)
+        for first_s, total_s, num_output in times
+    ] + [RequestOutcome("failed")]
+    report = client.report(2.0)
+    assert report["within_limits"] == 3 and report["goodput_req_s"] == 1.5
+    unlimited = LoadClient(LoadSpec(base_url="http://localhost:1"))
+    assert "goodput_req_s" not in unlimited.report(2.0)
+
+
+@pytest.mark.parametrize("word", ["ttft", "ttft:0", "itl:5", "tpot:x", "ttft:nan", ":5"])
+def test_a_wrong_limit_is_refused_with_what_one_is(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"--goodput: .*ttft, tpot, e2el"):
+        parse_limits([word])

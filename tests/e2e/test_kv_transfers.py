@@ -259,3 +259,7 @@ def test_a_folder_that_is_none_and_a_cache_that_is_off_are_refused_at_start(tmp_
         resolved(kv_transfer_path=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"--kv-transfer-path: .*--prefix-caching"):
         resolved(kv_transfer_path=str(tmp_path), prefix_caching=False)
+    tmp_path.chmod(0o777)
+    for field in ("kv_transfer_path", "kv_store_path"):
+        with pytest.raises(ConfigError, match=r"--kv-.*-path: everybody may write to"):
+            resolved(**{field: str(tmp_path)})

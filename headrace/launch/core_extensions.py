@@ -1,0 +1,81 @@
+"""Extensions of an engine core (base/extensions.py): conditions on running a request, and readers of
+its figures."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from headrace.base import extensions
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import ConfigError
+from headrace.core.core import EngineCore
+from headrace.core.ports import AdmissionHook, StatsSink
+
+log = logging.getLogger(__name__)
+
+
+def extension_hooks(
+    spec: EngineSpec, others: Sequence[AdmissionHook], core: Callable[[], EngineCore]
+) -> list[AdmissionHook]:
+    """The admission hooks that may be used, behind `others`; ConfigError for one whose name is
+    taken. `core`: the core, once it is there."""
+    names = {hook.name for hook in others}
+    hooks: list[AdmissionHook] = []
+    for name in extensions.allowed(extensions.ADMISSION_HOOKS):
+        hook = cast(AdmissionHook, _made(extensions.ADMISSION_HOOKS, name, spec, core))
+        if hook.name in names:
+            raise ConfigError(
+                f"extension {name}: the name {hook.name!r} is another hook's", field="extensions"
+            )
+        names.add(hook.name)
+        hooks.append(hook)
+    return hooks
+
+
+def extension_stats(spec: EngineSpec) -> StatsSink | None:
+    """The readers that may be used, as one; None: there are none."""
+    sinks = {
+        name: cast(StatsSink, _made(extensions.STATS, name, spec))
+        for name in extensions.allowed(extensions.STATS)
+    }
+    return _Sinks(sinks) if sinks else None
+
+
+def _made(group: str, name: str, *arguments: object) -> object:
+    """What the extension's function gives; ConfigError with its name if it fails."""
+    make = cast(Callable[..., object], extensions.load(group, name))
+    try:
+        return make(*arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"extension {name} failed: {type(error).__name__}: {error}", field="extensions"
+        ) from error
+
+
+class _Sinks:
+    """Several readers. One that fails is left out from then on, and the log says so."""
+
+    def __init__(self, sinks: dict[str, StatsSink]) -> None:
+        self._sinks = sinks
+
+    def step(self, **figures: Any) -> None:
+        """See StatsSink."""
+        for name, sink in tuple(self._sinks.items()):
+            try:
+                sink.step(**figures)
+            except Exception:
+                self._leave_out(name)
+
+    def finished(self, **figures: Any) -> None:
+        """See StatsSink."""
+        for name, sink in tuple(self._sinks.items()):
+            try:
+                sink.finished(**figures)
+            except Exception:
+                self._leave_out(name)
+
+    def _leave_out(self, name: str) -> None:
+        log.exception("extension %s failed, and is told no more figures", name)
+        del self._sinks[name]
