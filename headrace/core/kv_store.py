@@ -49,8 +49,10 @@ LOOK_AGAIN_S = 60.0
 """How often the folder is looked through, which others may write to as well."""
 STALE_S = 600.0
 """A file that has been written for so long is nobody's."""
-MAX_WRITES = 4
-"""Chunks that are written at a time; others are when they are next used."""
+MAX_WRITES = 64
+"""Chunks that wait to be written; others are when they are next used."""
+KEPT_SHARE = 8
+"""Copies leave one part in so many of the pool to those that run."""
 MAX_READERS = 2
 """Requests whose chunks are read at a time; others compute theirs."""
 FIRST_RATE = 2e9
@@ -138,7 +140,7 @@ class KVStore(KVFileHook):
             return
         request = self._request(reader.wire)
         for number, name in enumerate(reader.names):
-            if len(self._writing) >= MAX_WRITES:
+            if len(self._writing) >= MAX_WRITES or not _has_spare(engine.kv):
                 return
             is_there = name in self._sizes or name in self._writing
             if not is_there and self._seen.get(name, 0) >= self._spec.after:
@@ -192,7 +194,7 @@ class KVStore(KVFileHook):
         kv, path = self._engine().kv, self._path(name)
         places = _places(kv, number)
         counts = [len(each) for each in places]
-        if not kv.pool.fits(counts):
+        if not kv.pool.fits(counts) or not _has_spare(kv):
             return False
         try:
             saved = read_saved(path)
@@ -355,6 +357,10 @@ def check_store(kv: KVManager) -> None:
         reason = f"a chunk of {CHUNK_TOKENS} tokens is no number of whole blocks"
     if reason:
         raise ConfigError(f"--kv-store-path: {reason}", field="kv_store_path")
+
+
+def _has_spare(kv: KVManager) -> bool:
+    return kv.pool.num_free > kv.pool.num_usable // KEPT_SHARE
 
 
 def _places(kv: KVManager, number: int) -> tuple[tuple[int, ...], ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from headrace.back.executor.processes import ProcessExecutor
 from headrace.back.kernels.native.library import NativeLibrary, load
@@ -50,8 +51,9 @@ class Pair:
 
     def engine(self, model: Path = MODEL, ranks: int = 1, **kv: Any) -> tuple[Engine, KVTransfers]:
         """One, with nothing cached."""
+        device = kv.pop("device", "cpu")
         tree = Options(
-            device=DeviceOptions(device="cpu"),
+            device=DeviceOptions(device=device),
             model=ModelOptions(model=str(model), max_model_len=256, dtype="float32"),
             kv=KVOptions(kv_transfer_path=str(self.folder), **{"kv_memory": "64MiB", **kv}),
             scheduler=SchedulerOptions(max_running=2, max_step_tokens=32),
@@ -71,7 +73,7 @@ class Pair:
             engine.executor.close()
             engine.executor = ProcessExecutor(msgspec.structs.replace(spec, device=device))
             self._made.append(engine)
-        elif model != MODEL:
+        elif model != MODEL or spec.device.device != "cpu":
             engine = Engine(spec)
             self._made.append(engine)
         elif self._free:
@@ -238,6 +240,19 @@ def test_a_request_may_end_instead_and_one_that_is_dropped_leaves_nothing(pair: 
     assert receiver.num_held == 0 and at_rest(second)
     _, finished = pair.end(first, pair.add(first, took(), adapter="x"))
     assert finished.error is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_blocks_of_a_gpu_pass_to_another_engine(pair: Pair, kind: str) -> None:
+    """Copied on a stream of their own, behind the steps before."""
+    model = pair.models.model(kind)
+    (first, _), (second, receiver) = (pair.engine(model, device="cuda") for _ in range(2))
+    wanted, _ = pair.say(second)
+    second.core.kv.reset_cache(())
+    pair.send(first)
+    assert pair.say(second, took()) == (wanted, 64) and receiver.counts.received == 1
 
 
 @pytest.mark.slow
