@@ -1,5 +1,5 @@
-"""Extensions of an engine core (base/extensions.py): conditions on running a request, and readers of
-its figures."""
+"""Extensions of an engine core (base/extensions.py): conditions on running a request, and readers
+of its figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def extension_hooks(
     names = {hook.name for hook in others}
     hooks: list[AdmissionHook] = []
     for name in extensions.allowed(extensions.ADMISSION_HOOKS):
-        hook = cast(AdmissionHook, _made(extensions.ADMISSION_HOOKS, name, spec, core))
+        hook = cast(AdmissionHook, _extension_of(extensions.ADMISSION_HOOKS, name, spec, core))
         if hook.name in names:
             raise ConfigError(
                 f"extension {name}: the name {hook.name!r} is another hook's", field="extensions"
@@ -37,13 +37,13 @@ def extension_hooks(
 def extension_stats(spec: EngineSpec) -> StatsSink | None:
     """The readers that may be used, as one; None: there are none."""
     sinks = {
-        name: cast(StatsSink, _made(extensions.STATS, name, spec))
+        name: cast(StatsSink, _extension_of(extensions.STATS, name, spec))
         for name in extensions.allowed(extensions.STATS)
     }
     return _Sinks(sinks) if sinks else None
 
 
-def _made(group: str, name: str, *arguments: object) -> object:
+def _extension_of(group: str, name: str, *arguments: object) -> object:
     """What the extension's function gives; ConfigError with its name if it fails."""
     make = cast(Callable[..., object], extensions.load(group, name))
     try:

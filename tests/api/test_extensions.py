@@ -62,68 +62,7 @@ from headrace.front.text.parsing.reasoning import ReasoningTags
 
 muse = ReasoningFamily(name="muse", marks=(), tags=ReasoningTags(open="the", close="fox"))
 """
-CORE = """
-HEADRACE_API = 1
-from pathlib import Path
-from headrace.core.ports import AdmissionHook, AdmissionVerdict
-
-class Unlucky(AdmissionHook):
-    name = "unlucky"
-
-    def __init__(self, core):
-        self.core, self.asked = core, {}
-
-    def admit(self, request):
-        if 13 in request.prompt_ids():
-            return AdmissionVerdict("never", "prompt: it holds token 13")
-        self.asked[request.id] = 0
-        return AdmissionVerdict("yes")
-
-    def ready(self, request_id, computed=lambda: 0):
-        self.asked[request_id] += 1
-        assert self.core().num_in_flight >= 0
-        return AdmissionVerdict("not_now" if self.asked[request_id] < 3 else "yes", "not yet")
-
-    def payload(self, request_ids):
-        return None
-
-    def finish(self, request_id):
-        self.asked.pop(request_id)
-
-    @property
-    def num_held(self):
-        return len(self.asked)
-
-class Figures:
-    def step(self, *, running, **rest):
-        assert running > 0
-
-    def finished(self, *, reason, num_prompt, **rest):
-        with open(Path(__file__).parent / "figures.txt", "a") as file:
-            print(reason, num_prompt, file=file)
-
-class Fails:
-    def step(self, **figures):
-        raise RuntimeError("no figures for me")
-
-def unlucky(spec, core):
-    return Unlucky(core)
-
-def figures(spec):
-    assert spec.kv.block_tokens > 0
-    return Figures()
-
-def fails(spec):
-    return Fails()
-"""
 ENTRIES = """
-[headrace.admission_hooks]
-unlucky = tinyplug.core:unlucky
-
-[headrace.stats]
-fails = tinyplug.core:fails
-figures = tinyplug.core:figures
-
 [headrace.logits_processors]
 only_seven = tinyplug:only_seven
 count_up = tinyplug:count_up
@@ -154,7 +93,6 @@ def write_package(site: Path, name: str, entries: str, files: dict[str, str]) ->
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("site")
     files = {"tinyplug/__init__.py": PACKAGE, "tinyplug/parsers.py": PARSERS}
-    files["tinyplug/core.py"] = CORE
     write_package(site, "tinyplug", ENTRIES, files)
     old = "[headrace.logits_processors]\nancient = ancient:run\nabsent = absent_module:run\n"
     write_package(site, "relics", old, {"ancient.py": "HEADRACE_API = 0\nrun = print\n"})
@@ -248,16 +186,6 @@ def test_a_parser_of_the_package_tells_reasoning_apart(server: Served, site: Pat
     message = answer.json()["choices"][0]["message"]
     assert message["content"].strip() == "jumps"
     assert "quick brown" in json.dumps(message), message
-
-
-def test_hooks_hold_requests_back_and_readers_get_their_figures(server: Served, site: Path) -> None:
-    """ENG-20. One of the readers fails, and nobody notices but the log."""
-    refused = asked(server, prompt=[5, 13])
-    assert refused.status_code == 400 and "it holds token 13" in refused.text
-    assert tokens(asked(server, prompt=[5, 9, 4, 11], logits_processors=["only_seven"])) == [7] * 4
-    figures = (site / "tinyplug" / "figures.txt").read_text().splitlines()
-    assert figures[-1] == "length 4"
-    assert any("extension fails failed" in line for line in server.lines)
 
 
 @pytest.mark.slow
