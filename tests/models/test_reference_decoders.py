@@ -16,7 +16,7 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.tensor_parallel_rank import LENGTHS as RANK_LENGTHS
 from tests.models.test_parity import LENGTHS, BothModels, compare, compare_last_tokens
 from tests.rank_processes import run_ranks
-from tests.references import arctic, grok, kimi_k3, plamo3
+from tests.references import arctic, grok, kimi_k3, phi3_small, plamo3
 
 REFERENCES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "grok-2": (grok, grok.CONFIG),
@@ -24,8 +24,10 @@ REFERENCES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "arctic": (arctic, arctic.CONFIG),
     "plamo-3": (plamo3, plamo3.CONFIG),
     "kimi-k3": (kimi_k3, kimi_k3.CONFIG),
+    "phi-3-small": (phi3_small, phi3_small.CONFIG),
+    "phi-3-small-alike": (phi3_small, phi3_small.ALIKE),
 }
-OF_GATE = ("grok-2", "arctic", "plamo-3", "kimi-k3")
+OF_GATE = ("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small")
 """The others are slow: they differ from one of these by names and keys."""
 BOUNDS = {"kimi-k3": 5e-4}
 """Of those in which float32 itself loses more: its reference in float32 is off by 3.4e-4."""

@@ -16,6 +16,7 @@ PUBLISHED: Mapping[str, str] = {
     "KORMoForCausalLM": "llama",
     **dict.fromkeys(("Grok1ForCausalLM", "Grok1ModelForCausalLM", "GrokForCausalLM"), "grok"),
     "ArcticForCausalLM": "arctic",
+    "Phi3SmallForCausalLM": "phi3_small",
     "MiMoV2ForCausalLM": "mimo_v2_flash",
     **dict.fromkeys(("Plamo3ForCausalLM", "PLaMo3ForCausalLM"), "plamo3"),
     "LFM2ForCausalLM": "lfm2",
@@ -86,7 +87,6 @@ DIFFUSION = (
 )
 NOT_BUILT: Mapping[str, str] = {
     **dict.fromkeys(DIFFUSION, "it fills in many tokens at once, in any order"),
-    "Phi3SmallForCausalLM": "its attention is sparse in blocks",
     "Phi4FlashForCausalLM": "its upper layers share the state and the cache of one below",
     "Plamo2ForCausalLM": "its recurrent layers norm what decides on their steps",
     "SolarForCausalLM": "its layers are skipped by residuals of others",

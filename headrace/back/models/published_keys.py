@@ -217,6 +217,19 @@ def _inkling_2(config: ConfigReader) -> Keys:
     return {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}
 
 
+def _phi3_small(config: ConfigReader) -> Keys:
+    """Without a scaling of its own, positions are divided by one number."""
+    config.choice("hidden_act", ("gegelu",), "gegelu")
+    called = {"rope_embedding_base": "rope_theta", "ff_intermediate_size": "intermediate_size"}
+    keys = {**_called(config, called), "hidden_act": "silu"}
+    if "rope_embedding_base" not in config:
+        keys["rope_theta"] = 1e6
+    factor = config.float("rope_position_scale", 1.0, ge=1e-3)
+    if config.section("rope_scaling") is None and factor != 1.0:
+        keys["rope_scaling"] = {"type": "linear", "factor": factor}
+    return keys
+
+
 def _ouro(config: ConfigReader) -> Keys:
     """Each time that the layers run has caches of its own."""
     times, layers = config.int("total_ut_steps", 4, ge=1, le=64), num_layers(config)
@@ -345,6 +358,7 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "DeciLMForCausalLM": _deci,
     "OpenELMForCausalLM": _openelm,
     "Inkling2ForConditionalGeneration": _inkling_2,
+    "Phi3SmallForCausalLM": _phi3_small,
     "OuroForCausalLM": _ouro,
     "RWForCausalLM": _refined_web,
     **dict.fromkeys(("Grok1ForCausalLM", "GrokForCausalLM"), _grok),

@@ -112,8 +112,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    if problem.late_length:
-        return "knows no scores that grow"
+    if problem.late_length or problem.stripes:
+        return "knows neither scores that grow nor sparse blocks"
     if reason := unfit(problem.quantized, problem.head_dim):
         return reason
     return unsupported(problem.device, problem.dtype)

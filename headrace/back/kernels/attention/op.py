@@ -61,6 +61,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.attention.stripes import Stripes
 from headrace.back.kernels.kv_write.quantized import random_quantized_cache, values_and_scales
 from headrace.back.kernels.op import (
     Kernel,
@@ -139,7 +140,7 @@ class AttentionProblem:
     table of a position bias, which does not go with a soft cap; 0: there is none. `bias_rank`:
     numbers in the state of a query and head that the bias follows from; 0: it follows from the
     head alone. `late_length`: goes with a soft cap, and with no bias; without a cap queries are
-    scaled instead; 0: scores do not grow.
+    scaled instead; 0: scores do not grow. `stripes`: which blocks are seen; None: all.
 
     Without `causal` there is neither chunk, slopes nor position bias: they are counted from a
     query's own position, which need not be among those it sees. With a window it is."""
@@ -162,6 +163,7 @@ class AttentionProblem:
     bias_width: int = 0
     bias_rank: int = 0
     late_length: int = 0
+    stripes: Stripes | None = None
 
     def __post_init__(self) -> None:
         assert self.causal or not (self.chunk or self.slopes or self.bias_width), self
@@ -171,6 +173,8 @@ class AttentionProblem:
         if self.late_length:
             assert self.late_length > 1 and self.softcap and self.causal and not self.slopes, self
         assert self.window is None or self.chunk is None, self
+        if self.stripes is not None:
+            assert self.causal and len(self.stripes.phases) == self.heads, self
 
     @property
     def reach(self) -> int:

@@ -167,6 +167,9 @@ def _decode(
     if problem.slopes:
         scores += bias_of(problem, (position_RS - kv_len_R[:, None] + 1)[:, None], shape)
     scores = scores.masked_fill_(hidden_RS[:, None], float("-inf"))
+    if problem.stripes is not None:
+        hidden_HRS = problem.stripes.hidden(kv_len_R[:, None] - 1, position_RS)
+        scores.masked_fill_(hidden_HRS.unflatten(0, (kv_heads, -1)).transpose(1, 2), float("-inf"))
     weights = softmax_of(scores, sinks_H, shape)
     if not problem.causal:
         weights = weights.masked_fill((kv_len_R == 0)[:, None, None], 0.0)
@@ -276,6 +279,7 @@ def _plain(problem: AttentionProblem) -> bool:
         problem.device == "cpu"
         and problem.causal
         and problem.softcap is None
+        and problem.stripes is None
         and not (problem.sinks or problem.slopes or problem.bias_width)
     )
 
@@ -324,6 +328,10 @@ def _tile(
         if problem.slopes:
             scores += bias_of(problem, key_S - query_Q1, head_shape)
         scores = scores.masked_fill_(~seen_QS, float("-inf"))
+        if problem.stripes is not None:
+            hidden_HQS = problem.stripes.hidden(query_Q1 + origin, key_S + origin)
+            hidden_KGQS = hidden_HQS.unflatten(0, (problem.kv_heads, -1))
+            scores.masked_fill_(hidden_KGQS, float("-inf"))
         weights = softmax_of(scores, sinks_H, head_shape)
         out = torch.matmul(weights.to(problem.dtype), v_KGSD)
         if lse_QH is not None:

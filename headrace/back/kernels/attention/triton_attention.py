@@ -306,8 +306,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    if problem.bias_width or problem.late_length:
-        return "knows neither a position bias nor scores that grow"
+    if problem.bias_width or problem.late_length or problem.stripes:
+        return "knows neither a position bias nor scores that grow, nor sparse blocks"
     return unsupported(problem.device, problem.dtype) or unsupported_quantization(
         problem.quantized, problem.head_dim
     )

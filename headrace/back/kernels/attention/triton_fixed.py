@@ -338,8 +338,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
     if problem.quantized:
         return "knows no quantized caches"
-    if problem.late_length:
-        return "knows no scores that grow"
+    if problem.late_length or problem.stripes:
+        return "knows neither scores that grow nor sparse blocks"
     if problem.bias_rank:
         return "knows no biases that follow from states"
     return unsupported(problem.device, problem.dtype)

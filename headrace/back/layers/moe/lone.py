@@ -15,20 +15,23 @@ from headrace.back.kernels.experts.op import ExpertsProblem
 from headrace.back.layers.mlp import FeedForwardPlace
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
-from headrace.back.parallel.param import WeightPiece
+from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoneExpert:
     """The MLP as data of its layer. `activation` and `clamp`: see op experts; `name`: its module in
-    the layer; `merged`: the tensor that holds gate and up, if they are one."""
+    the layer; `merged`: the tensor that holds gate and up, if they are one, `paired`: its rows take
+    turns. `bias`: of both, where they are one tensor."""
 
     inner: int
     name: str
     activation: str = "silu"
     clamp: float = 0.0
     merged: str | None = None
+    paired: bool = False
+    bias: bool = False
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> LoneMLP:
         """See FeedForwardSpec."""
@@ -45,7 +48,9 @@ class LoneMLP:
         self._scope = scope / spec.name
         inner, at = spec.inner, self._scope
         self._part = Part("expert's inner values", inner, inner)
-        rows = Shard(axis="tp", dim=0, parts=(self._part, self._part))
+        pairs = Part("expert's inner pairs", 2 * inner, inner)
+        parts = (pairs,) if spec.paired else (self._part, self._part)
+        rows = Shard(axis="tp", dim=0, parts=parts)
         columns = Shard(axis="tp", dim=1, parts=(self._part,))
         shape, names = (2 * inner, place.width), ("gate_proj", "up_proj")
         pieces = tuple(
@@ -58,6 +63,13 @@ class LoneMLP:
             pieces = (WeightPiece(name=at.name(f"{spec.merged}.weight"), shape=shape),)
         self._up = at.param("gate_up.weight", shape, pieces=pieces, shard=rows)
         self._down = at.param("down_proj.weight", (place.width, inner), shard=columns)
+        self._biases: tuple[Param, ...] = ()
+        if spec.bias:
+            assert spec.merged is not None, spec
+            self._biases = (
+                at.param(f"{spec.merged}.bias", (2 * inner,), shard=rows, init="zeros"),
+                at.param("down_proj.bias", (place.width,), init="zeros"),
+            )
         self._lone = not_loaded
         scope.on_finish(self._finish)
 
@@ -87,5 +99,17 @@ class LoneMLP:
             inner=local_size(self._part, scope.mesh.tp),
             activation=spec.activation,
             clamp=spec.clamp,
+            bias=spec.bias,
         )
-        self._lone = scope.bind(EXPERTS, problem, self._up.take()[None], self._down.take()[None])
+        biases = [param.take()[None] for param in self._biases]
+        up_XIE = self._up.take()[None]
+        if spec.paired:
+            up_XIE, *biases[:1] = (_apart(paired) for paired in (up_XIE, *biases[:1]))
+        if biases and scope.mesh.tp.rank:
+            biases[1] = torch.zeros_like(biases[1])  # the first rank adds it
+        self._lone = scope.bind(EXPERTS, problem, up_XIE, self._down.take()[None], *biases)
+
+
+def _apart(paired: torch.Tensor) -> torch.Tensor:
+    """[1, 2I, ...]: rows that take turns, one kind behind the other."""
+    return torch.cat((paired[:, 0::2], paired[:, 1::2]), dim=1)

@@ -1,0 +1,34 @@
+"""Attention that is sparse in blocks (Phi-3-small; Abdin et al. 2024, section 2.1): a query sees
+the blocks of keys just before its own, and of those farther before one in so many, which one being
+the head's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stripes:
+    """`block`: positions of a block; `near`: blocks that are seen, the query's own among them;
+    `stride`: of the blocks before them, those whose number and the head's phase, and 1, are
+    divided by it. `phases`: one for each query head."""
+
+    block: int
+    near: int
+    stride: int
+    phases: tuple[int, ...]
+
+    @property
+    def reach(self) -> int:
+        """Positions up to which everything is seen."""
+        return self.block * self.near
+
+    def hidden(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """[H, Q, S]: which keys at these positions [.., S] queries at those [Q, 1] do not see,
+        apart from later ones."""
+        key_block = key // self.block
+        far = query // self.block - key_block >= self.near
+        phase_H11 = torch.tensor(self.phases, device=key.device)[:, None, None]
+        return far & ((key_block + phase_H11 + 1) % self.stride != 0)
