@@ -119,4 +119,4 @@ def test_many_parts_are_refused_before_one_is_read(server: Served, count: int, s
     )
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
-    assert api.memory_info().rss - before < 64 * MIB
+    assert api.memory_info().rss - before < 128 * MIB, "the JSON alone is 50 MB of objects"

@@ -34,8 +34,8 @@ def test_a_sample_has_the_models_first_layers_and_its_head(
     assert (own - norm_bytes) * layers == (whole - norm_bytes) * SAMPLE_LAYERS
     assert timing.cost.head_bytes == cost.head_bytes > 0
     assert tuple(rows for rows, _ in timing.steps) == ROWS
-    assert all(0 < seconds < 10 for _, seconds in timing.steps)
-    assert all(0 < seconds < 10 for _, seconds in timing.prompts)
+    assert all(0 < seconds < 1000 for _, seconds in timing.steps)
+    assert all(0 < seconds < 1000 for _, seconds in timing.prompts)
     wanted = "linear_blocks" if extra else "linear"
     assert any(d.field.startswith(f"kernel.{wanted}") for d in decisions)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from headrace.base.errors import ConfigError
 from headrace.bench.report import PERCENTILES, emit
 from headrace.bench.serve import LoadSpec, events, run_load
+from headrace.bench.startup import free_port
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 
@@ -65,8 +65,7 @@ async def test_events_are_the_same_however_they_arrive(cuts: list[int], end: byt
 
 def test_a_place_without_a_server_is_told_plainly(server: Served) -> None:
     """No traceback where nothing listens, nor where the key is not the server's."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     with pytest.raises(ConfigError, match=f"--url: no answer from http://127.0.0.1:{port}: "):
         run_load(LoadSpec(base_url=f"http://127.0.0.1:{port}", num_requests=1))
     with pytest.raises(ConfigError, match="/v1/models answered 401; give --model"):
