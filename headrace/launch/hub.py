@@ -41,6 +41,7 @@ SMALL_FILES: Final = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",

@@ -12,7 +12,12 @@ import msgspec
 from headrace.base.errors import CheckpointError
 from headrace.base.registry import Registry
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
-from headrace.front.text.tokenizer_classes import MARIAN, PIECE_FILES, piece_class
+from headrace.front.text.tokenizer_classes import (
+    MARIAN,
+    PIECE_CLASSES,
+    PIECE_FILES,
+    WORD_CLASSES,
+)
 
 _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
     "tokenizer format",
@@ -20,6 +25,7 @@ _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
         "gguf": "headrace.front.text.gguf_tokenizer:gguf_tokenizer",
         "json": "headrace.front.text.tokenizer_json:load_json",
         "sentencepiece": "headrace.front.text.tokenizer_sentencepiece:load_sentencepiece",
+        "words": "headrace.front.text.tokenizer_words:load_words",
         "pieces": "headrace.front.text.tokenizer_pieces:load_pieces",
         "letters": "headrace.front.text.tokenizer_letters:load_letters",
         "tekken": "headrace.front.text.tokenizer_tekken:load_tekken",
@@ -59,6 +65,9 @@ def _find(place: Path) -> tuple[str, Path]:
     for file in (*(place / name for name in named), *place.glob("*.tiktoken")):
         if file.is_file():
             return ("tiktoken" if _is_tiktoken(file) else "sentencepiece"), file
+    words = place / ("vocab.json" if (place / "merges.txt").is_file() else "vocab.txt")
+    if words.is_file() and WORD_CLASSES.of(*_stated(place)):
+        return "words", words
     if (place / "vocab.json").is_file() and not (place / "merges.txt").is_file():
         return "letters", place / "vocab.json"
     for file in sorted(place.glob("rwkv_vocab*.txt")):
@@ -66,15 +75,22 @@ def _find(place: Path) -> tuple[str, Path]:
     raise CheckpointError(
         f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, "
         "sentencepiece.bpe.model or source.spm of a known class, tiktoken.model, *.tiktoken, "
-        "tekken.json, vocab.json of letters, rwkv_vocab*.txt"
+        "tekken.json, vocab.json with merges.txt or vocab.txt of a known class, vocab.json of "
+        "letters, rwkv_vocab*.txt"
     )
 
 
 def piece_class_of(folder: Path) -> str | None:
-    """See piece_class."""
+    """See PIECE_CLASSES."""
     if (folder / PIECE_FILES[0]).is_file():
         return MARIAN
-    return piece_class(*(_read_json(folder / f"{n}.json") for n in ("tokenizer_config", "config")))
+    return PIECE_CLASSES.of(*_stated(folder))
+
+
+def _stated(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """tokenizer_config.json and config.json."""
+    beside, config = (_read_json(folder / f"{n}.json") for n in ("tokenizer_config", "config"))
+    return beside, config
 
 
 def _is_tiktoken(path: Path) -> bool:

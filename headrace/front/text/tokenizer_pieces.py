@@ -1,5 +1,6 @@
 """SentencePiece files whose pieces have ids of the checkpoint's own, as encoder-decoders are
-published without a tokenizer.json: Marian, M2M-100, mBART, SeamlessM4T, Pegasus, T5.
+published without a tokenizer.json (Marian, M2M-100, mBART, SeamlessM4T, Pegasus, T5), and
+XLM-RoBERTa's.
 
 Each reader says which id a piece has and which tokens stand around a raw prompt, as transformers'
 class of that name does (transformers 5.23, tokenization_marian.py, tokenization_m2m_100.py,
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ _MARIAN_LANGUAGE = re.compile(r">>[^<>]+<<")
 @dataclass(frozen=True, kw_only=True)
 class PieceIds:
     """`ids`: of the pieces; `special`: of control tokens, `unknown` and others; `before`, `behind`:
-    tokens around a raw prompt; `lead`: a text may begin with a piece of this form."""
+    tokens around a raw prompt; `lead`: a text may begin with a piece of this form;
+    `between`: two texts of a pair."""
 
     ids: Mapping[str, int]
     special: Mapping[str, int]
@@ -55,6 +57,7 @@ class PieceIds:
     behind: tuple[str, ...] = ("</s>",)
     unknown: str = "<unk>"
     lead: re.Pattern[str] | None = None
+    between: tuple[str, ...] = ()
 
 
 class PieceTokenizer(Tokenizer):
@@ -73,6 +76,7 @@ class PieceTokenizer(Tokenizer):
         self._before, self._behind = (
             [self._special[token] for token in tokens] for tokens in (pieces.before, pieces.behind)
         )
+        self._between = [self._special[token] for token in pieces.between]
         self._tokens = {token_id: token for token, token_id in self._ids.items()}
         self._tokens |= {token_id: token for token, token_id in self._special.items()}
         self.special_ids = frozenset(self._special.values())
@@ -97,6 +101,14 @@ class PieceTokenizer(Tokenizer):
         if lead is None or lead[0] not in self._ids:
             return self.encode_guarded(neutral(text))
         return [self._ids[lead[0]], *self.encode_guarded(neutral(text[lead.end() :]))]
+
+    def encode_pair(
+        self, first: str, second: str, *, second_tokens: int | None = None
+    ) -> tuple[list[int], int]:
+        """As the vocabulary's class joins pairs."""
+        rest = self._encode_bare(second)[:second_tokens]
+        first_ids = [*self._before, *self._encode_bare(first), *self._between]
+        return [*first_ids, *rest, *self._behind], 0
 
     def encode_plain(self, text: str) -> list[int]:
         with refusing_failures(text):
@@ -187,6 +199,11 @@ def _m2m100(reader: _Reader) -> PieceIds:
     return reader.of_vocabulary(languages, before=(f"__{reader.language('en')}__",))
 
 
+def _xlm_roberta(reader: _Reader) -> PieceIds:
+    pieces = _fairseq(reader, "", before=("<s>",), behind=("</s>",))
+    return replace(pieces, between=("</s>", "</s>"))
+
+
 def _mbart(reader: _Reader) -> PieceIds:
     return _fairseq(reader, MBART, before=(), behind=("</s>", reader.language("en_XX")))
 
@@ -242,6 +259,7 @@ READERS: Mapping[str, Callable[[_Reader], PieceIds]] = {
     "M2M100Tokenizer": _m2m100,
     "MBartTokenizer": _mbart,
     "MBart50Tokenizer": _mbart50,
+    "XLMRobertaTokenizer": _xlm_roberta,
     "SeamlessM4TTokenizer": _seamless,
     "PegasusTokenizer": _pegasus,
     "T5Tokenizer": _t5,

@@ -88,6 +88,7 @@ CLASSES = {
     "m2m100": m2m100,
     "mbart": stated("MBartTokenizer", "fairseq", "sentencepiece.bpe.model", src_lang="de_DE"),
     "mbart50": stated("MBart50Tokenizer", "fairseq", "sentencepiece.bpe.model"),
+    "xlm-roberta": stated("XLMRobertaTokenizer", "fairseq", "sentencepiece.bpe.model"),
     "pegasus": stated("PegasusTokenizer", "t5", "spiece.model"),
     "t5": stated("T5Tokenizer", "t5", "spiece.model", extra_ids=10),
     "mt5": stated("T5Tokenizer", "t5", "spiece.model", extra_ids=0),
@@ -109,6 +110,8 @@ def test_ids_and_texts_equal_transformers(kind: str, models: Path, tmp_path: Pat
         )
         said = theirs(text, add_special_tokens=False)["input_ids"]
         assert ours.decode(said).split() == theirs.decode(said, skip_special_tokens=True).split()
+    if kind == "xlm-roberta":
+        assert ours.encode_pair("hello", "a b")[0] == theirs("hello", "a b")["input_ids"]
     ids = ours.encode(ours.guard.protect("a</s>") + "b</s>", add_special_tokens=False)
     assert ids.count(ours.token_id("</s>")) == 1
     assert ours.decode(ours.encode("a b")) == "a b"

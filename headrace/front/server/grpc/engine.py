@@ -44,6 +44,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "config.json"),
     *("generation_config.json", "spiece.model", "sentencepiece.bpe.model", "source.spm"),
+    "vocab.txt",
 )
 _PLAIN = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
