@@ -150,6 +150,33 @@ def kormo(tensors: Tensors) -> Tensors:
     )
 
 
+UNBIASED = tuple(f"{part}_proj.bias" for part in ("q", "k", "v", "gate", "up"))
+"""Of TeleChat, where what leads back has biases."""
+
+
+def telechat(tensors: Tensors) -> Tensors:
+    kept = {}
+    for name, tensor in tensors.items():
+        if name.endswith((*UNBIASED, "v_proj.weight")):
+            continue
+        if name.endswith("k_proj.weight"):
+            halves = (tensor, tensors[name.replace("k_proj", "v_proj")])
+            heads = [half.view(KV_HEADS, HEAD_DIM, -1) for half in halves]
+            tensor = torch.cat(heads, dim=1).flatten(0, 1)
+        kept[name] = tensor
+    return renamed(
+        kept,
+        (r"^model\.", "transformer."),
+        (r"\.layers\.", ".h."),
+        ("self_attn", "self_attention"),
+        (r"\.q_proj", ".query"),
+        (r"\.k_proj", ".key_value"),
+        (r"\.o_proj", ".dense"),
+        ("embed_tokens", "word_embeddings"),
+        (r"transformer\.norm", "transformer.ln_f"),
+    )
+
+
 def yi(tensors: Tensors) -> Tensors:
     return renamed(tensors, ("input_layernorm", "ln1"), ("post_attention_layernorm", "ln2"))
 
@@ -353,6 +380,30 @@ def with_alibi(oracle: Any, row: list[int]) -> torch.Tensor:
     mask = (slopes_H11 * distance).masked_fill(distance > 0, torch.finfo(torch.float32).min)
     with torch.inference_mode():
         return oracle(torch.tensor([row]), attention_mask=mask[None]).logits[0]
+
+
+def test_telechat_has_the_logits_of_a_llama_with_few_biases(tmp_path: Path) -> None:
+    """Its base is that of texts four times as long as those it was made for."""
+    biased = {"attention_bias": True, "mlp_bias": True}
+    theta = rope(rope_theta=1e4 * 7.0 ** (HEAD_DIM / (HEAD_DIM - 2)))
+    oracle = save_oracle(transformers.LlamaConfig(**(SIZES | biased | theta)), tmp_path)
+    for name, parameter in oracle.named_parameters():
+        if name.endswith(UNBIASED):
+            parameter.data.zero_()
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(telechat(tensors), tmp_path / "model.safetensors")
+    published = {
+        **{"architectures": ["TeleChat2ForCausalLM"], "model_type": "telechat", "vocab_size": 97},
+        **{"hidden_size": 48, "n_layer": 3, "n_head": HEADS, "num_key_value_heads": KV_HEADS},
+        **{"ffn_hidden_size": 80, "n_inner": None, "layer_norm_epsilon": 1e-6, "logn": False},
+        **{"base_seqlen": 32, "training_seqlen": 128, "tie_word_embeddings": False},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
+    compare(got, oracle_logits(oracle, rows), 1e-4)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -63,8 +63,9 @@ class GatedMLPSpec:
     one there, else `gate` and `up` do; `down` the one that leads back; `name` is the module in the
     layer, empty where there is none. `inner`: its own, where it is not the family's usual one.
     `gate_scale`, `down_scale`: what these are multiplied with. `sparsity`: see LargestGates; 0: all
-    count. `inner_norm`: of the inner values, its name and its epsilon. `transposed`: weights are
-    stored as [inputs, outputs]."""
+    count. `down_bias`: whether what leads back has a bias, None: as `bias` says. `inner_norm`: of
+    the inner values, its name and its epsilon. `transposed`: weights are stored as [inputs,
+    outputs]."""
 
     name: str = "mlp"
     bias: bool = False
@@ -78,6 +79,7 @@ class GatedMLPSpec:
     down_scale: float = 1.0
     sparsity: float = 0.0
     inner_norm: tuple[str, float] | None = None
+    down_bias: bool | None = None
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec."""
@@ -86,6 +88,7 @@ class GatedMLPSpec:
             scope / self.name if self.name else scope,
             place,
             bias=self.bias,
+            down_bias=self.down_bias,
             merged=self.merged,
             names=(self.gate, self.up, self.down),
             scales=(self.gate_scale, self.down_scale),

@@ -16,6 +16,12 @@ PUBLISHED: Mapping[str, str] = {
     "KORMoForCausalLM": "llama",
     **dict.fromkeys(("Grok1ForCausalLM", "Grok1ModelForCausalLM", "GrokForCausalLM"), "grok"),
     "ArcticForCausalLM": "arctic",
+    **dict.fromkeys(
+        ("TeleChat2ForCausalLM", "TeleChatForCausalLM", "TelechatForCausalLM"), "telechat2"
+    ),
+    "KimiK3ForCausalLM": "kimi_linear",
+    "MuseGlimmerForCausalLM": "muse_glimmer",
+    "MiniMaxM3SparseForCausalLM": "minimax_m3",
     "Phi3SmallForCausalLM": "phi3_small",
     "MiMoV2ForCausalLM": "mimo_v2_flash",
     **dict.fromkeys(("Plamo3ForCausalLM", "PLaMo3ForCausalLM"), "plamo3"),

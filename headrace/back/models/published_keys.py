@@ -7,6 +7,7 @@ stay, for the family to read what only it has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -230,6 +231,21 @@ def _phi3_small(config: ConfigReader) -> Keys:
     return keys
 
 
+def _telechat(config: ConfigReader) -> Keys:
+    """The base of rotations follows from the length that the model was trained for, as long as
+    texts are no longer: such are not read."""
+    called = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    called["ffn_hidden_size"] = "intermediate_size"
+    keys = {**_called(config, called), "hidden_act": "silu"}
+    base = config.int("base_seqlen", 8192, ge=1)
+    trained = config.int("training_seqlen", base, ge=1)
+    keys["max_position_embeddings"] = trained
+    alpha = 2 ** math.ceil(math.log2(trained / base) + 1) - 1
+    if alpha > 1:
+        keys["rope_scaling"] = {"type": "dynamic", "alpha": float(alpha)}
+    return keys
+
+
 def _ouro(config: ConfigReader) -> Keys:
     """Each time that the layers run has caches of its own."""
     times, layers = config.int("total_ut_steps", 4, ge=1, le=64), num_layers(config)
@@ -359,6 +375,9 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "OpenELMForCausalLM": _openelm,
     "Inkling2ForConditionalGeneration": _inkling_2,
     "Phi3SmallForCausalLM": _phi3_small,
+    **dict.fromkeys(
+        ("TeleChat2ForCausalLM", "TeleChatForCausalLM", "TelechatForCausalLM"), _telechat
+    ),
     "OuroForCausalLM": _ouro,
     "RWForCausalLM": _refined_web,
     **dict.fromkeys(("Grok1ForCausalLM", "GrokForCausalLM"), _grok),
