@@ -325,3 +325,26 @@ class HeadsLayerNorm:
             heads=weight_HD.shape[0],
         )
         self.norm = self._scope.bind(LAYER_NORM, problem, weight_HD, None)
+
+
+class HeadsRMSNorm:
+    """The root mean square norm of each head, each with a weight of its own: x_THD -> y_THD.
+    `part`: how the heads are split over the ranks. The weights are one checkpoint tensor [H, D]."""
+
+    def __init__(self, scope: Scope, part: Part, *, eps: float) -> None:
+        heads, width = part.units, part.size // part.units
+        shard = Shard(axis="tp", dim=0, parts=(Part(part.name, heads, heads),))
+        self.norm: Norm = not_loaded
+        self._scope, self._eps = scope, eps
+        self._weight = scope.param("weight", (heads, width), shard=shard, init="ones")
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        weight_HD = self._weight.take_float()
+        width = weight_HD.shape[1]
+        problem = RMSNormProblem(
+            device=self._scope.kind, dtype=self._scope.dtype, width=width, eps=self._eps
+        )
+        plain = self._scope.bind(OP, problem, torch.ones(width, device=self._scope.device))
+        weight_HD = weight_HD.to(self._scope.dtype)
+        self.norm = lambda x_THD: plain(x_THD) * weight_HD

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace.back.layers.norm import (
     RMS,
     HeadsLayerNorm,
+    HeadsRMSNorm,
     LayerNorm,
     NormSpec,
     RMSNorm,
@@ -21,7 +22,8 @@ class QKNorm:
     """The norms of queries and keys.
 
     over        "head": each head, all with one weight; "heads": each head with a weight of its own
-                (a layer norm without bias); "width": all heads together (root mean square)
+                (a layer norm without bias); "each": the same by root mean square; "width": all
+                heads together (root mean square)
     names       the two modules
     listed      "heads" alone: the checkpoint has a tensor for each head, under this name
     after_rope  it comes behind the rotation, not before it
@@ -39,9 +41,11 @@ class QKNorm:
         for "width"."""
         if self.over == "heads":
             return HeadsLayerNorm(scope, part, eps=self.eps, listed=self.listed)
+        if self.over == "each":
+            return HeadsRMSNorm(scope, part, eps=self.eps)
         if self.over == "width":
             return SplitRMSNorm(scope, part, eps=self.eps)
         return self.norm.build(scope, part.size // part.units, eps=self.eps)
 
 
-HeadNorm = RMSNorm | LayerNorm | SplitRMSNorm | HeadsLayerNorm
+HeadNorm = RMSNorm | LayerNorm | SplitRMSNorm | HeadsLayerNorm | HeadsRMSNorm

@@ -56,6 +56,7 @@ PUBLISHED: Mapping[str, str] = {
     "StableLMEpochForCausalLM": "stablelm",
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), "rwkv7"),
     "Rwkv6ForCausalLM": "rwkv6",
+    "Plamo2ForCausalLM": "plamo2",
     "RwkvHybridForCausalLM": "rwkv_hybrid",
 }
 RWKV = ("rwkv", "rwkv6", "rwkv7", "rwkv_hybrid")
@@ -94,7 +95,6 @@ DIFFUSION = (
 NOT_BUILT: Mapping[str, str] = {
     **dict.fromkeys(DIFFUSION, "it fills in many tokens at once, in any order"),
     "Phi4FlashForCausalLM": "its upper layers share the state and the cache of one below",
-    "Plamo2ForCausalLM": "its recurrent layers norm what decides on their steps",
     "SolarForCausalLM": "its layers are skipped by residuals of others",
     "IQuestLoopCoderForCausalLM": "a token of its second time sees two caches",
 }

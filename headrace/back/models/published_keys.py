@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.back.models.families import COLBERT
+from headrace.back.models.recurrent_keys import RECURRENT_KEYS
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.layer_count import num_layers
 
@@ -363,11 +364,6 @@ def _param2(config: ConfigReader) -> Keys:
     }
 
 
-def _unbounded(config: ConfigReader) -> Keys:
-    """A state has no longest text; what the config states is that of the training."""
-    return {"max_position_embeddings": None}
-
-
 ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **dict.fromkeys(("ChatGLMModel", "ChatGLMForConditionalGeneration"), _chatglm),
     "QWenLMHeadModel": _qwen,
@@ -394,7 +390,7 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **{f"XLMRoberta{head}": _flash_roberta for head in HEADS},
     **{f"JinaBert{head}": _jina_bert for head in HEADS},
     COLBERT: _colbert,
-    **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),
+    **RECURRENT_KEYS,
     **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _neobert),
 }
 """By the name of the architecture."""

@@ -30,6 +30,7 @@ _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
         "letters": "headrace.front.text.tokenizer_letters:load_letters",
         "tekken": "headrace.front.text.tokenizer_tekken:load_tekken",
         "tiktoken": "headrace.front.text.tokenizer_tiktoken:load_tiktoken",
+        "plamo": "headrace.front.text.tokenizer_plamo:load_plamo",
         "world": "headrace.front.text.tokenizer_world:load_world",
     },
 )
@@ -70,13 +71,15 @@ def _find(place: Path) -> tuple[str, Path]:
         return "words", words
     if (place / "vocab.json").is_file() and not (place / "merges.txt").is_file():
         return "letters", place / "vocab.json"
+    if (place / "tokenizer.jsonl").is_file():
+        return "plamo", place / "tokenizer.jsonl"
     for file in sorted(place.glob("rwkv_vocab*.txt")):
         return "world", file
     raise CheckpointError(
         f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, "
         "sentencepiece.bpe.model or source.spm of a known class, tiktoken.model, *.tiktoken, "
         "tekken.json, vocab.json with merges.txt or vocab.txt of a known class, vocab.json of "
-        "letters, rwkv_vocab*.txt"
+        "letters, rwkv_vocab*.txt, tokenizer.jsonl"
     )
 
 

@@ -37,35 +37,25 @@ _LETTERS = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 _CONTROL, _UNUSED = 3, 5
 
 
-class WorldTokenizer(Tokenizer):
-    """The longest token at each place. `tokens` maps ordinary tokens to their ids, `special` the
-    control tokens."""
+class ListedTokenizer(Tokenizer):
+    """A vocabulary whose tokens stand for the bytes that are listed. `tokens`: of ordinary tokens,
+    by their ids; `special`: control tokens' ids. How a text is cut, `encode_plain` says."""
 
     def __init__(
-        self, tokens: dict[bytes, int], special: dict[str, int], facts: TokenizerFacts
+        self, tokens: dict[int, bytes], special: dict[str, int], facts: TokenizerFacts
     ) -> None:
         super().__init__(facts)
-        missing = [byte for byte in range(256) if bytes((byte,)) not in tokens]
-        if missing:
-            raise CheckpointError(
-                f"tokenizer: the vocabulary lacks {len(missing)} of the 256 bytes, "
-                f"{missing[0]} among them: some texts have no tokens"
-            )
-        self._tokens, self._special = tokens, special
-        self._bytes = {number: token for token, number in tokens.items()}
-        self._bytes |= {number: token.encode() for token, number in special.items()}
+        self._special = special
+        self._ids = {token: number for number, token in reversed(tokens.items())}
+        self._bytes = tokens | {number: token.encode() for token, number in special.items()}
         self.special_ids = frozenset(special.values())
-        self.num_ids = max(self._bytes) + 1
-        self.longest_token = max(map(len, tokens))
-        lengths: dict[bytes, set[int]] = {}
-        for token in tokens:
-            lengths.setdefault(token[:2], set()).add(len(token))
-        self._lengths = {head: sorted(several, reverse=True) for head, several in lengths.items()}
+        self.num_ids = max(self._bytes, default=-1) + 1
+        self.longest_token = max(map(len, tokens.values()), default=1)
 
     def token_id(self, token: str) -> int | None:
         if token in self._special:
             return self._special[token]
-        return self._tokens.get(token.encode())
+        return self._ids.get(token.encode())
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes.get(token_id, b"")
@@ -76,9 +66,36 @@ class WorldTokenizer(Tokenizer):
     def _encode_bare(self, text: str) -> list[int]:
         return self.encode_guarded(neutral(text))
 
+    def encode_guarded(self, text: str) -> list[int]:
+        ids = [self._special[token] for token in self.guard.tokens]
+        return encode_between(self.guard.resolve(text), ids, self.encode_plain)
+
+    @cached_property
+    def guard(self) -> Guard:
+        return Guard(self._special)
+
+
+class WorldTokenizer(ListedTokenizer):
+    """The longest token at each place."""
+
+    def __init__(
+        self, tokens: dict[int, bytes], special: dict[str, int], facts: TokenizerFacts
+    ) -> None:
+        super().__init__(tokens, special, facts)
+        missing = [byte for byte in range(256) if bytes((byte,)) not in self._ids]
+        if missing:
+            raise CheckpointError(
+                f"tokenizer: the vocabulary lacks {len(missing)} of the 256 bytes, "
+                f"{missing[0]} among them: some texts have no tokens"
+            )
+        lengths: dict[bytes, set[int]] = {}
+        for token in self._ids:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        self._lengths = {head: sorted(several, reverse=True) for head, several in lengths.items()}
+
     def encode_plain(self, text: str) -> list[int]:
         data, ids, place = text.encode(errors="replace"), [], 0
-        tokens, lengths = self._tokens, self._lengths
+        tokens, lengths = self._ids, self._lengths
         while place < len(data):
             for length in lengths.get(data[place : place + 2], ()):
                 number = tokens.get(data[place : place + length])
@@ -91,19 +108,11 @@ class WorldTokenizer(Tokenizer):
             place += length
         return ids
 
-    def encode_guarded(self, text: str) -> list[int]:
-        ids = [self._special[token] for token in self.guard.tokens]
-        return encode_between(self.guard.resolve(text), ids, self.encode_plain)
-
-    @cached_property
-    def guard(self) -> Guard:
-        return Guard(self._special)
-
 
 def load_world(path: str) -> WorldTokenizer:
     """The vocabulary of a text file; CheckpointError names the line that is wrong."""
     file = Path(path)
-    tokens: dict[bytes, int] = {}
+    tokens: dict[int, bytes] = {}
     for place, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         number, _, rest = line.partition(" ")
         literal, _, length = rest.rpartition(" ")
@@ -112,7 +121,7 @@ def load_world(path: str) -> WorldTokenizer:
             token = value.encode() if isinstance(value, str) else bytes(value)
             if int(number) < 1 or len(token) != int(length) or not token:
                 raise ValueError(f"{len(token)} bytes")
-            tokens.setdefault(token, int(number))
+            tokens.setdefault(int(number), token)
         except (ValueError, SyntaxError, TypeError, MemoryError) as error:
             raise CheckpointError(
                 f"{file.name}: line {place} is not an id of at least 1, a literal and its length "
@@ -132,13 +141,13 @@ def load_world(path: str) -> WorldTokenizer:
 def world_of_gguf(file: GGUFFile, tokens: list[str], kinds: list[int]) -> WorldTokenizer:
     """The same of a GGUF file's tokens, of the types `kinds`; those that are never used stand for
     nothing."""
-    known: dict[bytes, int] = {}
+    known: dict[int, bytes] = {}
     special: dict[str, int] = {}
     for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind == _CONTROL:
             special[token] = number
         elif kind != _UNUSED:
-            known.setdefault(_unescaped(token), number)
+            known[number] = _unescaped(token)
     template = file.text("tokenizer.chat_template") or TEMPLATE
     end = file.whole("tokenizer.ggml.eos_token_id") or 0
     facts = TokenizerFacts(

@@ -114,8 +114,8 @@ class TimeMix6:
             for name, init in (("weight", "ones"), ("bias", "zeros")):
                 self._weights.append(wide_param(scope / "ln_x", name, receptance, init=init))
         self._out = RowLinear(scope / names.out, receptance, spec.width, adds=adds)
-        self._share_51E = self._up_5RE = torch.empty(0)
-        self._to_shares: Linear = not_loaded
+        self._to_share: list[Linear] = []
+        self._to_inner: Linear = not_loaded
         self._to_decay_rank: Linear = not_loaded
         self._to_decay: Linear = not_loaded
         self._recurrence: Wkv6 = not_loaded
@@ -157,9 +157,13 @@ class TimeMix6:
         self, x_TE: torch.Tensor, both_TE: torch.Tensor, before_TE: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Each token moved towards the one before it, by the five shares."""
-        inner_T5R = self._activation.apply(self._to_shares(both_TE)).unflatten(1, (5, -1))
-        share_5TE = torch.baddbmm(self._share_51E, inner_T5R.transpose(0, 1), self._up_5RE)
-        return torch.addcmul(x_TE, before_TE - x_TE, share_5TE).unbind(0)
+        inner_TX = self._activation.apply(self._to_inner(both_TE))
+        inner_5TR = inner_TX.unflatten(1, (len(LETTERS), -1)).transpose(0, 1).contiguous()
+        change_TE = before_TE - x_TE
+        return tuple(
+            torch.addcmul(x_TE, change_TE, to_share(inner_TR))
+            for to_share, inner_TR in zip(self._to_share, inner_5TR, strict=True)
+        )
 
     def _decays(self, w_TE: torch.Tensor) -> torch.Tensor:
         """What op wkv6 takes two exponentials of, [T, C]."""
@@ -175,10 +179,12 @@ class TimeMix6:
 
     def _finish(self) -> None:
         scope, spec = self._scope, self._spec
-        self._share_51E = torch.cat([share.take() for share in self._shares])
-        up_5RE = self._up.take()
-        self._up_5RE = up_5RE.transpose(1, 2).contiguous() if spec.names.by_output else up_5RE
-        self._to_shares = bind_adapted(scope, self._down.take(), None, None)
+        up = self._up.take() if spec.names.by_output else self._up.take().transpose(1, 2)
+        self._to_share = [
+            bind_adapted(scope, up_ER.contiguous(), share.take().flatten(), None)
+            for up_ER, share in zip(up, self._shares, strict=True)
+        ]
+        self._to_inner = bind_adapted(scope, self._down.take(), None, None)
         self._to_decay_rank = bind_adapted(scope, self._decay_down.take(), None, None)
         decay_C = self._decay.take().flatten()
         self._to_decay = bind_adapted(scope, self._decay_up.take(), decay_C, None)

@@ -1,5 +1,6 @@
-"""RWKV 6 and 7, which transformers has no class for, against independent references: teacher-forced logits of a chunked
-run, and greedy tokens through the engine in chunks, beside others and behind a snapshot, on recorded steps."""
+"""RWKV 6 and 7 and PLaMo 2, which transformers has no class for, against independent references: teacher-forced logits
+of a chunked run, and greedy tokens through the engine in chunks, beside others and behind a snapshot, on recorded
+steps."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from headrace.back.kernels.native.library import NativeLibrary, load
@@ -19,15 +21,16 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_mixture import NUM_TOKENS, answers
 from tests.models.test_parity import LENGTHS, compare
 from tests.models.test_recurrent import engine, prompts_of
-from tests.references import rwkv6, rwkv7
+from tests.references import plamo2, rwkv6, rwkv7
 
 Tensors = dict[str, torch.Tensor]
 CASES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "rwkv7": (rwkv7, rwkv7.CONFIG),
     "rwkv6": (rwkv6, rwkv6.CONFIG),
+    "plamo2": (plamo2, plamo2.CONFIG),
 }
 
-UNRECORDED = ("rwkv6",)
+UNRECORDED = ("rwkv6", "plamo2")
 """They use operations of PyTorch."""
 
 
@@ -49,28 +52,50 @@ def test_it_has_the_logits_of_the_reference(name: str, tmp_path: Path) -> None:
     compare(got, [CASES[name][0].logits(config, weights, row) for row in rows], 1e-4)
 
 
-@pytest.mark.parametrize("name", ["rwkv7", pytest.param("rwkv6", marks=pytest.mark.slow)])
+def slow(*names: str) -> list[Any]:
+    """Parameters."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def greedy_of(name: str, weights: Tensors, config: dict[str, Any], prompt: list[int]) -> list[int]:
+    row = list(prompt)
+    for _ in range(NUM_TOKENS):
+        row.append(int(CASES[name][0].logits(config, weights, row)[-1].argmax()))
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["rwkv7", *slow("rwkv6", "plamo2")])
 def test_tokens_are_the_references_in_chunks_and_behind_a_snapshot(
     name: str, tmp_path: Path
 ) -> None:
     """ENG-10: beside another request, and a follow-up that begins from a snapshot."""
     (weights, config), core = checkpoint(tmp_path, name), engine(tmp_path)
-
-    def greedy(prompt: list[int]) -> list[int]:
-        row = list(prompt)
-        for _ in range(NUM_TOKENS):
-            row.append(int(CASES[name][0].logits(config, weights, row)[-1].argmax()))
-        return row[len(prompt) :]
-
     first, second = prompts_of(41, 23)
     prompts = {1: first, 2: second}
-    assert answers(core, prompts) == ({id: greedy(one) for id, one in prompts.items()}, 0)
+    expected = {id: greedy_of(name, weights, config, one) for id, one in prompts.items()}
+    assert answers(core, prompts) == (expected, 0)
     follow_up = [*first, *second[:5]]
-    assert answers(core, {3: follow_up}) == ({3: greedy(follow_up)}, 32)
+    behind = {3: greedy_of(name, weights, config, follow_up)}
+    assert answers(core, {3: follow_up}) == (behind, 32)
     if isinstance(load(), NativeLibrary) and name not in UNRECORDED:
         replay = core.executor._resident.runner._steps._replay
         assert replay.foreign == () and replay.num_graphs > 0
     core.executor.close()
+
+
+@pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_has_the_same_bits_alone_and_beside_others(name: str, tmp_path: Path) -> None:
+    """With --deterministic."""
+    checkpoint(tmp_path, name)
+    ours = load_ours(replace(model_spec(tmp_path), deterministic=True))
+    rows = random_rows(97, (37, 22, 9))
+    run = {"block_tokens": BLOCK_TOKENS, "dtype": torch.float32}
+    beside, alone = (teacher_forced(ours, some, **run)[0] for some in (rows, rows[:1]))
+    assert torch.equal(beside, alone)
 
 
 def test_shifts_may_lie_in_one_tensor(tmp_path: Path) -> None:
