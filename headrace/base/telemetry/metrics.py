@@ -85,7 +85,13 @@ ROUTES = (
     *("/update_weights_from_ipc", "/fault_tolerance/apply", "/fault_tolerance/status"),
     *("/v1/lora_adapters", "/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
     *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/batches", "/v1/batches/{id}"),
-    *("/v1/batches/{id}/cancel", "/tokenizer_info", "/inference/v1/generate"),
+    *("/v1/messages/batches", "/v1/messages/batches/{id}", "/v1/messages/batches/{id}/cancel"),
+    *(
+        "/v1/messages/batches/{id}/results",
+        "/v1/batches/{id}/cancel",
+        "/tokenizer_info",
+        "/inference/v1/generate",
+    ),
     *("/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/completions/render"),
     *("/v1/completions/derender", "/v1/messages/render", "/v1/responses/render", "/invocations"),
     *("/v1/messages", "/v1/messages/count_tokens", "/api/hello", "/openapi.json", "/v1/responses"),
@@ -102,7 +108,7 @@ ROUTES = (
 )
 COLLECTIONS = (
     *("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"),
-    *("/v1/conversations", "/v1/admin/requests"),
+    *("/v1/conversations", "/v1/admin/requests", "/v1/messages/batches"),
 )
 REASONS = ("stop", "length", "repetition", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")

@@ -21,6 +21,7 @@ from headrace.front.server.administration.operations import OPERATIONS, PREFIX
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from headrace.front.server.batches import messages as message_batches
 from headrace.front.server.batches import routes as batches
 from headrace.front.server.cohere import routes as cohere
 from headrace.front.server.cohere.failures import SHAPE as COHERE
@@ -182,6 +183,7 @@ def _other_routes() -> list[ApiRoute]:
         _route("/v1/batches", batches.get_batches),
         _route("/v1/batches/{id}", batches.get_batch),
         _route("/v1/batches/{id}/cancel", batches.post_cancel, "POST"),
+        *_message_batches(),
         _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
         _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
         _route("/v1/requests", requests.get_ledger),
@@ -200,6 +202,19 @@ def _other_routes() -> list[ApiRoute]:
         *(_route(path, webui.get_page) for path in PAGES),
         *(_administers(route) for route in named.NAMED),
         *(_route(path, admin.refusing(path), "GET", "POST") for path in named.REFUSED),
+    ]
+
+
+def _message_batches() -> list[ApiRoute]:
+    """Batches in Anthropic's form."""
+    every, one = "/v1/messages/batches", "/v1/messages/batches/{id}"
+    return [
+        _posts(every, message_batches.post_batch, message_batches.MessageBatchRequest),
+        _route(every, message_batches.get_batches),
+        _route(one, message_batches.get_batch),
+        _route(one, message_batches.delete_batch, "DELETE"),
+        _route(f"{one}/cancel", message_batches.post_cancel, "POST"),
+        _route(f"{one}/results", message_batches.get_results),
     ]
 
 

@@ -24,10 +24,9 @@ from headrace.front.server.conversation.resolved import (
     prompt_source,
 )
 from headrace.front.server.http.auth import message_id
-from headrace.front.server.http.paging import number_of
+from headrace.front.server.http.paging import page_of_ids
 
 THINKING = "thinking"
-MAX_LISTED = 1000
 
 
 async def post_messages(context: RequestContext, document: Any) -> Response:
@@ -128,7 +127,7 @@ def _card(services: Services, name: str) -> dict[str, object]:
 async def get_models(context: RequestContext, request: Request) -> Response:
     """The names that are served, in pages: `limit`, and `after_id` or `before_id`."""
     services = context.services
-    page, has_more = _page(request, services.all_names)
+    page, has_more = page_of_ids(request, services.all_names, of="model")
     return json_response(
         {
             "data": [_card(services, name) for name in page],
@@ -137,24 +136,6 @@ async def get_models(context: RequestContext, request: Request) -> Response:
             "last_id": page[-1] if page else None,
         }
     )
-
-
-def _page(request: Request, names: list[str]) -> tuple[list[str], bool]:
-    """The page that the query asks for, and whether there is more in its direction."""
-    limit = number_of(request, "limit", default=20, least=1, most=MAX_LISTED)
-    after, before = (request.query_params.get(name) for name in ("after_id", "before_id"))
-    if after is not None and before is not None:
-        raise InvalidRequest(
-            "before_id: does not go with after_id; send one of them", field="before_id"
-        )
-    for field, cursor in (("after_id", after), ("before_id", before)):
-        if cursor is not None and cursor not in names:
-            raise InvalidRequest(f"{field}: no model {cursor[:80]!r} is served", field=field)
-    if before is not None:
-        rest = names[: names.index(before)]
-        return rest[-limit:], len(rest) > limit
-    rest = names if after is None else names[names.index(after) + 1 :]
-    return rest[:limit], len(rest) > limit
 
 
 async def get_model(context: RequestContext, request: Request) -> Response:

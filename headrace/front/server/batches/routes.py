@@ -39,7 +39,8 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
 
 
-def _stores(context: RequestContext) -> tuple[FileStore, BatchStore]:
+def stores_of(context: RequestContext) -> tuple[FileStore, BatchStore]:
+    """Where files and batches are kept; NotServed where that is off."""
     stores = context.services.stores
     if stores is None:
         raise NotServed("files and batches are off on this server; see --file-store")
@@ -48,14 +49,14 @@ def _stores(context: RequestContext) -> tuple[FileStore, BatchStore]:
 
 async def post_file(context: RequestContext, request: Request) -> Response:
     """POST /v1/files."""
-    files, _ = _stores(context)
+    files, _ = stores_of(context)
     idle_s = context.services.server.body_timeout_s
     return json_response(_shown(await receive_file(request, files, context.tenant, idle_s=idle_s)))
 
 
 async def get_files(context: RequestContext, request: Request) -> Response:
     """GET /v1/files: newest first; purpose, limit, after, order."""
-    files, _ = _stores(context)
+    files, _ = stores_of(context)
     infos = await asyncio.to_thread(files.of_owner, context.tenant)
     purpose = request.query_params.get("purpose")
     if purpose is not None:
@@ -68,13 +69,13 @@ async def get_files(context: RequestContext, request: Request) -> Response:
 
 async def get_file(context: RequestContext, request: Request) -> Response:
     """GET /v1/files/{id}."""
-    files, _ = _stores(context)
+    files, _ = stores_of(context)
     return json_response(_shown(files.get(request.path_params["id"], context.tenant)))
 
 
 async def delete_file(context: RequestContext, request: Request) -> Response:
     """DELETE /v1/files/{id}; one that a running batch reads stays until it is over."""
-    files, batches = _stores(context)
+    files, batches = stores_of(context)
     info = files.get(request.path_params["id"], context.tenant)
     for batch in await asyncio.to_thread(batches.of_owner, context.tenant):
         if batch.input_file_id == info.id and batch.status not in OVER:
@@ -85,7 +86,7 @@ async def delete_file(context: RequestContext, request: Request) -> Response:
 
 async def get_content(context: RequestContext, request: Request) -> Response:
     """GET /v1/files/{id}/content."""
-    files, _ = _stores(context)
+    files, _ = stores_of(context)
     info = files.get(request.path_params["id"], context.tenant)
     return StreamingResponse(
         _pieces(files.open(info)),
@@ -102,7 +103,7 @@ async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
 
 async def post_batch(context: RequestContext, document: Any) -> Response:
     """POST /v1/batches."""
-    files, batches = _stores(context)
+    files, batches = stores_of(context)
     request = parse(document, BatchRequest)
     if request.endpoint not in ENDPOINTS:
         raise InvalidRequest(
@@ -134,7 +135,7 @@ async def post_batch(context: RequestContext, document: Any) -> Response:
 
 async def get_batches(context: RequestContext, request: Request) -> Response:
     """GET /v1/batches: newest first; limit, after."""
-    _, batches = _stores(context)
+    _, batches = stores_of(context)
     page, more = _page(
         request, await asyncio.to_thread(batches.of_owner, context.tenant), default=20
     )
@@ -143,7 +144,7 @@ async def get_batches(context: RequestContext, request: Request) -> Response:
 
 async def get_batch(context: RequestContext, request: Request) -> Response:
     """GET /v1/batches/{id}."""
-    _, batches = _stores(context)
+    _, batches = stores_of(context)
     batch = batches.get(request.path_params["id"], context.tenant)
     paused = {"paused": batches.paused} if batches.paused and batch.status not in OVER else {}
     return json_response({**batch.shown(), **paused})
@@ -151,7 +152,7 @@ async def get_batch(context: RequestContext, request: Request) -> Response:
 
 async def post_cancel(context: RequestContext, request: Request) -> Response:
     """POST /v1/batches/{id}/cancel: what runs ends, answers so far are kept."""
-    _, batches = _stores(context)
+    _, batches = stores_of(context)
     batch = batches.get(request.path_params["id"], context.tenant)
     if batch.status in OVER:
         raise Conflict(f"{batch.id} is {batch.status} already")

@@ -32,6 +32,25 @@ def page_of(request: Request, items: list[Json]) -> Json:
     return {"object": "list", "data": page, "has_more": len(items) > limit, **ends}
 
 
+def page_of_ids(request: Request, ids: list[str], *, of: str) -> tuple[list[str], bool]:
+    """The page of ids that the query asks for (`limit`, and `after_id` or `before_id`), and whether
+    there is more in its direction. `of`: what they name."""
+    limit = number_of(request, "limit", default=20, least=1, most=1000)
+    after, before = (request.query_params.get(name) for name in ("after_id", "before_id"))
+    if after is not None and before is not None:
+        raise InvalidRequest(
+            "before_id: does not go with after_id; send one of them", field="before_id"
+        )
+    for field, cursor in (("after_id", after), ("before_id", before)):
+        if cursor is not None and cursor not in ids:
+            raise InvalidRequest(f"{field}: there is no {of} {cursor[:80]!r}", field=field)
+    if before is not None:
+        rest = ids[: ids.index(before)]
+        return rest[-limit:], len(rest) > limit
+    rest = ids if after is None else ids[ids.index(after) + 1 :]
+    return rest[:limit], len(rest) > limit
+
+
 def number_of(request: Request, name: str, *, default: int, least: int, most: int) -> int:
     """A number of the query within its bounds."""
     value = request.query_params.get(name)

@@ -177,10 +177,14 @@ class BatchStore:
             if len(mine) < MAX_BATCHES:
                 break
             if batch.status in OVER:
-                for suffix in ("json", "lock", "cancel", "output", "errors"):
-                    self.path(batch, suffix).unlink(missing_ok=True)
+                self.delete(batch)
                 mine.remove(batch)
         return len(mine) < MAX_BATCHES
+
+    def delete(self, batch: StoredBatch) -> None:
+        """Forgets a batch that is over."""
+        for suffix in ("json", "lock", "cancel", "output", "errors"):
+            self.path(batch, suffix).unlink(missing_ok=True)
 
     def path(self, batch: StoredBatch, suffix: str) -> Path:
         """A file that belongs to a batch: output, errors, lock, cancel."""
