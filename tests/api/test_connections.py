@@ -87,7 +87,7 @@ def test_an_ended_stranger_is_told_why(guarded: Served) -> None:
     with ExitStack() as stack:
         strangers = [stack.enter_context(closing(connected(guarded))) for _ in range(PLACES)]
         # Which of them the server saw first is its own affair: a late loop takes them in turns.
-        told, _, _ = select.select(strangers, (), (), 20)
+        told, _, _ = select.select(strangers, (), (), 300)
         answer = told[0].recv(65536)
         assert status(answer) == 503 and b"retry-after: " in answer
 
