@@ -80,10 +80,10 @@ class Stores:
         return sorted(self.folder.glob("*.hrchunk"))
 
 
-def options_of(model: Path, **kv: Any) -> Options:
+def options_of(model: Path, max_model_len: int = 1024, **kv: Any) -> Options:
     return Options(
         device=DeviceOptions(device="cpu"),
-        model=ModelOptions(model=str(model), max_model_len=1024, dtype="float32"),
+        model=ModelOptions(model=str(model), max_model_len=max_model_len, dtype="float32"),
         kv=KVOptions(**{"kv_memory": "64MiB", **kv}),
         scheduler=SchedulerOptions(max_running=2, max_step_tokens=512),
     )
@@ -158,7 +158,7 @@ def test_what_is_damaged_or_older_makes_room(stores: Stores) -> None:
 def test_a_model_whose_prefixes_need_more_than_blocks_is_refused(tmp_path: Path) -> None:
     models = Slots(tmp_path)
     for kind in ("window", "hybrid"):
-        engine = Engine(resolve_options(options_of(models.model(kind))).engine)
+        engine = Engine(resolve_options(options_of(models.model(kind), 256)).engine)
         with pytest.raises(ConfigError, match=r"--kv-store-path: .*windows, recurrent state"):
             check_store(engine.core.kv)
         engine.executor.close()
