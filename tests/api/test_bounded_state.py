@@ -9,7 +9,7 @@ import httpx
 from tests.api.serving import NO_TLS, serving
 
 KIB, MIB = 1 << 10, 1 << 20
-NUM = 70
+NUM = 120
 """Requests per half; each leaves about 2 KiB in the store."""
 
 
@@ -18,7 +18,7 @@ def test_unique_requests_leave_the_store_and_the_process_at_their_bounds(
 ) -> None:
     """Responses, conversations, cache salts, users, request ids and template arguments, each a new one every time."""
     kept = tmp_path / "kept.sqlite3"
-    options = ("--response-store", f"sqlite:{kept}", "--response-store-bytes", str(128 * KIB))
+    options = ("--response-store", f"sqlite:{kept}", "--response-store-bytes", str(256 * KIB))
     with serving(model, *options) as served:
         (api,) = served.api_processes
         with httpx.Client(base_url=served.url, verify=NO_TLS, timeout=300) as client:
