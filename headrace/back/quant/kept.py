@@ -58,7 +58,7 @@ STORED_SCALE = "+stored-scale"
 multiply e4m3 numbers by inputs as they are."""
 _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
-    "torchao-int4", "hqq", "modelopt-int4", "mlx", "ternary", "ternary-inverse",
+    "torchao-int4", "hqq", "modelopt-int4", "mlx", "quark-uint4", "quark-int4", "ternary", "ternary-inverse",
 )  # fmt: skip
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 
@@ -114,7 +114,9 @@ def _plain_scheme(tensor: QuantizedTensor) -> str | None:
         return "mxfp4"
     if numbers.arrangement in ("nvfp4", "nvfp4-packed", "mlx-nvfp4"):
         return NVFP4
-    if numbers.arrangement not in _KEPT or len(tensor.shape) != 2:
+    # MLX has experts in one tensor: a rectangle of it is one expert's.
+    dims = len(tensor.shape) - (numbers.arrangement == "mlx")
+    if numbers.arrangement not in _KEPT or dims > 2 or len(tensor.shape) < 2:
         return None
     if numbers.arrangement in _WITHOUT_ZEROS and "zeros" in tensor.members:
         return None

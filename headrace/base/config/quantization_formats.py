@@ -179,12 +179,16 @@ _QUARK = {
     ("fp8_e4m3", "per_tensor"): Numbers(arrangement="scaled", bits=8, group=(0, 0)),
     ("fp8_e4m3", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
     ("fp4", "per_group"): Numbers(arrangement="mxfp4-quark", bits=4, group=(1, 32)),
+    ("uint4", "per_group"): Numbers(
+        arrangement="quark-uint4", bits=4, group=(1, 128), signed=False
+    ),
+    ("int4", "per_group"): Numbers(arrangement="quark-int4", bits=4, group=(1, 128)),
 }
 
 
 def _quark(config: ConfigReader) -> StoredQuantization:
-    """AMD's Quark: e4m3 and int8 with a scale per tensor or output, and MXFP4; by module where
-    `layer_quant_config` says so, with "*" for any characters."""
+    """AMD's Quark: e4m3 and int8 with a scale per tensor or output, MXFP4, and integers of 4 bits
+    in groups; by module where `layer_quant_config` says so, with "*" for any characters."""
     whole = config.section("global_quant_config")
     if whole is None:
         raise config.wrong("global_quant_config", "a section with `weight`")
@@ -193,6 +197,7 @@ def _quark(config: ConfigReader) -> StoredQuantization:
     export = config.section("export")
     if export is not None:
         export.choice("weight_format", ("real_quantized",), "real_quantized")
+        export.choice("pack_method", ("reorder",), "reorder")
     layers = config.section("layer_quant_config")
     rules = [Rule(targets=plain_modules(config, "exclude"), numbers=None)]
     for key in layers.raw if layers is not None else ():
@@ -216,6 +221,14 @@ def _quark_numbers(entry: ConfigReader | None) -> Numbers | None:
             raise weight.wrong("group_size", "32")
         weight.choice("scale_format", ("e8m0",), "e8m0")
     numbers = _QUARK[dtype, weight.choice("qscheme", schemes)]
+    if numbers.arrangement.startswith("quark"):
+        if weight.int("ch_axis", -1) not in (-1, 1):
+            raise weight.wrong("ch_axis", "-1 (groups of inputs)")
+        numbers = msgspec.structs.replace(
+            numbers,
+            group=(1, weight.int("group_size", ge=1)),
+            symmetric=weight.bool("symmetric", False) if "symmetric" in weight else False,
+        )
     assert entry is not None
     return msgspec.structs.replace(numbers, activations=quark_activations(entry))
 

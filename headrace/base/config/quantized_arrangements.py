@@ -115,6 +115,20 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         shape=awq_shape,
         expected=turned_members,
     ),
+    **{
+        kind: Arrangement(
+            roles={
+                "values": "{weight}",
+                "scales": "{weight}_scale",
+                "zeros": "{weight}_zero_point",
+            },
+            dtypes=("I32",),
+            optional=optional,
+            shape=awq_shape,
+            expected=turned_members,
+        )
+        for kind, optional in (("quark-uint4", ()), ("quark-int4", ("zeros",)))
+    },
     "packed": Arrangement(
         roles={
             "values": "{weight}_packed",

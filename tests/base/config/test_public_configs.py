@@ -209,6 +209,11 @@ READ: dict[str, tuple[Any, tuple[str, int, tuple[int, int] | None]]] = {
         quark({**QUARK_WEIGHT, "dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}),
         ("scaled", 8, (1, 0)),
     ),
+    "Quark UINT4": (
+        quark({**QUARK_WEIGHT, "dtype": "uint4", "qscheme": "per_group", "group_size": 128,
+               "ch_axis": -1, "symmetric": False}),
+        ("quark-uint4", 4, (1, 128)),
+    ),
     "Quark MXFP4": (
         quark({**QUARK_WEIGHT, "dtype": "fp4", "qscheme": "per_group", "group_size": 32,
                "scale_format": "e8m0", "ch_axis": -1}),
@@ -256,8 +261,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "ModelOpt SVD": (modelopt("NVFP4_SVD"), "quant_algo"),
     "ModelOpt of 32": (modelopt("NVFP4", group_size=32), "group_size"),
     "Quark twice": (quark([QUARK_WEIGHT, {"dtype": "int4"}]), "weight"),
-    "Quark INT4": (
-        quark({**QUARK_WEIGHT, "dtype": "int4", "qscheme": "per_group", "group_size": 128}), "dtype"
+    "Quark INT4 per output": (
+        quark({**QUARK_WEIGHT, "dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}), "qscheme"
+    ),
+    "Quark along outputs": (
+        quark({**QUARK_WEIGHT, "dtype": "uint4", "qscheme": "per_group", "group_size": 128, "ch_axis": 0}), "ch_axis"
     ),
     "Quark of layer types": (
         quark(QUARK_WEIGHT, layer_type_quant_config={"Linear": {}}), "layer_type_quant_config"

@@ -241,7 +241,8 @@ def test_quark_says_how_modules_are_stored() -> None:
 @pytest.mark.parametrize(
     "weight, field",
     [
-        ({"dtype": "int4", "qscheme": "per_group"}, "dtype"),
+        ({"dtype": "uint2", "qscheme": "per_group"}, "dtype"),
+        ({"dtype": "int4", "qscheme": "per_group"}, "group_size"),
         ({"dtype": "fp8_e4m3", "qscheme": "per_group"}, "qscheme"),
         ({"dtype": "fp4", "qscheme": "per_group", "scale_format": "fp32"}, "scale_format"),
         ({"dtype": "fp4", "qscheme": "per_group", "group_size": 16}, "group_size"),

@@ -177,6 +177,13 @@ class ExpertPart:
     first: int
     rows: int
 
+    def place(self, source: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where a rectangle of it lies within the tensor of all."""
+        rows, *columns = source
+        first = self.first + (rows.start or 0)
+        last = self.first + (self.rows if rows.stop is None else rows.stop)
+        return slice(self.expert, self.expert + 1), slice(first, last), *columns
+
 
 class SeparatedSource:
     """A source with a tensor for each expert instead of one for all."""
@@ -188,7 +195,9 @@ class SeparatedSource:
         kept = {name: entry for name, entry in source.entries.items() if name not in fused}
         for name, part in parts.items():
             entry = source.entries[part.name]
-            kept[name] = replace(entry, shape=(part.rows, *entry.shape[2:]), scheme="")
+            # What other formats keep of three dimensions lies otherwise.
+            scheme = entry.scheme if entry.dtype.partition(" ")[2].startswith("mlx") else ""
+            kept[name] = replace(entry, shape=(part.rows, *entry.shape[2:]), scheme=scheme)
         self.entries: Mapping[str, CheckpointTensor] = kept
 
     def copy(
@@ -199,12 +208,8 @@ class SeparatedSource:
         if part is None:
             self._source.copy(name, shape, source, target)
             return
-        rows, *columns = source
-        first = part.first + (rows.start or 0)
-        last = part.first + (part.rows if rows.stop is None else rows.stop)
-        place = (slice(part.expert, part.expert + 1), slice(first, last), *columns)
         whole = self._source.entries[part.name].shape
-        self._source.copy(part.name, whole, place, target[None])
+        self._source.copy(part.name, whole, part.place(source), target[None])
 
     def blocks(self, name: str) -> StoredRows:
         """See Source."""
@@ -221,8 +226,10 @@ class SeparatedSource:
         self, name: str, source: tuple[slice, ...], device: torch.device = HOST
     ) -> tuple[Groups, Numbers]:
         """See Source."""
-        assert name not in self._parts, name
-        return self._source.groups(name, source, device)
+        part = self._parts.get(name)
+        if part is None:
+            return self._source.groups(name, source, device)
+        return self._source.groups(part.name, part.place(source), device)
 
     def close(self) -> None:
         """See Source."""

@@ -43,6 +43,8 @@ def smoothed(reader: Reader) -> Reader:
 READERS: Mapping[str, Reader] = {
     "gptq": packed.gptq,
     "awq": packed.awq,
+    "quark-uint4": packed.awq,
+    "quark-int4": packed.awq,
     "packed": packed.compressed,
     "scaled": smoothed(scaled.scaled),
     "fp8-blocks": scaled.scaled,

@@ -36,20 +36,22 @@ def gptq(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Gr
 
 def awq(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
     """Values [I, O / 8] and zero points [G, O / 8] with eight outputs to a word, interleaved;
-    scales [G, O]."""
+    scales [G, O]. Of Quark they may be signed."""
     words = slice(rows.start // 8, -(-rows.stop // 8))
     first = rows.start - words.start * 8
 
     def outputs(packed: torch.Tensor) -> torch.Tensor:
         order = torch.tensor(AWQ_ORDER, device=packed.device) * 4
         unpacked = ((packed[..., None] >> order) & 15).flatten(-2).to(torch.int16)
+        if tensor.numbers.signed:
+            unpacked = (unpacked ^ 8) - 8
         return unpacked[:, first : first + rows.stop - rows.start].t()
 
     values = outputs(read("values", columns, words))
     return Groups(
         values_RC=values,
         scales_RG=read("scales", slice(None), rows).t(),
-        zeros_RG=outputs(read("zeros", slice(None), words)),
+        zeros_RG=outputs(read("zeros", slice(None), words)) if "zeros" in tensor.members else None,
         group_C=_groups(tensor, read, columns, values.device),
     )
 

@@ -123,6 +123,27 @@ def test_awq(tmp_path: Path) -> None:
         assert_rectangles(source, "module.weight", weight)
 
 
+@pytest.mark.parametrize("dtype", ["uint4", "int4"])
+def test_integers_of_quark_lie_as_awq_has_them(dtype: str, tmp_path: Path) -> None:
+    """QNT-01: signed ones too, of which the zero points may lack."""
+    values, scales, zeros, weight = integers(4, 2, torch.arange(64) // 32)
+    stored = {"module.weight": awq_words(values.t()), "module.weight_scale": scales.t()}
+    if dtype == "uint4":
+        stored["module.weight_zero_point"] = awq_words(zeros.t())
+    else:
+        weight = (values ^ 8).sub(8) * scales.float()[:, torch.arange(64) // 32]
+    spec = {"dtype": dtype, "qscheme": "per_group", "group_size": 32, "ch_axis": -1}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": spec}}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        kept = {"uint4": "int4-asym", "int4": "int4"}
+        assert source.entries["module.weight"].scheme == kept[dtype]
+        assert_rectangles(source, "module.weight", weight)
+    if dtype == "uint4":
+        del stored["module.weight_zero_point"]
+        with pytest.raises(CheckpointError, match=r"module\.weight_zero_point is missing"):
+            open_weight(tmp_path, config, stored)
+
+
 @pytest.mark.parametrize("linear", ["autobitlinear", "bitlinear"])
 def test_ternary_weights_of_bitnet_are_those_that_transformers_packs(
     linear: str, tmp_path: Path
