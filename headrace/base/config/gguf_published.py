@@ -73,6 +73,11 @@ def _nomic_experts(file: GGUFFile, name: str, config: Config) -> None:
         config[f"{key}_bias"] = f"blk.0.{tensor}.bias" in file.tensors
 
 
+def _pangu(file: GGUFFile, name: str, config: Config) -> None:
+    """Its projections of attention have biases, all or none."""
+    config["bias"] = "blk.0.attn_q.bias" in file.tensors
+
+
 def _grok(file: GGUFFile, name: str, config: Config) -> None:
     """Files of Grok 1 may leave its numbers unsaid; those of Grok 2 have a dense MLP too."""
     config["residual_moe"] = "blk.0.ffn_up.weight" in file.tensors
@@ -86,6 +91,9 @@ def _grok(file: GGUFFile, name: str, config: Config) -> None:
 ROWS: Final[dict[str, GGUFArchitecture]] = {
     "xverse": GGUFArchitecture(
         model_type="llama", architecture="LlamaForCausalLM", fixed={**SILU, "mlp_bias": False}
+    ),
+    "pangu-embedded": GGUFArchitecture(
+        model_type="pangu", architecture="PanguEmbeddedForCausalLM", fixed=SILU, adjust=_pangu
     ),
     "llama-embed": GGUFArchitecture(
         model_type="llama", architecture="LlamaBidirectionalModel", fixed=SILU

@@ -60,6 +60,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "deepseek": Dialect(blocks=names.ROUTED, interleaved=True),
     "grok": Dialect(blocks=GROK),
     "arctic": Dialect(blocks=ARCTIC, interleaved=True),
+    "pangu-embedded": Dialect(blocks=names.BLOCK),
     "llama-embed": Dialect(blocks=names.BLOCK, interleaved=True, layers="layers", top=BARE),
     "gemma-embedding": Dialect(
         blocks=names.SANDWICH, norm_plus_one=True, layers="layers", top=BARE

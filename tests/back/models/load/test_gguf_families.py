@@ -445,6 +445,7 @@ FAMILIES: dict[str, tuple[str, Family]] = {
         ),
     ),
     "nemotron": ("nemotron", Family(kind="Nemotron", sizes=HALF, plus_one=True)),
+    "pangu": ("pangu-embedded", Family(kind="Llama", sizes={"attention_bias": True})),
     "arcee": ("arcee", Family(kind="Arcee", permutes=True)),
     "olmo": (
         "olmo",
@@ -845,6 +846,7 @@ def converted(
 
 ALIKE = (
     "command-r",
+    "pangu",
     "exaone",
     "exaone4-whole",
     "internlm2",
