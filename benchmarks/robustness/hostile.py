@@ -49,6 +49,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/weights_checker": {"action": "checksum"},
     "/weight_checker": {"action": "checksum"},
     "/v1/admin/update_weights": {"model": "/nowhere"},
+    "/apply-template": {"messages": SAID},
     "/v1/messages/batches": {"requests": [{"custom_id": "a", "params": {"max_tokens": 1}}]},
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/batch": {"messages": [SAID], "max_tokens": 1},

@@ -474,3 +474,19 @@ def _assert_spans(served: Served, ids: list[int], spans: list[tuple[int, int]]) 
     for token, (begin, end) in zip(ids, spans, strict=True):
         alone = post(served, "/detokenize", {"tokens": [token]})["prompt"]
         assert alone == whole[begin:end] or "\ufffd" in alone
+
+
+def test_clients_of_llama_cpp_are_told_what_is_served_and_the_prompt(bundled: Served) -> None:
+    """BEY-42."""
+    props = bundled.get("/props").json()
+    listed = bundled.get("/v1/models").json()["data"][0]
+    assert props["default_generation_settings"]["n_ctx"] == listed["max_model_len"]
+    assert props["modalities"] == {"vision": False, "audio": False}
+    told = bundled.get("/tokenizer_info").json()["chat_template"]
+    assert props["chat_template"] == told
+    chat = {"messages": [{"role": "user", "content": "The cat"}]}
+    prompt = post(bundled, "/apply-template", chat)["prompt"]
+    rendered = post(bundled, "/tokenize", chat)["tokens"]
+    assert "The cat" in prompt
+    again = post(bundled, "/tokenize", {"prompt": prompt, "add_special_tokens": False})["tokens"]
+    assert again == rendered

@@ -69,7 +69,7 @@ ROUTES = (
     *("/health/ready", "/health/startup", "/health/generate", "/", "/ui/style.css", "/ui/app.js"),
     *("/ui/api.js", "/ui/chat.js", "/ui/dom.js", "/ui/engine.js", "/ui/images.js"),
     *("/ui/markdown.js", "/ui/microphone.js", "/ui/icon.svg", "/ping", "/version", "/metrics"),
-    *("/load", "/v1/requests"),
+    *("/load", "/v1/requests", "/props", "/apply-template"),
     *("/slots", "/slots/{id}"),
     *("/v1/requests/{id}", "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
     *("/server_info", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),

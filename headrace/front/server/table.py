@@ -42,7 +42,7 @@ from headrace.front.server.http.auth import PROBES
 from headrace.front.server.http.failures import ErrorFormat
 from headrace.front.server.http.limits import read_json
 from headrace.front.server.http.sse import until_gone
-from headrace.front.server.native import health, requests, tokenize
+from headrace.front.server.native import health, llama_cpp, requests, tokenize
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
 from headrace.front.server.openai import audio, batch, chat, completions, generate, models, render
 from headrace.front.server.openai.derender import DERENDER_CHAT, DERENDER_COMPLETION
@@ -164,6 +164,8 @@ def _tokens() -> list[ApiRoute]:
         _posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
         _posts("/v1/completions/derender", render.post_derender_completion, *DERENDER_COMPLETION),
         _route("/tokenizer_info", tokenize.get_tokenizer_info),
+        _route("/props", llama_cpp.get_props),
+        _posts("/apply-template", llama_cpp.post_apply_template, ChatRequest),
         _posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
         _posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),
     ]
