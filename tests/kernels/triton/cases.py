@@ -791,6 +791,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("chunks gated_delta", _chunks()),
     ("chunks gated_delta channels", _chunks(per_channel=True)),
+    ("chunks gated_delta 24", _chunks(key_dim=24, value_dim=20)),
     ("chunks gated_delta 256", _chunks(key_dim=256, value_dim=256)),
     ("chunks causal_conv", _conv_tiles),
     ("chunks ssd_scan", _ssd_chunks(64, 128)),
@@ -976,6 +977,8 @@ ONLY = {
         "experts int4 Hopper of 16",
         "experts nvfp4 Hopper",
         *("experts Hopper", "expanded_attention Hopper", "latent_attention Hopper"),
+        *("chunks gated_delta", "chunks gated_delta channels", "chunks gated_delta 24"),
+        *("chunks gated_delta 256", "chunks ssd_scan", "chunks ssd_scan 256"),
     )
 }
 """The targets of kernels that are for some alone."""

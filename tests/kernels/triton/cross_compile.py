@@ -3,14 +3,15 @@
 
 A target is "cuda:90" or "hip:gfx942". Each kernel is bound and called as in use, on CPU tensors; what would have been
 launched is compiled instead, with the types and alignments the launch would have seen. Prints one JSON object per
-kernel and target. Runs in a process of its own: a process either interprets Triton kernels or compiles them, and a
-crash of the compiler is one.
+kernel and target; with --code first, the file its machine code was put into as well. Runs in a process of its own: a
+process either interprets Triton kernels or compiles them, and a crash of the compiler is one.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -131,12 +133,15 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Prints what was compiled, without the assembly, but with the matrix instructions found in it."""
     marks = ("wgmma", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma", "cp.async", "griddepcontrol")
-    only, targets = ("", sys.argv[1:])
+    only, targets = ("", [word for word in sys.argv[1:] if word != "--code"])
     if ":" not in targets[0]:
         only, targets = targets[0], targets[1:]
     for one in compiled(targets, only):
-        assembly = one.pop("assembly")
-        one.pop("binary")
+        assembly, binary = one.pop("assembly"), one.pop("binary")
+        if "--code" in sys.argv:
+            with tempfile.NamedTemporaryFile(dir=knobs.cache.dir, delete=False) as file:
+                file.write(binary)
+            one["code"] = file.name
         one["found"] = [mark for mark in marks if mark in assembly]
         print(json.dumps(one), flush=True)
 

@@ -14,6 +14,7 @@ from headrace.base import env
 
 pytest.importorskip("triton")
 from headrace.back.kernels.triton.room import BY_TARGET
+from tests.kernels.triton.machine_code import descriptors, is_whole
 
 pytestmark = pytest.mark.long
 TARGETS = [
@@ -52,6 +53,18 @@ def test_a_product_compiles_for_nvidia_and_amd(tmp_path: Path) -> None:
     for one in found:
         assert MATRIX[one["target"]] in one["found"], one
     assert "griddepcontrol" in found[0]["found"] and "cp.async" in found[0]["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", ["chunks gated_delta 24", "chunks ssd_scan"])
+def test_machine_code_of_chunks_finds_its_tiles(case: str, tmp_path: Path) -> None:
+    """KRN-13: values of 20 in a tile of 32 columns got descriptors of another register's number."""
+    known = []
+    for one in compiled(tmp_path, "--code", case, "cuda:90"):
+        if "wgmma" in one["found"]:
+            known += descriptors(Path(one["code"]))
+    assert known and all(map(is_whole, known)), [hex(one) for one in known]
 
 
 @pytest.mark.slow

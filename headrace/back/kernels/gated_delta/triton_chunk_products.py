@@ -16,6 +16,9 @@ from headrace.back.kernels.triton.grid import enter
 
 SUB = tl.constexpr(16)
 """Tokens of a block on the diagonal of A, which is inverted row by row."""
+PART = tl.constexpr(64)
+"""Of keys and values at a time, padded. Not 32: where such a tile lay first in shared memory, ptxas
+of CUDA 12.8 (in Triton 3.6 and 3.7) added its descriptor's constant to another register."""
 ROWS = tl.constexpr(256)
 """Rows of the step that are looked at together, to find a chunk's."""
 FAINTEST = tl.constexpr(-90.0)
@@ -200,8 +203,6 @@ def chunk_products_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PART: tl.constexpr,
     C: tl.constexpr,
     LEAST: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -297,8 +298,8 @@ def chunk_products_kernel(
             b_w = tl.dot(b_t, b_k.to(DTYPE), input_precision="ieee").to(DTYPE)
             tl.store(w + i_t * K + o_t[:, None] * K + o_k[None, :], b_w, mask=m_tk)
         p_v = v + begin * v_stride + i_h * V + o_i * v_stride
-        for i_v in tl.range(0, V, BLOCK_V, num_stages=1):
-            o_v = i_v + tl.arange(0, BLOCK_V)
+        for i_v in tl.range(0, V, PART, num_stages=1):
+            o_v = i_v + tl.arange(0, PART)
             m_tv = m_t[:, None] & (o_v < V)[None, :]
             b_v = tl.load(p_v[:, None] + o_v[None, :], mask=m_tv, other=0.0)
             b_u = tl.dot(b_t, b_v, input_precision="ieee").to(DTYPE)

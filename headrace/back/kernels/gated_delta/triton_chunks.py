@@ -37,7 +37,7 @@ from headrace.back.kernels.gated_delta.op import (
     check_weights,
     long_sample,
 )
-from headrace.back.kernels.gated_delta.triton_chunk_products import chunk_products_kernel
+from headrace.back.kernels.gated_delta.triton_chunk_products import PART, chunk_products_kernel
 from headrace.back.kernels.gated_delta.triton_gated_delta import MAX_KEY_DIM, launch_tokens
 from headrace.back.kernels.gated_scan.op import ScanRows
 from headrace.back.kernels.gated_scan.triton_gated_scan import ANY, long_row_tokens
@@ -137,13 +137,11 @@ def chunk_states_kernel(
 
 
 def plan_of(problem: GatedDeltaProblem) -> ChunkPlan:
-    """The plan of this device: long chunks where several of them fit into shared memory. Measured
-    on an H200 (benchmarks.lab.chunks)."""
-    if shared_bytes() < 96 << 10:
-        return ChunkPlan(chunk=32, stages=1)
+    """The plan of Hopper, measured on an H200 (benchmarks.lab.chunks). Never one stage: ptxas of
+    CUDA 12.8 then gives descriptors of tiles of 32 columns a wrong address."""
     if problem.per_channel:
         return ChunkPlan(product_warps=8, stages=fitting_stages(2, 1 << 16))
-    key_dim = power_of_two(problem.key_dim, least=64)
+    key_dim = power_of_two(problem.key_dim, least=PART.value)
     stage = 2 * 64 * (3 * key_dim + 64 + 32)
     return ChunkPlan(stages=3 if shared_bytes() > 3 * stage else fitting_stages(3, 2 * stage))
 
@@ -155,7 +153,8 @@ def bind_with(
     check_weights(problem, decay_H, bias)
     of_heads = decay_H, bias.contiguous()
     heads, key_dim, value_dim, chunk = problem.heads, problem.key_dim, problem.value_dim, plan.chunk
-    block_k, block_v = power_of_two(key_dim, least=64), power_of_two(value_dim, least=16)
+    block_k = power_of_two(key_dim, least=PART.value)
+    columns = min(plan.columns, power_of_two(value_dim, least=16))
     precision = product_precision(problem.dtype)
     common = {"HEADS": heads, "K": key_dim, "V": value_dim, "BLOCK_K": block_k, "C": chunk}
     common |= {"LEAST": plan.least, "CHANNELS": problem.per_channel}
@@ -185,11 +184,9 @@ def bind_with(
         chunk_products_kernel[(places, heads)](
             *inputs, *of_heads, *factors, *at, count, *(one.stride(0) for one in inputs),
             key_dim**-0.5, problem.beta_scale, problem.bound, **common,
-            PER_KEY=heads // problem.key_heads, BLOCK_V=min(64, block_v),
-            PART=min(64, block_k), BOUNDED=problem.bound < 0, EPS=NORM_EPS, PRECISION=precision,
-            num_warps=plan.product_warps, **launch(y_THV.device),
+            PER_KEY=heads // problem.key_heads, BOUNDED=problem.bound < 0, EPS=NORM_EPS,
+            PRECISION=precision, num_warps=plan.product_warps, **launch(y_THV.device),
         )  # fmt: skip
-        columns = min(plan.columns, block_v)
         chunk_states_kernel[(triton.cdiv(value_dim, columns), heads, count)](
             *factors, state_MHKV, *at, state_MHKV.stride(0), **common, BLOCK_V=columns,
             STAGES=plan.stages, num_warps=plan.warps, **launch(y_THV.device),
@@ -218,7 +215,8 @@ def unsupported_chunks(device: str, dtype: torch.dtype, runs: bool) -> str | Non
 
 
 def _supports(problem: GatedDeltaProblem) -> str | None:
-    """With keys of 24 on an H200 results were wrong, and memory beside the tensors was reached."""
+    """With keys of 24 and values of 20 on an H200 results were wrong, and memory beside the tensors
+    was reached: see PART. Not run there since."""
     if problem.key_dim > MAX_KEY_DIM:
         return f"keys of {problem.key_dim} are above {MAX_KEY_DIM}"
     runs = problem.key_dim == 128 and problem.value_dim in (64, 128)

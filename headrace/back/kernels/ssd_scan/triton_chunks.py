@@ -37,7 +37,7 @@ from headrace.back.kernels.ssd_scan.op import (
 )
 from headrace.back.kernels.ssd_scan.triton_ssd_scan import MAX_STATE_DIM, launch_tokens
 from headrace.back.kernels.triton.grid import enter
-from headrace.back.kernels.triton.room import fitting_stages, shared_bytes
+from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import launch, power_of_two
 
 
@@ -121,10 +121,7 @@ def chunk_scan_kernel(
 
 
 def plan_of(problem: SsdScanProblem) -> ChunkPlan:
-    """The plan of this device: long chunks where two of them fit into shared memory. Measured on an
-    H200 (benchmarks.lab.chunks)."""
-    if shared_bytes() < 96 << 10:
-        return ChunkPlan(chunk=32, columns=32, stages=1)
+    """The plan of Hopper, measured on an H200 (benchmarks.lab.chunks)."""
     state_dim = power_of_two(problem.state_dim, least=16)
     return ChunkPlan(columns=64, stages=fitting_stages(2, 4 * 64 * (2 * state_dim + 64)))
 
