@@ -66,6 +66,16 @@ class _Waiting:
 
 
 @dataclass(slots=True)
+class _Pass:
+    """Of an input that is encoded ahead: the parts done, those of its pass, and what share of a
+    step a part takes."""
+
+    done: int
+    parts: int
+    share: float
+
+
+@dataclass(slots=True)
 class _Chosen:
     """What the requests of the step that is planned take: `tokens` of new inputs (`added`), and
     the entries they refer to again; `share`: of what a step may encode beside others."""
@@ -85,8 +95,8 @@ class EncoderCacheHook(AdmissionHook):
     Invariants: the tokens of all entries are at most `capacity`; an entry without users is in
     `_unused`, least recently used first, and whole: one that nobody waits for while its pass is
     under way goes. `_void`: what goes before anything comes. `_passes`: the inputs that are encoded
-    ahead: the parts done, those of their pass, and what share of a step a part takes. `_next`: the
-    request whose inputs come with the next step, for that. `_running`: those of the last step.
+    ahead. `_next`: the request whose inputs come with the next step, for that. `_running`: those of
+    the last step. `_kept_bytes`: of the content of all entries.
     """
 
     name = MEDIA_HOOK
@@ -98,12 +108,12 @@ class EncoderCacheHook(AdmissionHook):
         self._step_tokens = step_tokens
         self._rows = rows or {}
         self._running: set[int] = set()
-        self._passes: OrderedDict[bytes, tuple[int, int, float]] = OrderedDict()
+        self._passes: OrderedDict[bytes, _Pass] = OrderedDict()
         self._next: int | None = None
         self._requests: dict[int, _Waiting] = {}
         self._entries: dict[bytes, _Entry] = {}
         self._unused: OrderedDict[bytes, int] = OrderedDict()
-        self._tokens = 0
+        self._tokens = self._kept_bytes = 0
         self._void: list[bytes] = []
         self._chosen = _Chosen()
         self.num_added = 0
@@ -192,7 +202,7 @@ class EncoderCacheHook(AdmissionHook):
     def _left(self, request: _Waiting) -> int:
         """Parts of passes that are still to be taken."""
         open_ = (self._passes[key] for key in request.inputs if key in self._passes)
-        return sum(parts - done for done, parts, _ in open_)
+        return sum(one.parts - one.done for one in open_)
 
     def _kept(self, reused: set[bytes]) -> int:
         """Tokens of the entries that do not go for others."""
@@ -233,7 +243,7 @@ class EncoderCacheHook(AdmissionHook):
         for key in (one for one in request.inputs if one in new):
             cost = self._cost(request.inputs[key])
             parts = min(MOST_PARTS, math.ceil(cost))
-            self._passes[key] = (0, parts, cost / parts)
+            self._passes[key] = _Pass(0, parts, cost / parts)
         request.parts = self._left(request)
         return added
 
@@ -241,16 +251,15 @@ class EncoderCacheHook(AdmissionHook):
         """What this step encodes ahead: a part of a pass, or as many small inputs."""
         work: list[MediaWork] = []
         room = 1.0
-        for key, (done, parts, share) in list(self._passes.items()):
-            if work and share > room:
+        for key, one in list(self._passes.items()):
+            if work and one.share > room:
                 break
-            room -= share
-            work.append(MediaWork(key=key, done=done + 1, parts=parts))
-            if done + 1 == parts:
-                del self._passes[key]
-            else:
-                self._passes[key] = (done + 1, parts, share)
+            room -= one.share
+            one.done += 1
+            work.append(MediaWork(key=key, done=one.done, parts=one.parts))
+            if one.done < one.parts:
                 break
+            del self._passes[key]
         return work
 
     def _take(self, inputs: dict[bytes, MediaInput]) -> list[MediaContent]:
@@ -261,6 +270,7 @@ class EncoderCacheHook(AdmissionHook):
             if entry is None:
                 entry = self._entries[key] = _Entry(one.num_tokens, self._kept_rows(one))
                 self._tokens += one.num_tokens
+                self._kept_bytes += len(entry.rows)
                 added.append(content_of(one))
                 self.num_added += 1
             else:
@@ -270,18 +280,21 @@ class EncoderCacheHook(AdmissionHook):
         return added
 
     def _kept_rows(self, one: MediaInput) -> bytes:
-        kept = sum(len(entry.rows) for entry in self._entries.values())
-        fits = kept + len(one.rows) <= MOST_KEPT_BYTES
+        fits = self._kept_bytes + len(one.rows) <= MOST_KEPT_BYTES
         return one.rows if fits and not one.embedded else b""
 
     def _make_room(self) -> list[bytes]:
         evicted, self._void = self._void, []
         while self._tokens > self._capacity:
-            key, tokens = self._unused.popitem(last=False)
-            del self._entries[key]
-            self._tokens -= tokens
+            key, _ = self._unused.popitem(last=False)
+            self._drop(key)
             evicted.append(key)
         return evicted
+
+    def _drop(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        self._tokens -= entry.num_tokens
+        self._kept_bytes -= len(entry.rows)
 
     def finish(self, request_id: int) -> None:
         """See AdmissionHook: its inputs may go."""
@@ -298,8 +311,7 @@ class EncoderCacheHook(AdmissionHook):
             if not entry.users and self._passes.pop(key, None) is None:
                 self._unused[key] = entry.num_tokens
             elif not entry.users:
-                del self._entries[key]
-                self._tokens -= entry.num_tokens
+                self._drop(key)
                 self._void.append(key)
 
     def renew(self) -> None:
@@ -309,8 +321,8 @@ class EncoderCacheHook(AdmissionHook):
         self._void.clear()
         self._passes.clear()
         self._running.clear()
-        self._tokens, self._next = 0, None
-        self._chosen = _Chosen()
+        self._tokens = self._kept_bytes = 0
+        self._next, self._chosen = None, _Chosen()
         for request in self._requests.values():
             request.started = request.ahead = False
 
@@ -320,9 +332,8 @@ class EncoderCacheHook(AdmissionHook):
             if request.ahead and not request.started:
                 self._release(request)
                 request.ahead = False
-        for key, tokens in self._unused.items():
-            del self._entries[key]
-            self._tokens -= tokens
+        for key in self._unused:
+            self._drop(key)
         self._void += self._unused
         self._unused.clear()
 
