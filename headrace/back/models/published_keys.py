@@ -168,12 +168,12 @@ def _flash_roberta(config: ConfigReader) -> Keys:
     base = named.replace("XLMRobertaModel", "XLMRobertaForMaskedLM")  # all lies below a prefix
     return {
         "architectures": [base.replace("XLMRoberta", "JinaEmbeddingsV3")],
-        **_called(config, {"rotary_emb_base": "rope_theta"}),
+        **_rotary(config),
     }
 
 
-def _colbert(config: ConfigReader) -> Keys:
-    """Of Jina ColBERT 2, which is Jina's XLM-RoBERTa."""
+def _rotary(config: ConfigReader) -> Keys:
+    """Jina's name of the base; all that Jina ColBERT 2, its XLM-RoBERTa, has of its own."""
     return _called(config, {"rotary_emb_base": "rope_theta"})
 
 
@@ -389,7 +389,7 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **{f"NomicBert{head}": _nomic for head in HEADS},
     **{f"XLMRoberta{head}": _flash_roberta for head in HEADS},
     **{f"JinaBert{head}": _jina_bert for head in HEADS},
-    COLBERT: _colbert,
+    COLBERT: _rotary,
     **RECURRENT_KEYS,
     **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _neobert),
 }

@@ -65,7 +65,7 @@ def gguf_generation(file: GGUFFile) -> Config:
 
 
 def _common(file: GGUFFile, name: str, row: GGUFArchitecture) -> Config:
-    heads = _heads(file, name, varied=row.varied)
+    heads = _of_layers(file, f"{name}.attention.head_count", varied=row.varied)
     hidden = need_int(file, f"{name}.embedding_length")
     head_dim = count(file, f"{name}.attention.key_length", hidden // heads)
     if head_dim < 2 or head_dim % 2:
@@ -77,7 +77,9 @@ def _common(file: GGUFFile, name: str, row: GGUFArchitecture) -> Config:
         "num_hidden_layers": _layers(file, f"{name}.block_count"),
         "intermediate_size": _inner_size(file, name),
         "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(file, name, heads, varied=row.varied),
+        "num_key_value_heads": _of_layers(
+            file, f"{name}.attention.head_count_kv", varied=row.varied, default=heads
+        ),
         "head_dim": head_dim,
         "max_position_embeddings": need_int(file, f"{name}.context_length"),
         "rms_norm_eps": _epsilon(file, name),
@@ -91,20 +93,16 @@ def _common(file: GGUFFile, name: str, row: GGUFArchitecture) -> Config:
     }
 
 
-def _of_layers(file: GGUFFile, key: str, *, varied: bool) -> int:
-    """A list of one number for each layer, 0 where there is no such branch. `varied`: layers may
-    have more or fewer; then the first one's."""
+def _of_layers(file: GGUFFile, key: str, *, varied: bool, default: int | None = None) -> int:
+    """A number, or a list of one for each layer, 0 where there is no such branch. `varied`: layers
+    may have more or fewer; then the first one's. `default`: where the file states none."""
+    if not isinstance(file.metadata.get(key), array):
+        return need_int(file, key) if default is None else count(file, key, default)
     each = [int(number) for number in file.numbers(key) or () if number]
     if not each or min(each) < 1 or (len(set(each)) > 1 and not varied):
-        raise file.wrong(key, "the same number of at least 1 for all layers with attention")
+        form = "a number" if varied else "the same number"
+        raise file.wrong(key, f"{form} of at least 1 for all layers with such a branch")
     return each[0]
-
-
-def _heads(file: GGUFFile, name: str, *, varied: bool) -> int:
-    key = f"{name}.attention.head_count"
-    if isinstance(file.metadata.get(key), array):
-        return _of_layers(file, key, varied=varied)
-    return need_int(file, key)
 
 
 def _epsilon(file: GGUFFile, name: str) -> float | None:
@@ -125,13 +123,6 @@ def _recurrent(file: GGUFFile, name: str) -> Config:
     }
 
 
-def _kv_heads(file: GGUFFile, name: str, heads: int, *, varied: bool) -> int:
-    key = f"{name}.attention.head_count_kv"
-    if isinstance(file.metadata.get(key), array):
-        return _of_layers(file, key, varied=varied)
-    return count(file, key, heads)
-
-
 def _rotated_share(file: GGUFFile, name: str, head_dim: int) -> Config:
     """The part of a head that is rotated, where that is not all."""
     rotated = count(file, f"{name}.rope.dimension_count", head_dim)
@@ -143,12 +134,7 @@ def _inner_size(file: GGUFFile, name: str) -> int:
     layer has its own, 0 where it has none, the first that there is."""
     keys = [f"{name}.{part}feed_forward_length" for part in ("", "expert_")]
     key = next((key for key in keys if key in file.metadata), keys[0])
-    if not isinstance(file.metadata.get(key), array):
-        return need_int(file, key)
-    inner = next((int(size) for size in file.numbers(key) or () if size), 0)
-    if inner < 1:
-        raise file.wrong(key, "a list with a number of at least 1")
-    return inner
+    return _of_layers(file, key, varied=True)
 
 
 def _rope_scaling(file: GGUFFile, name: str, head_dim: int) -> Config:
