@@ -35,8 +35,10 @@ def run(script: str, *arguments: str, check: bool = True) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("cases", [280, pytest.param(600, marks=pytest.mark.slow)])
-def test_hostile_requests_do_no_harm_to_bystanders_or_the_server(cases: int) -> None:
+@pytest.mark.parametrize("each", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_hostile_requests_do_no_harm_to_bystanders_or_the_server(each: int) -> None:
+    """Every second case goes to a row of the table, one behind the other."""
+    cases = each * len(routes())
     report = run("fuzz", "--cases", str(cases), "--seed", "7", "--calm-s", "0", EXACT)
     assert report["problems"] == [] and report["restarts"] == 0
     assert report["bystander_streams"] >= 8 and report["bystander_mismatches"] == 0
