@@ -83,6 +83,16 @@ def test_tokens_are_the_references_in_chunks_and_behind_a_snapshot(
     core.executor.close()
 
 
+@pytest.mark.slow
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    (weights, config), core = checkpoint(tmp_path, "plamo2"), engine(tmp_path, num_blocks=7)
+    prompts = dict(enumerate(prompts_of(14, 13, 15, 12), start=1))
+    expected = {id: greedy_of("plamo2", weights, config, one) for id, one in prompts.items()}
+    assert answers(core, prompts)[0] == expected
+    assert core.scheduler.num_preemptions > 0
+    core.executor.close()
+
+
 @pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
 )
