@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from headrace.base.config.numbers import NumberType
 from headrace.base.errors import ConfigError
 from headrace.base.telemetry import log as logs
 from headrace.launch.listen import address_of, bind
@@ -24,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
             f"--{name}", nargs="+", required=True, metavar="URL", help=f"servers that {what}"
         )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    parser.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one [8080]")
+    port = NumberType(flag="--port", least=0, greatest=65_535)
+    parser.add_argument("--port", type=port, default=8080, help="port; 0 takes a free one [8080]")
     arguments = parser.parse_args(argv)
     urls = {
         name: [_url(name, url) for url in getattr(arguments, name)]

@@ -88,9 +88,13 @@ class Served:
         return httpx.get(self.url + path, headers=headers, timeout=300, verify=NO_TLS)
 
     def post(self, path: str, document: object, **headers: str) -> httpx.Response:
-        """A POST on a connection of its own."""
+        """A POST on a connection of its own; what is refused for the machine's load alone is asked again."""
         url = self.url + path
-        return httpx.post(url, json=document, headers=headers, timeout=300, verify=NO_TLS)
+        while True:
+            answer = httpx.post(url, json=document, headers=headers, timeout=300, verify=NO_TLS)
+            if answer.status_code != 503 or "the machine is too busy" not in answer.text:
+                return answer
+            time.sleep(1)
 
     def ledger(self) -> dict[str, Any]:
         """GET /v1/requests."""
