@@ -25,6 +25,13 @@ class Intake:
 
     def __init__(self, plan: WeightPlan, names: Collection[str], device: torch.device) -> None:
         self._plan, self._names, self._device = plan, names, device
+        pieces = [(param, piece.name) for param in plan.params for piece in param.pieces]
+        self._wanted = {name for _, name in pieces}
+        self._packed = [
+            name
+            for param, name in pieces
+            if param.on_groups is not None or param.on_blocks is not None
+        ]
         self._pushed: set[str] = set()
         self.seconds: dict[str, float] = {}
 
@@ -45,8 +52,7 @@ class Intake:
         """The source by the model's names. InvalidRequest if a tensor is not the model's, came
         before, or holds NaN or Inf."""
         with self.phase("check"):
-            wanted = {piece.name for param in self._plan.params for piece in param.pieces}
-            source = separate_experts(renamed(source, self._plan.renamed), wanted)
+            source = separate_experts(renamed(source, self._plan.renamed), self._wanted)
             self._check(source)
         with self.phase("scan"):
             self._scan(source)
@@ -61,19 +67,14 @@ class Intake:
         for name in source.entries:
             if name in self._pushed:
                 raise InvalidRequest(f"weights: {name} comes twice in one update", field="weights")
-        for param in self._plan.params:
-            for piece in param.pieces:
-                entry = source.entries.get(piece.name)
-                if entry is None:
-                    continue
-                packed = param.on_groups is not None or param.on_blocks is not None
-                if packed and (entry.dtype in PLAIN or not entry.dequantized):
-                    raise InvalidRequest(
-                        f"weights: {piece.name} is {entry.dtype}, and the checkpoint holds it "
-                        "quantized: give it as the checkpoint does, or serve one of plain weights "
-                        "with --quantization",
-                        field="weights",
-                    )
+        for name in self._packed:
+            entry = source.entries.get(name)
+            if entry is not None and (entry.dtype in PLAIN or not entry.dequantized):
+                raise InvalidRequest(
+                    f"weights: {name} is {entry.dtype}, and the checkpoint holds it quantized: give "
+                    "it as the checkpoint does, or serve one of plain weights with --quantization",
+                    field="weights",
+                )
 
     def _scan(self, source: Source) -> None:
         """Refuses NaN and Inf; packed numbers tell of a damaged scale when they are written."""
