@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from safetensors.torch import save_file
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.executor.processes import ProcessExecutor
@@ -60,6 +61,30 @@ def bundled_spec(device: str, dtype: str, *, tensor_parallel: int = 1) -> Engine
         scheduler=SchedulerSpec(max_step_tokens=256, max_running=10),
         device=DeviceSpec(device=device, executor=executor, tensor_parallel=tensor_parallel),
     )
+
+
+def stored_beside_plain(
+    folder: Path,
+    config: dict[str, object],
+    stored: dict[str, torch.Tensor],
+    plain: dict[str, torch.Tensor],
+) -> tuple[Path, Path]:
+    """Two checkpoints in the folder: of `config`, and the same without what it says of quantization."""
+    floats = {name: value for name, value in config.items() if name != "quantization_config"}
+    for name, tensors, facts in (("stored", stored, config), ("plain", plain, floats)):
+        (folder / name).mkdir()
+        whole = {key: value.contiguous() for key, value in tensors.items()}
+        save_file(whole, folder / name / "model.safetensors")
+        (folder / name / "config.json").write_text(json.dumps(facts))
+    return folder / "stored", folder / "plain"
+
+
+def spec_of(folder: Path, device: str, dtype: str, quantization: str | None = None) -> EngineSpec:
+    """`bundled_spec` of a checkpoint in a folder."""
+    spec = bundled_spec(device, dtype)
+    config = json.loads((folder / "config.json").read_text())
+    changed = {"path": str(folder), "config": config, "quantization": quantization}
+    return structs.replace(spec, model=structs.replace(spec.model, **changed))
 
 
 @pytest.fixture(scope="module")

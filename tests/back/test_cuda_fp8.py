@@ -9,15 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.quant.scheme import ONLINE_SCHEMES
-from headrace.base.config.resolved import EngineSpec
 from tests.back.driver import Sequence
 from tests.back.quant.test_gpu import FORMATS
-from tests.back.test_cuda import GREEDY, MODEL, NUM_OUTPUT, bundled_spec, forced, generate
+from tests.back.test_cuda import (
+    GREEDY,
+    MODEL,
+    NUM_OUTPUT,
+    forced,
+    generate,
+    spec_of,
+    stored_beside_plain,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,22 +61,9 @@ def folders(folder: Path, format: str) -> tuple[Path, Path]:
         quantize, leaf, quantization, _ = FORMATS[format]
         stored[name], scales, plain[name] = quantize(weight.float())
         stored[name.removesuffix("weight") + leaf] = scales
-    for name, tensors, more in (
-        ("stored", stored, {"quantization_config": quantization} if quantization else {}),
-        ("plain", plain, {}),
-    ):
-        (folder / name).mkdir()
-        whole = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(whole, folder / name / "model.safetensors")
-        (folder / name / "config.json").write_text(json.dumps(config | more))
-    return folder / "stored", folder / "plain"
-
-
-def spec_of(folder: Path, device: str, dtype: str, quantization: str | None = None) -> EngineSpec:
-    spec = bundled_spec(device, dtype)
-    config = json.loads((folder / "config.json").read_text())
-    model = replace(spec.model, path=str(folder), config=config, quantization=quantization)
-    return replace(spec, model=model)
+    if quantization:
+        config["quantization_config"] = quantization
+    return stored_beside_plain(folder, config, stored, plain)
 
 
 def distance(scores: np.ndarray, expected: np.ndarray) -> float:

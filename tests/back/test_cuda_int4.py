@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.linear_int4.layout import dequantize
@@ -19,7 +19,16 @@ from headrace.back.quant.gpu_int4 import INT4_SCHEMES, quantize_int4
 from headrace.base.config.resolved import EngineSpec
 from tests.back.driver import Sequence
 from tests.back.quant.test_gpu_int4 import FORMATS
-from tests.back.test_cuda import GREEDY, MODEL, NUM_OUTPUT, bundled_spec, forced, generate, prompts
+from tests.back.test_cuda import (
+    GREEDY,
+    MODEL,
+    NUM_OUTPUT,
+    forced,
+    generate,
+    prompts,
+    spec_of,
+    stored_beside_plain,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,24 +59,15 @@ def folders(folder: Path, format: str) -> tuple[Path, Path]:
         weight = stored.pop(name).float()
         members, plain[name] = quantize(weight, SIZES[format], symmetric=symmetric)
         stored |= {name.removesuffix("weight") + leaf: one for leaf, one in members.items()}
-    for name, tensors, more in (
-        ("stored", stored, {"quantization_config": quantization} if quantization else {}),
-        ("plain", plain, {}),
-    ):
-        (folder / name).mkdir()
-        whole = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(whole, folder / name / "model.safetensors")
-        (folder / name / "config.json").write_text(json.dumps(config | more))
-    return folder / "stored", folder / "plain"
+    if quantization:
+        config["quantization_config"] = quantization
+    return stored_beside_plain(folder, config, stored, plain)
 
 
-def spec_of(folder: Path, device: str, dtype: str, quantization: str | None = None) -> EngineSpec:
-    spec = bundled_spec(device, dtype)
-    config = json.loads((folder / "config.json").read_text())
-    model = replace(spec.model, path=str(folder), config=config, quantization=quantization)
-    # one step takes all forced tokens; few sizes of steps, each with kernels to compile
-    scheduler = replace(spec.scheduler, max_running=len(prompts()))
-    return replace(spec, model=model, scheduler=scheduler)
+def few_rows(folder: Path, device: str, dtype: str, quantization: str | None = None) -> EngineSpec:
+    """One step takes all forced tokens; few sizes of steps, each with kernels to compile."""
+    spec = spec_of(folder, device, dtype, quantization)
+    return replace(spec, scheduler=replace(spec.scheduler, max_running=len(prompts())))
 
 
 def distance(scores: np.ndarray, expected: np.ndarray) -> float:
@@ -77,10 +77,10 @@ def distance(scores: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("format", [*FORMATS, "int4-g128", "int4-asym"])
 def test_scores_stay_near_those_of_the_same_weights(format: str, tmp_path: Path) -> None:
     stored, plain = folders(tmp_path, format)
-    exact = InlineExecutor(spec_of(plain, "cpu", "float32"))
+    exact = InlineExecutor(few_rows(plain, "cpu", "float32"))
     texts: list[Sequence] = generate(exact, GREEDY, chunk=256)
     online = format if format in INT4_SCHEMES else None
-    executor = InlineExecutor(spec_of(stored, "cuda", "bfloat16", online))
+    executor = InlineExecutor(few_rows(stored, "cuda", "bfloat16", online))
     kernels = {one[0]: one[2] for one in executor.facts.decisions}
     assert kernels["kernel.linear_int4"] == "triton", executor.facts.decisions
     for ours, theirs in zip(forced(executor, texts), forced(exact, texts), strict=True):

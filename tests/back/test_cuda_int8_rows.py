@@ -13,7 +13,7 @@ from headrace.back.executor.inline import InlineExecutor
 from headrace.launch.quantize import quantize_checkpoint
 from tests.back.driver import Sequence
 from tests.back.test_cuda import GREEDY, MODEL, bundled_spec, forced, generate
-from tests.back.test_cuda_int4 import MOST, distance, spec_of
+from tests.back.test_cuda_int4 import MOST, distance, few_rows
 from tests.models.oracle import model_spec
 
 pytestmark = [
@@ -34,9 +34,9 @@ def test_scores_stay_near_those_of_the_cpu(scheme: str, first: int, tmp_path: Pa
     config = json.loads(file.read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = INPUTS
     file.write_text(json.dumps(config))
-    cpu = InlineExecutor(spec_of(folder, "cpu", "float32"))
+    cpu = InlineExecutor(few_rows(folder, "cpu", "float32"))
     texts: list[Sequence] = generate(cpu, GREEDY, chunk=512)
-    cuda = InlineExecutor(spec_of(folder, "cuda", "bfloat16"))
+    cuda = InlineExecutor(few_rows(folder, "cuda", "bfloat16"))
     asked = [one for one in cuda.facts.decisions if one[0] == "activations"]
     assert [one[2] for one in asked] == [
         f"int8, a scale for a token, from {first} tokens of a step on"
