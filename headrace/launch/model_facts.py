@@ -245,9 +245,10 @@ def with_encoder(
     speech; `whole`: its config, of which `reader` is the decoder's view."""
     speech = read_speech(Path(facts.path), whole)
     spectrogram = spectrogram_of(reader, speech)
+    reserved = reserved_positions(facts.family, facts.config)
     return msgspec.structs.replace(
         facts,
-        encoder_tokens=0 if spectrogram else _max_positions(reader, facts.family),
+        encoder_tokens=0 if spectrogram else _max_positions(reader, facts.family) - reserved,
         spectrogram=spectrogram,
         hears=None if speech is None else speech.sound,
         speech_prompt="" if speech is None else speech.prompt,

@@ -258,7 +258,7 @@ def model_spec(
         family=family_of(config),
         dtype=dtype,
         max_model_len=max_model_len,
-        logits_width=text_config(config)["vocab_size"],
+        logits_width=text_config({**(config.get("decoder") or {}), **config})["vocab_size"],
         eos_ids=(),
         config=config,
         encoder_tokens=encoder_tokens,

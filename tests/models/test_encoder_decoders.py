@@ -100,6 +100,20 @@ def t5gemma2() -> Any:
     )
 
 
+def two_encoders(config: Any) -> Any:
+    """BERTs or RoBERTas."""
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48},
+        **{"num_attention_heads": 4, "max_position_embeddings": 66, "pad_token_id": 1},
+        **{"bos_token_id": START, "eos_token_id": 96, "type_vocab_size": 2},
+    }
+    reads = config(**sizes | {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 97})
+    says = config(**sizes, is_decoder=True, add_cross_attention=True)
+    return transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        reads, says, decoder_start_token_id=START, pad_token_id=1, eos_token_id=96
+    )
+
+
 def seamless(config: Any) -> Any:
     """Its text side; the rest is as small as it may be."""
     rest = {
@@ -135,6 +149,8 @@ CASES: dict[str, Any] = {
     "bigbird-pegasus": lambda: bart_like(
         transformers.BigBirdPegasusConfig, block_size=2, num_random_blocks=1, use_bias=False
     ),
+    "bert2bert": lambda: two_encoders(transformers.BertConfig),
+    "roberta2roberta": lambda: two_encoders(transformers.RobertaConfig),
     "seamless": lambda: seamless(transformers.SeamlessM4TConfig),
     "t5": lambda: t5_like(transformers.T5Config),
     "t5-1.1": lambda: t5_like(
@@ -176,6 +192,7 @@ UNRECORDED = ("t5gemma", "t5gemma2")
 ALIKE = (
     *("bart-scaled", "marian", "m2m", "mvp", "plbart", "blenderbot-small", "mt5", "longt5-local"),
     *("switch", "pegasus", "t5gemma", "nllb-moe", "seamless", "pegasus-x", "bigbird-pegasus"),
+    *("bert2bert", "roberta2roberta"),
 )
 """Every part of their decoders stands in another case: through the whole engine in `make slow` alone."""
 

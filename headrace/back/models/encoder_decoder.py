@@ -31,7 +31,7 @@ from headrace.back.layers.residual import BlockNorm, Branch, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.models.crossing_layer import CrossingLayerSpec
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
-from headrace.back.models.encoder import TokenLayer
+from headrace.back.models.encoder import TokenLayer, TokenNorm
 from headrace.back.models.weights import WeightPlan
 from headrace.base.config.resolved import Decision
 
@@ -41,7 +41,6 @@ class SoundSource(Protocol):
 
     def read(self, sounds: Sequence[torch.Tensor]) -> torch.Tensor:
         """See the class."""
-        ...
 
 
 class EncoderBridge(Protocol):
@@ -49,7 +48,6 @@ class EncoderBridge(Protocol):
 
     def cross(self, x_SD: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
         """x_SE: what cross-attentions read of an encoder's outputs."""
-        ...
 
 
 class EncoderSource(Protocol):
@@ -57,7 +55,6 @@ class EncoderSource(Protocol):
 
     def read(self, spectrograms: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +205,8 @@ class EncoderDecoderSpec:
     scope and the width; `hears` likewise what turns sounds of any length; without either that are
     tokens. `between`: makes what stands between the halves, from the scope of both. `reads`: the
     encoder has sizes, and below its stack an embedding, of its own;
-    `logits_softcap`: bounds the logits."""
+    `logits_softcap`: bounds the logits; `before_head`: makes what stands between the decoder's
+    last layer and the head, from the scope of both."""
 
     sizes: DecoderSizes
     encoder_layers: int
@@ -229,6 +227,7 @@ class EncoderDecoderSpec:
     head_bias: str | None = None
     logits_softcap: float | None = None
     reads: ReadSpec | None = None
+    before_head: Callable[[Scope], TokenNorm] | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -279,6 +278,7 @@ class EncoderDecoder:
         self._layers = [
             layer.build(at / str(i), 2 * i, sizes, spec.norm) for i, layer in enumerate(spec.layers)
         ]
+        self._before_head = spec.before_head and spec.before_head(inside)
         self.kv_forms = tuple(form for layer in self._layers for form in layer.kv_forms)
         self._head = LogitsHead(
             scope / (spec.head_bias or spec.head or "lm_head"),
@@ -311,7 +311,8 @@ class EncoderDecoder:
         )
         for layer in self._layers:
             stream = layer.forward(stream, batch, last=layer is self._layers[-1])
-        return self._decoder_ends.end(stream)
+        x_TE = self._decoder_ends.end(stream)
+        return x_TE if self._before_head is None else self._before_head.norm(x_TE)
 
     def _encode(self, inputs: EncoderBatch, batch: Batch) -> None:
         """Runs the encoder and keeps what the cross-attentions read of it."""

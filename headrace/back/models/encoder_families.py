@@ -29,6 +29,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "SeamlessM4Tv2ForSpeechToText": "seamless_m4t",
     "SeamlessM4TForTextToText": "seamless_m4t_text",
     "SeamlessM4Tv2ForTextToText": "seamless_m4t_text",
+    "EncoderDecoderModel": "bert2bert",
     "T5ForConditionalGeneration": "t5",
     "MT5ForConditionalGeneration": "mt5",
     "UMT5ForConditionalGeneration": "umt5",
@@ -138,6 +139,9 @@ def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
     """How many of the stated positions no text can use."""
     if family == "jina_embeddings_v3" and config.get("position_embedding_type") == "absolute":
         family = "roberta"
+    if family == "bert2bert":
+        config = config.get("decoder") or config
+        family = str(config.get("model_type")).removeprefix("xlm-")
     key = FIRST_POSITION.get(family)
     if key is None:
         return 0
