@@ -145,13 +145,13 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int
 
 
 def serve(source: BinaryIO, sink: BinaryIO, answer_one: Answer, *, limit_s: float) -> None:
-    """Answers requests until the other end closes; one that takes longer than `limit_s` ends the
-    process."""
+    """Answers requests until the other end closes; one that takes longer than its own `limit_s`, or
+    this one, ends the process."""
     sink.write(b"!")
     sink.flush()
     while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
         request = json.loads(source.read(_LENGTH.unpack(head)[0]))
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        signal.setitimer(signal.ITIMER_REAL, request.get("limit_s", limit_s))
         body = json.dumps(answer_one(request)).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         sink.write(_LENGTH.pack(len(body)) + body)

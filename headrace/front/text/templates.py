@@ -60,7 +60,8 @@ class TemplatePool:
             self._slots.put(None)
 
     def names(self, source: str) -> list[str]:
-        """The variables a template reads; one that cannot be compiled is refused."""
+        """The variables a template reads; one that cannot be compiled is refused. Asked of the
+        server's own template, at its start: for as long as a process may take to start."""
         names: list[str] = _checked(self._ask(source, None))["names"]
         return names
 
@@ -107,7 +108,8 @@ class TemplatePool:
         try:
             if worker is None or not worker.alive:
                 worker = Worker(limits)
-            return worker.ask(source, worker.frame(source, variables), limits.seconds)
+            limit_s = _START_S if variables is None else limits.seconds
+            return worker.ask(source, worker.frame(source, variables), limit_s)
         except BaseException:
             if worker is not None:
                 worker.close()
@@ -145,6 +147,8 @@ class Worker:
         request: dict[str, Any] = {"variables": variables, "number": self._sources.get(source, new)}
         if source not in self._sources:
             request["source"] = source
+        if variables is None:
+            request["limit_s"] = _START_S + 1
         body = json.dumps(request).encode()
         return _LENGTH.pack(len(body)) + body
 

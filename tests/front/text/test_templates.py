@@ -118,6 +118,15 @@ def test_names_are_the_variables_a_template_reads(pool):
     ]
 
 
+def test_a_servers_own_template_is_compiled_however_long_renders_may_take():
+    """A start on a busy machine was refused: the template took longer than a request's render may."""
+    pool = TemplatePool(TemplateLimits(seconds=1e-6), size=1)
+    try:
+        assert pool.names("{{ a }}") == ["a"]
+    finally:
+        pool.close()
+
+
 def test_an_empty_template_is_empty_also_under_a_number_given_anew():
     """It was looked for under its number: a failure, or another request's template once numbers are given anew."""
     pool = TemplatePool(LIMITS, size=1)
