@@ -236,8 +236,6 @@ def test_what_is_not_served_is_a_typed_404(name: str, gpt: openai.OpenAI) -> Non
 
 
 NOT_ANTHROPIC: dict[str, Callable[[anthropic.Anthropic], Any]] = {
-    "messages.batches.list": lambda c: c.messages.batches.list(),
-    "messages.batches.create": lambda c: c.messages.batches.create(requests=[]),
     "beta.files.list": lambda c: c.beta.files.retrieve_metadata("file_1"),
     "beta.skills.list": lambda c: c.beta.skills.list(),
 }

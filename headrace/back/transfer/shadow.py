@@ -173,9 +173,9 @@ class Shadow:
         pairs = []
         for tensor in unit.tensors:
             one, other = places[_storage(tensor)]
-            sizes = one.untyped_storage().nbytes(), other.untyped_storage().nbytes()
-            fits = one.shape == other.shape and one.dtype == other.dtype and sizes[0] >= sizes[1]
-            if not fits or one.storage_offset() != other.storage_offset():
+            fits = one.shape == other.shape and one.dtype == other.dtype
+            fits &= one.layout == other.layout and _num_bytes(one) >= _num_bytes(other)
+            if not fits or (not one.is_mkldnn and one.storage_offset() != other.storage_offset()):
                 raise EngineError(
                     f"{_named(unit)}: {list(other.shape)} {other.dtype} does not fit the running "
                     f"model's {list(one.shape)} {one.dtype}"
@@ -191,7 +191,7 @@ class Shadow:
         for one in (unit, *unit.needs):
             if one.is_committed and one.waiting == 0:
                 for tensor in one.tensors:
-                    if tensor.untyped_storage().resizable():
+                    if not tensor.is_mkldnn and tensor.untyped_storage().resizable():
                         tensor.untyped_storage().resize_(0)
                 one.tensors, one.kept, one.plain = [], [], []
 
@@ -262,7 +262,10 @@ def _closure(start: int, direct: dict[int, set[int]]) -> set[int]:
 def _copy(unit: Unit, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
     num_bytes = 0
     for one, other in pairs:
-        if _storage(one) != _storage(other):
+        if one.is_mkldnn:
+            one.copy_(other)
+            num_bytes += one.nbytes
+        elif _storage(one) != _storage(other):
             count = other.untyped_storage().nbytes()
             to, new = (bytes_of(t.untyped_storage(), t.device, count) for t in (one, other))
             to.copy_(new)
@@ -274,13 +277,20 @@ def _tensors_of(owner: object) -> Iterable[torch.Tensor]:
     """What the owner of a unit holds, one tensor for each storage."""
     tensors: dict[int, torch.Tensor] = {}
     for item in reached(owner, set()):
-        if isinstance(item, torch.Tensor) and item.untyped_storage().nbytes():
+        if isinstance(item, torch.Tensor) and _num_bytes(item):
             tensors.setdefault(_storage(item), item)
     return tensors.values()
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Where its memory begins; what oneDNN has packed has no storage that PyTorch knows."""
+    if tensor.is_mkldnn:
+        return int(torch.ops.mkldnn.data_ptr(tensor))
     return tensor.untyped_storage().data_ptr()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.is_mkldnn else tensor.untyped_storage().nbytes()
 
 
 def _named(unit: Unit) -> str:

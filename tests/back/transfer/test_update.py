@@ -3,6 +3,9 @@ ones (ENG-19): packed, quantized, converted, shared by two layers."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,14 @@ def test_a_whole_checkpoint_takes_the_place_of_another(
     case: str, dtype: str, quantization: str | None, folders: tuple[Path, Path]
 ) -> None:
     check_whole(case, dtype, quantization, folders)
+
+
+@pytest.mark.slow
+def test_what_onednn_has_packed_takes_new_weights_too() -> None:
+    """Without native kernels; PyTorch knows no storage of such weights."""
+    name = f"{__file__}::test_a_whole_checkpoint_takes_the_place_of_another[gemma3-bfloat16-None]"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", name]
+    subprocess.run(command, check=True, env={**os.environ, "HEADRACE_NATIVE": "0"})
 
 
 @pytest.mark.slow
