@@ -45,6 +45,21 @@ struct Gemm {
   int64_t source_stride, rows_per_chunk;
 };
 
+// Adds the products of MB rows of x with kVectors vectors of outputs. FULL: see dot8.
+template <bool FULL, int MB>
+HR_INLINE void add_up(const Gemm& p, const int8_t* const (&x)[MB], const uint8_t* w, bool fetch, I (&acc)[MB][kVectors]) {
+  for (int64_t k = 0; k < p.K; k += 4, w += kStepBytes) {
+    I b[kVectors];
+    HR_UNROLL for (int j = 0; j < kVectors; ++j) b[j] = load_raw<I>(w + j * sizeof(I));
+    if (fetch) HR_UNROLL for (int j = 0; j < kVectors; ++j)
+      __builtin_prefetch(w + 16 * kStepBytes + j * sizeof(I), 0, 3);
+    HR_UNROLL for (int i = 0; i < MB; ++i) {
+      const I a = broadcast(x[i] + k);
+      HR_UNROLL for (int j = 0; j < kVectors; ++j) acc[i][j] = dot8(acc[i][j], b[j], a, FULL);
+    }
+  }
+}
+
 // MB rows against kVectors vectors of outputs, from `column` of the panel on.
 template <int MB>
 HR_INLINE void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
@@ -58,18 +73,9 @@ HR_INLINE void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t
     const I more = load_raw<I>(p.begin + (panel - p.w) / p.panel_bytes * kPanel + column + j * kLanes);
     HR_UNROLL for (int i = 0; i < MB; ++i) acc[i][j] += more;
   }
-  const bool full = p.full;
   const uint8_t* w = panel + kPanel * 4 + column * 4;
-  for (int64_t k = 0; k < p.K; k += 4, w += kStepBytes) {
-    I b[kVectors];
-    HR_UNROLL for (int j = 0; j < kVectors; ++j) b[j] = load_raw<I>(w + j * sizeof(I));
-    if (fetch) HR_UNROLL for (int j = 0; j < kVectors; ++j)
-      __builtin_prefetch(w + 16 * kStepBytes + j * sizeof(I), 0, 3);
-    HR_UNROLL for (int i = 0; i < MB; ++i) {
-      const I a = broadcast(x[i] + k);
-      HR_UNROLL for (int j = 0; j < kVectors; ++j) acc[i][j] = dot8(acc[i][j], b[j], a, full);
-    }
-  }
+  if (kOffset8 == 0 && p.full) add_up<true>(p, x, w, fetch, acc);
+  else add_up<false>(p, x, w, fetch, acc);
   HR_UNROLL for (int j = 0; j < kVectors; ++j) {
     const F scale = load_raw<F>(panel + (column + j * kLanes) * 4);
     HR_UNROLL for (int i = 0; i < MB; ++i) {

@@ -98,8 +98,8 @@ void check_linear(int type, int64_t M, int64_t N, int64_t K) {
 
 using LinearFp8 = int32_t (*)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t,
                               int64_t, int32_t, int32_t, int32_t);
-using Linear8 = int32_t (*)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t,
-                            int32_t, int32_t, int32_t);
+using Linear8 = int32_t (*)(const void*, const void*, const void*, void*, const int32_t*, int64_t, int64_t, int64_t,
+                            int64_t, int64_t, int32_t, float, float, int32_t, int32_t);
 using Pack8 = int32_t (*)(const void*, uint8_t*, int64_t, int64_t, int64_t, int32_t);
 // Weights are e4m3 numbers already, and the largest of each output is 448: they are packed without rounding.
 void check_fp8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
@@ -133,7 +133,8 @@ void check_int8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
   const void* given = type == F32 ? static_cast<const void*>(x.data()) : halves.data();
   vector<uint8_t> panels(size_t((N + 63) / 64 * (256 + (K + 3) / 4 * 256)));
   int status = kernel<Pack8>("quantize")(w.data(), panels.data(), N, K, K, F32);
-  status |= kernel<Linear8>("linear_quant")(given, panels.data(), nullptr, y.data(), M, N, K, K, N, -1, type, F32);
+  status |= kernel<Linear8>("linear_quant")(given, panels.data(), nullptr, y.data(), nullptr, M, N, K, K, N, -1, 0, 0,
+                                             type, F32);
   if (!compared) return;
   vector<double> exact(size_t(M * N), 0);
   for (int64_t m = 0; m < M; ++m)
@@ -268,7 +269,7 @@ using Gated = int32_t (*)(const void*, const void*, void*, int64_t, int64_t, int
 using Top = int32_t (*)(const void*, const void*, int64_t*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                         int32_t);
 using NormQuantized = int32_t (*)(const void*, void*, const float*, int8_t*, float*, int32_t*, int64_t, int64_t, int64_t,
-                              int64_t, int64_t, int64_t, float, int32_t);
+                              int64_t, int64_t, int64_t, float, float, float, int32_t);
 
 }  // namespace
 
@@ -301,7 +302,7 @@ int main(int argc, char** argv) {
       vector<int8_t> quantized(size_t(K + 64), 0);
       vector<int32_t> sums(size_t(K / 16), 0);
       return kernel<NormQuantized>("rms_norm_quantized")(x.bytes.data(), nullptr, weight.data(), quantized.data(), scales.data(),
-                                                 sums.data(), 1, K, K, 0, K + 64, 32, 1e-6f, BF16);
+                                                 sums.data(), 1, K, K, 0, K + 64, 32, 1e-6f, 0, 0, BF16);
     }
     if (name == "attention") return check_attention(BF16, 0, 512, false), 0;
     if (name == "attention_int8") return check_attention(BF16, 1, 512, false), 0;
