@@ -402,10 +402,11 @@ def test_no_step_waits_for_an_adapter_that_is_read(
     monkeypatch.setattr(AdapterStore, "read", slowly)
     arguments = {"name": "two", "folder": str(tiny.folder / "two")}
     requests = {1: (mixed(1)[1][0], "one"), 2: (mixed(2)[2][0], "")}
+    # The first one's adapter has been read when the second one comes, which would end before it otherwise.
     for id, (prompt, adapter) in requests.items():
         one.add(id, prompt, adapter)
-    while one.core.scheduler.num_running < 2:
-        one.core.step(wait=True)
+        while one.core.scheduler.num_running < id:
+            one.core.step(wait=True)
     one.core.call(Call(number=7, operation="load_adapter", arguments=arguments))
     done: set[int] = set()
     while len(done) < 2:
