@@ -18,8 +18,7 @@ from headrace.back.kernels.native.library import (
 )
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.wkv6.op import Wkv6, Wkv6Problem, check_weights
-
-MAX_HEAD_DIM = 256
+from headrace.back.kernels.wkv7.native import MAX_HEAD_DIM
 
 
 def bind_with(

@@ -32,6 +32,7 @@ from headrace.back.kernels.op import (
     random_tensor,
     sample_generator,
 )
+from headrace.back.kernels.wkv7.op import head_norm
 
 Wkv6 = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, ScanRows], torch.Tensor
@@ -101,9 +102,7 @@ def bind_reference(
         if first is not None:
             o_THV = o_THV + (r * first * k).sum(-1, keepdim=True) * v
         if weight is not None and bias is not None:
-            centred = o_THV - o_THV.mean(-1, keepdim=True)
-            o_THV = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + problem.eps)
-            o_THV = o_THV * weight + bias
+            o_THV = head_norm(o_THV, weight, bias, problem.eps)
         return o_THV.flatten(1).to(problem.dtype)
 
     return wkv6

@@ -102,13 +102,20 @@ def bind_reference(problem: Wkv7Problem, *weights: torch.Tensor | None) -> Wkv7:
             o_THV[part] = torch.einsum("nhkv,nhk->nhv", s_NHKV, r[part])
             state_MHKV.index_copy_(0, to_T[part], s_NHKV)
         if weight is not None and bias is not None:
-            centred = o_THV - o_THV.mean(-1, keepdim=True)
-            o_THV = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + problem.eps)
-            o_THV = o_THV * weight + bias
+            o_THV = head_norm(o_THV, weight, bias, problem.eps)
         y_THV = o_THV + (r * k * bonus).sum(-1, keepdim=True) * v
         return y_THV.flatten(1).to(problem.dtype)
 
     return wkv7
+
+
+def head_norm(
+    o_THV: torch.Tensor, weight_HV: torch.Tensor, bias_HV: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """The layer norm of each head, with its weight and bias."""
+    centred = o_THV - o_THV.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return normed * weight_HV + bias_HV
 
 
 def check_weights(problem: Wkv7Problem, *weights: torch.Tensor | None) -> None:
