@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.attention.forms import CacheForm, StateForm
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.gated_delta.op import OP as GATED_DELTA
 from headrace.back.kernels.gated_delta.op import GatedDelta as Rule
@@ -128,9 +128,7 @@ class GatedDelta:
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """See the class."""
-        shape = (self._heads, self._spec.key_dim, self._spec.value_dim)
-        state = StateForm(cache=self._cache + 1, shape=shape, dtype=torch.float32)
-        return (self._conv.form, state)
+        return self._conv.forms_before(self._heads, self._spec.key_dim, self._spec.value_dim)
 
     @property
     def norms(self) -> bool:

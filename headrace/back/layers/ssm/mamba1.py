@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.attention.forms import CacheForm, StateForm
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.selective_scan.op import OP as SELECTIVE_SCAN
 from headrace.back.kernels.selective_scan.op import SelectiveScan, SelectiveScanProblem
@@ -88,9 +88,7 @@ class Mamba1:
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """See the class."""
-        shape = (self._width, self._spec.state_dim)
-        state = StateForm(cache=self._cache + 1, shape=shape, dtype=torch.float32)
-        return (self._conv.form, state)
+        return self._conv.forms_before(self._width, self._spec.state_dim)
 
     @property
     def norms(self) -> bool:

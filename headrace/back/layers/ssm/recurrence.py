@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.attention.forms import StateForm
+from headrace.back.attention.forms import CacheForm, StateForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.causal_conv.op import OP, CausalConv, CausalConvProblem
 from headrace.back.kernels.gated_scan.op import ScanRows
@@ -86,6 +86,10 @@ class ShortConv:
     def form(self) -> StateForm:
         """The last inputs of a row."""
         return StateForm(cache=self._cache, shape=(self._taps - 1, sum(self.sizes)))
+
+    def forms_before(self, *shape: int) -> tuple[CacheForm, ...]:
+        """The caches of a layer that has a state in float32, of this shape, behind it."""
+        return self.form, StateForm(cache=self._cache + 1, shape=shape, dtype=torch.float32)
 
     def apply(self, x_TC: torch.Tensor, batch: Batch, rows: ScanRows) -> torch.Tensor:
         """See the class."""

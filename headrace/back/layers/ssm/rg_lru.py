@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headrace.back.attention.forms import CacheForm, StateForm
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.gated_scan.op import OP as GATED_SCAN
 from headrace.back.kernels.gated_scan.op import GatedScan, GatedScanProblem
@@ -91,8 +91,7 @@ class RgLru:
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """See the class."""
-        state = StateForm(cache=self._cache + 1, shape=(self._in.sizes[1],), dtype=torch.float32)
-        return (self._conv.form, state)
+        return self._conv.forms_before(self._in.sizes[1])
 
     @property
     def norms(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.attention.forms import CacheForm, StateForm
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.ssd_scan.op import OP as SSD_SCAN
 from headrace.back.kernels.ssd_scan.op import SsdScan, SsdScanProblem
@@ -89,9 +89,7 @@ class SelectedMamba2:
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """See the class."""
-        shape = (self._heads, self._spec.head_dim, self._spec.state_dim)
-        state = StateForm(cache=self._cache + 1, shape=shape, dtype=torch.float32)
-        return (self._conv.form, state)
+        return self._conv.forms_before(self._heads, self._spec.head_dim, self._spec.state_dim)
 
     @property
     def norms(self) -> bool:
