@@ -35,12 +35,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def waiting() -> psutil.Process:
-    (found,) = [
-        child
-        for child in psutil.Process().children()
-        if prestart.ARGUMENTS_LATER in child.cmdline()
-    ]
-    return found
+    ((started, _),) = prestart._waiting.values()  # by command line: empty for a moment after exec
+    return psutil.Process(started.process.pid)
 
 
 def told(child: ChildProcess) -> str:
