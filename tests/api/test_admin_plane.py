@@ -254,6 +254,7 @@ def test_asleep_requests_wait_and_awake_they_are_answered(
     assert answers == [before] and served.at_rest()
 
 
+@pytest.mark.slow
 def test_a_core_that_dies_comes_back_with_the_reloaded_weights(other_weights: Path) -> None:
     with admin_server() as (served, client):
         assert client.post("/reload_model", json={"model": str(other_weights)}).status_code == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.api.serving import NO_TLS, serving
 
@@ -13,6 +14,7 @@ NUM = 120
 """Requests per half; each leaves about 2 KiB in the store."""
 
 
+@pytest.mark.slow
 def test_unique_requests_leave_the_store_and_the_process_at_their_bounds(
     model: Path, tmp_path: Path
 ) -> None:

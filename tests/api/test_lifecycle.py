@@ -150,6 +150,7 @@ def test_a_second_signal_ends_every_stream_with_an_error_event(
         assert all(reader.error is None and reader.failed_cleanly for reader in readers)
 
 
+@pytest.mark.slow
 def test_a_stopped_api_process_is_replaced_within_a_second(model: Path) -> None:
     """What it served ends with an error event, what the other serves goes on."""
     with serving(model, "--api-servers", "2", step_s=0.02) as served:

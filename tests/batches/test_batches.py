@@ -150,6 +150,7 @@ def test_a_cancelled_batch_keeps_the_answers_it_has(
         client.batches.cancel(batch.id)
 
 
+@pytest.mark.slow
 def test_a_batch_survives_a_drain_and_a_kill(
     model: Path, tmp_path: Path, write_lines: Write
 ) -> None:

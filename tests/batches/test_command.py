@@ -31,6 +31,7 @@ def _ids(path: Path) -> Counter[str]:
     return Counter(json.loads(line)["custom_id"] for line in path.read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_the_bundled_model_answers_a_file(model: Path, tmp_path: Path) -> None:
     """What comes behind the first run takes no model to show."""
     source = _written(tmp_path / "in", [*(chat_line(i) for i in range(6)), chat_line(7, n=-1)])

@@ -48,6 +48,7 @@ def test_perplexities_and_agreement_are_over_all_tokens() -> None:
         compare("t", [AnswerScores(ids=(3,), scores=())], [AnswerScores(ids=(1,), scores=())])
 
 
+@pytest.mark.slow
 def test_the_command_compares_a_quantized_model_with_the_plain_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -93,6 +93,7 @@ def test_bench_throughput_prints_one_object() -> None:
     assert all(rate > 0 for rate in rates)
 
 
+@pytest.mark.slow
 def test_bench_latency_prints_one_object_for_a_configuration_without_weights(
     tmp_path: Path,
 ) -> None:
@@ -143,6 +144,7 @@ def test_eval_reaches_the_bar_on_a_task() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_eval_below_the_bar_is_status_1(tmp_path: Path) -> None:
     item = msgspec.structs.replace(read_items()["copy"][0], expected="something else")
     write_items(tmp_path / "items", [item], seed=0)

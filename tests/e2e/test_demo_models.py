@@ -61,6 +61,7 @@ def asked(client: openai.OpenAI, question: str, *pictures: Image.Image) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.slow
 def test_a_number_is_read(eye: openai.OpenAI) -> None:
     picture, draw = blank()
     draw.text((30, 50), "427", fill="black", font=ImageFont.load_default(40))
@@ -107,6 +108,7 @@ def test_speech_is_written_down_with_times(ear: openai.OpenAI) -> None:
     assert answer.duration - segment.end < 0.8, "the files end half a second behind the last word"
 
 
+@pytest.mark.slow
 def test_most_words_are_heard_of_voices_that_were_never_trained(ear: openai.OpenAI) -> None:
     right = count = 0
     for language in ("en", "de"):

@@ -61,6 +61,7 @@ def gguf_path(tmp_path: Path) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_the_bundled_model_answers_alike_as_gguf(
     gguf_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

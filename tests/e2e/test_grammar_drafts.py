@@ -163,6 +163,7 @@ def test_answers_of_a_grammar_are_those_without_drafts(pair: Any, jump_forward: 
             jsonschema.validate(json.loads(text_of(drafted, answers[id])), PEOPLE)
 
 
+@pytest.mark.slow
 def test_forced_texts_and_drafts_bring_each_other_no_other_token(pair: Any) -> None:
     """One request at a time: each step is its own, with drafts, forced tokens or neither."""
     plain, drafted = pair()
@@ -173,6 +174,7 @@ def test_forced_texts_and_drafts_bring_each_other_no_other_token(pair: Any) -> N
     assert accepted(drafted) > 10
 
 
+@pytest.mark.slow
 def test_on_a_device_drafts_wait_for_their_masks(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

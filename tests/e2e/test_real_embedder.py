@@ -50,6 +50,7 @@ def wanted(folder: Path) -> np.ndarray:
     return np.stack(found)
 
 
+@pytest.mark.slow
 def test_embeddings_equal_those_of_transformers(served: Served, wanted: np.ndarray) -> None:
     with openai.OpenAI(base_url=served.url + "/v1", api_key="none") as client:
         together = client.embeddings.create(model=client.models.list().data[0].id, input=TEXTS)

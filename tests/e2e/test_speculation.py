@@ -216,6 +216,7 @@ TURNS = pytest.mark.parametrize("turns", [1, pytest.param(2, marks=pytest.mark.s
 """How often every way to sample comes."""
 
 
+@pytest.mark.slow
 @TURNS
 def test_lengths_that_only_the_device_knows_give_the_same_tokens(
     turns: int, pair: Any, monkeypatch: pytest.MonkeyPatch

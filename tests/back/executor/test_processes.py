@@ -72,6 +72,7 @@ def _park_and_go_on(pair: ProcessExecutor) -> None:
         pair.unpark()
 
 
+@pytest.mark.slow
 def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -20,13 +20,11 @@ from tests.rank_processes import run_ranks
 NAMES = ("qwen2", "phi3", "gpt2", "one-kv-head", "qwen2-moe+kinds", "qwen2+kinds")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "names", [NAMES[1:3], pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"]
-)
-def test_two_ranks_give_the_logits_of_one(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     alone = {}
-    for name in names:
+    for name in NAMES:
         folder = tmp_path / name
         config = tiny_config("olmo2" if name == "one-kv-head" else name.partition("+")[0])
         if name == "one-kv-head":
@@ -47,8 +45,8 @@ def test_two_ranks_give_the_logits_of_one(names: tuple[str, ...], tmp_path: Path
         rows = random_rows(spec_of(folder).logits_width, LENGTHS)
         how = {"block_tokens": BLOCK_TOKENS, "dtype": torch.float32, "slots": SLOTS}
         alone[name] = teacher_forced(model, rows, **how)
-    folders = [tmp_path / name for name in names]
+    folders = [tmp_path / name for name in NAMES]
     run_ranks("tests.back.lora.tensor_parallel_rank", 2, tmp_path / "store", *folders)
-    for name in names:
+    for name in NAMES:
         for rank in range(2):
             compare(torch.load(tmp_path / name / f"rank{rank}.pt"), alone[name], 2e-5)

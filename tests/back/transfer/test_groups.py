@@ -19,6 +19,7 @@ def group_at(port: int, **more: str) -> Group:
     return Group(name="trainer", address="127.0.0.1", port=port, **{"backend": "gloo", **more})
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_costs_its_group_alone() -> None:
     """What it left unsent is an error that says so, and the next group may have the same name (ENG-19)."""
     groups = WeightGroups(CPU, 0)

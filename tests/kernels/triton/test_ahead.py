@@ -46,6 +46,7 @@ def test_a_kernel_is_found_before_it_is_compiled_and_is_loaded_afterwards() -> N
     assert found[0].result() is made
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_another_process_compiles_into_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
