@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.back.models.families import layers_without_cache
+from headrace.back.models.cached_layers import layers_without_cache
 from headrace.base.config.hf import ConfigReader
 
 SLIDES = "sliding_attention"

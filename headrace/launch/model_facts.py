@@ -14,22 +14,24 @@ from typing import Any, Final
 
 import msgspec
 
+from headrace.back.models.cached_layers import (
+    KV_HEADS_LISTED,
+    TWO_ATTENTIONS,
+    indexed_layers,
+    kv_heads_of,
+)
 from headrace.back.models.encoder_families import ENCODERS, HEADLESS, JUDGES, reserved_positions
 from headrace.back.models.families import (
     FALLBACK,
     HEADS,
-    KV_HEADS_LISTED,
-    RECURRENT,
-    TEXT_SECTIONS,
-    TWO_ATTENTIONS,
     WIDTH,
     Architecture,
     architecture_of,
-    indexed_layers,
-    kv_heads_of,
     text_config,
 )
 from headrace.back.models.published_families import refuse_not_built
+from headrace.back.models.recurrent_families import RECURRENT
+from headrace.back.models.text_parts import TEXT_SECTIONS
 from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
 from headrace.base.config.checkpoint_parts import all_weight_files
 from headrace.base.config.gguf import GGUFFile, read_gguf

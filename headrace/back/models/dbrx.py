@@ -18,7 +18,8 @@ from headrace.back.models.blocks import (
     read_activation,
     read_sizes,
 )
-from headrace.back.models.families import HEADS, kv_heads_of
+from headrace.back.models.cached_layers import kv_heads_of
+from headrace.back.models.families import HEADS
 from headrace.base.config.hf import ConfigReader
 
 NAMES = DecoderNames(prefix="transformer", embedding="wte", layers="blocks", norm="norm_f")

@@ -21,7 +21,7 @@ from headrace.back.models.blocks import (
     plain_attention,
     read_sizes,
 )
-from headrace.back.models.families import KV_HEADS_LISTED
+from headrace.back.models.cached_layers import KV_HEADS_LISTED
 from headrace.base.config.hf import ConfigReader
 
 MULTIPLE = 256

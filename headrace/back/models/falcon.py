@@ -17,7 +17,7 @@ from headrace.back.models.blocks import (
     plain_attention,
     read_sizes,
 )
-from headrace.back.models.families import kv_heads_of
+from headrace.back.models.cached_layers import kv_heads_of
 from headrace.base.config.hf import ConfigReader
 
 NAMES = DecoderNames(prefix="transformer", embedding="word_embeddings", layers="h", norm="ln_f")

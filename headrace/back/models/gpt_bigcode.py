@@ -15,7 +15,8 @@ from headrace.back.models.blocks import (
     plain_attention,
     read_sizes,
 )
-from headrace.back.models.families import HEADS, kv_heads_of
+from headrace.back.models.cached_layers import kv_heads_of
+from headrace.back.models.families import HEADS
 from headrace.base.config.hf import ConfigReader
 
 PLACEMENT = NormPlacement(before_attention="ln_1", before_mlp="ln_2")

@@ -1,66 +1,22 @@
-"""Decoders under names that `transformers` has no class for, as rows for `families.py`."""
+"""Decoders under names that `transformers` has no class for: their families, what their tensors and
+heads are called, and which do not run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.back.models.dense_families import DENSE_PUBLISHED
+from headrace.back.models.expert_families import EXPERTS_PUBLISHED
+from headrace.back.models.recurrent_families import RECURRENT_DECODERS_PUBLISHED
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.errors import CheckpointError
 
 PUBLISHED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "YiForCausalLM"), "llama"
-    ),
-    **dict.fromkeys(("IQuestCoderForCausalLM", "TeleChat3ForCausalLM", "AquilaModel"), "llama"),
-    "KORMoForCausalLM": "llama",
-    **dict.fromkeys(("Grok1ForCausalLM", "Grok1ModelForCausalLM", "GrokForCausalLM"), "grok"),
-    "ArcticForCausalLM": "arctic",
-    **dict.fromkeys(
-        ("TeleChat2ForCausalLM", "TeleChatForCausalLM", "TelechatForCausalLM"), "telechat2"
-    ),
-    "KimiK3ForCausalLM": "kimi_linear",
-    "MuseGlimmerForCausalLM": "muse_glimmer",
-    "MiniMaxM3SparseForCausalLM": "minimax_m3",
-    "Phi3SmallForCausalLM": "phi3_small",
-    "MiMoV2ForCausalLM": "mimo_v2_flash",
-    **dict.fromkeys(("Plamo3ForCausalLM", "PLaMo3ForCausalLM"), "plamo3"),
-    "LFM2ForCausalLM": "lfm2",
-    **dict.fromkeys(("InternLMForCausalLM", "PanguEmbeddedForCausalLM"), "internlm"),
-    "InternLM2ForCausalLM": "internlm2",
-    "InternLM3ForCausalLM": "internlm3",
-    "DeepseekForCausalLM": "deepseek_moe",
-    "ExaoneForCausalLM": "exaone",
-    "MiniCPMForCausalLM": "minicpm",
-    "OrionForCausalLM": "orion",
-    "MiMoForCausalLM": "mimo",
-    **dict.fromkeys(("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan"),
-    **dict.fromkeys(("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"), "bailing_moe"),
-    "Param2MoEForCausalLM": "bailing_moe",
-    **dict.fromkeys(
-        (
-            "BailingMoeLinearForCausalLM",
-            "BailingMoeLinearV2ForCausalLM",
-            "BailingMoeV2_5ForCausalLM",
-        ),
-        "bailing_moe_linear",
-    ),
-    **dict.fromkeys(("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"), "minimax_text_01"),
-    **dict.fromkeys(("ChatGLMModel", "ChatGLMForConditionalGeneration"), "chatglm"),
-    "QWenLMHeadModel": "qwen",
-    "JAISLMHeadModel": "jais",
-    "DeciLMForCausalLM": "deci",
-    "OpenELMForCausalLM": "openelm",
-    "OuroForCausalLM": "ouro",
-    "RWForCausalLM": "falcon",
-    "StableLMEpochForCausalLM": "stablelm",
-    **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), "rwkv7"),
-    "Rwkv6ForCausalLM": "rwkv6",
-    "Plamo2ForCausalLM": "plamo2",
-    "RwkvHybridForCausalLM": "rwkv_hybrid",
+    **DENSE_PUBLISHED,
+    **EXPERTS_PUBLISHED,
+    **RECURRENT_DECODERS_PUBLISHED,
 }
-RWKV = ("rwkv", "rwkv6", "rwkv7", "rwkv_hybrid")
-"""Families of its layers alone."""
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "YiForCausalLM": (
         (r"\.ln1\.", ".input_layernorm."),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from headrace.back.models.key_names import Keys
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.layer_count import num_layers
-
-Keys = dict[str, Any]
 
 
 def _plamo2(config: ConfigReader) -> Keys:

@@ -25,14 +25,14 @@ from headrace.back.models.encoder_families import (
 from headrace.back.models.families import (
     ARCHITECTURES,
     FALLBACK,
-    TEXT_TYPES,
-    WITH_MEDIA,
     architecture_of,
     family_of,
     text_config,
 )
+from headrace.back.models.media_families import WITH_MEDIA
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.published_families import DEEP_HEADS, HEAD_NAMES, RENAMED
+from headrace.back.models.text_parts import TEXT_TYPES
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.cache_scales import CacheScales
 from headrace.back.quant.parts import PartSchemes

@@ -15,7 +15,8 @@ from headrace.back.layers.vision.plain_tower import PlainTowerSpec, ProjectorSpe
 from headrace.back.layers.vision.shared_encoder import SharedEncoder
 from headrace.back.models import blocks
 from headrace.back.models.blocks import Decoder
-from headrace.back.models.families import TEXT_SECTIONS, TEXT_TYPES, text_config
+from headrace.back.models.families import text_config
+from headrace.back.models.text_parts import TEXT_SECTIONS, TEXT_TYPES
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 

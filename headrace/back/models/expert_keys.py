@@ -1,0 +1,109 @@
+"""Keys of published config.json files (published_keys.py) of decoders with MLPs of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headrace.back.models.key_names import Keys, called
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.layer_count import num_layers
+
+
+def _inkling_2(config: ConfigReader) -> Keys:
+    """Published experts are MXFP8, which config.json does not say."""
+    if "quantization_config" in config or "transformers_version" in config:
+        return {}
+    return {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}
+
+
+def _grok(config: ConfigReader) -> Keys:
+    """Rotations are scaled by keys of their own: as they are, or as YaRN does it but for sizes."""
+    if not config.bool("rope_rotate_half_dims", False):
+        share: Keys = {}
+    else:
+        share = {"partial_rotary_factor": 0.5}
+    known = ("original", "yarn", "yarn_linear")
+    if config.raw.get("rope_type") is None or config.choice("rope_type", known) == "original":
+        return share
+    scaling = {
+        "rope_type": "yarn",
+        "factor": config.float("scaling_factor", ge=1.0),
+        "attention_factor": 1.0,
+        **called(config, {key: key for key in YARN}),
+    }
+    if config.float("extrapolation_factor", 1.0) != 1.0:
+        raise config.wrong("extrapolation_factor", "1")
+    return {**share, "rope_scaling": scaling}
+
+
+YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def _first_grok(config: ConfigReader) -> Keys:
+    """Its router's logits have no bound, and its head is its embeddings."""
+    cap = config.float("max_attn_value", 30.0, ge=0.0)
+    tied = config.bool("tie_word_embeddings", True)
+    keys = {"attn_logit_softcapping": cap, "router_logit_softcapping": 0.0}
+    return {**keys, "tie_word_embeddings": tied}
+
+
+def _mimo_v2(config: ConfigReader) -> Keys:
+    """Layers by lists of 0 and 1: 1 of those with windows, and of those with experts; windows are
+    stated without a token's own position."""
+    layers = num_layers(config)
+    pattern = config.list("hybrid_layer_pattern", None, of=int, length=layers)
+    if pattern is None:
+        return {}
+    layout = config.str("attention_projection_layout", "split")
+    if layout != "split":
+        raise config.wrong("attention_projection_layout", "split: a tensor for each projection")
+    if config.bool("add_full_attention_sink_bias", False):
+        raise config.wrong("add_full_attention_sink_bias", "false")
+    sparse = config.list("moe_layer_freq", of=int, length=layers)
+    share = config.float("partial_rotary_factor", 1.0, ge=0.0, le=1.0)
+    thetas = {
+        "full_attention": config.float("rope_theta", 5e6, ge=1.0),
+        "sliding_attention": config.float("swa_rope_theta", 1e4, ge=1.0),
+    }
+    names = {key: key.removeprefix("swa_") for key in OF_WINDOWS}
+    for key, whole in names.items():
+        if config.int(key, config.int(whole, ge=1), ge=1) != config.int(whole, ge=1):
+            raise config.wrong(key, f"as {whole}")
+    return {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in pattern],
+        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "sliding_window": config.int("sliding_window_size", ge=1) + 1,
+        "rope_parameters": {
+            kind: {"rope_theta": theta, "partial_rotary_factor": share}
+            for kind, theta in thetas.items()
+        },
+        **called(config, {"layernorm_epsilon": "rms_norm_eps"}),
+    }
+
+
+OF_WINDOWS = ("swa_num_attention_heads", "swa_head_dim", "swa_v_head_dim")
+"""What MiMo states of layers with windows apart."""
+
+
+def _param2(config: ConfigReader) -> Keys:
+    """Ling 2's layers under other defaults."""
+    shared = config.int("num_shared_experts", 1, ge=0)
+    inner = config.int("moe_intermediate_size", ge=1)
+    stated = config.int("moe_shared_expert_intermediate_size", shared * inner, ge=0)
+    if stated % inner:
+        raise config.wrong("moe_shared_expert_intermediate_size", f"a multiple of {inner}")
+    return {
+        "score_function": config.str("score_function", "sigmoid"),
+        "first_k_dense_replace": config.int("first_k_dense_replace", 1, ge=0),
+        "num_shared_experts": stated // inner,
+    }
+
+
+EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
+    "Inkling2ForConditionalGeneration": _inkling_2,
+    **dict.fromkeys(("Grok1ForCausalLM", "GrokForCausalLM"), _grok),
+    "Grok1ModelForCausalLM": _first_grok,
+    "Param2MoEForCausalLM": _param2,
+    **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), _mimo_v2),
+}
+"""By the name of the architecture."""
