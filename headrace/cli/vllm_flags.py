@@ -80,8 +80,8 @@ _VLLM: Mapping[str, OtherFlag] = {
         "--replicas", why="whole copies of the model, requests by load"
     ),
     "-dp": as_ours("--replicas", why="whole copies of the model, requests by load"),
-    "--pipeline-parallel-size": by_value({"1": ()}, "only 1; use --tensor-parallel"),
-    "-pp": by_value({"1": ()}, "only 1; use --tensor-parallel"),
+    "--pipeline-parallel-size": as_ours("--pipeline-parallel"),
+    "-pp": as_ours("--pipeline-parallel"),
     "--enable-expert-parallel": refused(_NO_EXPERT_RANKS, 0),
     GPU_SHARE: as_ours("--gpu-memory", why="here a share of the memory that is free"),
     "--max-num-seqs": as_ours("--max-running"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.base.config.device_options import DeviceOptions
 from headrace.base.config.resolved import DeviceSpec
 from headrace.base.config.tree import Options
 from headrace.base.config.units import parse_bytes
@@ -37,18 +38,20 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
     kind = choose.pick("--device", requested.device, machine.kind, f"{machine.count} found")
     if kind == "cuda" and machine.kind != "cuda":
         raise ConfigError("--device cuda: no CUDA device was found on this machine")
-    ranks = requested.tensor_parallel * requested.replicas
+    if requested.pipeline_parallel > 1 or requested.sequence_parallel:
+        raise ConfigError("--pipeline-parallel and --sequence-parallel are not built yet")
+    world = requested.tensor_parallel * requested.pipeline_parallel
+    ranks = world * requested.replicas
     if kind == "cuda" and ranks > machine.count:
         raise ConfigError(
-            f"--tensor-parallel {requested.tensor_parallel} x --replicas {requested.replicas} needs {ranks} devices; "
-            f"{machine.count} found"
+            f"{_split(requested)} x --replicas {requested.replicas} needs {ranks} devices; {machine.count} found"
         )
-    if requested.tensor_parallel > 1 and requested.executor == "inline":
-        raise ConfigError("--executor inline runs one worker; --tensor-parallel needs processes")
+    if world > 1 and requested.executor == "inline":
+        raise ConfigError(f"--executor inline runs one worker; {_split(requested)} needs processes")
     executor = choose.pick(
         "--executor",
         requested.executor,
-        "inline" if requested.tensor_parallel == 1 else "processes",
+        "inline" if world == 1 else "processes",
         "one worker per device",
     )
     alone = kind == "cpu" and executor == "inline" and ranks == 1
@@ -77,12 +80,36 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
         device=kind,
         executor=executor,
         tensor_parallel=requested.tensor_parallel,
+        pipeline_parallel=requested.pipeline_parallel,
+        pipeline_layers=_stages(requested),
+        sequence_parallel=requested.sequence_parallel,
         threads=threads,
         memory_bytes=_gpu_bytes(requested.gpu_memory, kind, executor, machine, choose),
         cpus=cpus,
         other_cpus=_other_cpus(machine, cpus),
         nodes=nodes,
     )
+
+
+def _split(requested: DeviceOptions) -> str:
+    """How a copy of the model is split over devices, as it is typed."""
+    tensor = f"--tensor-parallel {requested.tensor_parallel}"
+    if requested.pipeline_parallel == 1:
+        return tensor
+    stages = f"--pipeline-parallel {requested.pipeline_parallel}"
+    return stages if requested.tensor_parallel == 1 else f"{tensor} x {stages}"
+
+
+def _stages(requested: DeviceOptions) -> tuple[int, ...]:
+    """The layers of each stage, where they are stated."""
+    layers = requested.pipeline_layers or ()
+    if layers and len(layers) != requested.pipeline_parallel:
+        raise ConfigError(
+            f"--pipeline-layers {','.join(map(str, layers))} names {len(layers)} stages, "
+            f"--pipeline-parallel {requested.pipeline_parallel}: one number for each stage",
+            field="pipeline_layers",
+        )
+    return layers
 
 
 def _other_cpus(machine: MachineFacts, cpus: tuple[int, ...]) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ def core_environment(resolved: Resolved, index: int) -> dict[str, str]:
     device = resolved.engine.device
     if device.device != "cuda" or resolved.replicas == 1:
         return {}
-    begin, end = index * device.tensor_parallel, (index + 1) * device.tensor_parallel
+    begin, end = index * device.world_size, (index + 1) * device.world_size
     stated = visible_devices(env.stated("CUDA_VISIBLE_DEVICES"), env.stated("HIP_VISIBLE_DEVICES"))
     visible = tuple(str(number) for number in range(end)) if stated is None else stated
     return visible_environment(visible[begin:end])
@@ -259,7 +259,7 @@ def planned_facts(name: str, options: DeviceOptions) -> MachineFacts:
     fake = FAKES[name]
     return MachineFacts(
         kind="cuda",
-        count=options.tensor_parallel * options.replicas,
+        count=options.tensor_parallel * options.pipeline_parallel * options.replicas,
         total_bytes=fake.memory_bytes,
         free_bytes=fake.free_bytes,
         cores=1,

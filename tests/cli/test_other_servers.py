@@ -31,6 +31,7 @@ def line() -> CommandLine:
         ("M --max-num-seqs 64", "M --max-running 64"),
         ("M --max_num_seqs=64 --max_model_len 512", "M --max-running 64 --max-model-len 512"),
         ("M -tp 2 --enforce-eager", "M --tensor-parallel 2"),
+        ("M --pipeline-parallel-size 2", "M --pipeline-parallel 2"),
         ("M --trust-remote-code --dtype auto", "M --dtype auto"),
         ("M --served-model-name a b --port 1", "M --served-model-name a,b --port 1"),
         ("--served-model-name a M", "--served-model-name a M"),
@@ -545,7 +546,6 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--pipeline-parallel-size 2", "--tensor-parallel"),
         ("--ssl-keyfile k.pem", "proxy"),
         (
             "--kv-cache-dtype turboquant_4bit_nc",

@@ -36,13 +36,13 @@ def make_executor(spec: EngineSpec) -> Executor:
     must be said before torch is loaded.
     """
     device = spec.device
-    if device.executor == "inline" and device.tensor_parallel > 1:
+    if device.executor == "inline" and device.world_size > 1:
         raise ConfigError(
-            f"--executor inline runs one worker, --tensor-parallel asks for {device.tensor_parallel}: "
-            "use --executor processes",
+            f"--executor inline runs one worker, --tensor-parallel and --pipeline-parallel ask for "
+            f"{device.world_size}: use --executor processes",
             field="executor",
         )
-    if device.threads * device.tensor_parallel >= len(os.sched_getaffinity(0)):
+    if device.threads * device.world_size >= len(os.sched_getaffinity(0)):
         env.set_default("OMP_WAIT_POLICY", "passive")
     if device.executor == "inline" and device.device == "cpu":
         huge_pages.expect(_expected_bytes(spec.model))

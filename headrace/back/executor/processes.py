@@ -173,7 +173,7 @@ class ProcessExecutor:
         self._profiled: SimpleQueue[ProfileReply] = SimpleQueue()
         self._parked: SimpleQueue[ParkReply] = SimpleQueue()
         self._recorded: SimpleQueue[GraphReply] = SimpleQueue()
-        ranks = range(spec.device.tensor_parallel)
+        ranks = range(spec.device.world_size)
         self._orders: list[deque[PendingOrder[AdapterReply]]] = [deque() for _ in ranks]
         self._weight_orders: list[deque[PendingOrder[WeightReply]]] = [deque() for _ in ranks]
         self._kv_orders: list[deque[PendingOrder[KVReply]]] = [deque() for _ in ranks]
@@ -190,12 +190,12 @@ class ProcessExecutor:
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
         )
-        if spec.device.tensor_parallel > 1:
+        if spec.device.world_size > 1:
             env.set_default("GLOO_SOCKET_IFNAME", "lo")
             env.set_default(
                 "NCCL_NVLS_ENABLE", "0"
             )  # multicast may put a shared host's GPUs out of service
-        self._workers = [WorkerProcess(rank) for rank in range(spec.device.tensor_parallel)]
+        self._workers = [WorkerProcess(rank) for rank in range(spec.device.world_size)]
         try:
             self._facts = self._start(spec, loader)
         except BaseException:

@@ -231,7 +231,7 @@ def build_resident(
                 decisions=(*report.decisions, *summing, *drafting.decisions),
                 load_s={"device": ready_s, "load": load_s},
                 origin=report.origin,
-                rank=mesh.tp.rank,
+                rank=mesh.rank,
             )
             return Resident(loaded, checks=checks)
 
@@ -287,8 +287,8 @@ def choose_device(kind: str, mesh: Mesh) -> torch.device:
     free memory."""
     if kind != "cuda":
         return torch.device(kind)
-    index = mesh.tp.rank
-    if mesh.tp.size == 1:
+    index = mesh.rank
+    if mesh.size == 1:
         count = torch.cuda.device_count()
         uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
         index = freest(detect(), uuids)

@@ -37,7 +37,7 @@ from headrace.back.executor.channel import (
 from headrace.back.executor.inline import StepThreads
 from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.resident import Resident, build_resident, set_threads
-from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
+from headrace.back.parallel.mesh import Mesh, staged_mesh
 from headrace.back.runner.results import LaunchedStep
 from headrace.base import extensions
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
@@ -62,7 +62,8 @@ def join_mesh(begin: StartWorker) -> Mesh:
         rank=begin.rank,
         world_size=begin.world_size,
     )
-    return tensor_parallel_mesh(ordered=begin.spec.model.deterministic)
+    spec = begin.spec
+    return staged_mesh(spec.device.pipeline_parallel, ordered=spec.model.deterministic)
 
 
 def serve(channel: Channel) -> None:

@@ -1,7 +1,8 @@
 """The device mesh: how many ranks each kind of parallelism has, and where this rank stands.
 
-An *axis* is of the mesh, a *dim* is of a tensor. Today tensor parallelism computes; the other axes
-exist as sizes, so that a layer that asks for one is written once.
+An *axis* is of the mesh, a *dim* is of a tensor. Ranks are numbered stage by stage of a pipeline:
+rank = pp * tp_size + tp. An axis of one rank exists as a size, so that a layer that asks for one is
+written once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from headrace.back.parallel.pipe import GroupPipe, Pipe
 
 AXES = ("tp", "pp", "dp", "ep")
 OPTIONS = {
@@ -68,12 +71,24 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes. `Mesh()` is the mesh of one."""
+    """All axes. `Mesh()` is the mesh of one. `pipe`: what this rank's stage of a pipeline sends to
+    the others; None where there is one stage."""
 
     tp: Axis = Axis()
     pp: Axis = Axis(name="pp")
     dp: Axis = Axis(name="dp")
     ep: Axis = Axis(name="ep")
+    pipe: Pipe | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks of one copy of the model."""
+        return self.tp.size * self.pp.size
+
+    @property
+    def rank(self) -> int:
+        """This one among them."""
+        return self.pp.rank * self.tp.size + self.tp.rank
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`."""
@@ -86,3 +101,39 @@ def tensor_parallel_mesh(*, ordered: bool = False) -> Mesh:
     assert dist.is_initialized(), "start the process group before the mesh"
     size, rank = dist.get_world_size(), dist.get_rank()
     return Mesh(tp=Axis(size=size, rank=rank, group=dist.group.WORLD, ordered=ordered))
+
+
+def staged_mesh(stages: int, *, ordered: bool = False) -> Mesh:
+    """The mesh of so many stages, each of which the ranks of one "tp" group share; called by every
+    rank of the initialised default process group."""
+    if stages == 1:
+        return tensor_parallel_mesh(ordered=ordered)
+    assert dist.is_initialized(), "start the process group before the mesh"
+    world, rank = dist.get_world_size(), dist.get_rank()
+    assert world % stages == 0, (world, stages)
+    size = world // stages
+    tp, pp = tp_ranks(size, stages), pp_ranks(size, stages)
+    # Every rank makes all groups, in one order. What runs back has a group of its own: in one group
+    # NCCL orders the messages of two ranks, whichever way they go.
+    tp_groups, pp_groups, back_groups = (
+        [dist.new_group(list(ranks)) for ranks in all_ranks] for all_ranks in (tp, pp, pp)
+    )
+    stage, place = divmod(rank, size)
+    group = tp_groups[stage] if size > 1 else None
+    return Mesh(
+        tp=Axis(size=size, rank=place, group=group, ordered=ordered),
+        pp=Axis(name="pp", size=stages, rank=stage, group=pp_groups[place]),
+        pipe=GroupPipe(
+            stage=stage, ranks=pp[place], forth=pp_groups[place], back=back_groups[place]
+        ),
+    )
+
+
+def tp_ranks(size: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks that share the layers of each stage."""
+    return tuple(tuple(range(stage * size, (stage + 1) * size)) for stage in range(stages))
+
+
+def pp_ranks(size: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks, stage by stage, that hand on to each other what each place of a stage has."""
+    return tuple(tuple(range(place, size * stages, size)) for place in range(size))

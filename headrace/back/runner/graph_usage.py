@@ -46,7 +46,7 @@ class GraphUsage:
     def of(spec: EngineSpec, device: torch.device) -> GraphUsage:
         """That of a model on a device, in a file of the cache folder. Ranks that must record the
         same graphs at the same time keep none: each could find another file."""
-        if spec.device.tensor_parallel > 1:
+        if spec.device.world_size > 1:
             return GraphUsage()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         words = msgspec.json.encode((spec.model, name))

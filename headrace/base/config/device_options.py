@@ -21,6 +21,26 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     tensor_parallel: Annotated[Processes, Meta(description="Devices that share each layer.")] = 1
+    pipeline_parallel: Annotated[
+        Processes,
+        Meta(
+            description="Stages that the layers are split into, one behind the other, each with its own "
+            "--tensor-parallel devices."
+        ),
+    ] = 1
+    pipeline_layers: Annotated[
+        tuple[Processes, ...] | None,
+        Meta(
+            description="Layers of each stage, such as 10,12,10; none: as many as make the bytes of the stages alike."
+        ),
+    ] = None
+    sequence_parallel: Annotated[
+        bool,
+        Meta(
+            description="Between the layers of a long prompt each rank of --tensor-parallel keeps its part of the "
+            "tokens: as many bytes are sent, and activations take a part of the memory."
+        ),
+    ] = False
     replicas: Annotated[
         Processes, Meta(description="Engine cores, each with a whole copy of the model.")
     ] = 1

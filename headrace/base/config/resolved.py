@@ -195,16 +195,25 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its
     device (None: no bound). `cpus`: where those threads stay, `other_cpus`: where all else of the
     server does (empty: anywhere). `nodes`: NUMA nodes that memory is taken from in turns, if there
-    are several."""
+    are several. `pipeline_layers`: the layers of each of the `pipeline_parallel` stages, empty: as
+    many as make their bytes alike. `sequence_parallel`: see DeviceOptions."""
 
     device: str
     executor: str
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    pipeline_layers: tuple[int, ...] = ()
+    sequence_parallel: bool = False
     threads: int = 1
     memory_bytes: int | None = None
     cpus: tuple[int, ...] = ()
     other_cpus: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one copy of the model, each with a worker and a device of its own."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):

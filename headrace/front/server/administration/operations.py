@@ -111,9 +111,10 @@ async def config(context: RequestContext, asked: NoParameters) -> Json:
         "dtype": engine["model"].get("dtype"),
         "max_model_len": context.services.text.max_model_len,
         "tp": engine["device"].get("tensor_parallel", 1),
+        "pp": engine["device"].get("pipeline_parallel", 1),
         "dp": resolved.get("replicas", 1),
     }
-    return {**short, "pp": 1, "ep": 1, **resolved}
+    return {**short, "ep": 1, **resolved}
 
 
 async def queue(context: RequestContext, asked: NoParameters) -> Json:
@@ -187,7 +188,10 @@ def num_workers(context: RequestContext) -> int:
     resolved = context.services.config
     engine: Any = resolved.get("engine")
     replicas: Any = resolved.get("replicas", 1)
-    return int(engine["device"]["tensor_parallel"]) * int(replicas) if engine else 0
+    if not engine:
+        return 0
+    device = engine["device"]
+    return int(device["tensor_parallel"]) * int(device["pipeline_parallel"]) * int(replicas)
 
 
 async def pause(context: RequestContext, asked: PauseParameters) -> Json:

@@ -25,17 +25,19 @@ async def server_info(context: RequestContext, fields: Fields) -> Fields:
     services = context.services
     engine: Any = services.config["engine"]
     statuses: list[Any] = await services.engine.call("status")
-    tensor, world = engine["device"]["tensor_parallel"], num_workers(context)
+    device, world = engine["device"], num_workers(context)
+    tensor, stages = device["tensor_parallel"], device["pipeline_parallel"]
+    copies = world // (tensor * stages)
     return {
         "engine_version": __version__,
         "api_version": "vllm.Control",
         "parallelism": {
             "tensor_parallel_size": tensor,
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": world // tensor,
+            "pipeline_parallel_size": stages,
+            "data_parallel_size": copies,
             "decode_context_parallel_size": 1,
             "world_size": world,
-            "data_parallel_size_local": world // tensor,
+            "data_parallel_size_local": copies,
         },
         "max_model_len": services.text.max_model_len,
         "kv_block_size": statuses[0]["block_tokens"],
