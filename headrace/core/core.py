@@ -59,9 +59,9 @@ from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.scheduler.speculation import speculation_of
 from headrace.core.service_state import Counters, PauseMode, ServiceState
 from headrace.core.slots import rows_of
+from headrace.core.stall import StallWatch
 from headrace.core.weights import Weights, no_weights
 
-HOOK_POLL_S = 0.002
 LEAST_SLOW_STEP_S = 10.0
 SLOW_FACTOR = 20.0  # a step this many times as long as expected is taken for hung by health
 FAILING_STEPS = 3  # so many steps without one good row in a row, and the engine says that it fails
@@ -118,7 +118,7 @@ class EngineCore:
         self._deadlines = Deadlines()
         self.graphs = executor.facts.graphs
         self._arrivals = 0
-        self._stalled_at: float | None = None
+        self.stall = StallWatch(self, lambda request: reason_of(self, request))
 
     def _model_on(self, executor: Executor) -> LoadedModel:
         facts = executor.facts
@@ -187,10 +187,10 @@ class EngineCore:
 
     @property
     def failing(self) -> str:
-        """Why answers are not to be expected although steps run, or ""."""
-        if self.counters.failed_in_a_row < FAILING_STEPS:
-            return ""
-        return f"the last {FAILING_STEPS} steps or more failed for all of their requests"
+        """Why answers are not to be expected although requests are there, or ""."""
+        if self.counters.failed_in_a_row >= FAILING_STEPS:
+            return f"the last {FAILING_STEPS} steps or more failed for all of their requests"
+        return self.stall.text if self.stall.stall is not None else ""
 
     @property
     def slow_step_s(self) -> float:
@@ -208,7 +208,7 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Takes a request. One that cannot be taken is answered by an error in the next output."""
-        self._stalled_at = None
+        self.stall.at = None
         try:
             self._admit(request)
         except Exception as error:
@@ -270,7 +270,7 @@ class EngineCore:
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends these requests; ids that are not in flight are ignored."""
-        self._stalled_at = None
+        self.stall.at = None
         for request_id in ids:
             request = self.requests.get(request_id)
             if request is not None:
@@ -278,7 +278,7 @@ class EngineCore:
 
     def call(self, call: Call) -> Reply | None:
         """A control call. None: the reply comes out of `step` once the operation is complete."""
-        self._stalled_at = None
+        self.stall.at = None
         return self._control.call(self, call)
 
     # the loop
@@ -288,7 +288,7 @@ class EngineCore:
         """Whether `step` may do something now; if not, wait for a message, at most `idle_s`."""
         if self.output_buffer or self._in_flight_steps or self.idle_s == 0.0:
             return True
-        if self.service.frozen or self._stalled_at is not None:
+        if self.service.frozen or self.stall.at is not None:
             return False
         return self.scheduler.num_running > 0 or len(self.scheduler.queue) > 0
 
@@ -296,8 +296,8 @@ class EngineCore:
     def idle_s(self) -> float | None:
         """How long nothing happens by itself while `has_work` is false; None: for ever."""
         timers = [self._deadlines.first, self.service.drain_due, self.weights.poll_at]
-        if self._stalled_at is not None and self.hooks and self.scheduler.queue:
-            timers.append(self._stalled_at + HOOK_POLL_S)  # a hook may have opened meanwhile
+        if self.stall.at is not None and (self.scheduler.queue or self.scheduler.num_running):
+            timers.append(self.stall.look_again_at(hooks=bool(self.hooks)))
         if self.adapters is not None:
             timers.append(self.adapters.poll_at)
         due = [timer for timer in timers if timer is not None]
@@ -311,7 +311,7 @@ class EngineCore:
         there: what it aborts gets none of the result's tokens. Raises EngineError if the workers
         failed: then call `fail_all`.
         """
-        self._stalled_at = None
+        self.stall.at = None
         self._expire()
         steps = self._in_flight_steps
         launched = False
@@ -373,7 +373,8 @@ class EngineCore:
         planned = self.scheduler.plan()
         self._end_unschedulable()
         if planned is None:
-            self._stalled_at = None if self._in_flight_steps else self.clock()
+            if not self._in_flight_steps:
+                self.stall.note()
             return False
         plan, in_flight = planned
         tokens = in_flight.num_decodes + in_flight.num_prefill_tokens

@@ -18,6 +18,7 @@ from headrace.core.request import NOT_LOOKED_AT, Request, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.service_state import STEP_TOKENS, Counters, ServiceState
+from headrace.core.stall import StallWatch
 from headrace.core.weights import Weights
 
 Document = dict[str, object]
@@ -30,6 +31,7 @@ class EngineView(Protocol):
     spec: SchedulerSpec
     adapters: Adapters | None
     weights: Weights
+    stall: StallWatch
 
     @property
     def executor(self) -> Executor:
@@ -38,7 +40,7 @@ class EngineView(Protocol):
 
     @property
     def failing(self) -> str:
-        """Why answers are not to be expected although steps run, or ""."""
+        """Why answers are not to be expected although requests are there, or ""."""
         ...
 
     @property
@@ -126,7 +128,7 @@ def hello_of(engine: EngineView) -> Hello:
     """What fronts must know to check requests."""
     facts, spec, service = engine.executor.facts, engine.spec, engine.service
     rows = engine.rows.num_rows
-    bounded = spec.policy != "priority"
+    bounded, stall = spec.policy != "priority", engine.stall.now
     return Hello(
         logits_width=facts.logits_width,
         max_model_len=facts.max_model_len,
@@ -138,7 +140,8 @@ def hello_of(engine: EngineView) -> Hello:
         block_tokens=facts.block_tokens,
         cached_block_tokens=facts.block_tokens if engine.kv.prefix_caching else 0,
         trouble=service.lost,
-        failing=engine.failing,
+        failing="" if stall is not None and not stall.is_lost else engine.failing,
+        stalled=engine.stall.text,
         held=service.held,
         adapters=() if engine.adapters is None else engine.adapters.names,
         log_level=service.log_level,
@@ -227,6 +230,8 @@ def status(engine: EngineView) -> Document:
         "weights_mixed": engine.weights.mixed,
         "tokens_per_s": engine.counters.rate,
         "predicted_wait_s": _predicted_wait_s(engine),
+        "stalled_s": engine.stall.seconds,
+        "stalled": engine.stall.text,
         "adapter_requests": adapter_requests(engine),
         **metrics(engine),
     }
@@ -251,6 +256,7 @@ def metrics(engine: EngineView) -> Document:
         "prefix_hit_tokens": kv.num_hits,
         "evictions": kv.pool.num_evictions,
         "refused": counters.refused,
+        "stalls": engine.stall.count,
         "graphs": engine.graphs.count,
         "graph_bytes": engine.graphs.num_bytes,
         "held_by_hooks": engine.hooks.num_held,

@@ -36,6 +36,7 @@ from headrace.core.adapters import BASE, LoadedAdapter
 from headrace.core.repeats import Repeats
 
 TOKEN_BYTES = 4
+MAX_PREEMPTION_TIMES = 16
 NOT_LOOKED_AT = "new"
 
 
@@ -171,6 +172,14 @@ class Request:
         """Of a step, for those whose answer was predicted."""
         self.num_drafted += int(drafted)
         self.num_accepted += int(accepted)
+
+    def lose_row(self, reason: str, *, step: int, now: float) -> None:
+        """It is preempted in this step; `preempted_at` keeps the first MAX_PREEMPTION_TIMES."""
+        self.num_preemptions += 1
+        if self.num_preemptions <= MAX_PREEMPTION_TIMES:
+            self.preempted_at = (*self.preempted_at, now)
+        self.move(RequestState.PREEMPTED, now=now)
+        self.reason, self.looked_at_step = reason, step
 
     def move(self, state: RequestState, *, now: float) -> None:
         """Goes to another state; one that is not allowed from here is our bug."""

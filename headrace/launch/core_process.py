@@ -116,7 +116,7 @@ class CoreLoop:
             self._fail(error)
         self._watchdog.since = None
         before = self._announced
-        announced = before.failing, before.held, before.weights_version
+        announced = before.failing or before.stalled, before.held, before.weights_version
         if (core.failing, core.service.held, core.weights.versions.now) != announced or (
             core.adapters is not None and core.adapters.names != before.adapters
         ):

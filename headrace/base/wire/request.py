@@ -272,7 +272,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     hold in the KV pool; `max_model_len` its bound by the model. `max_in_flight`: requests that may
     run and wait together; None where a more urgent one still gets in. `step_tokens`: the most of
     one step. `trouble`: why nothing can be served, or ""; `failing`: why answers are not to be
-    expected although steps run, or "".
+    expected although requests are there, or ""; `stalled`: why nothing runs although requests wait.
     `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
     `cached_block_tokens`: whole blocks of so many tokens are kept as prefixes; 0: none.
     `adapters`: the names of those that requests may name.
@@ -292,6 +292,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     cached_block_tokens: int = 0
     trouble: str = ""
     failing: str = ""
+    stalled: str = ""
     held: str = ""
     log_level: str = ""
     weights_version: str = ""

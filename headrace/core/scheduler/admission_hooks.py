@@ -31,6 +31,11 @@ class AdmissionHooks:
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all hooks."""
+        return tuple(hook.name for hook in self._hooks)
+
     def admit(self, request: EngineRequest) -> None:
         """Lets every hook see a new request. Raises if one says never (those that had admitted it
         are told its end)."""

@@ -36,18 +36,15 @@ from headrace.core.scheduler.speculation import Speculation
 from headrace.core.service_state import ServiceState
 
 MAX_LOOKS = 64  # waiting requests tried in one step: bounds the host's work when the pool is full
-MAX_PREEMPTION_TIMES = 16  # times kept of one request's preemptions
 RETRY_STEPS = 16
-"""A request that did not fit is looked at again after so many steps, or when enough blocks are
-free."""
+"""One that did not fit is looked at again after so many steps, or when enough blocks are free."""
 
 Intp = npt.NDArray[np.intp]
 
 
 class Scheduler:
-    """Makes plans. `unschedulable` collects requests that a hook or the pool will never let run,
-    with the error, and, without one, running requests that can grow no further and hold all their
-    tokens."""
+    """Makes plans. `unschedulable`: requests that a hook or the pool will never let run, with the
+    error, and, without one, running ones that can grow no further and hold all their tokens."""
 
     def __init__(
         self,
@@ -276,13 +273,8 @@ class Scheduler:
         if request.state is RequestState.PREFILL:
             self.prefilling.remove(request)
         self.rows.flush_rest(request)
-        request.num_preemptions += 1
-        if request.num_preemptions <= MAX_PREEMPTION_TIMES:
-            request.preempted_at = (*request.preempted_at, self._now())
+        request.lose_row(reason, step=self.step, now=self._now())
         self.num_preemptions += 1
-        request.move(RequestState.PREEMPTED, now=self._now())
-        request.reason = reason
-        request.looked_at_step = self.step
         self.queue.push(request)
         self.queue.ended(request)
         self.kv.release(request)
@@ -399,7 +391,7 @@ class Scheduler:
         request.looked_at_step = self.step
         hit = self.kv.match(request)
         if self.num_running == 0:
-            return hit if self.kv.can_begin(request, hit) else 0
+            return hit if self.kv.can_begin(request, hit) else self._whole_to_start(request)
         growing = self.num_running - len(self.prefilling)
         need = self.kv.need(request, hit, growing=growing)
         if need.fits:
@@ -410,6 +402,14 @@ class Scheduler:
             f"KV {self.kv.pool.unit}: needs {need.units}, free {self.kv.pool.num_free}, "
             f"of which {need.headroom} are kept for running requests"
         )
+        return None
+
+    def _whole_to_start(self, request: Request) -> int | None:
+        """Without a hit, where it is alone; None while copies of KV hold even the blocks that its
+        first token needs."""
+        if self.kv.can_begin(request, 0):
+            return 0
+        request.reason = f"KV {self.kv.pool.unit}: {self.kv.pool.num_free} free, though none runs"
         return None
 
     def _looked_at_lately(self, request: Request) -> bool:

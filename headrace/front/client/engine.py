@@ -129,6 +129,11 @@ class AsyncLLM:
         return not all(core.serves for core in self._cores)
 
     @property
+    def stalled(self) -> bool:
+        """See `events.EngineClient.stalled`."""
+        return any(hello.stalled for hello in self._hellos)
+
+    @property
     def held(self) -> str:
         """See `events.EngineClient.held`."""
         reasons = [hello.held for hello in self._hellos]
@@ -364,12 +369,8 @@ def choice_params(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of answer `index`; only answer 0 scores the prompt and tells its attention."""
     if index == 0:
         return params
-    return msgspec.structs.replace(
-        params,
-        seed=choice_seed(params.seed, index),
-        prompt_logprobs=None,
-        capture_layers=(),
-    )
+    seed = choice_seed(params.seed, index)
+    return _replace(params, seed=seed, prompt_logprobs=None, capture_layers=())
 
 
 async def best_of(events: Events, *, n: int, candidates: int, keep_scores: bool) -> Events:

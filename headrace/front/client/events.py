@@ -257,6 +257,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def stalled(self) -> bool:
+        """Whether nothing has run for long on an engine core although requests wait."""
+        ...
+
+    @property
     def window(self) -> int:
         """How many generations one request of many parts keeps in flight: enough that the engine
         never waits."""

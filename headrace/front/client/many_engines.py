@@ -116,6 +116,11 @@ class ManyEngines:
         return any(engine.degraded for engine in self._connected)
 
     @property
+    def stalled(self) -> bool:
+        """See EngineClient."""
+        return any(engine.stalled for engine in self._connected)
+
+    @property
     def window(self) -> int:
         """See EngineClient."""
         return max((engine.window for engine in self._connected), default=1)

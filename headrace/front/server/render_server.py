@@ -32,6 +32,7 @@ class NoEngine:
     cached_block_tokens = 0
     trouble = ""
     degraded = False
+    stalled = False
     held = ""
     connected = (0, 0)
     weights_version = ""

@@ -9,10 +9,10 @@ import pytest
 
 from headrace.base.wire.request import EngineRequest
 from headrace.core.adapters import BASE, LoadedAdapter
-from headrace.core.core import HOOK_POLL_S
 from headrace.core.ports import AdmissionHook, AdmissionVerdict
 from headrace.core.request import Request, RequestState
 from headrace.core.scheduler.queue import queue_of
+from headrace.core.stall import POLL_S as HOOK_POLL_S
 from tests.core.harness import FULL, Clock, Driver, make_request, make_spec, window_groups
 
 

@@ -48,9 +48,10 @@ def readiness(services: Services) -> State:
 
 def health(services: Services) -> State:
     """Whether the engine lives and makes progress: not while it is dead, stuck or not loaded
-    yet."""
+    yet. "stalled": nothing runs, as requests wait for what is not the engine's to give."""
     healthy = services.engine.ready and services.engine.alive
-    return "ok" if healthy else "unavailable", healthy
+    fine = "stalled" if services.engine.stalled else "ok"
+    return fine if healthy else "unavailable", healthy
 
 
 def probing(state: Callable[[Services], State]) -> Reader:
