@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.kernels.attention.op import AttentionProblem
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.layers.alibi import local_slopes
 from headrace.back.layers.attention_names import SEPARATE, AttentionNames
 from headrace.back.layers.chosen_positions import ChosenPositions, ChosenSizes
+from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
 from headrace.back.layers.indexer import ChoiceSpec
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
 from headrace.back.layers.mutual_attention import bind_attention
@@ -119,6 +118,17 @@ class AttentionSpec:
             assert self.value_eps is not None and self.gate is None, self
             return q, k
         return q, k, Part(names.value, self.kv_heads * dim, self.kv_heads)
+
+    def form(self, scope: Scope, cache: int, kv_heads: int) -> HeadsForm:
+        """Of its cache, with this rank's heads."""
+        return HeadsForm(
+            cache=cache,
+            kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            kind=self.cache_kind,
+            span=self.window or self.chunk,
+            quantized=scope.kv_quantized,
+        )
 
     def problem(
         self, scope: Scope, *, heads: int, kv_heads: int, sinks: bool = False
@@ -234,14 +244,7 @@ class Attention:
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """What this layer keeps in the KV cache."""
-        form = HeadsForm(
-            cache=self._layer,
-            kv_heads=self._kv_heads,
-            head_dim=self._spec.head_dim,
-            kind=self._spec.cache_kind,
-            span=self._spec.window or self._spec.chunk,
-            quantized=self._scope.kv_quantized,
-        )
+        form = self._spec.form(self._scope, self._layer, self._kv_heads)
         return (form,) if self._chosen is None else (form, *self._chosen.kv_forms)
 
     @property
@@ -340,20 +343,12 @@ class Attention:
 
     def _finish(self) -> None:
         spec, scope = self._spec, self._scope
-        shape = {
-            "device": scope.kind,
-            "dtype": scope.dtype,
-            "kv_heads": self._kv_heads,
-            "head_dim": spec.head_dim,
-            "block_tokens": scope.block_tokens,
-            "quantized": scope.kv_quantized,
-            "fixed": bool(self._cache_scales),
-        }
+        sizes = {"kv_heads": self._kv_heads, "head_dim": spec.head_dim}
         if spec.gate is not None:
             self._gated = spec.gate.bind(scope, self._heads, spec.value_dim or spec.head_dim)
-        self._fused = self._bind_fused(shape)
+        self._fused = self._bind_fused(cached_heads(scope, **sizes))
         if self._fused is None:
-            self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape), *self._cache_scales)
+            self._write = bind_kv_write(scope, **sizes, scales=self._cache_scales)
         self._problem = spec.problem(
             scope, heads=self._heads, kv_heads=self._kv_heads, sinks=self._sinks is not None
         )
@@ -391,6 +386,7 @@ class Attention:
             return None
         problem = QKRopeWriteProblem(
             **shape,
+            fixed=bool(self._cache_scales),
             heads=self._heads,
             rotary_dim=rope.rotary_dim if rope else 0,
             layout=rope.layout if rope else "half",

@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.back.attention.forms import CacheForm, HeadsForm, StateForm
+from headrace.back.attention.forms import CacheForm, StateForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.causal_conv.op import OP as CAUSAL_CONV
 from headrace.back.kernels.causal_conv.op import CausalConv, CausalConvProblem
 from headrace.back.kernels.gated_scan.op import ScanRows
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.heads_cache import bind_kv_write
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
@@ -122,14 +121,7 @@ class ClippedAttention:
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """What this layer keeps in the KV cache."""
         attention = self._spec.attention
-        heads = HeadsForm(
-            cache=self._cache,
-            kv_heads=self._kv_heads,
-            head_dim=attention.head_dim,
-            kind=attention.cache_kind,
-            span=attention.window,
-            quantized=self._scope.kv_quantized,
-        )
+        heads = attention.form(self._scope, self._cache, self._kv_heads)
         return heads, self._conv.form
 
     def queries(self, x: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None) -> Handed:
@@ -189,15 +181,7 @@ class ClippedAttention:
     def _finish(self) -> None:
         attention, scope, spec = self._spec.attention, self._scope, self._spec
         self._of_q_HD, self._of_states_HR = self._of_q.take(), self._of_states.take()
-        write = KVWriteProblem(
-            device=scope.kind,
-            dtype=scope.dtype,
-            kv_heads=self._kv_heads,
-            head_dim=attention.head_dim,
-            block_tokens=scope.block_tokens,
-            quantized=scope.kv_quantized,
-        )
-        self._write = scope.bind(KV_WRITE, write)
+        self._write = bind_kv_write(scope, kv_heads=self._kv_heads, head_dim=attention.head_dim)
         problem = replace(
             attention.problem(scope, heads=self._heads, kv_heads=self._kv_heads),
             bias_width=spec.extent,

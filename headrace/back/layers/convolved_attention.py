@@ -9,18 +9,16 @@ query heads, K KV heads, D head_dim, C = (H + K) * D, W taps of the second convo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from headrace.back.attention.forms import CacheForm, HeadsForm, StateForm
+from headrace.back.attention.forms import CacheForm, StateForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.causal_conv.op import OP as CAUSAL_CONV
 from headrace.back.kernels.causal_conv.op import CausalConv, CausalConvProblem
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.attended import Attended
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.heads_cache import bind_kv_write
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mutual_attention import bind_attention
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
@@ -104,14 +102,7 @@ class ConvolvedAttention(Attended):
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """See the class."""
         attention, (first, second) = self._spec.attention, self._spec.taps
-        heads = HeadsForm(
-            cache=self._cache,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            kind=attention.cache_kind,
-            span=attention.window,
-            quantized=self._scope.kv_quantized,
-        )
+        heads = attention.form(self._scope, self._cache, attention.kv_heads)
         shape = (first + second - 2, self._conv_channels)
         return heads, StateForm(cache=self._cache + 1, shape=shape)
 
@@ -156,15 +147,7 @@ class ConvolvedAttention(Attended):
         attention, scope = self._spec.attention, self._scope
         self._bind_convolutions()
         self._scale_K1 = self._key_scale.take()[:, None]
-        facts: dict[str, Any] = {"device": scope.kind, "dtype": scope.dtype}
-        write = KVWriteProblem(
-            **facts,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            block_tokens=scope.block_tokens,
-            quantized=scope.kv_quantized,
-        )
-        self._write = scope.bind(KV_WRITE, write)
+        self._write = bind_kv_write(scope, kv_heads=attention.kv_heads, head_dim=attention.head_dim)
         problem = attention.problem(scope, heads=attention.heads, kv_heads=attention.kv_heads)
         self._attend = bind_attention(scope, problem)
 

@@ -16,8 +16,7 @@ from headrace.back.attention.forms import HeadsForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
@@ -99,16 +98,13 @@ class CrossAttention:
 
     def _finish(self) -> None:
         spec, scope = self._spec, self._scope
-        shape = {
-            "device": scope.kind,
-            "dtype": scope.dtype,
-            "kv_heads": self._kv_heads,
-            "head_dim": spec.head_dim,
-            "block_tokens": scope.block_tokens,
-            "quantized": scope.kv_quantized,
-        }
-        self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape))
+        sizes = {"kv_heads": self._kv_heads, "head_dim": spec.head_dim}
+        self._write = bind_kv_write(scope, **sizes)
         self._problem = AttentionProblem(
-            **shape, heads=self._heads, scale=spec.scale, softcap=spec.softcap, causal=False
+            **cached_heads(scope, **sizes),
+            heads=self._heads,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            causal=False,
         )
         self._attend = scope.bind(ATTENTION, self._problem)

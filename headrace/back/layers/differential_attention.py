@@ -20,8 +20,7 @@ from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
 from headrace.back.layers.rope import Rope, RopeSpec
@@ -139,17 +138,10 @@ class DifferentialAttention:
 
     def _finish(self) -> None:
         scope, spec = self._scope, self._spec
-        cached = {
-            "device": scope.kind,
-            "dtype": scope.dtype,
-            "kv_heads": spec.kv_heads,
-            "head_dim": 2 * spec.head_dim,
-            "block_tokens": scope.block_tokens,
-            "quantized": scope.kv_quantized,
-        }
-        self._write = scope.bind(KV_WRITE, KVWriteProblem(**cached))
+        sizes = {"kv_heads": spec.kv_heads, "head_dim": 2 * spec.head_dim}
+        self._write = bind_kv_write(scope, **sizes)
         problem = AttentionProblem(
-            **cached,
+            **cached_heads(scope, **sizes),
             heads=spec.heads,
             scale=spec.head_dim**-0.5,
             verify_queries=scope.verify_queries,

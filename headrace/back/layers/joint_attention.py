@@ -16,10 +16,9 @@ from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.merge_attention.op import OP as MERGE
 from headrace.back.kernels.merge_attention.op import MergeAttentionProblem
+from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.qk_norm import QKNorm
 from headrace.back.layers.rope import Rope, RopeSpec
@@ -129,17 +128,10 @@ class JointAttention:
     def _finish(self) -> None:
         spec, heads, kv_heads = self._spec, self._split[0], self._split[1]
         for place, causal in ((self._own, True), (self._scope, False)):
-            shape = {
-                "device": place.kind,
-                "dtype": place.dtype,
-                "kv_heads": kv_heads,
-                "head_dim": spec.head_dim,
-                "block_tokens": place.block_tokens,
-                "quantized": place.kv_quantized,
-            }
-            write = place.bind(KV_WRITE, KVWriteProblem(**shape))
+            sizes = {"kv_heads": kv_heads, "head_dim": spec.head_dim}
+            write = bind_kv_write(place, **sizes)
             problem = AttentionProblem(
-                **shape,
+                **cached_heads(place, **sizes),
                 heads=heads,
                 scale=spec.scale,
                 softcap=spec.softcap,

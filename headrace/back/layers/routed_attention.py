@@ -19,11 +19,10 @@ from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.route.op import OP as ROUTE
 from headrace.back.kernels.route.op import RouteProblem
 from headrace.back.layers.gemms import bind_linear
+from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
 from headrace.back.layers.linear import ColumnLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.rope import Rope, RopeSpec
@@ -142,17 +141,10 @@ class RoutedAttention:
         back_EW = self._back.take().transpose(0, 1).flatten(1)
         self._out = bind_linear(scope, back_EW.contiguous(), None)
         self._bias_E = self._bias.take()
-        cached = {
-            "device": scope.kind,
-            "dtype": scope.dtype,
-            "kv_heads": self._kv_heads,
-            "head_dim": spec.head_dim,
-            "block_tokens": scope.block_tokens,
-            "quantized": scope.kv_quantized,
-        }
-        self._write = scope.bind(KV_WRITE, KVWriteProblem(**cached))
+        sizes = {"kv_heads": self._kv_heads, "head_dim": spec.head_dim}
+        self._write = bind_kv_write(scope, **sizes)
         problem = AttentionProblem(
-            **cached,
+            **cached_heads(scope, **sizes),
             heads=self._kv_heads * spec.chosen,
             scale=spec.head_dim**-0.5,
             verify_queries=scope.verify_queries,

@@ -18,9 +18,8 @@ from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.gated_act.op import OP as GATED_ACT
 from headrace.back.kernels.gated_act.op import GatedAct, GatedActProblem
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.heads_cache import bind_kv_write
 from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear
 from headrace.back.layers.norm import RMS
 from headrace.back.layers.rope import Rope
@@ -141,15 +140,7 @@ class SharedBlock:
         heads, kv_heads, _ = self._split
         problem = attention.problem(scope, heads=heads, kv_heads=kv_heads)
         self._attend = scope.bind(ATTENTION, problem)
-        write = KVWriteProblem(
-            device=scope.kind,
-            dtype=scope.dtype,
-            kv_heads=kv_heads,
-            head_dim=attention.head_dim,
-            block_tokens=scope.block_tokens,
-            quantized=scope.kv_quantized,
-        )
-        self._write = scope.bind(KV_WRITE, write)
+        self._write = bind_kv_write(scope, kv_heads=kv_heads, head_dim=attention.head_dim)
         act = GatedActProblem(
             device=scope.kind,
             dtype=scope.dtype,

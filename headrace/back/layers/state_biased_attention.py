@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.back.attention.forms import CacheForm, HeadsForm
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.heads_cache import bind_kv_write
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
@@ -96,14 +95,7 @@ class StateBiasedAttention:
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """What this layer keeps in the KV cache."""
         attention = self._spec.attention
-        heads = HeadsForm(
-            cache=self._cache,
-            kv_heads=self._kv_heads,
-            head_dim=attention.head_dim,
-            kind=attention.cache_kind,
-            span=attention.window,
-            quantized=self._scope.kv_quantized,
-        )
+        heads = attention.form(self._scope, self._cache, self._kv_heads)
         return heads, self._conv.form
 
     @property
@@ -145,15 +137,7 @@ class StateBiasedAttention:
 
     def _finish(self) -> None:
         attention, scope, spec = self._spec.attention, self._scope, self._spec
-        write = KVWriteProblem(
-            device=scope.kind,
-            dtype=scope.dtype,
-            kv_heads=self._kv_heads,
-            head_dim=attention.head_dim,
-            block_tokens=scope.block_tokens,
-            quantized=scope.kv_quantized,
-        )
-        self._write = scope.bind(KV_WRITE, write)
+        self._write = bind_kv_write(scope, kv_heads=self._kv_heads, head_dim=attention.head_dim)
         problem = replace(
             attention.problem(scope, heads=self._heads, kv_heads=self._kv_heads),
             bias_width=spec.extent,

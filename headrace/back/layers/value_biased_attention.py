@@ -15,10 +15,9 @@ import torch.nn.functional as F
 
 from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import Batch
-from headrace.back.kernels.kv_write.op import OP as KV_WRITE
-from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.attended import Attended
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.heads_cache import bind_kv_write
 from headrace.back.layers.linear import ColumnLinear, RowLinear, WholeLinear
 from headrace.back.layers.mutual_attention import bind_attention
 from headrace.back.layers.norm import RMSNorm
@@ -124,15 +123,7 @@ class ValueBiasedAttention(Attended):
     def _finish(self) -> None:
         scope = self._scope
         wide = replace(self._spec, head_dim=self._spec.head_dim + ROOM)
-        write = KVWriteProblem(
-            device=scope.kind,
-            dtype=scope.dtype,
-            kv_heads=wide.kv_heads,
-            head_dim=wide.head_dim,
-            block_tokens=scope.block_tokens,
-            quantized=scope.kv_quantized,
-        )
-        self._write = scope.bind(KV_WRITE, write)
+        self._write = bind_kv_write(scope, kv_heads=wide.kv_heads, head_dim=wide.head_dim)
         self._attend = bind_attention(
             scope, wide.problem(scope, heads=wide.heads, kv_heads=wide.kv_heads)
         )
