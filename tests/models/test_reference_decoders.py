@@ -16,7 +16,18 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.tensor_parallel_rank import LENGTHS as RANK_LENGTHS
 from tests.models.test_parity import LENGTHS, BothModels, compare, compare_last_tokens
 from tests.rank_processes import run_ranks
-from tests.references import arctic, grok, kimi_k3, phi3_small, plamo3
+from tests.references import (
+    arctic,
+    grok,
+    grove_moe,
+    kimi_k3,
+    pangu_ultra_moe,
+    phi3_small,
+    plamo3,
+    smallthinker,
+    step3,
+    xverse_moe,
+)
 
 REFERENCES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "grok-2": (grok, grok.CONFIG),
@@ -26,8 +37,17 @@ REFERENCES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "kimi-k3": (kimi_k3, kimi_k3.CONFIG),
     "phi-3-small": (phi3_small, phi3_small.CONFIG),
     "phi-3-small-alike": (phi3_small, phi3_small.ALIKE),
+    "grove-moe": (grove_moe, grove_moe.CONFIG),
+    "smallthinker": (smallthinker, smallthinker.CONFIG),
+    "smallthinker-softmax": (smallthinker, smallthinker.SOFTMAX),
+    "xverse-moe": (xverse_moe, xverse_moe.CONFIG),
+    "step-3": (step3, step3.CONFIG),
+    "pangu-ultra-moe": (pangu_ultra_moe, pangu_ultra_moe.CONFIG),
 }
-OF_GATE = ("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small")
+OF_GATE = (
+    *("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small", "grove-moe", "smallthinker"),
+    *("step-3", "pangu-ultra-moe"),
+)
 """The others are slow: they differ from one of these by names and keys."""
 BOUNDS = {"kimi-k3": 5e-4}
 """Of those in which float32 itself loses more: its reference in float32 is off by 3.4e-4."""

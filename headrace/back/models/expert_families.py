@@ -60,5 +60,8 @@ EXPERTS_PUBLISHED: Mapping[str, str] = {
     "DeepseekForCausalLM": "deepseek_moe",
     **dict.fromkeys(("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"), "bailing_moe"),
     "Param2MoEForCausalLM": "bailing_moe",
+    **{"GroveMoeForCausalLM": "grove_moe", "SmallThinkerForCausalLM": "smallthinker"},
+    **{"XverseMoeForCausalLM": "xverse_moe", "PanguUltraMoEForCausalLM": "pangu_ultra_moe"},
+    "Step3TextForCausalLM": "step3",
 }
 """The same under names that `transformers` has no class for."""

@@ -99,11 +99,50 @@ def _param2(config: ConfigReader) -> Keys:
     }
 
 
+def _smallthinker(config: ConfigReader) -> Keys:
+    """Layers with windows by their kinds."""
+    slides = config.list("sliding_window_layout", (), of=int)
+    kinds = ("full_attention", "sliding_attention")
+    keys: Keys = {"tie_word_embeddings": config.bool("tie_word_embeddings", True)}
+    if any(slides):
+        keys["layer_types"] = [kinds[bool(one)] for one in slides]
+        keys["sliding_window"] = config.int("sliding_window_size", 4096, ge=1)
+    return keys
+
+
+def _pangu_ultra(config: ConfigReader) -> Keys:
+    """The first models' names of DeepSeek's keys."""
+    return called(
+        config,
+        {
+            "attention_q_lora_dim": "q_lora_rank",
+            "attention_kv_lora_dim": "kv_lora_rank",
+            "attention_qk_dim": "qk_nope_head_dim",
+            "attention_qk_rope_dim": "qk_rope_head_dim",
+            "attention_v_dim": "v_head_dim",
+            "num_dense_layers": "first_k_dense_replace",
+            "num_routed_experts": "n_routed_experts",
+            "num_mtp_layers": "num_nextn_predict_layers",
+        },
+    )
+
+
+def _step3(config: ConfigReader) -> Keys:
+    """One key and value for all heads, unless it says otherwise."""
+    names = {"max_seq_len": "max_position_embeddings"}
+    names["max_position_embedding"] = "max_position_embeddings"
+    groups = config.int("num_attention_groups", 1, ge=1)
+    return {"num_key_value_heads": groups, **called(config, names)}
+
+
 EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "Inkling2ForConditionalGeneration": _inkling_2,
     **dict.fromkeys(("Grok1ForCausalLM", "GrokForCausalLM"), _grok),
     "Grok1ModelForCausalLM": _first_grok,
     "Param2MoEForCausalLM": _param2,
+    "SmallThinkerForCausalLM": _smallthinker,
+    "PanguUltraMoEForCausalLM": _pangu_ultra,
+    "Step3TextForCausalLM": _step3,
     **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), _mimo_v2),
 }
 """By the name of the architecture."""

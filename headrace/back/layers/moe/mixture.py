@@ -179,6 +179,12 @@ class Mixture:
     ) -> torch.Tensor:
         """This rank's share of y_TE; the router reads `routed_TE`, and chooses among `stated_TX`,
         if they are stated."""
+        return self.of_chosen(x_TE, *self.routes(routed_TE, stated_TX))
+
+    def routes(
+        self, routed_TE: torch.Tensor, stated_TX: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """expert_TK and weight_TK: see `mixed`."""
         logits_TG, cap = self._logits(routed_TE), self._spec.router.softcap
         if cap:
             logits_TG = logits_TG.div_(cap).tanh_().mul_(cap)
@@ -189,6 +195,12 @@ class Mixture:
         else:
             expert_TK, weight_TK = self._route(logits_TG)
         self._scope.ledger.routing.see(expert_TK[:, : self._spec.router.top_k])
+        return expert_TK, weight_TK
+
+    def of_chosen(
+        self, x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's share of what the chosen experts make of x."""
         if self._spec.router.idle:
             return self._beside_idle(x_TE, expert_TK, weight_TK)
         if self._spec.router.weighs_inputs:
