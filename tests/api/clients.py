@@ -21,6 +21,10 @@ class Deferred:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith(
+            "_"
+        ):  # pytest asks everything in a module whether it wraps a fixture
+            raise AttributeError(attribute)
         return getattr(import_module(self._name), attribute)
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
-from transformers.integrations.bitnet import pack_weights
 
 import headrace.back.kernels.linear_blocks.layout as linear_blocks
 import headrace.back.kernels.linear_quant.layout as linear_quant
@@ -93,6 +92,8 @@ def int8(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
 
 
 def bitnet(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    from transformers.integrations.bitnet import pack_weights  # brings in torch's compiler: 1 s
+
     scale = weight.abs().mean()
     values = (weight / scale).round().clamp(-1, 1)
     stored = {f"{name}.weight": pack_weights(values.clone()), f"{name}.weight_scale": scale[None]}
