@@ -20,7 +20,16 @@ from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import describe
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
 from tests.models.paged import random_rows, teacher_forced
-from tests.models.test_parity import CASES, LENGTHS, SIZES, compare, rope
+from tests.models.test_parity import (
+    CASES,
+    LATENT,
+    LENGTHS,
+    ROUTED,
+    SIZES,
+    YARN,
+    compare,
+    rope,
+)
 from tests.references import jais
 
 Tensors = dict[str, torch.Tensor]
@@ -147,6 +156,75 @@ def kormo(tensors: Tensors) -> Tensors:
         tensors,
         ("input_layernorm", "pre_attention_layernorm"),
         ("post_attention_layernorm", "pre_mlp_layernorm"),
+    )
+
+
+def with_image_experts(tensors: Tensors) -> Tensors:
+    """InternLM 2's tensors beside MLPs of images."""
+    kept = internlm2(tensors)
+    further = {
+        name.replace("feed_forward", "feed_forward_ve"): tensor + 1
+        for name, tensor in kept.items()
+        if "feed_forward" in name
+    }
+    return kept | further
+
+
+def codeshell(tensors: Tensors) -> Tensors:
+    return renamed(
+        merged(tensors, "self_attn", "c_attn", by_group=False, biased=True),
+        (r"model\.layers", "transformer.h"),
+        (r"model\.norm", "transformer.ln_f"),
+        (r"model\.embed_tokens", "transformer.wte"),
+        ("o_proj", "c_proj"),
+        ("self_attn", "attn"),
+        ("input_layernorm", "ln_1"),
+        ("post_attention_layernorm", "ln_2"),
+    )
+
+
+def hf_olmo(tensors: Tensors) -> Tensors:
+    """Up and gate projections in one tensor, in this order."""
+    kept = merged(tensors, "self_attn", "att_proj", by_group=False)
+    for up in [name for name in kept if "up_proj" in name]:
+        pair = kept.pop(up), kept.pop(up.replace("up_proj", "gate_proj"))
+        kept[up.replace("up_proj", "ff_proj")] = torch.cat(pair)
+    return renamed(
+        kept,
+        (r"model\.layers", "model.transformer.blocks"),
+        (r"model\.embed_tokens", "model.transformer.wte"),
+        (r"self_attn\.", ""),
+        ("o_proj", "attn_out"),
+        (r"mlp\.(ff_proj|down_proj)", r"\1"),
+        ("down_proj", "ff_out"),
+        ("lm_head", "model.transformer.ff_out"),
+    )
+
+
+def bitnet(tensors: Tensors) -> Tensors:
+    return renamed(tensors, ("attn_sub_norm", "inner_attn_ln"), ("ffn_sub_norm", "ffn_layernorm"))
+
+
+def fairseq2(tensors: Tensors) -> Tensors:
+    """Rows of queries and keys such that neighbours turn."""
+    turned = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            halves = tensor.view(-1, 2, HEAD_DIM // 2, tensor.shape[1])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        turned[name] = tensor.contiguous()
+    return renamed(
+        turned,
+        (r"model\.embed_tokens", "decoder_frontend.embed"),
+        (r"model\.norm", "decoder.layer_norm"),
+        (r"model\.", "decoder."),
+        ("lm_head", "final_proj"),
+        ("input_layernorm", "self_attn_layer_norm"),
+        ("post_attention_layernorm", "ffn_layer_norm"),
+        ("o_proj", "output_proj"),
+        (r"mlp\.up_proj", "ffn.inner_proj"),
+        (r"mlp\.down_proj", "ffn.output_proj"),
+        (r"mlp\.gate_proj", "ffn.gate_proj"),
     )
 
 
@@ -343,6 +421,64 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Callable]] 
         bailing,
     ),
     "ling-2": ("BailingMoeV2", "glm4-moe", {}, {**V2, "rope_theta": 500.0}, bailing),
+    "internlm2-ve": ("InternLM2VE", "llama", rope(), {**THETA, "bias": False}, with_image_experts),
+    "tele-flm": (
+        "TeleFLM",
+        "granite",
+        {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": HEAD_DIM**-0.5},
+            **{"residual_multiplier": 1.0, "logits_scaling": 2.5, **rope()},
+        },
+        {
+            **{**THETA, "use_mup": True, "input_mult": 3.0, "output_mult": 2.0},
+            "mup_scale_factor": 5.0,
+        },
+        as_they_are,
+    ),
+    "codeshell": (
+        "CodeShell",
+        "starcoder2",
+        {"sliding_window": None, "tie_word_embeddings": False, **rope(rope_theta=1e4)},
+        {
+            **{"n_embd": 48, "n_layer": 3, "n_head": HEADS, "n_inner": 80, "n_positions": 128},
+            **{"num_query_groups": KV_HEADS, "group_query_attention": True},
+            **{"activation_function": "gelu_pytorch_tanh", "position_embedding_type": "rope"},
+            **dict.fromkeys(("num_key_value_heads", "intermediate_size", "hidden_size")),
+            **{"num_hidden_layers": 3, "num_attention_heads": HEADS, "hidden_size": 48},
+        },
+        codeshell,
+    ),
+    "hf-olmo": (
+        "OLMo",
+        "olmo",
+        {"clip_qkv": 0.4, **rope(rope_theta=1e4)},
+        {
+            **{"d_model": 48, "n_layers": 3, "n_heads": HEADS, "n_kv_heads": KV_HEADS},
+            **{"mlp_hidden_size": 160, "max_sequence_length": 128, "embedding_size": 97},
+            **{"vocab_size": 90, "weight_tying": False, "rope": True, "include_bias": False},
+            **{"layer_norm_with_affine": False, "clip_qkv": 0.4, "hidden_size": None},
+            **dict.fromkeys(("intermediate_size", "num_hidden_layers", "num_attention_heads")),
+        },
+        hf_olmo,
+    ),
+    "bitnet-first": (
+        "Bitnet",
+        "bitnet",
+        {"hidden_act": "silu", "rms_norm_eps": 1e-6, **rope()},
+        {**THETA, "hidden_act": "silu", "tie_word_embeddings": False},
+        bitnet,
+    ),
+    "fairseq2": ("Fairseq2Llama", "llama", rope(), THETA, fairseq2),
+    "mistral-large-3": (
+        "MistralLarge3",
+        "deepseek-v3",
+        {},
+        {
+            **{**LATENT, **ROUTED, "norm_topk_prob": True, "rms_norm_eps": 1e-6},
+            **{"rope_theta": 500.0, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        },
+        as_they_are,
+    ),
 }
 
 
@@ -359,7 +495,14 @@ def publish(name: str, folder: Path, **changes: Any) -> Any:
     return oracle
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+SLOW = ("internlm2-ve", "bitnet-first", "mistral-large-3")
+"""They differ by names alone from others here."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in PUBLISHED],
+)
 def test_a_published_checkpoint_has_the_logits_of_the_class_it_copies(
     name: str, tmp_path: Path
 ) -> None:

@@ -28,8 +28,9 @@ from tests.references import (
     step3,
     xverse_moe,
 )
+from tests.references.small_decoders import SMALL, SmallDecoder
 
-REFERENCES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
+REFERENCES: dict[str, tuple[ModuleType | SmallDecoder, dict[str, Any]]] = {
     "grok-2": (grok, grok.CONFIG),
     "grok-1": (grok, grok.FIRST),
     "arctic": (arctic, arctic.CONFIG),
@@ -43,10 +44,11 @@ REFERENCES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "xverse-moe": (xverse_moe, xverse_moe.CONFIG),
     "step-3": (step3, step3.CONFIG),
     "pangu-ultra-moe": (pangu_ultra_moe, pangu_ultra_moe.CONFIG),
+    **SMALL,
 }
 OF_GATE = (
     *("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small", "grove-moe", "smallthinker"),
-    *("step-3", "pangu-ultra-moe"),
+    *("step-3", "pangu-ultra-moe", *SMALL),
 )
 """The others are slow: they differ from one of these by names and keys."""
 BOUNDS = {"kimi-k3": 5e-4}

@@ -21,11 +21,11 @@ from headrace.back.layers.attention_names import SEPARATE, AttentionNames
 from headrace.back.layers.chosen_positions import ChosenPositions, ChosenSizes
 from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
 from headrace.back.layers.indexer import ChoiceSpec
-from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
+from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mutual_attention import bind_attention
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm, SplitRMSNorm
 from headrace.back.layers.output_gate import OutputGate
-from headrace.back.layers.position_bias import RelativeBias
+from headrace.back.layers.position_bias import RelativeBias, RootBias
 from headrace.back.layers.qk_norm import HeadNorm, QKNorm
 from headrace.back.layers.query_scale import QueryScaling
 from headrace.back.layers.rope import Rope, RopeSpec
@@ -83,7 +83,7 @@ class AttentionSpec:
     value_eps: float | None = None
     keys_are_values: bool = False
     chooser: ChoiceSpec | None = None
-    position_bias: RelativeBias | None = None
+    position_bias: RelativeBias | RootBias | None = None
     late_length: int = 0
     out_width: int | None = None
     names: AttentionNames = SEPARATE
@@ -202,9 +202,9 @@ class Attention:
         self._heads, self._kv_heads = self._split[:2]
         self._cache_scales = scope.cache_scales_of(spec.kv_heads)
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
-        own = names.grouped
-        if spec.gate and spec.gate.name is None:
-            own = MergedTensor(name=names.query, parts=(0, 3), groups=spec.heads)
+        gated = spec.gate is not None and spec.gate.name is None
+        tiled = names.tiles(spec.heads, spec.kv_heads)
+        own = names.own_tensor(spec.heads, tiled, gated=gated)
         self._qkv = ColumnLinear(
             scope,
             spec.width,
@@ -224,6 +224,7 @@ class Attention:
             adds=adds,
             transposed=names.transposed,
             scale=spec.out_scale,
+            tiled=tiled,
         )
         self._out_norm = self._build_out_norm(value_dim)
         self._sinks = self._sinks_param() if spec.sinks else None

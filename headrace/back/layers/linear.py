@@ -7,7 +7,7 @@ take them from one that the checkpoint has merged itself. T tokens, I inputs, O 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,11 +26,22 @@ from headrace.back.parallel.shard import Part, Shard, divided, local_size
 @dataclass(frozen=True, kw_only=True)
 class MergedTensor:
     """A checkpoint tensor that holds several parts of a ColumnLinear, by their places there: one
-    after the other, or, with `groups`, the first group's share of each, then the next group's."""
+    after the other, or, with `groups`, the first group's share of each, then the next group's.
+    `tiles`: of one part, which lies there in so many rounds over its groups; see tiled_rows."""
 
     name: str
     parts: tuple[int, ...]
     groups: int = 1
+    tiles: int = 1
+
+
+def tiled_rows(size: int, groups: int, tiles: int) -> Iterator[tuple[int, int, int]]:
+    """Where a checkpoint has `tiles` rounds of one head for each of `groups`, and we have each
+    group's heads one after the other: (its first row, our first row, rows) of each head."""
+    rows = size // (groups * tiles)
+    for tile in range(tiles):
+        for group in range(groups):
+            yield (tile * groups + group) * rows, (group * tiles + tile) * rows, rows
 
 
 class ColumnLinear:
@@ -109,6 +120,12 @@ class ColumnLinear:
         sizes = [part.size for part in self._parts]
         for tensor in self._tensors:
             place, *more = tensor.parts
+            if tensor.tiles > 1:
+                size = sizes[place]
+                for theirs, ours, count in tiled_rows(size, tensor.groups, tensor.tiles):
+                    offset = sum(sizes[:place]) + ours
+                    yield piece(tensor, size, offset=offset, rows=(theirs, count))
+                continue
             whole = sum(sizes[place] for place in tensor.parts)
             in_order = tensor.parts == tuple(range(place, place + len(tensor.parts)))
             alike = len({self._parts[part].scale for part in tensor.parts}) == 1
@@ -178,7 +195,8 @@ class RowLinear:
     `scope` is the layer's own; `part` describes the split of the inputs. The bias is added once,
     after the sum. `adds`: the result goes into the residual as it is; then the sum over the ranks
     is left to whoever adds it. `scale`: what the checkpoint's weight is multiplied with. `gates`:
-    the layer whose activation stands between the two, which may be left to this one.
+    the layer whose activation stands between the two, which may be left to this one. `tiled`:
+    groups and rounds of the inputs in the checkpoint, where these are not 1 (tiled_rows).
     """
 
     def __init__(
@@ -192,6 +210,7 @@ class RowLinear:
         transposed: bool = False,
         scale: float = 1.0,
         gates: ColumnLinear | None = None,
+        tiled: tuple[int, int] = (1, 1),
     ) -> None:
         self.project: Linear = not_loaded
         self._gates = gates
@@ -201,10 +220,14 @@ class RowLinear:
         self._scope = scope
         shard = Shard(axis="tp", dim=1, parts=(divided(part, scope.mesh.tp),))
         shape = (part.size, outputs) if transposed else (outputs, part.size)
-        piece = WeightPiece(
+        whole = WeightPiece(
             name=scope.name("weight"), shape=shape, transposed=transposed, scale=scale
         )
-        weight = scope.param("weight", (outputs, part.size), shard=shard, pieces=(piece,))
+        pieces = [whole]
+        if tiled != (1, 1):
+            rows = tiled_rows(part.size, *tiled)
+            pieces = [replace(whole, dim=1, rows=(at, n), offset=to) for at, to, n in rows]
+        weight = scope.param("weight", (outputs, part.size), shard=shard, pieces=tuple(pieces))
         self._weight, self._adapted = scope.quantized_gemm(weight), scope.adapted(weight)
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)

@@ -82,6 +82,18 @@ class SlopeBias:
         self.table = -local[:, None] * distance
 
 
+class RootBias:
+    """Scores fall by a head's slope times the square root of how many positions a key stands before
+    its query (Step-Audio; Huang et al. 2025), within `reach` positions. `table` as RelativeBias's
+    of one side."""
+
+    def __init__(self, scope: Scope, slopes: tuple[float, ...], *, reach: int) -> None:
+        self.reach = reach
+        local = torch.tensor(local_slopes(slopes, scope.mesh.tp), device=scope.device)
+        distance = torch.arange(reach + 1, device=scope.device, dtype=torch.float32)
+        self.table = -local[:, None] * distance.sqrt()
+
+
 def bucket_of(
     distance: torch.Tensor, buckets: int, max_distance: int, *, both_ways: bool
 ) -> torch.Tensor:

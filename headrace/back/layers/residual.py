@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from headrace.back.layers.gains import BranchGain, GainedNorm
 from headrace.back.layers.gated_block_norm import GatedBlockNorm
 from headrace.back.layers.head_layer import HeadLayer
 from headrace.back.layers.norm import LayerNorm, RMSNorm
@@ -18,7 +19,7 @@ from headrace.back.parallel.collectives import Partial
 Branch = torch.Tensor | Partial | None
 """What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a
 sum."""
-BlockNorm = RMSNorm | LayerNorm | GatedBlockNorm | HeadLayer
+BlockNorm = RMSNorm | LayerNorm | GatedBlockNorm | HeadLayer | BranchGain | GainedNorm
 
 
 class BlockNormSpec(Protocol):

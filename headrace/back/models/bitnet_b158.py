@@ -12,7 +12,7 @@ from headrace.base.config.hf import ConfigReader
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """BitNetForCausalLM."""
+    """BitNetForCausalLM, and BitnetForCausalLM, whose keys stand under common names besides."""
     sizes = read_sizes(config, default_activation="relu2", eps=1e-5)
     bias = config.bool("attention_bias", False)
     rope = read_rope(

@@ -18,6 +18,7 @@ from headrace.back.attention.plan import LAST, Batch, HiddenTaps
 from headrace.back.kernels.embedding.op import Embedding
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
+from headrace.back.layers.gains import EmbeddingSkipsSpec
 from headrace.back.layers.layer_tail import LayerInputsSpec
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.norm import RMS, NormSpec
@@ -103,7 +104,7 @@ class DecoderSpec:
     logits_normed: bool = False
     logits_bias: bool = False
     positions: PositionsSpec | None = None
-    layer_inputs: LayerInputsSpec | None = None
+    layer_inputs: LayerInputsSpec | EmbeddingSkipsSpec | None = None
     streams: ResidualStreamsSpec | None = None
     embedding_width: int | None = None
     embedding_beside: int | None = None

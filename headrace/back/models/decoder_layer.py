@@ -12,6 +12,7 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
+from headrace.back.layers.gains import SkipTailSpec
 from headrace.back.layers.layer_tail import LayerTailSpec, Tail
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardPlace, FeedForwardSpec
@@ -59,7 +60,7 @@ class LayerSpec:
     feed_forward: FeedForwardSpec | None = GATED_MLP
     branch_scale: float = 1.0
     normed_residual: tuple[float, float] | None = None
-    tail: LayerTailSpec | None = None
+    tail: LayerTailSpec | SkipTailSpec | None = None
     norms: Mapping[str, BlockNormSpec] = field(default_factory=dict)
 
     def build(self, scope: Scope, cache: int, sizes: DecoderSizes, norms: NormSpec) -> DecoderLayer:

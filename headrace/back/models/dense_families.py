@@ -100,5 +100,18 @@ DENSE_PUBLISHED: Mapping[str, str] = {
     "OuroForCausalLM": "ouro",
     "RWForCausalLM": "falcon",
     "StableLMEpochForCausalLM": "stablelm",
+    "MaincoderForCausalLM": "maincoder",
+    "SolarForCausalLM": "solar",
+    "PlamoForCausalLM": "plamo_13b",
+    "PLMForCausalLM": "plm",
+    "TeleFLMForCausalLM": "teleflm",
+    "Step1ForCausalLM": "step1",
+    "CodeShellForCausalLM": "codeshell",
+    "GPTRefactForCausalLM": "refact",
+    "BitnetForCausalLM": "bitnet_b158",
+    "OLMoForCausalLM": "hf_olmo",
+    "Fairseq2LlamaForCausalLM": "fairseq2_llama",
+    "InternLM2VEForCausalLM": "internlm2",
+    "TalkieForCausalLM": "talkie",
 }
 """The same under names that `transformers` has no class for."""

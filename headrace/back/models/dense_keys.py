@@ -179,6 +179,88 @@ def _plamo3(config: ConfigReader) -> Keys:
 WINDOW = "sliding_window"
 
 
+def _maincoder(config: ConfigReader) -> Keys:
+    return called(config, {"intermediate_size_mlp": "intermediate_size"})
+
+
+def _plamo(config: ConfigReader) -> Keys:
+    """So many query heads share a KV head."""
+    heads = config.int("num_attention_heads", ge=1)
+    shared = config.int("n_shared_head", 8, ge=1)
+    if heads % shared:
+        raise config.wrong("n_shared_head", f"a divisor of num_attention_heads ({heads})")
+    return {"num_key_value_heads": heads // shared}
+
+
+def _step1(config: ConfigReader) -> Keys:
+    names = {
+        "num_attention_groups": "num_key_value_heads",
+        "max_seq_len": "max_position_embeddings",
+    }
+    return called(config, names)
+
+
+def _codeshell(config: ConfigReader) -> Keys:
+    return called(config, {"num_query_groups": "num_key_value_heads"})
+
+
+def _refact(config: ConfigReader) -> Keys:
+    """Inner sizes are two thirds of what is stated, in whole multiples of 256."""
+    width = config.int("n_embd", aliases=("hidden_size",), ge=1)
+    inner = 2 * config.int("n_inner", 4 * width, ge=2) // 3
+    return {"num_key_value_heads": 1, "intermediate_size": -(-inner // 256) * 256}
+
+
+def _bitnet(config: ConfigReader) -> Keys:
+    """The defaults of Llama's class, from which the first BitNet was made. Weights that are stored
+    as they were trained are rounded by its code, which states their bits."""
+    if config.int("weight_bits", 16, ge=1) < 16:
+        raise config.wrong("weight_bits", "absent: weights as trained are not rounded at load")
+    return {
+        "hidden_act": config.str("hidden_act", "silu"),
+        "rms_norm_eps": config.float("rms_norm_eps", 1e-6, ge=0.0),
+        "rope_theta": config.float("rope_theta", 1e4, ge=1.0),
+    }
+
+
+def _olmo(config: ConfigReader) -> Keys:
+    """Inner sizes count gates and ups; the embedding may have rows behind the vocabulary, which the
+    head has too."""
+    width = config.int("d_model", ge=1)
+    heads = config.int("n_heads", ge=1)
+    shared = config.bool("multi_query_attention", False)
+    inner = config.int("mlp_hidden_size", None, ge=2)
+    if inner is None:
+        inner = config.int("mlp_ratio", 4, ge=1) * width
+    names = {"n_layers": "num_hidden_layers", "max_sequence_length": "max_position_embeddings"}
+    names["weight_tying"] = "tie_word_embeddings"
+    rows = config.int("vocab_size", ge=1)
+    return {
+        **called(config, names),
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.int("n_kv_heads", 1 if shared else heads, ge=1),
+        "intermediate_size": inner // 2,
+        "vocab_size": config.int("embedding_size", rows, ge=1),
+        "tie_word_embeddings": config.bool("weight_tying", True),
+    }
+
+
+def _talkie(config: ConfigReader) -> Keys:
+    """Keys of the first checkpoint, and of those converted from it."""
+    names = {
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_embd": "hidden_size",
+        "rope_base": "rope_theta",
+        "max_seq_len": "max_position_embeddings",
+    }
+    keys = called(config, names)
+    width = config.int("hidden_size", aliases=("n_embd",), ge=1)
+    inner = -(-(8 * width // 3) // 128) * 128
+    return {**keys, "intermediate_size": config.int("intermediate_size", inner, ge=1)}
+
+
 DENSE_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **dict.fromkeys(("ChatGLMModel", "ChatGLMForConditionalGeneration"), _chatglm),
     "QWenLMHeadModel": _qwen,
@@ -189,6 +271,14 @@ DENSE_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
         ("TeleChat2ForCausalLM", "TeleChatForCausalLM", "TelechatForCausalLM"), _telechat
     ),
     "OuroForCausalLM": _ouro,
+    "MaincoderForCausalLM": _maincoder,
+    "PlamoForCausalLM": _plamo,
+    "Step1ForCausalLM": _step1,
+    "CodeShellForCausalLM": _codeshell,
+    "GPTRefactForCausalLM": _refact,
+    "BitnetForCausalLM": _bitnet,
+    "OLMoForCausalLM": _olmo,
+    "TalkieForCausalLM": _talkie,
     "RWForCausalLM": _refined_web,
     **dict.fromkeys(("Plamo3ForCausalLM", "PLaMo3ForCausalLM"), _plamo3),
     **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), _cohere),

@@ -63,5 +63,6 @@ EXPERTS_PUBLISHED: Mapping[str, str] = {
     **{"GroveMoeForCausalLM": "grove_moe", "SmallThinkerForCausalLM": "smallthinker"},
     **{"XverseMoeForCausalLM": "xverse_moe", "PanguUltraMoEForCausalLM": "pangu_ultra_moe"},
     "Step3TextForCausalLM": "step3",
+    "MistralLarge3ForCausalLM": "deepseek",
 }
 """The same under names that `transformers` has no class for."""

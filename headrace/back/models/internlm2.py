@@ -25,7 +25,7 @@ MLP = GatedMLPSpec(name="feed_forward", gate="w1", up="w3", down="w2")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """InternLM2ForCausalLM."""
+    """InternLM2ForCausalLM, InternLM2VEForCausalLM: the latter's MLPs of images are not read."""
     sizes = read_sizes(config)
     bias = config.bool("bias", False)
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
@@ -36,4 +36,12 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         placement=PLACEMENT,
         feed_forward=MLP,
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers, names=NAMES))
+    return Decoder(
+        scope,
+        DecoderSpec(
+            sizes=sizes,
+            layers=(layer,) * sizes.layers,
+            names=NAMES,
+            ignored=(r".*\.feed_forward_ve\..*",),
+        ),
+    )

@@ -16,12 +16,14 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 
 def llama_decoder(
-    scope: Scope, config: ConfigReader, *, ignored: tuple[str, ...] = ()
+    scope: Scope, config: ConfigReader, *, ignored: tuple[str, ...] = (), layout: str = "half"
 ) -> DecoderSpec:
-    """Llama's decoder; `ignored`: see DecoderSpec."""
+    """Llama's decoder; `ignored`: see DecoderSpec; `layout` of the rotation: see kernels/rope."""
     sizes = read_sizes(config)
     bias = config.bool("attention_bias", False)
-    rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
+    rope = read_rope(
+        config, head_dim=sizes.head_dim, max_positions=scope.max_positions, layout=layout
+    )
     layer = LayerSpec(
         mixer=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias),
         feed_forward=GatedMLPSpec(bias=config.bool("mlp_bias", False)),

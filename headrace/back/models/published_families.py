@@ -18,6 +18,22 @@ PUBLISHED: Mapping[str, str] = {
     **RECURRENT_DECODERS_PUBLISHED,
 }
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "BitnetForCausalLM": (
+        (r"\.inner_attn_ln\.", ".attn_sub_norm."),
+        (r"\.ffn_layernorm\.", ".ffn_sub_norm."),
+    ),
+    "Fairseq2LlamaForCausalLM": (
+        (r"^decoder_frontend\.embed\.", "model.embed_tokens."),
+        (r"^decoder\.", "model."),
+        (r"^final_proj\.", "lm_head."),
+        (r"\.self_attn_layer_norm\.", ".input_layernorm."),
+        (r"\.ffn_layer_norm\.", ".post_attention_layernorm."),
+        (r"\.layer_norm\.", ".norm."),
+        (r"\.self_attn\.output_proj\.", ".self_attn.o_proj."),
+        (r"\.ffn\.gate_proj\.", ".mlp.gate_proj."),
+        (r"\.ffn\.inner_proj\.", ".mlp.up_proj."),
+        (r"\.ffn\.output_proj\.", ".mlp.down_proj."),
+    ),
     "YiForCausalLM": (
         (r"\.ln1\.", ".input_layernorm."),
         (r"\.ln2\.", ".post_attention_layernorm."),
@@ -51,7 +67,6 @@ DIFFUSION = (
 NOT_BUILT: Mapping[str, str] = {
     **dict.fromkeys(DIFFUSION, "it fills in many tokens at once, in any order"),
     "Phi4FlashForCausalLM": "its upper layers share the state and the cache of one below",
-    "SolarForCausalLM": "its layers are skipped by residuals of others",
     "IQuestLoopCoderForCausalLM": "a token of its second time sees two caches",
 }
 """Architectures that are asked for, and why they do not run; checkpoints of them bring code."""

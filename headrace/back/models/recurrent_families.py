@@ -46,7 +46,7 @@ RECURRENT_DECODERS_PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"), "minimax_text_01"),
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), "rwkv7"),
     "Rwkv6ForCausalLM": "rwkv6",
-    "Plamo2ForCausalLM": "plamo2",
+    **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), "plamo2"),
     "RwkvHybridForCausalLM": "rwkv_hybrid",
 }
 """The same under names that `transformers` has no class for."""

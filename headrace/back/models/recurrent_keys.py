@@ -41,7 +41,7 @@ def _unbounded(config: ConfigReader) -> Keys:
 
 
 RECURRENT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
-    "Plamo2ForCausalLM": _plamo2,
+    **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), _plamo2),
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),
 }
 """By the name of the architecture."""
