@@ -23,6 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from headrace.base.errors import EngineError, HeadraceError, TooLarge, Unavailable
+from headrace.front.server.http.failures import failure_of
+
 log = logging.getLogger(__name__)
 PASSING = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"})
 METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS", "HEAD")
@@ -90,7 +93,7 @@ class PromptRouter:
     async def _answer(self, request: Request) -> Response:
         content = await _body(request)
         if content is None:
-            return _error(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            return _failed(TooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes"))
         if request.method == "POST" and request.url.path in PASSING:
             document = _splittable(content)
             if document is not None:
@@ -142,13 +145,16 @@ class PromptRouter:
                 continue
             except httpx.HTTPError as error:
                 upstream.busy -= 1
-                return _error(502, f"{upstream.url} ended the request ({type(error).__name__})")
+                ended = f"{upstream.url} ended the request ({type(error).__name__})"
+                return _failed(EngineError(ended), status=502)
             except BaseException:
                 upstream.busy -= 1
                 raise
             chunks = _chunks(upstream, reply)
             return StreamingResponse(chunks, reply.status_code, _headers(reply.headers))
-        return _error(503, "none of the servers that answer can be reached", {"Retry-After": "5"})
+        return _failed(
+            Unavailable("none of the servers that answer can be reached", retry_after_s=SPARED_S)
+        )
 
 
 def routing_app(router: PromptRouter) -> Starlette:
@@ -223,7 +229,9 @@ def _headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _CONNECTION}
 
 
-def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    kind = "invalid_request_error" if status < 500 else "service_unavailable"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return Response(orjson.dumps({"error": error}), status, headers, media_type="application/json")
+def _failed(error: HeadraceError, *, status: int | None = None) -> Response:
+    failure = failure_of(error, request_id="")
+    headers = {name.decode(): value.decode() for name, value in failure.headers()}
+    return Response(
+        failure.body(), status or failure.status, headers, media_type="application/json"
+    )

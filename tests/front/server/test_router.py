@@ -104,7 +104,7 @@ async def test_servers_that_are_not_there(closed: Upstream) -> None:
         assert answer.status_code == 200 and decode.bodies == [{"prompt": "x"}]
     async with _client(closed, closed) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x"})
-    assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+    assert answer.status_code == 503 and answer.headers["retry-after"] in ("5", "6")
     assert closed.busy == 0
 
 
