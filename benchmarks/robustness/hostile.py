@@ -50,6 +50,15 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/weight_checker": {"action": "checksum"},
     "/v1/admin/update_weights": {"model": "/nowhere"},
     "/apply-template": {"messages": SAID},
+    "/api/chat": {"messages": SAID, "options": {"num_predict": 1}},
+    "/api/generate": {"prompt": "fox", "raw": True, "options": {"num_predict": 1}},
+    "/api/embed": {"input": "fox"},
+    "/api/embeddings": {"prompt": "fox"},
+    "/api/show": {"model": "tiny"},
+    "/api/create": {"model": "x", "from": "tiny", "parameters": {"seed": 5}},
+    "/api/copy": {"source": "nobody", "destination": "y"},
+    "/api/delete": {"model": "nobody"},
+    "/api/pull": {"model": "tiny"},
     "/v1/messages/batches": {"requests": [{"custom_id": "a", "params": {"max_tokens": 1}}]},
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/batch": {"messages": [SAID], "max_tokens": 1},
@@ -179,8 +188,9 @@ def fields_of(route: ApiRoute) -> list[str]:
 
 
 def posted(row: str, path: str, body: object) -> Case:
-    """A POST of a JSON body."""
-    return Case(row, "POST", path, json.dumps(body).encode(), JSON)
+    """A JSON body, by the row's method; POST where there is none."""
+    method = row.partition(" ")[0] or "POST"
+    return Case(row, method, path, json.dumps(body).encode(), JSON)
 
 
 def field_cases(row: str, route: ApiRoute, *, step: int = 1) -> Iterator[Case]:
@@ -194,7 +204,7 @@ def field_cases(row: str, route: ApiRoute, *, step: int = 1) -> Iterator[Case]:
     for value in itertools.islice(BAD, *part):
         yield posted(row, route.path, value)
     for raw in itertools.islice(RAW_BODIES, *part):
-        yield Case(row, "POST", route.path, raw, JSON)
+        yield Case(row, row.partition(" ")[0], route.path, raw, JSON)
 
 
 def address_cases(row: str, route: ApiRoute) -> Iterator[Case]:
@@ -222,7 +232,7 @@ def any_case(random_: random.Random, row: str, route: ApiRoute) -> Case:
     if not route.bodies or random_.random() < 0.1:
         return random_.choice(list(address_cases(row, route)))
     if random_.random() < 0.1:
-        return Case(row, "POST", route.path, random_.choice(RAW_BODIES), JSON)
+        return Case(row, row.partition(" ")[0], route.path, random_.choice(RAW_BODIES), JSON)
     fields = random_.choices(fields_of(route), k=random_.randint(1, 3))
     body = {**ANSWERED[route.path], **{field: random_.choice(BAD) for field in fields}}
     if body.get("background"):  # nobody is there whose leaving would end it

@@ -33,7 +33,7 @@ LAYERS = {
     "front.server.conversation": 10.3,
     "front.server.administration": 10.4,
     "front.server.openai": 10.5, "front.server.responses": 10.5, "front.server.anthropic": 10.5,
-    "front.server.cohere": 10.5,
+    "front.server.cohere": 10.5, "front.server.ollama": 10.5,
     "front.server.native": 10.5, "front.server.pooling": 10.5, "front.server.decisions": 10.5,
     "front.server.grpc": 10.5, "front.server.batches": 10.5, "front.server.webui": 10.5,
     "front.server": 10.6,

@@ -187,6 +187,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             "of answers, to whoever has a key."
         ),
     ] = False
+    allow_pull: Annotated[
+        bool,
+        Meta(
+            description="Take POST /api/pull: whoever has a key may have models fetched into the local cache."
+        ),
+    ] = False
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
     metrics_compat: Annotated[
         Literal["none", "vllm"],

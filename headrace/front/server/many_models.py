@@ -79,6 +79,11 @@ class ManyModels:
         """See ModelChoice."""
         return list(self._index)
 
+    @property
+    def places(self) -> list[ModelPlace]:
+        """See ModelChoice."""
+        return [model.place for model in self._models]
+
     def check(self, name: str) -> None:
         """See ModelChoice."""
         self._named(name)

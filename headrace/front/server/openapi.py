@@ -60,7 +60,16 @@ class CohereError(msgspec.Struct, kw_only=True):
     message: str
 
 
-ERRORS: Mapping[str, type[msgspec.Struct]] = {"/v1/messages": MessagesError, "/v2/": CohereError}
+class OllamaError(msgspec.Struct, kw_only=True):
+    """The body of a failure under /api."""
+
+    error: str
+
+
+ERRORS: Mapping[str, type[msgspec.Struct]] = {
+    **{"/v1/messages": MessagesError, "/v2/": CohereError},
+    **{"/api/hello": Error, "/api/": OllamaError},
+}
 """The failures of paths that begin so, where their dialect has a shape of its own."""
 
 
@@ -165,7 +174,8 @@ def _parameters(route: ApiRoute) -> list[Json]:
 def _answer(route: ApiRoute) -> Json:
     content: Json = {"application/json": {}}
     if any("stream" in body.__struct_fields__ for body in route.bodies):
-        content["text/event-stream"] = {}
+        ollama = route.path.startswith("/api/")
+        content["application/x-ndjson" if ollama else "text/event-stream"] = {}
     return {"description": "The answer.", "content": content}
 
 

@@ -1,15 +1,11 @@
 """The table of routes: which path leads to which handler, and what a handler takes.
 
-A route with a JSON body reads it under its limits and runs its handler beside a watch on the
-connection; the watch ends the work when the client leaves. The OpenAPI document is made from this
-table."""
+What kinds of rows there are: route_kinds.py. The OpenAPI document is made from this table."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -30,8 +26,6 @@ from headrace.front.server.conversation.context import (
     SCOPE_KEY,
     LineRoute,
     RequestContext,
-    context_of,
-    json_response,
 )
 from headrace.front.server.conversation.generation import GenerateRequest
 from headrace.front.server.conversation.prompts import TokenizeRequest
@@ -40,10 +34,14 @@ from headrace.front.server.decisions import routes as decisions
 from headrace.front.server.decisions.schema import DecisionsRequest, SystemOneRequest
 from headrace.front.server.http.auth import PROBES
 from headrace.front.server.http.failures import ErrorFormat
-from headrace.front.server.http.limits import read_json
-from headrace.front.server.http.sse import until_gone
 from headrace.front.server.native import health, llama_cpp, requests, tokenize
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
+from headrace.front.server.ollama import changes as ollama_changes
+from headrace.front.server.ollama import models as ollama_models
+from headrace.front.server.ollama import pull as ollama_pull
+from headrace.front.server.ollama import routes as ollama
+from headrace.front.server.ollama import schema as ollama_schema
+from headrace.front.server.ollama.failures import SHAPE as OLLAMA
 from headrace.front.server.openai import audio, batch, chat, completions, generate, models, render
 from headrace.front.server.openai.derender import DERENDER_CHAT, DERENDER_COMPLETION
 from headrace.front.server.openapi import ApiRoute
@@ -68,44 +66,50 @@ from headrace.front.server.responses.schema import (
     MetadataRequest,
     ResponsesRequest,
 )
+from headrace.front.server.route_kinds import (
+    Reader,
+    administers,
+    posts,
+    posts_named,
+    posts_to,
+    reads,
+    uploads,
+)
 from headrace.front.server.webui import routes as webui
 from headrace.front.server.webui.pages import PAGES
 
 PUBLIC = PROBES | PAGES.keys()
 """Paths that need no key."""
-Reader = Callable[[RequestContext, Request], Awaitable[Response]]
-Writer = Callable[[RequestContext, Any], Any]
-Changer = Callable[[RequestContext, Request, Any], Awaitable[Response]]
 
 
 def table() -> list[ApiRoute]:
     """Every route there is."""
-    routes = [*_generation(), *_pooling(), *_tokens(), *_other_routes()]
-    routes.append(_route("/openapi.json", openapi.serving(routes, public=PUBLIC)))
+    routes = [*_generation(), *_pooling(), *_ollama(), *_tokens(), *_other_routes()]
+    routes.append(reads("/openapi.json", openapi.serving(routes, public=PUBLIC)))
     return routes
 
 
 def _generation() -> list[ApiRoute]:
     """What answers in words, by dialect, and batches of it."""
     return [
-        _posts("/v1/chat/completions", chat.post_chat, ChatRequest, queued=True),
-        _posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest, queued=True),
-        _posts("/v1/completions", completions.post_completions, CompletionRequest, queued=True),
-        _posts("/v1/messages", anthropic.post_messages, MessagesRequest, queued=True),
-        _posts("/v1/messages/count_tokens", anthropic.post_count_tokens, CountTokensRequest),
-        _posts("/v2/chat", cohere.post_chat, CohereChatRequest, queued=True),
-        _posts(
+        posts("/v1/chat/completions", chat.post_chat, ChatRequest, queued=True),
+        posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest, queued=True),
+        posts("/v1/completions", completions.post_completions, CompletionRequest, queued=True),
+        posts("/v1/messages", anthropic.post_messages, MessagesRequest, queued=True),
+        posts("/v1/messages/count_tokens", anthropic.post_count_tokens, CountTokensRequest),
+        posts("/v2/chat", cohere.post_chat, CohereChatRequest, queued=True),
+        posts(
             "/v1/responses", responses.post_responses, ResponsesRequest, sockets=True, queued=True
         ),
-        _posts("/v1/responses/input_tokens", responses.post_input_tokens, InputRequest),
-        _posts("/v1/responses/compact", compact.post_compact, InputRequest, queued=True),
-        _route("/v1/responses/{id}", responses.get_response),
-        _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
-        _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
-        _route("/v1/responses/{id}/input_items", responses.get_input_items),
+        posts("/v1/responses/input_tokens", responses.post_input_tokens, InputRequest),
+        posts("/v1/responses/compact", compact.post_compact, InputRequest, queued=True),
+        reads("/v1/responses/{id}", responses.get_response),
+        reads("/v1/responses/{id}", responses.delete_response, "DELETE"),
+        reads("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
+        reads("/v1/responses/{id}/input_items", responses.get_input_items),
         *_conversations(),
-        _posts("/invocations", invocations.post_invocations, *invocations.BODIES, queued=True),
-        _route("/api/hello", anthropic.get_hello),
+        posts("/invocations", invocations.post_invocations, *invocations.BODIES, queued=True),
+        reads("/api/hello", anthropic.get_hello),
     ]
 
 
@@ -113,97 +117,127 @@ def _conversations() -> list[ApiRoute]:
     """What the Responses dialect keeps under an id."""
     one = "/v1/conversations/{id}"
     return [
-        _posts("/v1/conversations", conversations.post_conversations, ConversationRequest),
-        _route(one, conversations.get_conversation),
-        _posts_to(one, conversations.post_metadata, MetadataRequest),
-        _route(one, conversations.delete_conversation, "DELETE"),
-        _posts_to(f"{one}/items", conversations.post_items, ItemsRequest),
-        _route(f"{one}/items", conversations.get_items),
-        _route(f"{one}/items/{{item}}", conversations.get_item),
-        _route(f"{one}/items/{{item}}", conversations.delete_item, "DELETE"),
+        posts("/v1/conversations", conversations.post_conversations, ConversationRequest),
+        reads(one, conversations.get_conversation),
+        posts_to(one, conversations.post_metadata, MetadataRequest),
+        reads(one, conversations.delete_conversation, "DELETE"),
+        posts_to(f"{one}/items", conversations.post_items, ItemsRequest),
+        reads(f"{one}/items", conversations.get_items),
+        reads(f"{one}/items/{{item}}", conversations.get_item),
+        reads(f"{one}/items/{{item}}", conversations.delete_item, "DELETE"),
     ]
 
 
 def _pooling() -> list[ApiRoute]:
     """What answers in vectors, classes and scores."""
     return [
-        _posts("/v1/embeddings", pooling.post_embeddings, EmbeddingRequest, queued=True),
-        _posts("/v2/embed", post_cohere_embed, CohereEmbedRequest, queued=True),
-        _posts("/pooling", pooling.post_pooling, PoolingRequest, queued=True),
-        _posts("/classify", pooling.post_classify, ClassifyRequest, queued=True),
+        posts("/v1/embeddings", pooling.post_embeddings, EmbeddingRequest, queued=True),
+        posts("/v2/embed", post_cohere_embed, CohereEmbedRequest, queued=True),
+        posts("/pooling", pooling.post_pooling, PoolingRequest, queued=True),
+        posts("/classify", pooling.post_classify, ClassifyRequest, queued=True),
         *(
-            _posts(path, scoring.post_score, ScoreRequest, queued=True)
+            posts(path, scoring.post_score, ScoreRequest, queued=True)
             for path in ("/score", "/v1/score")
         ),
         *(
-            _posts(path, scoring.post_rerank, RerankRequest, queued=True)
+            posts(path, scoring.post_rerank, RerankRequest, queued=True)
             for path in ("/rerank", "/v1/rerank", "/v2/rerank")
         ),
-        _posts(
+        posts(
             "/generative_scoring",
             generative.post_generative_scoring,
             GenerativeScoringRequest,
             queued=True,
         ),
-        _posts(
-            "/v1/decisions", decisions.posting(responses.chat_of), DecisionsRequest, queued=True
+        posts("/v1/decisions", decisions.posting(responses.chat_of), DecisionsRequest, queued=True),
+        posts("/v1/systemone", decisions.post_systemone, SystemOneRequest, queued=True),
+    ]
+
+
+def _ollama() -> list[ApiRoute]:
+    """Ollama's own routes. Their handlers choose the model: its name may be a client's own."""
+    return [
+        posts_named("/api/chat", ollama.post_chat, ollama_schema.OllamaChatRequest, queued=True),
+        posts_named(
+            "/api/generate", ollama.post_generate, ollama_schema.OllamaGenerateRequest, queued=True
         ),
-        _posts("/v1/systemone", decisions.post_systemone, SystemOneRequest, queued=True),
+        posts_named("/api/embed", ollama.post_embed, ollama_schema.OllamaEmbedRequest, queued=True),
+        posts_named(
+            "/api/embeddings",
+            ollama.post_embeddings,
+            ollama_schema.OllamaEmbeddingsRequest,
+            queued=True,
+        ),
+        posts_named("/api/show", ollama_models.post_show, ollama_schema.OllamaModelRequest),
+        posts_named("/api/create", ollama_changes.post_create, ollama_schema.OllamaCreateRequest),
+        posts_named("/api/copy", ollama_changes.post_copy, ollama_schema.OllamaCopyRequest),
+        posts_named(
+            "/api/delete",
+            ollama_changes.delete_model,
+            ollama_schema.OllamaModelRequest,
+            method="DELETE",
+        ),
+        posts_named("/api/pull", ollama_pull.post_pull, ollama_schema.OllamaPullRequest),
+        reads("/api/tags", ollama_models.get_tags),
+        reads("/api/ps", ollama_models.get_ps),
+        reads("/api/version", ollama_models.get_ollama_version),
+        reads("/api/push", ollama_changes.refuse, "POST"),
+        reads("/api/blobs/{id}", ollama_changes.refuse, "POST", "HEAD"),
     ]
 
 
 def _tokens() -> list[ApiRoute]:
     """Tokens in, tokens out."""
     return [
-        _posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
-        _posts("/inference/v1/abort_requests", requests.post_abort, requests.AbortRequest),
-        _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
-        _posts("/v1/chat/completions/derender", render.post_derender_chat, *DERENDER_CHAT),
-        _posts("/v1/messages/render", anthropic.post_render_messages, MessagesRequest),
-        _posts("/v1/responses/render", responses.post_render_responses, ResponsesRequest),
-        _posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
-        _posts("/v1/completions/derender", render.post_derender_completion, *DERENDER_COMPLETION),
-        _route("/tokenizer_info", tokenize.get_tokenizer_info),
-        _route("/props", llama_cpp.get_props),
-        _posts("/apply-template", llama_cpp.post_apply_template, ChatRequest),
-        _posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
-        _posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),
+        posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
+        posts("/inference/v1/abort_requests", requests.post_abort, requests.AbortRequest),
+        posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
+        posts("/v1/chat/completions/derender", render.post_derender_chat, *DERENDER_CHAT),
+        posts("/v1/messages/render", anthropic.post_render_messages, MessagesRequest),
+        posts("/v1/responses/render", responses.post_render_responses, ResponsesRequest),
+        posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
+        posts("/v1/completions/derender", render.post_derender_completion, *DERENDER_COMPLETION),
+        reads("/tokenizer_info", tokenize.get_tokenizer_info),
+        reads("/props", llama_cpp.get_props),
+        posts("/apply-template", llama_cpp.post_apply_template, ChatRequest),
+        posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
+        posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),
     ]
 
 
 def _other_routes() -> list[ApiRoute]:
     """Files, models, requests in flight, health, the page, administration."""
     return [
-        _uploads("/v1/audio/transcriptions", audio.post_transcription),
-        _uploads("/v1/audio/translations", audio.post_translation),
-        _uploads("/v1/files", batches.post_file),
-        _route("/v1/files", batches.get_files),
-        _route("/v1/files/{id}", batches.get_file),
-        _route("/v1/files/{id}", batches.delete_file, "DELETE"),
-        _route("/v1/files/{id}/content", batches.get_content),
-        _posts("/v1/batches", batches.post_batch, batches.BatchRequest),
-        _route("/v1/batches", batches.get_batches),
-        _route("/v1/batches/{id}", batches.get_batch),
-        _route("/v1/batches/{id}/cancel", batches.post_cancel, "POST"),
+        uploads("/v1/audio/transcriptions", audio.post_transcription),
+        uploads("/v1/audio/translations", audio.post_translation),
+        uploads("/v1/files", batches.post_file),
+        reads("/v1/files", batches.get_files),
+        reads("/v1/files/{id}", batches.get_file),
+        reads("/v1/files/{id}", batches.delete_file, "DELETE"),
+        reads("/v1/files/{id}/content", batches.get_content),
+        posts("/v1/batches", batches.post_batch, batches.BatchRequest),
+        reads("/v1/batches", batches.get_batches),
+        reads("/v1/batches/{id}", batches.get_batch),
+        reads("/v1/batches/{id}/cancel", batches.post_cancel, "POST"),
         *_message_batches(),
-        _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
-        _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
-        _route("/v1/requests", requests.get_ledger),
-        _route("/slots", requests.get_slots),
-        _administers(slots.ROUTE),
-        _route("/v1/requests/{id}", requests.get_request),
+        reads("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
+        reads("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
+        reads("/v1/requests", requests.get_ledger),
+        reads("/slots", requests.get_slots),
+        administers(slots.ROUTE),
+        reads("/v1/requests/{id}", requests.get_request),
         *(
-            _route(path, health.probing(state), "GET", *(["POST"] if path == "/ping" else []))
+            reads(path, health.probing(state), "GET", *(["POST"] if path == "/ping" else []))
             for path, state in health.PROBES.items()
         ),
-        _route("/health/startup", health.get_startup),
-        _route("/health/generate", health.get_generate),
-        _route("/version", health.get_version),
-        _route("/load", health.get_load),
-        _route("/metrics", health.get_metrics),
-        *(_route(path, webui.get_page) for path in PAGES),
-        *(_administers(route) for route in named.NAMED),
-        *(_route(path, admin.refusing(path), "GET", "POST") for path in named.REFUSED),
+        reads("/health/startup", health.get_startup),
+        reads("/health/generate", health.get_generate),
+        reads("/version", health.get_version),
+        reads("/load", health.get_load),
+        reads("/metrics", health.get_metrics),
+        *(reads(path, webui.get_page) for path in PAGES),
+        *(administers(route) for route in named.NAMED),
+        *(reads(path, admin.refusing(path), "GET", "POST") for path in named.REFUSED),
     ]
 
 
@@ -211,12 +245,12 @@ def _message_batches() -> list[ApiRoute]:
     """Batches in Anthropic's form."""
     every, one = "/v1/messages/batches", "/v1/messages/batches/{id}"
     return [
-        _posts(every, message_batches.post_batch, message_batches.MessageBatchRequest),
-        _route(every, message_batches.get_batches),
-        _route(one, message_batches.get_batch),
-        _route(one, message_batches.delete_batch, "DELETE"),
-        _route(f"{one}/cancel", message_batches.post_cancel, "POST"),
-        _route(f"{one}/results", message_batches.get_results),
+        posts(every, message_batches.post_batch, message_batches.MessageBatchRequest),
+        reads(every, message_batches.get_batches),
+        reads(one, message_batches.get_batch),
+        reads(one, message_batches.delete_batch, "DELETE"),
+        reads(f"{one}/cancel", message_batches.post_cancel, "POST"),
+        reads(f"{one}/results", message_batches.get_results),
     ]
 
 
@@ -236,7 +270,7 @@ def line_routes() -> dict[str, LineRoute]:
 def admin_routes() -> list[ApiRoute]:
     """The admin API: a route for each operation."""
     return [
-        _administers(
+        administers(
             named.NamedRoute(
                 path=f"{PREFIX}/{operation.path or operation.name}",
                 operation=operation,
@@ -246,111 +280,6 @@ def admin_routes() -> list[ApiRoute]:
         )
         for operation in OPERATIONS
     ]
-
-
-def _route(path: str, handler: Reader, *methods: str) -> ApiRoute:
-    """A route without a body."""
-
-    async def endpoint(request: Request) -> Response:
-        context = context_of(request)
-        work = handler(context, request)
-        return await until_gone(request.receive, _awaited(work), abandon=context.services.abandon)
-
-    return ApiRoute(path, endpoint, methods=methods or ("GET",), doc=handler.__doc__ or "")
-
-
-def _uploads(path: str, handler: Reader) -> ApiRoute:
-    """A route whose handler reads the body itself."""
-
-    async def endpoint(request: Request) -> Response:
-        return await handler(context_of(request), request)
-
-    return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "")
-
-
-def _posts(
-    path: str,
-    handler: Writer,
-    *bodies: type[msgspec.Struct],
-    sockets: bool = False,
-    queued: bool = False,
-) -> ApiRoute:
-    """A route with a JSON body: read under its limits first, then handled until done or the client
-    leaves. `queued`: it needs the engine and a place in its queue, and is refused by its headers
-    while that is full."""
-
-    async def chosen(context: RequestContext, document: Any) -> Any:
-        if context.services.models is not None:
-            await context.choose_model(document, runs=queued)
-        return await handler(context, document)
-
-    async def endpoint(request: Request) -> Response:
-        if queued:
-            context = context_of(request)
-            context.services.engine.check_queue(context.deadline_s(None))
-        return await _handled(request, chosen, await _document(request))
-
-    doc = handler.__doc__ or ""
-    return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
-
-
-def _administers(route: named.NamedRoute) -> ApiRoute:
-    """A route of an operation: its fields stand in the query, the path, or a JSON body."""
-    operation = route.operation
-
-    async def endpoint(request: Request) -> Response:
-        context = context_of(request)
-        headers = request.headers
-        is_empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-        body: object = {} if is_empty else await _document(request)
-        fields = admin.fields_of(request, body, route.reads, route.fixed)
-        work = admin.answer(context, operation, fields)
-        document = await until_gone(request.receive, work, abandon=context.services.abandon)
-        # A health check by status: what it tells of a dead engine is no success.
-        status = 503 if document.get("status") == "unavailable" else 200
-        return json_response(route.answer(document), status=status)
-
-    return ApiRoute(
-        route.path,
-        endpoint,
-        methods=route.methods or (operation.method,),
-        doc=operation.doc,
-        bodies=(route.reads,) if route.has_body and route.reads.__struct_fields__ else (),
-        query=None if route.has_body else route.reads,
-        defaults=route.fixed,
-    )
-
-
-async def _document(request: Request) -> object:
-    """The JSON body, read under the server's limits."""
-    context = context_of(request)
-    spec = context.services.server
-    length = request.headers.get("content-length", "0")
-    context.body_bytes = int(length) if length.isdecimal() else 0
-    return await read_json(request, spec, context.make_room, context.services.body_checks)
-
-
-async def _handled(request: Request, handler: Writer, document: object) -> Response:
-    """Until it is done or the client leaves."""
-    context = context_of(request)
-    response: Response = await until_gone(
-        request.receive, handler(context, document), abandon=context.services.abandon
-    )
-    return response
-
-
-def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> ApiRoute:
-    """A route with a JSON body for the thing that its path names."""
-
-    async def endpoint(request: Request) -> Response:
-        context = context_of(request)
-        services = context.services
-        document = await read_json(
-            request, services.server, context.make_room, services.body_checks
-        )
-        return await handler(context, request, document)
-
-    return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "", bodies=bodies)
 
 
 def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
@@ -371,12 +300,10 @@ def shape_of(scope: Scope) -> ErrorFormat:
         return ANTHROPIC
     if path == "/v2/chat":
         return COHERE
+    if path.startswith("/api/") and path not in PUBLIC:
+        return OLLAMA
     named = any(name == b"anthropic-version" for name, _ in scope["headers"])
     if named and path.startswith("/v1/models"):
         return ANTHROPIC
     context: RequestContext = scope[SCOPE_KEY]
     return context.services.errors
-
-
-async def _awaited(work: Awaitable[Response]) -> Response:
-    return await work

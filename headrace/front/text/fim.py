@@ -33,18 +33,26 @@ MARKERS = (
 )
 
 
-def between(tokenizer: Tokenizer, prompt_ids: Sequence[int], suffix: str) -> list[int]:
-    """The prompt that asks for what stands between `prompt_ids` and `suffix`."""
+def markers_of(tokenizer: Tokenizer) -> tuple[Markers, list[int]] | None:
+    """The control tokens for insertion that the vocabulary has, and their ids; None: it has
+    none."""
     for markers in MARKERS:
         names = (markers.prefix, markers.suffix, markers.middle)
         ids = [tokenizer.token_id(name) for name in names if name]
-        if None not in ids:
-            break
-    else:
+        known = [i for i in ids if i is not None]
+        if len(known) == len(ids):
+            return markers, known
+    return None
+
+
+def between(tokenizer: Tokenizer, prompt_ids: Sequence[int], suffix: str) -> list[int]:
+    """The prompt that asks for what stands between `prompt_ids` and `suffix`."""
+    known_markers = markers_of(tokenizer)
+    if known_markers is None:
         raise InvalidRequest(
             "suffix: this model's vocabulary has no tokens for insertion", field="suffix"
         )
-    known = [i for i in ids if i is not None]
+    markers, known = known_markers
     bos = tokenizer.special_id("bos_token")
     start = list(prompt_ids[:1]) if prompt_ids and prompt_ids[0] == bos else []
     prefix = [known[0], *prompt_ids[len(start) :]]

@@ -26,6 +26,11 @@ class ModelChoice(Protocol):
         """Every name that requests may give."""
         ...
 
+    @property
+    def places(self) -> list[ModelPlace]:
+        """Every model, with its files."""
+        ...
+
     def check(self, name: str) -> None:
         """ModelNotFound, with the names there are, for any other."""
         ...

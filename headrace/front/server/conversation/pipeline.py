@@ -227,13 +227,14 @@ async def streamed(
     *,
     shape: ErrorFormat | None = None,
     pads: bool = False,
+    kind: type[EventStream] = EventStream,
 ) -> Response:
     """The answer that sends `chunks`; what fails before the first of them keeps its own status.
-    `pads`: the chunks come in few sizes, whatever text they hold."""
+    `pads`: the chunks come in few sizes, whatever text they hold. `kind`: how they are sent."""
     chunks = padded(chunks) if pads else chunks
     ping_s = context.services.server.ping_interval_s
     first = await started(chunks, context.queued, patience_s=ping_s)
-    return EventStream(
+    return kind(
         first,
         chunks,
         request_id=context.request_id,

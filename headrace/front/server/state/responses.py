@@ -18,6 +18,7 @@ import msgspec
 
 from headrace.base.errors import ContextTooLong
 from headrace.front.server.state.database import Database
+from headrace.front.server.state.named_models import NamedModelStore
 from headrace.front.server.state.sealing import SECRET_BYTES
 
 ROW_BYTES = 512
@@ -68,7 +69,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseStore:
-    """See the module. Every method is one transaction off the event loop."""
+    """See the module. Every method is one transaction off the event loop. `named_models` lie in the
+    same database."""
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class ResponseStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
+        self.named_models = NamedModelStore(database)
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
