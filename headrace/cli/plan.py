@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -129,11 +130,12 @@ def _predict(
 
     engine, sample = resolved.engine, None
     spec, kv, ranks = engine.model, engine.kv, engine.device.tensor_parallel
+    share: dict[str, Any] = {"block_tokens": kv.block_tokens, "tensor_parallel": ranks}
+    share["expert_parallel"] = engine.device.expert_parallel
     absent = None if device is None or spec.family == FALLBACK else FAKES[device.name]
     model = build_without_memory(
         spec,
-        block_tokens=kv.block_tokens,
-        tensor_parallel=ranks,
+        **share,
         planned="cuda" if absent is not None and absent.kind == "cuda" else "",
         stored={} if absent is None else stored_on_absent_device(spec, absent),
     )
@@ -141,9 +143,7 @@ def _predict(
     cost, choices = offloaded(model, spec, whole)
     if device is not None:
         target = device
-        kernels = kernels_on_absent_device(
-            spec, FAKES[device.name], block_tokens=kv.block_tokens, tensor_parallel=ranks
-        )
+        kernels = kernels_on_absent_device(spec, FAKES[device.name], **share)
     else:
         target = probe_cpu(engine, memory_bytes=psutil.virtual_memory().available)
         if _can_be_sampled(resolved):

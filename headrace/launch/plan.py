@@ -23,7 +23,7 @@ from headrace.back.models.families import FALLBACK
 from headrace.back.models.load import load_model, open_source, stored_blocks
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
-from headrace.back.parallel.mesh import Axis, Mesh
+from headrace.back.parallel.mesh import Axis, Mesh, with_whole_experts
 from headrace.back.parallel.param import Param, local_shape
 from headrace.back.platforms import huge_pages
 from headrace.back.platforms.facts import DeviceFacts
@@ -49,17 +49,19 @@ def build_without_memory(
     *,
     block_tokens: int,
     tensor_parallel: int = 1,
+    expert_parallel: bool = False,
     planned: str = "",
     stored: Stored | None = None,
 ) -> LoadableModel:
-    """The model on the meta device; the first rank's share if there are several. `planned` and
-    `stored`: see Scope."""
+    """The model on the meta device; the first rank's share if there are several. `expert_parallel`:
+    see DeviceSpec; `planned` and `stored`: see Scope."""
     ranks = tensor_parallel
     # Nothing is summed on the meta device.
     group = None
     if ranks > 1:
         group = dist.ProcessGroup(0, ranks)  # type: ignore[call-arg]  # missing in the stub
     mesh = Mesh(tp=Axis(size=ranks, group=group))
+    mesh = with_whole_experts(mesh) if expert_parallel else mesh
     meta = torch.device("meta")
     return build_model(
         spec, mesh=mesh, device=meta, block_tokens=block_tokens, planned=planned, stored=stored
@@ -176,7 +178,12 @@ def kernels_of(spec: ModelSpec, *, block_tokens: int) -> tuple[Decision, ...]:
 
 
 def kernels_on_absent_device(
-    spec: ModelSpec, device: DeviceFacts, *, block_tokens: int, tensor_parallel: int = 1
+    spec: ModelSpec,
+    device: DeviceFacts,
+    *,
+    block_tokens: int,
+    tensor_parallel: int = 1,
+    expert_parallel: bool = False,
 ) -> tuple[Decision, ...]:
     """The kernels that a GPU which is not here would be given, by what they say of themselves, with
     the reasons. Whether each agrees with its reference is seen there, at start."""
@@ -198,6 +205,7 @@ def kernels_on_absent_device(
             spec,
             block_tokens=block_tokens,
             tensor_parallel=tensor_parallel,
+            expert_parallel=expert_parallel,
             planned=device.kind,
             stored=stored,
         )

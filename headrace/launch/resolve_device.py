@@ -48,6 +48,7 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
         )
     if world > 1 and requested.executor == "inline":
         raise ConfigError(f"--executor inline runs one worker; {_split(requested)} needs processes")
+    _check_shares(requested)
     executor = choose.pick(
         "--executor",
         requested.executor,
@@ -83,6 +84,7 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
         pipeline_parallel=requested.pipeline_parallel,
         pipeline_layers=_stages(requested),
         sequence_parallel=requested.sequence_parallel,
+        expert_parallel=requested.enable_expert_parallel,
         threads=threads,
         memory_bytes=_gpu_bytes(requested.gpu_memory, kind, executor, machine, choose),
         cpus=cpus,
@@ -110,6 +112,16 @@ def _stages(requested: DeviceOptions) -> tuple[int, ...]:
             field="pipeline_layers",
         )
     return layers
+
+
+def _check_shares(requested: DeviceOptions) -> None:
+    """ConfigError for what only several devices of a layer can share."""
+    if requested.enable_expert_parallel and requested.tensor_parallel == 1:
+        raise ConfigError(
+            "--enable-expert-parallel shares out experts to the devices of --tensor-parallel, which is 1: raise "
+            "that, or leave it out",
+            field="enable_expert_parallel",
+        )
 
 
 def _other_cpus(machine: MachineFacts, cpus: tuple[int, ...]) -> tuple[int, ...]:

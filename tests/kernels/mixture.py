@@ -39,7 +39,12 @@ def route_problem(name: str, device: str) -> RouteProblem:
 
 
 def experts_problem(
-    dtype: torch.dtype, device: str, *, activation: str = "silu", odd: bool = False
+    dtype: torch.dtype,
+    device: str,
+    *,
+    activation: str = "silu",
+    odd: bool = False,
+    absent: bool = False,
 ) -> ExpertsProblem:
     is_oai = activation == "swiglu_oai"
     return ExpertsProblem(
@@ -52,6 +57,7 @@ def experts_problem(
         activation=activation,
         clamp={"swiglu_oai": 7.0, "swiglu_step": 0.4}.get(activation, 0.0),
         bias=is_oai,
+        absent=absent,
     )
 
 

@@ -285,9 +285,10 @@ def fill(model: LoadableModel, folder: Path) -> None:
         names = list(checkpoint.keys())
         stored = {name_of(name, model.weights.renamed): name for name in names}
         wanted = {copy.name for param in model.weights.params for copy in copies(param)}
+        known = {piece.name for param in model.weights.params for piece in param.pieces}
         extra = {
             name
-            for name in set(stored) - wanted
+            for name in set(stored) - known
             if not any(re.fullmatch(pattern, name) for pattern in model.weights.ignored)
         }
         assert wanted <= set(stored), f"missing: {sorted(wanted - set(stored))}"

@@ -1,6 +1,6 @@
 """One rank of test_tensor_parallel.py: run as a process, writes its logits to a file.
 
-python -m tests.models.tensor_parallel_rank RANK RANKS STORE FOLDER...
+python -m tests.models.tensor_parallel_rank RANK RANKS STORE [--whole-experts] FOLDER...
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from headrace.back.parallel.mesh import tensor_parallel_mesh
+from headrace.back.parallel.mesh import tensor_parallel_mesh, with_whole_experts
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec
 from tests.models.paged import random_rows, teacher_forced
 
 LENGTHS = (19, 11)
+WHOLE_EXPERTS = "--whole-experts"
 
 
 def main(rank: int, ranks: int, store: str, folders: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    for folder in folders:
+    whole = folders[0] == WHOLE_EXPERTS
+    for folder in folders[whole:]:
         spec = model_spec(Path(folder))
-        model = load_ours(spec, mesh=tensor_parallel_mesh())
+        mesh = tensor_parallel_mesh()
+        model = load_ours(spec, mesh=with_whole_experts(mesh) if whole else mesh)
         rows = random_rows(spec.logits_width, LENGTHS)
         logits = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
         torch.save(logits, Path(folder) / f"rank{rank}.pt")

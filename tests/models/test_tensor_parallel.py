@@ -4,7 +4,7 @@ weights stored as [inputs, outputs], query, key and value group by group."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.base.errors import ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.paged import random_rows, teacher_forced
-from tests.models.tensor_parallel_rank import LENGTHS
+from tests.models.tensor_parallel_rank import LENGTHS, WHOLE_EXPERTS
 from tests.models.test_parity import CASES, compare, tiny_config
 from tests.rank_processes import run_ranks
 
@@ -118,11 +118,28 @@ def test_inputs_that_ranks_cannot_share_are_refused_with_both_numbers(
 )
 def test_ranks_give_the_logits_of_one(count: int, others: Container[str], tmp_path: Path) -> None:
     """REG-057: gpt-oss has experts with biases, of which one rank alone adds those of the downs."""
-    names = [name for name in NAMES if name not in others]
+    compare_ranks([name for name in NAMES if name not in others], count, tmp_path)
+
+
+MIXTURES = (
+    "qwen2-moe", "gpt-oss", "deepseek-v3", "glm-dsa", "llama4", "granite-moe", "granite-hybrid-experts",
+    "nemotron-h-experts", "nemotron-h-latent-experts", "dbrx", "gemma4-experts", "minimax", "longcat-flash", "inkling",
+    "deepseek-v4", "lfm2-moe", "afmoe", "laguna", "kimi-linear", "qwen3-next", "minimax-m3", "mimo-v2-flash",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_with_whole_experts_give_the_logits_of_one(tmp_path: Path) -> None:
+    """PAR-12: every layout of experts, shared ones, biases, idle ones, experts over a latent."""
+    compare_ranks(MIXTURES, 2, tmp_path, WHOLE_EXPERTS)
+
+
+def compare_ranks(names: Sequence[str], count: int, tmp_path: Path, *words: str) -> None:
     folders = [tmp_path / name for name in names]
     for name, folder in zip(names, folders, strict=True):
         save_oracle(configuration(name, count), folder)
-    run_ranks("tests.models.tensor_parallel_rank", count, tmp_path / "store", *folders)
+    run_ranks("tests.models.tensor_parallel_rank", count, tmp_path / "store", *words, *folders)
     for name, folder in zip(names, folders, strict=True):
         spec = model_spec(folder)
         rows = random_rows(spec.logits_width, LENGTHS)

@@ -37,7 +37,7 @@ from headrace.back.executor.channel import (
 from headrace.back.executor.inline import StepThreads
 from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.resident import Resident, build_resident, set_threads
-from headrace.back.parallel.mesh import Mesh, staged_mesh
+from headrace.back.parallel.mesh import Mesh, staged_mesh, with_whole_experts
 from headrace.back.runner.results import LaunchedStep
 from headrace.base import extensions
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
@@ -63,7 +63,8 @@ def join_mesh(begin: StartWorker) -> Mesh:
         world_size=begin.world_size,
     )
     spec = begin.spec
-    return staged_mesh(spec.device.pipeline_parallel, ordered=spec.model.deterministic)
+    mesh = staged_mesh(spec.device.pipeline_parallel, ordered=spec.model.deterministic)
+    return with_whole_experts(mesh) if spec.device.expert_parallel else mesh
 
 
 def serve(channel: Channel) -> None:

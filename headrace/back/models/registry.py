@@ -107,6 +107,12 @@ def build_model(
     model = _build(spec, scope)
     if scope.online is not None:
         scope.online.check(scope.ledger.params)
+    whole_experts = mesh.ep.size > 1 and mesh.pp.size == 1  # a stage may have none
+    if whole_experts and not any(param.routed for param in scope.ledger.params):
+        raise ConfigError(
+            f"--enable-expert-parallel: a model of family {spec.family} has no routed experts here; leave it out",
+            field=mesh.ep.option,
+        )
     if scope.adapters is not None and model.adapters is None:
         raise ConfigError(
             f"--enable-lora: adapters are not applied in models of family {spec.family}",

@@ -1,13 +1,13 @@
 """The device mesh: how many ranks each kind of parallelism has, and where this rank stands.
 
 An *axis* is of the mesh, a *dim* is of a tensor. Ranks are numbered stage by stage of a pipeline:
-rank = pp * tp_size + tp. An axis of one rank exists as a size, so that a layer that asks for one is
-written once.
+rank = pp * tp_size + tp. The ranks of "ep", where it has several, are those of "tp": all have all
+tokens. An axis of one rank exists as a size, so that a layer that asks for one is written once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ OPTIONS = {
     "tp": "tensor_parallel",
     "pp": "pipeline_parallel",
     "dp": "data_parallel",
-    "ep": "expert_parallel",
+    "ep": "enable_expert_parallel",
 }
 """The option that sets each axis's size."""
 
@@ -127,6 +127,11 @@ def staged_mesh(stages: int, *, ordered: bool = False) -> Mesh:
             stage=stage, ranks=pp[place], forth=pp_groups[place], back=back_groups[place]
         ),
     )
+
+
+def with_whole_experts(mesh: Mesh) -> Mesh:
+    """The mesh whose tensor-parallel ranks have whole experts, and not a part of each."""
+    return replace(mesh, ep=replace(mesh.tp, name="ep", summing=None))
 
 
 def tp_ranks(size: int, stages: int) -> tuple[tuple[int, ...], ...]:

@@ -66,16 +66,6 @@ class Shard:
         return sum(_share(part, axis)[1] for part in self.parts)
 
 
-def expert_shard(axis: str, name: str, experts: int, rows: int, units: int) -> Shard:
-    """The split of `experts` weights of `rows` rows each that lie one after another in one 2-D
-    parameter: over "ep" whole experts, over another axis each expert's rows in `units` that stay
-    whole."""
-    if axis == "ep":
-        return Shard(axis=axis, dim=0, parts=(Part(f"experts of {name}", experts * rows, experts),))
-    each = tuple(Part(f"{name} of expert {i}", rows, units) for i in range(experts))
-    return Shard(axis=axis, dim=0, parts=each)
-
-
 def local_units(part: Part, axis: Axis) -> int:
     """Units of the part that this rank holds (at least one: fewer units than ranks are
     replicated)."""

@@ -41,6 +41,13 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
             "tokens: as many bytes are sent, and activations take a part of the memory."
         ),
     ] = False
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="The devices of --tensor-parallel share out the routed experts of mixtures as whole ones, "
+            "instead of a part of each; all else stays divided as it was."
+        ),
+    ] = False
     replicas: Annotated[
         Processes, Meta(description="Engine cores, each with a whole copy of the model.")
     ] = 1

@@ -196,7 +196,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     device (None: no bound). `cpus`: where those threads stay, `other_cpus`: where all else of the
     server does (empty: anywhere). `nodes`: NUMA nodes that memory is taken from in turns, if there
     are several. `pipeline_layers`: the layers of each of the `pipeline_parallel` stages, empty: as
-    many as make their bytes alike. `sequence_parallel`: see DeviceOptions."""
+    many as make their bytes alike. `sequence_parallel`: see DeviceOptions. `expert_parallel`: of
+    mixtures the tensor-parallel ranks have whole experts."""
 
     device: str
     executor: str
@@ -204,6 +205,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel: int = 1
     pipeline_layers: tuple[int, ...] = ()
     sequence_parallel: bool = False
+    expert_parallel: bool = False
     threads: int = 1
     memory_bytes: int | None = None
     cpus: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.back.kernels.linear_blocks.layout import LAYOUTS
+from headrace.back.layers.moe.split import ExpertSizes
 from headrace.back.layers.scope import Ledger, Scope
 from headrace.back.models.load.fill import check, fill
 from headrace.back.models.load.safetensors import SafetensorsSource
@@ -19,7 +20,7 @@ from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.bundle import Dim, Member, Number, Zeros
 from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.back.parallel.param import Param, WeightPiece, copies
-from headrace.back.parallel.shard import Part, Shard, expert_shard
+from headrace.back.parallel.shard import Part, Shard
 from headrace.back.quant.stored import blocks_of
 from headrace.base.errors import CheckpointError, ConfigError
 from tests.back.parallel.stored_forms import FORMS, StoredForm
@@ -168,7 +169,10 @@ def test_experts_are_split_by_the_same_shard_whole_or_each(form: StoredForm, axi
         checkpoint |= stored(form, f"experts.{e}.up", (rows, inputs), seed=9)
         name = f"experts.{e}.up.weight"
         pieces.append(WeightPiece(name=name, shape=(rows, inputs), offset=e * rows))
-    shard = expert_shard(axis, "up", experts, rows, rows // form.units[0])
+    each = Part("up", rows, rows // form.units[0])
+    sizes = ExpertSizes(experts=experts, width=inputs, inner=rows, axis=axis)
+    shard = sizes.split(Shard(axis="tp", dim=0, parts=(each,) * experts), rows=rows)
+    assert shard is not None
     whole = [meaning(form, checkpoint, f"experts.{e}.up") for e in range(experts)]
     for index in range(ranks):
         param = param_of(
@@ -177,13 +181,6 @@ def test_experts_are_split_by_the_same_shard_whole_or_each(form: StoredForm, axi
         load(param, checkpoint)
         ours = [w.chunk(ranks, 0)[index] for w in whole] if axis == "tp" else whole[2 * index :][:2]
         assert torch.equal(form.dequantize(param.take_members()), torch.cat(ours))
-
-
-def test_experts_that_ranks_cannot_share_are_refused_by_the_axis_option() -> None:
-    shard = expert_shard("ep", "up", 6, 8, 8)
-    with pytest.raises(ConfigError, match="expert_parallel 4 does not fit") as caught:
-        shard.spans(rank(0, 4, "ep"))
-    assert caught.value.field == "expert_parallel"
 
 
 def test_the_loader_checks_and_fills_every_tensor_of_a_bundle(tmp_path: Path) -> None:

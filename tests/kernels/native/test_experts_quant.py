@@ -81,6 +81,18 @@ def test_equals_the_definition_in_every_form(library, form, dtype):
         close(bind_with(library, problem, *weights)(*arguments), wanted, problem)
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4-g64"])
+def test_slots_without_an_expert_add_nothing(newest, form):
+    """PAR-12: rows of other ranks' experts are not even prepared."""
+    problem = problem_of(form, torch.float32, "swiglu_oai")
+    weights, (x, expert, weight) = weights_of(problem), arguments_of(problem, 9)
+    absent = plain.with_absent(replace(problem.mixture, absent=True), expert.clone())
+    run = bind_with(newest, problem, *weights)
+    kept = run(x, expert, weight.masked_fill(absent < 0, 0.0))
+    assert torch.allclose(run(x, absent, weight), kept, rtol=0, atol=2e-6 * float(kept.abs().max()))
+    assert not run(x, torch.full_like(expert, -1), weight).any()
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "swiglu_oai", "swiglu_step"])
 @pytest.mark.parametrize("form", ["int4-g32", "int8", "fp8"])
 def test_equals_the_definition_with_every_activation_at_odd_sizes(library, form, activation):

@@ -36,6 +36,21 @@ def test_experts_equal_the_reference(library, dtype, activation, odd):
     assert experts_op.OP.error(kernel, problem) <= BOUND[dtype]
 
 
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_slots_without_an_expert_add_nothing(library, activation):
+    """PAR-12: those of other ranks' experts; a token may have no other, and a step may."""
+    problem = experts_problem(torch.float32, "cpu", activation=activation, odd=True, absent=True)
+    sample = experts_op.OP.sample(problem)
+    x, expert, weight = sample.arguments
+    assert (expert == -1).all(1).any() and (expert == -1).any(0).all()
+    run = experts.bind_with(library, sample.problem, *sample.weights)
+    kept = run(x, expert.clamp(min=0), weight.masked_fill(expert < 0, 0.0))
+    assert torch.allclose(run(x, expert, weight), kept, rtol=0, atol=2e-6 * float(kept.abs().max()))
+    assert not run(x, torch.full_like(expert, -1), weight).any()
+    with pytest.raises(Exception, match="experts"):
+        run(x, torch.full_like(expert, -2), weight)
+
+
 @pytest.mark.parametrize("dtype", BOUND)
 def test_what_adapters_add_goes_in_front_of_the_activation(newest, dtype):
     problem = experts_problem(dtype, "cpu", activation="swiglu_oai", odd=True)

@@ -34,6 +34,14 @@ def test_experts_equal_the_reference(dtype, activation, odd):
     assert experts.OP.error(triton_experts.KERNEL, problem) <= BOUND[dtype]
 
 
+@pytest.mark.parametrize("blocks", [pytest.param((64,), marks=pytest.mark.slow), (4096,)])
+def test_slots_without_an_expert_add_nothing(blocks, monkeypatch):
+    """PAR-12: those of other ranks' experts, counted by each program and in blocks."""
+    monkeypatch.setattr(triton_dispatch, "ONE_BLOCKS", blocks)
+    problem = experts_problem(torch.float32, DEVICE, activation="swiglu_oai", odd=True, absent=True)
+    assert experts.OP.error(triton_experts.KERNEL, problem) <= BOUND[torch.float32]
+
+
 def test_what_adapters_add_goes_in_front_of_the_activation():
     sample = experts.OP.sample(experts_problem(torch.float32, DEVICE, odd=True))
     run = triton_experts.bind(sample.problem, *sample.weights)

@@ -153,7 +153,7 @@ int32_t run(Mixture& p) {
 }  // namespace
 
 // x, y [tokens, width]; up [experts, 2 * inner, width] (gates, then ups), down [experts, width, inner]; up_bias
-// [experts, 2 * inner] and down_bias [experts, width], or null; experts_of and weights [tokens, slots]; beside float32
+// [experts, 2 * inner] and down_bias [experts, width], or null; experts_of (-1: none) and weights [tokens, slots]; beside float32
 // [tokens, slots, 2 * inner] is added in front of the activation, and left [tokens, slots, inner] takes the inner values, or
 // both are null; all contiguous.
 HR_PUBLIC int32_t HR_EXPORT(experts)(const void* x, const void* up, const void* down, const float* up_bias,
@@ -162,7 +162,7 @@ HR_PUBLIC int32_t HR_EXPORT(experts)(const void* x, const void* up, const void* 
                                      float clamp, int32_t activation, int32_t dtype) {
   if (tokens < 0 || slots < 1 || experts < 1 || width < 1 || inner < 1) return HR_BAD_SHAPE;
   for (int64_t i = 0; i < tokens * slots; ++i)
-    if (experts_of[i] < 0 || experts_of[i] >= experts) return HR_BAD_INDEX;
+    if (experts_of[i] < -1 || experts_of[i] >= experts) return HR_BAD_INDEX;
   if (tokens == 0) return HR_OK;
   Mixture p{{}, x, up, down, up_bias, down_bias, experts_of, weights, y, nullptr, beside, left, tokens, slots, experts, width,
             inner, clamp, activation, false};

@@ -13,9 +13,12 @@ bounds its result and not the gate (Step-3.5); "situ" is sigmoid(gate) * 4 tanh(
 tanh(up / 25) (Kimi K3, Inkling 2). Any number of tokens may go to one expert, and none
 to another; sums are float32, and inner values are rounded to `dtype`.
 
+With an `absent` problem a slot may have no expert, which is id -1, and adds nothing: the expert is
+another rank's. A token may have no other slots.
+
 With a `beside` problem f takes a fourth argument or None: (more [T, K, 2I], float32, added to gates
 and ups in front of the activation; inner [T, K, I], which takes the rounded inner values), for what
-low-rank adapters add.
+low-rank adapters add; inner values of slots without an expert are left as they were.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ SITU_BOUNDS = (4.0, 25.0)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsProblem:
-    """`dtype` is that of x, the weights and y; `inner` this rank's."""
+    """`dtype` is that of x, the weights and y; `experts` and `inner` are this rank's. `absent`: see
+    the top of the file."""
 
     device: str
     dtype: torch.dtype
@@ -60,6 +64,7 @@ class ExpertsProblem:
     clamp: float = 0.0
     bias: bool = False
     beside: bool = False
+    absent: bool = False
 
 
 def check_beside(problem: ExpertsProblem, beside: Beside, tokens: int) -> None:
@@ -112,6 +117,8 @@ def each_expert(
     ) -> torch.Tensor:
         y_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
         for expert in expert_TK.unique().tolist():
+            if expert < 0:
+                continue
             at_P, slot_P = (expert_TK == expert).nonzero(as_tuple=True)
             up_PI = up(expert, x_TE[at_P])
             up_PI = up_PI if up_bias_XI is None else up_PI + up_bias_XI[expert].float()
@@ -168,7 +175,7 @@ def _sample(problem: ExpertsProblem) -> Sample:
     slots = min(problem.slots, small.experts - 1)
     others = torch.rand(70, small.experts - 2, generator=generator).argsort(1)[:, : slots - 1]
     order = torch.cat((torch.zeros(70, 1), others + 1), dim=1)  # all to the first, none to the last
-    expert = order.to(device=problem.device, dtype=torch.int32)
+    expert = with_absent(problem, order.to(device=problem.device, dtype=torch.int32))
     weight = torch.rand(70, slots, generator=generator).to(problem.device)
     few = (x[:3], expert[:3].contiguous(), weight[:3].contiguous())
     return Sample(
@@ -205,10 +212,19 @@ def arguments_of(
     the generator is the device's."""
     device = problem.device
     order = torch.rand(tokens, 2, generator=generator, device=device).argsort(1) * 2
-    expert_TK = order[:, : problem.slots].int().contiguous()
+    expert_TK = with_absent(problem, order[:, : problem.slots].int().contiguous())
     weight_TK = torch.rand(expert_TK.shape, generator=generator, device=device)
     new = {"dtype": problem.dtype, "device": device, "generator": generator}
     return random_tensor(tokens, problem.width, **new), expert_TK, weight_TK
+
+
+def with_absent(problem: ExpertsProblem, expert_TK: torch.Tensor) -> torch.Tensor:
+    """Some slots lose their experts, if they may: some of some tokens, and all of one."""
+    if problem.absent:
+        expert_TK[::3, -1] = -1
+        expert_TK[1::4, 0] = -1
+        expert_TK[2:3] = -1
+    return expert_TK
 
 
 OP: Op[ExpertsProblem] = Op(

@@ -4,7 +4,7 @@ grouped GEMMs of every kernel here read.
 Each expert's rows begin at a multiple of M, the rows of a tile, so that a tile is of one expert
 whole, and a GEMM needs no more than the list of the tiles' experts. Rows between an expert's last
 pair and its next multiple are padding: whatever they hold is never read by the combination. Pairs
-of one expert keep their order.
+of one expert keep their order. A pair without an expert has no row, and its place is -1 (ABSENT).
 
 Up to ONE_BLOCK pairs one launch counts, places and copies; more are counted in blocks by a launch
 of their own, since each program needs what lies before its own pairs.
@@ -41,7 +41,7 @@ ADDED = 1024
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_kernel(
     expert, counts, num_pairs, NX: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ABSENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of PAIRS, P when padded. counts int32 [blocks, NX]."""
     enter(DEPENDENT)
@@ -49,6 +49,8 @@ def count_kernel(
     o_pair = tl.program_id(0) * PAIRS + o_p
     m_p = (o_p < PAIRS) & (o_pair < num_pairs)
     b_expert = tl.load(expert + o_pair, mask=m_p, other=0)
+    if ABSENT:
+        m_p = m_p & (b_expert >= 0)
     b_count = tl.histogram(b_expert, NX, mask=m_p).to(tl.int32)
     tl.store(counts + tl.program_id(0) * NX + tl.arange(0, NX), b_count)
 
@@ -120,7 +122,7 @@ def dispatch_kernel(
     expert, x, bases, places, rows, row_scales, fixed, tiles, num_tokens,
     NX: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
-    GROUP: tl.constexpr, COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, COUNTED: tl.constexpr, ABSENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: R tokens each. places [T SLOTS]: the row of each pair; rows [., E]: x in that order, if
     GROUP e4m3 numbers of it, with a scale for GROUP columns in row_scales [., ceil(E / GROUP)]
@@ -142,6 +144,8 @@ def dispatch_kernel(
         o_all = tl.arange(0, P)
         m_all = o_all < num_pairs
         b_all = tl.load(expert + o_all, mask=m_all, other=0)
+        if ABSENT:
+            m_all = m_all & (b_all >= 0)
         b_total = tl.histogram(b_all, NX, mask=m_all).to(tl.int32)
         b_tiles = (b_total + M - 1) // M
         b_first = tl.cumsum(b_tiles, axis=0) - b_tiles
@@ -162,6 +166,8 @@ def dispatch_kernel(
             b_other[None, None, :] == b_own[:, :, None]
         )
         b_place += tl.sum(is_before.to(tl.int32), axis=2)
+    if ABSENT:
+        b_place = tl.where(b_own < 0, -1, b_place)
     tl.store(places + o_own, b_place, mask=m_own)
     for column in range(0, E, C):
         o_e = column + tl.arange(0, C)
@@ -174,15 +180,17 @@ def dispatch_kernel(
         for k in tl.static_range(SLOTS):
             b_row = tl.sum(tl.where(o_k[None, :] == k, b_place, 0), axis=1).to(tl.int64)
             p_row = rows + b_row[:, None] * E + o_e[None, :]
-            tl.store(p_row, b_x.to(rows.dtype.element_ty), mask=m_e)
+            m_k = m_e & (b_row >= 0)[:, None] if ABSENT else m_e
+            tl.store(p_row, b_x.to(rows.dtype.element_ty), mask=m_k)
             if GROUP:
-                tl.store(row_scales + b_row[:, None] * GROUPS + o_g[None, :], b_scale, mask=m_g)
+                m_s = m_g & (b_row >= 0)[:, None] if ABSENT else m_g
+                tl.store(row_scales + b_row[:, None] * GROUPS + o_g[None, :], b_scale, mask=m_s)
 
 
 @triton.jit
 def combine_kernel(
     out, weight, places, y, SLOTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ABSENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens, tiles of their outputs. Slots are added up in order."""
     enter(DEPENDENT)
@@ -192,7 +200,8 @@ def combine_kernel(
     b_sum = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(SLOTS):
         place = tl.load(places + i_t * SLOTS + k).to(tl.int64)
-        b_out = tl.load(out + place * E + o_e, mask=m_e, other=0.0).to(tl.float32)
+        m_k = m_e & (place >= 0) if ABSENT else m_e
+        b_out = tl.load(out + place * E + o_e, mask=m_k, other=0.0).to(tl.float32)
         b_sum = tl.fma(b_out, tl.zeros_like(b_out) + tl.load(weight + i_t * SLOTS + k), b_sum)
     tl.store(y + i_t * E + o_e, b_sum.to(y.dtype.element_ty), mask=m_e)
 
@@ -215,9 +224,10 @@ def dispatched(
     m: int,
     group: int = 0,
     scale_1: torch.Tensor | None = None,
+    absent: bool = False,
 ) -> Dispatched:
     """Launches the dispatch to tiles of `m` rows; with a `group` of columns, rows are e4m3 numbers
-    with a scale for so many. `scale_1`: the same scale for all."""
+    with a scale for so many. `scale_1`: the same scale for all. `absent`: see op experts."""
     (num_tokens, slots), width = expert_TK.shape, x_TE.shape[1]
     pairs, padded, common = num_tokens * slots, power_of_two(experts), launch(x_TE.device)
     most_tiles = pairs // m + min(experts, pairs)
@@ -238,7 +248,15 @@ def dispatched(
     p = power_of_two(block) if is_counted else next(size for size in ONE_BLOCKS if size >= pairs)
     if is_counted:
         count_kernel[(blocks,)](
-            expert_TK, counts, pairs, NX=padded, PAIRS=block, P=p, num_warps=4, **common
+            expert_TK,
+            counts,
+            pairs,
+            NX=padded,
+            PAIRS=block,
+            P=p,
+            ABSENT=absent,
+            num_warps=4,
+            **common,
         )
         bases_kernel[(triton.cdiv(blocks, BLOCKS),)](
             counts, bases, tiles, blocks, NX=padded, M=m, STEP=BLOCKS, num_warps=4, **common
@@ -248,20 +266,25 @@ def dispatched(
         expert_TK, x_TE, bases, places_P, rows_NE, scales_NG, scale_1, tiles, num_tokens, NX=padded,
         SLOTS=slots, K=power_of_two(slots), E=width, M=m, R=r, PAIRS=block, P=p,
         STEP=128 if is_counted else min(1024, p), C=COLUMNS if is_counted else power_of_two(width, least=group),
-        GROUP=group, COUNTED=is_counted, num_warps=4, **common,
+        GROUP=group, COUNTED=is_counted, ABSENT=absent, num_warps=4, **common,
     )  # fmt: skip
     rows_NE = rows_NE.to(FLOAT8) if group else rows_NE
     return Dispatched(places_P=places_P[:pairs], rows_NE=rows_NE, tiles=tiles, scales_NG=scales_NG)
 
 
 def combined(
-    out_NE: torch.Tensor, weight_TK: torch.Tensor, places_P: torch.Tensor, x_TE: torch.Tensor
+    out_NE: torch.Tensor,
+    weight_TK: torch.Tensor,
+    places_P: torch.Tensor,
+    x_TE: torch.Tensor,
+    *,
+    absent: bool = False,
 ) -> torch.Tensor:
     """y_TE: each token's weighted sum of its pairs' results."""
     y_TE = x_TE.new_empty(x_TE.shape)
     num_tokens, width = x_TE.shape
     combine_kernel[(num_tokens, triton.cdiv(width, ADDED))](
         out_NE, weight_TK, places_P, y_TE, SLOTS=weight_TK.shape[1], E=width, BLOCK=ADDED,
-        num_warps=4, **launch(x_TE.device),
+        ABSENT=absent, num_warps=4, **launch(x_TE.device),
     )  # fmt: skip
     return y_TE

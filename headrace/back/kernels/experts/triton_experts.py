@@ -162,7 +162,7 @@ def bind(
         pairs, device = expert_TK.numel(), x_TE.device
         m = few if pairs <= FEW * count else MANY
         common, programs = launch(device), (num_sms(device) * PROGRAMS_PER_SM,)
-        sorted_rows = dispatched(x_TE, expert_TK, experts=count, m=m)
+        sorted_rows = dispatched(x_TE, expert_TK, experts=count, m=m, absent=problem.absent)
         rows_NE = sorted_rows.rows_NE
         constants = {"M": m, "BIAS": problem.bias, **tile}
         inner_NI = x_TE.new_empty((len(rows_NE), inner))
@@ -186,7 +186,7 @@ def bind(
         down_kernel[programs](
             inner_NI, down_XEI, down_bias_XE, sorted_rows.tiles, rows_NE, **constants, **common
         )
-        return combined(rows_NE, weight_TK, sorted_rows.places_P, x_TE)
+        return combined(rows_NE, weight_TK, sorted_rows.places_P, x_TE, absent=problem.absent)
 
     return experts
 
@@ -212,6 +212,8 @@ def _supports(problem: ExpertsProblem) -> str | None:
         return f"knows {MAX_EXPERTS} experts at most"
     if problem.activation == SITU:
         return f"does not know {SITU}"
+    if problem.beside and problem.absent:
+        return "adds nothing beside experts of which a rank has some"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -37,12 +37,15 @@ def _part(p_weight, m_n, o_c, begin: tl.constexpr, INPUTS: tl.constexpr, C: tl.c
 def few_up_kernel(
     x, up, bias, expert, inner, clamp, alpha, SLOTS: tl.constexpr, E: tl.constexpr, I: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    OAI: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    OAI: tl.constexpr, BIAS: tl.constexpr, ABSENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of inner values, pairs. inner [P, I]."""
     enter_late(DEPENDENT)
     i_p = tl.program_id(1).to(tl.int64)
     i_x = tl.load(expert + i_p).to(tl.int64)
+    if ABSENT:  # noqa: SIM102  (known when it is compiled)
+        if i_x < 0:
+            return
     o_n = tl.program_id(0) * N + tl.arange(0, N)
     o_c = tl.arange(0, C)
     m_n = o_n < I
@@ -66,7 +69,8 @@ def few_up_kernel(
 @triton.jit
 def few_down_kernel(
     inner, down, bias, expert, weight, y, SLOTS: tl.constexpr, E: tl.constexpr, I: tl.constexpr,
-    N: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, ABSENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of outputs, tokens."""
     i_t = tl.program_id(1).to(tl.int64)
@@ -74,7 +78,8 @@ def few_down_kernel(
     o_c = tl.arange(0, C)
     m_n = o_n < E
     i_x = tl.load(expert + i_t * SLOTS).to(tl.int64)
-    b_next = _part(down + (i_x * E + o_n)[:, None] * I, m_n, o_c, 0, I, C)
+    m_x = m_n & (i_x >= 0) if ABSENT else m_n
+    b_next = _part(down + (i_x * E + o_n)[:, None] * I, m_x, o_c, 0, I, C)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -85,14 +90,17 @@ def few_down_kernel(
         i_x = tl.load(expert + i_p).to(tl.int64)
         p_down = down + (i_x * E + o_n)[:, None] * I
         factor = tl.load(weight + i_p)
+        m_x = m_n & (i_x >= 0) if ABSENT else m_n
         for begin in tl.static_range(0, I, C):
             m_c = begin + o_c < I
+            if ABSENT:
+                m_c = m_c & (i_x >= 0)
             b_h = tl.load(inner + i_p * I + begin + o_c, mask=m_c, other=0.0).to(tl.float32)
             if k + begin > 0:
-                b_next = _part(p_down, m_n, o_c, begin, I, C)
+                b_next = _part(p_down, m_x, o_c, begin, I, C)
             b_acc += (b_h * factor)[None, :] * b_next
         if BIAS:
-            b_bias = tl.load(bias + i_x * E + o_n, mask=m_n, other=0.0).to(tl.float32)
+            b_bias = tl.load(bias + i_x * E + o_n, mask=m_x, other=0.0).to(tl.float32)
             b_y += b_bias * factor
     b_y += tl.sum(b_acc, axis=1)
     tl.store(y + i_t * E + o_n, b_y.to(y.dtype.element_ty), mask=m_n)

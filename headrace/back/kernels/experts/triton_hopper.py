@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from headrace.back.kernels.experts.op import Experts, ExpertsProblem
+from headrace.back.kernels.experts.op import Experts, ExpertsProblem, with_absent
 from headrace.back.kernels.op import Kernel, PlanCheck, Sample, random_tensor, sample_generator
 from headrace.back.kernels.triton.wrap import capability, interpreted, launch, num_sms, unsupported
 
@@ -96,12 +96,14 @@ def bind(
         plan = always or plan_for(problem, len(x_TE))
         if plan.regime == "few":
             return few(x_TE, expert_TK, weight_TK)
-        dispatch = dispatched(x_TE, expert_TK, experts=problem.experts, m=plan.m)
+        dispatch = dispatched(
+            x_TE, expert_TK, experts=problem.experts, m=plan.m, absent=problem.absent
+        )
         rows_NE = dispatch.rows_NE
         inner_NI = x_TE.new_empty((len(rows_NE), problem.inner))
         up.run(plan, rows_NE, dispatch.tiles, inner_NI)
         down.run(plan, inner_NI, dispatch.tiles, rows_NE)  # which are read no more
-        return combined(rows_NE, weight_TK, dispatch.places_P, x_TE)
+        return combined(rows_NE, weight_TK, dispatch.places_P, x_TE, absent=problem.absent)
 
     return experts
 
@@ -120,7 +122,13 @@ def _run_few(
     (num_tokens, slots), common = expert_TK.shape, launch(x_TE.device)
     inner_PI = x_TE.new_empty((num_tokens * slots, problem.inner))
     y_TE = x_TE.new_empty(x_TE.shape)
-    sizes = {"SLOTS": slots, "E": problem.width, "I": problem.inner, "BIAS": False}
+    sizes = {
+        "SLOTS": slots,
+        "E": problem.width,
+        "I": problem.inner,
+        "BIAS": False,
+        "ABSENT": problem.absent,
+    }
     n, c, warps = FEW["up"]
     few_up_kernel[(triton.cdiv(problem.inner, n), num_tokens * slots)](
         x_TE, up_XIE, None, expert_TK, inner_PI, 0.0, 1.0, N=n, C=c, num_warps=warps,
@@ -202,7 +210,7 @@ def sample_of(problem: ExpertsProblem, num_tokens: int) -> Sample:
     down = random_tensor(3, few.width, few.inner, **new) * few.inner**-0.5
     x = random_tensor(num_tokens, few.width, **new)
     order = torch.rand(num_tokens, 2, generator=generator).argsort(1)[:, : few.slots] * 2
-    expert = order.to(device=problem.device, dtype=torch.int32)
+    expert = with_absent(problem, order.to(device=problem.device, dtype=torch.int32))
     weight = torch.rand(num_tokens, few.slots, generator=generator).to(problem.device)
     return Sample(problem=few, weights=(up, down), arguments=(x, expert, weight))
 

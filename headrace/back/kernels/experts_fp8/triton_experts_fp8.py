@@ -96,8 +96,9 @@ def bind(
             return _few(mixture, experts, biases, x_TE, expert_TK, weight_TK)
         of_tokens, of_inner = experts.fixed
         dispatch = dispatched(
-            x_TE, expert_TK, experts=mixture.experts, m=plan.m, group=GROUP, scale_1=of_tokens
-        )
+            x_TE, expert_TK, experts=mixture.experts, m=plan.m, group=GROUP, scale_1=of_tokens,
+            absent=mixture.absent,
+        )  # fmt: skip
         assert dispatch.scales_NG is not None
         rows = ScaledRows(dispatch.rows_NE, dispatch.scales_NG)
         multiply, tiles = _multiply_of(plan.regime), dispatch.tiles
@@ -108,7 +109,7 @@ def bind(
         out_NE, _ = multiply(
             mixture, rows, experts.down, down_bias_XE, tiles, m=plan.m, is_gated=False
         )
-        return combined(out_NE, weight_TK, dispatch.places_P, x_TE)
+        return combined(out_NE, weight_TK, dispatch.places_P, x_TE, absent=mixture.absent)
 
     return run
 
@@ -140,7 +141,8 @@ def _few(
     y_TE = x_TE.new_empty(x_TE.shape)
     facts = {
         "SLOTS": slots, "E": problem.width, "I": problem.inner,
-        "GROUPED": experts.group is not None, "BIAS": problem.bias, **common,
+        "GROUPED": experts.group is not None, "BIAS": problem.bias,
+        "ABSENT": problem.absent, **common,
     }  # fmt: skip
     up_bias_XI, down_bias_XE = biases
     n, c, warps = FEW["up"]

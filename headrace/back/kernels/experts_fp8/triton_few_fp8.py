@@ -50,13 +50,16 @@ def few_up_fp8_kernel(
     x, up, scales, bias, expert, inner, clamp, alpha, SLOTS: tl.constexpr, E: tl.constexpr,
     I: tl.constexpr, N: tl.constexpr, C: tl.constexpr, GROUPED: tl.constexpr,
     ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ABSENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of inner values, pairs. inner [P, I]."""
     enter_late(DEPENDENT)
     G: tl.constexpr = (E + 127) // 128 if GROUPED else 1
     i_p = tl.program_id(1).to(tl.int64)
     i_x = tl.load(expert + i_p).to(tl.int64)
+    if ABSENT:  # noqa: SIM102  (known when it is compiled)
+        if i_x < 0:
+            return
     o_n = tl.program_id(0) * N + tl.arange(0, N)
     o_3 = o_n[:, None, None]
     m_n = o_3 < I
@@ -77,7 +80,7 @@ def few_up_fp8_kernel(
 def few_down_fp8_kernel(
     inner, down, scales, bias, expert, weight, y, SLOTS: tl.constexpr, E: tl.constexpr,
     I: tl.constexpr, N: tl.constexpr, C: tl.constexpr, LINES: tl.constexpr, GROUPED: tl.constexpr,
-    BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BIAS: tl.constexpr, ABSENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of outputs, tokens. LINES: at least those of 128 inputs."""
     G: tl.constexpr = (I + 127) // 128 if GROUPED else 1
@@ -87,6 +90,8 @@ def few_down_fp8_kernel(
         o_line = tl.minimum(tl.arange(0, LINES) * 128, I - 1)
         for k in tl.static_range(SLOTS):
             i_x = tl.load(expert + i_t * SLOTS + k).to(tl.int64)
+            if ABSENT:
+                i_x = tl.maximum(i_x, 0)
             o_row = i_x * E + tl.minimum(o_n, E - 1)
             prefetch(down + o_row[:, None] * I + o_line[None, :])
     enter_late(DEPENDENT)
@@ -100,9 +105,14 @@ def few_down_fp8_kernel(
         p_w = down + (i_x * E + o_3) * I
         p_s = scales + i_x * (G * E) + o_3
         factor = tl.load(weight + i_p)
-        b_all += _sums(inner + i_p * I, p_w, p_s, m_n, I, E, N, C, GROUPED) * factor
+        if ABSENT:
+            if i_x >= 0:
+                b_all += _sums(inner + i_p * I, p_w, p_s, m_n, I, E, N, C, GROUPED) * factor
+        else:
+            b_all += _sums(inner + i_p * I, p_w, p_s, m_n, I, E, N, C, GROUPED) * factor
         if BIAS:
-            b_bias = tl.load(bias + i_x * E + o_n, mask=o_n < E, other=0.0).to(tl.float32)
+            m_b = (o_n < E) & (i_x >= 0) if ABSENT else o_n < E
+            b_bias = tl.load(bias + i_x * E + o_n, mask=m_b, other=0.0).to(tl.float32)
             b_y += b_bias * factor
     b_y += _total(b_all)
     tl.store(y + i_t * E + o_n, b_y.to(y.dtype.element_ty), mask=o_n < E)

@@ -92,7 +92,7 @@ def bind(
         m = plan.m
         if not streamed:
             m = TILES_ROWS[expert_TK.numel() > TILES_ROWS[0] * mixture.experts]
-        dispatch = dispatched(x_TE, expert_TK, experts=mixture.experts, m=m)
+        dispatch = dispatched(x_TE, expert_TK, experts=mixture.experts, m=m, absent=mixture.absent)
         rows_NE = dispatch.rows_NE
         inner_NI = x_TE.new_empty((len(rows_NE), mixture.inner))
         for gemm, rows_in, rows_out in ((up, rows_NE, inner_NI), (down, inner_NI, rows_NE)):
@@ -100,7 +100,7 @@ def bind(
                 gemm.stream(plan, rows_in, dispatch.tiles, rows_out)
             else:
                 gemm.tiles(m, rows_in, dispatch.tiles, rows_out)
-        return combined(rows_NE, weight_TK, dispatch.places_P, x_TE)
+        return combined(rows_NE, weight_TK, dispatch.places_P, x_TE, absent=mixture.absent)
 
     return run
 

@@ -47,7 +47,7 @@ struct Mixture : SortedPairs {
   int32_t activation;
   Preparation of_x, of_inner;
   char *rows, *inner_rows;  // prepared
-  int32_t* place;           // [pairs]: where a pair stands in the order by expert
+  int32_t* place;           // [pairs]: where a pair stands in the order by expert; -1: it has none
   bool no_memory;
 };
 
@@ -127,10 +127,15 @@ HR_INLINE void prepare(const Preparation& p, const T* from, char* memory, int64_
 template <class T>
 void token_task(void* context, int64_t t) {
   const Mixture& p = *static_cast<const Mixture*>(context);
-  const int64_t count = p.tokens * p.slots, first = p.place[t * p.slots];
+  const int64_t count = p.tokens * p.slots;
+  int64_t own = 0;
+  while (own < p.slots && p.place[t * p.slots + own] < 0) ++own;
+  if (own == p.slots) return;
+  const int64_t first = p.place[t * p.slots + own];
   prepare(p.of_x, static_cast<const T*>(p.x) + t * p.width, p.rows, count, first);
   const PanelRows from = prepared(p.of_x, p.rows, count, first);
-  for (int64_t s = 1; s < p.slots; ++s) {
+  for (int64_t s = own + 1; s < p.slots; ++s) {
+    if (p.place[t * p.slots + s] < 0) continue;
     const PanelRows to = prepared(p.of_x, p.rows, count, p.place[t * p.slots + s]);
     __builtin_memcpy(const_cast<void*>(to.x), from.x, size_t(p.of_x.stride));
     if (p.of_x.is_float) continue;
@@ -249,12 +254,14 @@ int32_t run(Mixture& p) {
   p.inner_values = memory, memory += values;
   static_cast<SortedPairs&>(p) = sort_pairs(p.experts_of, count, p.experts, memory);
   p.place = reinterpret_cast<int32_t*>(memory + sorted);
-  for (int64_t i = 0; i < count; ++i) p.place[p.pairs[i]] = int32_t(i);
+  const int64_t kept = p.starts[p.experts];
+  for (int64_t i = 0; i < count; ++i) p.place[i] = -1;
+  for (int64_t i = 0; i < kept; ++i) p.place[p.pairs[i]] = int32_t(i);
   p.rows = memory + sorted + places, p.inner_rows = p.rows + of_x;
   hr_parallel(token_task<T>, &p, p.tokens);
   hr_parallel(inner_task<T>, &p, p.num_used * ceil_div(p.inner, kPanel));
   if (p.no_memory) return HR_NO_MEMORY;
-  hr_parallel(inner_rows_task<T>, &p, count);
+  hr_parallel(inner_rows_task<T>, &p, kept);
   hr_parallel(output_task<T>, &p, ceil_div(p.width, kPanel));
   return p.no_memory ? HR_NO_MEMORY : HR_OK;
 }
@@ -269,7 +276,7 @@ HR_PUBLIC int32_t HR_EXPORT(experts_quant)(const void* x, const void* all, const
                                            float clamp, int32_t activation, int32_t dtype) {
   if (tokens < 0 || slots < 1 || experts < 1 || width < 1 || inner < 1) return HR_BAD_SHAPE;
   for (int64_t i = 0; i < tokens * slots; ++i)
-    if (experts_of[i] < 0 || experts_of[i] >= experts) return HR_BAD_INDEX;
+    if (experts_of[i] < -1 || experts_of[i] >= experts) return HR_BAD_INDEX;
   if (tokens == 0) return HR_OK;
   Mixture p{};
   p.x = x, p.all = static_cast<const Expert*>(all), p.up_bias = up_bias, p.down_bias = down_bias;

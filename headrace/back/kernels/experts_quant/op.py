@@ -16,7 +16,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.back.kernels.experts.op import Experts, ExpertsProblem, each_expert
+from headrace.back.kernels.experts.op import (
+    Experts,
+    ExpertsProblem,
+    each_expert,
+    with_absent,
+)
 from headrace.back.kernels.experts_quant.layout import (
     ROW_FORMS,
     ExpertPanels,
@@ -106,7 +111,7 @@ def _sample(problem: ExpertsQuantProblem) -> Sample:
         biases = tuple(random_tensor(count, size, **new) for size in (2 * inner, width))
     others = torch.rand(40, count - 2, generator=generator).argsort(1)[:, : slots - 1]
     order = torch.cat((torch.zeros(40, 1), others + 1), dim=1)  # all to the first, none to the last
-    expert_TK = order.to(torch.int32)
+    expert_TK = with_absent(whole, order.to(torch.int32))
     weight_TK = torch.rand(40, slots, generator=generator)
     few = (x_TE[:3], expert_TK[:3].contiguous(), weight_TK[:3].contiguous())
     small = replace(problem, mixture=mixture, kinds=kinds)

@@ -26,7 +26,8 @@ from headrace.back.kernels.lora_linear.op import (
 from headrace.back.kernels.lora_pairs.op import PAIRS_OP, SUM_OP, LoraPairsProblem, new_pairs
 from headrace.back.layers.adapter_shares import AdaptedModule, LowRank
 from headrace.back.layers.adapters import AdapterSlots
-from headrace.back.layers.moe.weights import ExpertNames, ExpertSizes
+from headrace.back.layers.moe.split import ExpertSizes
+from headrace.back.layers.moe.weights import ExpertNames
 from headrace.back.parallel.mesh import Axis
 
 GATE, UP, DOWN = "gate", "up", "down"

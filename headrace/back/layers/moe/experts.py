@@ -169,6 +169,41 @@ def bind_experts(
     return _bind_apart(scope, problem, routed, shared)
 
 
+def bind_own_experts(
+    scope: Scope,
+    problem: ExpertsProblem,
+    routed: TakenExperts,
+    shared: TakenExperts | None,
+    *,
+    places_X: torch.Tensor,
+    shared_inner: int,
+) -> Experts:
+    """The same where this rank has whole experts, and of each shared one so many inner values.
+    `places_X`: where each routed expert lies here, or -1."""
+    some = replace(problem, absent=True)
+    mix = _in_host_memory(scope, _bind(scope, some, (routed,)))
+    if shared is None:
+        return _placed(mix, places_X)
+    none_X, none_S = torch.full_like(places_X, -1), places_X.new_full((len(shared),), -1)
+    own_S = torch.arange(len(shared), dtype=places_X.dtype, device=places_X.device)
+    others = _bind(scope, replace(some, inner=shared_inner), (shared,))
+    mix = _placed(mix, torch.cat((places_X, none_S)))
+    others = _placed(others, torch.cat((none_X, own_S)))
+    return lambda *arguments: mix(*arguments) + others(*arguments)
+
+
+def _placed(experts: Experts, places_X: torch.Tensor) -> Experts:
+    """Experts that are numbered by their places here."""
+
+    def placed(
+        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        own_TK = places_X.index_select(0, expert_TK.flatten()).view(expert_TK.shape)
+        return experts(x_TE, own_TK, weight_TK)
+
+    return placed
+
+
 def _bind(scope: Scope, problem: ExpertsProblem, sets: tuple[TakenExperts, ...]) -> Experts:
     problem = replace(problem, experts=sum(len(one) for one in sets))
     first = sets[0].packed

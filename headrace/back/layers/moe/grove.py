@@ -14,7 +14,8 @@ from headrace.back.kernels.experts.op import ExpertsProblem
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.moe.experts import ExpertSet, bind_experts
 from headrace.back.layers.moe.mixture import Mixture, MixtureSpec
-from headrace.back.layers.moe.weights import ExpertLayout, ExpertSizes
+from headrace.back.layers.moe.split import ExpertSizes
+from headrace.back.layers.moe.weights import ExpertLayout
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import local_size
 

@@ -21,18 +21,21 @@ from headrace.back.layers.adapter_shares import EXPERTS
 from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.moe.adapted import AdaptedExperts
-from headrace.back.layers.moe.experts import ExpertSet, SharedExperts, bind_experts, joined
-from headrace.back.layers.moe.weights import (
-    ExpertLayout,
-    ExpertSizes,
-    LoadedExperts,
-    SeparateExperts,
+from headrace.back.layers.moe.experts import (
+    ExpertSet,
+    SharedExperts,
+    bind_experts,
+    bind_own_experts,
+    joined,
 )
+from headrace.back.layers.moe.split import ExpertSizes, sizes_in
+from headrace.back.layers.moe.weights import ExpertLayout, LoadedExperts, SeparateExperts
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import local_size
 from headrace.base.config.resolved import Decision
+from headrace.base.errors import ConfigError
 
 SEPARATE = SeparateExperts()
 _PLAIN = Decision("model.experts", "auto", "not quantized", "no kernel takes their sizes")
@@ -141,24 +144,27 @@ class Mixture:
             else None
         )
         self._choice_bias = _choice_bias(scope, router)
-        sizes = ExpertSizes(experts=router.experts - router.idle, width=width, inner=spec.inner)
+        count, mesh, ledger = router.experts - router.idle, scope.mesh, scope.ledger
+        sizes = sizes_in(mesh, experts=count, width=width, inner=spec.inner)
         self._expert_scale = None
         if router.expert_scale:
-            self._expert_scale = scope.param(router.expert_scale, (sizes.experts,), init="ones")
-        self._inner = sizes.part
-        inner, ledger = local_size(self._inner, scope.mesh.tp), scope.ledger
+            self._expert_scale = scope.param(
+                router.expert_scale, (count,), shard=sizes.split(None), init="ones"
+            )
+        self._inner, self._local = sizes.part, sizes.local(mesh)
         first = len(ledger.params) - (router.expert_scale is not None)
         loaded = spec.layout.params(scope.of_experts, sizes)
-        params, each = ledger.params[first:], (sizes.experts, width, inner)
+        params, local = ledger.params[first:], self._local
+        each = (local.experts, width, local.inner)
         for param in params:
-            param.routed = sizes.experts, min(router.top_k, sizes.experts)
+            param.routed = count, min(router.top_k, count)
         there = scope.of_experts
         self._routed = ExpertSet(there, loaded, params, sizes=each, scale=self._expert_scale)
         self._shared = None
         if shared is not None:
             first = len(ledger.params)
             mlp = self._shared_experts(scope / shared.name, shared)
-            sizes_of = (self._num_shared, width, inner)
+            sizes_of = (self._num_shared, width, self._shared_inner)
             self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
         self._adapted = self._slots_of_experts(sizes)
         self._logits = self._route = self._experts = not_loaded
@@ -251,6 +257,11 @@ class Mixture:
         return shared.layout.params(inside, sizes)
 
     @property
+    def _shared_inner(self) -> int:
+        """Inner values of a shared expert on this rank; 0: there are none."""
+        return local_size(self._inner, self._scope.mesh.tp) if self._num_shared else 0
+
+    @property
     def _num_joint(self) -> int:
         """Shared experts that the router scores."""
         joint = self._spec.shared is not None and self._spec.shared.joint
@@ -304,11 +315,17 @@ class Mixture:
             experts=router.experts + self._num_shared,
             slots=1 if router.weighs_inputs else problem.slots + self._num_joint,
             width=self._width,
-            inner=local_size(self._inner, scope.mesh.tp),
+            inner=self._local.inner,
             activation=self._activation,
             clamp=spec.clamp,
             bias=spec.layout.biased,
         )
+        places_X = self._local.places(router.experts - router.idle, scope.device)
+        if places_X is not None:
+            self._experts = bind_own_experts(
+                scope, experts, routed, shared, places_X=places_X, shared_inner=self._shared_inner
+            )
+            return
         if self._adapted is None:
             self._experts = bind_experts(scope, experts, routed, shared)
             return
@@ -324,6 +341,13 @@ class Mixture:
         router, names = spec.router, spec.layout.adapted
         if slots is None or EXPERTS not in slots.kinds or names is None:
             return None
+        if scope.mesh.ep.size > 1:
+            raise ConfigError(
+                f"--enable-expert-parallel: adapters of experts are cut along their inner values, "
+                f"and {scope.path} has whole experts; leave it out, or serve adapters without "
+                "experts",
+                field=scope.mesh.ep.option,
+            )
         if router.weighs_inputs or router.expert_scale or router.idle or self._num_joint:
             return None
         return slots.kept(

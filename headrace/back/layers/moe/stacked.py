@@ -8,15 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.layers.moe.weights import (
-    Biases,
-    ExpertSizes,
-    ExpertWeights,
-    LoadedExperts,
-)
+from headrace.back.layers.moe.split import ExpertSizes
+from headrace.back.layers.moe.weights import Biases, ExpertWeights, LoadedExperts
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param, WeightPiece
-from headrace.back.parallel.shard import Part, Shard, local_size
+from headrace.back.parallel.shard import Part, Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +38,15 @@ class _Stacked:
         return None, None
 
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: FlatExperts) -> None:
-        self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
-        shape = (sizes.experts * sizes.inner, sizes.width)
-        rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * sizes.experts)
+        self._sizes, self._local = sizes, sizes.local(scope.mesh)
+        shape, rows = (sizes.experts * sizes.inner, sizes.width), _rows(sizes)
         self._gate = scope.param(names.gate, shape, shard=rows)
         self._up = scope.param(names.up, shape, shard=rows)
         self._down = scope.param(names.down, shape, shard=rows)
 
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
-        each = (self._sizes.experts, self._inner, self._sizes.width)
+        each = (self._local.experts, self._local.inner, self._sizes.width)
         gate_XIE, up_XIE = self._gate.take().view(each), self._up.take().view(each)
         down_XEI = self._down.take().view(each).transpose(1, 2).contiguous()
         return ExpertWeights(up_XIE=torch.cat((gate_XIE, up_XIE), dim=1), down_XEI=down_XEI)
@@ -82,7 +77,8 @@ class _Paired:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
         pairs = Part("expert's inner values", 2 * inner, inner)
         rows, columns = (
-            Shard(axis="tp", dim=dim, parts=(part,)) for dim, part in ((1, pairs), (2, sizes.part))
+            sizes.split(Shard(axis="tp", dim=dim, parts=(part,)))
+            for dim, part in ((1, pairs), (2, sizes.part))
         )
         self._up = scope.param(names.up, (count, 2 * inner, width), shard=rows)
         self._down = scope.param(names.down, (count, width, inner), shard=columns)
@@ -131,13 +127,13 @@ class _UngatedBiases:
     matrices = None
 
     def __init__(self, scope: Scope, sizes: ExpertSizes) -> None:
-        self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
+        self._sizes, self._local = sizes, sizes.local(scope.mesh)
         self._like = torch.empty(0, dtype=scope.dtype, device=scope.params_device)
 
     def biases(self) -> Biases:
         """See LoadedExperts."""
-        ones_XI = self._like.new_ones(self._sizes.experts, self._inner)
-        down_XE = self._like.new_zeros(self._sizes.experts, self._sizes.width)
+        ones_XI = self._like.new_ones(self._local.experts, self._local.inner)
+        down_XE = self._like.new_zeros(self._local.experts, self._sizes.width)
         return torch.cat((torch.zeros_like(ones_XI), ones_XI), dim=1), down_XE
 
     def weights(self, up_XIE: torch.Tensor, down_XEI: torch.Tensor) -> ExpertWeights:
@@ -154,14 +150,13 @@ class _UngatedBiases:
 class _FlatUngated(_UngatedBiases):
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: FlatUngatedExperts) -> None:
         super().__init__(scope, sizes)
-        shape = (sizes.experts * sizes.inner, sizes.width)
-        rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * sizes.experts)
+        shape, rows = (sizes.experts * sizes.inner, sizes.width), _rows(sizes)
         self._up = scope.param(names.up, shape, shard=rows)
         self._down = scope.param(names.down, shape, shard=rows)
 
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
-        each = (self._sizes.experts, self._inner, self._sizes.width)
+        each = (self._local.experts, self._local.inner, self._sizes.width)
         down_XEI = self._down.take().view(each).transpose(1, 2).contiguous()
         return self.weights(self._up.take().view(each), down_XEI)
 
@@ -170,9 +165,8 @@ class _Ungated(_UngatedBiases):
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: UngatedExperts) -> None:
         super().__init__(scope, sizes)
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        self._is_first = scope.mesh.tp.rank == 0
-        rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * count)
-        columns = Shard(axis="tp", dim=1, parts=(sizes.part,))
+        rows = _rows(sizes)
+        columns = sizes.split(Shard(axis="tp", dim=1, parts=(sizes.part,)), rows=width)
         up = _of_each(scope, sizes, names.up, (inner, width))
         self._up = scope.param("experts.up", (count * inner, width), pieces=up, shard=rows)
         down = _of_each(scope, sizes, names.down, (width, inner))
@@ -186,7 +180,13 @@ class _Ungated(_UngatedBiases):
                 scope.param(
                     "experts.up_bias", (count * inner,), pieces=up, shard=rows, init="zeros"
                 ),
-                scope.param("experts.down_bias", (count * width,), pieces=down, init="zeros"),
+                scope.param(
+                    "experts.down_bias",
+                    (count * width,),
+                    pieces=down,
+                    shard=sizes.split(None, rows=width),
+                    init="zeros",
+                ),
             )
 
     def biases(self) -> Biases:
@@ -195,15 +195,21 @@ class _Ungated(_UngatedBiases):
         if self._biases is None:
             return up_bias_XI, down_bias_XE
         assert up_bias_XI is not None
-        up, down = (bias.take().view(self._sizes.experts, -1) for bias in self._biases)
-        up_bias_XI[:, : self._inner] = up
-        return up_bias_XI, down if self._is_first else torch.zeros_like(down)
+        up, down = (bias.take().view(self._local.experts, -1) for bias in self._biases)
+        up_bias_XI[:, : self._local.inner] = up
+        return up_bias_XI, down if self._local.biased else torch.zeros_like(down)
 
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
-        each = (self._sizes.experts, self._inner, self._sizes.width)
+        each = (self._local.experts, self._local.inner, self._sizes.width)
         down_XEI = self._down.take().view(each[0], each[2], each[1])
         return self.weights(self._up.take().view(each), down_XEI)
+
+
+def _rows(sizes: ExpertSizes) -> Shard | None:
+    """The split of [X * I, ...]."""
+    rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * sizes.experts)
+    return sizes.split(rows, rows=sizes.inner)
 
 
 def _of_each(

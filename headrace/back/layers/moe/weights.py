@@ -1,7 +1,7 @@
 """The weights of a layer's experts, as checkpoints hold them: a tensor for each expert, one for
 all, or one for all with inputs first and gates and ups in turn.
 
-X experts, E hidden size, I inner size; a rank holds its share of every expert's inner values.
+X experts, E hidden size, I inner size; what of them a rank holds, split.py says.
 """
 
 from __future__ import annotations
@@ -11,24 +11,11 @@ from typing import Protocol
 
 import torch
 
+from headrace.back.layers.moe.split import ExpertSizes
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param, WeightPiece
-from headrace.back.parallel.shard import Part, Shard, local_size
+from headrace.back.parallel.shard import Part, Shard
 from headrace.back.quant.experts import MatricesOf
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """Global sizes."""
-
-    experts: int
-    width: int
-    inner: int
-
-    @property
-    def part(self) -> Part:
-        """What the ranks share."""
-        return Part("expert's inner values", self.inner, self.inner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +117,13 @@ class SeparateExperts:
         rows = Shard(axis="tp", dim=0, parts=(sizes.part,) * (2 * count))
         columns = Shard(axis="tp", dim=1, parts=(sizes.part,))
         return _Separate(
-            scope, sizes, up=up, down=down, rows=rows, columns=columns, biases=self.bias_names
+            scope,
+            sizes,
+            up=up,
+            down=down,
+            rows=sizes.split(rows, rows=2 * inner),
+            columns=sizes.split(columns, rows=width),
+            biases=self.bias_names,
         )
 
 
@@ -142,12 +135,11 @@ class _Separate:
         *,
         up: tuple[WeightPiece, ...],
         down: tuple[WeightPiece, ...],
-        rows: Shard,
-        columns: Shard,
+        rows: Shard | None,
+        columns: Shard | None,
         biases: tuple[str, str, str] | None,
     ) -> None:
-        self._sizes, self._inner = sizes, local_size(sizes.part, scope.mesh.tp)
-        self._is_first = scope.mesh.tp.rank == 0
+        self._sizes, self._local = sizes, sizes.local(scope.mesh)
         shape = (2 * sizes.experts * sizes.inner, sizes.width)
         self._up = scope.param("experts.up", shape, pieces=up, shard=rows)
         shape = (sizes.experts * sizes.width, sizes.inner)
@@ -155,21 +147,19 @@ class _Separate:
         self._biases: tuple[Param, Param, Param] | None = None
         if biases is not None:
             gate, up_name, down_name = biases
-            each, all_of = (
-                Shard(axis="tp", dim=1, parts=(sizes.part,)),
-                (sizes.experts, sizes.inner),
-            )
+            each = sizes.split(Shard(axis="tp", dim=1, parts=(sizes.part,)))
+            all_of, downs = (sizes.experts, sizes.inner), (sizes.experts, sizes.width)
             self._biases = (
                 scope.param(gate, all_of, shard=each, init="zeros"),
                 scope.param(up_name, all_of, shard=each, init="zeros"),
-                scope.param(down_name, (sizes.experts, sizes.width), init="zeros"),
+                scope.param(down_name, downs, shard=sizes.split(None), init="zeros"),
             )
 
     @property
     def matrices(self) -> tuple[MatricesOf, ...] | None:
         """See LoadedExperts."""
         return (
-            MatricesOf(param=self._up, names=("gate", "up"), size=self._inner),
+            MatricesOf(param=self._up, names=("gate", "up"), size=self._local.inner),
             MatricesOf(param=self._down, names=("down",), size=self._sizes.width),
         )
 
@@ -178,17 +168,16 @@ class _Separate:
         if self._biases is None:
             return None, None
         gate_XI, up_XI, down_XE = (bias.take() for bias in self._biases)
-        return torch.cat((gate_XI, up_XI), 1), down_XE if self._is_first else torch.zeros_like(
-            down_XE
-        )
+        down_XE = down_XE if self._local.biased else torch.zeros_like(down_XE)
+        return torch.cat((gate_XI, up_XI), 1), down_XE
 
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
-        count, width = self._sizes.experts, self._sizes.width
+        local, width = self._local, self._sizes.width
         up_bias_XI, down_bias_XE = self.biases()
         return ExpertWeights(
-            up_XIE=self._up.take().view(count, 2 * self._inner, width),
-            down_XEI=self._down.take().view(count, width, self._inner),
+            up_XIE=self._up.take().view(local.experts, 2 * local.inner, width),
+            down_XEI=self._down.take().view(local.experts, width, local.inner),
             up_bias_XI=up_bias_XI,
             down_bias_XE=down_bias_XE,
         )
@@ -224,8 +213,8 @@ class _Merged:
 
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: MergedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        rows = Shard(axis="tp", dim=1, parts=(sizes.part, sizes.part))
-        columns = Shard(axis="tp", dim=2, parts=(sizes.part,))
+        rows = sizes.split(Shard(axis="tp", dim=1, parts=(sizes.part, sizes.part)))
+        columns = sizes.split(Shard(axis="tp", dim=2, parts=(sizes.part,)))
         self._up = scope.param(names.up, (count, 2 * inner, width), shard=rows)
         self._down = scope.param(names.down, (count, width, inner), shard=columns)
 
@@ -258,7 +247,9 @@ class _Stacked:
 
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: StackedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        rows, columns = (Shard(axis="tp", dim=dim, parts=(sizes.part,)) for dim in (1, 2))
+        rows, columns = (
+            sizes.split(Shard(axis="tp", dim=dim, parts=(sizes.part,))) for dim in (1, 2)
+        )
         self._gate = scope.param(names.gate, (count, inner, width), shard=rows)
         self._up = scope.param(names.up, (count, inner, width), shard=rows)
         self._down = scope.param(names.down, (count, width, inner), shard=columns)
@@ -292,8 +283,8 @@ class _Transposed:
 
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: TransposedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        columns = Shard(axis="tp", dim=2, parts=(sizes.part, sizes.part))
-        rows = Shard(axis="tp", dim=1, parts=(sizes.part,))
+        columns = sizes.split(Shard(axis="tp", dim=2, parts=(sizes.part, sizes.part)))
+        rows = sizes.split(Shard(axis="tp", dim=1, parts=(sizes.part,)))
         self._up = scope.param(names.up, (count, width, 2 * inner), shard=columns)
         self._down = scope.param(names.down, (count, inner, width), shard=rows)
 
@@ -323,25 +314,25 @@ class InterleavedExperts:
 class _Interleaved:
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: InterleavedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        self._is_first = scope.mesh.tp.rank == 0
+        self._local, self._width = sizes.local(scope.mesh), width
         pairs = Part("expert's inner values", 2 * inner, inner)
 
-        def over(dim: int, part: Part) -> Shard:
-            return Shard(axis="tp", dim=dim, parts=(part,))
+        def over(dim: int, part: Part) -> Shard | None:
+            return sizes.split(Shard(axis="tp", dim=dim, parts=(part,)))
 
         self._up = scope.param(names.up, (count, width, 2 * inner), shard=over(2, pairs))
         self._up_bias = scope.param(
             f"{names.up}_bias", (count, 2 * inner), shard=over(1, pairs), init="zeros"
         )
         self._down = scope.param(names.down, (count, inner, width), shard=over(1, sizes.part))
-        self._down_bias = scope.param(f"{names.down}_bias", (count, width), init="zeros")
-        self._inner = local_size(sizes.part, scope.mesh.tp)
-        self._width = width
+        self._down_bias = scope.param(
+            f"{names.down}_bias", (count, width), shard=sizes.split(None), init="zeros"
+        )
 
     @property
     def matrices(self) -> tuple[MatricesOf, ...] | None:
         """See LoadedExperts."""
-        up, down = self._inner, self._width
+        up, down = self._local.inner, self._width
         return (
             MatricesOf(param=self._up, names=("gate", "up"), size=up, in_turn=True),
             MatricesOf(param=self._down, names=("down",), size=down, in_turn=True),
@@ -352,7 +343,7 @@ class _Interleaved:
         up_bias_XI, down_bias_XE = self._up_bias.take(), self._down_bias.take()
         return (
             torch.cat((up_bias_XI[:, 0::2], up_bias_XI[:, 1::2]), dim=1),
-            down_bias_XE if self._is_first else torch.zeros_like(down_bias_XE),
+            down_bias_XE if self._local.biased else torch.zeros_like(down_bias_XE),
         )
 
     def take(self) -> ExpertWeights:

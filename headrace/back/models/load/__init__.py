@@ -52,7 +52,7 @@ from headrace.back.quant.stored import Stored
 from headrace.base.config.checkpoint_parts import all_weight_files, parts_of
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import Decision, ModelSpec
-from headrace.base.errors import CheckpointError
+from headrace.base.errors import CheckpointError, ConfigError
 
 SOURCES: dict[str, Callable[[Path], Source]] = {
     "safetensors": SafetensorsSource,
@@ -250,6 +250,11 @@ def _load_shards(
 ) -> LoadableModel:
     """This rank's own files."""
     axis = mesh.tp
+    if mesh.ep.size > 1:
+        raise ConfigError(
+            f"--enable-expert-parallel: sharded state ({spec.path}) has a part of each expert for a rank; leave it out",
+            field=mesh.ep.option,
+        )
     with report.phase("open"):
         source = open_shards(Path(spec.path), rank=axis.rank, ranks=axis.size, reader=spec.reader)
     with closing(source):

@@ -114,7 +114,8 @@ async def config(context: RequestContext, asked: NoParameters) -> Json:
         "pp": engine["device"].get("pipeline_parallel", 1),
         "dp": resolved.get("replicas", 1),
     }
-    return {**short, "ep": 1, **resolved}
+    whole = engine["device"].get("expert_parallel", False)
+    return {**short, "ep": short["tp"] if whole else 1, **resolved}
 
 
 async def queue(context: RequestContext, asked: NoParameters) -> Json:
