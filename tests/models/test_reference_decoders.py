@@ -18,6 +18,7 @@ from tests.models.test_parity import LENGTHS, BothModels, compare, compare_last_
 from tests.rank_processes import run_ranks
 from tests.references import (
     arctic,
+    bailing_v3,
     grok,
     grove_moe,
     kimi_k3,
@@ -43,12 +44,14 @@ REFERENCES: dict[str, tuple[ModuleType | SmallDecoder, dict[str, Any]]] = {
     "smallthinker-softmax": (smallthinker, smallthinker.SOFTMAX),
     "xverse-moe": (xverse_moe, xverse_moe.CONFIG),
     "step-3": (step3, step3.CONFIG),
+    "bailing-v3": (bailing_v3, bailing_v3.CONFIG),
+    "bailing-v3-others": (bailing_v3, bailing_v3.OTHERS),
     "pangu-ultra-moe": (pangu_ultra_moe, pangu_ultra_moe.CONFIG),
     **SMALL,
 }
 OF_GATE = (
     *("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small", "grove-moe", "smallthinker"),
-    *("step-3", "pangu-ultra-moe", *SMALL),
+    *("step-3", "pangu-ultra-moe", "bailing-v3-others", *SMALL),
 )
 """The others are slow: they differ from one of these by names and keys."""
 BOUNDS = {"kimi-k3": 5e-4}

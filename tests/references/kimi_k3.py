@@ -153,15 +153,22 @@ def _delta(text: dict[str, Any], own: Tensors, x_TE: torch.Tensor) -> torch.Tens
     bound = text["linear_attn_config"]["gate_lower_bound"]
     kept = (bound * torch.sigmoid(at["A_log"][:heads, None].exp() * a)).exp()
     beta = (x_TE @ at["b_proj.weight"].T).sigmoid()
-    state, rows = torch.zeros(heads, dim, dim), []
-    for t in range(len(x_TE)):
+    gate = (x_TE @ at["g_proj.weight"].T).unflatten(1, (heads, dim)).sigmoid()
+    y = norm(delta_rule(q, k, v, kept, beta), at["o_norm.weight"], text["rms_norm_eps"]) * gate
+    return y.flatten(1) @ at["o_proj.weight"].T
+
+
+def delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """[T, H, D], a token at a time."""
+    state, rows = torch.zeros(*k.shape[1:], v.shape[2]), []
+    for t in range(len(k)):
         state = state * kept[t, :, :, None]
         new = (v[t] - torch.einsum("hkv,hk->hv", state, k[t])) * beta[t, :, None]
         state = state + k[t, :, :, None] * new[:, None]
         rows.append(torch.einsum("hkv,hk->hv", state, q[t]))
-    gate = (x_TE @ at["g_proj.weight"].T).unflatten(1, (heads, dim)).sigmoid()
-    y = norm(torch.stack(rows), at["o_norm.weight"], text["rms_norm_eps"]) * gate
-    return y.flatten(1) @ at["o_proj.weight"].T
+    return torch.stack(rows)
 
 
 def _latent(text: dict[str, Any], own: Tensors, x_TE: torch.Tensor) -> torch.Tensor:

@@ -47,28 +47,33 @@ def in_halves(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
 
 
-def latent_attention(config: dict[str, Any], own: Tensors, x_TE: torch.Tensor) -> torch.Tensor:
-    """DeepSeek's, without the cache of latents."""
-    at, heads = of_layer(own, "self_attn."), config["num_attention_heads"]
-    keys, turned, values = (config[f"attention_{key}_dim"] for key in ("qk", "qk_rope", "v"))
+def latent_heads(
+    config: dict[str, Any], at: Tensors, x_TE: torch.Tensor, sizes: tuple[int, int, int]
+) -> torch.Tensor:
+    """What the heads of DeepSeek's latent attention give. `sizes`: of a key, of what is rotated beside it, of a
+    value."""
+    heads, (keys, turned, values) = config["num_attention_heads"], sizes
     q = norm(x_TE @ at["q_a_proj.weight"].T, at["q_a_layernorm.weight"], LATENT_EPS)
     q = (q @ at["q_b_proj.weight"].T).unflatten(1, (heads, -1))
-    latent, shared = (x_TE @ at["kv_a_proj_with_mqa.weight"].T).split((24, turned), 1)
+    latent, shared = (x_TE @ at["kv_a_proj_with_mqa.weight"].T).tensor_split((-turned,), 1)
     latent = norm(latent, at["kv_a_layernorm.weight"], LATENT_EPS)
     k, v = (latent @ at["kv_b_proj.weight"].T).unflatten(1, (heads, -1)).split((keys, values), -1)
     theta = config["rope_theta"]
     shared = rotated(in_halves(shared)[:, None], theta).expand(-1, heads, -1)
     q = torch.cat((q[..., :keys], rotated(in_halves(q[..., keys:]), theta)), -1)
-    return attended(q, torch.cat((k, shared), -1), v) @ at["o_proj.weight"].T
+    return attended(q, torch.cat((k, shared), -1), v)
 
 
 def logits(config: dict[str, Any], weights: Tensors, row: list[int]) -> torch.Tensor:
     """[T, V] of one row."""
     eps = config["rms_norm_eps"]
+    key, turned, value = (config[f"attention_{one}_dim"] for one in ("qk", "qk_rope", "v"))
+    sizes = (key, turned, value)
 
     def layer(index: int, own: Tensors, x_TE: torch.Tensor) -> torch.Tensor:
         h_TE = norm(x_TE, own["input_layernorm.weight"], eps)
-        y_TE = latent_attention(config, own, h_TE)
+        at = of_layer(own, "self_attn.")
+        y_TE = latent_heads(config, at, h_TE, sizes) @ at["o_proj.weight"].T
         x_TE = x_TE + norm(y_TE, own["post_attention_layernorm.weight"], eps)
         h_TE = norm(x_TE, own["pre_mlp_layernorm.weight"], eps)
         if index < config["num_dense_layers"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -24,10 +24,10 @@ class TokenEmbedding:
     """ids_T -> x_TE, scaled by `scale`; `lookup` adds what adapters add, `plain` does not.
     `weight_VE` (local rows) is there after loading, for a tied output head. Only a table that is
     `tied` to a head is quantized here: by itself it costs no reading. `unused`: rows at the
-    beginning of the checkpoint's table that no id reaches. `parts`: so many tensors hold it, as
-    torch.chunk cuts rows; 0: one. `beside`: the id whose row is added to that of every token, which
-    stands for another stream of tokens in which it alone is said; None: there is none. `beside_E`
-    is that row once it is loaded.
+    beginning of the checkpoint's table that no id reaches. `tables`: the tensors that hold it
+    one behind the other, by their names and rows; none: one. `beside`: the id whose row is added to
+    that of every token, which stands for another stream of tokens in which it alone is said; None:
+    there is none. `beside_E` is that row once it is loaded.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TokenEmbedding:
         scale: float = 1.0,
         tied: bool = False,
         unused: int = 0,
-        parts: int = 0,
+        tables: Sequence[tuple[str, int]] = (),
         beside: int | None = None,
     ) -> None:
         self.beside_E: torch.Tensor | None = None
@@ -51,10 +51,10 @@ class TokenEmbedding:
         self._scope = scope
         self._scale = scale
         self._unused = unused
-        pieces = tuple(_pieces(scope, vocabulary, width, parts)) if parts else None
+        pieces = tuple(_pieces(scope, width, tables)) if tables else None
         weight = scope.param("weight", (vocabulary, width), pieces=pieces, shard=self.shard)
         self._weight = scope.quantized_table(weight, "tied" if tied else "embedding")
-        adaptable = not (unused or parts)
+        adaptable = not (unused or tables)
         self._adapted = adapted_table(scope, weight, scale=scale) if adaptable else None
         scope.on_finish(self._finish)
 
@@ -116,9 +116,9 @@ def vocabulary_part(vocabulary: int) -> Part:
     return Part("vocabulary rows", vocabulary, vocabulary, uneven=True)
 
 
-def _pieces(scope: Scope, rows: int, width: int, parts: int) -> Iterator[WeightPiece]:
-    """The tensors of a table that is cut in `parts`."""
-    size = -(-rows // parts)
-    for i, first in enumerate(range(0, rows, size)):
-        shape = (min(size, rows - first), width)
-        yield WeightPiece(name=scope.name(f"shard_{i}.weight"), shape=shape, offset=first)
+def _pieces(scope: Scope, width: int, tables: Sequence[tuple[str, int]]) -> Iterator[WeightPiece]:
+    """The tensors of a table that lies in several."""
+    first = 0
+    for name, rows in tables:
+        yield WeightPiece(name=scope.name(name), shape=(rows, width), offset=first)
+        first += rows

@@ -68,6 +68,13 @@ class NGramSpec:
         return -(-sum(self.sizes) // self.divisor) * self.divisor
 
     @property
+    def tables(self) -> list[tuple[str, int]]:
+        """The tensors of the table and their rows, as torch.chunk cuts these."""
+        size = -(-self.rows // self.parts)
+        firsts = enumerate(range(0, self.rows, size))
+        return [(f"shard_{i}.weight", min(size, self.rows - first)) for i, first in firsts]
+
+    @property
     def multipliers(self) -> list[int]:
         """Of a token and those before it: odd, and so that products fit 63 bits."""
         half = max(1, ((1 << 63) - 1) // max(self.vocabulary, 1) // 2)
@@ -100,7 +107,7 @@ class NGramInputs:
             scope / "ple_embedding" / "ngram_embedding",
             spec.rows,
             spec.values // spec.hashes,
-            parts=spec.parts,
+            tables=spec.tables,
         )
         self._key = WholeLinear(scope / "key_proj", spec.values, whole)
         self._value = WholeLinear(scope / "value_proj", spec.values, width)
@@ -144,7 +151,7 @@ class NGramInputs:
         tokens = batch.kv[self._cache]
         write_rows(tokens, batch.token_ids_T[:, None].float(), plan.slot_T)
         own_T = batch.token_ids_T
-        before = _before(tokens, plan, batch.positions_T, range(1, spec.longest), spec.end_id)
+        before = values_before(tokens, plan, batch.positions_T, range(1, spec.longest), spec.end_id)
         before_TN = before[..., 0].long()
         valid_TN = (before_TN != spec.end_id).cumprod(1).bool()
         before_TN = before_TN.masked_fill(~valid_TN, spec.end_id)
@@ -160,7 +167,7 @@ class NGramInputs:
         plan, inputs = batch.plans[batch.group_of_layer[at]], batch.kv[at]
         write_rows(inputs, x_TX, plan.slot_T)
         reach = range(0, spec.taps * spec.longest, spec.longest)
-        before_TKX = _before(inputs, plan, batch.positions_T, reach, 0)
+        before_TKX = values_before(inputs, plan, batch.positions_T, reach, 0)
         y_TX = before_TKX[:, 0].float() * self._conv_KX[0]
         for step in range(1, spec.taps):
             y_TX += before_TKX[:, step].float() * self._conv_KX[step]
@@ -185,7 +192,7 @@ class NGramInputs:
         self._gated = scope.bind(GATED_NORM, gate, None)
 
 
-def _before(
+def values_before(
     cache: torch.Tensor,
     plan: AttentionPlan,
     position_T: torch.Tensor,

@@ -135,6 +135,11 @@ def _step3(config: ConfigReader) -> Keys:
     return {"num_key_value_heads": groups, **called(config, names)}
 
 
+def _longcat_ngram(config: ConfigReader) -> Keys:
+    """Where two numbers of layers are stated, one counts attentions."""
+    return called(config, {"num_layers": "num_hidden_layers"})
+
+
 EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "Inkling2ForConditionalGeneration": _inkling_2,
     **dict.fromkeys(("Grok1ForCausalLM", "GrokForCausalLM"), _grok),
@@ -143,6 +148,7 @@ EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "SmallThinkerForCausalLM": _smallthinker,
     "PanguUltraMoEForCausalLM": _pangu_ultra,
     "Step3TextForCausalLM": _step3,
+    "LongcatFlashNgramForCausalLM": _longcat_ngram,
     **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), _mimo_v2),
 }
 """By the name of the architecture."""

@@ -1,5 +1,6 @@
 """LongCat-Flash: layers of two latent attentions and two dense MLPs each, with experts around the
-second half of it, some of which give back what they get (Meituan LongCat team 2025).
+second half of it, some of which give back what they get (Meituan LongCat team 2025). LongCat-Flash-
+Lite's embeddings know the n-grams that end with a token.
 
 T tokens, E hidden size, N tokens whose logits are wanted.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
+from headrace.back.layers.hashed_ngrams import HashedNGramSpec
 from headrace.back.layers.latent_attention import LatentAttentionSpec, LatentNames
 from headrace.back.layers.layer_tail import Tail
 from headrace.back.layers.mixer import Mixer
@@ -20,16 +22,20 @@ from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.residual import add_norm, sum_branches
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSizes, DecoderSpec, read_sizes
-from headrace.back.models.decoder_layer import Stream
+from headrace.back.models.decoder_layer import DecoderLayerSpec, Stream
 from headrace.back.models.latent import read_latent_attention
+from headrace.back.models.ngram_layer import NGramLayerSpec
 from headrace.base.config.hf import ConfigReader
 
-DRAFTS = (r"model\.mtp\..*",)
+DRAFTS = (r"model\.mtp\..*", r"model\.layers\.0\.ngram_embeddings\.word_embeddings\.weight")
+"""What only drafts tokens, and the embeddings once more."""
+NGRAMS = ((r"^model\.ngram_embeddings\.", "model.layers.0.ngram_embeddings."),)
+"""They lie beside the layers."""
 HALVES = (0, 1)
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """LongcatFlashForCausalLM."""
+    """LongcatFlashForCausalLM, LongcatFlashNgramForCausalLM."""
     sizes = read_sizes(config, eps=1e-5)
     count = config.int("num_layers", sizes.layers, ge=1)
     attention = read_latent_attention(scope, config, sizes, layout="pairs")
@@ -42,14 +48,40 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
     idle = config.int("zero_expert_num", 0, ge=0)
     mixture = _mixture(config, idle)
-    layers = (ShortcutLayerSpec(attention=attention, mixture=mixture),) * count
+    layers: list[DecoderLayerSpec] = [
+        ShortcutLayerSpec(attention=attention, mixture=mixture) for _ in range(count)
+    ]
+    ngrams = _ngrams(config, sizes)
+    if ngrams is not None:
+        layers[0] = NGramLayerSpec(layer=layers[0], ngrams=ngrams)
     first = mixture.router.experts - idle
     unused = "|".join(str(first + i) for i in range(idle))
     return Decoder(
         scope,
         DecoderSpec(
-            sizes=sizes, layers=layers, ignored=(*DRAFTS, rf".*\.mlp\.experts\.({unused})\..*")
+            sizes=sizes,
+            layers=tuple(layers),
+            ignored=(*DRAFTS, rf".*\.mlp\.experts\.({unused})\..*"),
+            renamed=NGRAMS if ngrams is not None else (),
         ),
+    )
+
+
+def _ngrams(config: ConfigReader, sizes: DecoderSizes) -> HashedNGramSpec | None:
+    """LongCat-Flash-Lite's; None: there are none."""
+    ratio = config.float("ngram_vocab_size_ratio", None, ge=1.0)
+    if ratio is None:
+        return None
+    longest = config.int("emb_neighbor_num", ge=2, le=16)
+    hashes = config.int("emb_split_num", ge=1)
+    if sizes.width % (hashes * (longest - 1)):
+        raise config.wrong("emb_split_num", f"such that its n-grams divide {sizes.width}")
+    return HashedNGramSpec(
+        vocabulary=sizes.vocabulary,
+        longest=longest,
+        hashes=hashes,
+        base=int(ratio * sizes.vocabulary),
+        end_id=config.int("eos_token_id", ge=0),
     )
 
 

@@ -1,5 +1,5 @@
 """Nemotron-H and Nemotron 3: layers of one branch each: Mamba 2, attention without positions, an
-MLP, or experts.
+MLP, or experts, whose sizes may be each layer's own (Puzzle).
 
 Their MLPs have no gate: down(relu(up)^2), which is down(relu(gate) * up) where gate and up are the
 same. So the experts' kernels serve them, with each up in memory twice.
@@ -39,7 +39,7 @@ UNGATED = SeparateExperts(gate="experts.{}.up_proj.weight")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """NemotronHForCausalLM."""
+    """NemotronHForCausalLM, NemotronHPuzzleForCausalLM."""
     sizes = read_sizes(
         config, activation=("mlp_hidden_act",), default_activation="relu2", gated=False, eps=1e-5
     )
@@ -50,20 +50,33 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         "attention": LayerSpec(mixer=attention, placement=ONE_BRANCH, feed_forward=None),
         "mlp": LayerSpec(mixer=None, placement=MLP_PLACEMENT, feed_forward=mlp),
     }
+
+    def experts(layer: int) -> LayerSpec:
+        branch = _experts(_of_layer(config, layer), sizes)
+        return LayerSpec(mixer=None, placement=MLP_PLACEMENT, feed_forward=branch)
+
     kinds = _kinds(config, sizes.layers)
-    if "moe" in kinds:
-        layers["moe"] = LayerSpec(
-            mixer=None, placement=MLP_PLACEMENT, feed_forward=_experts(config, sizes)
-        )
     return Decoder(
         scope,
         DecoderSpec(
             sizes=sizes,
-            layers=tuple(layers[kind] for kind in kinds),
+            layers=tuple(
+                experts(i) if kind == "moe" else layers[kind] for i, kind in enumerate(kinds)
+            ),
             names=BACKBONE,
             ignored=(r"mtp\..*",),
         ),
     )
+
+
+def _of_layer(config: ConfigReader, layer: int) -> ConfigReader:
+    """The config as this layer with experts reads it: with what it has of its own, if the config
+    lists such (Nemotron 3 Puzzle)."""
+    blocks = config.raw.get("block_configs")
+    if not isinstance(blocks, list):
+        return config
+    where = f"{config.where}: block_configs: {layer}"
+    return ConfigReader({**config.raw, **blocks[layer]}, where)
 
 
 def _experts(config: ConfigReader, sizes: DecoderSizes) -> FeedForwardSpec:

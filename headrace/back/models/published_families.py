@@ -50,6 +50,7 @@ RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
         (r"\.linear_1\.weight$", ".w2.weight"),
         (r"norm\.scale$", "norm.weight"),
     ),
+    "BailingMoeV3ForCausalLM": ((r"\.attention\.o_proj\.", ".attention.dense."),),
     "T5Gemma2ForConditionalGeneration": ((r"^model\.encoder\.text_model\.", "model.encoder."),),
 }
 """What tensors of an architecture are called that its family calls otherwise: see WeightPlan."""

@@ -35,6 +35,8 @@ RECURRENT_DECODERS: Mapping[str, str] = {
 RECURRENT_DECODERS_PUBLISHED: Mapping[str, str] = {
     "KimiK3ForCausalLM": "kimi_linear",
     "LFM2ForCausalLM": "lfm2",
+    "BailingMoeV3ForCausalLM": "bailing_hybrid",
+    "NemotronHPuzzleForCausalLM": "nemotron_h",
     **dict.fromkeys(
         (
             "BailingMoeLinearForCausalLM",

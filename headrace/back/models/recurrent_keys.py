@@ -40,8 +40,48 @@ def _unbounded(config: ConfigReader) -> Keys:
     return {"max_position_embeddings": None}
 
 
+def _bailing_v3(config: ConfigReader) -> Keys:
+    """Layers that fill no group attend; without a word on gates there are none."""
+    layers, every = num_layers(config), config.int("layer_group_size", ge=1)
+    whole = layers // every * every
+    shared = config.int("num_shared_experts", 1, ge=0)
+    inner = config.int("moe_intermediate_size", ge=1)
+    each = config.int("moe_shared_expert_intermediate_size", inner, ge=1)
+    if each * shared % inner:
+        raise config.wrong("moe_shared_expert_intermediate_size", f"a multiple of {inner}")
+    gates = config.raw.get("gated_attention_proj_granularity_type")
+    return {
+        "layer_types": [
+            "linear_attention" if (i + 1) % every and i < whole else "full_attention"
+            for i in range(layers)
+        ],
+        "num_shared_experts": each * shared // inner,
+        "gated_attention_proj_granularity_type": gates or "none",
+    }
+
+
+def _puzzle(config: ConfigReader) -> Keys:
+    """What each layer is, from what it has of its own."""
+    blocks = config.raw.get("block_configs")
+    alike = isinstance(blocks, list) and all(isinstance(one, Mapping) for one in blocks)
+    if not alike or not blocks:
+        raise config.wrong("block_configs", "a list of objects, one for each layer")
+    kinds = [
+        ConfigReader(block, f"{config.where}: block_configs: {i}").str("block_type")
+        for i, block in enumerate(blocks)
+    ]
+    for i, block in enumerate(blocks):
+        own = {key for key, value in block.items() if value not in (None, config.raw.get(key))}
+        if kinds[i] != "moe" and own - {"block_type"}:
+            key = min(own - {"block_type"})
+            raise config.wrong(f"block_configs: {i}: {key}", "as all layers have it, or absent")
+    return {"num_hidden_layers": len(kinds), "layers_block_type": kinds}
+
+
 RECURRENT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), _plamo2),
+    "BailingMoeV3ForCausalLM": _bailing_v3,
+    "NemotronHPuzzleForCausalLM": _puzzle,
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),
 }
 """By the name of the architecture."""
