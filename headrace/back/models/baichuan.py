@@ -5,7 +5,8 @@ published checkpoints)."""
 from __future__ import annotations
 
 from headrace.back.layers.alibi import alibi_slopes
-from headrace.back.layers.attention import AttentionNames, AttentionSpec
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.attention_names import SEPARATE, AttentionNames
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
@@ -18,7 +19,7 @@ OF_VERSION_2 = "z_loss_weight"
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """BaichuanForCausalLM, BaiChuanForCausalLM. Where `max_position_embeddings` is stated
-    positions are rotations, as in the published 7B."""
+    positions are rotations, as in the published 7B. GGUF files have projections apart."""
     sizes = read_sizes(config)
     rope = None
     if "max_position_embeddings" in config:
@@ -28,7 +29,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             **plain_attention(sizes),
             rope=rope,
             slopes=() if rope else alibi_slopes(sizes.heads),
-            names=ATTENTION,
+            names=ATTENTION if config.bool("joined_projections", True) else SEPARATE,
         )
     )
     return Decoder(

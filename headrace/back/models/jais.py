@@ -3,7 +3,7 @@ and logits, weights stored as [inputs, outputs] (names and keys of the published
 
 from __future__ import annotations
 
-from headrace.back.layers.alibi import alibi_slopes
+from headrace.back.layers.alibi import LARGEST, alibi_slopes
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
 from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.norm import LAYER
@@ -19,8 +19,6 @@ from headrace.back.models.families import HEADS, WIDTH
 from headrace.back.models.gpt2 import NAMES, PLACEMENT
 from headrace.base.config.hf import ConfigReader
 
-ATTENTION = AttentionNames(module="attn", merged="c_attn", out="c_proj", transposed=True)
-MLP = GatedMLPSpec(gate="c_fc2", up="c_fc", down="c_proj", bias=True, transposed=True)
 IGNORED = (r".*\.attn\.(masked_)?bias", r"transformer\.relative_pe\..*")
 
 
@@ -36,18 +34,21 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     heads = config.int("num_attention_heads", aliases=HEADS, ge=1)
     inner = 4 * config.int("hidden_size", aliases=WIDTH, ge=1)
     sizes = read_sizes(config, kv_heads=heads, inner=inner, eps=1e-5, tied=True)
+    turned = not config.bool("outputs_first", False)  # GGUF files have linear layers as others
     by_size = config.bool("scale_qk_dot_by_d", False, aliases=("mup_scale_qk_dot_by_d",))
     layer = LayerSpec(
         mixer=AttentionSpec(
             **plain_attention(sizes) | {"scale": sizes.head_dim ** (-1.0 if by_size else -0.5)},
             rope=None,
-            slopes=alibi_slopes(heads),
+            slopes=alibi_slopes(heads, largest=config.float("alibi_bias_max", LARGEST, ge=0.0)),
             qkv_bias=True,
             out_bias=True,
-            names=ATTENTION,
+            names=AttentionNames(module="attn", merged="c_attn", out="c_proj", transposed=turned),
         ),
         placement=PLACEMENT,
-        feed_forward=MLP,
+        feed_forward=GatedMLPSpec(
+            gate="c_fc2", up="c_fc", down="c_proj", bias=True, transposed=turned
+        ),
     )
     narrower = config.float("width_scale", None)
     if narrower is None:

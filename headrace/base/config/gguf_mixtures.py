@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.base.config.gguf import GGUFFile
-from headrace.base.config.gguf_row import SILU, Config, GGUFArchitecture, count
+from headrace.base.config.gguf_row import LATENT, SILU, Config, GGUFArchitecture, count
 
 CHOSEN: Final = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 INNER: Final = {"moe_intermediate_size": "expert_feed_forward_length"}
@@ -28,11 +28,6 @@ ROUTED: Final = {
     "topk_group": "expert_group_used_count",
 }
 _DRAFTS: Final = {"num_nextn_predict_layers": "nextn_predict_layers"}
-_LATENT: Final = {
-    "q_lora_rank": "attention.q_lora_rank",
-    "kv_lora_rank": "attention.kv_lora_rank",
-    "qk_rope_head_dim": "rope.dimension_count",
-}
 _MAVERICK_EXPERTS: Final = 128
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of expert_gating_func."""
@@ -115,6 +110,16 @@ def _deepseek2(file: GGUFFile, name: str, config: Config) -> None:
     if scaling is not None and scaling["rope_type"] == "yarn":
         stated = file.number(f"{name}.rope.scaling.yarn_log_multiplier", 0.0) or 0.0
         config["rope_scaling"] = scaling | {"mscale": stated * 10, "mscale_all_dim": stated * 10}
+
+
+def _mistral4(file: GGUFFile, name: str, config: Config) -> None:
+    """DeepSeek's lengths, with queries that grow with their position."""
+    _deepseek2(file, name, config)
+    config["model_type"], config["architectures"] = "mistral4", ["Mistral4ForCausalLM"]
+    beta = file.number(f"{name}.attention.temperature_scale")
+    scaling = config.get("rope_scaling")
+    if beta is not None and scaling is not None:
+        config["rope_scaling"] = scaling | {"llama_4_scaling_beta": beta}
 
 
 def _exaone(file: GGUFFile, name: str, config: Config) -> None:
@@ -245,8 +250,16 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
         fixed=SILU,
-        keys=ROUTED | _LATENT,
+        keys=ROUTED | LATENT,
         adjust=_deepseek2,
+        latent=True,
+    ),
+    "mistral4": GGUFArchitecture(
+        model_type="mistral4",
+        architecture="Mistral4ForCausalLM",
+        fixed=SILU,
+        keys=ROUTED | LATENT,
+        adjust=_mistral4,
         latent=True,
     ),
     "granitemoe": GGUFArchitecture(

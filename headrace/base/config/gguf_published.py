@@ -10,11 +10,13 @@ from headrace.base.config.gguf_gemma import embedding_gemma
 from headrace.base.config.gguf_mixtures import ROUTED
 from headrace.base.config.gguf_row import (
     GELU,
+    LATENT,
     SILU,
     Config,
     GGUFArchitecture,
     count,
     each_of,
+    latent_sizes,
     need_int,
     present,
     rows_of,
@@ -88,7 +90,68 @@ def _grok(file: GGUFFile, name: str, config: Config) -> None:
         scaling |= {"beta_fast": 8.0, "attention_factor": 1.0, **present(file, stated)}
 
 
+_THIRTEEN_B: Final = 40
+"""Layers of the Baichuan that knows positions by ALiBi, as llama.cpp tells it."""
+
+
+def _baichuan(file: GGUFFile, name: str, config: Config) -> None:
+    """The 7B rotates as Llama does; projections are apart in files."""
+    if config["num_hidden_layers"] != _THIRTEEN_B:
+        config.update(model_type="llama", architectures=["LlamaForCausalLM"], mlp_bias=False)
+        return
+    config["joined_projections"] = False
+    config["model_max_length"] = config.pop("max_position_embeddings")
+
+
+def _jais(file: GGUFFile, name: str, config: Config) -> None:
+    """Converters multiply the embeddings and the head, which are no longer one."""
+    if config["tie_word_embeddings"]:
+        raise file.wrong("output.weight", "there: the head is scaled otherwise than embeddings")
+
+
+def _maincoder(file: GGUFFile, name: str, config: Config) -> None:
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+
+
 ROWS: Final[dict[str, GGUFArchitecture]] = {
+    "baichuan": GGUFArchitecture(
+        model_type="baichuan", architecture="BaichuanForCausalLM", fixed=SILU, adjust=_baichuan
+    ),
+    "bitnet": GGUFArchitecture(model_type="bitnet", architecture="BitNetForCausalLM", fixed=SILU),
+    "codeshell": GGUFArchitecture(
+        model_type="codeshell",
+        architecture="CodeShellForCausalLM",
+        fixed={"activation_function": "gelu_pytorch_tanh"},
+    ),
+    "jais": GGUFArchitecture(
+        model_type="jais",
+        architecture="JAISLMHeadModel",
+        fixed={
+            **{"activation_function": "swiglu", "position_embedding_type": "alibi"},
+            **{"scale_qk_dot_by_d": True, "outputs_first": True},
+        },
+        keys={"alibi_bias_max": "attention.max_alibi_bias"},
+        adjust=_jais,
+    ),
+    "maincoder": GGUFArchitecture(
+        model_type="maincoder",
+        architecture="MaincoderForCausalLM",
+        fixed=SILU,
+        adjust=_maincoder,
+    ),
+    "plamo": GGUFArchitecture(
+        model_type="plamo",
+        architecture="PlamoForCausalLM",
+        fixed={**SILU, "tiled_heads": False},
+    ),
+    "plm": GGUFArchitecture(
+        model_type="plm",
+        architecture="PLMForCausalLM",
+        fixed={"hidden_act": "relu2"},
+        keys=LATENT,
+        adjust=latent_sizes,
+        latent=True,
+    ),
     "xverse": GGUFArchitecture(
         model_type="llama", architecture="LlamaForCausalLM", fixed={**SILU, "mlp_bias": False}
     ),

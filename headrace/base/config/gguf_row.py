@@ -14,6 +14,13 @@ Config = dict[str, Any]
 SILU: Final = {"hidden_act": "silu"}
 GELU: Final = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
+LATENT: Final = {
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+}
+"""Keys of attention over latents."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFArchitecture:
@@ -33,6 +40,19 @@ class GGUFArchitecture:
     latent: bool = False
     recurrent: bool = False
     varied: bool = False
+
+
+def latent_sizes(file: GGUFFile, name: str, config: Config) -> None:
+    """Of attention over latents in files that state the lengths of whole heads."""
+    rotary, heads = config["qk_rope_head_dim"], config["num_attention_heads"]
+    length = config["head_dim"]
+    if length <= rotary:
+        raise file.wrong(f"{name}.attention.key_length", f"a number above {rotary}")
+    values = count(file, f"{name}.attention.value_length", config["hidden_size"] // heads)
+    config.update(qk_nope_head_dim=length - rotary, v_head_dim=values, head_dim=rotary)
+    config["num_key_value_heads"] = heads
+    config.setdefault("q_lora_rank", None)
+    config.pop("partial_rotary_factor", None)
 
 
 def need_int(file: GGUFFile, key: str) -> int:

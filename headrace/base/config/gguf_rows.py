@@ -12,11 +12,13 @@ from headrace.base.config import gguf_mixtures as mixtures
 from headrace.base.config.gguf import GGUFFile
 from headrace.base.config.gguf_row import (
     GELU,
+    LATENT,
     SILU,
     Config,
     GGUFArchitecture,
     count,
     factors,
+    latent_sizes,
 )
 
 
@@ -26,16 +28,31 @@ def _phi3(file: GGUFFile, name: str, config: Config) -> None:
     context = config["max_position_embeddings"]
     original = count(file, f"{name}.rope.scaling.original_context_length", context)
     config["original_max_position_embeddings"] = original
-    if "rope_factors_long.weight" in file.tensors:
-        config["rope_scaling"] = {
-            "rope_type": "longrope",
-            "long_factor": factors(file, "rope_factors_long.weight", half),
-            "short_factor": factors(file, "rope_factors_short.weight", half),
-            "original_max_position_embeddings": original,
-        }
-        attention_factor = file.number(f"{name}.rope.scaling.attn_factor")
-        if attention_factor is not None:
-            config["rope_scaling"]["attention_factor"] = attention_factor
+    _longrope(file, name, config, half=half, original=original)
+
+
+def _longrope(file: GGUFFile, name: str, config: Config, *, half: int, original: int) -> None:
+    """Factors for short and for long texts, where the file has them."""
+    if "rope_factors_long.weight" not in file.tensors:
+        return
+    config["rope_scaling"] = {
+        "rope_type": "longrope",
+        "long_factor": factors(file, "rope_factors_long.weight", half),
+        "short_factor": factors(file, "rope_factors_short.weight", half),
+        "original_max_position_embeddings": original,
+    }
+    attention_factor = file.number(f"{name}.rope.scaling.attn_factor")
+    if attention_factor is not None:
+        config["rope_scaling"]["attention_factor"] = attention_factor
+
+
+def _minicpm3(file: GGUFFile, name: str, config: Config) -> None:
+    """The lengths of long rotations are stated beside the factors."""
+    latent_sizes(file, name, config)
+    context = config["max_position_embeddings"]
+    original = count(file, f"{name}.rope.scaling.original_context_length", context)
+    half = config["qk_rope_head_dim"] // 2
+    _longrope(file, name, config, half=half, original=original)
 
 
 def _smollm3(file: GGUFFile, name: str, config: Config) -> None:
@@ -304,4 +321,21 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         model_type="gpt_bigcode", architecture="GPTBigCodeForCausalLM", adjust=_starcoder
     ),
     "mpt": GGUFArchitecture(model_type="mpt", architecture="MptForCausalLM", adjust=_mpt),
+    "apertus": GGUFArchitecture(
+        model_type="apertus", architecture="ApertusForCausalLM", fixed={"hidden_act": "xielu"}
+    ),
+    "gptj": GGUFArchitecture(
+        model_type="gptj",
+        architecture="GPTJForCausalLM",
+        fixed={"activation_function": "gelu_new"},
+        keys={"rotary_dim": "rope.dimension_count"},
+    ),
+    "minicpm3": GGUFArchitecture(
+        model_type="minicpm3",
+        architecture="MiniCPM3ForCausalLM",
+        fixed={**SILU, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+        keys=LATENT,
+        adjust=_minicpm3,
+        latent=True,
+    ),
 }

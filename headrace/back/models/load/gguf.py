@@ -26,6 +26,7 @@ from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
 from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
 from headrace.base.config.gguf_config import gguf_config
+from headrace.base.config.gguf_row import need_int
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 
@@ -72,6 +73,11 @@ class GGUFSource:
             )
             for name, (joined, parts) in self._joined.items()
         }
+        self._stated = _stated(file, self._dialect)
+        self.entries |= {
+            name: CheckpointTensor(shape=(1,), dtype="F32", where=str(path), squeezed=True)
+            for name in self._stated
+        }
         self._maps = {part: mapped(part) for part in file.paths}
 
     def copy(
@@ -81,6 +87,9 @@ class GGUFSource:
         dtype."""
         if name in self._joined:
             target.copy_(torch.from_numpy(self._join(name))[source])
+            return
+        if name in self._stated:
+            target.fill_(self._stated[name])
             return
         tensor = self._tensors[name]
         rows_of = self._blocks(tensor)
@@ -200,6 +209,18 @@ def deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undoes GGUF's order of rotary rows: a head's row 2i is the i-th of its first half, row 2i+1
     of its second."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _stated(file: GGUFFile, dialect: Dialect) -> dict[str, float]:
+    """Numbers of layers that metadata hold, by their names here."""
+    values: dict[str, float] = {}
+    for key, name in dialect.stated.items():
+        layers = need_int(file, f"{file.text('general.architecture')}.block_count")
+        listed = file.numbers(key) or ()
+        if len(listed) != layers:
+            raise file.wrong(key, f"a list of {layers} numbers, one for each layer")
+        values |= {name.format(i): float(one) for i, one in enumerate(listed)}
+    return values
 
 
 Parts = tuple[GGUFTensor, GGUFTensor]

@@ -17,7 +17,8 @@ class Dialect:
     lie, `top`: names outside of them, `further`: blocks of another name, with their place and
     names; `drafts`: layers behind the last ones only draft tokens; `joined`: what is one tensor
     here and several in the file, `stacked`: what is several here, by their names; `unstacked`: the
-    same of a layer, with a name for each."""
+    same of a layer, with a name for each; `stated`: numbers of each layer in the metadata, by their
+    keys there, and what they are called with the layer's number in it."""
 
     blocks: Mapping[str, str]
     interleaved: bool = False
@@ -30,6 +31,7 @@ class Dialect:
     joined: tuple[Joined, ...] = ()
     stacked: Mapping[str, str] = field(default_factory=dict)
     unstacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stated: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sections(self) -> tuple[tuple[str, str, Mapping[str, str]], ...]:

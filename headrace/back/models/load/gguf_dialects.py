@@ -18,6 +18,9 @@ from headrace.back.models.load.gguf_heads import GroupedHeads, ValueHeads
 _GRANITE_SHARED = Joined(
     name="shared_mlp.input_linear.weight", parts=("ffn_gate_shexp", "ffn_up_shexp")
 )
+_LATENTS = Joined(
+    name="self_attn.kv_b_proj.weight", parts=("attn_k_b", "attn_v_b"), turned=True, flat=True
+)
 _GRANITE_MLP = Joined(name="shared_mlp.input_linear.weight", parts=("ffn_gate", "ffn_up"))
 
 
@@ -108,16 +111,33 @@ DIALECTS: Mapping[str, Dialect] = {
     "minimax-m2": Dialect(
         blocks=names.MIXTRAL | {"exp_probs_b": "block_sparse_moe.e_score_correction_bias."}
     ),
-    "deepseek2": Dialect(
-        blocks=names.ROUTED | names.LATENT,
-        joined=(
-            Joined(
-                name="self_attn.kv_b_proj.weight",
-                parts=("attn_k_b", "attn_v_b"),
-                turned=True,
-                flat=True,
-            ),
-        ),
+    "deepseek2": Dialect(blocks=names.ROUTED | names.LATENT, joined=(_LATENTS,)),
+    "mistral4": Dialect(
+        blocks=names.ROUTED
+        | names.LATENT
+        | {
+            "ffn_gate_up_exps": "mlp.experts.gate_up_proj.",
+            "ffn_down_exps": "mlp.experts.down_proj.",
+        },
+        joined=(_LATENTS,),
+    ),
+    "minicpm3": Dialect(blocks=names.BLOCK | names.LATENT),
+    "apertus": Dialect(
+        blocks=names.BLOCK
+        | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        stated={
+            f"xielu.{one}": f"model.layers.{{}}.mlp.act_fn.{one}"
+            for one in ("alpha_p", "alpha_n", "beta", "eps")
+        },
+    ),
+    "gptj": Dialect(
+        blocks={
+            **{name: f"attn.{name[-1]}_proj" for name in ("attn_q", "attn_k", "attn_v")},
+            **{"attn_norm": "ln_1", "attn_output": "attn.out_proj"},
+            **{"ffn_up": "mlp.fc_in", "ffn_down": "mlp.fc_out"},
+        },
+        layers="transformer.h",
+        top=names.GPT_2_TOP,
     ),
     "granitemoe": Dialect(blocks=names.GRANITE_MOE, interleaved=True, joined=(_GRANITE_SHARED,)),
     "granitehybrid": Dialect(

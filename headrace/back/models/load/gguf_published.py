@@ -54,7 +54,20 @@ ARCTIC = {
 }
 BARE = {"token_embd": "embed_tokens", "output_norm": "norm"}
 
+BITNET = names.BLOCK | {
+    "attn_sub_norm": "self_attn.attn_sub_norm",
+    "ffn_sub_norm": "mlp.ffn_sub_norm",
+}
 DIALECTS: Mapping[str, Dialect] = {
+    "baichuan": Dialect(blocks=names.BLOCK, interleaved=True),
+    "bitnet": Dialect(blocks=BITNET),
+    "codeshell": Dialect(blocks=names.GPT_2, layers="transformer.h", top=names.GPT_2_TOP),
+    "jais": Dialect(
+        blocks=names.GPT_2 | {"ffn_gate": "mlp.c_fc2"}, layers="transformer.h", top=names.GPT_2_TOP
+    ),
+    "maincoder": Dialect(blocks=names.LLAMA4),
+    "plamo": Dialect(blocks=names.BLOCK | {"attn_norm": "norm"}, layers="model.layers.layers"),
+    "plm": Dialect(blocks=names.BLOCK | names.LATENT),
     "xverse": Dialect(blocks=names.BLOCK, interleaved=True),
     "deci": Dialect(blocks=names.BLOCK, interleaved=True),
     "deepseek": Dialect(blocks=names.ROUTED, interleaved=True),

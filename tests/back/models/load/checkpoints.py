@@ -170,7 +170,7 @@ def _separated(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str,
         module, _, last = name.rpartition(".")
         kind = "bias" if last.endswith("_bias") else "weight"
         matrix = last.removesuffix("_bias")
-        if not module.endswith(".experts") or architecture == "gemma4":
+        if not module.endswith(".experts") or architecture in ("gemma4", "mistral4"):
             separate[name] = tensor
             continue
         oss = architecture == "gpt-oss"

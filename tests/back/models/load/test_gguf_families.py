@@ -105,8 +105,8 @@ def drafting(writer: gguf.GGUFWriter, config: Any) -> None:
 def latent(writer: gguf.GGUFWriter, config: Any) -> None:
     experts(writer, config)
     for key in ("key_length", "value_length", "head_count_kv"):
-        writer.kv_data[0].pop(f"deepseek2.attention.{key}")
-    writer.kv_data[0].pop("deepseek2.rope.dimension_count")
+        writer.kv_data[0].pop(f"{writer.arch}.attention.{key}")
+    writer.kv_data[0].pop(f"{writer.arch}.rope.dimension_count")
     writer.add_head_count_kv(1)
     writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
     writer.add_value_length(config.kv_lora_rank)
@@ -400,6 +400,66 @@ def sliding(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
 
 
+def mistral4(writer: gguf.GGUFWriter, config: Any) -> None:
+    """DeepSeek's, with queries that grow."""
+    latent(writer, config)
+    writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+
+
+def mistral4_parts(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts lie stacked, gates and ups in one tensor."""
+    layer = name.split(".")[2:3]
+    if name.endswith("experts.gate_up_proj"):
+        yield f"blk.{layer[0]}.ffn_gate_up_exps.weight", tensor
+    elif name.endswith("experts.down_proj"):
+        yield f"blk.{layer[0]}.ffn_down_exps.weight", tensor
+    else:
+        yield from latent_parts(name, tensor, config)
+
+
+def minicpm3(writer: gguf.GGUFWriter, config: Any) -> None:
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        writer.kv_data[0].pop(f"minicpm3.{key}")
+    writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_q_lora_rank(config.q_lora_rank)
+    for kind in ("long", "short"):
+        divisors = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+        writer.add_tensor(f"rope_factors_{kind}.weight", divisors)
+
+
+def xielu(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The parameters of activations, which `xielu_parts` collects, stand in metadata."""
+    config.xielu = {one: [] for one in ("alpha_p", "alpha_n", "beta", "eps")}
+    config.writer = writer
+
+
+def xielu_parts(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if ".act_fn." not in name:
+        yield name, tensor
+        return
+    listed = config.xielu[name.rpartition(".")[2]]
+    listed.append(tensor.float().item())
+    if len(listed) == config.num_hidden_layers:
+        config.writer.add_array(f"xielu.{name.rpartition('.')[2]}", listed)
+
+
+def gptj(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.kv_data[0].pop("gptj.rope.dimension_count")
+    writer.add_rope_dimension_count(config.rotary_dim)
+
+
+def first_bitnet(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The library's table has the names of the first checkpoints."""
+    older = name.replace("attn_sub_norm", "inner_attn_ln")
+    yield older.replace("ffn_sub_norm", "ffn_layernorm"), tensor
+
+
 MULTIPLIERS = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25},
     **{"attention_multiplier": 0.125, "logits_scaling": 4.0},
@@ -409,6 +469,56 @@ HYBRID: dict[str, Any] = {
     **{"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
 }
 FAMILIES: dict[str, tuple[str, Family]] = {
+    "apertus": (
+        "apertus",
+        Family(
+            kind="Apertus",
+            sizes={"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            metadata=xielu,
+            converts=xielu_parts,
+        ),
+    ),
+    "gptj": ("gptj", Family(kind="GPTJ", sizes={"rotary_dim": 8}, old=True, metadata=gptj)),
+    "bitnet": (
+        "bitnet",
+        Family(
+            kind="BitNet",
+            sizes={"hidden_act": "silu", "tie_word_embeddings": True},
+            converts=first_bitnet,
+        ),
+    ),
+    "mistral4": (
+        "mistral4",
+        Family(
+            kind="Mistral4",
+            sizes={
+                **{**ROUTED, **LATENT, "q_lora_rank": 20, "head_dim": 20},
+                "rope_parameters": {
+                    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+                    **{"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.4},
+                    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+                },
+            },
+            metadata=mistral4,
+            converts=mistral4_parts,
+        ),
+    ),
+    "minicpm3": (
+        "minicpm3",
+        Family(
+            kind="MiniCPM3",
+            sizes={
+                **{**LATENT, "q_lora_rank": 20, "v_head_dim": 16, "scale_emb": 12.0},
+                **{"scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True},
+                "rope_parameters": {
+                    **{"rope_type": "longrope", "rope_theta": 500.0, "factor": 1.0},
+                    **{"long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0, 2.0, 3.0, 4.0]},
+                    **{"original_max_position_embeddings": 256, "attention_factor": 1.0},
+                },
+            },
+            metadata=minicpm3,
+        ),
+    ),
     "gemma": ("gemma", Family(kind="Gemma", sizes=HEAD, plus_one=True)),
     "glm4": ("glm4", Family(kind="Glm4", sizes={**HEAD, **HALF, "attention_bias": True})),
     "seed-oss": ("seed_oss", Family(kind="SeedOss", sizes=HEAD)),
@@ -866,6 +976,9 @@ ALIKE = (
     "mpt",
     "phimoe",
     "exaone-moe",
+    "bitnet",
+    "minicpm3",
+    "gptj",
 )
 """Every part of these stands in another case, or few use them."""
 

@@ -21,14 +21,15 @@ from headrace.launch.model_facts import ModelFacts, read_model_facts
 from tests.back.models.load.checkpoints import _arch, _finish, spec_of
 from tests.back.models.load.test_gguf_families import permuted
 from tests.back.models.load.test_gguf_mixtures import load
-from tests.models.oracle import BLOCK_TOKENS, oracle_logits
+from tests.models.oracle import BLOCK_TOKENS, oracle_logits, save_oracle
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_encoders import SIZES as SMALL
 from tests.models.test_encoders import TEXTS, batch_of, embedding_gemma, saved
-from tests.models.test_parity import LENGTHS, SIZES, compare
-from tests.models.test_published_names import HEAD_DIM, HEADS, KV_HEADS, publish
+from tests.models.test_parity import LENGTHS, SIZES, compare, rope
+from tests.models.test_published_names import HEAD_DIM, HEADS, KV_HEADS, publish, with_alibi
 from tests.models.test_unlike_layers import BLOCKS, MATRIX, deci
-from tests.references import nomic_experts
+from tests.references import jais, nomic_experts
+from tests.references.small_decoders import SMALL as SMALL_DECODERS
 
 Tensors = dict[str, torch.Tensor]
 INNER = 80
@@ -126,6 +127,93 @@ def test_files_of_published_models_answer_as_their_oracles(
         tmp_path / "m.gguf", architecture, tensors, layers=3, metadata=SHAPE | metadata, heads=heads
     )
     compare_logits(tmp_path / "m.gguf", facts, oracle)
+
+
+PLAIN = {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 500.0}
+LATENT = {
+    **{"attention.key_length": 16, "attention.value_length": 12, "attention.kv_lora_rank": 24},
+    **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 6},
+    "attention.head_count_kv": HEADS,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata"),
+    [
+        ("maincoder", PLAIN),
+        ("plamo", {**PLAIN, "attention.head_count_kv": 2, "rope.freq_base": 1e4}),
+        ("plm", LATENT),
+    ],
+)
+def test_files_answer_as_the_reference_of_their_model(
+    name: str, metadata: dict[str, Any], tmp_path: Path
+) -> None:
+    reference, config = SMALL_DECODERS[name]
+    weights = reference.tensors(config)
+    stored = dict(weights)
+    if name == "plamo":  # query heads that share a KV head lie side by side
+        for key, one in weights.items():
+            if key.endswith("q_proj.weight"):
+                stored[key] = one.unflatten(0, (3, 2, 8)).transpose(0, 1).flatten(0, 2)
+            if key.endswith("o_proj.weight"):
+                stored[key] = one.unflatten(1, (3, 2, 8)).transpose(1, 2).flatten(1)
+    facts = write(tmp_path / "m.gguf", name, stored, layers=3, metadata=SHAPE | metadata)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    model, _ = load(spec_of(tmp_path / "m.gguf", facts.config, family=facts.family, format="gguf"))
+    got = teacher_forced(model, rows, block_tokens=16, dtype=torch.float32)
+    compare(got, [reference.logits(config, weights, row) for row in rows], 1e-4)
+
+
+def test_codeshell_answers_as_its_oracle(tmp_path: Path) -> None:
+    oracle = publish("codeshell", tmp_path)
+    more = {"attention.layer_norm_epsilon": 1e-5, "attention.layer_norm_rms_epsilon": 1e-5}
+    tensors = load_file(tmp_path / "model.safetensors")
+    stated = SHAPE | more | {"rope.freq_base": 1e4}
+    facts = write(tmp_path / "m.gguf", "codeshell", tensors, layers=3, metadata=stated)
+    compare_logits(tmp_path / "m.gguf", facts, oracle)
+
+
+def test_jais_answers_as_its_reference(tmp_path: Path) -> None:
+    """Converters turn matrices, and multiply the embeddings and the head."""
+    weights = jais.tiny()
+    words = weights["transformer.wte.weight"]
+    stored = {
+        name: one.t() if one.ndim == 2 and "wte" not in name else one
+        for name, one in weights.items()
+    }
+    stored |= {"transformer.wte.weight": words * 3.5, "lm_head.weight": words * 0.4}
+    stated = {
+        **{"attention.layer_norm_rms_epsilon": 1e-5, "attention.max_alibi_bias": 8.0},
+        "attention.head_count_kv": HEADS,
+    }
+    facts = write(tmp_path / "m.gguf", "jais", stored, layers=3, metadata=SHAPE | stated)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    model, _ = load(spec_of(tmp_path / "m.gguf", facts.config, family=facts.family, format="gguf"))
+    got = teacher_forced(model, rows, block_tokens=16, dtype=torch.float32)
+    compare(got, [jais.logits(weights, row) for row in rows], 1e-4)
+    stored.pop("lm_head.weight")
+    with pytest.raises(CheckpointError) as caught:
+        write(tmp_path / "tied.gguf", "jais", stored, layers=3, metadata=SHAPE | stated)
+    assert caught.value.field == "output.weight"
+
+
+@pytest.mark.parametrize("layers", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_baichuan_rotates_or_has_alibi_by_its_layers(layers: int, tmp_path: Path) -> None:
+    sizes = {"num_key_value_heads": HEADS, "num_hidden_layers": layers}
+    oracle = save_oracle(transformers.LlamaConfig(**(SIZES | sizes | rope())), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    heads = {one: HEADS for one in tensors if re.search("[qk]_proj", one)}
+    stated = SHAPE | {"attention.head_count_kv": HEADS}
+    facts = write(
+        tmp_path / "m.gguf", "baichuan", tensors, layers=layers, metadata=stated, heads=heads
+    )
+    if layers == 3:
+        compare_logits(tmp_path / "m.gguf", facts, oracle)
+        return
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    model, _ = load(spec_of(tmp_path / "m.gguf", facts.config, family=facts.family, format="gguf"))
+    got = teacher_forced(model, rows, block_tokens=16, dtype=torch.float32)
+    compare(got, [with_alibi(oracle, row) for row in rows], 1e-4)
 
 
 def of_blocks(blocks: list[dict[str, Any]]) -> dict[str, list[int]]:
