@@ -7,21 +7,21 @@ from __future__ import annotations
 import string
 from pathlib import Path
 
-from headrace.back.models.families import COLBERT
+from headrace.back.models.pooling_families import COLBERTS
 from headrace.base.config.hf import ConfigReader, read_json
-from headrace.base.config.resolved import DenseSpec, LateSpec
+from headrace.base.config.pooling import DenseSpec, LateSpec
 from headrace.base.config.safetensors_header import read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
 from headrace.base.errors import CheckpointError
 from headrace.launch.pooling_modules import Modules
 
-PROJECTION = "linear.weight"
+PROJECTIONS = ("linear.weight", "colbert_linear.weight")
 
 
 def read_colbert(folder: Path, config: ConfigReader) -> Modules | None:
     """The projection, and the tokens of queries and documents; what is not said is as ColBERTv2 has
     it. None for any other checkpoint."""
-    if config.raw.get("architectures") != [COLBERT]:
+    if config.raw.get("architectures", [None])[0] not in COLBERTS:
         return None
     path = folder / "artifact.metadata"
     metadata = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
@@ -36,8 +36,15 @@ def read_colbert(folder: Path, config: ConfigReader) -> Modules | None:
         expands=masks,
         skipped=punctuation,
     )
-    _, (outputs, inputs), _ = matrix_of(folder, PROJECTION)
-    dense = DenseSpec(path="", inputs=inputs, outputs=outputs, bias=False, activation="identity")
+    name, (outputs, inputs), bias = matrix_of(folder, *PROJECTIONS)
+    dense = DenseSpec(
+        path="",
+        name=name.removesuffix(".weight"),
+        inputs=inputs,
+        outputs=outputs,
+        bias=bias,
+        of="every",
+    )
     return Modules(how="tokens", normalize=True, dense=(dense,), late=late, unattended=not masks)
 
 

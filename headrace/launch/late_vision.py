@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.back.models.vlm_inside import is_late_vision, late_forms, late_is_encoder
 from headrace.base.config.hf import ConfigReader, read_json
-from headrace.base.config.resolved import DenseSpec, LateSpec
+from headrace.base.config.pooling import DenseSpec, LateSpec
 from headrace.launch.colbert import matrix_of
 from headrace.launch.pooling_modules import Modules
 
@@ -28,7 +28,7 @@ def read_late_vision(folder: Path, config: ConfigReader) -> Modules | None:
         inputs=inputs,
         outputs=outputs,
         bias=bias,
-        activation="identity",
+        of="every",
     )
     path = folder / "processor_config.json"
     processor = ConfigReader(read_json(path) if path.is_file() else {}, str(path))

@@ -40,13 +40,12 @@ from headrace.base.config.gguf_vision import seeing_config
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
 from headrace.base.config.layer_count import num_layers
 from headrace.base.config.media import MediaSpec, SoundSettings
+from headrace.base.config.pooling import DenseSpec, PoolingSpec
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantized
-from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.front.media.processors.families import read_media
 from headrace.front.media.processors.speech_families import read_speech
-from headrace.launch.colbert import read_colbert
 from headrace.launch.config_files import read_config
 from headrace.launch.encoder_decoder import (
     decoder_config,
@@ -55,12 +54,10 @@ from headrace.launch.encoder_decoder import (
     spectrogram_of,
 )
 from headrace.launch.generation_defaults import eos_ids_of
-from headrace.launch.late_vision import read_late_vision
 from headrace.launch.layer_windows import layer_windows
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import as_filed, labels_of, read_pooling
-from headrace.launch.pooling_modules import Modules, read_modules
-from headrace.launch.two_towers import read_two_towers
+from headrace.launch.published_pooling import head_of, modules_of
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 LONGEST_RECURRENT: Final = 131_072
@@ -195,7 +192,7 @@ def describe(
     width, dtype = reader.int("vocab_size", aliases=("n_words",), ge=1), _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
-    modules = _modules(located.path, reader, whole)
+    modules = modules_of(located.path, reader, whole)
     sizes = (layers, hidden, heads, kv_heads, head_dim)
     num_params = stored.num_params if stored else _count_params(reader, *sizes)
     facts = ModelFacts(
@@ -220,7 +217,7 @@ def describe(
         kv_bytes_per_token=_kv_bytes(chosen, reader, layers, kv_heads, head_dim, dtype),
         tokenizer_path=str(located.path),
         generation_defaults=dict(generation),
-        head=named.head,
+        head=head_of(named.head, named.family, modules, where),
         bare=named.bare,
         encodes=encodes,
         num_labels=len(labels),
@@ -229,15 +226,6 @@ def describe(
         unattended_expansion=bool(modules and modules.unattended),
     )
     return with_encoder(facts, reader, generation, whole) if is_encoder_decoder(named) else facts
-
-
-def _modules(path: Path, reader: ConfigReader, whole: ConfigReader) -> Modules | None:
-    return (
-        read_modules(path)
-        or read_colbert(path, reader)
-        or read_late_vision(path, whole)
-        or read_two_towers(path, whole)
-    )
 
 
 def with_encoder(

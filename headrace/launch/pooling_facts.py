@@ -8,11 +8,13 @@ import msgspec
 from headrace.base.config.gguf import GGUFFile
 from headrace.base.config.gguf_encoders import gguf_pooling
 from headrace.base.config.hf import ConfigReader
-from headrace.base.config.resolved import PoolingSpec
+from headrace.base.config.pooling import PoolingSpec
 from headrace.launch.pooling_modules import Modules
 
 MAX_LABELS = 65_536
 REWARD_MODEL = "ForRewardModel"
+WEIGHT = "weight"
+"""What the one number is called that tokens have of a model that weighs them."""
 
 
 def labels_of(config: ConfigReader) -> tuple[str, ...]:
@@ -49,13 +51,15 @@ def read_pooling(
         how=stated.how,
         normalize=stated.normalize,
         late=stated.late,
-        head=head,
-        labels=labels,
-        activation=activation,
+        head="none" if head == "words" else head,
+        labels=labels if stated.ends is None else (WEIGHT,),
+        activation=activation if stated.ends is None else "none",
         matryoshka=_matryoshka(config),
-        projected=bool(stated.dense),
+        projected=any(one.of in ("pooled", "every") for one in stated.dense),
         image_form=stated.image_form,
         padded=stated.padded,
+        listwise=stated.listwise,
+        ends=stated.ends,
         judge=None if encodes or head in ("sequence", "token") else _judge(whole),
     )
 

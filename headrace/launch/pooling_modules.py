@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.hf import ConfigReader, read_json
-from headrace.base.config.resolved import DenseSpec, LateSpec
+from headrace.base.config.pooling import DenseSpec, LateSpec
 from headrace.base.errors import CheckpointError
 
 _HOW = {
@@ -27,8 +27,9 @@ _OTHER = (
 )
 _NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid", "silu")
-_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
-_WITH_FILES = ("Pooling", "Dense")
+_MODELS = ("Transformer", "MLMTransformer")
+_KNOWN = (*_MODELS, "Pooling", "SpladePooling", "Dense", "Normalize")
+_WITH_FILES = ("Pooling", "SpladePooling", "Dense")
 _FOLDER = re.compile(r"[A-Za-z0-9][\w-]{0,95}", re.ASCII)
 MODULE_FILES = ("config.json", "model.safetensors")
 """Files of a module's folder; pooling has only the first."""
@@ -38,7 +39,7 @@ MAX_WIDTH = 65_536
 class Modules(msgspec.Struct, frozen=True, kw_only=True):
     """What follows the transformer. `late`: nothing pools, so that every token keeps its vector.
     `unattended`: the checkpoint expands queries by tokens that nothing attends to. `image_form`,
-    `padded`: see PoolingSpec."""
+    `padded`, `listwise`, `ends`: see PoolingSpec."""
 
     how: str
     normalize: bool
@@ -47,6 +48,8 @@ class Modules(msgspec.Struct, frozen=True, kw_only=True):
     unattended: bool = False
     image_form: str = ""
     padded: tuple[int, int] = (0, 0)
+    listwise: tuple[str, str] | None = None
+    ends: tuple[int, int] | None = None
 
 
 def read_modules(folder: Path) -> Modules | None:
@@ -62,9 +65,11 @@ def read_modules(folder: Path) -> Modules | None:
             how = _pooling_mode(_config(folder, entry), folder)
         elif kind == "Dense":
             dense.append(_dense(_config(folder, entry), str(entry["path"])))
+        elif kind == "SpladePooling":
+            how = _splade(_config(folder, entry))
         elif kind == "Normalize":
             normalize = True
-        elif kind != "Transformer":
+        elif kind not in _MODELS:
             raise CheckpointError(
                 f"{folder}/modules.json: module {kind or module!r:.80} is not supported (known: {', '.join(_KNOWN)})",
                 field="type",
@@ -72,9 +77,8 @@ def read_modules(folder: Path) -> Modules | None:
     if how is not None or not dense:
         return Modules(how=how or "mean", normalize=normalize, dense=tuple(dense))
     late, unattended = _late(folder)
-    return Modules(
-        how="tokens", normalize=True, dense=tuple(dense), late=late, unattended=unattended
-    )
+    every = tuple(msgspec.structs.replace(one, of="every") for one in dense)
+    return Modules(how="tokens", normalize=True, dense=every, late=late, unattended=unattended)
 
 
 def module_folders(folder: Path) -> tuple[str, ...]:
@@ -128,6 +132,14 @@ def _pooling_mode(path: Path, folder: Path) -> str:
             field="pooling_mode",
         )
     return _HOW[on[0]]
+
+
+def _splade(path: Path) -> str:
+    """The greatest log(1 + relu) of each word's logits; other ways are refused by key."""
+    config = ConfigReader(read_json(path), str(path))
+    config.choice("pooling_strategy", ("max",), "max")
+    config.choice("activation_function", ("relu",), "relu")
+    return "lexical"
 
 
 def _dense(path: Path, inside: str) -> DenseSpec:

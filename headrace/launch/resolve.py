@@ -115,7 +115,6 @@ def resolve(
             bare=model.bare,
             num_labels=model.num_labels,
             dense=model.dense,
-            dense_per_token=model.pooling.late is not None,
             attention_capture=_attention_capture(options, device_spec),
             manifest=_manifest(options, model),
             encoder_tokens=text.encoder_tokens,

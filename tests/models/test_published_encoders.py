@@ -47,6 +47,7 @@ def stored(folder: Path, config: dict[str, Any], tensors: Tensors) -> tuple[Mode
         head=facts.head,
         bare=facts.bare,
         num_labels=facts.num_labels,
+        dense=facts.dense,
     )
 
 

@@ -62,6 +62,38 @@ class Classifier:
         return self._last.project(hidden_NE).float()
 
 
+class WordWeights:
+    """hidden_NE -> weights_NV float32, log(1 + relu(logit)) of each word of the vocabulary (SPLADE,
+    Formal et al. 2021): `table(norm(act(transform(hidden)))) + bias`, where `table` gives the rows
+    of the embedding."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        width: int,
+        vocabulary: int,
+        *,
+        table: Callable[[], torch.Tensor],
+        activation: str,
+        eps: float,
+    ) -> None:
+        self._transform = Dense(scope / "transform" / "dense", width, width, bias=True)
+        self._norm = LayerNorm(scope / "transform" / "LayerNorm", width, eps=eps)
+        self._activation, self._table = HEAD_ACTIVATIONS[activation], table
+        self._bias = scope.param("bias", (vocabulary,), init="zeros")
+        self._bias_V = torch.empty(0)
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        self._bias_V = self._bias.take()
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        x_NE = self._norm.norm(self._activation(self._transform.project(hidden_NE)))
+        logits_NV = torch.nn.functional.linear(x_NE, self._table(), self._bias_V)
+        return torch.log1p(torch.relu(logits_NV.float()))
+
+
 class ConvolutionHead:
     """hidden_NE -> logits_NL float32, by a matrix that is stored as a convolution of one tap."""
 

@@ -7,6 +7,7 @@ inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,14 +40,21 @@ class DenseModule:
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """All modules one after the other. `per_token`: they belong to every token's vector, not only
-    to pooled ones."""
+    """Modules that follow each other, by what they are applied to: `pooled` vectors of whole texts,
+    the vectors of `tokens`, `every` one, or the tokens whose `weights` are asked for."""
 
-    modules: tuple[DenseModule, ...]
-    per_token: bool
+    pooled: tuple[DenseModule, ...] = ()
+    tokens: tuple[DenseModule, ...] = ()
+    every: tuple[DenseModule, ...] = ()
+    weights: tuple[DenseModule, ...] = ()
 
-    def project(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """Pooled vectors [N, I] as the checkpoint's own."""
-        for module in self.modules:
-            x_NI = module.project(x_NI)
-        return x_NI
+    def of(self, *, tokens: bool) -> tuple[DenseModule, ...]:
+        """Those of vectors of tokens, or of pooled ones."""
+        return self.every or (self.tokens if tokens else self.pooled)
+
+
+def projected(modules: Sequence[DenseModule], x_NI: torch.Tensor) -> torch.Tensor:
+    """The vectors behind all modules, one after the other."""
+    for module in modules:
+        x_NI = module.project(x_NI)
+    return x_NI

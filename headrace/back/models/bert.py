@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.classifier import Classifier, Dense
+from headrace.back.layers.classifier import Classifier, Dense, WordWeights
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LayerNorm
@@ -25,6 +25,7 @@ from headrace.back.models.encoder import (
     Encoder,
     EncoderLayer,
     EncoderSizes,
+    FrameHead,
     SpanAttentionLayer,
     TokenBranch,
     TokenLayer,
@@ -89,7 +90,7 @@ def build_bert(
     *,
     prefix: str,
     first_position: int | None,
-    head: Callable[[Scope, Scope, int], Classifier | None],
+    head: Callable[[Scope, Scope, int], FrameHead | None],
     names: BertNames = BERT,
     bias_of: Callable[[Scope, EncoderSizes], RelativeBias | SlopeBias] | None = None,
     attention_of: Callable[[Scope, EncoderSizes], Callable[[Scope], TokenLayer]] | None = None,
@@ -138,7 +139,7 @@ def build_bert(
         embed=embeddings.embed,
         layers=[built[place] for place in places],
         norm=norm,
-        classifier=head(scope, inside, sizes.width),
+        classifier=_words(scope, sizes, embeddings) or head(scope, inside, sizes.width),
         ignored=(*IGNORED, POOLER, *ignored),
         segments=embeddings.num_types > 1,
         renamed=names.renamed,
@@ -155,6 +156,20 @@ def pooler_head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
     if head.kind == "token":
         return Classifier(last)
     return Classifier(last, first=Dense(inner / "pooler" / "dense", width, width, bias=True))
+
+
+def _words(scope: Scope, sizes: EncoderSizes, embeddings: BertEmbeddings) -> WordWeights | None:
+    """The language-model head as BERT has it, whose matrix is the embeddings', if it is asked."""
+    if scope.head.kind != "words":
+        return None
+    return WordWeights(
+        scope / "cls" / "predictions",
+        sizes.width,
+        sizes.vocabulary,
+        table=embeddings.rows,
+        activation=sizes.activation,
+        eps=sizes.eps,
+    )
 
 
 def _layer(
@@ -226,6 +241,10 @@ class BertEmbeddings:
         self._wide = None
         if wide is not None and width != sizes.width:
             self._wide = WholeLinear(wide, width, sizes.width, bias=True)
+
+    def rows(self) -> torch.Tensor:
+        """The words' rows."""
+        return self._words.rows
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """x_TE."""

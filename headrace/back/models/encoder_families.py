@@ -93,7 +93,7 @@ TEXT_ENCODERS: Mapping[str, str] = {
     "XmodForMaskedLM": "xmod",
     "BigBirdForMaskedLM": "big_bird",
     "ConvBertForMaskedLM": "convbert",
-    "GteForMaskedLM": "gte",
+    **{"GteForMaskedLM": "gte", "GteNewForMaskedLM": "gte"},
     "NewForMaskedLM": "gte",
     "EuroBertForMaskedLM": "eurobert",
     "ModernBertForMaskedLM": "modernbert",

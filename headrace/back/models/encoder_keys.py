@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from headrace.back.models.families import COLBERT
 from headrace.back.models.key_names import Keys, called
+from headrace.back.models.pooling_families import COLBERT
 from headrace.base.config.hf import ConfigReader
 
 HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 QK_POST_NORM = "qk-post-norm"
 """In the name of Jina's code for BERT that norms queries and keys."""
+
+
+def _llama_classes(config: ConfigReader) -> Keys:
+    """SGLang's classifier has a key of its own for the number of its labels."""
+    return {"num_labels": config.int("classification_out_size", ge=1), "id2label": None}
 
 
 def _bidirectional(config: ConfigReader) -> Keys:
@@ -85,10 +90,12 @@ def _neobert(config: ConfigReader) -> Keys:
 
 ENCODER_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "LlamaBidirectionalForSequenceClassification": _bidirectional,
+    "LlamaForClassification": _llama_classes,
     **{f"NomicBert{head}": _nomic for head in HEADS},
     **{f"XLMRoberta{head}": _flash_roberta for head in HEADS},
     **{f"JinaBert{head}": _jina_bert for head in HEADS},
     COLBERT: _rotary,
+    "ColBERTJinaRobertaModel": _rotary,
     **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _neobert),
 }
 """By the name of the architecture."""

@@ -17,6 +17,7 @@ from headrace.back.models.encoder import (
     SpanAttentionLayer,
     read_encoder_sizes,
 )
+from headrace.back.models.pooling_families import VOYAGE
 from headrace.base.config.hf import ConfigReader
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -26,7 +27,8 @@ IGNORED = (r"lm_head\..*",)
 def build(scope: Scope, config: ConfigReader) -> Encoder:
     """EuroBertModel, EuroBertForSequenceClassification, EuroBertForTokenClassification,
     EuroBertForMaskedLM; LlamaBidirectionalModel, LlamaBidirectionalForSequenceClassification; names
-    of Llama, Mistral, Qwen 2 and Qwen 3 with `is_causal` false."""
+    of Llama, Mistral, Qwen 2 and Qwen 3 with `is_causal` false;
+    VoyageQwen3BidirectionalEmbedModel."""
     sizes = read_encoder_sizes(config, eps=1e-5, eps_key="rms_norm_eps", default_activation="silu")
     inside = scope if scope.head.bare else scope / "model"
     words = TokenEmbedding(inside / "embed_tokens", sizes.vocabulary, sizes.width)
@@ -53,7 +55,7 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
 
 def _layer(scope: Scope, sizes: EncoderSizes, config: ConfigReader, rope: RopeSpec) -> EncoderLayer:
     named = config.list("architectures", of=str)[0]
-    bias, normed = config.bool("attention_bias", False), named.startswith("Qwen3")
+    bias, normed = config.bool("attention_bias", False), named.startswith(("Qwen3", VOYAGE))
     return EncoderLayer(
         before_attention=RMS.build(scope / "input_layernorm", sizes.width, eps=sizes.eps),
         attention=SpanAttentionLayer(

@@ -20,6 +20,7 @@ from headrace.back.models.encoder_families import (
 )
 from headrace.back.models.expert_families import EXPERTS
 from headrace.back.models.media_families import WITH_MEDIA
+from headrace.back.models.pooling_families import COLBERT, POOLERS
 from headrace.back.models.published_families import PUBLISHED
 from headrace.back.models.recurrent_families import RECURRENT_DECODERS
 from headrace.back.models.text_parts import BASES_WITHIN, TEXT_SECTIONS, TEXT_TYPES, WRAPPERS
@@ -42,8 +43,6 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 BOTH_SIDES = "eurobert"
 """The family of decoders whose tokens see both sides."""
-COLBERT = "HF_ColBERT"
-"""BERT below a projection of every token (Khattab and Zaharia 2020), as its authors store it."""
 CAUSAL, MASKED, LM_HEAD = "ForCausalLM", "ForMaskedLM", "LMHeadModel"
 _HEADS = {
     CAUSAL: "lm",
@@ -94,6 +93,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if names[0] == COLBERT:
         turned = config.get("position_embedding_type") == "rotary"
         return Architecture(family="jina_embeddings_v3" if turned else "bert", head="none")
+    if names[0] in POOLERS:
+        family, head, bare = POOLERS[names[0]]
+        return Architecture(family=family, head=head, bare=bare)
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
     if names[0] in PUBLISHED:

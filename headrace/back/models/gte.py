@@ -18,15 +18,15 @@ UP_GATE = MergedTensor(name="up_gate_proj", parts=(1, 0))
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
-    """GteModel, NewModel, and their ForSequenceClassification, ForTokenClassification,
-    ForMaskedLM."""
+    """GteModel, NewModel (GteNewModel), and their ForSequenceClassification,
+    ForTokenClassification, ForMaskedLM."""
     for key in ("logn_attention_scale", "logn_attention_clip1"):
         if config.bool(key, False):
             raise config.wrong(key, "false")
     config.choice("position_embedding_type", ("rope",), "rope")
     named = config.list("architectures", of=str)[0]
     kind = RotaryBert(
-        prefix="new" if named.startswith("New") else "gte",
+        prefix="new" if named.startswith(("New", "GteNew")) else "gte",
         layers="encoder.layer",
         embedding_norm="embeddings.LayerNorm",
         attention="attention",

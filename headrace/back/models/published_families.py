@@ -54,7 +54,10 @@ RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "T5Gemma2ForConditionalGeneration": ((r"^model\.encoder\.text_model\.", "model.encoder."),),
 }
 """What tensors of an architecture are called that its family calls otherwise: see WeightPlan."""
-HEAD_NAMES: Mapping[str, str] = {"InternLM2ForRewardModel": "v_head"}
+HEAD_NAMES: Mapping[str, str] = {
+    "InternLM2ForRewardModel": "v_head",
+    "LlamaForClassification": "classification_head",
+}
 """Where the head of a decoder that judges lies, if not under `score`."""
 DEEP_HEADS = frozenset({"Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"})
 """Decoders whose head has two layers."""

@@ -6,6 +6,7 @@ fallback, if that library knows it; the choice is a decision, never silent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -105,6 +106,9 @@ def build_model(
         cache_scales=cache_scales,
     )
     model = _build(spec, scope)
+    beside = tuple(rf"{re.escape(one.name)}\..*" for one in spec.dense if not one.path)
+    if beside:  # load/dense.py reads them
+        model.weights = replace(model.weights, ignored=(*model.weights.ignored, *beside))
     if scope.online is not None:
         scope.online.check(scope.ledger.params)
     whole_experts = mesh.ep.size > 1 and mesh.pp.size == 1  # a stage may have none

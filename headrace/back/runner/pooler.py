@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_host
-from headrace.back.layers.pooling import Projection
+from headrace.back.layers.pooling import Projection, projected
 from headrace.back.runner.batch import StepShape
 from headrace.base.errors import HeadraceError, NonFiniteLogits
 from headrace.base.wire.request import Pooled, RowPooling
@@ -52,9 +52,15 @@ class Vectors:
 class _Kind(Enum):
     """What becomes of a row's vectors."""
 
-    HIDDEN = "hidden"
-    PROJECTED = "projected"
+    POOLED = "pooled"
+    TOKENS = "tokens"
     CLASSES = "classes"
+    WEIGHTS = "weights"
+    LEXICAL = "lexical"
+
+
+LEXICAL_TOKENS = 64
+"""So many tokens' weights of the whole vocabulary are there at a time."""
 
 
 class _Row:
@@ -91,7 +97,12 @@ class Pooler:
 
     def __init__(self, classify: Classify, projection: Projection | None = None) -> None:
         self._classify = classify
-        self._projection = projection
+        self._projection = projection or Projection()
+        self._modules = {
+            _Kind.POOLED: self._projection.of(tokens=False),
+            _Kind.TOKENS: self._projection.of(tokens=True),
+            _Kind.WEIGHTS: self._projection.weights,
+        }
         self.rows: dict[int, _Row] = {}
 
     def start(self, start: RowStart) -> None:
@@ -113,18 +124,27 @@ class Pooler:
                 continue
             begin, end = shape.query_start[index : index + 2].tolist()
             first = int(shape.position_T[begin])
-            state = owner.take(hidden_TE[begin:end], first)
+            if owner.asked.how == "lexical":
+                state: torch.Tensor | None = self._words(hidden_TE[begin:end])
+            else:
+                state = owner.take(hidden_TE[begin:end], first)
             if state is not None:
                 start = first if owner.asked.how == "tokens" else 0
                 taken[self._kind(owner.asked)].append((index, start, state))
         return [self._sent(parts, kind) for kind, parts in taken.items() if parts]
 
     def _kind(self, asked: RowPooling) -> _Kind:
+        if asked.how == "lexical":
+            return _Kind.LEXICAL
         if asked.head:
-            return _Kind.CLASSES
-        dense = self._projection
-        wanted = dense is not None and (dense.per_token or asked.how != "tokens")
-        return _Kind.PROJECTED if wanted else _Kind.HIDDEN
+            return _Kind.WEIGHTS if self._projection.weights else _Kind.CLASSES
+        return _Kind.TOKENS if asked.how == "tokens" else _Kind.POOLED
+
+    def _words(self, hidden_QE: torch.Tensor) -> torch.Tensor:
+        """[1, V]: the most that any token of a text says of each word. An encoder has all of a text
+        in one step."""
+        parts = [self._classify(part).amax(0) for part in hidden_QE.split(LEXICAL_TOKENS)]
+        return torch.stack(parts).amax(0, keepdim=True)
 
     def _sent(self, parts: list[tuple[int, int, torch.Tensor]], kind: _Kind) -> Vectors:
         """All vectors of one kind, on their way to the host."""
@@ -133,9 +153,8 @@ class Pooler:
         )
         if kind is _Kind.CLASSES:
             values = self._classify(values)
-        elif kind is _Kind.PROJECTED:
-            assert self._projection is not None
-            values = self._projection.project(values)
+        else:
+            values = projected(self._modules.get(kind, ()), values)
         counts = [vectors.shape[0] for _, _, vectors in parts]
         return Vectors(
             index=[index for index, _, _ in parts],

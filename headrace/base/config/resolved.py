@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.media import ImageNorm, MediaSpec, SoundSettings
+from headrace.base.config.pooling import DenseSpec, PoolingSpec
 from headrace.base.config.quantization_options import QuantizationParts
 from headrace.base.config.server_options import ServerSettings
 
@@ -64,8 +65,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     and others: kernels/kv_write), but in the layers `kv_plain_layers` ("sliding_window": those with
     windows or chunks); None: `dtype`. `quantization`: weights as int8, fp8 or int4, made while it
     loads, but of the parts that `quantization_parts` tells apart; None: as they are. `head`: "lm",
-    "sequence" (one class per text) or "token" (one per token) with `num_labels`, or "none"; `bare`:
-    tensor names have no prefix of the whole model around them (checkpoints of a base model).
+    "sequence" (one class per text) or "token" (one per token) with `num_labels`, "words" or "none";
+    `bare`: tensor names have no prefix of the whole model (checkpoints of a base model).
     `deterministic`: only kernels whose results do not depend on the batch.
     `adapters`: None: it takes none. `offload`: None: all weights lie on the device.
     `reader`: how files are read, "buffered" or "direct" (past the file cache); `weights_url`: where
@@ -99,7 +100,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     bare: bool = False
     num_labels: int = 0
     dense: tuple[DenseSpec, ...] = ()
-    dense_per_token: bool = False
     attention_capture: bool = False
     routed_experts: bool = False
     manifest: str | None = None
@@ -110,18 +110,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_norm: ImageNorm | None = None
     shares_encoder: bool = False
     vision_path: str | None = None
-
-
-class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One dense module behind the encoder: its folder below the checkpoint, the name of its tensors
-    there, and its sizes."""
-
-    path: str
-    inputs: int
-    outputs: int
-    bias: bool = True
-    activation: str = "identity"
-    name: str = "linear"
 
 
 class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,53 +272,6 @@ def max_drafted_tokens(spec: EngineSpec) -> int:
 def verify_queries(spec: EngineSpec) -> int:
     """Query tokens of a row at most in steps that verify drafts; 1: none do."""
     return 1 if spec.speculation is None else 1 + spec.speculation.num_tokens
-
-
-class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How queries and documents become tokens for late interaction (ColBERT): a prefix token behind
-    the first one, a greatest length; queries filled up with mask tokens (`expands`), documents
-    without the tokens of `skipped`.
-
-    Of models that see: `query_form`, what a query becomes, and `image_form`, the text around an
-    image; {} stands for a query, a placeholder for an image. `adds_special`: both get the
-    tokenizer's own tokens too."""
-
-    query_prefix: str = ""
-    document_prefix: str = ""
-    query_tokens: int = 32
-    document_tokens: int = 300
-    expands: bool = False
-    skipped: tuple[str, ...] = ()
-    query_form: str = ""
-    image_form: str = ""
-    adds_special: bool = False
-
-
-class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What pooled answers of this model are made of, from sentence-transformers' files and
-    config.json.
-
-    `image_form`: the text around an image that is embedded, where no chat template makes it.
-    `padded`: a text is filled up to so many tokens, with this one; (0, 0): it is not.
-    `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the
-    classification head, empty without one; `head` says per what they are ("sequence", "token"),
-    `activation` what makes them scores: sigmoid, softmax or none. `matryoshka`: lengths an
-    embedding may be cut to, empty for any, None for no cutting. `late`: the model has a vector per
-    token (`how` is "tokens") and compares them one by one. `judge`: the model generates, and was
-    trained to say these words (no, yes) of a pair. `projected`: dense layers follow the pooling.
-    """
-
-    how: str = "last"
-    normalize: bool = True
-    head: str = "none"
-    labels: tuple[str, ...] = ()
-    activation: str = "none"
-    matryoshka: tuple[int, ...] | None = None
-    late: LateSpec | None = None
-    judge: tuple[str, str] | None = None
-    projected: bool = False
-    image_form: str = ""
-    padded: tuple[int, int] = (0, 0)
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -180,15 +180,15 @@ class RowSampling(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True
         return self.temperature == 0.0
 
 
-POOLINGS = ("cls", "last", "mean", "tokens")
+POOLINGS = ("cls", "last", "mean", "tokens", "lexical")
 
 
 class RowPooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a request that is pooled instead of continued wants of its hidden states.
 
-    `how`: the first token's, the last one's, the mean over all, or every token's. `head`: through
-    the model's classification head, which gives one logit per label. `second_at`: where the second
-    text of a pair begins, for models with token types; 0: there is one text only.
+    `how`: the first token's, the last one's, the mean over all, every token's, or "lexical": how
+    much each word of the vocabulary weighs. `head`: one logit per label, by the model's head.
+    `second_at`: where a pair's second text begins, for models with token types; 0: there is none.
     """
 
     how: str = "last"

@@ -36,6 +36,7 @@ from headrace.back.models.load.fill import absent, check, fill
 from headrace.back.models.load.gguf import GGUFSource
 from headrace.back.models.load.gguf_vision import SeeingGGUFSource
 from headrace.back.models.load.manifest import verify_manifest
+from headrace.back.models.load.merged import MergedSource, adapter_of
 from headrace.back.models.load.offloaded import choose_offload
 from headrace.back.models.load.quantized import QuantizedSource
 from headrace.back.models.load.readers import reader_of
@@ -170,6 +171,8 @@ def _load(
         source = open_source(spec)
     with closing(source):
         scales = None
+        if isinstance(source, MergedSource):
+            report.decisions += (source.decision,)
         if isinstance(source, QuantizedSource):
             scales = source.cache_scales()
             report.decisions += (*source.decisions(), *cache_decisions(spec, scales))
@@ -340,7 +343,12 @@ def open_source(spec: ModelSpec) -> Source:
         folder, parts = Path(spec.path), None
         if parts_of(spec.config):
             parts = all_weight_files(folder, spec.config, reader.files(folder))
-        source: Source = SafetensorsSource(folder, reader, parts)
+        adapter = adapter_of(folder, spec.config)
+        source: Source = (
+            SafetensorsSource(folder, reader, parts)
+            if adapter is None
+            else MergedSource(folder, adapter, reader)
+        )
     elif spec.vision_path is not None:
         source = SeeingGGUFSource(Path(spec.path), Path(spec.vision_path))
     else:

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from headrace.back.layers.pooling import DenseModule, Projection
 from headrace.back.models.load.safetensors import SafetensorsSource
-from headrace.base.config.resolved import DenseSpec, ModelSpec
+from headrace.base.config.pooling import DenseSpec
+from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import CheckpointError
+
+USES: Final = ("pooled", "tokens", "every", "weights")
 
 
 def load_projection(spec: ModelSpec, device: torch.device) -> Projection | None:
@@ -19,8 +23,15 @@ def load_projection(spec: ModelSpec, device: torch.device) -> Projection | None:
     CheckpointError."""
     if not spec.dense:
         return None
-    modules = tuple(_module(Path(spec.path) / one.path, one, device) for one in spec.dense)
-    return Projection(modules=modules, per_token=spec.dense_per_token)
+    folder = Path(spec.path)
+    return Projection(
+        **{
+            use: tuple(
+                _module(folder / one.path, one, device) for one in spec.dense if one.of == use
+            )
+            for use in USES
+        }
+    )
 
 
 def _module(folder: Path, spec: DenseSpec, device: torch.device) -> DenseModule:

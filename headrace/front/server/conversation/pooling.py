@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.base.config.resolved import PoolingSpec
+from headrace.base.config.pooling import PoolingSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import RowPooling

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.config.resolved import LateSpec
+from headrace.base.config.pooling import LateSpec
 from headrace.base.errors import InvalidRequest
 from headrace.front.text.tokenizer import Tokenizer
 

@@ -133,6 +133,9 @@ async def post_pooling(context: RequestContext, document: Any) -> Response:
     if request.pooling == "step":
         marks = [np.asarray(one.ids) == request.step_tag_id for one in inputs]
         rows = [row[mark] for row, mark in zip(rows, marks, strict=True)]
+    elif spec.ends is not None and how == "tokens":
+        shares = [inside(spec.ends, one.ids, weights=head) for one in inputs]
+        rows = [row[share] for row, share in zip(rows, shares, strict=True)]
     vectors = [row if how == "tokens" else row[0] for row in rows]
     return _sent(context, request, vectors, usage_of(answers), kinds=("pooling", "pool"))
 
@@ -162,6 +165,12 @@ async def post_classify(context: RequestContext, document: Any) -> Response:
             }
         )
     return json_response(listed(context, request.model, data, usage_of(answers), kind="classify"))
+
+
+def inside(ends: tuple[int, int], ids: list[int], *, weights: bool) -> slice:
+    """The tokens of a text that have a vector, or a weight, of their own: see PoolingSpec.ends."""
+    last = len(ids) - (weights and ids[-1] == ends[1])
+    return slice(int(ids[0] == ends[0]), last)
 
 
 def _how(context: RequestContext, request: PoolingRequest, task: str) -> str:

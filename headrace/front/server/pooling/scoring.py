@@ -1,7 +1,8 @@
 """POST /score and /rerank: how well texts go together.
 
 A model with a sequence-classification head of one label judges pairs (cross-encoder), a generative
-one that was trained to judge says so in one word (judge.py). Any other embeds both sides and
+one that was trained to judge says so in one word (judge.py), and one that reads lists compares all
+documents of a query in one prompt (listwise.py). Any other embeds both sides and
 compares the embeddings by cosine (bi-encoder), or their token vectors by MaxSim: where
 `late_interaction` is asked for, and always where the checkpoint was made for it (late.py)."""
 
@@ -38,6 +39,7 @@ from headrace.front.server.pooling.content import (
 )
 from headrace.front.server.pooling.judge import judged
 from headrace.front.server.pooling.late import Sides
+from headrace.front.server.pooling.listwise import ranked
 from headrace.front.server.pooling.schema import (
     Parts,
     RerankRequest,
@@ -129,11 +131,13 @@ async def _scored(
 ) -> tuple[list[float], Sequence[Counted]]:
     """One score per document, and what was pooled for them."""
     spec = context.services.text.pooling
-    if scoring_input.instruction is not None and spec.judge is None:
+    if scoring_input.instruction is not None and spec.judge is None and spec.listwise is None:
         raise InvalidRequest(
             "instruction: the model compares texts and follows none", field="instruction"
         )
     context.hold_place()
+    if spec.listwise is not None:
+        return await ranked(context, scoring_input)
     if spec.head == "sequence":
         if len(spec.labels) != 1:
             raise InvalidRequest(
@@ -201,10 +205,14 @@ async def _compared(
     how = "tokens" if tokens else spec.how
     answers = await pooled(context, inputs, PoolJob(how=how, timeout_s=scoring_input.timeout_s))
     vectors = [
-        finish_embedding(answer.values, dimensions=None, normalize=True) for answer in answers
+        finish_embedding(answer.values, dimensions=None, normalize=how != "lexical")
+        for answer in answers
     ]
     for i in range(len(scoring_input.queries), len(vectors)):
         vectors[i] = vectors[i][sides.compared(inputs[i].ids)] if tokens else vectors[i]
+    if tokens and spec.ends is not None:
+        first = spec.ends[0]
+        vectors = [one[int(i.ids[0] == first) :] for one, i in zip(vectors, inputs, strict=True)]
     queries, documents = (
         vectors[: len(scoring_input.queries)],
         vectors[len(scoring_input.queries) :],

@@ -1,0 +1,121 @@
+"""Models that weigh words, tokens and lists (MUL-08), over a real socket, each against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from headrace.front.server.pooling.listwise import SYSTEM
+from tests.api.serving import serving
+from tests.api.test_pooling import DOCUMENTS, MODEL, QUERY, SIZES, write_bert, write_tokenizer
+
+pytestmark = pytest.mark.slow
+MARKS = ("<|embed_token|>", "<|rerank_token|>")
+
+
+def with_heads(folder: Path, name: str, heads: dict[str, torch.Tensor], prefix: str = "") -> None:
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = {prefix + key: one.contiguous() for key, one in load_file(file).items()}
+    save_file(tensors | heads, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [name]}))
+
+
+def test_a_sparse_encoder_tells_how_much_each_word_weighs(tmp_path: Path) -> None:
+    oracle, tokenizer = write_bert(tmp_path, "BertForMaskedLM")
+    with_heads(tmp_path, "BertSpladeSparseEmbeddingModel", {})
+    texts = [QUERY, *DOCUMENTS]
+    with torch.inference_mode():
+        rows = [oracle(torch.tensor([tokenizer.encode(one).ids])).logits[0] for one in texts]
+    wanted = np.stack([torch.log1p(torch.relu(one)).amax(0).numpy() for one in rows])
+    with serving(None, str(tmp_path), "--threads", "1", "--dtype", "float32") as served:
+        data = served.post("/v1/embeddings", {"input": texts}).json()["data"]
+        np.testing.assert_allclose([one["embedding"] for one in data], wanted, atol=1e-3)
+        body = {"query": QUERY, "documents": DOCUMENTS}
+        results = served.post("/rerank", body).json()["results"]
+    for one in results:
+        product = float(wanted[0] @ wanted[1 + one["index"]])
+        assert one["relevance_score"] == pytest.approx(product, rel=1e-3)
+
+
+def test_bge_m3_tells_vectors_and_weights_of_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    sizes = SIZES | {"pad_token_id": 1, "max_position_embeddings": 42}
+    ids = {"bos_token_id": 2, "eos_token_id": 3}
+    config = transformers.XLMRobertaConfig(**sizes, type_vocab_size=1, **ids)
+    oracle = transformers.XLMRobertaModel(config).eval()
+    oracle.save_pretrained(tmp_path)
+    tokenizer = write_tokenizer(tmp_path)
+    made = torch.Generator().manual_seed(2)
+    shapes = {"colbert_linear.weight": (8, 32), "colbert_linear.bias": (8,)}
+    shapes |= {"sparse_linear.weight": (1, 32), "sparse_linear.bias": (1,)}
+    heads = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
+    with_heads(tmp_path, "BgeM3EmbeddingModel", heads)
+    with torch.inference_mode():
+        states = oracle(torch.tensor([tokenizer.encode(QUERY).ids])).last_hidden_state[0]
+    vectors = states @ heads["colbert_linear.weight"].T + heads["colbert_linear.bias"]
+    vectors = torch.nn.functional.normalize(vectors[1:], dim=-1).numpy()
+    weights = torch.relu(states @ heads["sparse_linear.weight"].T + heads["sparse_linear.bias"])
+    with serving(None, str(tmp_path), "--threads", "1", "--dtype", "float32") as served:
+
+        def told(task: str) -> np.ndarray:
+            answer = served.post("/pooling", {"input": QUERY, "task": task}).json()
+            return np.asarray(answer["data"][0]["data"])
+
+        np.testing.assert_allclose(told("token_embed"), vectors, atol=1e-3)
+        np.testing.assert_allclose(told("token_classify"), weights[1:-1].numpy(), atol=1e-3)
+        dense = torch.nn.functional.normalize(states[0], dim=0).numpy()
+        np.testing.assert_allclose(told("embed"), dense, atol=1e-3)
+
+
+def test_a_list_of_documents_is_read_in_one_prompt(tmp_path: Path) -> None:
+    """What spells a token behind a document is text in a document, and instructions are followed."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(5)
+    config = transformers.Qwen3Config(
+        **{"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 8, "max_position_embeddings": 1024, "eos_token_id": 0},
+    )
+    oracle = transformers.Qwen3Model(config).eval()
+    oracle.save_pretrained(tmp_path)
+    made = torch.Generator().manual_seed(2)
+    shapes = {"projector.0.weight": (16, 32), "projector.2.weight": (8, 16)}
+    heads = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
+    with_heads(tmp_path, "JinaForRanking", heads, prefix="model.")
+    texts = [*DOCUMENTS, "a dog"]
+    passages = "\n".join(
+        f'<passage id="{i}">\n{text}{MARKS[0]}\n</passage>' for i, text in enumerate(texts)
+    )
+    prompt = (
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+        "I will provide you with 4 passages, each indicated by a numerical identifier. Rank the "
+        f"passages based on their relevance to query: {QUERY}\n<instruct>\nlook\n</instruct>\n"
+        f"{passages}\n<query>\n{QUERY}{MARKS[1]}\n</query><|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n\n</think>\n\n"
+    )
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    with torch.inference_mode():
+        states = oracle(torch.tensor([ids])).last_hidden_state[0]
+    inner = torch.relu(states @ heads["projector.0.weight"].T)
+    vectors = inner @ heads["projector.2.weight"].T
+    marks = [tokenizer.convert_tokens_to_ids(mark) for mark in MARKS]
+    documents, query = (vectors[torch.tensor(ids) == mark] for mark in marks)
+    wanted = torch.nn.functional.cosine_similarity(documents, query).tolist()
+    with serving(None, str(tmp_path), "--threads", "1", "--dtype", "float32") as served:
+        body = {"query": QUERY, "documents": texts, "instruction": "look"}
+        results = served.post("/rerank", body).json()["results"]
+        for one in results:
+            assert one["relevance_score"] == pytest.approx(wanted[one["index"]], abs=1e-3)
+        broken = {"query": QUERY, "documents": [f"a fox {MARKS[0]} jumps {MARKS[1]}"]}
+        one = served.post("/rerank", broken)
+        assert one.status_code == 200, one.text
+        refused = served.post("/v1/embeddings", {"input": QUERY}).json()
+        assert refused["error"]["param"] == "model"
