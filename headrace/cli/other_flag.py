@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 ONE, SEVERAL, OPTIONAL = 1, "+", "?"
-NO_TLS = "serve TLS from a proxy in front of the server"
 PER_REQUEST = "send it with each request, or put it into the model's generation_config.json"
 ALWAYS = "always so"
 KERNELS = "kernels are chosen and checked at start"

@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
         seconds = time.monotonic() - began
         if grpc_port is not None:
             print(f"headrace serves gRPC: {host}:{grpc_port}", flush=True)
-        print(f"headrace is ready: {address_of(listener)} ({seconds:.2f} s)", flush=True)
+        address = address_of(listener, scheme="http://" if server.tls is None else "https://")
+        print(f"headrace is ready: {address} ({seconds:.2f} s)", flush=True)
 
     try:
         asyncio.run(serve_texts(services, listener, grpc_address=grpc_address, announce=announce))

@@ -117,7 +117,8 @@ class Listening:
         self.listener = self._held.enter_context(bind(server.host, server.port))
         place = server.admin_listen
         self.admin = None if place is None else self._held.enter_context(bind_admin(place))
-        self.address = address_of(self.listener)
+        scheme = "http://" if server.tls is None else "https://"
+        self.address = address_of(self.listener, scheme=scheme)
         self.server, self._grpc = _with_grpc(server)
         if self._grpc is not None:
             self._held.enter_context(self._grpc)
@@ -134,7 +135,7 @@ class Listening:
         if self._grpc is not None:
             print(f"headrace serves gRPC: {address_of(self._grpc, scheme='')}", flush=True)
         if self.admin is not None:
-            at = address_of(self.admin)
+            at = address_of(self.admin, scheme=self.address.partition("://")[0] + "://")
             shown = at if at.startswith("unix:") else at + "/v1/admin/"
             print(f"administration: {shown}", flush=True)
         if self.server.log_level != "error" and not self.address.startswith("unix:"):

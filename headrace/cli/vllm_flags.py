@@ -10,7 +10,6 @@ from headrace.cli.other_flag import (
     ALWAYS,
     EDIT_CONFIG,
     KERNELS,
-    NO_TLS,
     ONE,
     OPTIONAL,
     PER_REQUEST,
@@ -170,8 +169,6 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--kv-transfer-config": refused(
         "the KV of prompts passes to other servers through a folder: --kv-transfer-path"
     ),
-    "--ssl-keyfile": refused(NO_TLS),
-    "--ssl-certfile": refused(NO_TLS),
     "--allowed-origins": refused(_CORS),
     "--middleware": refused("no code of others runs in the server"),
     **rows("--convert --config-format --code-revision", left_out("read from the checkpoint", ONE)),
@@ -284,8 +281,11 @@ _VLLM: Mapping[str, OtherFlag] = {
     **rows("--allowed-methods --allowed-headers", refused(_CORS)),
     "--allow-credentials": refused(_CORS, 0),
     "--response-role": by_value({"assistant": ()}, "answers have the role assistant"),
-    **rows("--ssl-ca-certs --ssl-cert-reqs --ssl-ciphers", refused(NO_TLS)),
-    "--enable-ssl-refresh": refused(NO_TLS, 0),
+    "--ssl-cert-reqs": by_value(
+        {"2": ()}, "with --ssl-ca-certs clients must show a certificate, without it they need none"
+    ),
+    "--ssl-ciphers": refused("those of Python's defaults for TLS 1.2 and 1.3 are offered"),
+    "--enable-ssl-refresh": left_out(ALWAYS),
     "--disable-frontend-multiprocessing": left_out("API and core are processes of their own"),
     **rows("--exclude-tools-when-tool-choice-none --scheduler-reserve-full-isl", left_out(ALWAYS)),
     "--log-config-file": refused("--log-level is what can be said about logs"),

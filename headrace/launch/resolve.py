@@ -62,6 +62,7 @@ from headrace.launch.scheduler_limits import (
 )
 from headrace.launch.slots import with_slots
 from headrace.launch.speculation import speculation_spec
+from headrace.launch.tls import tls_spec
 
 
 class DoesNotFit(ConfigError):
@@ -446,6 +447,7 @@ def server_spec(options: ServerOptions) -> ServerSpec:
             options.response_store_bytes, field="--response-store-bytes"
         ),
         otlp_endpoint=_url(options.otlp_endpoint),
+        tls=tls_spec(options),
     )
 
 

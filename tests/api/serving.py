@@ -24,7 +24,7 @@ import psutil
 from headrace.launch.topology import PR_SET_PDEATHSIG
 from tests.stopwatch import Stopwatch
 
-READY = re.compile(r"headrace is ready: (http://\S+)")
+READY = re.compile(r"headrace is ready: (https?://\S+)")
 LIBC = ctypes.CDLL(None)
 START_S = 600.0
 PATIENCE_S = 240.0

@@ -546,7 +546,7 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--ssl-keyfile k.pem", "proxy"),
+        ("--ssl-ciphers x", "Python"),
         (
             "--kv-cache-dtype turboquant_4bit_nc",
             "allowed: auto, fp8.*turboquant types are not built",

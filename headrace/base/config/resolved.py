@@ -15,6 +15,7 @@ from headrace.base.config.media import ImageNorm, MediaSpec, SoundSettings
 from headrace.base.config.pooling import DenseSpec, PoolingSpec
 from headrace.base.config.quantization_options import QuantizationParts
 from headrace.base.config.server_options import ServerSettings
+from headrace.base.config.tls import TlsSpec
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -327,6 +328,7 @@ class ServerSpec(ServerSettings, frozen=True, kw_only=True):
     response_store: str
     response_store_bytes: int
     otlp_endpoint: str | None
+    tls: TlsSpec | None = None
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -223,6 +223,25 @@ class ServerOptions(ServerSettings, frozen=True, kw_only=True):
             description="File of further keys, one a line, read again within a second when it changes."
         ),
     ] = None
+    ssl_certfile: Annotated[
+        str | None,
+        Meta(
+            description="Speak TLS with this certificate and its chain (PEM), read again within a second when it "
+            "changes."
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        Meta(
+            description="Key of --ssl-certfile (PEM, without a password); none: the same file holds it."
+        ),
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None,
+        Meta(
+            description="Clients must show a certificate of one of these authorities (PEM), beside their key."
+        ),
+    ] = None
     admin_key: Annotated[
         str | None, Meta(description="Key of the administrative routes; none: they are off.")
     ] = None

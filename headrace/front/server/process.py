@@ -15,8 +15,9 @@ import logging
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -35,6 +36,7 @@ from headrace.front.server.http.event_loop import watch_event_loop
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.server.http.stand_in import StandIn
 from headrace.front.server.http.stream_guard import StreamGuard
+from headrace.front.server.http.tls import ServerCertificates
 from headrace.front.server.native.health import stand_in_probes
 from headrace.front.server.services import Engine, make_services, open_stores
 from headrace.front.server.state.sealing import Sealer, secret_in
@@ -54,19 +56,53 @@ COLLECT_PERIOD_S = 1.0
 
 class Server(uvicorn.Server):
     """uvicorn's server with our signals, a drain in place of its shutdown, and a stand-in for its
-    loop."""
+    loop. Probes over TLS are answered by the loop alone."""
 
-    def __init__(self, config: uvicorn.Config, services: Services, guard: StreamGuard) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        services: Services,
+        guard: StreamGuard,
+        certificates: ServerCertificates | None = None,
+    ) -> None:
         super().__init__(config)
-        self.services, self.guard = services, guard
+        self.services, self.guard, self.certificates = services, guard, certificates
         self._stand_in: StandIn | None = None
 
     def stand_in(self, listener: socket.socket) -> None:
         """From now on probes are answered while the loop is late; called in the loop."""
         services = self.services
+        if services.server.tls is not None:
+            return
         probes = stand_in_probes(services)
         self._stand_in = StandIn(listener, probes, self, services.metrics, errors=services.errors)
         self._stand_in.start()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes connections; over TLS, whose handshakes have as long as a request's headers."""
+        if self.certificates is None:
+            await super().startup(sockets)
+            return
+        config, loop = self.config, asyncio.get_running_loop()
+        protocol: Any = config.http_protocol_class  # uvicorn's signature
+        make = partial(
+            protocol,
+            config=config,
+            server_state=self.server_state,
+            app_state={},
+        )
+        self.servers = [
+            await loop.create_server(
+                make,
+                sock=listener,
+                ssl=self.certificates.context,
+                backlog=config.backlog,
+                ssl_handshake_timeout=self.services.server.header_timeout_s,
+                ssl_shutdown_timeout=LAST_WORDS_S,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no connection any more, and ends those that are there."""
@@ -114,14 +150,10 @@ async def serve(
     services, engine = make_services(spec, pool)
     names = [place.name for place in spec.models] or [spec.text.model_names[0]]
     services.stores = open_stores("\0".join(sorted(names)), spec.server, services.keys)
-    services.config = msgspec.to_builtins(
-        {
-            "engine": spec.engine,
-            "replicas": 1 if spec.models else len(spec.socket_paths),
-            "decisions": [_decision_fields(one) for one in spec.decisions],
-        }
-    )
-    server = http_server(services, make_app(services))
+    services.config = _described(spec)
+    tls = spec.server.tls
+    certificates = None if tls is None else ServerCertificates(tls)
+    server = http_server(services, make_app(services), certificates=certificates)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
@@ -136,9 +168,16 @@ async def serve(
     ]
     if services.stores is not None:
         working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))
+    if certificates is not None:
+        working.append(asyncio.ensure_future(certificates.watch()))
     admin_server = None
     if admin is not None:
-        admin_server = http_server(services, make_admin_app(services))
+        is_file = admin.family == socket.AF_UNIX
+        admin_server = http_server(
+            services,
+            make_admin_app(services),
+            certificates=None if is_file else certificates,
+        )
         working.append(asyncio.ensure_future(admin_server._serve([admin])))
     services.shut_down = lambda: report(status, Report(stop=True))
     remote = await _start_grpc(services)
@@ -156,6 +195,18 @@ async def serve(
             task.cancel()
         await asyncio.gather(*working, *services.background, return_exceptions=True)
         await _close(services, engine)
+
+
+def _described(spec: ApiSpec) -> dict[str, object]:
+    """What is told of the server's configuration."""
+    document: dict[str, object] = msgspec.to_builtins(
+        {
+            "engine": spec.engine,
+            "replicas": 1 if spec.models else len(spec.socket_paths),
+            "decisions": [_decision_fields(one) for one in spec.decisions],
+        }
+    )
+    return document
 
 
 async def _close(services: Services, engine: Engine) -> None:
@@ -204,8 +255,10 @@ def _decision_fields(decision: Decision) -> dict[str, str]:
     }
 
 
-def http_server(services: Services, app: ASGIApp) -> Server:
-    """The HTTP server over `app`."""
+def http_server(
+    services: Services, app: ASGIApp, *, certificates: ServerCertificates | None = None
+) -> Server:
+    """The HTTP server over `app`; it speaks TLS if it has certificates."""
     spec = services.server
     limits = ConnectionLimits(
         max_connections=spec.max_connections,
@@ -215,7 +268,7 @@ def http_server(services: Services, app: ASGIApp) -> Server:
     guard = StreamGuard()
     config = uvicorn.Config(
         app,
-        http=guarded_protocol(limits, services.metrics, guard),
+        http=guarded_protocol(limits, services.metrics, guard, is_tls=certificates is not None),
         ws="websockets-sansio",
         ws_max_size=spec.max_body_bytes,
         lifespan="off",
@@ -228,7 +281,7 @@ def http_server(services: Services, app: ASGIApp) -> Server:
         timeout_keep_alive=max(1, round(spec.keepalive_timeout_s)),
         timeout_graceful_shutdown=round(LAST_WORDS_S),
     )
-    return Server(config, services, guard)
+    return Server(config, services, guard, certificates)
 
 
 async def _connect(

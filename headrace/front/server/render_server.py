@@ -16,6 +16,7 @@ from headrace.base.errors import NotServed
 from headrace.front.client.events import Events, Generation
 from headrace.front.server.app import make_app
 from headrace.front.server.conversation.context import Services
+from headrace.front.server.http.tls import ServerCertificates
 from headrace.front.server.process import http_server
 from headrace.front.server.services import services_over
 from headrace.front.text.tokenizer_files import load_tokenizer
@@ -78,7 +79,9 @@ async def serve_texts(
     taken."""
     if services.template.source is not None:
         await asyncio.to_thread(services.template.warm_up)
-    server = http_server(services, make_app(services))
+    tls = services.server.tls
+    certificates = None if tls is None else ServerCertificates(tls)
+    server = http_server(services, make_app(services), certificates=certificates)
     services.shut_down = server.begin_drain
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,10 +93,13 @@ async def serve_texts(
         remote = await start_grpc(services, grpc_address, RENDERING, shares_port=False)
         port = remote.port
     serving = asyncio.ensure_future(server._serve([listener]))
+    watching = None if certificates is None else asyncio.ensure_future(certificates.watch())
     announce(port)
     try:
         await serving
     finally:
+        if watching is not None:
+            watching.cancel()
         if remote is not None:
             await remote.stop(1.0)
         services.template.close()

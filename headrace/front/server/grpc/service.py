@@ -19,10 +19,12 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from headrace.base.config.tls import TlsSpec
 from headrace.base.errors import ConfigError, InvalidRequest, Unavailable
 from headrace.front.server.administration.api import api_authenticator
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.grpc import admin, control, engine, inference, render
+from headrace.front.server.grpc.certificates import GrpcCertificates
 from headrace.front.server.grpc.rpc import POOL, Fields, Rpc, RpcService, fields_of
 from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator, request_id
 from headrace.front.server.http.body_budget import WAIT_S
@@ -93,13 +95,24 @@ async def start_grpc(
         (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server, pool=POOL
     )
     try:
-        port = server.add_insecure_port(address)
+        port = _listening(server, spec.tls, address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen for gRPC on {address}", field="--grpc-port") from error
     await _tell_health(services, state, names)
     await server.start()
     watch = asyncio.ensure_future(_watch_health(services, state, names))
     return GrpcServer(server, port, watch)
+
+
+def _listening(server: aio.Server, tls: TlsSpec | None, address: str) -> int:
+    """The port that is listened on."""
+    if tls is None:
+        return int(server.add_insecure_port(address))
+    files = GrpcCertificates(tls)
+    credentials = grpc.dynamic_ssl_server_credentials(
+        files.read(), files.changed, tls.client_authorities is not None
+    )
+    return int(server.add_secure_port(address, credentials))
 
 
 async def _watch_health(services: Services, state: Any, names: list[str]) -> None:

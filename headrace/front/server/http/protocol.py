@@ -56,10 +56,10 @@ class ConnectionLimits:
 
 
 def guarded_protocol(
-    limits: ConnectionLimits, metrics: Metrics, guard: StreamGuard
+    limits: ConnectionLimits, metrics: Metrics, guard: StreamGuard, *, is_tls: bool = False
 ) -> type[asyncio.Protocol]:
     """The protocol class uvicorn is given as `http`; a class, because uvicorn constructs it per
-    connection."""
+    connection. `is_tls`: nobody but this process can end its streams with an event."""
 
     class Guarded(GuardedProtocol):
         connection_limits = limits
@@ -67,7 +67,11 @@ def guarded_protocol(
         stream_guard = guard
         strangers = {}
 
-    return Guarded
+    class GuardedTls(Guarded):
+        def keep_stream(self, last_events: bytes) -> None:
+            """With its process the connection is gone, and so are its keys."""
+
+    return GuardedTls if is_tls else Guarded
 
 
 class GuardedProtocol(HttpToolsProtocol):
