@@ -101,6 +101,26 @@ def test_what_is_refused_says_so_in_one_text(bundled: Served) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "origin", "status"),
+    [
+        ("/api/generate", {}, 200),
+        ("/api/generate", {"origin": "http://page.example"}, 415),
+        ("/v1/completions", {}, 415),
+    ],
+)
+def test_curl_without_a_header_is_understood_and_a_page_is_not(
+    bundled: Served, path: str, origin: dict[str, str], status: int
+) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded", "authorization": f"Bearer {KEY}"}
+    body = json.dumps({"prompt": "hi", "options": {"num_predict": 1}})
+    answer = httpx.post(
+        bundled.url + path, content=body, headers=form | origin, verify=NO_TLS, timeout=300
+    )
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.slow
 def test_prompts_embeddings_and_what_is_loaded(bundled: Served) -> None:
     plain = ask(
         bundled, "/api/generate", prompt="What is 2 + 2?", stream=False, options=GREEDY

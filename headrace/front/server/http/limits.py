@@ -40,6 +40,7 @@ from msgspec import Meta
 from headrace.base.errors import InvalidRequest, TooLarge, UnsupportedMedia
 from headrace.base.optional import available, require
 from headrace.front.server.http.body_budget import FREE_BYTES, WAIT_S, BodyTimeout, check_rate
+from headrace.front.server.http.content_type import check_content_type
 from headrace.front.server.http.slow_json import read_slowly
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ async def read_json(
     request: Request, limits: ServerSpec, room: RoomTaker, checks: BodyChecks
 ) -> Any:
     """The JSON document in the body; every breach of a limit is the RequestError that names it."""
-    _check_content_type(request)
+    check_content_type(request)
     body = await read_body(request, limits, room)
     return await parse_body(body, checks)
 
@@ -142,14 +143,6 @@ async def parse_body(body: bytes | bytearray, checks: BodyChecks) -> Any:
     if len(body) < THREAD_BYTES:
         return parse_json(bytes(body))
     return await asyncio.to_thread(checks.read, body)
-
-
-def _check_content_type(request: Request) -> None:
-    content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise UnsupportedMedia(
-            f"content-type {content_type[:100]!r} is not supported; send application/json"
-        )
 
 
 async def read_body(request: Request, limits: ServerSpec, room: RoomTaker) -> bytearray:
