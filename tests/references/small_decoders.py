@@ -13,7 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.references.plain import Tensors, attended, mlp, norm, of_layer, random_tensors, rotated
+from tests.references.plain import (
+    Tensors,
+    attended,
+    mlp,
+    norm,
+    of_layer,
+    random_tensors,
+    rotated,
+    window,
+)
 
 Config = dict[str, Any]
 V, E, LAYERS, H, D, INNER = 97, 48, 3, 6, 8, 80
@@ -334,6 +343,46 @@ def step1_logits(config: Config, weights: Tensors, row: list[int]) -> torch.Tens
     return headed(weights, x_TE)
 
 
+LOOPED = named(
+    "IQuestLoopCoder",
+    **{"num_key_value_heads": 2, "rope_theta": 500.0, "loop_num": 3, "loop_window_size": 6},
+)
+
+
+def looped_tensors(config: Config) -> Tensors:
+    gates = {f"model.gate_projections.{layer}.weight": (H, D) for layer in range(LAYERS)}
+    gates |= {f"model.gate_projections.{layer}.bias": (H,) for layer in range(LAYERS)}
+    return random_tensors(llama_shapes(2) | gates)
+
+
+def looped_logits(config: Config, weights: Tensors, row: list[int]) -> torch.Tensor:
+    """All layers run several times; later ones see the first one's keys, and a window of their own, by a gate."""
+    first: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    x_TE, near = (
+        weights["model.embed_tokens.weight"][row],
+        window(len(row), config["loop_window_size"]),
+    )
+    for time in range(config["loop_num"]):
+        for layer in range(LAYERS):
+
+            def attention(
+                own: Tensors, h_TE: torch.Tensor, layer: int = layer, time: int = time
+            ) -> torch.Tensor:
+                q, k, v = projected(own, h_TE)
+                q, k = rotated(q, 500.0), rotated(k, 500.0)
+                first.setdefault(layer, (k, v))
+                y_TX = attended(q, *first[layer])
+                if time:
+                    gate = weights[f"model.gate_projections.{layer}.weight"]
+                    share = (q * gate).sum(-1) + weights[f"model.gate_projections.{layer}.bias"]
+                    share = share.sigmoid().repeat_interleave(D, 1)
+                    y_TX = share * y_TX + (1 - share) * attended(q, k, v, sees_HTT=near)
+                return y_TX @ own["self_attn.o_proj.weight"].T
+
+            x_TE = llama_layer(of_layer(weights, f"model.layers.{layer}."), x_TE, attention)
+    return headed(weights, x_TE)
+
+
 def of_llama(config: Config) -> Tensors:
     return random_tensors(llama_shapes(2))
 
@@ -345,5 +394,6 @@ SMALL: dict[str, tuple[SmallDecoder, Config]] = {
     "talkie": (SmallDecoder(talkie_tensors, talkie_logits), TALKIE),
     "maincoder": (SmallDecoder(maincoder_tensors, maincoder_logits), MAINCODER),
     "solar": (SmallDecoder(of_llama, solar_logits), SOLAR),
+    "iquest-loop": (SmallDecoder(looped_tensors, looped_logits), LOOPED),
     "step-1": (SmallDecoder(of_llama, step1_logits), STEP_1),
 }

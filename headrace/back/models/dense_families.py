@@ -113,5 +113,6 @@ DENSE_PUBLISHED: Mapping[str, str] = {
     "Fairseq2LlamaForCausalLM": "fairseq2_llama",
     "InternLM2VEForCausalLM": "internlm2",
     "TalkieForCausalLM": "talkie",
+    "IQuestLoopCoderForCausalLM": "iquest_loop",
 }
 """The same under names that `transformers` has no class for."""

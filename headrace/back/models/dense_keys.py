@@ -146,11 +146,19 @@ def _telechat(config: ConfigReader) -> Keys:
 
 
 def _ouro(config: ConfigReader) -> Keys:
+    return _several_times(config, config.int("total_ut_steps", 4, ge=1, le=64))
+
+
+def _looped(config: ConfigReader) -> Keys:
+    """Windows of later times are counted whole."""
+    return _several_times(config, config.int("loop_num", 2, ge=1, le=64))
+
+
+def _several_times(config: ConfigReader, times: int) -> Keys:
     """Each time that the layers run has caches of its own."""
-    times, layers = config.int("total_ut_steps", 4, ge=1, le=64), num_layers(config)
     heads = config.int("num_attention_heads", ge=1)
     kv_heads = config.int("num_key_value_heads", heads, ge=1)
-    return {"num_key_value_heads_per_layer": [times * kv_heads] * layers}
+    return {"num_key_value_heads_per_layer": [times * kv_heads] * num_layers(config)}
 
 
 def _refined_web(config: ConfigReader) -> Keys:
@@ -271,6 +279,7 @@ DENSE_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
         ("TeleChat2ForCausalLM", "TeleChatForCausalLM", "TelechatForCausalLM"), _telechat
     ),
     "OuroForCausalLM": _ouro,
+    "IQuestLoopCoderForCausalLM": _looped,
     "MaincoderForCausalLM": _maincoder,
     "PlamoForCausalLM": _plamo,
     "Step1ForCausalLM": _step1,
