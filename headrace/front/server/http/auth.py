@@ -22,10 +22,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from starlette.requests import Request
 from starlette.types import Scope
 
 from headrace.base.config.resolved import ServerSpec
-from headrace.base.errors import Forbidden, NotFound, RateLimited, Unauthorized
+from headrace.base.errors import (
+    Forbidden,
+    NotFound,
+    RateLimited,
+    Unauthorized,
+    UnsupportedMedia,
+)
 from headrace.base.telemetry.metrics import OTHER, template_of
 from headrace.front.server.http.keys import ApiKeys
 
@@ -152,6 +159,21 @@ def check_origin(scope: Scope) -> None:
             host = value.decode("latin-1").partition("://")[2]
             if not host or not is_loopback(host):
                 raise Forbidden("without API keys this server does not answer pages of other sites")
+
+
+def check_content_type(request: Request) -> None:
+    """Raises UnsupportedMedia unless the body calls itself JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not _is_as_ollamas_docs_send(request, kind):
+        raise UnsupportedMedia(
+            f"content-type {kind[:100]!r} is not supported; send application/json"
+        )
+
+
+def _is_as_ollamas_docs_send(request: Request, kind: str) -> bool:
+    """`curl -d` calls JSON a form. No page sends so: a browser names the page's origin."""
+    plain = kind in ("", "application/x-www-form-urlencoded")
+    return plain and request.url.path.startswith("/api/") and "origin" not in request.headers
 
 
 def is_loopback(host: str) -> bool:

@@ -39,8 +39,8 @@ from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest, TooLarge, UnsupportedMedia
 from headrace.base.optional import available, require
+from headrace.front.server.http.auth import check_content_type
 from headrace.front.server.http.body_budget import FREE_BYTES, WAIT_S, BodyTimeout, check_rate
-from headrace.front.server.http.content_type import check_content_type
 from headrace.front.server.http.slow_json import read_slowly
 
 if TYPE_CHECKING:
