@@ -13,6 +13,7 @@ from headrace.base.telemetry.metrics import metrics_page
 from headrace.cli.main import SUMMARIES
 from headrace.front.server.administration.operations import OPERATIONS, Operation
 from headrace.front.server.administration.parameters import parameters_of
+from headrace.launch.parallel_modes import features_page
 
 
 def env_page() -> str:
@@ -78,6 +79,7 @@ PAGES = {
     "CONFIG.md": config_page,
     "ENV.md": env_page,
     "CLI.md": cli_page,
+    "FEATURES.md": features_page,
     "METRICS.md": metrics_page,
     "grafana.json": dashboard,
 }

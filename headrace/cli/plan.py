@@ -21,6 +21,7 @@ from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import Decision, KVSpec, Resolved
 from headrace.base.config.tree import Options
 from headrace.base.config.units import show_bytes
+from headrace.base.errors import ConfigError
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.other_servers import translated, without_gpu
 from headrace.launch.facts import resolve_options
@@ -70,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
     if device is None:
         options, notes = without_gpu(_on(options, device="cpu"), notes)
     resolved, shortfall = _resolve(with_model(options, own.path), own.device)
+    if resolved.engine.device.pipeline_parallel > 1:
+        raise ConfigError("--pipeline-parallel: what stages take is not estimated here")
     estimate, kernels = _predict(resolved, device, own.context)
     if shortfall:
         estimate = msgspec.structs.replace(estimate, fits=False, shortfall=shortfall)

@@ -114,7 +114,7 @@ class EngineCore:
         self._control = Control(ExecutorLifecycle(source))
         self._stats = stats
         self._in_flight_steps: deque[tuple[InFlightStep, Pending]] = deque()
-        self._depth = 1 if self.spec.overlap else 0
+        self._depth = self.spec.stages if self.spec.overlap else 0
         self._deadlines = Deadlines()
         self.graphs = executor.facts.graphs
         self._arrivals = 0

@@ -68,13 +68,15 @@ class JumpForward:
 
     def _may_jump(self, request: Request, in_flight: InFlightStep) -> bool:
         """Whether nothing but the masks looks at its tokens one by one, and its next token is in
-        this step."""
+        this step and no later one."""
         row = request.row
         if request.state is not RequestState.DECODE or not self._rows.decoding[row]:
             return False
         if not _is_forgetful(request.wire.sampling) or request.repeats is not None:
             return False
         place = in_flight.rows == row
+        if (in_flight.position[place] < self._rows.num_planned_tokens[row]).any():
+            return False
         return bool((place & (in_flight.epochs == self._rows.epoch[row]) & in_flight.sample).any())
 
     def _cut(self, request: Request, tokens: list[int]) -> list[int]:

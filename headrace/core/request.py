@@ -343,3 +343,23 @@ class RowTable:
         if held < known:
             begin = held % self.block_tokens
             request.output += self.tail[row, begin : begin + known - held].tobytes()
+
+
+class RowsInTurns(RowTable):
+    """Rows of which a step decodes one of `parts`, in turns, as far as there are so many: so the
+    stages of a pipeline compute steps that do not wait for each other's tokens."""
+
+    def __init__(self, num_rows: int, block_tokens: int, *, parts: int) -> None:
+        super().__init__(num_rows, block_tokens)
+        self._parts, self._turn = parts, 0
+
+    def to_decode(self) -> npt.NDArray[np.intp]:
+        """See RowTable."""
+        rows = super().to_decode()
+        bounds = [part * len(rows) // self._parts for part in range(self._parts + 1)]
+        for _ in range(self._parts):
+            begin, end = bounds[self._turn : self._turn + 2]
+            self._turn = (self._turn + 1) % self._parts
+            if begin < end:
+                return rows[begin:end]
+        return rows

@@ -46,7 +46,7 @@ from headrace.core.kv.prefix_copy import PrefixCopy, hold, take
 from headrace.core.output_processor import OutputBuffer
 from headrace.core.ports import KVWorkers
 from headrace.core.reports import EngineView
-from headrace.core.request import TOKEN_BYTES, Request, RowTable
+from headrace.core.request import TOKEN_BYTES, Request, RowsInTurns, RowTable
 
 MAX_FILES = 10_000
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
@@ -88,6 +88,8 @@ class RememberingRows(RowTable):
 
 def rows_of(spec: EngineSpec, num_rows: int) -> RowTable:
     """The rows of a core."""
+    if spec.scheduler.stages > 1:
+        return RowsInTurns(num_rows, spec.kv.block_tokens, parts=spec.scheduler.stages)
     if spec.kv.slot_save_path is None:
         return RowTable(num_rows, spec.kv.block_tokens)
     return RememberingRows(spec, spec.kv.slot_save_path, num_rows)

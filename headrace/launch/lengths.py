@@ -64,6 +64,6 @@ def _held_tokens(memory_bytes: int, model: ModelFacts, device_spec: DeviceSpec) 
     full = sum(window is None for window in model.windows)
     if not full or not model.kv_bytes_per_token:
         return None
-    layer_bytes = model.kv_bytes_per_token / len(model.windows) / device_spec.tensor_parallel / 4
+    layer_bytes = model.kv_bytes_per_token / len(model.windows) / device_spec.world_size / 4
     windows = sum(window for window in model.windows if window is not None)
     return max(1, int((memory_bytes - windows * layer_bytes) / (full * layer_bytes)))

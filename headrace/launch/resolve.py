@@ -53,6 +53,7 @@ from headrace.launch.media_spec import media_spec
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.offload import KV_SHARE, RESERVE_BYTES, offload_spec, offloads
 from headrace.launch.online_quantization import online_quantization, online_weight_bytes
+from headrace.launch.parallel_modes import check_modes
 from headrace.launch.resolve_device import MachineFacts, resolve_device
 from headrace.launch.scheduler_limits import (
     FAST_STEP_TOKENS,
@@ -90,7 +91,6 @@ def resolve(
     choose = Chooser()
     device_spec = resolve_device(options, machine, choose)
     dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
-    quantization = online_quantization(options, model, device_spec, choose)
     text = text_spec(options, model, choose)
     max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, model, device_spec, max_model_len, choose)
@@ -106,7 +106,7 @@ def resolve(
             eos_ids=model.eos_ids,
             config=model.config,
             seed=options.model.seed,
-            quantization=quantization,
+            quantization=online_quantization(options, model, device_spec, choose),
             kv_dtype=kv_dtype_of(options, model, device_spec, choose),
             kv_plain_layers=kv_plain_layers(options, model),
             reader="direct" if options.model.load_format == "fastsafetensors" else "buffered",
@@ -130,7 +130,8 @@ def resolve(
     )
     offload = offload_spec(options, model, device_spec, engine.kv)
     engine = replace(engine, model=_finished(engine.model, options, model, offload))
-    engine = replace(engine, speculation=speculation_spec(options, model, engine, draft, choose))
+    speculation = speculation_spec(options, model, engine, draft, choose)
+    engine = check_modes(replace(engine, speculation=speculation), options, model, text)
     return Resolved(
         engine=with_short_tables(engine, options, model, choose.note),
         text=text,
@@ -309,6 +310,7 @@ def _scheduler(
         step_timeout_s=requested.step_timeout_s,
         slow_step_s=None if requested.slow_step_s == "auto" else requested.slow_step_s,
         chunked=not model.encodes,
+        stages=device_spec.pipeline_parallel,
     )
 
 
@@ -379,7 +381,7 @@ def _kv_bytes(weight_bytes: int, machine: MachineFacts, device_spec: DeviceSpec)
     """Memory for the KV cache of one worker. On CUDA the workers measure again after loading."""
     if device_spec.device == "cpu":
         return max(MIN_KV_BYTES, int(machine.free_bytes * CPU_KV_SHARE) - weight_bytes // 4)
-    weights = weight_bytes // device_spec.tensor_parallel
+    weights = weight_bytes // device_spec.world_size
     assert device_spec.memory_bytes is not None
     room = device_spec.memory_bytes - weights - RESERVE_BYTES
     if room < MIN_KV_BYTES:

@@ -38,8 +38,8 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
     kind = choose.pick("--device", requested.device, machine.kind, f"{machine.count} found")
     if kind == "cuda" and machine.kind != "cuda":
         raise ConfigError("--device cuda: no CUDA device was found on this machine")
-    if requested.pipeline_parallel > 1 or requested.sequence_parallel:
-        raise ConfigError("--pipeline-parallel and --sequence-parallel are not built yet")
+    if requested.sequence_parallel:
+        raise ConfigError("--sequence-parallel is not built yet")
     world = requested.tensor_parallel * requested.pipeline_parallel
     ranks = world * requested.replicas
     if kind == "cuda" and ranks > machine.count:

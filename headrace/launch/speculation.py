@@ -73,6 +73,7 @@ def speculation_spec(
         min_match=least,
         adaptive=requested.adaptive,
         parallel=draft is not None and draft.parallel,
+        masked=engine.device.pipeline_parallel == 1,
         suffix=_suffix(requested) if method == "suffix" else None,
         model=None if draft is None else _drafter(draft, model, engine),
     )

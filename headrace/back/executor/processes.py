@@ -1,10 +1,11 @@
 """Workers in processes of their own, one per rank; the core speaks to each over a socket pair.
 Imports no torch.
 
-Rank 0 answers with results; the others are silent unless they fail. Whatever ends one worker (an
-exception, a kill, an exit, a stop by a signal) ends all of them, and every pending step fails with
-EngineDead: a rank that is left alone would wait in its next collective for ever. Death shows as the
-end of the worker's stream, within milliseconds; a stop to looks at the process, within a second.
+The first rank of the last stage answers with results; the others are silent unless they fail.
+Whatever ends one worker (an exception, a kill, an exit, a stop by a signal) ends all of them, and
+every pending step fails with EngineDead: a rank that is left alone would wait in its next
+collective for ever. Death shows as the end of the worker's stream, within milliseconds; a stop to
+looks at the process, within a second.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from headrace.back.executor.channel import (
     TO_CORE,
     TO_WORKER,
@@ -39,6 +38,7 @@ from headrace.back.executor.channel import (
     WorkerFailed,
     WorkerReady,
 )
+from headrace.back.executor.facts import check_groups, facts_of_all, graphs_of_all
 from headrace.base import env
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, HeadraceError, from_wire
@@ -174,6 +174,7 @@ class ProcessExecutor:
         self._parked: SimpleQueue[ParkReply] = SimpleQueue()
         self._recorded: SimpleQueue[GraphReply] = SimpleQueue()
         ranks = range(spec.device.world_size)
+        self._first_sampling = spec.device.world_size - spec.device.tensor_parallel
         self._orders: list[deque[PendingOrder[AdapterReply]]] = [deque() for _ in ranks]
         self._weight_orders: list[deque[PendingOrder[WeightReply]]] = [deque() for _ in ranks]
         self._kv_orders: list[deque[PendingOrder[KVReply]]] = [deque() for _ in ranks]
@@ -221,11 +222,11 @@ class ProcessExecutor:
         return pending
 
     def send_deferred(self, step: int, payloads: dict[str, memoryview]) -> None:
-        """See Executor."""
-        self._send(TO_WORKER.frame(DeferredInputs(step, payloads)))
+        """See Executor. The last stage samples."""
+        self._send(TO_WORKER.frame(DeferredInputs(step, payloads)), first=self._first_sampling)
 
-    def _send(self, frame: bytes) -> None:
-        for worker in self._workers:
+    def _send(self, frame: bytes, *, first: int = 0) -> None:
+        for worker in self._workers[first:]:
             try:
                 worker.channel.send(frame)
             except OSError as error:
@@ -254,7 +255,7 @@ class ProcessExecutor:
         self.check()
         self._send(TO_WORKER.frame(ParkWeights(back=True)))
         answers = self._all(self._parked, PARK_TIMEOUT_S)
-        self._facts = facts_of_all([one.facts for one in answers if one.facts is not None])
+        self._facts = self._facts_of([one.facts for one in answers if one.facts is not None])
 
     def adapt(self, order: AdapterOrder) -> PendingOrder[AdapterReply]:
         """See AdapterWorkers."""
@@ -323,7 +324,13 @@ class ProcessExecutor:
                 loader=loader,
             )
             worker.channel.send(TO_WORKER.frame(begin))
-        return facts_of_all([worker.ready() for worker in self._workers])
+        return self._facts_of([worker.ready() for worker in self._workers])
+
+    def _facts_of(self, facts: list[WorkerFacts]) -> WorkerFacts:
+        """What all workers state; the first that samples says what one alone knows."""
+        check_groups(facts)
+        at = self._first_sampling
+        return facts_of_all([facts[at], *facts[:at], *facts[at + 1 :]])
 
     def _listen(self, worker: WorkerProcess) -> None:
         """Takes what a worker sends until its stream ends."""
@@ -375,23 +382,3 @@ class ProcessExecutor:
             worker.channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._ended.set()
-
-
-def facts_of_all(facts: list[WorkerFacts]) -> WorkerFacts:
-    """What the workers state as one; the smallest KV pool counts."""
-    return msgspec.structs.replace(
-        facts[0],
-        num_blocks=min(fact.num_blocks for fact in facts),
-        weight_bytes=sum(fact.weight_bytes for fact in facts),
-        kv_bytes=sum(fact.kv_bytes for fact in facts),
-        graphs=graphs_of_all([fact.graphs for fact in facts]),
-    )
-
-
-def graphs_of_all(graphs: list[RecordedGraphs]) -> RecordedGraphs:
-    """What the workers have recorded as one: the memory of all, and more if each has more."""
-    return RecordedGraphs(
-        count=graphs[0].count,
-        num_bytes=sum(one.num_bytes for one in graphs),
-        more=all(one.more for one in graphs),
-    )

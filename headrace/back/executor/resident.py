@@ -22,6 +22,7 @@ from headrace.back.models.load import LoadReport, Origin
 from headrace.back.models.protocol import CausalModel
 from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh
+from headrace.back.parallel.pipe import Pipe
 from headrace.back.platforms import code_pages
 from headrace.back.platforms.detect import detect
 from headrace.back.platforms.device_threads import use_device
@@ -64,6 +65,7 @@ class RankModel:
     load_s: dict[str, float]
     origin: Origin | None = None
     rank: int = 0
+    pipe: Pipe | None = None
 
     def facts(self, started: StartedRunner) -> WorkerFacts:
         """What a runner over this model states, with what is known of the model."""
@@ -190,6 +192,7 @@ def _start(loaded: RankModel, checks: DeferredChecks | None) -> StartedRunner:
         checks=checks,
         network=loaded.network,
         routing=None if loaded.origin is None else loaded.origin.ledger.routing,
+        pipe=loaded.pipe,
     )
 
 
@@ -230,8 +233,9 @@ def build_resident(
                 weight_bytes=report.weight_bytes + drafting.weight_bytes,
                 decisions=(*report.decisions, *summing, *drafting.decisions),
                 load_s={"device": ready_s, "load": load_s},
-                origin=report.origin,
+                origin=report.origin if mesh.pp.size == 1 else None,
                 rank=mesh.rank,
+                pipe=mesh.pipe,
             )
             return Resident(loaded, checks=checks)
 

@@ -63,7 +63,8 @@ def join_mesh(begin: StartWorker) -> Mesh:
         world_size=begin.world_size,
     )
     spec = begin.spec
-    mesh = staged_mesh(spec.device.pipeline_parallel, ordered=spec.model.deterministic)
+    stages, layers = spec.device.pipeline_parallel, spec.device.pipeline_layers
+    mesh = staged_mesh(stages, layers, ordered=spec.model.deterministic)
     return with_whole_experts(mesh) if spec.device.expert_parallel else mesh
 
 
@@ -74,7 +75,8 @@ def serve(channel: Channel) -> None:
     try:
         extensions.allow(begin.spec.extensions)
         set_threads(begin.spec.device)
-        resident = build_resident(begin.spec, begin.loader, join_mesh(begin))
+        mesh = join_mesh(begin)
+        resident = build_resident(begin.spec, begin.loader, mesh)
     except Exception as error:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(WorkerFailed(None, _start_error(error))))
@@ -93,7 +95,7 @@ def serve(channel: Channel) -> None:
     for work in (
         (_read_plans, channel, resident, plans, deferred_inputs, adapter_orders),
         (_adapt, channel, resident, adapter_orders),
-        (_send_results, channel, launched_steps, begin.rank),
+        (_send_results, channel, launched_steps, begin.rank, mesh.answers),
     ):
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
     threads = StepThreads(begin.spec.device.threads, resident.facts)
@@ -168,9 +170,11 @@ def _adapt(channel: Channel, resident: Resident, orders: SimpleQueue[AdapterOrde
         channel.send(TO_CORE.frame(resident.adapt(orders.get())))
 
 
-def _send_results(channel: Channel, launched_steps: SimpleQueue[LaunchedStep], rank: int) -> None:
-    """Waits for the device, step by step, while the next ones are launched; rank 0 tells. Every
-    rank reads its results: a row that failed must be cleaned up on all of them."""
+def _send_results(
+    channel: Channel, launched_steps: SimpleQueue[LaunchedStep], rank: int, answers: bool
+) -> None:
+    """Waits for the device, step by step, while the next ones are launched; one rank `answers`.
+    Every rank reads its results: a row that failed must be cleaned up on all of them."""
     while True:
         step = launched_steps.get()
         try:
@@ -178,7 +182,7 @@ def _send_results(channel: Channel, launched_steps: SimpleQueue[LaunchedStep], r
         except Exception as error:
             _fail(channel, rank, step.plan.step, error)
             os._exit(1)
-        if rank == 0:
+        if answers:
             channel.send(TO_CORE.frame(result))
 
 

@@ -45,11 +45,13 @@ from headrace.back.parallel.shard import Shard, local_size
 
 class AdapterSlots:
     """The slots of one model. Slot 0 is none: its rows have no adapter; adapters lie in 1 ..
-    `count`, of at most `max_rank` ranks. `kinds`: of KINDS, what there is room for."""
+    `count`, of at most `max_rank` ranks. `kinds`: of KINDS, what there is room for. `elsewhere`:
+    modules of the model whose layers lie on other stages of a pipeline."""
 
     def __init__(self, *, count: int, max_rank: int, kinds: frozenset[str] = frozenset()) -> None:
         self.count, self.max_rank, self.kinds = count, max_rank, kinds
         self.layers: list[AdaptedLayer] = []
+        self.elsewhere: dict[str, AdaptedModule] = {}
         self.rows_T: torch.Tensor | None = None
         self._logits_at_N: torch.Tensor | None = None
 
@@ -76,6 +78,11 @@ class AdapterSlots:
     def linears(self) -> list[AdaptedLinear]:
         """Those of its layers that are linear."""
         return [layer for layer in self.layers if isinstance(layer, AdaptedLinear)]
+
+    @property
+    def modules(self) -> dict[str, AdaptedModule]:
+        """Those that its layers compute, by name."""
+        return {name: module for layer in self.layers for name, module in layer.modules.items()}
 
     @property
     def num_bytes(self) -> int:

@@ -30,9 +30,7 @@ class AdapterStore:
 
     def __init__(self, slots: AdapterSlots, device: torch.device) -> None:
         self._slots = slots
-        self._modules = {
-            name: module for layer in slots.layers for name, module in layer.modules.items()
-        }
+        self._modules = slots.elsewhere | slots.modules
         self._adapters: dict[str, list[Any | None]] = {}
         self._placed: dict[int, str] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

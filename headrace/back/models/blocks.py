@@ -9,12 +9,12 @@ once. T tokens, E hidden size, N tokens whose logits are wanted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from headrace.back.attention.forms import CacheForm
-from headrace.back.attention.plan import LAST, Batch, HiddenTaps
+from headrace.back.attention.plan import Batch
 from headrace.back.kernels.embedding.op import Embedding
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
@@ -32,8 +32,11 @@ from headrace.back.models.decoder_layer import (
     Layer,
     LayerSpec,
     Stream,
+    at_last_tokens,
+    tapped,
 )
 from headrace.back.models.families import HEADS, WIDTH
+from headrace.back.models.stage import stage_of
 from headrace.back.models.streamed_layer import host_layer, streamed
 from headrace.back.models.weights import Param, WeightPlan, names_within
 from headrace.base.config.hf import REQUIRED, ConfigReader
@@ -123,7 +126,6 @@ class Decoder:
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
         names, sizes = spec.names, spec.sizes
         self.spec = spec
-        embedded = spec.embedding_width or sizes.width
         prefix = scope.base_within or names.prefix
         inside = scope if scope.head.bare else scope / prefix
         self.logits_width = sizes.vocabulary
@@ -131,27 +133,14 @@ class Decoder:
         self.attention_heads = sizes.heads
         self._ledger = scope.ledger
         self.adapters = scope.adapters
-        self._embedding = TokenEmbedding(
-            inside / names.embedding,
-            sizes.vocabulary + spec.media_rows,
-            embedded,
-            scale=spec.embedding_scale,
-            tied=sizes.tied and self.generates,
-            beside=spec.embedding_beside,
-        )
-        self._positions = spec.positions and spec.positions.build(inside, sizes.width)
-        self._embedding_norm = None
-        if names.embedding_norm is not None:
-            at = inside / names.embedding_norm
-            first = spec.first_norm or spec.norm
-            self._embedding_norm = first.build(at, sizes.width, eps=sizes.eps)
+        stage = self._stage = stage_of(scope, spec, lambda at: Decoder(at, spec).weights)
+        self._build_front(scope, inside, spec)
         self._layers: list[Layer] = []
         self.kv_forms: tuple[CacheForm, ...] = ()
         params_of = self._build_layers(inside / names.layers, spec)
         if not all(layer.takes_adapters for layer in self._layers):
             self.adapters = None
-        writers = [i for i, layer in enumerate(self._layers) if layer.kv_forms]
-        self._last_writer = self._layers[writers[-1]]
+        self._last_writer = stage.last_writer(self._layers)
         self._layer_inputs = spec.layer_inputs and spec.layer_inputs.build(
             inside, sizes.width, len(self._layers), norms=spec.norm, eps=sizes.eps
         )
@@ -159,17 +148,21 @@ class Decoder:
         recurrent = any(form.kind == "state" for form in self.kv_forms)
         self.state = "recurrent" if recurrent else "plain"
         self._norm = None
-        if names.norm is not None:
+        if stage.is_last and names.norm is not None:
             last = spec.last_norm or spec.norm
             self._norm = last.build(inside / names.norm, sizes.width, eps=sizes.eps)
-        self._head = self._logits_head(scope, spec) if self.generates else None
-        self._classifier = classifier_of(scope, sizes.width)
+        elif not stage.is_last:
+            self._norm = stage.sent()
+        has_head = stage.is_last and self.generates
+        self._head = self._logits_head(scope, spec) if has_head else None
+        self._classifier = classifier_of(scope, sizes.width) if stage.is_last else None
         if not all(layer.mixer and layer.mixer.probed for layer in self._layers):
             self.attention_heads = 0
         tied = (rf"{names.head}\.(weight|bias)",) if sizes.tied or not self.generates else ()
+        others = stage.others(self._ledger.params)
         self.weights = WeightPlan(
             params=tuple(self._ledger.params),
-            ignored=(*IGNORED, *names_within(scope.path, (*tied, *spec.ignored))),
+            ignored=(*IGNORED, *others, *names_within(scope.path, (*tied, *spec.ignored))),
             prefix=(scope / prefix).path,
             renamed=spec.renamed,
             layers=params_of,
@@ -179,13 +172,38 @@ class Decoder:
         self.host_kernels: tuple[str, ...] = ()
         self.host_pairs: int | None = None
 
+    def _build_front(self, scope: Scope, inside: Scope, spec: DecoderSpec) -> None:
+        """What stands before the layers, and the table that a tied head shares."""
+        names, sizes, stage = spec.names, spec.sizes, self._stage
+        tied_here = sizes.tied and self.generates
+        if stage.is_first or (stage.is_last and tied_here):
+            self._table = TokenEmbedding(
+                inside / names.embedding,
+                sizes.vocabulary + spec.media_rows,
+                spec.embedding_width or sizes.width,
+                scale=spec.embedding_scale,
+                tied=tied_here,
+                beside=spec.embedding_beside,
+            )
+        self._embedding = self._table if stage.is_first else stage.received(sizes.width, scope)
+        self._positions = None
+        if stage.is_first and spec.positions is not None:
+            self._positions = spec.positions.build(inside, sizes.width)
+        self._embedding_norm = None
+        if stage.is_first and names.embedding_norm is not None:
+            at = inside / names.embedding_norm
+            first = spec.first_norm or spec.norm
+            self._embedding_norm = first.build(at, sizes.width, eps=sizes.eps)
+
     def _build_layers(self, inside: Scope, spec: DecoderSpec) -> tuple[tuple[Param, ...], ...]:
         """The layers, and the caches that they write; the parameters of each."""
         params_of: list[tuple[Param, ...]] = []
-        for index, layer in enumerate(spec.layers):
+        for index in self._stage.layers:
             first = len(self._ledger.params)
             with host_layer(inside / str(index), index) as (at, built):
-                built.append(layer.build(at, len(self.kv_forms), spec.sizes, spec.norm))
+                built.append(
+                    spec.layers[index].build(at, len(self.kv_forms), spec.sizes, spec.norm)
+                )
             self._layers += built
             self.kv_forms += self._layers[-1].kv_forms
             params_of.append(tuple(self._ledger.params[first:]))
@@ -197,7 +215,7 @@ class Decoder:
             scope / spec.names.head,
             spec.sizes.vocabulary,
             spec.embedding_width or spec.sizes.width,
-            tied=self._embedding if spec.sizes.tied else None,
+            tied=self._table if spec.sizes.tied else None,
             bias=spec.logits_bias,
             scale=spec.logits_scale,
             softcap=spec.logits_softcap,
@@ -246,18 +264,18 @@ class Decoder:
         if self._streams is not None:
             stream = None, self._streams.end(stream[1])
         hidden_TE = add_norm(self._norm, *stream)
-        return hidden_TE if batch.taps is None else _tapped(batch.taps, hidden_TE)
+        return hidden_TE if batch.taps is None else tapped(batch.taps, hidden_TE)
 
     @property
     def embed(self) -> Embedding:
         """ids_T -> x_TE, as the layers read them, without adapters: of drafters that share the
         table."""
-        return self._embedding.plain
+        return self._table.plain
 
     @property
     def embedding(self) -> TokenEmbedding:
         """The table itself: of encoders whose rows hold embeddings of tokens."""
-        return self._embedding
+        return self._table
 
     @property
     def head(self) -> LogitsHead:
@@ -269,7 +287,8 @@ class Decoder:
     def taps_until(self) -> int:
         """Layers in front of which a batch's taps see all tokens; 0: there is no such residual."""
         plain = self._streams is None and self._layer_inputs is None
-        return self._layers.index(self._last_writer) + 1 if plain else 0
+        last = self._last_writer
+        return self._layers.index(last) + 1 if plain and last is not None else 0
 
     @property
     def _goes_on(self) -> bool:
@@ -295,24 +314,6 @@ class Decoder:
         """Class logits [N, labels], float32."""
         assert self._classifier is not None, "the model has no classification head"
         return self._classifier.logits(hidden_NE)
-
-
-def _tapped(taps: HiddenTaps, hidden_TE: torch.Tensor) -> torch.Tensor:
-    """What goes into the head, which may be seen."""
-    if LAST in taps.layers:
-        taps.see(LAST, hidden_TE)
-    return hidden_TE
-
-
-def at_last_tokens(
-    batch: Batch, inputs_LTP: torch.Tensor | None
-) -> tuple[Batch, torch.Tensor | None]:
-    """What is left of a step for layers that write no cache, and its part of the layers' inputs."""
-    after, at_N = batch.last_token_batch, batch.logits_at_N
-    if after is None:
-        return batch, inputs_LTP
-    left = replace(after, positions_T=batch.positions_T.index_select(0, at_N))
-    return left, None if inputs_LTP is None else inputs_LTP.index_select(1, at_N)
 
 
 BuildFamily = Callable[[Scope, ConfigReader], Decoder]

@@ -5,13 +5,13 @@ it. T tokens, E hidden size, N tokens whose logits are wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from headrace.back.attention.forms import CacheForm
-from headrace.back.attention.plan import Batch
+from headrace.back.attention.plan import LAST, Batch, HiddenTaps
 from headrace.back.layers.gains import SkipTailSpec
 from headrace.back.layers.layer_tail import LayerTailSpec, Tail
 from headrace.back.layers.mixer import Mixer, MixerSpec
@@ -223,3 +223,21 @@ class DecoderLayer:
         if self.branch_scale != 1.0:
             branch_TE = branch_TE * self.branch_scale
         return branch_TE
+
+
+def at_last_tokens(
+    batch: Batch, inputs_LTP: torch.Tensor | None
+) -> tuple[Batch, torch.Tensor | None]:
+    """What is left of a step for layers that write no cache, and its part of the layers' inputs."""
+    after, at_N = batch.last_token_batch, batch.logits_at_N
+    if after is None:
+        return batch, inputs_LTP
+    left = replace(after, positions_T=batch.positions_T.index_select(0, at_N))
+    return left, None if inputs_LTP is None else inputs_LTP.index_select(1, at_N)
+
+
+def tapped(taps: HiddenTaps, hidden_TE: torch.Tensor) -> torch.Tensor:
+    """What goes into the head, which may be seen."""
+    if LAST in taps.layers:
+        taps.see(LAST, hidden_TE)
+    return hidden_TE

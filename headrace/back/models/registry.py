@@ -16,7 +16,7 @@ import torch
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Head, Ledger, Scope
-from headrace.back.models.blocks import BuildFamily
+from headrace.back.models.blocks import BuildFamily, Decoder
 from headrace.back.models.encoder_families import (
     BIDIRECTIONAL,
     EMBEDDERS,
@@ -109,6 +109,8 @@ def build_model(
     beside = tuple(rf"{re.escape(one.name)}\..*" for one in spec.dense if not one.path)
     if beside:  # load/dense.py reads them
         model.weights = replace(model.weights, ignored=(*model.weights.ignored, *beside))
+    if mesh.pp.size > 1:
+        _check_stage(model, spec, mesh)
     if scope.online is not None:
         scope.online.check(scope.ledger.params)
     whole_experts = mesh.ep.size > 1 and mesh.pp.size == 1  # a stage may have none
@@ -123,6 +125,16 @@ def build_model(
             field="enable_lora",
         )
     return model
+
+
+def _check_stage(model: LoadableModel, spec: ModelSpec, mesh: Mesh) -> None:
+    """ConfigError for a model that knows of no stages."""
+    if not isinstance(model, Decoder) or model.media is not None:
+        raise ConfigError(
+            f"--pipeline-parallel {mesh.pp.size}: models of family {spec.family} are not split into "
+            "stages; use --tensor-parallel",
+            field="pipeline_parallel",
+        )
 
 
 def scope_of(

@@ -72,13 +72,15 @@ class Axis:
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """All axes. `Mesh()` is the mesh of one. `pipe`: what this rank's stage of a pipeline sends to
-    the others; None where there is one stage."""
+    the others; None where there is one stage. `stage_layers`: the layers of each stage, where they
+    are stated."""
 
     tp: Axis = Axis()
     pp: Axis = Axis(name="pp")
     dp: Axis = Axis(name="dp")
     ep: Axis = Axis(name="ep")
     pipe: Pipe | None = None
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -89,6 +91,11 @@ class Mesh:
     def rank(self) -> int:
         """This one among them."""
         return self.pp.rank * self.tp.size + self.tp.rank
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank tells the core what was sampled: the first of the last stage."""
+        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`."""
@@ -103,9 +110,9 @@ def tensor_parallel_mesh(*, ordered: bool = False) -> Mesh:
     return Mesh(tp=Axis(size=size, rank=rank, group=dist.group.WORLD, ordered=ordered))
 
 
-def staged_mesh(stages: int, *, ordered: bool = False) -> Mesh:
+def staged_mesh(stages: int, layers: tuple[int, ...] = (), *, ordered: bool = False) -> Mesh:
     """The mesh of so many stages, each of which the ranks of one "tp" group share; called by every
-    rank of the initialised default process group."""
+    rank of the initialised default process group. `layers`: see Mesh.stage_layers."""
     if stages == 1:
         return tensor_parallel_mesh(ordered=ordered)
     assert dist.is_initialized(), "start the process group before the mesh"
@@ -126,6 +133,7 @@ def staged_mesh(stages: int, *, ordered: bool = False) -> Mesh:
         pipe=GroupPipe(
             stage=stage, ranks=pp[place], forth=pp_groups[place], back=back_groups[place]
         ),
+        stage_layers=layers,
     )
 
 

@@ -35,16 +35,9 @@ class StepsFactory(Protocol):
 def make_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -> Steps:
     """Replayed graphs on CUDA and recorded native calls on a CPU, where everything a step does is
     on the device; exact steps elsewhere."""
-    why = _why_exact(resources)
+    why = why_exact(resources)
     if why is not None:
-        rows = Rows.growing(
-            max_rows=spec.scheduler.max_running,
-            num_groups=num_groups,
-            block_tokens=spec.kv.block_tokens,
-            device=resources.device,
-            groups=resources.groups,
-        )
-        return ExactSteps(resources, rows, why)
+        return exact_steps(resources, spec, why, num_groups=num_groups)
     if resources.device.type == "cpu":
         return bucket_steps(
             resources, spec, CpuGraphs(loaded()), num_groups=num_groups, sizes=ExactSizes
@@ -54,6 +47,20 @@ def make_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -
     )
 
 
+def exact_steps(
+    resources: StepResources, spec: EngineSpec, why: str, *, num_groups: int
+) -> ExactSteps:
+    """Steps of their own size, and why."""
+    rows = Rows.growing(
+        max_rows=spec.scheduler.max_running,
+        num_groups=num_groups,
+        block_tokens=spec.kv.block_tokens,
+        device=resources.device,
+        groups=resources.groups,
+    )
+    return ExactSteps(resources, rows, why)
+
+
 def bucket_steps(
     resources: StepResources,
     spec: EngineSpec,
@@ -61,11 +68,12 @@ def bucket_steps(
     *,
     num_groups: int,
     sizes: SizesFactory = Buckets,
+    kind: type[BucketSteps] = BucketSteps,
 ) -> BucketSteps:
     """Steps by buckets, replayed as `replay` does."""
     speculation = spec.speculation
     drafter = None if speculation is None else _drafter(speculation, resources, spec)
-    return BucketSteps(
+    return kind(
         resources,
         replay,
         sizes=sizes,
@@ -123,7 +131,8 @@ def profile_step(device: torch.device, step: Callable[[], None]) -> Profile:
     return Profile(held=held, step=peak - held, free=free)
 
 
-def _why_exact(resources: StepResources) -> str | None:
+def why_exact(resources: StepResources) -> str | None:
+    """Why steps are of their own size and not of few; None: they are of few."""
     if resources.device.type not in ("cuda", "cpu"):
         return f"{resources.device.type} has none"
     if resources.device.type == "cpu" and (reason := unsupported("cpu", torch.float32)):

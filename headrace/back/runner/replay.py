@@ -22,8 +22,8 @@ from headrace.back.sampling.in_step import AskedRows, StepSamples
 from headrace.base.config.resolved import Decision
 
 RING = 8
-"""Slots of messages and results; two steps are in flight at most, so a slot is long free when it is
-used again."""
+"""Slots of messages and results; two steps are in flight at most, or one more than a pipeline has
+stages, so a slot is long free when it is used again."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.layers.pooling import Projection
 from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
+from headrace.back.parallel.pipe import Pipe
 from headrace.back.runner.batch import StepShape, shape_of
 from headrace.back.runner.capture import (
     LayersOfRow,
-    WeightCapture,
     capture_of,
     forget_rows,
     num_capturable,
@@ -83,6 +83,7 @@ class RunnerPlan:
     state: StateFactory
     network: DraftNetwork | None = None
     routing: RoutingTap | None = None
+    pipe: Pipe | None = None
 
 
 class Runner:
@@ -281,7 +282,7 @@ class Runner:
         shape = dataclasses.replace(shape_of(plan), needs=needs, every=every)
         if self._slots is not None:
             shape = dataclasses.replace(shape, slots=self._slots.of(shape.rows))
-        probe = self._probe(shape) if self._captured else None
+        probe = capture_of(self._captured, shape, self._plan.routing) if self._captured else None
 
         def take_masks() -> None:
             self._sampler.take_masks(masks(), shape.sampled_row, shape.place)
@@ -309,9 +310,6 @@ class Runner:
             lost=self._lost.append,
             proposed=self._steps.finish(plan, shape),  # last: it may overwrite what the step left
         )
-
-    def _probe(self, shape: StepShape) -> WeightCapture | None:
-        return capture_of(self._captured, shape, self._plan.routing)
 
     def _begin(self, plan: StepPlan) -> None:
         if plan.hook_payloads:

@@ -3,7 +3,7 @@
     prepare    what it is made of: a frozen RunnerPlan. Where kernels are compiled, a trial runner
                over the smallest KV cache compiles them, its self-checks run, and its largest step
                shows how much memory is left for the KV cache
-    construct  Runner(plan): everything is there, nothing comes later
+    construct  runner_of(plan): everything is there, nothing comes later
     warm up    made-up steps (warmup.py), which record those that are replayed
 
 Runners made again over weights that are back (executor/resident.py) go the same way.
@@ -23,11 +23,13 @@ from headrace.back.kernels.op import DeferredChecks
 from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.models.load.dense import load_projection
 from headrace.back.models.protocol import CausalModel
+from headrace.back.parallel.pipe import Pipe
 from headrace.back.runner.devices import StepsFactory, compiles_kernels, make_steps, profile_step
 from headrace.back.runner.fit import fit_kv
 from headrace.back.runner.kv_layout import KVLayout, lay_out
 from headrace.back.runner.memory import KVCounts, count_kv, least_blocks, least_bytes
 from headrace.back.runner.runner import Runner, RunnerPlan
+from headrace.back.runner.stages import runner_of
 from headrace.back.runner.states import StateFactory, state_of
 from headrace.back.runner.warmup import run_largest, warm_up
 from headrace.back.speculative.network import DraftNetwork
@@ -54,15 +56,16 @@ def start_runner(
     checks: DeferredChecks | None = None,
     network: DraftNetwork | None = None,
     routing: RoutingTap | None = None,
+    pipe: Pipe | None = None,
 ) -> StartedRunner:
     """Prepares, constructs and warms up. `checks`: self-checks that wait until their kernels have
-    been compiled."""
+    been compiled. `pipe`: of a stage among others."""
     seconds = {"compile": 0.0, "profile": 0.0}
     plan = plan_runner(spec, model, device=device, steps=steps, state=state, network=network)
-    plan = replace(plan, routing=routing)
+    plan = replace(plan, routing=routing, pipe=pipe)
     if compiles_kernels(device):
         plan = _try_out(plan, checks, seconds)
-    runner = Runner(plan)
+    runner = runner_of(plan)
     seconds["warmup"] = warm_up(runner, spec, model.logits_width, device)
     return StartedRunner(runner=runner, start_s=seconds)
 
@@ -128,7 +131,7 @@ def _try_out(
 ) -> RunnerPlan:
     """The plan once its kernels are compiled and checked, with the KV cache that the device has
     memory for."""
-    trial = Runner(replace(plan, counts=_least(plan.spec, plan.layout)))
+    trial = runner_of(replace(plan, counts=_least(plan.spec, plan.layout)))
     with _timed(seconds, "compile"):
         _compile(trial, plan, checks)
         if checks is not None:

@@ -38,8 +38,9 @@ from headrace.base.config.resolved import Decision
 from headrace.base.wire.grammar import StepMasks, unpack_masks
 from headrace.base.wire.step import NO_DRAFTS, StepPlan
 
-INEXACT_PLANS = 2
-"""Plans that may have been made before the result of one with drafts was known."""
+INEXACT_PLANS = 7
+"""Plans that may have been made before the result of one with drafts was known: two, or one more
+than a pipeline has stages."""
 
 
 def without_drafts(plan: StepPlan) -> StepPlan:

@@ -22,10 +22,12 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     tensor_parallel: Annotated[Processes, Meta(description="Devices that share each layer.")] = 1
     pipeline_parallel: Annotated[
-        Processes,
+        int,
         Meta(
+            ge=1,
+            le=6,
             description="Stages that the layers are split into, one behind the other, each with its own "
-            "--tensor-parallel devices."
+            "--tensor-parallel devices.",
         ),
     ] = 1
     pipeline_layers: Annotated[

@@ -159,7 +159,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """See SchedulerOptions; all numbers decided. Without `chunked` a prompt is computed in one step
     (encoders): then `max_step_tokens` is at least the model's context. `slow_step_s` None:
-    by measured steps. `tenant_weights`: by tenant, which is the digest of a key."""
+    by measured steps. `tenant_weights`: by tenant, the digest of a key. `stages`: of a pipeline."""
 
     max_step_tokens: int
     max_running: int
@@ -178,6 +178,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float = 300.0
     slow_step_s: float | None = None
     chunked: bool = True
+    stages: int = 1
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,8 +229,8 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """See SpeculationOptions; all numbers decided. `num_tokens`: drafts of a row in a step at most.
     `max_rows`: steps of more decoding rows draft nothing, as they gain nothing by it. A step
     schedules tokens as without drafts (`SchedulerSpec.max_step_tokens`); `max_forward_tokens` is
-    what a forward pass holds. `model`: the checkpoint that a drafter's weights lie in, which is the
-    model's own where it carries them; None: it has none."""
+    what a forward pass holds. `masked`: rows with grammars draft too. `model`: the checkpoint that
+    a drafter's weights lie in, the model's own where it carries them; None: it has none."""
 
     method: str
     num_tokens: int
@@ -238,6 +239,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     min_match: int = 1
     adaptive: bool = False
     parallel: bool = False
+    masked: bool = True
     suffix: SuffixSpec | None = None
     model: ModelSpec | None = None
 

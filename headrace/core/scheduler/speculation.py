@@ -384,7 +384,9 @@ def speculation_of(
         sampling = request.sampling
         if sampling.capture_layers or sampling.logits_processors or sampling.remembers:
             return False
-        return not request.hook_payloads or hooks.follow_drafts(request)
+        if not request.hook_payloads:
+            return True
+        return spec.masked and hooks.follow_drafts(request)
 
     most = min(spec.num_tokens, facts.max_drafts)
     return DraftLengths(spec, kv, rows, max_drafts=most, may_draft=may_draft)

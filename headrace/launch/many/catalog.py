@@ -220,7 +220,7 @@ def _resolved(
         options = _with_share(options, facts, budget)
     resolved = resolve(options, facts, machine)
     engine, device = resolved.engine, resolved.engine.device
-    weight_bytes = facts.weight_bytes // device.tensor_parallel
+    weight_bytes = facts.weight_bytes // device.world_size
     process_bytes = CUDA_PROCESS_BYTES if device.device == "cuda" else CPU_PROCESS_BYTES
     need = weight_bytes + _kv_bytes(engine, facts) + process_bytes
     if need > budget:
@@ -279,7 +279,8 @@ def _with_share(options: Options, facts: ModelFacts, budget: int) -> Options:
     """A KV cache that leaves room for other models on the device, where none is asked for."""
     if options.kv.kv_blocks is not None or options.kv.kv_memory != "auto":
         return options
-    weights = facts.weight_bytes // options.device.tensor_parallel
+    split = options.device.tensor_parallel * options.device.pipeline_parallel
+    weights = facts.weight_bytes // split
     share = max(MIN_KV_BYTES, int(budget * CPU_KV_SHARE) - weights // 4)
     kv = msgspec.structs.replace(options.kv, kv_memory=str(share))
     return msgspec.structs.replace(options, kv=kv)

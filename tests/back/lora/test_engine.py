@@ -81,6 +81,7 @@ class Engine:
         *,
         slots: int = 3,
         tensor_parallel: int = 1,
+        stages: int = 1,
         known: tuple[str, ...] = NAMES,
         num_blocks: int = 64,
         kinds: tuple[str, ...] = (),
@@ -93,11 +94,12 @@ class Engine:
         spec = EngineSpec(
             model=msgspec.structs.replace(model_spec(tiny.folder), adapters=adapters),
             kv=KVSpec(block_tokens=16, prefix_caching=True, num_blocks=num_blocks),
-            scheduler=scheduler,
+            scheduler=msgspec.structs.replace(scheduler, stages=stages),
             device=DeviceSpec(
                 device=device,
-                executor="inline" if tensor_parallel == 1 else "processes",
+                executor="inline" if tensor_parallel * stages == 1 else "processes",
                 tensor_parallel=tensor_parallel,
+                pipeline_parallel=stages,
             ),
             **changes,
         )
@@ -346,6 +348,16 @@ def test_drafts_are_verified_with_the_adapter(tiny: Tiny, engine: Any) -> None:
 @pytest.mark.timeout(120)
 def test_two_ranks_give_the_tokens_of_merged_weights(tiny: Tiny, engine: Any) -> None:
     requests, one = mixed(6), engine(tensor_parallel=2, slots=2)
+    assert one.run(requests) == expected(tiny, requests)
+    reply = one.call("load_adapter", name="four", folder=str(tiny.folder / "absent"))
+    assert reply.error is not None and "no folder" in reply.error.message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_stages_give_the_tokens_of_merged_weights(tiny: Tiny, engine: Any) -> None:
+    """PAR-05: each stage has the matrices of its layers."""
+    requests, one = mixed(6), engine(stages=2, slots=2)
     assert one.run(requests) == expected(tiny, requests)
     reply = one.call("load_adapter", name="four", folder=str(tiny.folder / "absent"))
     assert reply.error is not None and "no folder" in reply.error.message

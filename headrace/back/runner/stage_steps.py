@@ -1,0 +1,57 @@
+"""Steps of a stage of a pipeline: called, not recorded, as stages wait for each other in them."""
+
+from __future__ import annotations
+
+from headrace.back.kernels.native.library import loaded
+from headrace.back.runner.buckets import BucketSteps
+from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
+from headrace.back.runner.devices import bucket_steps, exact_steps, why_exact
+from headrace.back.runner.sizes import Bucket
+from headrace.back.runner.steps import StepResources, Steps, StepTensors
+from headrace.base.config.resolved import Decision, EngineSpec
+
+_WHY = "stages of a pipeline wait for each other within their steps"
+
+
+def make_stage_steps(
+    resources: StepResources, spec: EngineSpec, *, num_groups: int, is_last: bool
+) -> Steps:
+    """Of a stage of a pipeline: nothing is recorded."""
+    why = why_exact(resources)
+    if why is None and resources.device.type != "cpu":
+        why = _WHY
+    if why is not None:
+        return exact_steps(resources, spec, why, num_groups=num_groups)
+    return bucket_steps(
+        resources,
+        spec,
+        CalledSteps(loaded()),
+        num_groups=num_groups,
+        sizes=ExactSizes,
+        kind=BucketSteps if is_last else ForwardSteps,
+    )
+
+
+class CalledSteps(CpuGraphs):
+    """`Replay` on a CPU that records nothing: what passes between stages is no native call."""
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Replay."""
+        return (Decision("graphs", "auto", "off", _WHY),)
+
+    def wants(self, bucket: Bucket) -> bool:
+        """See Replay."""
+        return False
+
+
+class ForwardSteps(BucketSteps):
+    """Steps that end with the layers: of stages behind which there are others."""
+
+    def _step(self, bucket: Bucket) -> StepTensors:
+        frame, state = self._frame_of(bucket), self._resources.state
+        self._inputs(self._message.words, self._tables, frame.out)
+        state.before(frame.batch)
+        hidden_TE = self._resources.model.forward(frame.batch)
+        state.after(frame.batch, hidden_TE)
+        return StepTensors(hidden_TE=hidden_TE)

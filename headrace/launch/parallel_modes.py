@@ -1,0 +1,389 @@
+"""Which ways of running a model on several devices go with which other features: one table, by
+which a start is refused with the reason, and which docs/FEATURES.md is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from headrace.back.models.families import FALLBACK
+from headrace.base.config.resolved import EngineSpec, TextSpec
+from headrace.base.config.tree import Options
+from headrace.base.errors import ConfigError
+from headrace.launch.drafters import NETWORK_METHODS
+from headrace.launch.model_facts import ModelFacts
+
+PIPELINE_ON_GPUS = False
+"""Whether stages may lie on GPUs: off, as their steps have run on CPUs alone."""
+
+
+class Start(NamedTuple):
+    """What is about to be started."""
+
+    options: Options
+    model: ModelFacts
+    engine: EngineSpec
+    text: TextSpec
+
+
+Wanted = Callable[[Start], bool]
+
+
+def _never(start: Start) -> bool:
+    """Requests ask for it, not the start."""
+    return False
+
+
+@dataclass(frozen=True)
+class ShownPair:
+    """The pair works: `test` (file::function below tests/) shows it. `note`: what is to know."""
+
+    test: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class RefusedPair:
+    """The pair is refused: at start, or when a request asks for it."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class UnshownPair:
+    """The pair is taken, and no test shows it: why."""
+
+    why: str
+
+
+Entry = ShownPair | RefusedPair | UnshownPair
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A row of the table. `option`: as it is typed, or what it is in words. `wanted`: whether a
+    start asks for it. `beside`: how it goes with each mode, by the mode's name."""
+
+    name: str
+    option: str
+    wanted: Wanted = _never
+    beside: Mapping[str, Entry] = field(default_factory=dict)
+
+
+TENSOR, PIPELINE, REPLICAS = "tensor parallelism", "pipeline parallelism", "replicas"
+_REPLICAS = ShownPair(
+    "launch/test_topology.py::test_replicas_share_the_devices_and_one_core_sees_them_all",
+    "each copy of the model is as one alone",
+)
+_STAGES = ShownPair("e2e/test_pipeline.py::test_stages_answer_as_one_worker")
+_GRAMMARS = ShownPair("e2e/test_pipeline.py::test_grammars_are_followed_over_several_processes")
+_DRAFTS = ShownPair("e2e/test_pipeline.py::test_ranks_draft_without_a_difference")
+_FILES = RefusedPair("each stage would have files of its own, which nobody puts together")
+_ONE_KIND = RefusedPair("stages hand on the residual of a decoder's tokens alone")
+
+MODES = (
+    Feature(
+        name=TENSOR,
+        option="--tensor-parallel",
+        wanted=lambda start: start.options.device.tensor_parallel > 1,
+        beside={PIPELINE: _STAGES, REPLICAS: _REPLICAS},
+    ),
+    Feature(
+        name=PIPELINE,
+        option="--pipeline-parallel",
+        wanted=lambda start: start.options.device.pipeline_parallel > 1,
+        beside={TENSOR: _STAGES, REPLICAS: _REPLICAS},
+    ),
+    Feature(
+        name=REPLICAS,
+        option="--replicas",
+        wanted=lambda start: start.options.device.replicas > 1,
+        beside={TENSOR: _REPLICAS, PIPELINE: _REPLICAS},
+    ),
+)
+"""Ways of running a model on several devices: the columns, and the first rows."""
+
+
+def _method(start: Start) -> str:
+    speculation = start.engine.speculation
+    return "" if speculation is None else speculation.method
+
+
+FEATURES = (
+    Feature(
+        name="GPUs",
+        option="--device cuda",
+        wanted=lambda start: start.engine.device.device == "cuda" and not PIPELINE_ON_GPUS,
+        beside={
+            TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
+            PIPELINE: RefusedPair("the steps of stages have run on CPUs alone"),
+        },
+    ),
+    Feature(
+        name="prefix cache, prompts in chunks, preemption",
+        option="--prefix-caching",
+        beside={
+            TENSOR: ShownPair(
+                "back/test_deterministic.py::test_sums_over_four_ranks_do_not_depend_on_the_batch"
+            ),
+            PIPELINE: ShownPair(
+                "back/runner/test_stages.py::"
+                "test_drafts_and_preemptions_leave_the_tokens_as_they_are"
+            ),
+        },
+    ),
+    Feature(
+        name="structured output",
+        option="response_format of a request",
+        beside={
+            TENSOR: _GRAMMARS,
+            PIPELINE: replace(_GRAMMARS, note="rows with a grammar draft nothing"),
+        },
+    ),
+    Feature(
+        name="drafts by prompt lookup",
+        option="--speculative-config ngram",
+        wanted=lambda start: _method(start) == "ngram",
+        beside={
+            TENSOR: _DRAFTS,
+            PIPELINE: _STAGES,
+        },
+    ),
+    Feature(
+        name="drafts from earlier texts",
+        option="--speculative-config suffix",
+        wanted=lambda start: _method(start) == "suffix",
+        beside={
+            TENSOR: _DRAFTS,
+            PIPELINE: RefusedPair(
+                "stages learn the texts of other rows at different times, and would draft differently"
+            ),
+        },
+    ),
+    Feature(
+        name="drafters with weights",
+        option="--speculative-config with a model",
+        wanted=lambda start: _method(start) in NETWORK_METHODS,
+        beside={
+            TENSOR: ShownPair("e2e/test_drafters.py::test_ranks_that_share_a_model_draft_the_same"),
+            PIPELINE: RefusedPair(
+                "a drafter reads hidden states and shares embeddings and head, which lie on "
+                "different stages; ngram needs none of them"
+            ),
+        },
+    ),
+    Feature(
+        name="adapters",
+        option="--enable-lora",
+        beside={
+            TENSOR: ShownPair(
+                "back/lora/test_engine.py::test_two_ranks_give_the_tokens_of_merged_weights"
+            ),
+            PIPELINE: ShownPair(
+                "back/lora/test_engine.py::test_two_stages_give_the_tokens_of_merged_weights"
+            ),
+        },
+    ),
+    Feature(
+        name="adapters with magnitudes (DoRA)",
+        option="--lora-kinds magnitudes",
+        wanted=lambda start: (
+            start.engine.model.adapters is not None
+            and "magnitudes" in start.engine.model.adapters.kinds
+        ),
+        beside={
+            TENSOR: ShownPair(
+                "back/lora/test_tensor_parallel.py::test_two_ranks_give_the_logits_of_one"
+            ),
+            PIPELINE: RefusedPair("lengths of rows are summed over all ranks, whose layers differ"),
+        },
+    ),
+    Feature(
+        name="quantized weights",
+        option="--quantization",
+        beside={
+            TENSOR: ShownPair("models/test_quantized_ranks.py::test_every_scheme_over_two_ranks"),
+            PIPELINE: _STAGES,
+        },
+    ),
+    Feature(
+        name="quantized KV cache",
+        option="--kv-dtype",
+        beside={
+            TENSOR: ShownPair("e2e/test_slots.py::test_quantized_caches_and_ranks_have_files_too"),
+            PIPELINE: _STAGES,
+        },
+    ),
+    Feature(
+        name="caches that stay as they are",
+        option="--kv-dtype-skip-layers",
+        wanted=lambda start: bool(start.engine.model.kv_plain_layers),
+        beside={
+            TENSOR: UnshownPair("caches are numbered alike on every rank"),
+            PIPELINE: RefusedPair("stages number their caches by themselves"),
+        },
+    ),
+    Feature(
+        name="images, video and sound",
+        option="a model that sees or hears (--language-model-only leaves that out)",
+        wanted=lambda start: start.text.media is not None,
+        beside={
+            TENSOR: ShownPair(
+                "models/test_media_parallel.py::test_two_ranks_give_the_logits_of_one"
+            ),
+            PIPELINE: _ONE_KIND,
+        },
+    ),
+    Feature(
+        name="encoders and encoder-decoders",
+        option="a model with an encoder",
+        wanted=lambda start: start.model.encodes or start.model.has_encoder,
+        beside={
+            TENSOR: ShownPair(
+                "models/test_encoder_decoders.py::test_two_ranks_give_the_logits_of_one"
+            ),
+            PIPELINE: _ONE_KIND,
+        },
+    ),
+    Feature(
+        name="embeddings, scores and classes",
+        option="a model without a language-model head",
+        wanted=lambda start: start.engine.model.head != "lm",
+        beside={
+            TENSOR: ShownPair(
+                "models/test_encoder_decoders.py::test_two_ranks_give_the_logits_of_one"
+            ),
+            PIPELINE: _ONE_KIND,
+        },
+    ),
+    Feature(
+        name="models by the transformers library",
+        option=f"--family {FALLBACK}",
+        wanted=lambda start: start.engine.model.family == FALLBACK,
+        beside={
+            TENSOR: RefusedPair("layers of that library are not divided"),
+            PIPELINE: RefusedPair("layers of that library are not split into stages"),
+        },
+    ),
+    Feature(
+        name="weights in host memory",
+        option="--offload-layers, --offload-experts",
+        wanted=lambda start: start.engine.model.offload is not None,
+        beside={
+            TENSOR: UnshownPair("it takes GPUs"),
+            PIPELINE: RefusedPair("layers are streamed by their numbers in the whole model"),
+        },
+    ),
+    Feature(
+        name="attention weights of a request",
+        option="--attention-capture",
+        wanted=lambda start: start.engine.model.attention_capture,
+        beside={
+            TENSOR: RefusedPair("each rank has but a part of the heads"),
+            PIPELINE: RefusedPair("each stage has but a part of the layers"),
+        },
+    ),
+    Feature(
+        name="experts that were chosen",
+        option="--enable-return-routed-experts",
+        wanted=lambda start: start.engine.model.routed_experts,
+        beside={
+            TENSOR: UnshownPair("every rank chooses alike"),
+            PIPELINE: RefusedPair("each stage has but a part of the layers"),
+        },
+    ),
+    Feature(
+        name="KV between servers and in files",
+        option="--kv-transfer-path, --kv-store-path, --slot-save-path",
+        wanted=lambda start: (
+            start.engine.kv.transfer is not None
+            or start.engine.kv.store is not None
+            or start.engine.kv.slot_save_path is not None
+        ),
+        beside={
+            TENSOR: ShownPair("e2e/test_kv_transfers.py::test_ranks_have_files_of_their_own"),
+            PIPELINE: _FILES,
+        },
+    ),
+    Feature(
+        name="sharded state",
+        option="--load-format sharded_state",
+        wanted=lambda start: start.engine.model.format == "sharded_state",
+        beside={
+            TENSOR: ShownPair(
+                "back/models/load/test_sharded.py::test_each_of_two_ranks_has_its_part"
+            ),
+            PIPELINE: RefusedPair("files of ranks hold a share of every layer"),
+        },
+    ),
+    Feature(
+        name="new weights while it runs",
+        option="/update_weights and the like",
+        beside={
+            TENSOR: ShownPair(
+                "back/transfer/test_in_place.py::test_the_ranks_of_a_split_model_take_their_shares"
+            ),
+            PIPELINE: RefusedPair("an order names tensors of the whole model; 409 when it comes"),
+        },
+    ),
+)
+
+
+def check_modes(
+    engine: EngineSpec, options: Options, model: ModelFacts, text: TextSpec
+) -> EngineSpec:
+    """The engine; ConfigError for the first pair that is asked for and refused."""
+    start = Start(options, model, engine, text)
+    modes = [mode for mode in MODES if mode.wanted(start)]
+    for one, other, entry in pairs():
+        if isinstance(entry, RefusedPair) and other in modes and one.wanted(start):
+            raise ConfigError(
+                f"{other.option} does not go with {one.option}: {entry.why}",
+                field=other.option.removeprefix("--").replace("-", "_"),
+            )
+    return engine
+
+
+def pairs() -> Iterator[tuple[Feature, Feature, Entry]]:
+    """Every row with every column that it has an entry for."""
+    columns = {mode.name: mode for mode in MODES}
+    for row in (*MODES, *FEATURES):
+        for name, entry in row.beside.items():
+            yield row, columns[name], entry
+
+
+_INTRODUCTION = """# Features beside each other
+
+Generated by `make docs` from headrace/launch/parallel_modes.py, by which a start is refused too.
+Columns are ways of running a model on several devices; what they are: [PARALLELISM.md](PARALLELISM.md).
+*yes*: the test named below shows the pair at work. *no*: it is refused, for the reason given there.
+*unshown*: it is taken, and no test shows it. *as one*: replicas are whole copies, each of which is as
+the model alone.
+"""
+
+
+def features_page() -> str:
+    """docs/FEATURES.md."""
+    names = [mode.name for mode in MODES]
+    lines = [_INTRODUCTION, f"| | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    notes: dict[str, int] = {}
+    for row in (*MODES, *FEATURES):
+        cells = [_cell(row, name, notes) for name in names]
+        lines.append(f"| {row.name} ({row.option}) | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {note}." for note, number in notes.items()), ""])
+
+
+def _cell(row: Feature, column: str, notes: dict[str, int]) -> str:
+    entry = row.beside.get(column)
+    if entry is None:
+        return "" if row.name == column else "as one"
+    match entry:
+        case RefusedPair(why):
+            word, note = "no", f"Refused: {why}"
+        case UnshownPair(why):
+            word, note = "unshown", f"No test: {why}"
+        case ShownPair(test, more):
+            word, note = "yes", f"tests/{test}" + (f"; {more}" if more else "")
+    return f"{word} ({notes.setdefault(note, len(notes) + 1)})"

@@ -1,0 +1,79 @@
+"""PAR-12, BEY-31: every pair of modes and features has an answer, which a start follows, and the tests
+that the page names are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from headrace.launch.parallel_modes import (
+    FEATURES,
+    MODES,
+    REPLICAS,
+    ShownPair,
+    features_page,
+    pairs,
+)
+from tests.launch.test_resolve import CPU, CUDA, resolved
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_pair_has_an_answer() -> None:
+    """Replicas are whole copies: what goes with them goes without saying."""
+    for row in (*MODES, *FEATURES):
+        for mode in MODES:
+            said = row is mode or mode.name in row.beside or mode.name == REPLICAS
+            assert said, (row.name, mode.name)
+
+
+def test_the_tests_that_show_pairs_are_there() -> None:
+    for row, mode, entry in pairs():
+        if isinstance(entry, ShownPair):
+            name, _, function = entry.test.partition("::")
+            assert f"def {function}(" in (TESTS / name).read_text(), (row.name, mode.name)
+
+
+def test_each_cell_of_the_page_has_its_note() -> None:
+    page = features_page()
+    numbers = {int(number) for number in re.findall(r"\((\d+)\)", page)}
+    assert numbers == {int(number) for number in re.findall(r"(?m)^(\d+)\. ", page)}
+    assert page.count("\n| ") == 1 + len(MODES) + len(FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"model": {"attention_capture": True}}, "--attention-capture: each stage has but"),
+        ({"kv": {"slot_save_path": "/tmp"}}, "--slot-save-path: each stage would have files"),
+        (
+            {"scheduler": {"speculative_config": {"method": "suffix"}}},
+            "--speculative-config suffix: stages learn the texts",
+        ),
+        ({"device": {"device": "cuda"}}, "--device cuda: the steps of stages have run on CPUs"),
+    ],
+)
+def test_a_pair_that_is_refused_is_named_with_its_reason(
+    groups: dict[str, Any], words: str
+) -> None:
+    device = groups.get("device", {"device": "cpu"})
+    asked = groups | {"device": {"pipeline_parallel": 2, **device}}
+    on = CUDA if device["device"] == "cuda" else CPU
+    with pytest.raises(ConfigError, match=f"--pipeline-parallel does not go with .*{words}"):
+        resolved(on, **asked)
+    assert resolved(on, **(groups | {"device": device})) is not None
+
+
+def test_stages_are_resolved() -> None:
+    found = resolved(
+        device={"pipeline_parallel": 2, "tensor_parallel": 2, "pipeline_layers": (1, 1)}
+    )
+    engine = found.engine
+    assert engine.device.world_size == 4 and engine.device.executor == "processes"
+    assert engine.device.pipeline_layers == (1, 1) and engine.scheduler.stages == 2
+    with pytest.raises(ConfigError, match="1,1,1 names 3 stages, --pipeline-parallel 2"):
+        resolved(device={"pipeline_parallel": 2, "pipeline_layers": (1, 1, 1)})
