@@ -24,6 +24,7 @@ from tests.references import (
     kimi_k3,
     pangu_ultra_moe,
     phi3_small,
+    phi4_flash,
     plamo3,
     smallthinker,
     step3,
@@ -47,11 +48,12 @@ REFERENCES: dict[str, tuple[ModuleType | SmallDecoder, dict[str, Any]]] = {
     "bailing-v3": (bailing_v3, bailing_v3.CONFIG),
     "bailing-v3-others": (bailing_v3, bailing_v3.OTHERS),
     "pangu-ultra-moe": (pangu_ultra_moe, pangu_ultra_moe.CONFIG),
+    "phi-4-flash": (phi4_flash, phi4_flash.CONFIG),
     **SMALL,
 }
 OF_GATE = (
     *("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small", "grove-moe", "smallthinker"),
-    *("step-3", "pangu-ultra-moe", "bailing-v3-others", *SMALL),
+    *("step-3", "pangu-ultra-moe", "bailing-v3-others", "phi-4-flash", *SMALL),
 )
 """The others are slow: they differ from one of these by names and keys."""
 BOUNDS = {"kimi-k3": 5e-4}

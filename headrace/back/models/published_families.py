@@ -70,7 +70,6 @@ DIFFUSION = (
 )
 NOT_BUILT: Mapping[str, str] = {
     **dict.fromkeys(DIFFUSION, "it fills in many tokens at once, in any order"),
-    "Phi4FlashForCausalLM": "its upper layers share the state and the cache of one below",
 }
 """Architectures that are asked for, and why they do not run; checkpoints of them bring code."""
 

@@ -50,6 +50,7 @@ RECURRENT_DECODERS_PUBLISHED: Mapping[str, str] = {
     "Rwkv6ForCausalLM": "rwkv6",
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), "plamo2"),
     "RwkvHybridForCausalLM": "rwkv_hybrid",
+    "Phi4FlashForCausalLM": "phi4_flash",
 }
 """The same under names that `transformers` has no class for."""
 RWKV = ("rwkv", "rwkv6", "rwkv7", "rwkv_hybrid")

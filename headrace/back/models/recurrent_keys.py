@@ -78,10 +78,27 @@ def _puzzle(config: ConfigReader) -> Keys:
     return {"num_hidden_layers": len(kinds), "layers_block_type": kinds}
 
 
+def _phi4_flash(config: ConfigReader) -> Keys:
+    """Every second layer attends: below the middle in windows, above it over one cache. Windows may
+    be listed, null where there is none."""
+    layers = num_layers(config)
+    middle = layers // 2
+    listed = config.raw.get("sliding_window")
+    window = next((one for one in listed if one), None) if isinstance(listed, list) else listed
+    sources = [i if i % 2 else -1 for i in range(min(middle + 2, layers))]
+    slides = [i % 2 == 1 and i < middle for i in range(layers)]
+    return {
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "kv_source_layers": [*sources, *[middle + 1] * (layers - len(sources))],
+    }
+
+
 RECURRENT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), _plamo2),
     "BailingMoeV3ForCausalLM": _bailing_v3,
     "NemotronHPuzzleForCausalLM": _puzzle,
+    "Phi4FlashForCausalLM": _phi4_flash,
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),
 }
 """By the name of the architecture."""

@@ -12,6 +12,7 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
+from headrace.back.kernels.gated_scan.op import ScanRows
 from headrace.back.kernels.selective_scan.op import OP as SELECTIVE_SCAN
 from headrace.back.kernels.selective_scan.op import SelectiveScan, SelectiveScanProblem
 from headrace.back.layers.linear import ColumnLinear, RowLinear
@@ -107,8 +108,21 @@ class Mamba1:
             selected = [norm.norm(x) for norm, x in zip(self._norms, selected, strict=True)]
         steps_TR, b_TN, c_TN = selected
         steps_TI, state = self._steps.project(steps_TR), batch.kv[self._cache + 1]
-        y_TI = self._scan(x_TI, steps_TI, b_TN, c_TN, gate_TI, state, rows)
+        y_TI = self._gated(x_TI, steps_TI, b_TN, c_TN, gate_TI, state, rows)
         return y_TI if at_N is None else y_TI.index_select(0, at_N)
+
+    def _gated(
+        self,
+        x_TI: torch.Tensor,
+        steps_TI: torch.Tensor,
+        b_TN: torch.Tensor,
+        c_TN: torch.Tensor,
+        gate_TI: torch.Tensor,
+        state: torch.Tensor,
+        rows: ScanRows,
+    ) -> torch.Tensor:
+        """What the scan gives, times the gate."""
+        return self._scan(x_TI, steps_TI, b_TN, c_TN, gate_TI, state, rows)
 
     def attend_into(
         self, q_TX: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
