@@ -30,7 +30,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "SeamlessM4TForTextToText": "seamless_m4t_text",
     "SeamlessM4Tv2ForTextToText": "seamless_m4t_text",
     "EncoderDecoderModel": "bert2bert",
-    "T5ForConditionalGeneration": "t5",
+    **dict.fromkeys(("T5ForConditionalGeneration", "T5WithLMHeadModel"), "t5"),
     "MT5ForConditionalGeneration": "mt5",
     "UMT5ForConditionalGeneration": "umt5",
     "LongT5ForConditionalGeneration": "longt5",

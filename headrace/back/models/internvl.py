@@ -84,8 +84,15 @@ PUBLISHED = InternLayout(
     projector=("mlp1", "0", ("1", "3")),
 )
 
+BELOW_MODEL = (
+    (r"model\.((?:vision_tower|multi_modal_projector)\..*)", r"\1"),
+    (r"model\.language_model\.(.*)", r"language_model.model.\1"),
+    (r"lm_head\.(.*)", r"language_model.lm_head.\1"),
+)
+"""How Intern-S1 names what InternVL has."""
 LAYOUTS = {
     "InternVLForConditionalGeneration": CONVERTED,
+    "InternS1ForConditionalGeneration": CONVERTED,
     "InternVLChatModel": PUBLISHED,
     "QianfanOCRForConditionalGeneration": replace(
         PUBLISHED,
@@ -97,14 +104,16 @@ LAYOUTS = {
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """InternVLForConditionalGeneration, QianfanOCRForConditionalGeneration, InternVLChatModel."""
+    """InternVLForConditionalGeneration, InternS1ForConditionalGeneration,
+    QianfanOCRForConditionalGeneration, InternVLChatModel."""
     text, vision = parts_of(config)
     architecture = config.raw["architectures"][0]
     layout = LAYOUTS[architecture]
     if "ps_version" in config and config.str("ps_version") != "v2":
         raise config.wrong("ps_version", "v2")
     tower = PlainTower(scope, scope / layout.tower, _tower(config, text, vision, layout))
-    return with_media(scope, text_decoder(scope / "language_model", text), tower)
+    decoder = text_decoder(scope / "language_model", text)
+    return with_media(scope, decoder, tower, renamed=BELOW_MODEL)
 
 
 def _tower(

@@ -1,6 +1,6 @@
-"""Step 3.7 with images: tiles and the whole through a tower with a table of places and rotary ones,
-two convolutions that halve its sides, one linear layer (StepFun 2026; transformers 5.23,
-modeling_step3p7.py; a tile is an image of its own, with text between them)."""
+"""Step 3.7, and Step3-VL around Qwen 3, with images: tiles and the whole through a tower with a
+table of places and rotary ones, two convolutions that halve its sides, one linear layer (StepFun
+2026; transformers 5.23, modeling_step3p7.py; a tile is an image of its own, with text between)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DEFAULTS = LayerDefaults(
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """Step3p7ForConditionalGeneration."""
+    """Step3p7ForConditionalGeneration, StepVLForConditionalGeneration."""
     inside = replace(scope, base_within="model")
     if config.section("vision_config") is None:
         text = config.section("text_config") or config
@@ -67,6 +67,11 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 
 def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> PlainTowerSpec:
+    if vision.bool("use_cls_token", False):
+        raise vision.wrong("use_cls_token", "false")
+    for key in ("use_abs_posemb", "use_rope2d", "use_ln_pre"):
+        if not vision.bool(key, True):
+            raise vision.wrong(key, "true")
     layer = tower_layer(
         vision,
         DEFAULTS,
@@ -92,6 +97,7 @@ def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
         smooth=False,
         positions=("positional_embedding", (side**2, width)),
         before=TowerNorm(name="ln_pre", norm=LAYER),
+        behind=TowerNorm(name="ln_post", norm=LAYER) if vision.bool("use_ln_post", False) else None,
         theta=ropes.float("rope_theta", 10_000.0, ge=1.0),
         turns=columns_first,
         layers_name="transformer.resblocks",

@@ -173,7 +173,7 @@ class PlainTower:
         spec, width = self._spec, self._spec.layer.width
         learned = {name: param.take() for name, param in self._learned.items()}
         for kind, packing in spec.packings.items():
-            if not packing.newline and not packing.tails:
+            if not spec.learned or not (packing.newline or packing.tails):
                 continue
             names = [spec.learned[0]] * packing.newline + [spec.learned[-1]] * packing.tails
             self._rows[kind] = torch.stack([learned[name] for name in names])

@@ -317,7 +317,7 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "llama4": _llama4,
     "kimi_k25": _kimi,
     "ovis2": _ovis2,
-    "step3p7": _step,
+    **{"step3p7": _step, "step_robotics": _step},
     "aya_vision": _aya,
     "cohere2_vision": _command,
     "qianfan_ocr": _qianfan,

@@ -66,6 +66,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "idefics2": "headrace.front.media.processors.shrunk:Idefics2Processor",
         "aria": "headrace.front.media.processors.shrunk:AriaProcessor",
+        "phi3": "headrace.front.media.processors.phi3:Phi3Processor",
         "phi4": "headrace.front.media.processors.phi4:Phi4Processor",
         "docling": "headrace.front.media.processors.docling:DoclingProcessor",
         "fuyu": "headrace.front.media.processors.shrunk:FuyuProcessor",
@@ -133,7 +134,7 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         return _READERS[str(kind)](files)
     if kind in _MOVING:
         return _MOVING[kind](image, reader, video)
-    if kind == "internvl":
+    if kind in ("internvl", "interns1"):
         return _internvl(image, reader, video, special_token(folder, "<video>"))
     if kind not in (*_SPACED, *_STAMPED):
         return None

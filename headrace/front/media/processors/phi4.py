@@ -48,10 +48,12 @@ class Phi4Processor(SquareProcessor):
             width=-(-int(shown[0].sum()) // settings.merge),
             tail=True,
         )
-        tiles = self._input(_cut(channels, rows, columns), _cut(shown[None], rows, columns), cut)
+        tiles = self._input(
+            cut_tiles(channels, rows, columns), cut_tiles(shown[None], rows, columns), cut
+        )
         windows = side // settings.patch // settings.merge
         whole = self._input(
-            _shrunk(channels, side)[None],
+            shrunk(channels, side)[None],
             np.ones((1, 1, side // settings.patch, side // settings.patch), np.uint8),
             MediaCut(columns=1, height=windows, width=windows),
         )
@@ -92,14 +94,14 @@ class Phi4Processor(SquareProcessor):
         return TowerInput(kind="image", grid=grid, rows=whole, num_tokens=num_tokens, cut=cut)
 
 
-def _cut(channels: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
+def cut_tiles(channels: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
     """[C, H, W] -> [T, C, S, S], row by row."""
     count, height, width = channels.shape
     tiles = channels.reshape(count, rows, height // rows, columns, width // columns)
     return tiles.transpose(1, 3, 0, 2, 4).reshape(-1, count, height // rows, width // columns)
 
 
-def _shrunk(channels: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]:
+def shrunk(channels: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]:
     """[3, H, W] -> [3, S, S]."""
     _, height, width = channels.shape
     down, across = _weights(height, side), _weights(width, side)

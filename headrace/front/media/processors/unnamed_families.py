@@ -76,6 +76,23 @@ def _phi4(files: CheckpointFiles) -> MediaSpec | None:
     return image_only("phi4", settings, _with_token(files.config, token))
 
 
+def _phi3(files: CheckpointFiles) -> MediaSpec | None:
+    """The tower is CLIP's largest, which config.json need not state; messages are texts."""
+    token = special_token(files.folder, "<|image|>")
+    if token is None:
+        return None
+    stated = files.config.section("vision_config")
+    vision = ConfigReader({} if stated is None else stated.raw, files.config.where)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=2,
+        side=side_pixels(vision, 336),
+        tiles=(1, files.image.int("num_crops", 16, ge=1, le=256)),
+    )
+    spec = image_only("phi3", settings, _with_token(files.config, token))
+    return msgspec.structs.replace(spec, written={"image": "<|image|>"})
+
+
 def _fuyu(files: CheckpointFiles) -> MediaSpec | None:
     """Its config has no part for a tower, as there is none."""
     image, config = files.image, files.config
@@ -109,6 +126,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
     "ovis2_5": _ovis2_5,
     "phi4_multimodal": _phi4,
+    "phi3_v": _phi3,
     "ovis2_6": _ovis2_5,
     "ovis2_6_moe": _ovis2_5,
 }
