@@ -195,7 +195,10 @@ _VLLM: Mapping[str, OtherFlag] = {
     ),
     **rows("--mamba-cache-dtype --mamba-ssm-cache-dtype", by_value({"auto": ()}, _STATES)),
     "--calculate-kv-scales": left_out("each token has scales of its own"),
-    "--prefix-caching-hash-algo": left_out("hashes of prefixes are cryptographic and keyed", ONE),
+    "--prefix-caching-hash-algo": by_value(
+        {name: ("--prefix-hash", name) for name in ("sha256", "sha256_cbor", "xxhash")},
+        "--prefix-hash takes blake2b, sha256, sha256_cbor and xxhash",
+    ),
     "--logprobs-mode": by_value(
         {"raw_logprobs": ()}, "raw ones; requests may say logprobs_mode: processed"
     ),

@@ -40,6 +40,7 @@ from headrace.core.admission import (
 )
 from headrace.core.control import Control, check_open, pause_is_complete
 from headrace.core.jump_forward import JumpForward
+from headrace.core.kv.build import kv_manager_of
 from headrace.core.kv.manager import KVManager
 from headrace.core.lifecycle import ExecutorLifecycle
 from headrace.core.media_checks import uncut_spans
@@ -122,8 +123,7 @@ class EngineCore:
 
     def _model_on(self, executor: Executor) -> LoadedModel:
         facts = executor.facts
-        caching = self._engine_spec.kv.prefix_caching
-        kv = KVManager(facts, prefix_caching=caching, chunk_tokens=self.spec.max_step_tokens)
+        kv = kv_manager_of(self._engine_spec, facts)
         rows = rows_of(self._engine_spec, min(self.spec.max_running, facts.max_rows))
         speculation = speculation_of(self._engine_spec.speculation, facts, kv, rows, self.hooks)
         scheduler = Scheduler(

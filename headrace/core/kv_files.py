@@ -59,14 +59,17 @@ class KVFileHook(AdmissionHook):
         return cast(KVWorkers, self._engine().executor).move(order)
 
     def _request(self, wire: EngineRequest) -> Request:
-        """A request of the prompt alone, for its blocks' names, whose chain has begun."""
-        engine = self._engine()
-        request = Request(
-            wire,
-            arrival=0,
-            now=engine.clock(),
-            groups=len(engine.kv.groups),
-            length_limit=len(wire.prompt) // TOKEN_BYTES,
-        )
-        engine.kv.match(request)
-        return request
+        return prompt_of(self._engine(), wire)
+
+
+def prompt_of(engine: EngineView, wire: EngineRequest) -> Request:
+    """A request of the prompt alone, for its blocks' names, whose chain has begun."""
+    request = Request(
+        wire,
+        arrival=0,
+        now=engine.clock(),
+        groups=len(engine.kv.groups),
+        length_limit=len(wire.prompt) // TOKEN_BYTES,
+    )
+    engine.kv.match(request)
+    return request

@@ -1,5 +1,5 @@
-"""Extensions of an engine core (base/extensions.py): conditions on running a request, and readers
-of its figures."""
+"""What may be added to an engine core: conditions on running a request that options ask for, and
+extensions (base/extensions.py): further conditions, and readers of its figures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,26 @@ from typing import Any, cast
 from headrace.base import extensions
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError
+from headrace.base.wire.retention import ROUTING_KEY
 from headrace.core.core import EngineCore
+from headrace.core.kv_retention import KVRetentions
 from headrace.core.ports import AdmissionHook, StatsSink
+from headrace.core.scheduler.full_lengths import FullLengths
+from headrace.core.scheduler.orders import RoutingKeys
 
 log = logging.getLogger(__name__)
+
+
+def chosen_hooks(spec: EngineSpec, core: Callable[[], EngineCore]) -> list[AdmissionHook]:
+    """Those of `--no-evict`, `--kv-retention` and `--policy routing-key`."""
+    hooks: list[AdmissionHook] = []
+    if spec.scheduler.no_evict:
+        hooks.append(FullLengths(lambda: core().kv, spec.scheduler.max_step_tokens))
+    if spec.kv.choices.retention:
+        hooks.append(KVRetentions(core))
+    if spec.scheduler.policy == ROUTING_KEY.replace("_", "-"):
+        hooks.append(RoutingKeys())
+    return hooks
 
 
 def extension_hooks(

@@ -50,7 +50,7 @@ from headrace.core.output_processor import CoreOutput
 from headrace.core.ports import AdmissionHook
 from headrace.core.service_state import ServiceState
 from headrace.launch.adapters import adapters_of, load_adapters
-from headrace.launch.core_extensions import extension_hooks, extension_stats
+from headrace.launch.core_extensions import chosen_hooks, extension_hooks, extension_stats
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
@@ -315,7 +315,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     # as the core before it was when it died: whoever paused it has not resumed it
     service = ServiceState.resumed(paused=rest.paused, asleep=rest.asleep)
     adapters = adapters_of(spec, lambda: core.executor)
-    hooks: list[AdmissionHook] = admission_hooks_of(spec, executor.facts)
+    hooks = [*admission_hooks_of(spec, executor.facts), *chosen_hooks(spec, lambda: core)]
     if adapters is not None:
         hooks.append(adapters)
     ranks = spec.device.tensor_parallel
@@ -369,7 +369,7 @@ def _announce_slow(core: EngineCore, frontends: FrontendConnections, seconds: fl
 
 def admission_hooks_of(spec: EngineSpec, facts: WorkerFacts) -> list[AdmissionHook]:
     """The admission hooks of an engine. Nothing is loaded before a request needs it."""
-    hooks = [
+    hooks: list[AdmissionHook] = [
         *encoder_cache_hooks(facts.media_tokens, spec.scheduler.max_step_tokens, facts.media_rows)
     ]
     if spec.grammar is None:

@@ -296,6 +296,7 @@ def _scheduler(
         max_step_tokens=step,
         max_running=running,
         policy=requested.policy,
+        no_evict=requested.no_evict,
         inter_prefill_budget=requested.inter_prefill_budget,
         max_decode_slowdown=max_slowdown,
         max_partial_prefills=requested.max_partial_prefills,

@@ -1,5 +1,5 @@
-"""Whether conversations may be saved (core/slots.py), and KV may be stored (core/kv_store.py) and
-pass to other servers (core/kv_transfers.py), and where."""
+"""How the KV cache behaves, and whether conversations may be saved (core/slots.py), KV may be
+stored (core/kv_store.py) and pass to other servers (core/kv_transfers.py), and where."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.base.config.kv_options import CacheChoices
 from headrace.base.config.resolved import DeviceSpec, KVSpec, KVStoreSpec, KVTransferSpec
 from headrace.base.config.tree import KVOptions
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
+from headrace.core.kv.hashing import check_hash
 from headrace.launch.model_facts import ModelFacts
 
 FIELD = "slot_save_path"
@@ -20,8 +22,16 @@ FIELD = "slot_save_path"
 def with_slots(
     spec: KVSpec, options: KVOptions, model: ModelFacts, device_spec: DeviceSpec
 ) -> KVSpec:
-    """The cache's spec with the folders for conversations and for transfers; ConfigError where none
-    can be written."""
+    """The cache's spec with its choices and the folders for conversations and for transfers;
+    ConfigError where none can be written."""
+    check_hash(options.prefix_hash)
+    choices = CacheChoices(
+        hashing=options.prefix_hash,
+        eviction=options.kv_eviction,
+        retention=options.kv_retention,
+        state_interval=options.state_interval,
+    )
+    spec = msgspec.structs.replace(spec, choices=choices)
     if options.slot_save_path is not None:
         folder = _folder_of(FIELD, options.slot_save_path, spec, model, device_spec)
         most = parse_bytes(options.slot_save_bytes, field="--slot-save-bytes")

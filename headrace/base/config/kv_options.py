@@ -10,6 +10,16 @@ from msgspec import Meta
 from headrace.base.config.bounds import Bytes, BytesOrAuto, Positive, Seconds
 
 
+class CacheChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """See KVOptions: how blocks are named, which of them go first, whether requests say so too,
+    and at the ends of how many blocks the state of recurrent layers is kept."""
+
+    hashing: str = "blake2b"
+    eviction: str = "lru"
+    retention: bool = False
+    state_interval: int = 1
+
+
 class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache."""
 
@@ -96,3 +106,31 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="So many requests must begin alike before their KV is stored: what comes once costs nothing."
         ),
     ] = 2
+    kv_eviction: Annotated[
+        Literal["lru", "lfu"],
+        Meta(
+            description="Which cached block goes first when room is needed: the least recently used one, or the least "
+            "frequently found one."
+        ),
+    ] = "lru"
+    kv_retention: Annotated[
+        bool,
+        Meta(
+            description="Requests may say how much parts of their prompts are worth keeping (kv_retention): cached "
+            "blocks of lower priorities go first."
+        ),
+    ] = False
+    prefix_hash: Annotated[
+        Literal["blake2b", "sha256", "sha256_cbor", "xxhash"],
+        Meta(
+            description="How cached blocks are named. All begin with a secret of the process; xxhash is no "
+            "cryptographic function, and needs the library of that name."
+        ),
+    ] = "blake2b"
+    state_interval: Annotated[
+        Positive,
+        Meta(
+            description="The state of recurrent layers is kept at the ends of every so many blocks: more leave room "
+            "for more prompts, and are found less often."
+        ),
+    ] = 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.config.kv_options import CacheChoices
 from headrace.base.config.media import ImageNorm, MediaSpec, SoundSettings
 from headrace.base.config.pooling import DenseSpec, PoolingSpec
 from headrace.base.config.quantization_options import QuantizationParts
@@ -154,6 +155,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     fit: bool = False
     least_tokens: int | None = None
+    choices: CacheChoices = CacheChoices()
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +166,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     max_running: int
     policy: str = "fcfs"
+    no_evict: bool = False
     inter_prefill_budget: int | None = None
     max_decode_slowdown: float | None = None
     max_partial_prefills: int | None = None

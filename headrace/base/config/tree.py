@@ -218,12 +218,24 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Positive | Auto, Meta(description="Most requests that run at the same time.")
     ] = "auto"
     policy: Annotated[
-        Literal["fcfs", "priority", "fair", "fair-adapters"],
+        Literal[
+            "fcfs", "priority", "fair", "fair-adapters", "lpm", "dfs-weight", "lof", "routing-key"
+        ],
         Meta(
             description="Order of the queue: as requests are due, by priority and then as they are due, or token-fair "
-            "between tenants, or between adapters. A request is due at its deadline, at most 10 s after its arrival."
+            "between tenants, or between adapters. A request is due at its deadline, at most 10 s after its arrival. "
+            "lpm: of which the cache holds most; dfs-weight: branch after branch of the tree of cached prefixes, "
+            "that of most requests first; routing-key: whose routing_key most that run have; of these three 64 "
+            "may overtake a request. lof: the longest max_tokens first."
         ),
     ] = "fcfs"
+    no_evict: Annotated[
+        bool,
+        Meta(
+            description="A request starts when its prompt and max_tokens fit beside those of all that run: none ever "
+            "loses its place, for fewer at a time."
+        ),
+    ] = False
     inter_prefill_budget: Annotated[
         Positive | None,
         Meta(

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.config.kv_options import CacheChoices
 from headrace.base.errors import ContextTooLong
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.cross import CrossOutputs
+from headrace.core.kv.eviction import pool_of
+from headrace.core.kv.hashing import HASHERS
 from headrace.core.kv.kinds import CacheKind, CrossKind, capacity_tokens, common_hit, kind_of
-from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher, Snapshots
-from headrace.core.kv.slabs import SlabPool
+from headrace.core.kv.pool import NULL_BLOCK, Snapshots
 from headrace.core.media_checks import media_mark
 from headrace.core.request import Request
 
@@ -54,6 +56,7 @@ class KVManager:
         prefix_caching: bool,
         chunk_tokens: int,
         hash_key: bytes | None = None,
+        choices: CacheChoices = CacheChoices(),
     ) -> None:
         self.groups = groups = facts.groups
         self.block_tokens = facts.block_tokens
@@ -64,8 +67,9 @@ class KVManager:
             for g in groups
         )
         self.ratios = tuple(group.block_ratio for group in groups)
-        self.pool = _pool_of(facts, [kind.trims for kind in self.kinds])
-        self.snapshots = Snapshots(groups, block_tokens=facts.block_tokens)
+        trims = [kind.trims for kind in self.kinds]
+        self.pool = pool_of(facts, trims, choices)
+        self.snapshots = Snapshots(groups, size, every=choices.state_interval)
         self._trimmed = [g for g, kind in enumerate(self.kinds) if kind.trims]
         self.trims = bool(self._trimmed or self.snapshots)
         self._shared = [
@@ -76,7 +80,7 @@ class KVManager:
         self._even = [g for g in self._shared if self.ratios[g] == 1]
         self._uneven = [g for g in self._shared if self.ratios[g] > 1]
         self._cross = CrossOutputs(facts)
-        self._hasher = PrefixHasher(hash_key)
+        self._hasher = HASHERS[choices.hashing](hash_key)
         self._chunk_tokens = chunk_tokens
         self.capacity_tokens = capacity_tokens(
             lambda tokens: self.least_needed(tokens) <= self.pool.num_usable,
@@ -390,11 +394,3 @@ class KVManager:
                 token_bytes += media_mark(request.media, start, start + size)
             chain.append(self._hasher.extend(parent, token_bytes))
         return chain[index]
-
-
-def _pool_of(facts: WorkerFacts, trims: Sequence[bool]) -> KVPool:
-    """The pool of blocks; of slabs, where a slab holds several blocks of some group."""
-    per_slab = [group.blocks_per_slab for group in facts.groups]
-    if all(size == 1 for size in per_slab):
-        return BlockPool(facts.num_blocks, len(per_slab))
-    return SlabPool(facts.num_blocks, per_slab, trims)

@@ -258,11 +258,11 @@ class Snapshots:
     the end of block i and entry i is not 0, the workers load the state from there before the step;
     where a step ends with block i and entry i is not 0, they save it there after the step. So an
     entry stays in the table for one step alone, while the slot is held until its content is known
-    to be there.
+    to be there. `every`: only at the ends of so many blocks.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], *, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, groups: Sequence[KVGroup], block_tokens: int, *, every: int = 1) -> None:
+        self._block_tokens, self._step = block_tokens, block_tokens * every
         self._pools = {
             index: BlockPool(max(1, group.num_slots), 1)
             for index, group in enumerate(groups)
@@ -288,8 +288,8 @@ class Snapshots:
         return self._pools[group]
 
     def chunk_tokens(self, *, start: int, want: int) -> int:
-        """The part of a chunk that ends with a block, if it reaches the end of one."""
-        aligned = (start + want) // self._block_tokens * self._block_tokens
+        """The part of a chunk that ends where state is kept, if it reaches such a place."""
+        aligned = (start + want) // self._step * self._step
         keeps = all(pool.num_usable for pool in self._pools.values())
         return aligned - start if keeps and aligned > start else want
 
@@ -310,8 +310,8 @@ class Snapshots:
 
     def take(self, request: Request, tokens: int) -> list[Update]:
         """Slots for the state behind the first `tokens` tokens, which end the step's chunk; none
-        if that is inside a block or all slots are held."""
-        index, inside = divmod(tokens, self._block_tokens)
+        where no state is kept, or all slots are held."""
+        index, inside = tokens // self._block_tokens, tokens % self._step
         free = all(pool.num_free for pool in self._pools.values())
         if inside or not free:
             return []

@@ -11,14 +11,20 @@ import numpy.typing as npt
 
 from headrace.base.errors import HeadraceError, InvalidRequest, Unsupported, from_wire, to_wire
 from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.retention import RETENTION, ROUTING_KEY
 from headrace.base.wire.transfer import TRANSFER_HOOK
 from headrace.core.ports import AdmissionHook, Ends, none_computed
 
 _log = logging.getLogger(__name__)
-_NO_TRANSFERS = (
-    "kv_transfer_params: the KV of this server's prompts passes to no other: start it with "
-    "--kv-transfer-path FOLDER"
-)
+_ABSENT = {
+    TRANSFER_HOOK: (
+        "kv_transfer_params",
+        "the KV of this server's prompts passes to no other: start it with --kv-transfer-path FOLDER",
+    ),
+    RETENTION: (RETENTION, "this server keeps no priorities of KV: start it with --kv-retention"),
+    ROUTING_KEY: (ROUTING_KEY, "this server orders its queue otherwise: --policy routing-key"),
+}
+"""By hook, the field of a request that wants it and why it is not there."""
 
 
 class AdmissionHooks:
@@ -41,8 +47,9 @@ class AdmissionHooks:
         are told its end)."""
         unknown = sorted(request.hook_payloads.keys() - {hook.name for hook in self._hooks})
         if unknown:
-            if unknown[0] == TRANSFER_HOOK:
-                raise Unsupported(_NO_TRANSFERS, field="kv_transfer_params")
+            if unknown[0] in _ABSENT:
+                field, why = _ABSENT[unknown[0]]
+                raise Unsupported(f"{field}: {why}", field=field)
             raise InvalidRequest(
                 f"this engine has no {unknown[0]!r}", field=f"hook_payloads.{unknown[0]}"
             )

@@ -299,21 +299,14 @@ def by_priority(request: Request) -> tuple[int, ...]:
     return (request.wire.priority, *by_due_time(request))
 
 
-_KEYS: dict[str, Key] = {
-    "fcfs": by_due_time,
-    "priority": by_priority,
-    "fair": by_due_time,
-    "fair-adapters": by_due_time,
-}
+def by_output(request: Request) -> tuple[int, ...]:
+    """The longest answer first, by what it may have at most."""
+    return (-request.wire.stop.max_tokens, *by_due_time(request))
+
+
+_KEYS: dict[str, Key] = {"priority": by_priority, "lof": by_output}
 
 
 def key_of(policy: str) -> Key:
-    """The order of running requests, and of the queue where it is not shared between tenants."""
-    return _KEYS[policy]
-
-
-def queue_of(policy: str, *, num_rows: int, weights: Mapping[str, float]) -> Queue:
-    """An empty queue for the policy; `weights` by tenant, where tenants share."""
-    if policy == "fair-adapters":
-        return FairQueue(num_rows, {}, attrgetter("adapter.name"))
-    return FairQueue(num_rows, weights) if policy == "fair" else OrderedQueue()
+    """The order of running requests, and of the queue where it has no other (orders.py)."""
+    return _KEYS.get(policy, by_due_time)

@@ -30,8 +30,8 @@ from headrace.core.scheduler.budget import (
     PrefillBudgetModel,
     StepBudget,
 )
+from headrace.core.scheduler.orders import order_of
 from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
-from headrace.core.scheduler.queue import key_of, queue_of
 from headrace.core.scheduler.speculation import Speculation
 from headrace.core.service_state import ServiceState
 
@@ -61,8 +61,7 @@ class Scheduler:
         self.kv = kv
         self.rows = rows
         self.hooks = hooks
-        self.queue = queue_of(spec.policy, num_rows=rows.num_rows, weights=spec.tenant_weights)
-        self.key = key_of(spec.policy)
+        self.queue, self.key = order_of(spec, num_rows=rows.num_rows, match=kv.match)
         self.prefill_budget = PrefillBudgetModel(
             spec.max_decode_slowdown,
             max_tokens=spec.max_step_tokens,

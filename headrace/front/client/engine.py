@@ -300,7 +300,7 @@ class AsyncLLM:
         for index in indices:
             params = choice_params(generation.params, index)
             request_id = secrets.randbits(63)
-            one = generation if index == 0 else _replace(generation, params=params, transfer=None)
+            one = generation if index == 0 else _replace(generation, params=params, hints=None)
             request = self._checker.request(one, bounds, request_id)
             answer = ChoiceState(
                 index=index,

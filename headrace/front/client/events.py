@@ -17,6 +17,7 @@ import numpy as np
 from headrace.base.wire.grammar import Node, ReasoningRule
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import RowPooling, SamplingParams
+from headrace.base.wire.retention import EngineHints
 from headrace.base.wire.transfer import KVTransferParams
 
 
@@ -37,8 +38,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     `decoder_ids`: what the decoder of an encoder-decoder begins with, where it is not what its
     checkpoint says; the prompt is what its encoder reads. `encoder`: the spectrogram (float32, band
     by band) that an encoder of speech reads; the prompt is then what its decoder begins with.
-    `adapter` names the low-rank adapter it runs with, "" none. `transfer`: what of its KV passes
-    between servers.
+    `adapter` names the low-rank adapter it runs with, "" none. `hints`: what else the
+    engine is told: of KV that passes between servers, or is worth keeping.
 
     With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`,
     `PooledPart`s, `Ended`."""
@@ -64,7 +65,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     decoder_ids: tuple[int, ...] = ()
     adapter: str = ""
     encoder: bytes = b""
-    transfer: KVTransferParams | None = None
+    hints: KVTransferParams | EngineHints | None = None
 
 
 class TokenScore(msgspec.Struct, frozen=True):

@@ -159,11 +159,11 @@ def _hook_payloads(generation: Generation) -> dict[str, msgspec.Raw]:
     grammar, asked = generation.grammar, generation.params.structured_outputs
     rule, field = generation.reasoning, generation.grammar_field
     if grammar is None and asked is None and (rule is None or rule.budget is None):
-        return {} if generation.transfer is None else generation.transfer.payloads(generation.label)
+        return {} if generation.hints is None else generation.hints.payloads(generation.label)
     if grammar is None and asked is not None:
         grammar = node_of(asked, field=field)
     constraint = Constraint(grammar=grammar, reasoning=rule, field=field)
-    passing = {} if generation.transfer is None else generation.transfer.payloads(generation.label)
+    passing = {} if generation.hints is None else generation.hints.payloads(generation.label)
     return {GRAMMAR_HOOK: pack(constraint), **passing}
 
 

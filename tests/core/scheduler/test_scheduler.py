@@ -7,11 +7,12 @@ from collections import Counter
 import msgspec
 import pytest
 
+from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.wire.request import EngineRequest
 from headrace.core.adapters import BASE, LoadedAdapter
 from headrace.core.ports import AdmissionHook, AdmissionVerdict
 from headrace.core.request import Request, RequestState
-from headrace.core.scheduler.queue import queue_of
+from headrace.core.scheduler.orders import order_of
 from headrace.core.stall import POLL_S as HOOK_POLL_S
 from tests.core.harness import FULL, Clock, Driver, make_request, make_spec, window_groups
 
@@ -527,7 +528,8 @@ def test_clock_of_a_core_is_its_own() -> None:
 
 def test_adapters_share_where_the_policy_says_so() -> None:
     """One adapter's crowd of one tenant does not hold up another adapter's request, nor the base's."""
-    queue = queue_of("fair-adapters", num_rows=4, weights={})
+    spec = SchedulerSpec(max_step_tokens=1, max_running=1, policy="fair-adapters")
+    queue, _ = order_of(spec, num_rows=4, match=lambda request: 0)
     crowd, other = LoadedAdapter(name="crowd"), LoadedAdapter(name="other")
     adapters = [crowd] * 4 + [other, BASE]
     for number, adapter in enumerate(adapters):

@@ -208,7 +208,7 @@ def generate(
         decoder_ids=run.decoder_ids,
         on_queued=context.queued.set,
         predicted_ids=predicted,
-        transfer=run.transfer,
+        hints=run.hints,
     )
     events = (context.retrying_engine or services.engine).generate(generation)
     interval = run.interval or services.interval

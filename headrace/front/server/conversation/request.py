@@ -18,6 +18,7 @@ from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.grammar import StructuredOutputs
 from headrace.base.wire.repetition import RepetitionDetection
 from headrace.base.wire.request import BOUNDS, ROUTED_EXPERTS, SamplingParams
+from headrace.base.wire.retention import KVRetention
 from headrace.base.wire.transfer import KVTransferParams
 from headrace.front.server.conversation.chain_fields import ChainFields
 from headrace.front.server.http.limits import Count, Keywords, Name, R, TokenId, typed
@@ -57,9 +58,14 @@ def sampling_params(
         fields["beam_width"] = max(n, best_of or n)
         best_of = None
     stop = request.stop or ()
-    fields |= {"n": n, "best_of": best_of, "max_tokens": max_tokens, "logprobs": logprobs}
-    fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    fields["logit_bias"] = logit_bias(request)
+    fields |= {
+        "n": n,
+        "best_of": best_of,
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+        "logit_bias": logit_bias(request),
+    }
     if request.attn_capture or request.return_routed_experts or request.kv_transfer_params:
         _check_whole(request, n=n, beams=bool(request.use_beam_search))
         fields["capture_layers"] = _capture_layers(request)
@@ -220,6 +226,8 @@ class Common(ChainFields, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
     kv_transfer_params: KVTransferParams | None = None
+    kv_retention: Annotated[list[KVRetention], Meta(min_length=1, max_length=16)] | None = None
+    routing_key: Label | None = None
 
     repetition_detection: RepetitionDetection | None = None
     response_format: Keywords | None = None

@@ -19,6 +19,7 @@ import msgspec
 from headrace.base.config.server_options import ServerSettings
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.request import SamplingParams
+from headrace.base.wire.retention import EngineHints
 from headrace.base.wire.transfer import KVTransferParams
 from headrace.front.client.events import Events
 from headrace.front.server.conversation.calls import (
@@ -74,8 +75,7 @@ def truncation_of(request: Common) -> Truncation | None:
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How a generation runs, apart from its sampling. `interval`: what a chunk of its stream holds;
-    None: as usual on this server. `decoder_ids`: see Generation. `transfer`: what of its KV passes
-    between servers."""
+    None: as usual on this server. `decoder_ids`, `hints`: see Generation."""
 
     priority: int = 0
     cache_salt: str = ""
@@ -84,7 +84,7 @@ class RunOptions:
     interval: StreamInterval | None = None
     adapter: str = ""
     decoder_ids: tuple[int, ...] = ()
-    transfer: KVTransferParams | None = None
+    hints: KVTransferParams | EngineHints | None = None
 
 
 def run_options(request: Common, adapter: str = "") -> RunOptions:
@@ -100,7 +100,18 @@ def run_options(request: Common, adapter: str = "") -> RunOptions:
         client_label=request.request_id,
         interval=interval,
         adapter=adapter,
+        hints=_hints_of(request)
+        if request.kv_retention or request.routing_key
+        else request.kv_transfer_params,
+    )
+
+
+def _hints_of(request: Common) -> EngineHints:
+    """All that the request says to the engine beside its prompt."""
+    return EngineHints(
         transfer=request.kv_transfer_params,
+        retention=tuple(request.kv_retention or ()),
+        routing_key=request.routing_key or "",
     )
 
 

@@ -32,6 +32,7 @@ EXTENSIONS = (
     *("request_id", "repetition_detection", "mm_processor_kwargs", "logits_processors"),
     *("return_weight_versions", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "mirostat"),
     *("mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay", "samplers"),
+    *("kv_retention", "routing_key"),
 )
 NOT_HERE = (
     *("prompt_embeds", "modalities", "audio", "moderation", "kv_transfer_params", "watermarking"),
