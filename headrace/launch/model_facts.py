@@ -358,7 +358,9 @@ def _in_memory(
         return math.prod(weight.shape) * dtype_bytes
     # kernels' scales take more than stored ones: of MXFP4 2 bytes for 1
     wider = 1.07 * weight.kept_bits / weight.numbers.bits
-    return int(sum(headers[name].num_bytes for name in weight.members.values()) * wider)
+    if "bitmask" in weight.members:
+        wider *= 2  # half of the numbers are stored
+    return int(sum(headers[name].num_bytes for name in set(weight.members.values())) * wider)
 
 
 def _content(tensor: StoredTensor) -> bytes:

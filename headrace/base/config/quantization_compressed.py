@@ -63,6 +63,7 @@ _COMPRESSED = {
     "mxfp4-pack-quantized": "mxfp4-packed",
     "mxfp6-pack-quantized": "mxfp6-packed",
     "mxfp8-quantized": "scaled",
+    "marlin-24": "marlin-24",
     "mixed-precision": "",
 }
 
@@ -89,6 +90,8 @@ def _compressed_numbers(format: str, group: ConfigReader, weights: ConfigReader)
     bits = weights.int("num_bits", 8, ge=1, le=8)
     if weights.choice("type", ("int", "float"), "int") == "float" and bits not in (4, 6, 8):
         raise weights.wrong("num_bits", "4, 6 or 8 for floats")
+    if format == "marlin-24":
+        _check_marlin(weights, strategy, bits)
     return Numbers(
         arrangement=_COMPRESSED[format],
         bits=bits,
@@ -96,6 +99,16 @@ def _compressed_numbers(format: str, group: ConfigReader, weights: ConfigReader)
         ordered=_is_ordered(weights),
         activations=compressed_activations(group),
     )
+
+
+def _check_marlin(weights: ConfigReader, strategy: str, bits: int) -> None:
+    """Marlin's sparse tiles know symmetric integers of 4 and 8 bits."""
+    if bits not in (4, 8):
+        raise weights.wrong("num_bits", "4 or 8, in the format marlin-24")
+    if strategy not in ("group", "channel"):
+        raise weights.wrong("strategy", "group or channel, in the format marlin-24")
+    if not weights.bool("symmetric", True):
+        raise weights.wrong("symmetric", "true, in the format marlin-24")
 
 
 def _block(weights: ConfigReader) -> tuple[int, ...]:

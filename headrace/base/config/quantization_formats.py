@@ -79,29 +79,42 @@ def _fbgemm(config: ConfigReader) -> StoredQuantization:
 
 def _gptq(config: ConfigReader) -> StoredQuantization:
     """GPTQ (Frantar et al. 2022): integers with a scale and zero point for each output and group of
-    inputs. Version 1 stores zero points less one."""
-    bits = bits_of(config, (2, 3, 4, 8))
-    if config.bool("is_marlin_format", False):
-        raise config.wrong("is_marlin_format", "false (save it again in the layout gptq)")
+    inputs. Version 1 stores zero points less one; Marlin's tiles have none."""
     config.choice("pack_dtype", ("int32",), "int32")
-    version = config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    size = config.int("group_size", ge=-1)
+    version = config.choice("checkpoint_format", _GPTQ, "gptq")
+    if config.bool("is_marlin_format", False):
+        version = "marlin"
+    tiles = version.startswith("marlin")
+    known = (4,) if version == "marlin" else (4, 8) if tiles else (2, 3, 4, 8)
+    bits, size = bits_of(config, known), config.int("group_size", ge=-1)
+    ordered = config.bool("desc_act", False)
+    if tiles and ordered and size != -1:
+        raise config.wrong("desc_act", f"false, in the layout {version}")
     numbers = Numbers(
-        arrangement="gptq",
+        arrangement=_GPTQ[version],
         bits=bits,
         group=(1, 0 if size == -1 else size),
-        signed=False,
-        ordered=config.bool("desc_act", False),
-        symmetric=config.bool("sym", False),
+        signed=tiles,
+        ordered=ordered and not tiles,
+        symmetric=config.bool("sym", tiles),
         zero_offset=1 if version == "gptq" else 0,
     )
-    rules = _dynamic(config, numbers)
+    rules = _dynamic(config, numbers, known)
     return StoredQuantization(
         method="gptq", rules=(*rules, Rule(targets=(EVERY,), numbers=numbers))
     )
 
 
-def _dynamic(config: ConfigReader, numbers: Numbers) -> tuple[Rule, ...]:
+_GPTQ = {
+    "gptq": "gptq",
+    "gptq_v2": "gptq",
+    "marlin": "gptq-marlin",
+    "marlin_24": "gptq-marlin-24",
+}
+"""`checkpoint_format` -> arrangement."""
+
+
+def _dynamic(config: ConfigReader, numbers: Numbers, known: tuple[int, ...]) -> tuple[Rule, ...]:
     """`dynamic`: regular expressions of modules that differ ("+:", the default) or are plain
     ("-:")."""
     section = config.section("dynamic")
@@ -116,7 +129,7 @@ def _dynamic(config: ConfigReader, numbers: Numbers) -> tuple[Rule, ...]:
         size = entry.int("group_size", (numbers.group or (1, 0))[1] or -1, ge=-1)
         changed = msgspec.structs.replace(
             numbers,
-            bits=bits_of(entry, (2, 3, 4, 8), numbers.bits),
+            bits=bits_of(entry, known, numbers.bits),
             group=(1, 0 if size == -1 else size),
         )
         rules.append(Rule(targets=(f"re:{pattern}",), numbers=changed))
@@ -124,16 +137,37 @@ def _dynamic(config: ConfigReader, numbers: Numbers) -> tuple[Rule, ...]:
 
 
 def _awq(config: ConfigReader) -> StoredQuantization:
-    """AWQ (Lin et al. 2023) as its GEMM kernels store it: 4 bits, eight outputs to a word."""
-    config.choice("version", ("gemm", "GEMM"), "gemm")
+    """AWQ (Lin et al. 2023), 4 bits: eight outputs to a word (`gemm`), or as its kernels for one
+    token (`gemv`, `gemv_fast`) or Marlin's take them."""
+    version = config.str("version", "gemm").lower()
+    if version not in _AWQ:
+        raise config.wrong("version", " or ".join(_AWQ))
     size = config.int("group_size", aliases=("q_group_size",), ge=-1)
+    marlin = version == "marlin"
     numbers = Numbers(
-        arrangement="awq",
+        arrangement=_AWQ[version],
         bits=bits_of(config, (4,), aliases=("w_bit",)),
         group=(1, 0 if size == -1 else size),
-        signed=False,
+        signed=marlin,
+        symmetric=marlin,
     )
     return everything("awq", numbers, plain_modules(config))
+
+
+_AWQ = {
+    "gemm": "awq",
+    "gemv": "awq-gemv",
+    "gemv_fast": "awq-gemv-fast",
+    "marlin": "awq-marlin",
+}
+"""`version` -> arrangement."""
+
+
+def _eetq(config: ConfigReader) -> StoredQuantization:
+    """EETQ: int8 with a scale for each output."""
+    config.choice("weights", ("int8",), "int8")
+    numbers = Numbers(arrangement="eetq", bits=8, group=(1, 0))
+    return everything("eetq", numbers, plain_modules(config))
 
 
 def _auto_round(config: ConfigReader) -> StoredQuantization:
@@ -328,6 +362,7 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
     "bitnet": _bitnet,
+    "eetq": _eetq,
     "quark": _quark,
     "torchao": torchao,
     "hqq": hqq,

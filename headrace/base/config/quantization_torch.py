@@ -70,7 +70,9 @@ def _torchao_numbers(config: ConfigReader) -> Numbers:
             arrangement="torchao-float8", bits=8, group=group, activations=_torchao_inputs(kind)
         )
     if kind == "Int4WeightOnlyConfig":
-        _named(data, "int4_packing_format", ("plain",))
+        packing = _named(data, "int4_packing_format", ("plain", "tile_packed_to_4d"))
+        if packing == "tile_packed_to_4d":
+            return Numbers(arrangement="torchao-tiles", bits=4, group=group, signed=False)
         return Numbers(arrangement="torchao-int4", bits=4, group=group)
     _named(data, "intx_packing_format", ("unpacked_to_int8",))
     dtype = _named(data, "weight_dtype", ("int8", *(f"int{bits}" for bits in range(1, 8))))

@@ -17,11 +17,18 @@ from headrace.base.config.quantized_shapes import (
     awq_shape,
     bnb_shape,
     by_group_members,
+    eetq_shape,
+    gemv_fast_members,
+    gemv_fast_shape,
+    gemv_members,
     gpt_oss_members,
     gpt_oss_shape,
     gptq_shape,
     half_members,
     hqq_members,
+    marlin_members,
+    marlin_shape,
+    marlin_sparse_shape,
     nibbles_members,
     nibbles_shape,
     packed_members,
@@ -32,6 +39,8 @@ from headrace.base.config.quantized_shapes import (
     sextets_shape,
     sparse_members,
     stated_shape,
+    tinygemm_members,
+    tinygemm_shape,
     turned_members,
     values_shape,
     words_shape,
@@ -78,6 +87,11 @@ _SPARSE = {
     "zeros": "{weight}_zero_point",
 }
 _SPARSE_DTYPES = ("BF16", "F16", "F32", "I8", "F8_E4M3")
+_AWQ = {
+    "values": "{module}.qweight",
+    "scales": "{module}.scales",
+    "zeros": "{module}.qzeros",
+}
 _TORCHAO = {
     "values": "{module}._weight_qdata",
     "scales": "{module}._weight_scale",
@@ -106,14 +120,65 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         expected=turned_members,
     ),
     "awq": Arrangement(
-        roles={
-            "values": "{module}.qweight",
-            "scales": "{module}.scales",
-            "zeros": "{module}.qzeros",
-        },
+        roles=_AWQ,
         dtypes=("I32",),
         shape=awq_shape,
         expected=turned_members,
+    ),
+    "awq-gemv": Arrangement(
+        roles=_AWQ,
+        dtypes=("I32",),
+        shape=packed_shape,
+        expected=gemv_members,
+    ),
+    "awq-gemv-fast": Arrangement(
+        roles=_AWQ,
+        dtypes=("I16",),
+        shape=gemv_fast_shape,
+        expected=gemv_fast_members,
+    ),
+    "awq-marlin": Arrangement(
+        roles={"values": "{module}.qweight", "scales": "{module}.scales"},
+        dtypes=("I32",),
+        shape=marlin_shape,
+        expected=marlin_members,
+    ),
+    "gptq-marlin": Arrangement(
+        roles={"values": "{module}.B", "scales": "{module}.s", "workspace": "{module}.workspace"},
+        dtypes=("I32",),
+        optional=("workspace",),
+        shape=marlin_shape,
+        expected=marlin_members,
+    ),
+    **{
+        kind: Arrangement(
+            roles={"values": values, "scales": scales, "bitmask": places}
+            | {"workspace": "{module}.workspace"},
+            dtypes=("I32",),
+            optional=("workspace",),
+            shape=marlin_sparse_shape,
+            expected=marlin_members,
+        )
+        for kind, values, scales, places in (
+            ("gptq-marlin-24", "{module}.B_24", "{module}.s", "{module}.B_meta"),
+            ("marlin-24", "{weight}_packed", "{module}.scale_packed", "{module}.meta"),
+        )
+    },
+    "eetq": Arrangement(
+        roles={"values": "{weight}", "scales": "{weight}_scales"},
+        dtypes=("I8",),
+        shape=eetq_shape,
+        expected=lambda shape, numbers: {"scales": ((shape[0],),)},
+    ),
+    "torchao-tiles": Arrangement(
+        roles={
+            "values": "{module}._weight_qdata",
+            "scales": "{module}._weight_scale_and_zero",
+            "zeros": "{module}._weight_scale_and_zero",
+        },
+        dtypes=("I32",),
+        shape=tinygemm_shape,
+        expected=tinygemm_members,
     ),
     **{
         kind: Arrangement(

@@ -86,6 +86,73 @@ def awq_shape(stored: StoredMembers) -> Shape:
     return words * 8, inputs
 
 
+def gemv_width(shape: Shape, numbers: Numbers) -> int:
+    """Words of zero points of an output as AWQ's kernels for one token pad them."""
+    size = (numbers.group or (1, 0))[1] or shape[1]
+    words = -(-groups_of(shape[1], size) // 8)
+    multiple = {32: 4, 64: 2}.get(size, 1)
+    return -(-words // multiple) * multiple
+
+
+def gemv_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    width = gemv_width(shape, numbers)
+    return {"scales": ((shape[0], 8 * width),), "zeros": ((shape[0], width),)}
+
+
+def gemv_fast_shape(stored: StoredMembers) -> Shape:
+    fours, inputs = stored.shape("values")
+    if inputs % 64:
+        raise ValueError(f"runs of 64 inputs do not divide {inputs}")
+    return fours * 4, inputs
+
+
+def gemv_fast_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    forms = ((8 * gemv_width(shape, numbers), shape[0]),)
+    return {"scales": forms, "zeros": forms}
+
+
+def marlin_shape(stored: StoredMembers) -> Shape:
+    tiles, words = stored.shape("values")
+    return _strips(words * 2 // stored.numbers.bits, words), tiles * 16
+
+
+def marlin_sparse_shape(stored: StoredMembers) -> Shape:
+    """Of each 32 inputs 16 are kept."""
+    tiles, words = stored.shape("values")
+    return _strips(words * 2 // stored.numbers.bits, words), tiles * 32
+
+
+def _strips(outputs: int, words: int) -> int:
+    if outputs == 0 or outputs % 64:
+        raise ValueError(f"{words} words of a row are no multiple of 64 outputs")
+    return outputs
+
+
+def marlin_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    outputs, inputs = shape
+    groups = groups_of(inputs, (numbers.group or (1, 0))[1])
+    return {"scales": ((groups, outputs),), "bitmask": ((inputs // 32, 2 * outputs),)}
+
+
+def tinygemm_shape(stored: StoredMembers) -> Shape:
+    eights, spans, threads, words = stored.shape("values")
+    if threads != 32 or words not in (1, 2, 4):
+        raise ValueError("its last two sizes must be 32 and 1, 2 or 4")
+    return eights * 8, spans * 32 * words
+
+
+def tinygemm_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
+    forms = ((groups_of(shape[1], (numbers.group or (1, 0))[1]), shape[0], 2),)
+    return {"scales": forms, "zeros": forms}
+
+
+def eetq_shape(stored: StoredMembers) -> Shape:
+    inputs, outputs = stored.shape("values")
+    if inputs % 64 or outputs % 64:
+        raise ValueError("both sizes must be multiples of 64")
+    return outputs, inputs
+
+
 def turned_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, ...]]:
     """Of GPTQ and AWQ: a row for each group of inputs."""
     groups = groups_of(shape[1], (numbers.group or (1, 0))[1])

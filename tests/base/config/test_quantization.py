@@ -37,6 +37,15 @@ def hqq(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
 
 
+def marlin_24(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "marlin-24",
+        "config_groups": {"group_0": group},
+    }
+
+
 W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 
 
@@ -102,14 +111,38 @@ def test_gptq_says_which_modules_differ() -> None:
         ({"quant_method": "aqlm"}, "quant_method", "'aqlm'.*gptq"),
         ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "bits", "5.*2 or 3 or 4 or 8"),
         (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "v3"},
             "checkpoint_format",
-            "'marlin'.*gptq, gptq_v2",
+            "'v3'.*gptq, gptq_v2, marlin, marlin_24",
         ),
         (
-            {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+            {"quant_method": "gptq", "bits": 8, "group_size": 128, "is_marlin_format": True},
+            "bits",
+            "8.*must be 4",
+        ),
+        (
+            {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "desc_act": True,
+                "checkpoint_format": "marlin_24",
+            },
+            "desc_act",
+            "false, in the layout marlin_24",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "exllama"},
             "version",
-            "'gemv'.*gemm",
+            "'exllama'.*gemm or gemv or gemv_fast or marlin",
+        ),
+        ({"quant_method": "eetq", "weights": "int4"}, "weights", "'int4'.*int8"),
+        (marlin_24(num_bits=3, strategy="group", group_size=128), "num_bits", "3.*4 or 8"),
+        (marlin_24(num_bits=4, strategy="tensor"), "strategy", "'tensor'.*group or channel"),
+        (
+            marlin_24(num_bits=4, strategy="channel", symmetric=False),
+            "symmetric",
+            "true, in the format marlin-24",
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt", "'e5m2'.*e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size", "two positive"),
@@ -132,9 +165,9 @@ def test_gptq_says_which_modules_differ() -> None:
         ),
         (torchao("UIntXWeightOnlyConfig"), "_type", "Int4WeightOnlyConfig"),
         (
-            torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"),
+            torchao("Int4WeightOnlyConfig", int4_packing_format="preshuffled"),
             "int4_packing_format",
-            "'tile_packed_to_4d'.*plain",
+            "'preshuffled'.*plain or tile_packed_to_4d",
         ),
         (torchao("IntxWeightOnlyConfig", intx_packing_format="x"), "intx_packing_format", "'x'"),
         (torchao("Float8WeightOnlyConfig", weight_dtype="e5m2"), "weight_dtype", "float8_e4m3fn"),

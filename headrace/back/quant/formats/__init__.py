@@ -21,6 +21,7 @@ from headrace.back.quant.formats import (
     scaled,
     sparse,
     ternary,
+    tiles,
 )
 from headrace.back.quant.formats.groups import Groups, Read
 from headrace.base.config.quantized_tensors import QuantizedTensor
@@ -43,6 +44,14 @@ def smoothed(reader: Reader) -> Reader:
 READERS: Mapping[str, Reader] = {
     "gptq": packed.gptq,
     "awq": packed.awq,
+    "awq-gemv": packed.awq_gemv,
+    "awq-gemv-fast": packed.awq_gemv_fast,
+    "awq-marlin": tiles.marlin,
+    "gptq-marlin": tiles.marlin,
+    "gptq-marlin-24": tiles.marlin_sparse,
+    "marlin-24": tiles.marlin_sparse,
+    "eetq": tiles.eetq,
+    "torchao-tiles": tiles.tinygemm,
     "quark-uint4": packed.awq,
     "quark-int4": packed.awq,
     "packed": packed.compressed,

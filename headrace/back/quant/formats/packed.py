@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.quant.formats.groups import Groups, Read, column_groups, fields
+from headrace.base.config.quantized_shapes import groups_of
 from headrace.base.config.quantized_tensors import QuantizedTensor
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -54,6 +55,46 @@ def awq(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Gro
         zeros_RG=outputs(read("zeros", slice(None), words)) if "zeros" in tensor.members else None,
         group_C=_groups(tensor, read, columns, values.device),
     )
+
+
+def awq_gemv(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values [O, I / 8] and zero points [O, Z] in order; scales [O, 8 Z], of which the first G
+    count."""
+    packed = read("values", rows, _words(columns, 4))
+    groups = _num_groups(tensor)
+    return Groups(
+        values_RC=fields(packed, 4, *_within(columns, 4)),
+        scales_RG=read("scales", rows, slice(0, groups)),
+        zeros_RG=fields(read("zeros", rows), 4, 0, groups),
+        group_C=_groups(tensor, read, columns, packed.device),
+    )
+
+
+def awq_gemv_fast(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Words of 16 bits [O / 4, I]: 64 inputs of four outputs follow each other, of each 32 inputs
+    pairs and halves are mixed. Scales and what is added [8 Z, O], of which the first G count."""
+    fours = slice(rows.start // 4, -(-rows.stop // 4))
+    spans = slice(columns.start // 64, -(-columns.stop // 64))
+    words = read("values", fours, slice(spans.start * 64, spans.stop * 64))
+    shifts = torch.arange(0, 16, 4, device=words.device)
+    nibbles = ((words[..., None].int() >> shifts) & 15).to(torch.int16)
+    # [O / 4, spans, output, half, pair of eight, input of two, eight]: inputs by half, eight, pair.
+    mixed = nibbles.reshape(len(words), -1, 4, 2, 4, 2, 4)
+    values = mixed.permute(0, 2, 1, 3, 6, 4, 5).reshape(4 * len(words), -1)
+    groups = slice(0, _num_groups(tensor))
+    return Groups(
+        values_RC=values[
+            rows.start - 4 * fours.start : rows.stop - 4 * fours.start,
+            columns.start - 64 * spans.start : columns.stop - 64 * spans.start,
+        ],
+        scales_RG=read("scales", groups, rows).t().float(),
+        added_RG=read("zeros", groups, rows).t().float(),
+        group_C=_groups(tensor, read, columns, words.device),
+    )
+
+
+def _num_groups(tensor: QuantizedTensor) -> int:
+    return groups_of(tensor.shape[1], (tensor.numbers.group or (1, 0))[1])
 
 
 def compressed(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
