@@ -15,6 +15,29 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.config.quantization_activations import Activations
 
 
+class Codebook(msgspec.Struct, frozen=True, kw_only=True):
+    """How values are looked up as vectors.
+
+    outputs, inputs   that a vector covers
+    bits              of an index
+    books             codebooks: whose vectors are added (AQLM), or that `run` inputs have (VPTQ)
+    residual_bits     of an index of a second codebook, whose vectors are added; 0: none
+    run               inputs of a codebook; 0: all
+    outliers          inputs before these, with a codebook of their own for `outlier_outputs`
+    num_outputs       of the weight; -1: whole vectors
+    """
+
+    outputs: int
+    inputs: int
+    bits: int
+    books: int = 1
+    residual_bits: int = 0
+    run: int = 0
+    outliers: int = 0
+    outlier_outputs: int = 0
+    num_outputs: int = -1
+
+
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """How the weights of some modules are stored.
 
@@ -27,6 +50,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     symmetric    stored zero points are all the middle of the range
     zero_offset  what is added to a stored zero point
     activations  how inputs are to be quantized; None: they stay as they are
+    codebook     how vectors of values are looked up; None: values are numbers
     """
 
     arrangement: str
@@ -37,6 +61,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     symmetric: bool = False
     zero_offset: int = 0
     activations: Activations | None = None
+    codebook: Codebook | None = None
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """`quantization_config` of config.json, read key by key, for each format of the table.
 
 A variant that is not known is refused by its key, value and the known values. compressed-tensors:
-quantization_compressed.py; torchao and HQQ: quantization_torch.py; MLX: quantization_mlx.py.
+quantization_compressed.py; torchao and HQQ: quantization_torch.py; MLX: quantization_mlx.py;
+codebooks: quantization_vectors.py.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from headrace.base.config.quantization_activations import (
 from headrace.base.config.quantization_compressed import compressed
 from headrace.base.config.quantization_mlx import mlx
 from headrace.base.config.quantization_torch import hqq, torchao
+from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, vptq
 
 
 def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantization | None:
@@ -82,7 +84,7 @@ def _gptq(config: ConfigReader) -> StoredQuantization:
     inputs. Version 1 stores zero points less one; Marlin's tiles have none."""
     config.choice("pack_dtype", ("int32",), "int32")
     version = config.choice("checkpoint_format", _GPTQ, "gptq")
-    if config.bool("is_marlin_format", False):
+    if config.bool("is_marlin_format", False) or config.raw.get("quant_method") == "marlin":
         version = "marlin"
     tiles = version.startswith("marlin")
     known = (4,) if version == "marlin" else (4, 8) if tiles else (2, 3, 4, 8)
@@ -350,6 +352,7 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "gptq": _gptq,
+    "marlin": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,
@@ -367,5 +370,9 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "torchao": torchao,
     "hqq": hqq,
     "mlx": mlx,
+    "aqlm": aqlm,
+    "vptq": vptq,
+    "exl2": exl2,
+    "exl3": exl3,
 }
 """`quant_method` -> its reader."""

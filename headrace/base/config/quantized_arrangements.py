@@ -7,13 +7,11 @@ same without ".weight").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from headrace.base.config.quantization import Numbers
+from headrace.base.config.arrangement import Arrangement
+from headrace.base.config.looked_up_arrangements import LOOKED_UP
 from headrace.base.config.quantized_shapes import (
-    Shape,
-    StoredMembers,
     awq_shape,
     bnb_shape,
     by_group_members,
@@ -47,36 +45,6 @@ from headrace.base.config.quantized_shapes import (
 )
 
 FP8 = ("F8_E4M3",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """How a weight is stored. `roles`: role -> the tensor's name, with {weight} or {module};
-    "values" is what it is recognised by, if it has one of `dtypes`. `optional` roles may lack.
-    `shape` works out the weight's shape; `expected` the shapes of its members."""
-
-    roles: Mapping[str, str]
-    dtypes: tuple[str, ...]
-    shape: Callable[[StoredMembers], Shape]
-    optional: tuple[str, ...] = ()
-    expected: Callable[[Shape, Numbers], Mapping[str, tuple[Shape, ...]]] = lambda shape, numbers: {}
-
-    def weight_of(self, tensor: str) -> str | None:
-        """The weight whose values a tensor of this name holds."""
-        template = self.roles["values"]
-        leaf = template.removeprefix("{weight}").removeprefix("{module}")
-        if not tensor.endswith(leaf):
-            return None
-        stem = tensor.removesuffix(leaf)
-        return f"{stem}.weight" if template.startswith("{module}") else stem
-
-    def names(self, weight: str) -> dict[str, str]:
-        """Role -> tensor, of this weight."""
-        module = weight.removesuffix(".weight")
-        return {
-            role: template.format(weight=weight, module=module)
-            for role, template in self.roles.items()
-        }
 
 
 _SPARSE = {
@@ -370,4 +338,5 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         shape=values_shape,
         expected=lambda shape, numbers: {"scales": ((shape[0],),)},
     ),
+    **LOOKED_UP,
 }

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from headrace.base.config.arrangement import Arrangement
 from headrace.base.config.quantization import Numbers, StoredQuantization
-from headrace.base.config.quantized_arrangements import (
-    ARRANGEMENTS,
-    FP8,
-    Arrangement,
-)
+from headrace.base.config.quantized_arrangements import ARRANGEMENTS, FP8
 from headrace.base.config.quantized_shapes import Header, StoredMembers
 from headrace.base.errors import CheckpointError
 

@@ -242,15 +242,15 @@ def test_a_public_config_is_read(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "marlin": ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
+    "marlin": ({**GPTQ, "is_marlin_format": True, "desc_act": True}, "desc_act"),
     "other words": ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype"),
     "bitblas": ({**GPTQ, "checkpoint_format": "bitblas"}, "checkpoint_format"),
-    "gemv_fast": ({**AWQ, "version": "gemv_fast"}, "version"),
+    "exllama": ({**AWQ, "version": "exllama"}, "version"),
     "AutoRound NVFP4": ({**ROUND, "data_type": "nv_fp"}, "data_type"),
     "AutoRound for others": (
         {**ROUND, "packing_format": "auto_round:llm_compressor"}, "packing_format"
     ),
-    "marlin-24": (compressed(INT4, "marlin-24"), "format"),
+    "marlin-24": (compressed({**INT4, "symmetric": False}, "marlin-24"), "symmetric"),
     "not compressed": (
         compressed(INT4, "pack-quantized", quantization_status="calibration"),
         "quantization_status",

@@ -46,6 +46,17 @@ def marlin_24(**weights: Any) -> dict[str, Any]:
     }
 
 
+def vptq(**changed: Any) -> dict[str, Any]:
+    layer = {
+        "vector_lens": [-1, 8],
+        "num_centroids": [-1, 256],
+        "num_res_centroids": [-1, -1],
+        "group_size": 64,
+        "is_indice_packed": True,
+    }
+    return {"quant_method": "vptq", "config_for_layers": {"q_proj": layer | changed}}
+
+
 W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 
 
@@ -108,7 +119,17 @@ def test_gptq_says_which_modules_differ() -> None:
 @pytest.mark.parametrize(
     ("config", "field", "message"),
     [
-        ({"quant_method": "aqlm"}, "quant_method", "'aqlm'.*gptq"),
+        ({"quant_method": "quip"}, "quant_method", "'quip'.*gptq"),
+        ({"quant_method": "aqlm", "nbits_per_codebook": 17}, "nbits_per_codebook", "17.*16"),
+        ({"quant_method": "aqlm", "num_codebooks": 1 << 40}, "num_codebooks", "16"),
+        ({"quant_method": "vptq"}, "config_for_layers", "a section for each module"),
+        (vptq(is_indice_packed=False), "is_indice_packed", "true"),
+        (vptq(vector_lens=[-1, 1 << 40]), "vector_lens", "1 to 256"),
+        (vptq(num_centroids=[-1, 100]), "num_centroids", "powers of two"),
+        (vptq(num_res_centroids=[-1, 1 << 17]), "num_res_centroids", "powers of two"),
+        (vptq(num_centroids=[64, 64], outlier_size=8), "vector_lens", "for outliers"),
+        (vptq(group_size=-1), "group_size", "-1"),
+        ({"quant_method": "exl2", "bits": -3}, "bits", "-3"),
         ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "bits", "5.*2 or 3 or 4 or 8"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "v3"},

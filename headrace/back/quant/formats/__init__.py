@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from headrace.back.quant.formats import (
     bitsandbytes,
+    exllama,
     floats4,
     floats6,
     hqq,
@@ -22,6 +23,7 @@ from headrace.back.quant.formats import (
     sparse,
     ternary,
     tiles,
+    vectors,
 )
 from headrace.back.quant.formats.groups import Groups, Read
 from headrace.base.config.quantized_tensors import QuantizedTensor
@@ -77,6 +79,10 @@ READERS: Mapping[str, Reader] = {
     "mlx-mxfp4": floats4.in_words(floats4.powers),
     "mlx-nvfp4": floats4.in_words(floats4.modelopt),
     "mlx-mxfp8": floats4.in_words(floats4.microscaled),
+    "aqlm": vectors.aqlm,
+    "vptq": vectors.vptq,
+    "exl2": exllama.exl2,
+    "exl3": exllama.exl3,
     "ternary": ternary.times,
     "ternary-inverse": ternary.over,
 }

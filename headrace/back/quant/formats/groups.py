@@ -92,6 +92,11 @@ def fields(words: torch.Tensor, bits: int, first: int, count: int) -> torch.Tens
     """Fields first .. first + count of a stream of bits along the last dimension, lowest bits
     first, as int16; a field may lie across two words. `words` int32 [..., W], of which the first
     begins with field 0."""
+    return wide_fields(words, bits, first, count).to(torch.int16)
+
+
+def wide_fields(words: torch.Tensor, bits: int, first: int, count: int) -> torch.Tensor:
+    """The same of up to 32 bits, as int64."""
     at = torch.arange(first, first + count, device=words.device) * bits
     word, shift = at // 32, at % 32
     wide = words.long() & 0xFFFFFFFF
@@ -99,4 +104,4 @@ def fields(words: torch.Tensor, bits: int, first: int, count: int) -> torch.Tens
     if 32 % bits:
         after = wide[..., (word + 1).clamp(max=words.shape[-1] - 1)]
         low = low | torch.where(shift + bits > 32, after << (32 - shift), 0)
-    return (low & ((1 << bits) - 1)).to(torch.int16)
+    return low & ((1 << bits) - 1)

@@ -1,0 +1,175 @@
+"""Rows of quantized_arrangements.py, with their shapes: weights whose values are looked up (AQLM,
+VPTQ, EXL3) or whose groups have bits of their own (EXL2)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+from headrace.base.config.arrangement import Arrangement
+from headrace.base.config.quantization import Codebook, Numbers
+from headrace.base.config.quantized_shapes import Shape, StoredMembers
+
+Forms = Mapping[str, tuple[Shape, ...]]
+
+
+def _book(numbers: Numbers) -> Codebook:
+    assert numbers.codebook is not None, numbers
+    return numbers.codebook
+
+
+def aqlm_shape(stored: StoredMembers) -> Shape:
+    book = _book(stored.numbers)
+    outputs, inputs, books = stored.shape("values")
+    if books != book.books:
+        raise ValueError(f"num_codebooks is {book.books}")
+    return outputs * book.outputs, inputs * book.inputs
+
+
+def aqlm_members(shape: Shape, numbers: Numbers) -> Forms:
+    book = _book(numbers)
+    return {
+        "codebooks": ((book.books, 1 << book.bits, book.outputs, book.inputs),),
+        "scales": ((shape[0] // book.outputs, 1, 1, 1),),
+    }
+
+
+def vptq_shape(stored: StoredMembers) -> Shape:
+    book = _book(stored.numbers)
+    books, vectors, _ = stored.shape("values")
+    if books != book.books:
+        raise ValueError(f"group_num is {book.books}")
+    outputs = vectors * book.outputs if book.num_outputs == -1 else book.num_outputs
+    if -(-outputs // book.outputs) != vectors:
+        raise ValueError(f"out_features is {outputs}, in vectors of {book.outputs}")
+    for role, wanted in (("residual", book.residual_bits > 0), ("outliers", book.outliers > 0)):
+        if stored.has(role) != wanted:
+            raise ValueError(f"{stored.names[role]} {'is missing' if wanted else 'is surplus'}")
+    return outputs, book.outliers + books * book.run
+
+
+def vptq_members(shape: Shape, numbers: Numbers) -> Forms:
+    book = _book(numbers)
+    bits = book.bits + book.residual_bits
+    vectors, by_input = -(-shape[0] // book.outputs), ((shape[1],),)
+    outliers = -(-shape[0] // max(1, book.outlier_outputs))
+    return {
+        "values": ((book.books, vectors, -(-book.run * bits // 32)),),
+        "codebooks": ((book.books, book.outputs << book.bits),),
+        "residual": ((book.books, book.outputs << book.residual_bits),),
+        "outliers": ((1, outliers, book.outliers),),
+        "order": by_input,
+        "scales": by_input,
+        "added": by_input,
+    }
+
+
+def exl2_shape(stored: StoredMembers) -> Shape:
+    rows, outputs = stored.shape("values")
+    inputs = sum(size for _, size in exl2_groups(stored.content("groups"), rows))
+    if stored.has("inverse") and stored.shape("inverse") != (inputs,):
+        raise ValueError(f"its groups have {inputs} inputs, {stored.names['inverse']} others")
+    if outputs % 8:
+        raise ValueError("its outputs must be a multiple of 8")
+    return outputs, inputs
+
+
+def exl2_groups(stored: bytes, rows: int) -> list[tuple[int, int]]:
+    """(bits, inputs) of each group of a weight with so many rows of words: pairs of bits and first
+    row are stored. ValueError: they are none."""
+    numbers = struct.unpack(f"<{len(stored) // 2}H", stored)
+    bits, firsts = numbers[::2], numbers[1::2]
+    if not bits or len(bits) != len(firsts) or firsts[0] != 0:
+        raise ValueError("its groups must be pairs of bits and first row, from row 0 on")
+    groups = []
+    for width, first, last in zip(bits, firsts, (*firsts[1:], rows), strict=True):
+        if width not in (2, 3, 4, 5, 6, 8):
+            raise ValueError(f"a group has {width} bits, not 2, 3, 4, 5, 6 or 8")
+        if last <= first or (last - first) * 32 % width:
+            raise ValueError(f"a group of {width} bits has rows {first} to {last}")
+        groups.append((width, (last - first) * 32 // width))
+    return groups
+
+
+def exl2_members(shape: Shape, numbers: Numbers) -> Forms:
+    return {"inverse": ((shape[1],),)}
+
+
+MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
+"""Of the codebooks that are computed so, by the tensor that says so."""
+
+
+def exl3_shape(stored: StoredMembers) -> Shape:
+    inputs, outputs, words = stored.shape("values")
+    if words % 16 or not 1 <= words // 16 <= 8:
+        raise ValueError("its words must be 16 for each of 1 to 8 bits")
+    if inputs % 8 or outputs % 8:
+        raise ValueError("both sizes must be multiples of 128")
+    for role, multiplier in MULTIPLIERS.items():
+        if stored.has(role) and stored.content(role) != multiplier.to_bytes(4, "little"):
+            raise ValueError(f"{stored.names[role]} is none of the known codebooks")
+    for packed, plain in (("su", "suh"), ("sv", "svh")):
+        if not stored.has(packed) and not stored.has(plain):
+            raise ValueError(f"{stored.names[plain]} is missing")
+    return outputs * 16, inputs * 16
+
+
+def exl3_members(shape: Shape, numbers: Numbers) -> Forms:
+    return {
+        "suh": ((shape[1],),),
+        "svh": ((shape[0],),),
+        "su": ((shape[1] // 16,),),
+        "sv": ((shape[0] // 16,),),
+    }
+
+
+LOOKED_UP = {
+    "aqlm": Arrangement(
+        roles={
+            "values": "{module}.codes",
+            "codebooks": "{module}.codebooks",
+            "scales": "{module}.scales",
+        },
+        dtypes=("I8", "I16"),
+        shape=aqlm_shape,
+        expected=aqlm_members,
+    ),
+    "vptq": Arrangement(
+        roles={
+            "values": "{module}.indices",
+            "codebooks": "{module}.centroids.weight",
+            "residual": "{module}.res_centroids.weight",
+            "outliers": "{module}.outlier_indices",
+            "outlier_book": "{module}.outlier_centroids.weight",
+            "order": "{module}.perm",
+            "scales": "{weight}_scale",
+            "added": "{weight}_bias",
+        },
+        dtypes=("I32",),
+        optional=("residual", "outliers", "outlier_book", "order", "scales", "added"),
+        shape=vptq_shape,
+        expected=vptq_members,
+    ),
+    "exl2": Arrangement(
+        roles={
+            "values": "{module}.q_weight",
+            "groups": "{module}.q_groups",
+            "scales": "{module}.q_scale",
+            "largest": "{module}.q_scale_max",
+            "inverse": "{module}.q_invperm",
+            "order": "{module}.q_perm",
+        },
+        dtypes=("I32",),
+        optional=("inverse", "order"),
+        shape=exl2_shape,
+        expected=exl2_members,
+    ),
+    "exl3": Arrangement(
+        roles={"values": "{module}.trellis"}
+        | {role: f"{{module}}.{role}" for role in ("suh", "svh", "su", "sv", "mcg", "mul1")},
+        dtypes=("I16",),
+        optional=("suh", "svh", "su", "sv", "mcg", "mul1"),
+        shape=exl3_shape,
+        expected=exl3_members,
+    ),
+}

@@ -1,0 +1,100 @@
+"""`quantization_config` of formats whose values are looked up: AQLM and VPTQ by vectors of
+codebooks, EXL3 by a trellis; and of EXL2, whose groups have bits of their own."""
+
+from __future__ import annotations
+
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.quantization import (
+    EVERY,
+    Codebook,
+    Numbers,
+    Rule,
+    StoredQuantization,
+    everything,
+    plain_modules,
+)
+
+
+def aqlm(config: ConfigReader) -> StoredQuantization:
+    """AQLM (Egiazarian et al. 2024): a vector of outputs x inputs is the sum of one of each
+    codebook."""
+    book = Codebook(
+        outputs=config.int("out_group_size", 1, ge=1),
+        inputs=config.int("in_group_size", 8, ge=1),
+        books=config.int("num_codebooks", 1, ge=1, le=16),
+        bits=config.int("nbits_per_codebook", 16, ge=1, le=16),
+    )
+    bits = -(-book.bits * book.books // (book.outputs * book.inputs))
+    numbers = Numbers(arrangement="aqlm", bits=bits, codebook=book)
+    plain = config.list("linear_weights_not_to_quantize", (), of=str)
+    modules = tuple(name.removesuffix(".weight") for name in plain)
+    rules = (Rule(targets=modules, numbers=None), Rule(targets=(EVERY,), numbers=numbers))
+    return StoredQuantization(method="aqlm", rules=rules)
+
+
+def vptq(config: ConfigReader) -> StoredQuantization:
+    """VPTQ (Liu et al. 2024): vectors of outputs from codebooks, with a second codebook for what is
+    left; by the name of a module (`config_for_layers`), or by its last part."""
+    rules = [Rule(targets=plain_modules(config), numbers=None)]
+    for key in ("config_for_layers", "shared_layer_config"):
+        section = config.section(key)
+        for name in section.raw if section is not None else ():
+            assert section is not None
+            rules.append(
+                Rule(targets=(name,), numbers=_vptq_numbers(section.required_section(name)))
+            )
+    if len(rules) == 1:
+        raise config.wrong("config_for_layers", "a section for each module")
+    return StoredQuantization(method="vptq", rules=tuple(rules))
+
+
+def _vptq_numbers(entry: ConfigReader) -> Numbers:
+    if not entry.bool("is_indice_packed", False):
+        raise entry.wrong("is_indice_packed", "true (indices that are not packed: save it again)")
+    entry.choice("vector_quant_dim", ("out",), "out")
+    outlier_outputs, outputs = entry.list("vector_lens", of=int, length=2)
+    if not 1 <= outputs <= 256 or outlier_outputs > 256:
+        raise entry.wrong("vector_lens", "lengths of 1 to 256, the second of all but outliers")
+    centroids = entry.list("num_centroids", of=int, length=2)
+    residual = entry.list("num_res_centroids", (-1, -1), of=int, length=2)
+    if residual[0] > 0:
+        raise entry.wrong("num_res_centroids", "-1 for outliers")
+    outliers = entry.int("outlier_size", 0, ge=0) if centroids[0] > 0 else 0
+    if outliers and outlier_outputs < 1:
+        raise entry.wrong("vector_lens", "a length for outliers, of which there are some")
+    book = Codebook(
+        outputs=outputs,
+        inputs=1,
+        bits=_bits(entry, "num_centroids", centroids[1]),
+        books=entry.int("group_num", 1, ge=1),
+        residual_bits=_bits(entry, "num_res_centroids", residual[1]) if residual[1] > 0 else 0,
+        run=entry.int("group_size", ge=1),
+        outliers=outliers,
+        outlier_outputs=outlier_outputs if outliers else 0,
+        num_outputs=entry.int("out_features", -1, ge=-1),
+    )
+    bits = -(-(book.bits + book.residual_bits) // outputs)
+    return Numbers(arrangement="vptq", bits=bits, codebook=book)
+
+
+def _bits(entry: ConfigReader, key: str, count: int) -> int:
+    """Of an index of so many."""
+    bits = count.bit_length() - 1
+    if count < 2 or count != 1 << bits or bits > 16:
+        raise entry.wrong(key, "powers of two, from 2 to 65536")
+    return bits
+
+
+def exl2(config: ConfigReader) -> StoredQuantization:
+    """EXL2 (exllamav2): integers of 2 to 8 bits; which ones, each weight's tensors say."""
+    return everything("exl2", Numbers(arrangement="exl2", bits=_about(config)), ())
+
+
+def exl3(config: ConfigReader) -> StoredQuantization:
+    """EXL3 (exllamav3): a trellis of 1 to 8 bits a value; how many, each weight's tensors say."""
+    return everything("exl3", Numbers(arrangement="exl3", bits=_about(config)), ())
+
+
+def _about(config: ConfigReader) -> int:
+    """What `bits` says of the mean, for messages."""
+    return max(1, min(8, round(config.float("bits", 4.0, ge=0.5, le=16))))
