@@ -21,7 +21,7 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_mixture import NUM_TOKENS, answers
 from tests.models.test_parity import LENGTHS, compare
 from tests.models.test_recurrent import engine, prompts_of
-from tests.references import plamo2, rwkv6, rwkv7
+from tests.references import alice_ai, phi4_flash, plamo2, rwkv6, rwkv7
 
 Tensors = dict[str, torch.Tensor]
 CASES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
@@ -29,13 +29,18 @@ CASES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "rwkv6": (rwkv6, rwkv6.CONFIG),
     "plamo2": (plamo2, plamo2.CONFIG),
 }
+ELSEWHERE: dict[str, tuple[ModuleType, dict[str, Any]]] = {
+    "phi-4-flash": (phi4_flash, phi4_flash.CONFIG),
+    "alice-ai": (alice_ai, alice_ai.CONFIG),
+}
+"""Of which test_reference_decoders.py compares the logits."""
 
-UNRECORDED = ("rwkv6", "plamo2")
+UNRECORDED = ("rwkv6", "plamo2", *ELSEWHERE)
 """They use operations of PyTorch."""
 
 
 def checkpoint(folder: Path, name: str, **changes: Any) -> tuple[Tensors, dict[str, Any]]:
-    module, config = CASES[name]
+    module, config = (CASES | ELSEWHERE)[name]
     config = config | changes
     weights = module.tensors(config)
     save_file(weights, folder / "model.safetensors")
@@ -60,11 +65,11 @@ def slow(*names: str) -> list[Any]:
 def greedy_of(name: str, weights: Tensors, config: dict[str, Any], prompt: list[int]) -> list[int]:
     row = list(prompt)
     for _ in range(NUM_TOKENS):
-        row.append(int(CASES[name][0].logits(config, weights, row)[-1].argmax()))
+        row.append(int((CASES | ELSEWHERE)[name][0].logits(config, weights, row)[-1].argmax()))
     return row[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", ["rwkv7", *slow("rwkv6", "plamo2")])
+@pytest.mark.parametrize("name", ["rwkv7", *slow("rwkv6", "plamo2", *ELSEWHERE)])
 def test_tokens_are_the_references_in_chunks_and_behind_a_snapshot(
     name: str, tmp_path: Path
 ) -> None:

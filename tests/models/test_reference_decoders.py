@@ -17,6 +17,7 @@ from tests.models.tensor_parallel_rank import LENGTHS as RANK_LENGTHS
 from tests.models.test_parity import LENGTHS, BothModels, compare, compare_last_tokens
 from tests.rank_processes import run_ranks
 from tests.references import (
+    alice_ai,
     arctic,
     bailing_v3,
     grok,
@@ -49,11 +50,12 @@ REFERENCES: dict[str, tuple[ModuleType | SmallDecoder, dict[str, Any]]] = {
     "bailing-v3-others": (bailing_v3, bailing_v3.OTHERS),
     "pangu-ultra-moe": (pangu_ultra_moe, pangu_ultra_moe.CONFIG),
     "phi-4-flash": (phi4_flash, phi4_flash.CONFIG),
+    "alice-ai": (alice_ai, alice_ai.CONFIG),
     **SMALL,
 }
 OF_GATE = (
     *("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small", "grove-moe", "smallthinker"),
-    *("step-3", "pangu-ultra-moe", "bailing-v3-others", "phi-4-flash", *SMALL),
+    *("step-3", "pangu-ultra-moe", "bailing-v3-others", "phi-4-flash", "alice-ai", *SMALL),
 )
 """The others are slow: they differ from one of these by names and keys."""
 BOUNDS = {"kimi-k3": 5e-4}

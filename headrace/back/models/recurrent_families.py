@@ -51,6 +51,7 @@ RECURRENT_DECODERS_PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), "plamo2"),
     "RwkvHybridForCausalLM": "rwkv_hybrid",
     "Phi4FlashForCausalLM": "phi4_flash",
+    "AliceAIForCausalLM": "alice_ai",
 }
 """The same under names that `transformers` has no class for."""
 RWKV = ("rwkv", "rwkv6", "rwkv7", "rwkv_hybrid")

@@ -94,11 +94,21 @@ def _phi4_flash(config: ConfigReader) -> Keys:
     }
 
 
+def _alice_ai(config: ConfigReader) -> Keys:
+    """Every so manieth layer attends where the config does not list them."""
+    if "layer_types" in config:
+        return {}
+    every = config.int("full_attention_interval", 4, ge=1)
+    kinds = ("full_attention", "linear_attention")
+    return {"layer_types": [kinds[(i + 1) % every != 0] for i in range(num_layers(config))]}
+
+
 RECURRENT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), _plamo2),
     "BailingMoeV3ForCausalLM": _bailing_v3,
     "NemotronHPuzzleForCausalLM": _puzzle,
     "Phi4FlashForCausalLM": _phi4_flash,
+    "AliceAIForCausalLM": _alice_ai,
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),
 }
 """By the name of the architecture."""
