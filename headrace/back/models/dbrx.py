@@ -6,6 +6,7 @@ from __future__ import annotations
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.moe.stacked import FlatExperts
+from headrace.back.layers.moe.weights import SeparateExperts
 from headrace.back.layers.norm import LAYER_NO_BIAS, NormPlacement
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
@@ -50,7 +51,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             names=ATTENTION,
         ),
         placement=PLACEMENT,
-        feed_forward=_mixture(experts, inner),
+        feed_forward=_mixture(experts, inner, separate=config.bool("separate_experts", False)),
     )
     return Decoder(
         scope,
@@ -58,7 +59,8 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
 
 
-def _mixture(config: ConfigReader, inner: int) -> MixtureSpec:
+def _mixture(config: ConfigReader, inner: int, *, separate: bool) -> MixtureSpec:
+    """`separate`: a tensor for each expert, or one of all of its matrices (GGUF)."""
     experts = config.int("moe_num_experts", ge=1)
     power = config.float("moe_normalize_expert_weights", None)
     if power not in (None, 1.0):
@@ -72,7 +74,7 @@ def _mixture(config: ConfigReader, inner: int) -> MixtureSpec:
             name="router.layer",
         ),
         inner=inner,
-        layout=LAYOUT,
+        layout=SeparateExperts() if separate else LAYOUT,
         name="ffn",
         activation=None if stated is None else read_activation(stated, ("name",), "silu"),
     )

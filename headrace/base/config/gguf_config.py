@@ -1,6 +1,6 @@
 """From GGUF metadata to the config.json the same model has: one row per GGUF architecture, plain
-data throughout, in gguf_rows.py, gguf_gemma.py, gguf_mixtures.py, gguf_recurrent.py,
-gguf_rwkv.py, gguf_encoders.py and gguf_published.py.
+data throughout, in gguf_rows.py, gguf_gemma.py, gguf_mixtures.py, gguf_experts.py,
+gguf_recurrent.py, gguf_rwkv.py, gguf_encoders.py and gguf_published.py.
 
 The result goes through the same reader, family and checks as any config.json, so a GGUF file is one
 more spelling of a checkpoint and no second kind of model. Metadata keys: github.com/ggml-org/ggml,
@@ -15,6 +15,7 @@ from typing import Final
 
 from headrace.base.config import (
     gguf_encoders,
+    gguf_experts,
     gguf_gemma,
     gguf_mixtures,
     gguf_published,
@@ -70,7 +71,8 @@ def _common(file: GGUFFile, name: str, row: GGUFArchitecture) -> Config:
     head_dim = count(file, f"{name}.attention.key_length", hidden // heads)
     if head_dim < 2 or head_dim % 2:
         raise file.wrong(f"{name}.attention.key_length", "an even number")
-    if not row.latent and head_dim != count(file, f"{name}.attention.value_length", head_dim):
+    alike = not row.latent and not row.short_values
+    if alike and head_dim != count(file, f"{name}.attention.value_length", head_dim):
         raise file.wrong(f"{name}.attention.value_length", f"the key length {head_dim}")
     return {
         "hidden_size": hidden,
@@ -174,6 +176,7 @@ ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
     **gguf_rows.ROWS,
     **gguf_gemma.ROWS,
     **gguf_mixtures.ROWS,
+    **gguf_experts.ROWS,
     **gguf_recurrent.ROWS,
     **gguf_encoders.ROWS,
     **gguf_published.ROWS,

@@ -27,9 +27,9 @@ ROUTED: Final = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
-_DRAFTS: Final = {"num_nextn_predict_layers": "nextn_predict_layers"}
+DRAFTS: Final = {"num_nextn_predict_layers": "nextn_predict_layers"}
 _MAVERICK_EXPERTS: Final = 128
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX, SIGMOID = 1, 2
 """Values of expert_gating_func."""
 GRANITE: Final = {
     "num_local_experts": "expert_count",
@@ -81,7 +81,7 @@ def _behind_drafts(file: GGUFFile, name: str, config: Config) -> None:
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
 
 
-def _deepseek2(file: GGUFFile, name: str, config: Config) -> None:
+def deepseek2(file: GGUFFile, name: str, config: Config) -> None:
     """DeepSeek V2, V3 and R1, Kimi-K2, GLM-4.7-Flash. Files name the lengths of a head's keys and
     values apart since the attention computes with latents."""
     lengths = [
@@ -104,7 +104,7 @@ def _deepseek2(file: GGUFFile, name: str, config: Config) -> None:
         config["architectures"] = ["DeepseekV2ForCausalLM"]
         grouped = config.get("n_group", 1) > 1
         config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
-    elif gating != _SIGMOID:
+    elif gating != SIGMOID:
         raise file.wrong(f"{name}.expert_gating_func", "1 (softmax) or 2 (sigmoid)")
     scaling = config.get("rope_scaling")
     if scaling is not None and scaling["rope_type"] == "yarn":
@@ -114,7 +114,7 @@ def _deepseek2(file: GGUFFile, name: str, config: Config) -> None:
 
 def _mistral4(file: GGUFFile, name: str, config: Config) -> None:
     """DeepSeek's lengths, with queries that grow with their position."""
-    _deepseek2(file, name, config)
+    deepseek2(file, name, config)
     config["model_type"], config["architectures"] = "mistral4", ["Mistral4ForCausalLM"]
     beta = file.number(f"{name}.attention.temperature_scale")
     scaling = config.get("rope_scaling")
@@ -137,7 +137,7 @@ def _ling(file: GGUFFile, name: str, config: Config) -> None:
     config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     config["use_qkv_bias"] = "blk.0.attn_qkv.bias" in file.tensors
-    sigmoid = file.whole(f"{name}.expert_gating_func", _SIGMOID) == _SIGMOID
+    sigmoid = file.whole(f"{name}.expert_gating_func", SIGMOID) == SIGMOID
     config["score_function"] = "sigmoid" if sigmoid else "softmax"
 
 
@@ -226,7 +226,7 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         model_type="glm4_moe",
         architecture="Glm4MoeForCausalLM",
         fixed={**SILU, "n_group": 1, "topk_group": 1},
-        keys=ROUTED | _DRAFTS,
+        keys=ROUTED | DRAFTS,
         adjust=_behind_drafts,
     ),
     "dots1": GGUFArchitecture(
@@ -251,7 +251,7 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         architecture="DeepseekV3ForCausalLM",
         fixed=SILU,
         keys=ROUTED | LATENT,
-        adjust=_deepseek2,
+        adjust=deepseek2,
         latent=True,
     ),
     "mistral4": GGUFArchitecture(
@@ -292,14 +292,14 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         model_type="exaone_moe",
         architecture="ExaoneMoeForCausalLM",
         fixed=SILU,
-        keys=ROUTED | _DRAFTS | {"sliding_window": "attention.sliding_window"},
+        keys=ROUTED | DRAFTS | {"sliding_window": "attention.sliding_window"},
         adjust=_exaone,
     ),
     "bailingmoe2": GGUFArchitecture(
         model_type="bailing_moe_v2",
         architecture="BailingMoeV2ForCausalLM",
         fixed=SILU,
-        keys=ROUTED | _DRAFTS,
+        keys=ROUTED | DRAFTS,
         adjust=_ling,
     ),
     "phimoe": GGUFArchitecture(

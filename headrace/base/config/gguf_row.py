@@ -40,6 +40,7 @@ class GGUFArchitecture:
     latent: bool = False
     recurrent: bool = False
     varied: bool = False
+    short_values: bool = False
 
 
 def latent_sizes(file: GGUFFile, name: str, config: Config) -> None:

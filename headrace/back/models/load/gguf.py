@@ -101,6 +101,10 @@ class GGUFSource:
             values = values - 1 if self._plus_one(name) else _logarithm(name, values)
             target.copy_(torch.from_numpy(values)[source])
             return
+        if len(shape) == 4:  # rates of decay by head
+            values = _logarithm(name, self._dequantize(tensor, rows_of)).reshape(shape)
+            target.copy_(torch.from_numpy(values)[source])
+            return
         if heads:
             rows_of = deinterleaved(rows_of, heads)
         rows_of = self._in_order(name, rows_of)

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import replace
 
+from headrace.back.models.load import gguf_experts, gguf_published, gguf_rwkv
 from headrace.back.models.load import gguf_names as names
-from headrace.back.models.load import gguf_published, gguf_rwkv
 from headrace.back.models.load.gguf_dialect import Dialect, Joined
 from headrace.back.models.load.gguf_heads import GroupedHeads, ValueHeads
 
 _GRANITE_SHARED = Joined(
     name="shared_mlp.input_linear.weight", parts=("ffn_gate_shexp", "ffn_up_shexp")
-)
-_LATENTS = Joined(
-    name="self_attn.kv_b_proj.weight", parts=("attn_k_b", "attn_v_b"), turned=True, flat=True
 )
 _GRANITE_MLP = Joined(name="shared_mlp.input_linear.weight", parts=("ffn_gate", "ffn_up"))
 
@@ -111,7 +108,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "minimax-m2": Dialect(
         blocks=names.MIXTRAL | {"exp_probs_b": "block_sparse_moe.e_score_correction_bias."}
     ),
-    "deepseek2": Dialect(blocks=names.ROUTED | names.LATENT, joined=(_LATENTS,)),
+    "deepseek2": Dialect(blocks=names.ROUTED | names.LATENT, joined=gguf_experts.LATENTS),
     "mistral4": Dialect(
         blocks=names.ROUTED
         | names.LATENT
@@ -119,7 +116,7 @@ DIALECTS: Mapping[str, Dialect] = {
             "ffn_gate_up_exps": "mlp.experts.gate_up_proj.",
             "ffn_down_exps": "mlp.experts.down_proj.",
         },
-        joined=(_LATENTS,),
+        joined=gguf_experts.LATENTS,
     ),
     "minicpm3": Dialect(blocks=names.BLOCK | names.LATENT),
     "apertus": Dialect(
@@ -222,6 +219,7 @@ DIALECTS: Mapping[str, Dialect] = {
         drafts=True,
     ),
     "phimoe": Dialect(blocks=names.MIXTRAL),
+    **gguf_experts.DIALECTS,
     **gguf_published.DIALECTS,
     **gguf_rwkv.DIALECTS,
 }

@@ -135,7 +135,7 @@ FUSED = (
     ("experts.gate_up_proj", ("gate_proj", "up_proj")),
     ("experts.down_proj", ("down_proj",)),
     *((f"experts.{one}.weight", (one,)) for one in ("gate_proj", "up_proj", "down_proj")),
-    *((f"experts.{one}.weight", (one,)) for one in ("w1", "w2", "w3")),
+    *((f"experts.{one}.weight", (one,)) for one in ("gate", "up", "down", "w1", "w2", "w3")),
     *((f"switch_mlp.{one}.weight", (one,)) for one in ("gate_proj", "up_proj", "down_proj")),
 )
 """Tensors of all experts of a layer [X, O, I], and the matrices of one expert that lie in O."""

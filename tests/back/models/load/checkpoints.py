@@ -139,8 +139,8 @@ def write_gguf(
     _write_metadata(writer, architecture, config)
     if extra is not None:
         extra(writer)
-    arch = _arch("llama" if architecture == "mixtral" else architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    named = "llama" if architecture == "mixtral" else architecture
+    names = name_table(named, config.num_hidden_layers)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     for name, tensor in _separated(architecture, model.state_dict()).items():
         if name == "lm_head.weight" and tied:
@@ -170,7 +170,8 @@ def _separated(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str,
         module, _, last = name.rpartition(".")
         kind = "bias" if last.endswith("_bias") else "weight"
         matrix = last.removesuffix("_bias")
-        if not module.endswith(".experts") or architecture in ("gemma4", "mistral4"):
+        stacked = architecture in ("gemma4", "mistral4")
+        if not module.endswith(".experts") or tensor.dim() < 2 or stacked:
             separate[name] = tensor
             continue
         oss = architecture == "gpt-oss"
@@ -194,6 +195,16 @@ def _finish(writer: gguf.GGUFWriter) -> None:
 
 def _arch(architecture: str) -> Any:
     return next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+
+
+def name_table(architecture: str, layers: int) -> Any:
+    """The library's table of names; what some architectures have of their own stays in it for all that come later."""
+    table = gguf.TensorNameMap
+    kept = dict(table.block_mappings_cfg)
+    try:
+        return gguf.get_tensor_name_map(_arch(architecture), layers)
+    finally:
+        table.block_mappings_cfg = kept
 
 
 def _as_stored(architecture: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:

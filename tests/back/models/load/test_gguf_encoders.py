@@ -24,7 +24,7 @@ from headrace.base.config.gguf_config import gguf_config
 from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import read_model_facts
-from tests.back.models.load.checkpoints import _arch, _finish, spec_of
+from tests.back.models.load.checkpoints import _finish, name_table, spec_of
 from tests.back.models.load.test_gguf_mixtures import CPU, load
 from tests.models.encoder_decoder_rank import forced_logits
 from tests.models.encoder_decoder_rank import saved as saved_seq2seq
@@ -89,7 +89,7 @@ def write(path: Path, architecture: str, folder: Path, config: Any, *, cut: int 
     layers = getattr(config, "num_hidden_layers", 0)
     writer.add_block_count(layers)
     encoder(writer, config)
-    table = gguf.get_tensor_name_map(_arch(architecture), layers)
+    table = name_table(architecture, layers)
     for own, tensor in load_file(folder / "model.safetensors").items():
         named = names_of(own, tensor)
         if named is None:
@@ -157,7 +157,7 @@ def test_jina_v2_gives_the_states_of_its_reference(apart: bool, tmp_path: Path) 
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "jina-bert-v2")
     writer.add_block_count(2)
     encoder(writer, transformers.BertConfig(**sizes))
-    table = gguf.get_tensor_name_map(_arch("jina-bert-v2"), 2)
+    table = name_table("jina-bert-v2", 2)
     for name, tensor in tensors.items():
         parts = {name: tensor}
         if apart and "gated_layers" in name:
@@ -213,7 +213,7 @@ def write_t5(path: Path, folder: Path, config: Any) -> Path:
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_relative_attn_buckets_count(config.relative_attention_num_buckets)
     writer.add_decoder_start_token_id(config.decoder_start_token_id)
-    table = gguf.get_tensor_name_map(_arch("t5"), 3)
+    table = name_table("t5", 3)
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith("embed_tokens.weight"):
             continue

@@ -20,7 +20,7 @@ from headrace.base.config.gguf_config import ARCHITECTURES
 from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import read_model_facts
-from tests.back.models.load.checkpoints import SIZES, _arch, _finish, _separated
+from tests.back.models.load.checkpoints import SIZES, _finish, _separated, name_table
 from tests.back.models.load.test_gguf_blocks import gguf_spec
 from tests.back.models.load.test_gguf_mixtures import ROWS, load, logits
 from tests.models.oracle import oracle_logits, randomize
@@ -50,7 +50,8 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 class Family:
     """`kind`: the prefix of its classes in transformers. `sizes`: of the config besides SIZES; `permutes`: rows of
     queries and keys; `plus_one`: norms; `metadata`: what it writes besides; `converts`: one tensor of the model as
-    those of the file, by their names there or in the model."""
+    those of the file, by their names there or in the model; `names`: whose
+    of the library's table, which lacks its own."""
 
     kind: str
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Family:
     converts: Callable[[str, torch.Tensor, Any], Iterator[tuple[str, torch.Tensor]]] | None = None
     text: bool = False
     old: bool = False
+    names: str = ""
 
 
 def window(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -114,12 +116,12 @@ def latent(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_value_length_mla(config.v_head_dim)
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
     writer.add_kv_lora_rank(config.kv_lora_rank)
-    if config.q_lora_rank:
+    if getattr(config, "q_lora_rank", None):
         writer.add_q_lora_rank(config.q_lora_rank)
-    sigmoid = config.model_type == "deepseek_v3"
+    sigmoid = config.model_type != "deepseek_v2"
     kinds = gguf.ExpertGatingFuncType
     writer.add_expert_gating_func(kinds.SIGMOID if sigmoid else kinds.SOFTMAX)
-    if config.rope_parameters["rope_type"] == "yarn":
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(
@@ -922,7 +924,7 @@ def write(path: Path, architecture: str, family: Family, model: Any) -> Path:
     writer.add_eos_token_id(2)
     if family.metadata is not None:
         family.metadata(writer, config)
-    names = gguf.get_tensor_name_map(_arch(architecture), config.num_hidden_layers)
+    names = name_table(family.names or architecture, config.num_hidden_layers)
     for name, tensor in _separated(architecture, model.state_dict()).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

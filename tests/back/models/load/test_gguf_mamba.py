@@ -19,7 +19,7 @@ from headrace.base.config.gguf_config import gguf_config
 from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import read_model_facts
-from tests.back.models.load.checkpoints import SIZES, _arch, _finish, _separated
+from tests.back.models.load.checkpoints import SIZES, _finish, _separated, name_table
 from tests.back.models.load.test_gguf_blocks import gguf_spec, library, run
 from tests.back.models.load.test_gguf_mixtures import ROWS, load, logits
 from tests.models.oracle import oracle_logits, randomize
@@ -306,7 +306,7 @@ def write(path: Path, architecture: str, family: Family, model: Any, quantize: A
     writer.add_block_count(config.num_hidden_layers)
     family.metadata(writer, config)
     writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(_arch(architecture), config.num_hidden_layers)
+    names = name_table(architecture, config.num_hidden_layers)
     state = {
         f"{name}.weight" if ".mixer.experts." in name else name: tensor
         for name, tensor in model.state_dict().items()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import ModelFacts, read_model_facts
-from tests.back.models.load.checkpoints import _arch, _finish, spec_of
+from tests.back.models.load.checkpoints import _finish, name_table, spec_of
 from tests.back.models.load.test_gguf_families import permuted
 from tests.back.models.load.test_gguf_mixtures import load
 from tests.models.oracle import BLOCK_TOKENS, oracle_logits, save_oracle
@@ -64,7 +64,7 @@ def write(
         add = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}
         add[bool] = writer.add_bool
         add[type(value)](f"{architecture}.{key}", value)
-    table = gguf.get_tensor_name_map(_arch(architecture), layers)
+    table = name_table(architecture, layers)
     for name, tensor in stacked(tensors).items():
         stored = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
@@ -88,6 +88,12 @@ SHAPE = {
     **{"feed_forward_length": INNER, "attention.head_count": HEADS},
     **{"attention.head_count_kv": KV_HEADS, "rope.freq_base": 500.0},
 }
+FIRST_EXPERTS = {
+    **{"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": INNER},
+    **{"expert_shared_count": 0, "leading_dense_block_count": 0},
+    "expert_weights_norm": True,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
 
 
 @pytest.mark.parametrize(
@@ -99,16 +105,8 @@ SHAPE = {
             {"rope.dimension_count": HEAD_DIM // 2, "attention.layer_norm_rms_epsilon": 1e-5},
         ),
         ("qwen", "qwen", {"feed_forward_length": 2 * INNER, "attention.head_count_kv": HEADS}),
-        (
-            "deepseek",
-            "deepseek-moe",
-            {
-                **{"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": INNER},
-                **{"expert_shared_count": 0, "leading_dense_block_count": 0},
-                "expert_weights_norm": True,
-                "attention.layer_norm_rms_epsilon": 1e-5,
-            },
-        ),
+        ("deepseek", "deepseek-moe", FIRST_EXPERTS),
+        pytest.param("bailingmoe", "deepseek-moe", FIRST_EXPERTS, marks=pytest.mark.slow),
     ],
 )
 def test_files_of_published_models_answer_as_their_oracles(

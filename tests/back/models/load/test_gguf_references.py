@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.back.models.load.checkpoints import _arch, _finish
+from tests.back.models.load.checkpoints import _finish, name_table
 from tests.back.models.load.test_gguf_blocks import gguf_spec
 from tests.back.models.load.test_gguf_families import permuted
 from tests.back.models.load.test_gguf_mixtures import ROWS, load, logits
-from tests.references import arctic, grok
+from tests.references import arctic, grok, grove_moe, smallthinker
 
 
 def sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -30,9 +30,15 @@ def sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(config["num_local_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_eos_token_id(2)
+    for count, chosen in (
+        ("num_local_experts", "num_experts_per_tok"),
+        ("num_experts", "num_experts_per_tok"),
+        ("moe_num_primary_experts", "moe_num_active_primary_experts"),
+    ):
+        if count in config:
+            writer.add_expert_count(config[count])
+            writer.add_expert_used_count(config[chosen])
 
 
 def of_grok(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -47,11 +53,37 @@ def of_grok(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_logit_scale(config["output_multiplier_scale"])
 
 
+def of_grove(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    sizes(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_chunk_feed_forward_length(grove_moe.ADJUGATE)
+    writer.add_experts_per_group(grove_moe.GROUP)
+    writer.add_expert_group_scale(grove_moe.SHARE)
+
+
+def of_smallthinker(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    sizes(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_ffn_hidden_size"])
+    kinds = gguf.ExpertGatingFuncType
+    softmax = config["moe_primary_router_apply_softmax"]
+    writer.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
+    if any(config["sliding_window_layout"]):
+        writer.add_sliding_window(config["sliding_window_size"])
+
+
+SLIDING = {
+    **{**smallthinker.CONFIG, "num_hidden_layers": 3, "tie_word_embeddings": False},
+    **{"rope_layout": [0, 1, 1], "sliding_window_layout": [0, 1, 1]},
+}
+"""As published: the first of each four layers slides not."""
 EVERY = {**arctic.CONFIG, "moe_layer_frequency": 1, "num_hidden_layers": 2}
 """Arctic's files have experts in all layers."""
 FILES: dict[str, tuple[ModuleType, dict[str, Any], Callable[..., None], bool]] = {
     "grok": (grok, grok.CONFIG, of_grok, False),
     "arctic": (arctic, EVERY, sizes, True),
+    "grovemoe": (grove_moe, grove_moe.CONFIG, of_grove, False),
+    "smallthinker": (smallthinker, SLIDING, of_smallthinker, False),
+    "smallthinker-whole": (smallthinker, smallthinker.SOFTMAX, of_smallthinker, False),
 }
 """The reference, its config, its metadata, and whether rows of queries and keys are in pairs."""
 
@@ -61,9 +93,9 @@ def with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     joined: dict[str, list[torch.Tensor]] = {}
     kept = {}
     for name, tensor in tensors.items():
-        block, _, rest = name.partition(".experts.")
-        if rest:
-            joined.setdefault(f"{block}.experts.{rest.split('.')[1]}.weight", []).append(tensor)
+        block, _, rest = name.partition("experts.")
+        if rest and rest[0].isdigit():
+            joined.setdefault(f"{block}experts.{rest.split('.')[1]}.weight", []).append(tensor)
         else:
             kept[name] = tensor
     return kept | {name: torch.stack(each) for name, each in joined.items()}
@@ -74,10 +106,13 @@ def with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def test_a_file_answers_as_its_reference(name: str, tmp_path: Path) -> None:
     reference, config, metadata, in_pairs = FILES[name]
     weights = reference.tensors(config)
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", name)
+    named = name.removesuffix("-whole")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", named)
     metadata(writer, config)
-    table = gguf.get_tensor_name_map(_arch(name), config["num_hidden_layers"])
+    table = name_table(named, config["num_hidden_layers"])
     for one, tensor in with_joined_experts(weights).items():
+        if one.endswith("mlp.expert_bias"):
+            continue  # converters leave it out
         values = tensor.numpy()
         for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
             if in_pairs and f"self_attn.{part}_proj" in one:
