@@ -21,7 +21,7 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_mixture import NUM_TOKENS, answers
 from tests.models.test_parity import LENGTHS, compare
 from tests.models.test_recurrent import engine, prompts_of
-from tests.references import alice_ai, phi4_flash, plamo2, rwkv6, rwkv7
+from tests.references import alice_ai, phi4_flash, plamo2, rwkv6, rwkv7, rwkv_hybrid
 
 Tensors = dict[str, torch.Tensor]
 CASES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
@@ -55,6 +55,38 @@ def test_it_has_the_logits_of_the_reference(name: str, tmp_path: Path) -> None:
     ours = load_ours(model_spec(tmp_path))
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, [CASES[name][0].logits(config, weights, row) for row in rows], 1e-4)
+
+
+def test_qwen_with_layers_of_rwkv_6_has_the_logits_of_its_reference(tmp_path: Path) -> None:
+    """Under the names and keys of its published checkpoint."""
+    weights = rwkv_hybrid.tensors(rwkv_hybrid.SIX)
+    names = {"receptance": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+    stored = {}
+    for name, one in weights.items():
+        for ours, theirs in names.items():
+            name = name.replace(f"self_attn.{ours}.", f"self_attn.{theirs}.")
+        stored[name] = one
+    save_file(stored, tmp_path / "model.safetensors")
+    ranks = {
+        key: weights[f"model.layers.0.self_attn.{name}"].shape[1]
+        for key, name in (
+            ("lora_rank_tokenshift", "time_maa_w2"),
+            ("lora_rank_decay", "time_decay_w1"),
+        )
+    }
+    sizes = {key: rwkv_hybrid.SIX[key] for key in rwkv_hybrid.SIX if key not in HYBRID}
+    config = {"architectures": ["RWKV6Qwen2ForCausalLM"], **sizes, **ranks}
+    config |= {"num_attention_heads": 64 // 16, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = random_rows(config["vocab_size"], LENGTHS)
+    got = teacher_forced(
+        load_ours(model_spec(tmp_path)), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+    )
+    compare(got, [rwkv_hybrid.logits(rwkv_hybrid.SIX, weights, row) for row in rows], 1e-4)
+
+
+HYBRID = ("head_size", "wkv_version", "attention_bias")
+"""What the published config does not state."""
 
 
 def slow(*names: str) -> list[Any]:

@@ -49,7 +49,7 @@ RECURRENT_DECODERS_PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), "rwkv7"),
     "Rwkv6ForCausalLM": "rwkv6",
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), "plamo2"),
-    "RwkvHybridForCausalLM": "rwkv_hybrid",
+    **dict.fromkeys(("RwkvHybridForCausalLM", "RWKV6Qwen2ForCausalLM"), "rwkv_hybrid"),
     "Phi4FlashForCausalLM": "phi4_flash",
     "AliceAIForCausalLM": "alice_ai",
 }

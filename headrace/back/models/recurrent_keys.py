@@ -94,6 +94,22 @@ def _phi4_flash(config: ConfigReader) -> Keys:
     }
 
 
+def _rwkv6_qwen2(config: ConfigReader) -> Keys:
+    """Ranks that are not stated follow from the width; queries, keys and values have biases."""
+    if config.bool("use_rope", False):
+        raise config.wrong("use_rope", "false")
+    width, heads = config.int("hidden_size", ge=1), config.int("num_attention_heads", ge=1)
+    twice = 2 if width >= 4096 else 1
+    return {
+        "wkv_version": 6,
+        "head_size": width // heads,
+        "time_mix_extra_dim": config.int("lora_rank_tokenshift", 32 * twice, ge=1),
+        "time_decay_extra_dim": config.int("lora_rank_decay", 64 * twice, ge=1),
+        "attention_bias": config.bool("attention_bias", True),
+        **_unbounded(config),
+    }
+
+
 def _alice_ai(config: ConfigReader) -> Keys:
     """Every so manieth layer attends where the config does not list them."""
     if "layer_types" in config:
@@ -109,6 +125,7 @@ RECURRENT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "NemotronHPuzzleForCausalLM": _puzzle,
     "Phi4FlashForCausalLM": _phi4_flash,
     "AliceAIForCausalLM": _alice_ai,
+    "RWKV6Qwen2ForCausalLM": _rwkv6_qwen2,
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),
 }
 """By the name of the architecture."""

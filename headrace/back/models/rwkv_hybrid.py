@@ -1,5 +1,5 @@
-"""Qwen 2 with RWKV's time mixing in place of attention, of version 6 (QRWKV 6) or 7 (ARWKV 7), as
-GGUF files hold them; the rest of a layer is Qwen's."""
+"""Qwen 2 with RWKV's time mixing in place of attention, of version 6 (QRWKV 6) or 7 (ARWKV 7); the
+rest of a layer is Qwen's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ QWEN_NAMES = TimeMix6Names(
     key="k_proj",
     value="v_proj",
     out="o_proj",
-    by_output=True,
 )
 HEAD_EPS = 64e-5
 """Of the norm of heads, whatever that of the layers is."""
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """RwkvHybridForCausalLM, of GGUF files alone."""
+    """RWKV6Qwen2ForCausalLM; RwkvHybridForCausalLM, of GGUF files alone."""
     sizes = read_recurrent_sizes(config, tied=False, eps=1e-6)
     sizes = replace(sizes, inner=config.int("intermediate_size", ge=1))
     config.choice("hidden_act", ("silu",), "silu")
@@ -56,7 +55,7 @@ def _six(config: ConfigReader, sizes: DecoderSizes, head_dim: int) -> list[Mixer
         eps=None,
         gate="sigmoid",
         bias=config.bool("attention_bias", False),
-        names=QWEN_NAMES,
+        names=replace(QWEN_NAMES, by_output=config.bool("low_rank_by_output", False)),
     )
     return [spec] * sizes.layers
 
