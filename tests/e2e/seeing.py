@@ -15,6 +15,7 @@ import transformers
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.api.clients import openai_client
 from tests.api.serving import Served, _started
 from tests.front.media.folders import write_processors, write_tokenizer
 from tests.models.media import save_media_oracle
@@ -32,10 +33,7 @@ class Seeing:
     oracle: Any
     ids: dict[str, int]
     served: Served
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.served.url}/v1", api_key="-", max_retries=0)
+    client: openai.OpenAI
 
     def ask(self, *parts: Any, **more: Any) -> Any:
         return self.client.chat.completions.create(
@@ -135,7 +133,8 @@ def served_seeing(folder: Path, *more: str, **environment: str) -> Iterator[Seei
     served = _started(str(folder), *options, *more, **environment)
     try:
         served.wait_ready()
-        yield Seeing(folder, oracle, ids, served)
+        with openai_client(served.url) as client:
+            yield Seeing(folder, oracle, ids, served, client)
     finally:
         served.close()
 
