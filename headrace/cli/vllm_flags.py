@@ -217,7 +217,6 @@ _VLLM: Mapping[str, OtherFlag] = {
         refused(_NO_CODE, SEVERAL),
     ),
     "--logits-processor-pattern": left_out("requests name no code", ONE),
-    "--tool-server": refused("tools are carried out by the clients"),
     **rows(
         "--safetensors-load-strategy --max-parallel-loading-workers --pt-load-map-location",
         left_out(_LOADING, ONE),

@@ -27,6 +27,7 @@ from headrace.base.config.resolved import (
     TextSpec,
 )
 from headrace.base.config.server_options import ServerOptions, ServerSettings
+from headrace.base.config.tool_servers import tool_servers
 from headrace.base.config.tree import Options
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
@@ -433,6 +434,7 @@ def server_spec(options: ServerOptions) -> ServerSpec:
             raise ConfigError(f"--api-key-file {key_file}: no key in it", field="api_key_file")
         if admin_digest in digests:
             raise ConfigError("--admin-key: must differ from every API key")
+    tool_servers(options.tool_server)
     settings = {name: getattr(options, name) for name in ServerSettings.__struct_fields__}
     return ServerSpec(
         **settings,

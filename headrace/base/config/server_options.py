@@ -187,6 +187,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             "of answers, to whoever has a key."
         ),
     ] = False
+    tool_server: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="MCP servers whose tools /v1/responses runs: [LABEL=]HOST:PORT[/PATH] or [LABEL=]URL, "
+            "separated by commas; requests name them by label (HOST:PORT without one)."
+        ),
+    ] = ()
     allow_pull: Annotated[
         bool,
         Meta(

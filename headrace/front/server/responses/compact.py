@@ -39,7 +39,7 @@ async def post_compact(context: RequestContext, document: Any) -> Response:
         parse_prompt(document), tools=None, tool_choice=None, text=None
     )
     ident = response_id()
-    _, _, translated = await translate(
+    _, _, _, translated = await translate(
         context, request, document, ident=ident, recall=recall_from(context)
     )
     messages = [*translated.document["messages"], {"role": "user", "content": ASK}]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import orjson
+
 from headrace.front.client.events import Ended
 from headrace.front.server.conversation.stages import ParsedEnded
 from headrace.front.server.http.failures import Failure
@@ -128,6 +130,25 @@ def usage(num_prompt: int, ended: Ended | None) -> Json:
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": num_prompt + num_output,
     }
+
+
+def added(before: Json | None, usage: Json) -> Json:
+    """The usage of one more generation of the same response."""
+    if before is None:
+        return usage
+    return {
+        name: added(before[name], value) if isinstance(value, dict) else before[name] + value
+        for name, value in usage.items()
+    }
+
+
+def object_of(text: str) -> Json:
+    """Arguments as an object; text that is none stands under INVALID_JSON."""
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        document = None
+    return document if isinstance(document, dict) else {"INVALID_JSON": text}
 
 
 def error_of(failure: Failure) -> Json:

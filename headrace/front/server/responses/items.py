@@ -109,6 +109,8 @@ class ItemMessages:
                 content = _output(item.get("output"), f"{at}.output")
                 message = {"role": "tool", "tool_call_id": ident, "content": content}
                 self._add(f"{at}.output", message)
+            case "mcp_call" if item.get("server_label") in self._tools.listings:
+                self._server_call(item, at)
             case "compaction":
                 summary = self._unseal(_string(item, "encrypted_content", at))
                 if summary is None:
@@ -162,6 +164,15 @@ class ItemMessages:
         call = {"id": _string(item, "call_id", at), "type": "function"}
         calls = turn.setdefault("tool_calls", [])
         calls.append({**call, "function": {"name": name, "arguments": arguments}})
+
+    def _server_call(self, item: Json, at: str) -> None:
+        """A call that was run here, and what came of it."""
+        ident = _string(item, "id", at)
+        named = {**item, "call_id": ident, "namespace": item["server_label"]}
+        self._call(named, at, _string(item, "arguments", at))
+        error, output = item.get("error"), item.get("output")
+        content = f"Error: {error}" if isinstance(error, str) else output
+        self._add(at, {"role": "tool", "tool_call_id": ident, "content": content or ""})
 
     def _reasoning(self, item: Json, at: str) -> str:
         """The text in the clear, else out of its seal, else the summary."""

@@ -152,7 +152,7 @@ async def get_input_items(context: RequestContext, request: Request) -> Response
 async def post_input_tokens(context: RequestContext, document: Any) -> Response:
     """POST /v1/responses/input_tokens: the prompt's length; the engine is not asked."""
     request = parse_prompt(document)
-    _, _, translated = await translate(
+    _, _, _, translated = await translate(
         context, request, document, ident=response_id(), recall=recall_from(context)
     )
     chat = translated.typed()
@@ -169,7 +169,7 @@ async def post_render_responses(context: RequestContext, document: Any) -> Respo
             "previous_response_id: rendering keeps no state; send the items themselves",
             field="previous_response_id",
         )
-    _, _, translated = await translate(
+    _, _, _, translated = await translate(
         context, request, document, ident=response_id(), recall=_nothing_kept
     )
     streams = bool(request.stream)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import orjson
 
 from headrace.base.errors import ContextTooLong, InvalidRequest, NotFound
@@ -36,8 +37,15 @@ from headrace.front.server.responses.schema import (
     ResponsesRequest,
     conversation_of,
 )
-from headrace.front.server.responses.stream import TERMINAL, ResponseStream
-from headrace.front.server.responses.tools import offered
+from headrace.front.server.responses.server_tools import (
+    MAX_CALLS,
+    LaterRound,
+    outputs,
+    tools_of,
+    without_choice,
+)
+from headrace.front.server.responses.stream import OF_CLIENTS, TERMINAL, ResponseStream
+from headrace.front.server.responses.tools import Offered
 from headrace.front.server.state.responses import MAX_CHAIN, Record
 
 PURPOSE = "reasoning"
@@ -78,7 +86,7 @@ async def prepare(
     if request.store and services.store is None:
         raise InvalidRequest("store: this server keeps no responses", field="store")
     ident = response_id()
-    history, own_items, translated = await translate(
+    history, own_items, tools, translated = await translate(
         context, request, document, ident=ident, recall=recall
     )
     conversation = to_conversation(translated, services.served, id=ident)
@@ -90,7 +98,7 @@ async def prepare(
         created=int(time.time()),
         request=request,
         document=document,
-        tools=offered(request.tools, [*history, *own_items]),
+        tools=tools,
         seal=lambda text: services.sealer.seal(text, owner=context.tenant, purpose=PURPOSE),
         stored=services.store is not None and request.store is not False,
         defaults=dict(services.text.generation_defaults),
@@ -110,8 +118,8 @@ async def prepare(
 
 async def translate(
     context: RequestContext, request: InputRequest, document: Json, *, ident: str, recall: Recall
-) -> tuple[list[Json], list[Json], TranslatedRequest]:
-    """The items before the request, its own, and all of them as a conversation."""
+) -> tuple[list[Json], list[Json], Offered, TranslatedRequest]:
+    """The items before the request, its own, its tools, and all of them as a conversation."""
     services = context.services
     services.model_name(request.model)
     history: list[Json] = []
@@ -123,20 +131,33 @@ async def translate(
     if (talk := conversation_of(request)) is not None:
         history = await conversations.history_of(context, talk)
     own_items = with_ids(await _resolved(request.input, recall), ident)
+    tools = await tools_of(services, request, [*history, *own_items])
+    translated = _translated(context, request, document, tools, history, own_items)
+    return history, own_items, tools, translated
+
+
+def _translated(
+    context: RequestContext,
+    request: InputRequest,
+    document: Json,
+    tools: Offered,
+    history: Sequence[Json],
+    own_items: Sequence[Json],
+) -> TranslatedRequest:
+    services = context.services
 
     def unseal(sealed: str) -> str | None:
         return services.sealer.open(sealed, owner=context.tenant, purpose=PURPOSE)
 
-    translated = to_request(
+    return to_request(
         request,
         document,
-        tools=offered(request.tools, [*history, *own_items]),
+        tools=tools,
         history=history,
         own_items=own_items,
         unseal=unseal,
         max_model_len=services.text.max_model_len,
     )
-    return history, own_items, translated
 
 
 async def _not_found(context: RequestContext, ident: str) -> PreviousResponseNotFound:
@@ -223,13 +244,71 @@ async def _fitting(context: RequestContext, conversation: Conversation) -> Conve
 
 async def run(prepared: Prepared, *, keep: bool = True) -> AsyncGenerator[Json, None]:
     """The response's events; it is stored before its last one. Failures are raised."""
-    prepared.stream.prompt_ids, events = await begin(prepared.context, prepared.conversation)
-    async with aclosing(events):
+    async with aclosing(_rounds(prepared)) as events:
         async for event in events:
-            for event_ in prepared.stream.take(event):
-                if keep and event_["type"] in TERMINAL:
-                    await store(prepared)
+            if keep and event["type"] in TERMINAL:
+                await store(prepared)
+            yield event
+
+
+async def _rounds(prepared: Prepared) -> AsyncGenerator[Json, None]:
+    """One generation, and further ones while the model calls tools that are run here."""
+    stream, context = prepared.stream, prepared.context
+    most = min(MAX_CALLS, prepared.reply.request.max_tool_calls or MAX_CALLS)
+    conversation, num_calls, num_items = prepared.conversation, 0, 0
+    while True:
+        stream.prompt_ids, generation = await begin(context, conversation)
+        async with aclosing(generation):
+            async for event in generation:
+                for event_ in stream.take(event):
+                    yield event_
+        if not stream.pending:
+            break
+        calls = list(stream.pending)
+        async with aclosing(outputs(prepared.context, calls, num_calls, most)) as results:
+            async for call, output, error in results:
+                for event_ in stream.run_call(call, output, error):
+                    yield event_
+        num_calls += len(calls)
+        items = stream.response["output"]
+        if any(item["type"] in OF_CLIENTS for item in items[num_items:]):
+            for event_ in stream.finish():
                 yield event_
+            break
+        num_items = len(items)
+        if context is not prepared.context:
+            context.held.close()
+        context = LaterRound.of(prepared.context)
+        prepared.context.held.callback(context.held.close)
+        continued = await _continued(prepared, calls_left=num_calls < most)
+        if continued is None:
+            for event_ in stream.finish("max_output_tokens"):
+                yield event_
+            break
+        conversation = continued
+    prepared.context.timeline = context.timeline
+
+
+async def _continued(prepared: Prepared, *, calls_left: bool) -> Conversation | None:
+    """What comes behind the calls that were run; None where no token of the answer is left."""
+    context, request, stream = prepared.context, prepared.reply.request, prepared.stream
+    items = [item for item in stream.response["output"] if item["type"] != "mcp_list_tools"]
+    translated = _translated(
+        context,
+        without_choice(request, calls_left=calls_left),
+        prepared.reply.document,
+        prepared.reply.tools,
+        prepared.history,
+        [*prepared.own_items, *items],
+    )
+    conversation = to_conversation(translated, context.services.served, id=prepared.reply.id)
+    if request.truncation == "auto":
+        conversation = await _fitting(context, conversation)
+    if request.max_output_tokens is None:
+        return conversation
+    left = request.max_output_tokens - stream.num_output
+    params = msgspec.structs.replace(conversation.params, max_tokens=left)
+    return replace(conversation, params=params) if left > 0 else None
 
 
 async def store(prepared: Prepared, *, running: bool = False) -> None:

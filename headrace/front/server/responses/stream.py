@@ -1,4 +1,5 @@
 """from_events: a generation's events as the events of a response; the full response is their fold.
+A call of a tool that is run here pauses it: another generation follows.
 
 Every event has the next sequence number. Items follow one another, each opened, said and closed
 before the next one; `output` of the response holds what was opened, under the same ids. Budget of a
@@ -20,7 +21,14 @@ from headrace.front.server.conversation.fold import chat_logprobs
 from headrace.front.server.conversation.stages import WaitingSpace, parts_of
 from headrace.front.server.http.failures import Failure
 from headrace.front.server.http.sse import Chunks, padding
-from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage
+from headrace.front.server.responses.document import (
+    ResponseReply,
+    added,
+    error_of,
+    new_response,
+    object_of,
+    usage,
+)
 from headrace.front.server.responses.items import item_id
 from headrace.front.server.responses.schema import Json
 from headrace.front.text.parsing.engine import (
@@ -32,7 +40,13 @@ from headrace.front.text.parsing.engine import (
     Reasoning,
 )
 
-_CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
+_CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call", "mcp_call"})
+_ARGUMENTS = {
+    "function_call": "response.function_call_arguments",
+    "mcp_call": "response.mcp_call_arguments",
+}
+OF_CLIENTS = _CALLS - {"mcp_call"}
+"""Calls that the client carries out."""
 _CUT = {"length": "max_output_tokens", "repetition": "repetition"}
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
@@ -40,13 +54,15 @@ TERMINAL = frozenset({"response.completed", "response.incomplete", "response.fai
 @dataclass
 class ResponseStream:
     """Turns events into events; `response` is the response as far as it has come. `warm`: no output
-    is wanted; `prompt_ids`: the prompt, once it is known."""
+    is wanted; `prompt_ids`: the prompt, once it is known; `pending`: complete calls that are to be
+    run here."""
 
     reply: ResponseReply
     status: str = "in_progress"
     number: int = 0
     warm: bool = False
     prompt_ids: list[int] = field(default_factory=list)
+    pending: list[Json] = field(default_factory=list)
     response: Json = field(init=False)
     _open: Json | None = field(init=False, default=None)
     _texts: list[str] = field(init=False, default_factory=list)
@@ -55,6 +71,7 @@ class ResponseStream:
     _unsaid: list[Json] = field(init=False, default_factory=list)
     _begun: bool = field(init=False, default=False)
     _num_prompt: int = field(init=False, default=0)
+    _usage: Json | None = field(init=False, default=None)
     _ids: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,7 +83,8 @@ class ResponseStream:
             return []
         self._begun = True
         created = self._about("response.created")
-        return [created, self._about(f"response.{self.response['status']}")]
+        about = self._about(f"response.{self.response['status']}")
+        return [created, about, *self._listed()]
 
     def take(self, event: Event) -> list[Json]:
         """The response's events for one event."""
@@ -95,6 +113,8 @@ class ResponseStream:
 
     def _start(self, event: Started) -> list[Json]:
         self._num_prompt = event.num_prompt
+        if self._usage is not None:
+            return []  # a further generation
         queued = self._begun
         self.response["status"] = "in_progress"
         return [self._about("response.in_progress")] if queued else self.begin()
@@ -127,9 +147,9 @@ class ResponseStream:
             case CallArguments():
                 self._texts.append(part.text)
                 item = self._open
-                if item is None or item["type"] != "function_call":
+                if item is None or item["type"] not in _ARGUMENTS:
                     return []  # told at the end: an input inside the arguments, or an object
-                return [self._said("response.function_call_arguments.delta", None, delta=part.text)]
+                return [self._said(f"{_ARGUMENTS[item['type']]}.delta", None, delta=part.text)]
             case CallEnd():
                 return self._close(complete=True, ends_call=True)
 
@@ -151,6 +171,10 @@ class ResponseStream:
         fields: Json = {"call_id": part.id, "name": tool.name}
         if tool.namespace is not None:
             fields["namespace"] = tool.namespace
+        if tool.server is not None:
+            where = {"server_label": tool.server, "approval_request_id": None}
+            outcome = {"arguments": "", "output": None, "error": None}
+            return events + self._become("mcp_call", "mcp", name=tool.name, **where, **outcome)
         if tool.search:
             return events + self._become(
                 "tool_search_call", "tsc", call_id=part.id, execution="client", arguments={}
@@ -192,21 +216,46 @@ class ResponseStream:
                     item, custom_input(whole) if complete else cut_input(whole)
                 )
             case "tool_search_call":
-                item["arguments"] = _object(whole)
+                item["arguments"] = object_of(whole)
                 events = []
-            case _:
+            case kind:
                 item["arguments"] = whole
-                name = item["name"]
-                events = [
-                    self._said(
-                        "response.function_call_arguments.done", None, arguments=whole, name=name
-                    )
-                ]
-        item["status"] = "completed" if complete else "incomplete"
-        events.append(self._item("response.output_item.done"))
+                done, name = f"{_ARGUMENTS[kind]}.done", item["name"]
+                events = [self._said(done, None, arguments=whole, name=name)]
+        if complete and item["type"] == "mcp_call":
+            self.pending.append(item)
+            events.append(self._said("response.mcp_call.in_progress", None))
+        else:
+            item["status"] = "completed" if complete else "incomplete"
+            events.append(self._item("response.output_item.done"))
         self._open = None
         self._texts.clear()
         self._scores = []
+        return events
+
+    def run_call(self, item: Json, output: str | None, error: str | None) -> list[Json]:
+        """The events that end a pending call, which has been run."""
+        status = "completed" if error is None else "failed"
+        item |= {"output": output, "error": error, "status": status}
+        self.pending.remove(item)
+        at = self.response["output"].index(item)
+        ended = self._event(f"response.mcp_call.{status}", item_id=item["id"], output_index=at)
+        done = self._event("response.output_item.done", output_index=at, item={**item})
+        return [ended, done]
+
+    def _listed(self) -> list[Json]:
+        """The items that say which tools of servers are offered."""
+        events = []
+        for listing in self.reply.tools.listings.values():
+            events += self._become(
+                "mcp_list_tools", "mcpl", server_label=listing.label, tools=[], error=None
+            )
+            assert self._open is not None
+            events.append(self._said("response.mcp_list_tools.in_progress", None))
+            self._open |= {"tools": listing.tools, "status": "completed"}
+            events.append(self._said("response.mcp_list_tools.completed", None))
+            events.append(self._item("response.output_item.done"))
+            self._open = None
         return events
 
     def _end_message(self, item: Json, whole: str) -> list[Json]:
@@ -289,14 +338,28 @@ class ResponseStream:
             raise Unavailable("the request was ended by an administrator", retry_after_s=1.0)
         cut = _CUT.get("" if self.warm else ended.reason)
         events = self._close(complete=cut is None)
+        self._usage = added(self._usage, usage(self._num_prompt, ended))
+        if self.pending and cut is None:
+            return events
+        for item in list(self.pending):
+            events += self.run_call(item, None, "the response was cut off before it was run")
+        return [*events, *self.finish(cut)]
+
+    def finish(self, cut: str | None = None) -> list[Json]:
+        """The last event."""
         self.response |= {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": cut} if cut else None,
             "completed_at": None if cut else int(time.time()),
-            "usage": usage(self._num_prompt, ended),
+            "usage": self._usage,
             **self._messages(),
         }
-        return [*events, self._about(f"response.{self.response['status']}")]
+        return [self._about(f"response.{self.response['status']}")]
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of all generations so far."""
+        return 0 if self._usage is None else int(self._usage["output_tokens"])
 
     def _messages(self) -> Json:
         """Prompt and answer as they went through the model, where that is asked."""
@@ -307,15 +370,6 @@ class ResponseStream:
             name: [{"type": "raw_message_tokens", "message": decode(ids), "tokens": ids}]
             for name, ids in (("input_messages", self.prompt_ids), ("output_messages", self._ids))
         }
-
-
-def _object(text: str) -> Json:
-    """Arguments as an object; text that is none stands under INVALID_JSON."""
-    try:
-        document = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        document = None
-    return document if isinstance(document, dict) else {"INVALID_JSON": text}
 
 
 def _logprobs(scores: list[ScoredToken]) -> list[Json]:

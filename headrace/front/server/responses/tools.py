@@ -3,13 +3,14 @@ that was meant.
 
 A namespace is flattened (`name__function`); a custom tool, whose input is free text, is a function
 with one text argument. A search for tools that the client carries out is a function too, and what
-it finds is offered from then on. Tools that the vendor's servers run are passed over: clients
-always offer some, and nothing is run here."""
+it finds is offered from then on. Tools of servers that the operator names are functions
+(`label__tool`) that are run here (server_tools.py). Tools that the vendor's servers run are passed
+over: clients always offer some."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,20 +35,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """What a function's name stands for."""
+    """What a function's name stands for. `server`: the label of the one that has it."""
 
     name: str
     custom: bool = False
     search: bool = False
     namespace: str | None = None
+    server: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The tools of a server that a request offers."""
+
+    label: str
+    tools: list[Json]
 
 
 @dataclass
 class Offered:
-    """The tools of a request. `names` leads back from the functions' names."""
+    """The tools of a request. `names` leads back from the functions' names; `listings`: of the
+    servers whose tools are run here, by their labels."""
 
     functions: list[Json] = field(default_factory=list)
     names: dict[str, Tool] = field(default_factory=dict)
+    listings: Mapping[str, Listing] = field(default_factory=dict)
 
     def tool(self, function: str) -> Tool:
         """The tool behind a function; a name the model made up stays as it is."""
@@ -78,6 +90,8 @@ class Offered:
                 strict=strict,
                 custom=True,
             )
+        elif kind == "mcp" and tool.get("server_label") in self.listings:
+            self._server(self.listings[tool["server_label"]], at)
         elif kind == TOOL_SEARCH and tool.get("execution") == "client":
             self._search(tool, at)
         elif isinstance(kind, str) and kind.startswith(HOSTED):
@@ -107,6 +121,13 @@ class Offered:
         named = {"name": TOOL_SEARCH, "description": tool.get("description") or "Search for tools."}
         self._function(named, at, None, parameters=parameters)
         self.names[TOOL_SEARCH] = Tool(name=TOOL_SEARCH, search=True)
+
+    def _server(self, listing: Listing, at: str) -> None:
+        for tool in listing.tools:
+            schema = tool["input_schema"]
+            self._function(tool, at, listing.label, parameters=schema)
+            flat = self.function_of(tool["name"], listing.label)
+            self.names[flat] = Tool(name=tool["name"], server=listing.label)
 
     def _namespace(self, tool: Json, at: str) -> None:
         inside = tool.get("tools")
@@ -141,9 +162,16 @@ class Offered:
         self.names[flat] = Tool(name=name, custom=custom, namespace=namespace)
 
 
-def offered(tools: list[Json] | None, items: Iterable[Json] = ()) -> Offered:
+NOTHING_LISTED: Mapping[str, Listing] = {}
+
+
+def offered(
+    tools: list[Json] | None,
+    items: Iterable[Json] = (),
+    listings: Mapping[str, Listing] = NOTHING_LISTED,
+) -> Offered:
     """The tools of a request, and those that its items brought."""
-    offered_tools = Offered()
+    offered_tools = Offered(listings=listings)
     for i, tool in enumerate(tools or []):
         offered_tools.add(tool, f"tools[{i}]")
     for i, item in enumerate(items):
@@ -162,6 +190,10 @@ def to_choice(choice: str | Json | None, tools: Offered) -> Json:
     kind = choice.get("type")
     if kind in ("function", "custom"):
         named = tools.function_of(_name(choice, "tool_choice"), choice.get("namespace"))
+        picked = {"type": "function", "function": {"name": named}}
+        return {"tools": functions or None, "tool_choice": picked}
+    if kind == "mcp" and choice.get("server_label") in tools.listings:
+        named = tools.function_of(_name(choice, "tool_choice"), choice["server_label"])
         picked = {"type": "function", "function": {"name": named}}
         return {"tools": functions or None, "tool_choice": picked}
     if kind == "allowed_tools":
