@@ -30,6 +30,8 @@ TOOL_PARSERS = "headrace.tool_parsers"
 REASONING_PARSERS = "headrace.reasoning_parsers"
 ADMISSION_HOOKS = "headrace.admission_hooks"
 STATS = "headrace.stats"
+SCHEDULERS = "headrace.schedulers"
+DRAFTERS = "headrace.drafters"
 GROUPS: Mapping[str, str] = {
     MODELS: "an architecture of config.json -> build(scope, config), as in back/models",
     LOGITS_PROCESSORS: "a function (token_ids, logits) -> logits over one row",
@@ -37,6 +39,8 @@ GROUPS: Mapping[str, str] = {
     REASONING_PARSERS: "a ReasoningFamily, for --reasoning-parser",
     ADMISSION_HOOKS: "make(spec, core) -> AdmissionHook (core/ports.py): when requests may run",
     STATS: "make(spec) -> StatsSink (core/ports.py): figures of steps and requests",
+    SCHEDULERS: "a Scheduler (core/scheduler/scheduler.py), for --scheduler-cls",
+    DRAFTERS: "make(spec, device) -> Drafter (back/speculative/drafter.py), a method of its name",
 }
 """Group of entry points -> what each of its names stands for."""
 

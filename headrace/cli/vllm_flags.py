@@ -213,9 +213,10 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--hf-token": refused("HF_TOKEN in the environment", OPTIONAL),
     **rows(
         "--logits-processors --io-processor-plugin --worker-cls --worker-extension-cls "
-        "--scheduler-cls --tool-parser-plugin --reasoning-parser-plugin",
+        "--tool-parser-plugin --reasoning-parser-plugin",
         refused(_NO_CODE, SEVERAL),
     ),
+    "--scheduler-cls": as_ours("--scheduler-cls", why="the name of an extension"),
     "--logits-processor-pattern": left_out("requests name no code", ONE),
     **rows(
         "--safetensors-load-strategy --max-parallel-loading-workers --pt-load-map-location",

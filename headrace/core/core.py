@@ -55,6 +55,7 @@ from headrace.core.reports import hello_of, reason_of
 from headrace.core.request import Request, RequestState, RowTable
 from headrace.core.request_index import Deadlines, RequestIndex
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
+from headrace.core.scheduler.choice import scheduler_of
 from headrace.core.scheduler.plan_builder import InFlightStep
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.scheduler.speculation import speculation_of
@@ -126,9 +127,8 @@ class EngineCore:
         kv = kv_manager_of(self._engine_spec, facts)
         rows = rows_of(self._engine_spec, min(self.spec.max_running, facts.max_rows))
         speculation = speculation_of(self._engine_spec.speculation, facts, kv, rows, self.hooks)
-        scheduler = Scheduler(
-            self.spec, kv, rows, self.hooks, self.service, self.clock, speculation
-        )
+        parts = (kv, rows, self.hooks, self.service, self.clock, speculation)
+        scheduler = scheduler_of(self.spec, *parts)
         speculation.watch(scheduler.queue)
         return LoadedModel(
             executor=executor,

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace.back.models.families import FALLBACK
+from headrace.base import extensions
 from headrace.base.config.hf import read_json
 from headrace.base.config.resolved import Decision
 from headrace.base.config.safetensors_header import read_safetensors_header
@@ -99,7 +100,7 @@ def find_draft(options: Options, model: ModelFacts) -> DraftCheckpoint | None:
 def method_of(name: str) -> str:
     """The method that a name stands for; ConfigError, with what to use, for one we do not have."""
     method = ALIASES.get(name, name)
-    known = ("auto", "ngram", "suffix", *NETWORK_METHODS)
+    known = ("auto", "ngram", "suffix", *NETWORK_METHODS, *extensions.allowed(extensions.DRAFTERS))
     if method in known:
         return method
     if method in INSTEAD:

@@ -298,6 +298,7 @@ def _scheduler(
         max_running=running,
         policy=requested.policy,
         no_evict=requested.no_evict,
+        scheduler_cls=requested.scheduler_cls,
         inter_prefill_budget=requested.inter_prefill_budget,
         max_decode_slowdown=max_slowdown,
         max_partial_prefills=requested.max_partial_prefills,

@@ -8,6 +8,7 @@ import re
 
 from headrace.base.config.tree import SchedulerOptions
 from headrace.base.errors import ConfigError
+from headrace.core.scheduler.choice import check_scheduler
 
 FAST_STEP_TOKENS = 8192
 # On CUDA a step of prompts may take about 48 ms: 2048 tokens of an 8 B model on an H200. Products
@@ -25,7 +26,9 @@ def cuda_step_tokens(num_params: int, ranks: int) -> int:
 
 
 def check_partial_prefills(requested: SchedulerOptions, *, encodes: bool) -> None:
-    """Refuses bounds on partial prefills that contradict each other or the model."""
+    """Refuses bounds on partial prefills that contradict each other or the model, and a scheduler
+    that there is not."""
+    check_scheduler(requested.scheduler_cls)
     most, threshold = requested.max_partial_prefills, requested.long_prefill_threshold
     longs = requested.max_long_partial_prefills
     if encodes and (most, threshold, longs) != (None, None, None):

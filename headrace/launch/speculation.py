@@ -105,7 +105,8 @@ def _drafts(method: str, draft: DraftCheckpoint | None) -> int:
     """As many as the method is good for, and its checkpoint."""
     config = {} if draft is None else draft.config
     most = {"dflash": int(config.get("block_size") or 16) - 1, "medusa": config.get("num_heads")}
-    return min(DRAFTS[method], int(most.get(method) or DRAFTS[method]))
+    drafts = DRAFTS.get(method, 4)  # of an extension
+    return min(drafts, int(most.get(method) or drafts))
 
 
 def _lookup(requested: SpeculationOptions) -> tuple[int, int]:

@@ -7,15 +7,30 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
+from headrace.back.executor.choose import make_executor
 from headrace.back.executor.null import NullExecutor
+from headrace.back.speculative import text_drafter
 from headrace.base import extensions
+from headrace.base.config.resolved import SpeculationSpec
+from headrace.base.config.tree import (
+    DeviceOptions,
+    ModelOptions,
+    Options,
+    SchedulerOptions,
+    SpeculationOptions,
+)
 from headrace.base.errors import ConfigError
 from headrace.base.wire.request import Finished
 from headrace.core.core import EngineCore
+from headrace.core.scheduler.choice import check_scheduler
 from headrace.launch.core_extensions import extension_hooks, extension_stats
-from tests.core.harness import make_request, make_spec
+from headrace.launch.drafters import method_of
+from headrace.launch.facts import resolve_options
+from tests.core.harness import Driver, make_request, make_spec
 
 CORE = """
 HEADRACE_API = 1
@@ -72,11 +87,51 @@ def fails(spec):
 
 def broken(spec, core):
     raise ValueError("not today")
+
+from headrace.core.scheduler.scheduler import Scheduler
+
+class LastFirst(Scheduler):
+    # the newest prompt first
+
+    def enqueue(self, request):
+        request.key = (-request.arrival,)
+        self.queue.push(request)
+
+def no_scheduler(spec, *parts):
+    return spec
+"""
+DRAFTER = """
+HEADRACE_API = 1
+from headrace.back.speculative.drafter import TextDrafter
+
+class Again(TextDrafter):
+    decisions = ()
+
+    def __init__(self, spec, device):
+        self.max_drafts = spec.num_tokens
+
+    def propose(self, row_R, query_start_R1, tables, count_M, most):
+        want = (query_start_R1[1:] - query_start_R1[:-1] - 1).clamp(0, min(most, self.max_drafts))
+        for row, count in zip(row_R.tolist(), want.tolist()):
+            length = int(tables.length_M[row])
+            tables.tokens_MC[row, length : length + count] = tables.tokens_MC[row, length - 1]
+            count_M[row] = count
+
+def fails(spec, device):
+    raise OSError("no such thing")
 """
 ENTRIES = """
 [headrace.admission_hooks]
 unlucky = tinycore:unlucky
 broken = tinycore:broken
+
+[headrace.schedulers]
+last_first = tinycore:LastFirst
+no_scheduler = tinycore:no_scheduler
+
+[headrace.drafters]
+again = tinydraft:Again
+fails_to_draft = tinydraft:fails
 
 [headrace.stats]
 fails = tinycore:fails
@@ -87,6 +142,7 @@ figures = tinycore:figures
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "tinycore.py").write_text(CORE)
+    (tmp_path / "tinydraft.py").write_text(DRAFTER)
     info = tmp_path / "tinycore-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tinycore\nVersion: 1.2\n")
@@ -126,3 +182,55 @@ def test_what_fails_names_itself_and_nothing_is_made_of_what_is_not_allowed(pack
     extensions.allow(())
     assert extension_hooks(spec, (), lambda: pytest.fail("there is no core")) == []
     assert extension_stats(spec) is None
+
+
+def test_a_package_s_scheduler_orders_requests(package: None) -> None:
+    """ENG-11, ENG-20: --scheduler-cls; the prompt that came last starts first, one row at a time."""
+    extensions.allow(["last_first", "no_scheduler"])
+    check_scheduler("last_first")
+    driver = Driver(make_spec(scheduler_cls="last_first", max_running=1))
+    driver.add(*(make_request(id, 8, max_tokens=1) for id in (1, 2, 3)))
+    driver.run()
+    assert list(driver.finished) == [3, 2, 1]
+    driver.assert_at_rest()
+    with pytest.raises(ConfigError, match="no_scheduler gives a SchedulerSpec"):
+        Driver(make_spec(scheduler_cls="no_scheduler"))
+    with pytest.raises(ConfigError, match=r"--scheduler-cls best: .*last_first, no_scheduler"):
+        check_scheduler("best")
+
+
+def test_a_package_s_drafter_is_a_method(package: None) -> None:
+    """ENG-20, SPC-06 (custom class): found by its name where it is allowed."""
+    with pytest.raises(ConfigError, match="method 'again' is not known"):
+        method_of("again")
+    extensions.allow(["again", "fails_to_draft"])
+    assert method_of("again") == "again"
+    spec = SpeculationSpec(method="again", num_tokens=3, max_rows=2)
+    assert text_drafter(spec, torch.device("cpu")).max_drafts == 3
+    failing = msgspec.structs.replace(spec, method="fails_to_draft")
+    with pytest.raises(ConfigError, match="fails_to_draft failed: OSError: no such thing"):
+        text_drafter(failing, torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_a_package_s_drafts_leave_the_tokens_as_they_are(package: None) -> None:
+    """SPC-06: through steps that verify them."""
+    answers, drafts = [], 0
+    for speculation in (None, SpeculationOptions(method="again", num_speculative_tokens=3)):
+        tree = Options(
+            device=DeviceOptions(device="cpu"),
+            model=ModelOptions(max_model_len=256, deterministic=True, extensions=("again",)),
+            scheduler=SchedulerOptions(speculative_config=speculation),
+        )
+        extensions.allow(tree.model.extensions)
+        spec = resolve_options(tree).engine
+        core = EngineCore(spec, make_executor(spec))
+        core.add(make_request(1, [40] * 20, max_tokens=24))
+        tokens: list[int] = []
+        while core.has_work:
+            batch = core.step(wait=True).tokens
+            tokens += [] if batch is None else batch.tokens.tolist()
+        answers.append(tokens)
+        drafts = core.scheduler.speculation.stats.num_draft_tokens
+        core.close()
+    assert answers[0] == answers[1] and len(answers[0]) == 24 and drafts > 0

@@ -20,7 +20,7 @@ from headrace.back.runner.graph_usage import GraphUsage
 from headrace.back.runner.replay import Replay
 from headrace.back.runner.sizes import Buckets, SizesFactory
 from headrace.back.runner.steps import StepResources, Steps
-from headrace.back.speculative import DRAFTERS
+from headrace.back.speculative import text_drafter
 from headrace.back.speculative.drafter import Drafter
 from headrace.back.speculative.network import NetworkDrafter, NetworkPlace
 from headrace.base.config.resolved import EngineSpec, SpeculationSpec, max_forward_tokens
@@ -91,7 +91,7 @@ def bucket_steps(
 def _drafter(speculation: SpeculationSpec, resources: StepResources, spec: EngineSpec) -> Drafter:
     network = resources.network
     if network is None:
-        return DRAFTERS[speculation.method](speculation, resources.device)
+        return text_drafter(speculation, resources.device)
     place = NetworkPlace(
         kv=resources.kv,
         group_of_cache=resources.group_of_layer,

@@ -167,6 +167,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     policy: str = "fcfs"
     no_evict: bool = False
+    scheduler_cls: str | None = None
     inter_prefill_budget: int | None = None
     max_decode_slowdown: float | None = None
     max_partial_prefills: int | None = None

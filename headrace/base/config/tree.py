@@ -229,6 +229,10 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "may overtake a request. lof: the longest max_tokens first."
         ),
     ] = "fcfs"
+    scheduler_cls: Annotated[
+        str | None,
+        Meta(description="A scheduler of an installed package, by the name of its entry point."),
+    ] = None
     no_evict: Annotated[
         bool,
         Meta(
