@@ -20,6 +20,7 @@ from tests.references import (
     alice_ai,
     arctic,
     bailing_v3,
+    berrylm,
     grok,
     grove_moe,
     kimi_k3,
@@ -51,11 +52,20 @@ REFERENCES: dict[str, tuple[ModuleType | SmallDecoder, dict[str, Any]]] = {
     "pangu-ultra-moe": (pangu_ultra_moe, pangu_ultra_moe.CONFIG),
     "phi-4-flash": (phi4_flash, phi4_flash.CONFIG),
     "alice-ai": (alice_ai, alice_ai.CONFIG),
+    "berrylm": (berrylm, berrylm.CONFIG),
     **SMALL,
 }
 OF_GATE = (
     *("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small", "grove-moe", "smallthinker"),
-    *("step-3", "pangu-ultra-moe", "bailing-v3-others", "phi-4-flash", "alice-ai", *SMALL),
+    *(
+        "step-3",
+        "pangu-ultra-moe",
+        "bailing-v3-others",
+        "phi-4-flash",
+        "alice-ai",
+        "berrylm",
+        *SMALL,
+    ),
 )
 """The others are slow: they differ from one of these by names and keys."""
 BOUNDS = {"kimi-k3": 5e-4}

@@ -46,9 +46,9 @@ def tensors(config: dict[str, Any]) -> Tensors:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (97, E)}
     for layer in range(LAYERS):
         own = {
-            **(_attention_shapes() if layer % 2 else _delta_shapes()),
+            **(attention_shapes() if layer % 2 else _delta_shapes()),
             **{f"{name}.weight": (E,) for name in ("input_layernorm", "post_attention_layernorm")},
-            **_experts_shapes(),
+            **experts_shapes(),
         }
         for name in ("attn", "mlp") if layer else ("mlp",):
             own |= {f"{name}_res_proj.weight": (1, E), f"{name}_res_norm_weight": (E,)}
@@ -71,14 +71,14 @@ def _delta_shapes() -> dict[str, tuple[int, ...]]:
     return {f"linear_attn.{name}": shape for name, shape in at.items()}
 
 
-def _attention_shapes() -> dict[str, tuple[int, ...]]:
+def attention_shapes() -> dict[str, tuple[int, ...]]:
     at: dict[str, tuple[int, ...]] = {"q_proj": (2 * HEADS * D, E), "o_proj": (E, HEADS * D)}
     at |= {f"{one}_proj": (KV_HEADS * D, E) for one in "kv"}
     at |= {f"{one}_norm": (D,) for one in "qk"}
     return {f"self_attn.{name}.weight": shape for name, shape in at.items()}
 
 
-def _experts_shapes() -> dict[str, tuple[int, ...]]:
+def experts_shapes() -> dict[str, tuple[int, ...]]:
     at: dict[str, tuple[int, ...]] = {"gate": (6, E), "shared_expert_gate": (1, E)}
     for name in (*(f"experts.{i}" for i in range(6)), "shared_expert"):
         at |= {f"{name}.{one}_proj": (16, E) for one in ("gate", "up")}
@@ -106,11 +106,11 @@ def logits(config: dict[str, Any], weights: Tensors, row: list[int]) -> torch.Te
             blocks.append(partial_TE)
             partial_TE = None
         x_TE = of(own, "attn") if layer else blocks[0]
-        mix = _attention if layer % 2 else _delta
+        mix = attention if layer % 2 else _delta
         y_TE = mix(own, norm(x_TE, 1 + own["input_layernorm.weight"], EPS))
         partial_TE = y_TE if partial_TE is None else partial_TE + y_TE
         x_TE = norm(of(own, "mlp"), 1 + own["post_attention_layernorm.weight"], EPS)
-        partial_TE = partial_TE + _experts(of_layer(own, "mlp."), x_TE)
+        partial_TE = partial_TE + experts(of_layer(own, "mlp."), x_TE)
     last = of_layer(weights, "model.attnres_final.")
     x_TE = mixed(last["res_proj.weight"], last["res_norm_weight"])
     return norm(x_TE, 1 + weights["model.norm.weight"], EPS) @ weights["lm_head.weight"].T
@@ -137,7 +137,7 @@ def _delta(own: Tensors, x_TE: torch.Tensor) -> torch.Tensor:
     return y.flatten(1) @ at["o_proj.weight"].T
 
 
-def _attention(own: Tensors, x_TE: torch.Tensor) -> torch.Tensor:
+def attention(own: Tensors, x_TE: torch.Tensor) -> torch.Tensor:
     """Half of a head turns; a gate for each query."""
     at = of_layer(own, "self_attn.")
     q, gate = (x_TE @ at["q_proj.weight"].T).unflatten(1, (HEADS, 2, D)).unbind(2)
@@ -149,7 +149,7 @@ def _attention(own: Tensors, x_TE: torch.Tensor) -> torch.Tensor:
     return (attended(q, k, v) * gate.flatten(1).sigmoid()) @ at["o_proj.weight"].T
 
 
-def _experts(at: Tensors, x_TE: torch.Tensor) -> torch.Tensor:
+def experts(at: Tensors, x_TE: torch.Tensor) -> torch.Tensor:
     weight_TX = best((x_TE @ at["gate.weight"].T).softmax(-1), 2)
     weight_TX = weight_TX / weight_TX.sum(-1, keepdim=True)
     shared = mlp(at, "shared_expert", x_TE) * (x_TE @ at["shared_expert_gate.weight"].T).sigmoid()

@@ -7,6 +7,7 @@ T tokens, E hidden size, S 1 + slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -41,6 +42,22 @@ class KeptStates:
         return states_STE[0]
 
 
+class StateChange(Protocol):
+    """What happens to the states before a layer."""
+
+    def apply(self, states_STE: torch.Tensor) -> None:
+        """In place."""
+        ...
+
+
+class StateChangeSpec(Protocol):
+    """The same as data of its layer."""
+
+    def build(self, scope: Scope, width: int) -> StateChange | None:
+        """`scope` is the layer's; None: nothing happens."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Skips:
     """What happens before a layer: the slots that take the residual, and then those that are mixed
@@ -49,6 +66,10 @@ class Skips:
     kept: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     share: float = 0.0
+
+    def build(self, scope: Scope, width: int) -> Skips | None:
+        """See StateChangeSpec; there is nothing to load."""
+        return self if self.kept or self.mixed else None
 
     def apply(self, states_STE: torch.Tensor) -> None:
         """In place."""

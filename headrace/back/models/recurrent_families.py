@@ -52,6 +52,7 @@ RECURRENT_DECODERS_PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(("RwkvHybridForCausalLM", "RWKV6Qwen2ForCausalLM"), "rwkv_hybrid"),
     "Phi4FlashForCausalLM": "phi4_flash",
     "AliceAIForCausalLM": "alice_ai",
+    "BerryLMForCausalLM": "berrylm",
 }
 """The same under names that `transformers` has no class for."""
 RWKV = ("rwkv", "rwkv6", "rwkv7", "rwkv_hybrid")

@@ -110,7 +110,7 @@ def _rwkv6_qwen2(config: ConfigReader) -> Keys:
     }
 
 
-def _alice_ai(config: ConfigReader) -> Keys:
+def _every_fourth(config: ConfigReader) -> Keys:
     """Every so manieth layer attends where the config does not list them."""
     if "layer_types" in config:
         return {}
@@ -124,7 +124,7 @@ RECURRENT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "BailingMoeV3ForCausalLM": _bailing_v3,
     "NemotronHPuzzleForCausalLM": _puzzle,
     "Phi4FlashForCausalLM": _phi4_flash,
-    "AliceAIForCausalLM": _alice_ai,
+    **dict.fromkeys(("AliceAIForCausalLM", "BerryLMForCausalLM"), _every_fourth),
     "RWKV6Qwen2ForCausalLM": _rwkv6_qwen2,
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),
 }

@@ -1,5 +1,5 @@
 """A decoder layer beside whose residual there are states kept before layers below
-(layers/kept_states.py). T tokens, E hidden size, S 1 + slots."""
+(layers/kept_states.py, layers/gated_mixture.py). T tokens, E hidden size, S 1 + slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.kept_states import Skips
+from headrace.back.layers.kept_states import StateChange, StateChangeSpec
 from headrace.back.layers.layer_tail import Tail
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.residual import add_norm
@@ -20,13 +20,14 @@ class SkippingLayerSpec:
     """One layer, and what happens before it."""
 
     layer: LayerSpec
-    skips: Skips
+    before: StateChangeSpec
 
     def build(
         self, scope: Scope, cache: int, sizes: DecoderSizes, norms: NormSpec
     ) -> SkippingLayer:
         """See DecoderLayerSpec."""
-        return SkippingLayer(self.layer.build(scope, cache, sizes, norms), self.skips)
+        before = self.before.build(scope, sizes.width)
+        return SkippingLayer(self.layer.build(scope, cache, sizes, norms), before)
 
 
 class SkippingLayer:
@@ -36,9 +37,9 @@ class SkippingLayer:
     takes_adapters = True
     tail: Tail | None = None
 
-    def __init__(self, layer: DecoderLayer, skips: Skips) -> None:
+    def __init__(self, layer: DecoderLayer, before: StateChange | None) -> None:
         self.mixer = layer.mixer
-        self._layer, self._skips = layer, skips
+        self._layer, self._before = layer, before
 
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
@@ -48,10 +49,10 @@ class SkippingLayer:
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """See Layer."""
         branch_TE, states_STE = stream
-        if self._skips.kept or self._skips.mixed:
+        if self._before is not None:
             add_norm(None, branch_TE, states_STE[0])
             branch_TE = None
-            self._skips.apply(states_STE)
+            self._before.apply(states_STE)
         branch_TE, residual_TE = self._layer.forward((branch_TE, states_STE[0]), batch, last=last)
         if not last:
             return branch_TE, states_STE

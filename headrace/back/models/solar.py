@@ -39,7 +39,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             mixed=tuple(slot for slot, listed in enumerate(mixed) if index in listed),
             share=share,
         )
-        layers.append(SkippingLayerSpec(layer=layer, skips=skips))
+        layers.append(SkippingLayerSpec(layer=layer, before=skips))
     states = KeptStatesSpec(slots=len(KEPT))
     return Decoder(scope, replace(spec, layers=tuple(layers), streams=states))
 
