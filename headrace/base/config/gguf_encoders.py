@@ -70,6 +70,20 @@ def _jina(file: GGUFFile, name: str, config: Config) -> None:
     config["separate_gate"] = "blk.0.ffn_gate.weight" in file.tensors
 
 
+def _jina_v3(file: GGUFFile, name: str, config: Config) -> None:
+    _nomic(file, name, config)
+    config["rope_theta"] = file.number(f"{name}.rope.freq_base", 20_000.0)
+
+
+def _neobert(file: GGUFFile, name: str, config: Config) -> None:
+    """Inner sizes are stated as two thirds of the checkpoint's, of which the tensors have whole
+    multiples of 8."""
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    config["intermediate_size"] = -(-config["intermediate_size"] // 8) * 8
+    if _judges(file, name, config):
+        config["architectures"] = ["NeoBERTForSequenceClassification"]
+
+
 def _modern_bert(file: GGUFFile, name: str, config: Config) -> None:
     """Every so manieth layer sees all; the window counts both sides."""
     config["norm_eps"] = config.pop("rms_norm_eps")
@@ -141,6 +155,18 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         architecture="JinaBertModel",
         fixed={"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
         adjust=_jina,
+    ),
+    "jina-bert-v3": GGUFArchitecture(
+        model_type="jina_embeddings_v3",
+        architecture="JinaEmbeddingsV3Model",
+        fixed={"hidden_act": "gelu", "pad_token_id": 1},
+        adjust=_jina_v3,
+    ),
+    "neo-bert": GGUFArchitecture(
+        model_type="neobert",
+        architecture="NeoBERTModel",
+        fixed={"hidden_act": "swiglu"},
+        adjust=_neobert,
     ),
     "modern-bert": GGUFArchitecture(
         model_type="modernbert", architecture="ModernBertModel", adjust=_modern_bert

@@ -179,6 +179,12 @@ DIALECTS: Mapping[str, Dialect] = {
         top=names.BERT_TOP | {"token_embd_norm": "emb_ln"},
     ),
     "jina-bert-v2": Dialect(blocks=names.JINA, layers="encoder.layer", top=names.BERT_TOP),
+    "jina-bert-v3": Dialect(
+        blocks=names.JINA_V3,
+        layers="encoder.layers",
+        top=names.BERT_TOP | {"token_embd_norm": "emb_ln"},
+    ),
+    "neo-bert": Dialect(blocks=names.NEOBERT, layers="transformer_encoder", top=names.NEOBERT_TOP),
     "modern-bert": Dialect(blocks=names.MODERN_BERT, layers="layers", top=names.MODERN_BERT_TOP),
     "eurobert": Dialect(
         blocks=names.BLOCK,
@@ -235,6 +241,15 @@ CLASSIFIERS: Mapping[str, Dialect] = {
         top={
             **names.within("bert", names.BERT_TOP),
             "cls": "bert.pooler.dense",
+            "cls.output": "classifier",
+        },
+    ),
+    "neo-bert": Dialect(
+        blocks=names.NEOBERT,
+        layers="model.transformer_encoder",
+        top={
+            **names.within("model", names.NEOBERT_TOP),
+            "cls": "dense",
             "cls.output": "classifier",
         },
     ),

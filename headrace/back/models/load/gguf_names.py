@@ -335,6 +335,15 @@ NOMIC = {
     "ffn_down": "mlp.fc2",
     "layer_output_norm": "norm2",
 }
+JINA_V3 = {
+    **NOMIC,
+    **{"attn_qkv": "mixer.Wqkv", "attn_output": "mixer.out_proj", "ffn_up": "mlp.fc1"},
+}
+NEOBERT = {
+    **{"attn_norm": "attention_norm", "attn_qkv": "qkv", "attn_output": "wo"},
+    **{"ffn_norm": "ffn_norm", "ffn_up": "ffn.w12", "ffn_down": "ffn.w3"},
+}
+NEOBERT_TOP = {"token_embd": "encoder", "enc.output_norm": "layer_norm"}
 MODERN_BERT = {
     "attn_norm": "attn_norm",
     "attn_qkv": "attn.Wqkv",

@@ -36,13 +36,14 @@ from tests.models.test_encoders import (
     batch_of,
     bert,
     eurobert,
+    jina,
     loaded,
     modern,
     nomic,
     saved,
     xlm,
 )
-from tests.references import jina_bert
+from tests.references import jina_bert, neobert
 
 
 def encoder(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -111,6 +112,7 @@ CASES: list[tuple[str, str, Callable[..., Any], int]] = [
     ("modern-bert", "ModernBertModel", modern, 0),
     ("modern-bert", "ModernBertForSequenceClassification", modern, 0),
     ("eurobert", "EuroBertModel", eurobert, 0),
+    ("jina-bert-v3", "JinaEmbeddingsV3Model", jina, 0),
 ]
 
 
@@ -175,6 +177,47 @@ def test_jina_v2_gives_the_states_of_its_reference(apart: bool, tmp_path: Path) 
         mine = ours.forward(batch_of(TEXTS))
     wanted = torch.cat([jina_bert.hidden_states(tensors, sizes, text) for text in TEXTS])
     torch.testing.assert_close(mine, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("judges", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_neobert_gives_the_states_of_its_reference(judges: bool, tmp_path: Path) -> None:
+    """Its inner size stands there without what fills it up."""
+    tensors = neobert.tiny()
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "neo-bert")
+    for add, value in (
+        *((writer.add_block_count, 2), (writer.add_context_length, 40)),
+        *((writer.add_embedding_length, 48), (writer.add_head_count, 6)),
+        *((writer.add_feed_forward_length, 37), (writer.add_rope_freq_base, 10000.0)),
+        *((writer.add_layer_norm_rms_eps, 1e-6), (writer.add_causal_attention, False)),
+        (writer.add_pooling_type, gguf.PoolingType.CLS),
+    ):
+        add(value)
+    made, shapes = torch.Generator().manual_seed(5), {"dense": 48, "classifier": 1}
+    heads = {
+        f"{name}.{kind}": torch.randn(shape, generator=made)
+        for name, count in shapes.items()
+        for kind, shape in (("weight", (count, 48)), ("bias", (count,)))
+    }
+    table = name_table("neo-bert", 2)
+    for name, tensor in (tensors | (heads if judges else {})).items():
+        named = name.replace("classifier.", "classifier.out_proj.")
+        stored = table.get_name(named, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, np.ascontiguousarray(tensor.numpy()))
+    _finish(writer)
+    facts = read_model_facts(LocatedModel(path=tmp_path / "m.gguf", name="m", format="gguf"))
+    assert facts.encodes and facts.max_model_len == 40
+    spec = spec_of(tmp_path / "m.gguf", facts.config, head=facts.head, bare=facts.bare)
+    ours, _ = load(msgspec.structs.replace(spec, family=facts.family, num_labels=facts.num_labels))
+    with torch.inference_mode():
+        mine = ours.forward(batch_of(TEXTS))
+        scores = ours.classify(mine[:1]) if judges else None
+    wanted = torch.cat([neobert.hidden_states(tensors, text) for text in TEXTS])
+    torch.testing.assert_close(mine, wanted, atol=1e-4, rtol=1e-4)
+    if judges:
+        first = torch.tanh(heads["dense.weight"] @ wanted[0] + heads["dense.bias"])
+        score = heads["classifier.weight"] @ first + heads["classifier.bias"]
+        torch.testing.assert_close(scores, score[None], atol=1e-3, rtol=1e-3)
 
 
 def test_a_classifier_without_its_pooler_is_refused(tmp_path: Path) -> None:
