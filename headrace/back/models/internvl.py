@@ -85,9 +85,9 @@ PUBLISHED = InternLayout(
 )
 
 BELOW_MODEL = (
-    (r"model\.((?:vision_tower|multi_modal_projector)\..*)", r"\1"),
-    (r"model\.language_model\.(.*)", r"language_model.model.\1"),
-    (r"lm_head\.(.*)", r"language_model.lm_head.\1"),
+    (r"^model\.((?:vision_tower|multi_modal_projector)\..*)", r"\1"),
+    (r"^model\.language_model\.(.*)", r"language_model.model.\1"),
+    (r"^lm_head\.(.*)", r"language_model.lm_head.\1"),
 )
 """How Intern-S1 names what InternVL has."""
 LAYOUTS = {
