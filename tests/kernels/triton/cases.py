@@ -694,6 +694,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("route", _call(route.OP, "route.triton_route:KERNEL", ROUTE)),
     ("experts", _call(experts.OP, "experts.triton_experts:KERNEL", EXPERTS)),
+    (
+        "experts situ",
+        _call(experts.OP, "experts.triton_experts:KERNEL", replace(EXPERTS, activation="situ")),
+    ),
     ("experts Hopper", _experts_hopper),
     ("experts fp8", _experts_fp8(None, **GPT_OSS)),
     ("experts fp8 in blocks", _experts_fp8(128)),

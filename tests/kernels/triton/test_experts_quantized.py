@@ -70,7 +70,7 @@ def close(module: Any, problem: Any, sample: Any, run: Any, kind: str) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", SOME_FORMS)
 @pytest.mark.parametrize(
-    "width, inner, more", [(208, 144, GPT_OSS), (256, 64, {}), (64, 272, {"activation": "gelu"})]
+    "width, inner, more", [(208, 144, GPT_OSS), (256, 64, {}), (64, 272, {"activation": "situ"})]
 )
 def test_tiles_of_4_bit_numbers(form: Int4Form, width, inner, more):
     problem = int4.ExpertsInt4Problem(mixture=mixture(width, inner, **more), form=form)

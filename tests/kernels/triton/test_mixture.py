@@ -24,7 +24,13 @@ def test_routing_equals_the_reference(name):
     assert route.OP.error(triton_route.KERNEL, route_problem(name, DEVICE)) <= 1e-5
 
 
-CASES = [("silu", False), ("gelu_tanh", True), ("swiglu_oai", False), ("swiglu_step", True)]
+CASES = [
+    ("silu", False),
+    ("gelu_tanh", True),
+    ("swiglu_oai", False),
+    ("swiglu_step", True),
+    ("situ", False),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,14 +16,16 @@ import triton.language as tl
 from headrace.back.kernels.experts.op import (
     OAI_ALPHA,
     SITU,
+    SITU_BOUNDS,
     SWIGLU_OAI,
+    SWIGLU_STEP,
     Beside,
     Experts,
     ExpertsProblem,
     check_beside,
 )
 from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
-from headrace.back.kernels.gated_act.triton_gated_act import activate
+from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS, activate
 from headrace.back.kernels.launches import are_launched
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
@@ -40,6 +42,9 @@ OUTPUTS, INPUTS = 64, 64
 """Rows of a weight in a tile, and of a step of its sums."""
 PROGRAMS_PER_SM = 3
 MAX_EXPERTS = 1024
+KNOWN = (*ACTIVATIONS, SWIGLU_OAI, SWIGLU_STEP, SITU)
+"""The activations of `gated`."""
+_GATE_BOUND, _UP_BOUND = (tl.constexpr(bound) for bound in SITU_BOUNDS)
 
 
 @triton.jit
@@ -58,6 +63,16 @@ def tile_at(
 
 
 @triton.jit
+def _bounded(b_x, BOUND: tl.constexpr):
+    """BOUND tanh(x / BOUND): near 0 by its series, where a difference of sigmoids loses digits."""
+    b_part = b_x / BOUND
+    b_square = b_part * b_part
+    b_series = 1.0 - b_square * (1 / 3 - b_square * (2 / 15 - b_square * (17 / 315)))
+    b_far = BOUND * (2.0 * tl.sigmoid(2.0 * b_part) - 1.0)
+    return tl.where(b_square < 0.04, b_x * b_series, b_far)
+
+
+@triton.jit
 def gated(
     b_gate, b_up, clamp, alpha, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, OAI: tl.constexpr
 ):
@@ -69,6 +84,8 @@ def gated(
         b_up = tl.minimum(tl.maximum(b_up, -clamp), clamp)
     if OAI:
         return b_gate * tl.sigmoid(alpha * b_gate) * (b_up + 1.0)
+    if ACTIVATION == "situ":
+        return tl.sigmoid(b_gate) * _bounded(b_gate, _GATE_BOUND) * _bounded(b_up, _UP_BOUND)
     return activate(b_gate, ACTIVATION) * b_up
 
 
@@ -210,8 +227,8 @@ def check_arguments(
 def _supports(problem: ExpertsProblem) -> str | None:
     if problem.experts > MAX_EXPERTS:
         return f"knows {MAX_EXPERTS} experts at most"
-    if problem.activation == SITU:
-        return f"does not know {SITU}"
+    if problem.activation not in KNOWN:
+        return f"does not know {problem.activation}"
     if problem.beside and problem.absent:
         return "adds nothing beside experts of which a rank has some"
     return unsupported(problem.device, problem.dtype)

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.experts.op import OAI_ALPHA, SWIGLU_OAI, Experts, ExpertsProblem
+from headrace.back.kernels.experts.op import OAI_ALPHA, Experts, ExpertsProblem
 from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
 from headrace.back.kernels.experts.triton_experts import (
+    KNOWN,
     MAX_EXPERTS,
     activation_constants,
     check_arguments,
@@ -26,7 +27,6 @@ from headrace.back.kernels.experts.triton_experts import (
 from headrace.back.kernels.experts_bytes.layout import GROUPS, ByteExperts
 from headrace.back.kernels.experts_bytes.op import ExpertsBytesProblem, sample_of
 from headrace.back.kernels.experts_fp8.layout import ScaledMatrices
-from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages
@@ -204,7 +204,7 @@ def _supports(problem: ExpertsBytesProblem) -> str | None:
             return f"{inputs} inputs are no multiple of {UNIT}"
     if form.group not in (None, *GROUPS):
         return f"scales of {', '.join(map(str, GROUPS))} inputs or of all, not of {form.group}"
-    if mixture.activation not in (*ACTIVATIONS, SWIGLU_OAI, "swiglu_step"):
+    if mixture.activation not in KNOWN:
         return f"does not know {mixture.activation}"
     reason = unsupported(problem.device, problem.dtype)
     if reason is None and form.floats and torch.version.hip is not None:

@@ -20,6 +20,7 @@ import triton
 from headrace.back.kernels.experts.op import OAI_ALPHA, SWIGLU_OAI, Experts, ExpertsProblem
 from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
 from headrace.back.kernels.experts.triton_experts import (
+    KNOWN,
     MAX_EXPERTS,
     activation_constants,
     check_arguments,
@@ -27,7 +28,6 @@ from headrace.back.kernels.experts.triton_experts import (
 from headrace.back.kernels.experts_fp8 import triton_tiles_fp8
 from headrace.back.kernels.experts_fp8.layout import GROUP, Fp8Experts
 from headrace.back.kernels.experts_fp8.op import QUANTIZED_FROM, ExpertsFp8Problem, sample_of
-from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
 from headrace.back.kernels.linear.scaled_rows import ScaledRows
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.wrap import (
@@ -209,7 +209,7 @@ def _supports(problem: ExpertsFp8Problem) -> str | None:
             return f"{inputs} inputs are no multiple of {UNIT}"
     if problem.group not in (None, GROUP):
         return f"scales of {GROUP} inputs or of all, not of {problem.group}"
-    if mixture.activation not in (*ACTIVATIONS, SWIGLU_OAI, "swiglu_step"):
+    if mixture.activation not in KNOWN:
         return f"does not know {mixture.activation}"
     reason = unsupported(problem.device, problem.dtype)
     if reason is not None:

@@ -17,11 +17,10 @@ import torch
 
 from headrace.back.kernels.experts.op import OAI_ALPHA, SWIGLU_OAI, Experts, ExpertsProblem
 from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
-from headrace.back.kernels.experts.triton_experts import MAX_EXPERTS, check_arguments
+from headrace.back.kernels.experts.triton_experts import KNOWN, MAX_EXPERTS, check_arguments
 from headrace.back.kernels.experts_int4 import triton_tiles
 from headrace.back.kernels.experts_int4.layout import Int4Experts, padded
 from headrace.back.kernels.experts_int4.op import ExpertsInt4Problem, sample_of
-from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
 from headrace.back.kernels.linear_int4.layout import BLOCK, GROUPS, ROWS, Int4Weight, block_groups
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.room import shared_bytes
@@ -237,7 +236,7 @@ def _supports(problem: ExpertsInt4Problem) -> str | None:
             return f"{inputs} inputs are no multiple of {UNIT}"
     if form.group not in (None, *GROUPS):
         return f"scales of {', '.join(map(str, GROUPS))} inputs or of all, not of {form.group}"
-    if mixture.activation not in (*ACTIVATIONS, SWIGLU_OAI, "swiglu_step"):
+    if mixture.activation not in KNOWN:
         return f"does not know {mixture.activation}"
     return unsupported(problem.device, problem.dtype)
 
