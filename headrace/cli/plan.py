@@ -139,6 +139,7 @@ def _predict(
     model = build_without_memory(
         spec,
         **share,
+        context=engine.device.context,
         planned="cuda" if absent is not None and absent.kind == "cuda" else "",
         stored={} if absent is None else stored_on_absent_device(spec, absent),
     )

@@ -4,75 +4,29 @@ which a start is refused with the reason, and which docs/FEATURES.md is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
 
 from headrace.back.models.families import FALLBACK
 from headrace.base.config.resolved import EngineSpec, TextSpec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.launch.drafters import NETWORK_METHODS
+from headrace.launch.feature_pairs import (
+    Entry,
+    Feature,
+    RefusedPair,
+    ShownPair,
+    Start,
+    UnshownPair,
+)
 from headrace.launch.model_facts import ModelFacts
+from headrace.launch.rank_modes import EXPERTS, SHARED, beside_ranks, with_modes
 
 PIPELINE_ON_GPUS = False
 """Whether stages may lie on GPUs: off, as their steps have run on CPUs alone."""
-
-
-class Start(NamedTuple):
-    """What is about to be started."""
-
-    options: Options
-    model: ModelFacts
-    engine: EngineSpec
-    text: TextSpec
-
-
-Wanted = Callable[[Start], bool]
-
-
-def _never(start: Start) -> bool:
-    """Requests ask for it, not the start."""
-    return False
-
-
-@dataclass(frozen=True)
-class ShownPair:
-    """The pair works: `test` (file::function below tests/) shows it. `note`: what is to know."""
-
-    test: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class RefusedPair:
-    """The pair is refused: at start, or when a request asks for it."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class UnshownPair:
-    """The pair is taken, and no test shows it: why."""
-
-    why: str
-
-
-Entry = ShownPair | RefusedPair | UnshownPair
-
-
-@dataclass(frozen=True, kw_only=True)
-class Feature:
-    """A row of the table. `option`: as it is typed, or what it is in words. `wanted`: whether a
-    start asks for it. `beside`: how it goes with each mode, by the mode's name."""
-
-    name: str
-    option: str
-    wanted: Wanted = _never
-    beside: Mapping[str, Entry] = field(default_factory=dict)
-
-
 TENSOR, PIPELINE, REPLICAS = "tensor parallelism", "pipeline parallelism", "replicas"
+EXPERT, CONTEXT = EXPERTS.name, SHARED.name
 _REPLICAS = ShownPair(
     "launch/test_topology.py::test_replicas_share_the_devices_and_one_core_sees_them_all",
     "each copy of the model is as one alone",
@@ -88,20 +42,22 @@ MODES = (
         name=TENSOR,
         option="--tensor-parallel",
         wanted=lambda start: start.options.device.tensor_parallel > 1,
-        beside={PIPELINE: _STAGES, REPLICAS: _REPLICAS},
+        beside={PIPELINE: _STAGES, REPLICAS: _REPLICAS, **beside_ranks(TENSOR)},
     ),
     Feature(
         name=PIPELINE,
         option="--pipeline-parallel",
         wanted=lambda start: start.options.device.pipeline_parallel > 1,
-        beside={TENSOR: _STAGES, REPLICAS: _REPLICAS},
+        beside={TENSOR: _STAGES, REPLICAS: _REPLICAS, **beside_ranks(PIPELINE)},
     ),
     Feature(
         name=REPLICAS,
         option="--replicas",
         wanted=lambda start: start.options.device.replicas > 1,
-        beside={TENSOR: _REPLICAS, PIPELINE: _REPLICAS},
+        beside={TENSOR: _REPLICAS, PIPELINE: _REPLICAS, EXPERT: _REPLICAS, CONTEXT: _REPLICAS},
     ),
+    with_modes(EXPERTS, REPLICAS, _REPLICAS),
+    with_modes(SHARED, REPLICAS, _REPLICAS),
 )
 """Ways of running a model on several devices: the columns, and the first rows."""
 
@@ -111,7 +67,7 @@ def _method(start: Start) -> str:
     return "" if speculation is None else speculation.method
 
 
-FEATURES = (
+FEATURES: tuple[Feature, ...] = (
     Feature(
         name="GPUs",
         option="--device cuda",
@@ -329,6 +285,7 @@ FEATURES = (
         },
     ),
 )
+FEATURES = tuple(replace(one, beside={**one.beside, **beside_ranks(one.name)}) for one in FEATURES)
 
 
 def check_modes(

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from headrace.back.models.families import FALLBACK
 from headrace.back.models.load import load_model, open_source, stored_blocks
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
-from headrace.back.parallel.mesh import Axis, Mesh, with_whole_experts
+from headrace.back.parallel.mesh import Axis, ContextSplit, Mesh, with_whole_experts
 from headrace.back.parallel.param import Param, local_shape
 from headrace.back.platforms import huge_pages
 from headrace.back.platforms.facts import DeviceFacts
@@ -33,7 +34,7 @@ from headrace.back.quant.stored import Stored
 from headrace.back.runner.start import foretold
 from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.config.layer_count import first_layers
-from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
+from headrace.base.config.resolved import ContextSpec, Decision, EngineSpec, ModelSpec
 from headrace.base.errors import ConfigError
 from headrace.base.optional import available
 from headrace.launch.performance_model import STATE, DeviceModel, KVForetold, ModelCost
@@ -50,11 +51,12 @@ def build_without_memory(
     block_tokens: int,
     tensor_parallel: int = 1,
     expert_parallel: bool = False,
+    context: ContextSpec | None = None,
     planned: str = "",
     stored: Stored | None = None,
 ) -> LoadableModel:
-    """The model on the meta device; the first rank's share if there are several. `expert_parallel`:
-    see DeviceSpec; `planned` and `stored`: see Scope."""
+    """The model on the meta device; the first rank's share if there are several. `expert_parallel`
+    and `context`: see DeviceSpec; `planned` and `stored`: see Scope."""
     ranks = tensor_parallel
     # Nothing is summed on the meta device.
     group = None
@@ -62,6 +64,9 @@ def build_without_memory(
         group = dist.ProcessGroup(0, ranks)  # type: ignore[call-arg]  # missing in the stub
     mesh = Mesh(tp=Axis(size=ranks, group=group))
     mesh = with_whole_experts(mesh) if expert_parallel else mesh
+    if context is not None:
+        axis = Axis(name="dcp", size=context.ranks, group=group)
+        mesh = replace(mesh, dcp=ContextSplit(axis=axis, interleave=context.interleave))
     meta = torch.device("meta")
     return build_model(
         spec, mesh=mesh, device=meta, block_tokens=block_tokens, planned=planned, stored=stored

@@ -11,6 +11,7 @@ from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
 from headrace.launch.chooser import Chooser
 from headrace.launch.cpu_binding import bound_cpus
+from headrace.launch.shared_context import context_spec
 
 CUDA_MEMORY_SHARE = 0.92
 
@@ -85,6 +86,7 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
         pipeline_layers=_stages(requested),
         sequence_parallel=requested.sequence_parallel,
         expert_parallel=requested.enable_expert_parallel,
+        context=context_spec(options),
         threads=threads,
         memory_bytes=_gpu_bytes(requested.gpu_memory, kind, executor, machine, choose),
         cpus=cpus,

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
+from headrace.launch.feature_pairs import ShownPair
 from headrace.launch.parallel_modes import (
     FEATURES,
     MODES,
     REPLICAS,
-    ShownPair,
     features_page,
     pairs,
 )
-from tests.launch.test_resolve import CPU, CUDA, resolved
+from tests.launch.test_resolve import CPU, CUDA, SHARED_CONTEXT, resolved
 
 TESTS = Path(__file__).parents[1]
 
@@ -66,6 +66,18 @@ def test_a_pair_that_is_refused_is_named_with_its_reason(
     with pytest.raises(ConfigError, match=f"--pipeline-parallel does not go with .*{words}"):
         resolved(on, **asked)
     assert resolved(on, **(groups | {"device": device})) is not None
+
+
+def test_what_sharing_out_the_context_does_not_go_with_is_named() -> None:
+    start = "--decode-context-parallel-size does not go with"
+    with pytest.raises(ConfigError, match=f"{start} .*--slot-save-path: files would hold a part"):
+        resolved(device=SHARED_CONTEXT, kv={"slot_save_path": "/tmp"})
+    with pytest.raises(ConfigError, match=f"{start} --device cuda"):
+        resolved(CUDA, device={**SHARED_CONTEXT, "device": "cuda"})
+    with pytest.raises(ConfigError, match=f"{start} --pipeline-parallel"):
+        resolved(device={**SHARED_CONTEXT, "pipeline_parallel": 2})
+    found = resolved(device={**SHARED_CONTEXT, "enable_expert_parallel": True}).engine.device
+    assert found.context is not None and found.context.ranks == 2 and found.expert_parallel
 
 
 def test_stages_are_resolved() -> None:

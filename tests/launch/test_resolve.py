@@ -42,6 +42,9 @@ CPU = MachineFacts(kind="cpu", count=1, total_bytes=64 * GIB, free_bytes=48 * GI
 CUDA = MachineFacts(kind="cuda", count=2, total_bytes=140 * GIB, free_bytes=139 * GIB, cores=16)
 
 
+SHARED_CONTEXT = {"tensor_parallel": 2, "decode_context_parallel_size": 2}
+
+
 def options(**groups: dict[str, Any]) -> Options:
     return msgspec.convert(groups, Options)
 
@@ -115,6 +118,15 @@ def test_drafts_are_looked_up_by_what_the_user_says_or_by_two_to_five_tokens() -
         ({"device": {"device": "cuda"}}, "--device cuda"),
         ({"scheduler": {"max_running": 9, "max_step_tokens": 8}}, "--max-step-tokens 8"),
         ({"device": {"tensor_parallel": 2, "executor": "inline"}}, "--executor inline"),
+        ({"device": {"enable_expert_parallel": True}}, "--tensor-parallel, which is 1"),
+        (
+            {"device": {"tensor_parallel": 3, "decode_context_parallel_size": 2}},
+            "not divide --tens",
+        ),
+        (
+            {"device": {**SHARED_CONTEXT, "dcp_kv_cache_interleave_size": 3}},
+            "3 does not divide --block-tokens 16",
+        ),
         ({"scheduler": {"max_long_partial_prefills": 2}}, "--max-long-partial-prefills 2"),
         (
             {

@@ -59,7 +59,9 @@ class PagedRun:
         self.rows = rows
         self.block_tokens = block_tokens
         self.done = [0] * len(rows)
-        windows = [(layer.kind, layer.span) for layer in model.kv_forms]
+        windows = [
+            (form.kind, form.span, form.block_ratio(block_tokens)) for form in model.kv_forms
+        ]
         self.windows = list(dict.fromkeys(windows))
         self.group_of_layer = tuple(self.windows.index(window) for window in windows)
         longest = max(-(-len(row) // block_tokens) for row in rows)
@@ -121,18 +123,19 @@ class PagedRun:
 
     def _plan(self, group: int, chunks: list[tuple[int, int]]) -> AttentionPlan:
         slots, kv_len = [], []
+        size = self.block_tokens * self.windows[group][2]
         for row, count in chunks:
             start, end = self.done[row], self.done[row] + count
             for position in range(start, end):
-                index, offset = divmod(position, self.block_tokens)
+                index, offset = divmod(position, size)
                 if self.tables[group, row, index] == 0:
                     self.tables[group, row, index] = self.free.pop()
-                slots.append(int(self.tables[group, row, index]) * self.block_tokens + offset)
+                slots.append(int(self.tables[group, row, index]) * size + offset)
             kv_len.append(end)
         counts = [count for _, count in chunks]
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         host_kv_len = np.array(kv_len, np.int32)
-        widest = -(-max(kv_len) // self.block_tokens)
+        widest = -(-max(kv_len) // size)
         table = self.tables[group, [row for row, _ in chunks], :widest]
         return AttentionPlan(
             query_start_R1=torch.from_numpy(query_start),
@@ -147,10 +150,10 @@ class PagedRun:
         )
 
     def _free_window_blocks(self) -> None:
-        for group, (kind, span) in enumerate(self.windows):
+        for group, (kind, span, ratio) in enumerate(self.windows):
             for row, done in enumerate(self.done if span else []):
                 first = done // span * span if kind == "chunked" else max(0, done - span + 1)
-                lowest = first // self.block_tokens
+                lowest = first // (self.block_tokens * ratio)
                 for index in range(lowest):
                     block = int(self.tables[group, row, index])
                     if block:

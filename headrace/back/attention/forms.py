@@ -30,19 +30,22 @@ class CacheForm:
     kind    which tokens a query reads and how long they are kept (core/kv/kinds)
     span    tokens of a window, a chunk or an encoder's output, else None. A window of W means that
             a query at position p attends to positions p-W+1 .. p
+    ranks   that share out its sequences, token by token: a block here has a part of its tokens
     """
 
     cache: int
     kind: str = "full"
     span: int | None = None
+    ranks: int = 1
 
     def block_ratio(self, block_tokens: int) -> int:
-        """Its blocks hold this many times the tokens of a plain block."""
-        return 1
+        """Its blocks hold this many times the tokens of a plain block, those on other ranks
+        included."""
+        return self.ranks
 
     def shape_beside(self, block_tokens: int) -> tuple[int, ...]:
         """The shape of its blocks where plain ones hold so many tokens."""
-        return self.block_shape(block_tokens * self.block_ratio(block_tokens))
+        return self.block_shape(block_tokens * self.block_ratio(block_tokens) // self.ranks)
 
     def block_shape(self, block_tokens: int) -> tuple[int, ...]:
         """The shape of one block of so many tokens (of a row, for recurrent state)."""

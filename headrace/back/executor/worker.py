@@ -37,7 +37,12 @@ from headrace.back.executor.channel import (
 from headrace.back.executor.inline import StepThreads
 from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.resident import Resident, build_resident, set_threads
-from headrace.back.parallel.mesh import Mesh, staged_mesh, with_whole_experts
+from headrace.back.parallel.mesh import (
+    Mesh,
+    staged_mesh,
+    with_shared_context,
+    with_whole_experts,
+)
 from headrace.back.runner.results import LaunchedStep
 from headrace.base import extensions
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
@@ -65,6 +70,11 @@ def join_mesh(begin: StartWorker) -> Mesh:
     spec = begin.spec
     stages, layers = spec.device.pipeline_parallel, spec.device.pipeline_layers
     mesh = staged_mesh(stages, layers, ordered=spec.model.deterministic)
+    context = spec.device.context
+    if context is not None:
+        mesh = with_shared_context(
+            mesh, context.ranks, interleave=context.interleave, exchange=context.exchange
+        )
     return with_whole_experts(mesh) if spec.device.expert_parallel else mesh
 
 

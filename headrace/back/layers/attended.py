@@ -4,12 +4,22 @@ the projection back. T query tokens, E hidden size, H query heads, D head_dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import AttentionFunction
 from headrace.back.layers.linear import RowLinear
 from headrace.back.parallel.collectives import Partial
+
+Queries = tuple[torch.Tensor, torch.Tensor | None, Any]
+"""With the gates of what they give, if there are any, and what the choice of positions hands on."""
+
+
+def chosen(x_TX: torch.Tensor | None, at_N: torch.Tensor) -> torch.Tensor | None:
+    """Rows `at_N` of what may be missing."""
+    return None if x_TX is None else x_TX.index_select(0, at_N)
 
 
 class Attended:

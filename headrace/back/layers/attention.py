@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.attention.forms import CacheForm, HeadsForm
-from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.layers.alibi import local_slopes
+from headrace.back.layers.attended import Queries, chosen
 from headrace.back.layers.attention_names import SEPARATE, AttentionNames
 from headrace.back.layers.chosen_positions import ChosenPositions, ChosenSizes
+from headrace.back.layers.decode_context import DecodeContext, split_context
 from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
 from headrace.back.layers.indexer import ChoiceSpec
 from headrace.back.layers.linear import ColumnLinear, RowLinear
@@ -130,6 +132,12 @@ class AttentionSpec:
             quantized=scope.kv_quantized,
         )
 
+    def shared_context(self, scope: Scope) -> DecodeContext | None:
+        """How ranks share out its cache; not where scores depend on where a position stands."""
+        placed = self.chooser or self.slopes or self.position_bias or self.late_length
+        whole = bool(placed or self.window or self.chunk)
+        return split_context(scope, kv_heads=self.kv_heads, whole=whole)
+
     def problem(
         self, scope: Scope, *, heads: int, kv_heads: int, sinks: bool = False
     ) -> AttentionProblem:
@@ -164,15 +172,6 @@ def chosen_positions(scope: Scope, layer: int, spec: AttentionSpec) -> ChosenPos
     return ChosenPositions(scope, layer, spec.chooser, sizes)
 
 
-Queries = tuple[torch.Tensor, torch.Tensor | None, Any]
-"""With the gates of what they give, if there are any, and what the choice of positions hands on."""
-
-
-def chosen(x_TX: torch.Tensor | None, at_N: torch.Tensor) -> torch.Tensor | None:
-    """Rows `at_N` of what may be missing."""
-    return None if x_TX is None else x_TX.index_select(0, at_N)
-
-
 class Attention:
     """x_TE -> y_TE: projects, norms, rotates, writes the step's KV, attends, projects back.
 
@@ -198,6 +197,7 @@ class Attention:
         self._chosen = chosen_positions(scope, layer, spec)
         if self._chosen is not None:
             norm = None  # its indexer reads what the norm gives, too
+        self._context = spec.shared_context(scope)
         self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._heads, self._kv_heads = self._split[:2]
         self._cache_scales = scope.cache_scales_of(spec.kv_heads)
@@ -230,8 +230,7 @@ class Attention:
         self._sinks = self._sinks_param() if spec.sinks else None
         self._qk_norms: tuple[HeadNorm, HeadNorm] | None = None
         if spec.qk_norm is not None:
-            of_q, of_k = spec.qk_norm.names
-            build = spec.qk_norm.build
+            (of_q, of_k), build = spec.qk_norm.names, spec.qk_norm.build
             self._qk_norms = build(scope / of_q, q), build(scope / of_k, k)
         self._value_norm = None
         if spec.value_eps is not None:
@@ -245,7 +244,8 @@ class Attention:
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """What this layer keeps in the KV cache."""
-        form = self._spec.form(self._scope, self._layer, self._kv_heads)
+        form: CacheForm = self._spec.form(self._scope, self._layer, self._kv_heads)
+        form = form if self._context is None else self._context.form(form)
         return (form,) if self._chosen is None else (form, *self._chosen.kv_forms)
 
     @property
@@ -260,6 +260,7 @@ class Attention:
         all), whose keys and values are in the cache."""
         plan = batch.plans[batch.group_of_layer[self._layer]]
         kv = batch.kv[self._layer]
+        slot_T = plan.slot_T if self._context is None else self._context.slots(plan)
         qkv_TC, gate_TX = self._qkv.project(x_TE), None
         if self._spec.gate is not None:
             *qkv_sizes, gate_size = self._qkv.sizes
@@ -267,9 +268,9 @@ class Attention:
         if self._fused is not None:
             own_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
             table_PR = own_PR if batch.rope_table_TR is None else batch.rope_table_TR
-            q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
+            q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, slot_T)
         else:
-            q_THD = self._separately(qkv_TC, batch, plan, kv)
+            q_THD = self._separately(qkv_TC, batch, kv, slot_T)
         if self._query_scale is not None:
             q_THD = q_THD * self._query_scale.factors(batch.positions_T)
         if batch.probe is not None:
@@ -297,7 +298,7 @@ class Attention:
         return self._out.project_into(y_TX, residual_TE)
 
     def _separately(
-        self, qkv_TC: torch.Tensor, batch: Batch, plan: AttentionPlan, kv: torch.Tensor
+        self, qkv_TC: torch.Tensor, batch: Batch, kv: torch.Tensor, slot_T: torch.Tensor
     ) -> torch.Tensor:
         """Norm, rotation and KV write by an op each; returns q_THD."""
         if self._spec.clip is not None:
@@ -318,7 +319,7 @@ class Attention:
             self._rope.rotate(q_THD, k_TKD, batch.positions_T, table_PR)
         if after_rope:
             q_THD, k_TKD = self._normed(q_THD, k_TKD)
-        self._write(k_TKD, v_TKD, kv, plan.slot_T)
+        self._write(k_TKD, v_TKD, kv, slot_T)
         return q_THD
 
     def _cached_values(self, v_TKD: torch.Tensor) -> torch.Tensor:
@@ -359,6 +360,9 @@ class Attention:
         sinks_H = None if self._sinks is None else self._sinks.take().float()
         bias = () if spec.position_bias is None else (spec.position_bias.table,)
         weights = (sinks_H, *bias) if bias or sinks_H is not None else ()
+        if self._context is not None:
+            self._attend = self._context.of_heads(scope, self._problem, sinks_H)
+            return
         self._attend = bind_attention(scope, self._problem, *weights)
 
     def _build_out_norm(self, value_dim: int) -> SplitRMSNorm | None:

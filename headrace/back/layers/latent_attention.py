@@ -32,7 +32,8 @@ from headrace.back.kernels.latent_write.op import LatentWriteProblem
 from headrace.back.kernels.latent_write.quantized import unfit
 from headrace.back.kernels.sparse_latent_attention.op import OP as SPARSE_LATENT_ATTENTION
 from headrace.back.kernels.sparse_latent_attention.op import SparseLatentProblem
-from headrace.back.layers.attention import chosen
+from headrace.back.layers.attended import chosen
+from headrace.back.layers.decode_context import split_context
 from headrace.back.layers.indexer import ChoiceSpec, PositionChoice
 from headrace.back.layers.latent_expansion import ExpandedRows, expanded_rows, latents_of
 from headrace.back.layers.linear import ColumnLinear, MergedTensor, RowLinear
@@ -132,6 +133,7 @@ class LatentAttention:
             raise ConfigError(f"--kv-dtype {scope.kv_quantized}: {reason}", field="kv_dtype")
         owns = spec.source is None
         self._layer, self._spec, self._scope = layer if owns else spec.source, spec, scope
+        self._context = split_context(scope, kv_heads=1, whole=bool(spec.window or spec.indexer))
         self._indexer: PositionChoice[Any] | None = None
         if spec.indexer is not None:
             sizes = {"width": spec.width, "q_rank": spec.q_rank or 0}
@@ -196,7 +198,9 @@ class LatentAttention:
         width = self._spec.rank + self._spec.rope.rotary_dim
         kind, span = ("window", self._spec.window) if self._spec.window else ("latent", None)
         kept = {"kind": kind, "span": span, "quantized": self._scope.kv_quantized}
-        latents = LatentForm(cache=self._layer, width=width, **kept)
+        latents: CacheForm = LatentForm(cache=self._layer, width=width, **kept)
+        if self._context is not None:
+            latents = self._context.form(latents)
         own = (latents,) if self._spec.source is None else ()
         return own if self._indexer is None else (*own, *self._indexer.kv_forms)
 
@@ -265,7 +269,8 @@ class LatentAttention:
         if self._key_norm:
             latent_TC, key_TR = latent_TW.split_with_sizes((spec.rank, rotary), dim=1)
             latent_TW = torch.cat((latent_TC, self._key_norm.norm(key_TR)), dim=1)
-        self._write(q_THD, latent_TW, batch.positions_T, table_PR, kv, plan.slot_T, q_THW)
+        slot_T = plan.slot_T if self._context is None else self._context.slots(plan)
+        self._write(q_THD, latent_TW, batch.positions_T, table_PR, kv, slot_T, q_THW)
         return q_THW
 
     def attend_into(
@@ -367,9 +372,11 @@ class LatentAttention:
             sinks = self._sinks.take().float() if self._sinks is not None else None
             self._attend_chosen = scope.bind(SPARSE_LATENT_ATTENTION, sparse, sinks)
             return
-        self._attend = scope.bind(
-            LATENT_ATTENTION, LatentAttentionProblem(**facts, **cache, scale=spec.scale)
-        )
+        latent = LatentAttentionProblem(**facts, **cache, scale=spec.scale)
+        if self._context is not None:  # a prompt's rows lie on all ranks: none is expanded
+            self._attend = self._context.of_latents(scope, latent)
+            return
+        self._attend = scope.bind(LATENT_ATTENTION, latent)
         if scope.deterministic:  # a prompt's bits would depend on how it is cut into steps
             return
         expanded = ExpandedAttentionProblem(

@@ -13,7 +13,8 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.attention import AttentionSpec, chosen
+from headrace.back.layers.attended import chosen
+from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.heads_cache import bind_kv_write
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mutual_attention import bind_attention

@@ -13,6 +13,7 @@ import torch
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.decode_context import split_context
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.mutual_attention import bind_attention
 from headrace.back.layers.norm import RMSNorm
@@ -53,6 +54,7 @@ class SharedAttention:
         scope = scope.of_cache(spec.cache, windowed=windowed)
         q, k, *_ = self._spec.parts
         self._scope = scope
+        self._context = split_context(scope, kv_heads=self._spec.kv_heads, whole=windowed)
         self._heads, self._kv_heads = (local_units(part, scope.mesh.tp) for part in (q, k))
         self._query = ColumnLinear(
             scope, self._spec.width, (q,), bias=self._spec.qkv_bias, norm=norm
@@ -92,4 +94,7 @@ class SharedAttention:
 
     def _finish(self) -> None:
         problem = self._spec.problem(self._scope, heads=self._heads, kv_heads=self._kv_heads)
+        if self._context is not None:
+            self._attend = self._context.of_heads(self._scope, problem)
+            return
         self._attend = bind_attention(self._scope, problem)

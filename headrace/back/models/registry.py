@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from headrace.back.layers.adapters import AdapterSlots
+from headrace.back.layers.decode_context import check_forms
 from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily, Decoder
@@ -113,6 +114,8 @@ def build_model(
         _check_stage(model, spec, mesh)
     if scope.online is not None:
         scope.online.check(scope.ledger.params)
+    if mesh.dcp.axis.size > 1:
+        check_forms(model.kv_forms, mesh.dcp.axis.size, spec.family)
     whole_experts = mesh.ep.size > 1 and mesh.pp.size == 1  # a stage may have none
     if whole_experts and not any(param.routed for param in scope.ledger.params):
         raise ConfigError(

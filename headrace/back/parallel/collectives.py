@@ -46,6 +46,28 @@ def _ordered_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x.copy_(total)
 
 
+def all_parts(x: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
+    """The axis's tensors in rank order; x is contiguous."""
+    parts = [torch.empty_like(x) for _ in range(axis.size)]
+    dist.all_gather(parts, x, group=axis.group)
+    return parts
+
+
+def all_to_all(x_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """What each rank of the axis has for this one, in rank order; x_WX[r], contiguous, goes to rank
+    r."""
+    got_WX = torch.empty_like(x_WX)
+    dist.all_to_all_single(got_WX, x_WX, group=axis.group)
+    return got_WX
+
+
+def reduce_scatter(x_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum over the axis of what each rank has for this one; x_WX is contiguous."""
+    total_X = torch.empty_like(x_WX[0])
+    dist.reduce_scatter(total_X, list(x_WX.unbind(0)), group=axis.group)
+    return total_X
+
+
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The axis's tensors side by side along the last dimension, in rank order."""
     if axis.size == 1:

@@ -21,6 +21,7 @@ OPTIONS = {
     "pp": "pipeline_parallel",
     "dp": "data_parallel",
     "ep": "enable_expert_parallel",
+    "dcp": "decode_context_parallel_size",
 }
 """The option that sets each axis's size."""
 
@@ -70,15 +71,26 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextSplit:
+    """Ranks among those of "tp" that share out each sequence's KV (parallel/context.py): token t
+    lies on rank (t // interleave) % size of `axis`. `exchange`: how their results come together."""
+
+    axis: Axis = Axis(name="dcp")
+    interleave: int = 1
+    exchange: str = "a2a"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes. `Mesh()` is the mesh of one. `pipe`: what this rank's stage of a pipeline sends to
-    the others; None where there is one stage. `stage_layers`: the layers of each stage, where they
-    are stated."""
+    """All axes. `Mesh()` is the mesh of one. `dcp`: who shares out the KV. `pipe`: what this rank's
+    stage of a pipeline sends to the others; None where there is one stage. `stage_layers`: the
+    layers of each stage, where they are stated."""
 
     tp: Axis = Axis()
     pp: Axis = Axis(name="pp")
     dp: Axis = Axis(name="dp")
     ep: Axis = Axis(name="ep")
+    dcp: ContextSplit = ContextSplit()
     pipe: Pipe | None = None
     stage_layers: tuple[int, ...] = ()
 
@@ -140,6 +152,17 @@ def staged_mesh(stages: int, layers: tuple[int, ...] = (), *, ordered: bool = Fa
 def with_whole_experts(mesh: Mesh) -> Mesh:
     """The mesh whose tensor-parallel ranks have whole experts, and not a part of each."""
     return replace(mesh, ep=replace(mesh.tp, name="ep", summing=None))
+
+
+def with_shared_context(mesh: Mesh, size: int, *, interleave: int, exchange: str) -> Mesh:
+    """The mesh in which so many neighbours among the ranks of "tp" share out each sequence's KV;
+    called by every rank of the initialised default process group."""
+    assert mesh.tp.size % size == 0, (mesh.tp.size, size)
+    firsts = range(0, dist.get_world_size(), size)
+    groups = [dist.new_group(list(range(first, first + size))) for first in firsts]
+    group = groups[dist.get_rank() // size]
+    axis = Axis(name="dcp", size=size, rank=mesh.tp.rank % size, group=group)
+    return replace(mesh, dcp=ContextSplit(axis=axis, interleave=interleave, exchange=exchange))
 
 
 def tp_ranks(size: int, stages: int) -> tuple[tuple[int, ...], ...]:

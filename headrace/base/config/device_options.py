@@ -50,6 +50,23 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
             "instead of a part of each; all else stays divided as it was."
         ),
     ] = False
+    decode_context_parallel_size: Annotated[
+        Processes,
+        Meta(
+            description="So many devices of --tensor-parallel, which would hold the same KV heads, share out the KV of "
+            "each sequence instead, token by token: so many times the context fits (CPU)."
+        ),
+    ] = 1
+    dcp_comm_backend: Annotated[
+        Literal["a2a", "ag_rs"],
+        Meta(
+            description="How these put their attention together: one exchange of results with their log-sum-exps, or "
+            "log-sum-exps gathered and weighed results summed and scattered."
+        ),
+    ] = "a2a"
+    dcp_kv_cache_interleave_size: Annotated[
+        Processes, Meta(description="Tokens in a row that lie on one of them.")
+    ] = 1
     replicas: Annotated[
         Processes, Meta(description="Engine cores, each with a whole copy of the model.")
     ] = 1

@@ -185,13 +185,22 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     stages: int = 1
 
 
+class ContextSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """See DeviceOptions, decode_context_parallel_size and dcp_*."""
+
+    ranks: int
+    interleave: int
+    exchange: str
+
+
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its
     device (None: no bound). `cpus`: where those threads stay, `other_cpus`: where all else of the
     server does (empty: anywhere). `nodes`: NUMA nodes that memory is taken from in turns, if there
     are several. `pipeline_layers`: the layers of each of the `pipeline_parallel` stages, empty: as
     many as make their bytes alike. `sequence_parallel`: see DeviceOptions. `expert_parallel`: of
-    mixtures the tensor-parallel ranks have whole experts."""
+    mixtures the tensor-parallel ranks have whole experts. `context`: how those that would hold the
+    same KV share it out; None: each holds it."""
 
     device: str
     executor: str
@@ -200,6 +209,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_layers: tuple[int, ...] = ()
     sequence_parallel: bool = False
     expert_parallel: bool = False
+    context: ContextSpec | None = None
     threads: int = 1
     memory_bytes: int | None = None
     cpus: tuple[int, ...] = ()

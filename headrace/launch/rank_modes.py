@@ -1,0 +1,78 @@
+"""How expert parallelism and decode context parallelism, which say what the ranks of tensor
+parallelism hold, go with other modes and features: two columns of parallel_modes.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from headrace.launch.feature_pairs import Entry, Feature, RefusedPair, ShownPair, UnshownPair
+
+_MODELS = "back/parallel/test_context.py::"
+_SAME_EXPERTS = UnshownPair("ranks add up what they do without it")
+_SAME_CONTEXT = UnshownPair("it is blind to where a token's keys lie")
+_OF_EXPERTS: Mapping[str, Entry] = {
+    "tensor parallelism": ShownPair(
+        "models/test_tensor_parallel.py::test_ranks_with_whole_experts_give_the_logits_of_one"
+    ),
+    "pipeline parallelism": UnshownPair("the ranks of each stage share out its experts"),
+    "decode context parallelism": UnshownPair("one is of mixtures, the other of caches"),
+    "GPUs": UnshownPair("kernels check slots without an expert at start; it takes several GPUs"),
+    "adapters": UnshownPair("those of experts are refused by name, others are as without"),
+    "quantized weights": ShownPair(
+        "back/layers/moe/test_split.py::test_quantized_experts_are_those_of_one_rank"
+    ),
+    "models by the transformers library": RefusedPair("layers of that library are not divided"),
+    "attention weights of a request": RefusedPair("each rank has but a part of the heads"),
+    "sharded state": RefusedPair("files of ranks hold a part of each expert"),
+}
+_OF_CONTEXT: Mapping[str, Entry] = {
+    "tensor parallelism": ShownPair(
+        f"{_MODELS}test_models_over_ranks_that_share_the_context_give_the_logits_of_one"
+    ),
+    "pipeline parallelism": RefusedPair("stages have not been made to share out their caches"),
+    "expert parallelism": UnshownPair("one is of mixtures, the other of caches"),
+    "GPUs": RefusedPair("its steps have run on CPUs alone"),
+    "prefix cache, prompts in chunks, preemption": ShownPair(
+        "e2e/test_shared_context.py::test_ranks_that_share_the_context_answer_as_one_worker"
+    ),
+    "drafts by prompt lookup": ShownPair(
+        "e2e/test_shared_context.py::test_ranks_that_share_the_context_answer_as_one_worker"
+    ),
+    "drafters with weights": RefusedPair("a drafter's caches are whole on each rank"),
+    "quantized KV cache": ShownPair(f"{_MODELS}test_quantized_caches_have_the_numbers_of_one_rank"),
+    "encoders and encoder-decoders": RefusedPair("an encoder keeps no sequence"),
+    "models by the transformers library": RefusedPair("layers of that library are not divided"),
+    "attention weights of a request": RefusedPair("each rank has but a part of the tokens"),
+    "KV between servers and in files": RefusedPair(
+        "files would hold a part of the tokens, and do not say which"
+    ),
+}
+EXPERTS = Feature(
+    name="expert parallelism",
+    option="--enable-expert-parallel",
+    wanted=lambda start: start.options.device.enable_expert_parallel,
+    beside={},
+)
+SHARED = Feature(
+    name="decode context parallelism",
+    option="--decode-context-parallel-size",
+    wanted=lambda start: start.options.device.decode_context_parallel_size > 1,
+    beside={},
+)
+
+
+def beside_ranks(name: str) -> dict[str, Entry]:
+    """How the row of this name goes with the two."""
+    return {
+        EXPERTS.name: _OF_EXPERTS.get(name, _SAME_EXPERTS),
+        SHARED.name: _OF_CONTEXT.get(name, _SAME_CONTEXT),
+    }
+
+
+def with_modes(mode: Feature, replicas: str, entry: Entry) -> Feature:
+    """One of the two as a row: what stands in its column, for the modes."""
+    own = _OF_EXPERTS if mode is EXPERTS else _OF_CONTEXT
+    names = ("tensor parallelism", "pipeline parallelism", EXPERTS.name, SHARED.name)
+    beside = {name: own[name] for name in names if name != mode.name}
+    return replace(mode, beside={**beside, replicas: entry})
