@@ -3,7 +3,9 @@ alone and beside a picture, which lead to the decoder by other layers."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers.models.phi4_multimodal.feature_extraction_phi4_multimodal import (
     Phi4MultimodalFeatureExtractor,
 )
@@ -25,6 +28,7 @@ from headrace.front.media.preparation import _prepared
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.processors.families import PROCESSORS, read_media
 from headrace.front.media.processors.spectrogram import spectrogram
+from headrace.launch.config_files import read_config
 from tests.front.media.pictures import picture
 from tests.front.media.test_log_mel import sound
 from tests.models.media import SeeingEngine, answer_of, compare_answers, save_media_oracle
@@ -193,3 +197,65 @@ def test_pictures(both: Both, width: int, height: int) -> None:
     inputs = pixels_of(seen)
     check_pixels(inputs, width, height)
     both.check({IMAGE: seen}, inputs)
+
+
+NAMES = (
+    (r"feed_forward_(in|out)\.gate_up_proj", r"feed_forward_\1.net.0.linear"),
+    (r"feed_forward_(in|out)\.down_proj", r"feed_forward_\1.net.2"),
+    (r"(audio_embed.*self_attn)\.([qkv])_proj", r"\1.linear_\2"),
+    (r"(audio_embed.*self_attn)\.o_proj", r"\1.linear_out"),
+    (r"(up|down)_proj_for_speech", lambda one: f"audio_projection.speech.{2 * (one[1] == 'down')}"),
+    (
+        r"(up|down)_proj_for_vision_speech",
+        lambda one: f"audio_projection.vision.{2 * (one[1] == 'down')}",
+    ),
+    (r"img_projection_up", "img_projection.0"),
+    (r"img_projection_down", "img_projection.2"),
+    (r"global_img_feature_extensor", "glb_GN"),
+    (r"sub_img_feature_extensor", "sub_GN"),
+    (r"(layers\.\d+\.(?:self_attn\.(?:qkv|o)|mlp\.(?:gate_up|down))_proj)", r"\1.base_layer"),
+)
+
+
+@pytest.mark.slow
+def test_the_first_checkpoint_is_read_under_its_own_names(both: Both, tmp_path: Path) -> None:
+    """Its adapters stand among its weights, too; what is not said of its tower is as published."""
+    tensors = {}
+    for name, tensor in load_file(both.folder / "model.safetensors").items():
+        for pattern, new in NAMES:
+            name = re.sub(pattern, new, name)
+        tensors[name] = tensor
+        if name.endswith("base_layer.weight"):
+            for part in ("lora_A", "lora_B"):
+                tensors[name.replace("base_layer", f"{part}.vision")] = torch.ones(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    keys = json.loads((both.folder / "config.json").read_text())
+    audio = keys.pop("audio_config")
+    audio |= {"attention_dim": audio.pop("hidden_size")}
+    audio |= {"attention_heads": audio.pop("num_attention_heads")}
+    audio |= {"linear_units": audio.pop("intermediate_size")}
+    audio |= {"nemo_conv_settings": {"conv_channels": audio.pop("nemo_conv_channels")}}
+    audio |= {
+        "relative_attention_bias_args": {"t5_bias_max_distance": audio.pop("bias_max_distance")}
+    }
+    keys |= {
+        **{"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"},
+        "audio_processor": {"name": "cascades", "config": audio},
+        "embd_layer": {
+            "audio_embd_layer": {"downsample_rate": 1},
+            "image_embd_layer": {"crop_size": SIDE, "hd_transform_order": "sub_glb"},
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    added = [{"id": IMAGE, "content": "<|seen|>"}, {"id": SOUND, "content": "<|heard|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    spec = read_media(tmp_path, read_config(tmp_path))
+    assert spec is not None and spec.written == {"image": "<|seen|>", "audio": "<|heard|>"}
+    engine = SeeingEngine(tmp_path, longest=1024)
+    seen, heard = both.seen(70, 40), both.heard(sound(0.5), seeing=True)
+    media = {IMAGE: (seen, "image"), SOUND: (heard, "audio")}
+    prepared = [_prepared(one, kind, _digest_of(one), 0, 2) for one, kind in media.values()]
+    ids, spans = expanded([3, IMAGE, 7, SOUND, 7], prepared, spec, lambda text: [], field="prompt")
+    mine, wanted = (one.run(Ready(ids, spans), max_tokens=3)[0] for one in (engine, both.engine))
+    compare_answers(mine, wanted)
+    engine.close()

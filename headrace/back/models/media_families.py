@@ -77,7 +77,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Idefics3ForConditionalGeneration": "idefics3",
     "SmolVLMForConditionalGeneration": "idefics3",
     "Gemma3ForConditionalGeneration": "gemma3_vision",
-    "Phi4MultimodalForCausalLM": "phi4_multimodal",
+    **dict.fromkeys(("Phi4MultimodalForCausalLM", "Phi4MMForCausalLM"), "phi4_multimodal"),
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
     "PaliGemmaForConditionalGeneration": "paligemma",
     "Gemma4ForConditionalGeneration": "gemma4_vision",

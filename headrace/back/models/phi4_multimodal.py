@@ -36,20 +36,45 @@ UNREAD = (
     rf"{EXTENDED.replace('.', '[.]')}\.image_embed\.img_processor\.encoder\.layers\.\d+\..*",
 )
 """What stands behind the layer whose outputs are taken."""
+ADAPTERS = r".*\.lora_[AB]\..*"
+"""Of vision and speech, which published checkpoints hold in the weights' midst and in folders of
+their own beside them; the latter are read (`--default-mm-loras`)."""
+_SOUND = r"(.*audio_embed\.encoder\.encoders\.\d+\.)"
+PUBLISHED = (
+    (r"\.base_layer\.", "."),
+    (_SOUND + r"feed_forward_(in|out)\.net\.0\.linear", r"\1feed_forward_\2.gate_up_proj"),
+    (_SOUND + r"feed_forward_(in|out)\.net\.2", r"\1feed_forward_\2.down_proj"),
+    (_SOUND + r"self_attn\.linear_([qkv])", r"\1self_attn.\2_proj"),
+    (_SOUND + r"self_attn\.linear_out", r"\1self_attn.o_proj"),
+    (r"audio_projection\.speech\.0\.", "up_proj_for_speech."),
+    (r"audio_projection\.speech\.2\.", "down_proj_for_speech."),
+    (r"audio_projection\.vision\.0\.", "up_proj_for_vision_speech."),
+    (r"audio_projection\.vision\.2\.", "down_proj_for_vision_speech."),
+    (r"image_embed\.img_projection\.0\.", "image_embed.img_projection_up."),
+    (r"image_embed\.img_projection\.2\.", "image_embed.img_projection_down."),
+    (r"image_embed\.glb_GN$", "image_embed.global_img_feature_extensor"),
+    (r"image_embed\.sub_GN$", "image_embed.sub_img_feature_extensor"),
+)
+"""How the first checkpoint names what the converted one has."""
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **{"swish": F.silu, "silu": F.silu, "relu": F.relu, "gelu": F.gelu, "sigmoid": torch.sigmoid},
 }
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """Phi4MultimodalForCausalLM."""
+    """Phi4MultimodalForCausalLM, Phi4MMForCausalLM."""
     vision, audio = (config.required_section(f"{name}_config") for name in ("vision", "audio"))
     outputs = config.int("hidden_size", ge=1)
     inside = scope / EXTENDED
     sees = MaskedTiles(inside / "image_embed", _tiles(vision, outputs))
     hears = Hearing(inside / "audio_embed", _conformer(audio), outputs)
     decoder = with_media(scope, phi3.build(scope, config), Towers(sees, hears))
-    decoder.weights = replace(decoder.weights, ignored=(*decoder.weights.ignored, *UNREAD))
+    weights = decoder.weights
+    decoder.weights = replace(
+        weights,
+        ignored=(*weights.ignored, *UNREAD, ADAPTERS),
+        renamed=(*weights.renamed, *PUBLISHED),
+    )
     return decoder
 
 

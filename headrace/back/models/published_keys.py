@@ -14,6 +14,7 @@ from headrace.back.models.dense_keys import DENSE_KEYS
 from headrace.back.models.encoder_keys import ENCODER_KEYS
 from headrace.back.models.expert_keys import EXPERT_KEYS
 from headrace.back.models.key_names import Keys
+from headrace.back.models.media_keys import MEDIA_KEYS
 from headrace.back.models.recurrent_keys import RECURRENT_KEYS
 from headrace.base.config.hf import ConfigReader
 
@@ -22,6 +23,7 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **EXPERT_KEYS,
     **RECURRENT_KEYS,
     **ENCODER_KEYS,
+    **MEDIA_KEYS,
 }
 """By the name of the architecture."""
 

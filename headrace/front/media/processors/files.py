@@ -22,6 +22,17 @@ def special_text(folder: Path, token: int | None) -> str:
     return ""
 
 
+def written_as(folder: Path, config: ConfigReader, **tokens: int) -> dict[str, str]:
+    """By kind what its placeholder is called, of checkpoints whose template takes texts."""
+    if config.list("architectures", (), of=str)[:1] not in _TEXTS_ALONE:
+        return {}
+    names = {kind: special_text(folder, token) for kind, token in tokens.items()}
+    return {kind: name for kind, name in names.items() if name}
+
+
+_TEXTS_ALONE = (("Phi4MMForCausalLM",),)
+
+
 def special_token(folder: Path, text: str) -> int | None:
     """The id of a token that the tokenizer's files list as added, or a GGUF file at all."""
     if folder.suffix == ".gguf":

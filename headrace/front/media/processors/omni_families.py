@@ -12,7 +12,12 @@ import msgspec
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, PowerMel, SoundSettings, VideoSound
 from headrace.front.media.log_mel import HOP, RATE
-from headrace.front.media.processors.files import extractor_keys, special_text, special_token
+from headrace.front.media.processors.files import (
+    extractor_keys,
+    special_text,
+    special_token,
+    written_as,
+)
 from headrace.front.media.processors.sound_families import (
     HALVES,
     LINES,
@@ -121,7 +126,8 @@ def _phi4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
     )
     settings = msgspec.structs.replace(spec.settings, sound=sound)
     token = audio.int("audio_token_id", 200_011, ge=0)
-    return msgspec.structs.replace(spec, settings=settings, audio_token=token)
+    written = {**spec.written, **written_as(folder, config, audio=token)}
+    return msgspec.structs.replace(spec, settings=settings, audio_token=token, written=written)
 
 
 def _gemma4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:

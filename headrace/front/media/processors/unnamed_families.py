@@ -9,7 +9,7 @@ import msgspec
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.front.media.processors.cut_families import CheckpointFiles
-from headrace.front.media.processors.files import special_token
+from headrace.front.media.processors.files import special_token, written_as
 from headrace.front.media.processors.reading import (
     image_only,
     pixel_bounds,
@@ -73,7 +73,10 @@ def _phi4(files: CheckpointFiles) -> MediaSpec | None:
         tiles=(1, image.int("dynamic_hd", 36, ge=1, le=256)),
     )
     token = vision.int("image_token_id", 200_010, ge=0)
-    return image_only("phi4", settings, _with_token(files.config, token))
+    spec = image_only("phi4", settings, _with_token(files.config, token))
+    return msgspec.structs.replace(
+        spec, written=written_as(files.folder, files.config, image=token)
+    )
 
 
 def _phi3(files: CheckpointFiles) -> MediaSpec | None:

@@ -1,0 +1,53 @@
+"""Keys of published config.json files (published_keys.py) of models that see and hear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headrace.back.models.key_names import Keys, called
+from headrace.base.config.hf import ConfigReader
+
+PHI4MM = "Phi4MMForCausalLM"
+PHI4_TOWER = {
+    **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27},
+    **{"num_attention_heads": 16, "patch_size": 14},
+}
+"""SigLIP's layers, which the published config leaves unsaid."""
+PHI4_AUDIO = {
+    **{"attention_dim": "hidden_size", "attention_heads": "num_attention_heads"},
+    **{"linear_units": "intermediate_size"},
+    "depthwise_seperable_out_channel": "depthwise_separable_out_channel",
+}
+
+
+def _phi4mm(config: ConfigReader) -> Keys:
+    """What its config calls a layer of embeddings are both towers, of which that for images is
+    hardly described."""
+    layers = config.required_section("embd_layer")
+    image, sound = (layers.required_section(f"{name}_embd_layer") for name in ("image", "audio"))
+    image.choice("hd_transform_order", ("sub_glb",), "sub_glb")
+    conformer = config.required_section("audio_processor").required_section("config")
+    halving = conformer.section("nemo_conv_settings") or ConfigReader({}, conformer.where)
+    biases = conformer.section("relative_attention_bias_args") or ConfigReader({}, conformer.where)
+    stated = config.section("vision_config")
+    side = image.int("crop_size", 448, ge=1, le=16_384)
+    return {
+        "model_type": "phi4_multimodal",
+        "vision_config": {
+            **PHI4_TOWER,
+            **{"image_size": side, "crop_size": side},
+            **({} if stated is None else stated.raw),
+        },
+        "audio_config": {
+            **conformer.raw,
+            **called(conformer, PHI4_AUDIO),
+            "nemo_conv_channels": halving.int("conv_channels", 1024, ge=1),
+            "bias_max_distance": biases.int("t5_bias_max_distance", 1000, ge=1),
+            "bias_symmetric": biases.bool("t5_bias_symmetric", False),
+            "downsample_rate": sound.int("downsample_rate", 1, ge=1),
+        },
+    }
+
+
+MEDIA_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {PHI4MM: _phi4mm}
+"""By the name of the architecture."""
