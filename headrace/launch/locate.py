@@ -16,8 +16,10 @@ from urllib.parse import urlsplit
 from headrace.base.config.gguf_vision import PREFIX as VISION_PREFIX
 from headrace.base.config.gguf_vision import vision_beside
 from headrace.base.config.resolved import Decision
+from headrace.base.config.tensorizer_header import SUFFIX
 from headrace.base.config.tree import ModelOptions
 from headrace.base.config.weight_files import (
+    WeightFiles,
     find_weight_files,
     folder_format,
     is_sharded,
@@ -145,8 +147,25 @@ def _folder(path: Path, name: str, options: ModelOptions) -> LocatedModel:
     if options.load_format == "sharded_state" or (chosen == "safetensors" and is_sharded(path)):
         chosen = "sharded_state"
     if chosen == "safetensors" and not remote:
-        find_weight_files(path)
+        _check_kind(path, find_weight_files(path), options)
     return LocatedModel(path=path, name=name, format=chosen, remote=remote)
+
+
+def _check_kind(path: Path, files: WeightFiles, options: ModelOptions) -> None:
+    """That the files are tensorizer's where that is asked, and no others where others are."""
+    tensorizer = files.files[0].suffix == SUFFIX
+    if options.load_format not in ("auto", "tensorizer" if tensorizer else options.load_format):
+        raise ConfigError(
+            f"--load-format {options.load_format}: {path} has tensorizer's files alone "
+            f"({files.files[0].name})",
+            field="load_format",
+        )
+    if options.load_format == "tensorizer" and not tensorizer:
+        raise ConfigError(
+            f"--load-format tensorizer: {path} has {files.files[0].name}, which is read instead; "
+            "name a folder of *.tensors files",
+            field="load_format",
+        )
 
 
 def _is_remote(options: ModelOptions) -> bool:

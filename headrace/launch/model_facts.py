@@ -43,7 +43,8 @@ from headrace.base.config.media import MediaSpec, SoundSettings
 from headrace.base.config.pooling import DenseSpec, PoolingSpec
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantized
-from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
+from headrace.base.config.safetensors_header import StoredTensor
+from headrace.base.config.tensorizer_header import read_weights_header
 from headrace.front.media.processors.families import read_media
 from headrace.front.media.processors.speech_families import read_speech
 from headrace.launch.config_files import read_config
@@ -332,7 +333,7 @@ def _safetensors_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
     files = all_weight_files(folder, config)
     for path in files.files:
         prefix = files.prefixes.get(path, "")
-        headers |= {prefix + name: one for name, one in read_safetensors_header(path).items()}
+        headers |= {prefix + name: one for name, one in read_weights_header(path).items()}
     quantization = stored_quantization(config, f"{folder}/config.json")
     if quantization is None:
         return _stored(headers.values())

@@ -228,3 +228,16 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_names_the_revision(hub: A
     hub.shutdown()
     hub.server_close()
     assert "downloading revision 'main' failed" in download(hub)["error"]
+
+
+def test_files_of_tensorizer_are_found_where_there_are_no_others(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match=r"tensorizer: .* which is read instead"):
+        find(folder, load_format="tensorizer")
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "model.tensors").touch()
+    for load_format in ("auto", "tensorizer"):
+        assert find(folder, load_format=load_format).format == "safetensors"
+    with pytest.raises(ConfigError, match=r"fastsafetensors: .* has tensorizer's files alone"):
+        find(folder, load_format="fastsafetensors")

@@ -132,13 +132,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "fastsafetensors",
             "runai_streamer",
             "sharded_state",
+            "tensorizer",
             "gguf",
             "dummy",
         ],
         Meta(
             description="How weights are read; fastsafetensors: past the system's file cache; runai_streamer: "
-            "from --weights-url; sharded_state: a file for each rank, as headrace shard writes them; dummy makes "
-            "seeded random ones from config.json alone."
+            "from --weights-url; sharded_state: a file for each rank, as headrace shard writes them; tensorizer: "
+            "from *.tensors files; dummy makes seeded random ones from config.json alone."
         ),
     ] = "auto"
     weights_url: Annotated[

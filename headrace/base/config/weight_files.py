@@ -62,8 +62,8 @@ def is_sharded(folder: Path) -> bool:
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
-    """The safetensors files of a model folder; none, missing shards, escapes and pickles only:
-    CheckpointError."""
+    """The safetensors files of a model folder, or else tensorizer's; none, missing shards, escapes
+    and pickles only: CheckpointError."""
     index = folder / INDEX_NAME
     if (folder / SINGLE_NAME).is_file() or not index.exists():
         paths = _without_index(folder)
@@ -125,6 +125,7 @@ def _without_index(folder: Path) -> list[Path]:
         return [folder / SINGLE_NAME]
     named = _named(folder, "model*.safetensors")
     named = named or [p for p in _named(folder, "*.safetensors") if not _is_other(p.name)]
+    named = named or _named(folder, "*.tensors")
     if not named:
         raise _no_weights(folder)
     folders = [path.name for path in named if not path.is_file()]

@@ -20,8 +20,8 @@ from headrace.base.config.safetensors_header import (
     MAX_HEADER_BYTES,
     StoredTensor,
     parse_safetensors_header,
-    read_safetensors_header,
 )
+from headrace.base.config.tensorizer_header import read_weights_header
 from headrace.base.config.weight_files import (
     INDEX_NAME,
     MAX_INDEX_BYTES,
@@ -73,7 +73,7 @@ class _LocalReader:
         return find_weight_files(folder)
 
     def header(self, path: Path) -> dict[str, StoredTensor]:
-        return read_safetensors_header(path)
+        return read_weights_header(path)
 
     def close(self) -> None:
         while self._open:
