@@ -56,7 +56,7 @@ EXPERTS_PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(("Grok1ForCausalLM", "Grok1ModelForCausalLM", "GrokForCausalLM"), "grok"),
     "ArcticForCausalLM": "arctic",
     "MiniMaxM3SparseForCausalLM": "minimax_m3",
-    "MiMoV2ForCausalLM": "mimo_v2_flash",
+    **dict.fromkeys(("MiMoV2ForCausalLM", "MiMoV2OmniForCausalLM"), "mimo_v2_flash"),
     "DeepseekForCausalLM": "deepseek_moe",
     **dict.fromkeys(("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"), "bailing_moe"),
     "Param2MoEForCausalLM": "bailing_moe",

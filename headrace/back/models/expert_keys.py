@@ -135,6 +135,26 @@ def _step3(config: ConfigReader) -> Keys:
     return {"num_key_value_heads": groups, **called(config, names)}
 
 
+def _step3_vl(config: ConfigReader) -> Keys:
+    """The text part's keys need not say of which type they are."""
+    text = config.required_section("text_config")
+    return {"text_config": {"model_type": "step3_text", **text.raw, **_step3(text)}}
+
+
+def _deepseek_vl2(config: ConfigReader) -> Keys:
+    """Three sizes, three text parts: without latents, as DeepSeek V2 and routed as V3 is. Keys that
+    have the defaults of V2's class are not there."""
+    text = config.required_section("language_config")
+    if not text.bool("use_mla", True):
+        kind = "deepseek"
+    elif text.str("topk_method", "greedy") == "noaux_tc":
+        kind = "deepseek_v3"
+    else:
+        kind = "deepseek_v2"
+    absent = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
+    return {"text_config": {**absent, **text.raw, "model_type": kind}}
+
+
 def _longcat_ngram(config: ConfigReader) -> Keys:
     """Where two numbers of layers are stated, one counts attentions."""
     return called(config, {"num_layers": "num_hidden_layers"})
@@ -149,6 +169,10 @@ EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "PanguUltraMoEForCausalLM": _pangu_ultra,
     "Step3TextForCausalLM": _step3,
     "LongcatFlashNgramForCausalLM": _longcat_ngram,
-    **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), _mimo_v2),
+    "Step3VLForConditionalGeneration": _step3_vl,
+    "DeepseekVLV2ForCausalLM": _deepseek_vl2,
+    **dict.fromkeys(
+        ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM", "MiMoV2OmniForCausalLM"), _mimo_v2
+    ),
 }
 """By the name of the architecture."""

@@ -20,12 +20,14 @@ from headrace.back.models.blocks import (
 from headrace.back.models.moe import feed_forwards, sigmoid_mixture, sparse_by_type
 from headrace.base.config.hf import ConfigReader
 
+PARTS = (r"model\.mtp\..*", r"(visual|audio_encoder|speech_embeddings)\..*")
+"""What drafts, sees and hears is not read."""
 SHARE = 0.334
 THETAS = {"full_attention": 5_000_000.0, "sliding_attention": 10_000.0}
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """MiMoV2FlashForCausalLM, MiMoV2ForCausalLM."""
+    """MiMoV2FlashForCausalLM, MiMoV2ForCausalLM; MiMoV2OmniForCausalLM, its text part."""
     sizes = read_sizes(config, eps=1e-5)
     windows = read_windows(
         config,
@@ -39,7 +41,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         LayerSpec(mixer=_attention(scope, config, sizes, window), feed_forward=feed_forward)
         for window, feed_forward in zip(windows, feed_forwards(mixture, sparse), strict=True)
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, ignored=PARTS))
 
 
 def _attention(

@@ -26,10 +26,15 @@ ROWS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **MEDIA_KEYS,
 }
 """By the name of the architecture."""
+UNNAMED: Mapping[str, str] = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
+"""By the `model_type`, where config.json files name no architecture."""
 
 
 def in_common_keys(config: Mapping[str, Any], where: str = "config.json") -> Keys:
     """The config with the common keys besides, where its architecture has a row."""
+    kind = config.get("model_type")
+    if "architectures" not in config and isinstance(kind, str) and kind in UNNAMED:
+        config = {**config, "architectures": [UNNAMED[kind]]}
     names = config.get("architectures")
     named = names[0] if isinstance(names, list) and names else None
     row = ROWS.get(named) if isinstance(named, str) else None

@@ -25,8 +25,8 @@ TEXT_TYPES: Mapping[str, str] = {
     "mistral4": "mistral4",
     "mistral_large4_text": "mistral_large4",
     **{"kimi_k2": "deepseek", "kimi_linear": "kimi_linear"},
-    "step3p5": "step3p5",
-    "deepseek_v3": "deepseek",
+    **{"step3_text": "step3", "step3p5": "step3p5"},
+    **{"deepseek": "deepseek_moe", "deepseek_v2": "deepseek_v2", "deepseek_v3": "deepseek"},
     "llama4_text": "llama4",
     **{"aria_text": "aria_text", "granite_docling_text": "granite"},
     "hunyuan_vl_text": "hunyuan_v1",
@@ -50,14 +50,17 @@ TEXT_TYPES: Mapping[str, str] = {
     "mllama_text_model": "mllama",
 }
 """Families of the text part of models with several, by its `model_type`."""
-WRAPPERS: Mapping[str, str] = dict.fromkeys(
-    ("MllamaForConditionalGeneration", "KimiK3ForConditionalGeneration"), "language_model"
-)
+WRAPPERS: Mapping[str, str] = {
+    "MllamaForConditionalGeneration": "language_model",
+    "KimiK3ForConditionalGeneration": "language_model",
+    "DeepseekVLV2ForCausalLM": "language",
+}
 """Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
     "MuseGlimmerForConditionalGeneration": "model.language_model",
+    "Step3VLForConditionalGeneration": "model",
     "InklingForConditionalGeneration": "model.llm",
     "Inkling2ForConditionalGeneration": "model.llm",
 }
