@@ -1,5 +1,6 @@
 """Decoders in plain PyTorch that differ from Llama's by a few facts, each written from its published configuration and
-the tensor names of its checkpoint: PLaMo 13B, PLM 1.8B, Refact 1.6B, Talkie 13B, Maincoder 1B, Solar Pro, Step 1.
+the tensor names of its checkpoint: PLaMo 13B, PLM 1.8B, Refact 1.6B, Talkie 13B, Maincoder 1B, Solar Pro, Step 1,
+Rnj-1.
 
 One row at a time, whole; T tokens, E hidden size, H heads, K KV heads, D head_dim.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -383,6 +385,63 @@ def looped_logits(config: Config, weights: Tensors, row: list[int]) -> torch.Ten
     return headed(weights, x_TE)
 
 
+RNJ_1 = named(
+    "Rnj1",
+    **{"head_dim": D, "num_key_value_heads": 2, "query_pre_attn_scalar": 12, "sliding_window": 5},
+    **{"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 20.0},
+    layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+    rope_parameters={
+        "chunked_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
+    },
+)
+
+
+def rnj1_tensors(config: Config) -> Tensors:
+    shapes = llama_shapes(2)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{side}_feedforward_layernorm.weight": (E,) for side in ("pre", "post")}
+        shapes |= {f"{at}.self_attn.{one}_norm.weight": (D,) for one in "qk"}
+    made = random_tensors(shapes)
+    return {name: one - 1 if "norm" in name else one for name, one in made.items()}
+
+
+def rnj1_logits(config: Config, weights: Tensors, row: list[int]) -> torch.Tensor:
+    """Gemma 3's layers; some see their own chunk of positions and the one before."""
+    eps, size = config["rms_norm_eps"], config["sliding_window"]
+    chunk = torch.arange(len(row)) // size
+    near = chunk[:, None] - chunk[None] < 2
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    x_TE = weights["model.embed_tokens.weight"][row] * E**0.5
+    for layer, kind in enumerate(config["layer_types"]):
+        own = of_layer(weights, f"model.layers.{layer}.")
+        normed = {
+            name.removesuffix("_layernorm.weight"): partial(norm, weight=one + 1, eps=eps)
+            for name, one in own.items()
+            if name.endswith("_layernorm.weight")
+        }
+        q, k, v = projected(own, normed["input"](x_TE))
+        q, k = (
+            rotated(
+                norm(x, own[f"self_attn.{one}_norm.weight"] + 1, eps),
+                config["rope_parameters"][kind]["rope_theta"],
+            )
+            for x, one in ((q, "q"), (k, "k"))
+        )
+        sees = near if kind == "chunked_attention" else None
+        scale = config["query_pre_attn_scalar"] ** -0.5
+        y_TX = attended(q, k, v, scale=scale, sees_HTT=sees)
+        x_TE = x_TE + normed["post_attention"](y_TX @ own["self_attn.o_proj.weight"].T)
+        y_TE = mlp(own, "mlp", normed["pre_feedforward"](x_TE), act=gelu)
+        x_TE = x_TE + normed["post_feedforward"](y_TE)
+    y_TV = norm(x_TE, weights["model.norm.weight"] + 1, eps) @ weights["lm_head.weight"].T
+    return 20 * (y_TV / 20).tanh()
+
+
 def of_llama(config: Config) -> Tensors:
     return random_tensors(llama_shapes(2))
 
@@ -395,5 +454,6 @@ SMALL: dict[str, tuple[SmallDecoder, Config]] = {
     "maincoder": (SmallDecoder(maincoder_tensors, maincoder_logits), MAINCODER),
     "solar": (SmallDecoder(of_llama, solar_logits), SOLAR),
     "iquest-loop": (SmallDecoder(looped_tensors, looped_logits), LOOPED),
+    "rnj-1": (SmallDecoder(rnj1_tensors, rnj1_logits), RNJ_1),
     "step-1": (SmallDecoder(of_llama, step1_logits), STEP_1),
 }

@@ -18,6 +18,7 @@ DENSE: Mapping[str, str] = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3nForCausalLM": "gemma3n",
+    "Rnj1ForCausalLM": "rnj1",
     "Gemma4ForCausalLM": "gemma4",
     "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",

@@ -4,12 +4,16 @@ text_config and another prefix."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.norm import RMS_UNIT_OFFSET, SANDWICH
 from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,
+    DecoderSizes,
     DecoderSpec,
     LayerSpec,
     plain_attention,
@@ -23,10 +27,21 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Gemma3ForCausalLM."""
     sizes = gemma_sizes(config)
     windows = gemma3_windows(config, sizes.layers)
+    attention = gemma3_attention(config, sizes)
+    local, whole = local_and_global_ropes(scope, config, sizes.head_dim)
+    mixers = (
+        AttentionSpec(**attention, window=window, rope=local if window else whole)
+        for window in windows
+    )
+    return gemma3_decoder(scope, config, sizes, mixers)
+
+
+def gemma3_attention(config: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
+    """What attention of all layers shares."""
     if config.bool("use_bidirectional_attention", False):
         raise config.wrong("use_bidirectional_attention", "false for generation")
     bias = config.bool("attention_bias", False)
-    attention = {
+    return {
         **plain_attention(sizes),
         "scale": config.float("query_pre_attn_scalar", 256.0, ge=1e-6) ** -0.5,
         "softcap": config.float("attn_logit_softcapping", None, ge=1e-6),
@@ -34,14 +49,13 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         "out_bias": bias,
         "qk_norm": QKNorm(norm=RMS_UNIT_OFFSET, eps=sizes.eps),
     }
-    local, whole = local_and_global_ropes(scope, config, sizes.head_dim)
-    layers = tuple(
-        LayerSpec(
-            mixer=AttentionSpec(**attention, window=window, rope=local if window else whole),
-            placement=SANDWICH,
-        )
-        for window in windows
-    )
+
+
+def gemma3_decoder(
+    scope: Scope, config: ConfigReader, sizes: DecoderSizes, mixers: Iterable[AttentionSpec]
+) -> Decoder:
+    """Layers with this attention."""
+    layers = tuple(LayerSpec(mixer=mixer, placement=SANDWICH) for mixer in mixers)
     return Decoder(
         scope,
         DecoderSpec(

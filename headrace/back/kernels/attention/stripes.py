@@ -1,6 +1,6 @@
 """Attention that is sparse in blocks (Phi-3-small; Abdin et al. 2024, section 2.1): a query sees
 the blocks of keys just before its own, and of those farther before one in so many, which one being
-the head's own."""
+the head's own, or none (Rnj-1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 class Stripes:
     """`block`: positions of a block; `near`: blocks that are seen, the query's own among them;
     `stride`: of the blocks before them, those whose number and the head's phase, and 1, are
-    divided by it. `phases`: one for each query head."""
+    divided by it; 0: none. `phases`: one for each query head."""
 
     block: int
     near: int
@@ -30,5 +30,7 @@ class Stripes:
         apart from later ones."""
         key_block = key // self.block
         far = query // self.block - key_block >= self.near
+        if not self.stride:
+            return far.expand(len(self.phases), -1, -1)
         phase_H11 = torch.tensor(self.phases, device=key.device)[:, None, None]
         return far & ((key_block + phase_H11 + 1) % self.stride != 0)
