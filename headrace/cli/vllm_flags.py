@@ -216,6 +216,9 @@ _VLLM: Mapping[str, OtherFlag] = {
         "--tool-parser-plugin --reasoning-parser-plugin",
         refused(_NO_CODE, SEVERAL),
     ),
+    "--kv-cache-metrics": OtherFlag(
+        words=lambda values: ["--watched-blocks", "100"], arity=0, why="one block in a hundred"
+    ),
     "--scheduler-cls": as_ours("--scheduler-cls", why="the name of an extension"),
     "--logits-processor-pattern": left_out("requests name no code", ONE),
     **rows(
@@ -276,8 +279,7 @@ _VLLM: Mapping[str, OtherFlag] = {
     ),
     **rows("--show-hidden-metrics-for-version --collect-detailed-traces", left_out(_METRICS, ONE)),
     **rows(
-        "--kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics "
-        "--enable-layerwise-nvtx-tracing",
+        "--cudagraph-metrics --enable-mfu-metrics --enable-layerwise-nvtx-tracing",
         left_out(_METRICS),
     ),
     "--profiler-config": refused("--profile-dir is the folder of profiles"),

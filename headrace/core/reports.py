@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.base.config.resolved import SchedulerSpec
+from headrace.base.process_memory import descendants, resident_bytes
 from headrace.base.wire.request import Hello
 from headrace.base.wire.step import RecordedGraphs
 from headrace.core.adapters import Adapters
@@ -233,6 +234,9 @@ def status(engine: EngineView) -> Document:
         "stalled_s": engine.stall.seconds,
         "stalled": engine.stall.text,
         "adapter_requests": adapter_requests(engine),
+        "rss_bytes": resident_bytes(),
+        "workers_rss_bytes": sum(map(resident_bytes, descendants())),
+        **({} if engine.kv.ages is None else engine.kv.ages.report()),
         **metrics(engine),
     }
 

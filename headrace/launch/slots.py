@@ -30,6 +30,7 @@ def with_slots(
         eviction=options.kv_eviction,
         retention=options.kv_retention,
         state_interval=options.state_interval,
+        watched_blocks=options.watched_blocks,
     )
     spec = msgspec.structs.replace(spec, choices=choices)
     if options.slot_save_path is not None:

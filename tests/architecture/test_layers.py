@@ -15,7 +15,7 @@ from tests.architecture.sources import PACKAGE, ROOT, nodes, sources
 
 LAYERS = {
     "base.errors": -1, "base.env": 0, "base.registry": 0, "base.extensions": 0, "base.optional": 0,
-    "base.splitmix": 0, "base.affinity": 0, "base.process_age": 0, "base.process_stop": 0,
+    "base.splitmix": 0, "base.affinity": 0, "base.process_age": 0, "base.process_stop": 0, "base.process_memory": 0,
     "base.gc_pause": 0, "base.heap": 0,
     "base.config": 1, "base.pipe_process": 1, "base.wire": 1, "base.telemetry": 1,
     "back.platforms": 1, "back.parallel": 1,

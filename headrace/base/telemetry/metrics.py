@@ -24,6 +24,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from headrace.base import env
+from headrace.base.telemetry.engine_histograms import FURTHER, further_text
 from headrace.base.telemetry.grpc_names import GRPC_CODES, GRPC_METHODS
 from headrace.base.telemetry.vllm_names import ABSENT, FIGURES, SERIES, escaped
 
@@ -340,7 +341,7 @@ class Metrics:
             own = generate_latest(merged)
         else:
             own = generate_latest(self.registry)
-        return own + _engine_text(engines)
+        return own + _engine_text(engines) + further_text(engines)
 
 
 def _engine_text(engines: list[Mapping[str, object]]) -> bytes:
@@ -392,7 +393,7 @@ def metrics_page() -> str:
         "\n\n## Names of vLLM\n\nWith `--metrics-compat vllm` these are told beside ours (suffixes of counters and "
         f"histograms stay), so that dashboards for vLLM work:\n\n| vLLM | ours |\n|---|---|\n{names}\n{figures}\n{held}"
     )
-    tail = '\n\nEvery number an engine core reports appears as `headrace_engine_NAME{engine="i"}` as well.'
+    tail = f"\n\n{FURTHER}"
     absent = "\n".join(f"| `{name}` | {why} |" for name, why in ABSENT.items())
     lacking = f"\n\nThese have no equal here:\n\n| vLLM | why |\n|---|---|\n{absent}"
     return head + table + tail + mapped + lacking + "\n"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from headrace.base.config.kv_options import CacheChoices
 from headrace.base.errors import ContextTooLong
 from headrace.base.wire.step import WorkerFacts
+from headrace.core.kv.block_ages import watch
 from headrace.core.kv.cross import CrossOutputs
 from headrace.core.kv.eviction import pool_of
 from headrace.core.kv.hashing import HASHERS
@@ -69,6 +70,7 @@ class KVManager:
         self.ratios = tuple(group.block_ratio for group in groups)
         trims = [kind.trims for kind in self.kinds]
         self.pool = pool_of(facts, trims, choices)
+        self.ages = watch(self.pool, choices.watched_blocks)
         self.snapshots = Snapshots(groups, size, every=choices.state_interval)
         self._trimmed = [g for g, kind in enumerate(self.kinds) if kind.trims]
         self.trims = bool(self._trimmed or self.snapshots)
