@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,17 +19,23 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from headrace.back.attention.plan import EncodedTokens
 from headrace.back.models.families import architecture_of
-from headrace.base.errors import InvalidRequest
+from headrace.back.models.load import load_model
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.errors import CheckpointError, InvalidRequest
 from headrace.front.media.placeholders import expanded
 from headrace.front.media.preparation import _prepared
 from headrace.front.media.processing import ProcessedMedia
 from headrace.front.media.processors.families import PROCESSORS, read_media
+from headrace.launch.locate import LocatedModel
+from headrace.launch.model_facts import read_model_facts
 from tests.front.media.pictures import picture
 from tests.models.media import Answer, SeeingEngine, compare_answers, save_media_oracle
-from tests.models.oracle import randomize
+from tests.models.oracle import model_spec, randomize
 from tests.models.picture_cases import CASES as PICTURES
 from tests.models.picture_cases import IMAGE, as_picture
+from tests.models.test_encoders import batch_of
 from tests.models.test_pictures import Ready, Shown, _digest_of, given_of
 from tests.models.test_towers import CASES, CLIP, TEXT, TOWER, Seen, save_case, two_images
 
@@ -243,3 +251,76 @@ def test_phi_3_vision_enlarges_a_picture_to_the_tiles_it_may_have(tmp_path: Path
     assert math.prod(upright.grid) == len(upright.rows)
     with pytest.raises(InvalidRequest, match="shorter side"):
         processor.image(picture(200, 1, 1))
+
+
+def write_nemotron(folder: Path) -> tuple[Any, Any, torch.nn.Sequential]:
+    """SigLIP's tower, a Llama and what stands between them, under the published names."""
+    tower = transformers.SiglipVisionConfig(**TOWER, vision_use_head=False)
+    text = transformers.LlamaConfig(**TEXT)
+    for config in (tower, text):
+        config._attn_implementation = "eager"
+    torch.manual_seed(5)
+    sees, reads = transformers.SiglipVisionModel(tower).eval(), transformers.LlamaModel(text).eval()
+    inner = 4 * TOWER["hidden_size"]
+    between = torch.nn.Sequential(
+        torch.nn.LayerNorm(inner),
+        torch.nn.Linear(inner, TEXT["hidden_size"]),
+        torch.nn.GELU(),
+        torch.nn.Linear(TEXT["hidden_size"], TEXT["hidden_size"]),
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for part, at in ((sees, "vision_model."), (reads, "language_model."), (between, "mlp1.")):
+        randomize(part, seed=7)
+        tensors |= {at + name: one.contiguous() for name, one in part.state_dict().items()}
+    nested = {
+        re.sub(r"^vision_model\.(?!vision_model)", "vision_model.vision_model.", name): one
+        for name, one in tensors.items()
+    }
+    save_file(nested, folder / "model.safetensors")
+    config = {
+        **{"architectures": ["LlamaNemotronVLModel"], "model_type": "llama_nemotron_vl"},
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+        "llm_config": json.loads(text.to_json_string())
+        | {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec"},
+        **{"downsample_ratio": 0.5, "force_image_size": SIDE, "img_context_token_id": IMAGE},
+        **{"pooling": "avg", "ps_version": "v2", "select_layer": -1, "use_thumbnail": True},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return sees, reads, between
+
+
+def test_nemotrons_embedder_of_pages_reads_tiles_among_words(tmp_path: Path) -> None:
+    sees, reads, between = write_nemotron(tmp_path)
+    facts = read_model_facts(LocatedModel(path=tmp_path, name="m", format="safetensors"))
+    assert facts.encodes and facts.pooling.how == "mean" and facts.media is not None
+    processor = PROCESSORS.load(facts.media.processor)(facts.media.settings)
+    medium = processor.image(picture(40, 16, 1))
+    assert [one.grid for one in medium.inputs] == [(1, 4, 4)] * 4  # three tiles, and the whole
+    spec = msgspec.structs.replace(model_spec(tmp_path), head="none")
+    model, _ = load_model(spec, mesh=Mesh(), device=torch.device("cpu"), block_tokens=16)
+    ids = [3, *[IMAGE] * 16, 7, 9]
+    places = torch.arange(1, 17)
+    pixels = torch.from_numpy(
+        np.stack([as_picture(one.rows, one.grid, merge=2) for one in medium.inputs])
+    )
+    with torch.inference_mode():
+        states = sees((pixels.float() / 255 - 0.5) / 0.5).last_hidden_state
+        x = states.view(4, 2, 2, 2, 2, -1).transpose(2, 3).reshape(16, -1)
+        words = reads.embed_tokens(torch.tensor([ids]))
+        words[0, places] = between(x)
+        mask = torch.zeros(1, 1, len(ids), len(ids))
+        wanted = reads(inputs_embeds=words, attention_mask=mask).last_hidden_state[0]
+        rows = torch.from_numpy(np.concatenate([one.rows for one in medium.inputs]))
+        seen = model.media.encode("image", rows, [one.grid for one in medium.inputs])
+        encoded = EncodedTokens(rows_ME=seen, at_M=places)
+        got = model.forward(replace(batch_of([ids]), encoded=encoded))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_what_nemotrons_embedder_does_not_have_is_refused_by_key(tmp_path: Path) -> None:
+    write_nemotron(tmp_path)
+    renamed(tmp_path, force_image_size=448)
+    spec = msgspec.structs.replace(model_spec(tmp_path), head="none")
+    with pytest.raises(CheckpointError) as caught:
+        load_model(spec, mesh=Mesh(), device=torch.device("cpu"), block_tokens=16)
+    assert caught.value.field == "force_image_size"

@@ -112,7 +112,7 @@ ENCODERS = frozenset(
         *("t5_encoder", "umt5_encoder", *JUDGES.values(), "longformer"),
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
         *("frame_labels", "deberta", "mobilebert", "squeezebert", "fnet", "xlm", "luke", "xmod"),
-        *("big_bird", "convbert", "jina_bert", "neobert"),
+        *("big_bird", "convbert", "jina_bert", "neobert", "llama_nemotron_vl"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from headrace.back.attention.plan import Batch
 from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.mlp import GatedMLP
@@ -29,8 +32,12 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
     EuroBertForMaskedLM; LlamaBidirectionalModel, LlamaBidirectionalForSequenceClassification; names
     of Llama, Mistral, Qwen 2 and Qwen 3 with `is_causal` false;
     VoyageQwen3BidirectionalEmbedModel."""
+    return eurobert_encoder(scope, scope if scope.head.bare else scope / "model", config)
+
+
+def eurobert_encoder(scope: Scope, inside: Scope, config: ConfigReader) -> Encoder:
+    """`scope` is that of the head, `inside` that of all else."""
     sizes = read_encoder_sizes(config, eps=1e-5, eps_key="rms_norm_eps", default_activation="silu")
-    inside = scope if scope.head.bare else scope / "model"
     words = TokenEmbedding(inside / "embed_tokens", sizes.vocabulary, sizes.width)
     rope = read_rope(
         config,
@@ -41,11 +48,16 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
     for key in ("use_sliding_window", "dual_chunk_attention_config"):
         if config.raw.get(key):
             raise config.wrong(key, "false or null where each token sees both sides")
+
+    def embed(batch: Batch) -> torch.Tensor:
+        x_TE = words.lookup(batch.token_ids_T)
+        return x_TE if batch.encoded is None else batch.encoded.put(x_TE)
+
     layers = [_layer(inside / "layers" / str(i), sizes, config, rope) for i in range(sizes.layers)]
     return Encoder(
         scope,
         sizes,
-        embed=lambda batch: words.lookup(batch.token_ids_T),
+        embed=embed,
         layers=layers,
         norm=RMS.build(inside / "norm", sizes.width, eps=sizes.eps),
         classifier=_head(scope, config, sizes.width),

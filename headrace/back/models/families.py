@@ -20,7 +20,7 @@ from headrace.back.models.encoder_families import (
 )
 from headrace.back.models.expert_families import EXPERTS
 from headrace.back.models.media_families import WITH_MEDIA
-from headrace.back.models.pooling_families import COLBERT, POOLERS
+from headrace.back.models.pooling_families import COLBERT, POOLERS, SEEING_POOLERS
 from headrace.back.models.published_families import PUBLISHED
 from headrace.back.models.recurrent_families import RECURRENT_DECODERS
 from headrace.back.models.text_parts import BASES_WITHIN, TEXT_SECTIONS, TEXT_TYPES, WRAPPERS
@@ -95,7 +95,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family="jina_embeddings_v3" if turned else "bert", head="none")
     if names[0] in POOLERS:
         family, head, bare = POOLERS[names[0]]
-        return Architecture(family=family, head=head, bare=bare)
+        return Architecture(family=family, head=head, bare=bare, media=names[0] in SEEING_POOLERS)
     if names[0] in BIDIRECTIONAL and config.get("use_bidirectional_attention"):
         return Architecture(family=BIDIRECTIONAL[names[0]], head="none", bare=True)
     if names[0] in PUBLISHED:

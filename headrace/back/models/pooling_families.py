@@ -16,6 +16,9 @@ JINA_RANKING, JINA_V5 = "JinaForRanking", "JinaEmbeddingsV5Model"
 WEIGH_WORDS = frozenset({"bert"})
 """Families with a head that weighs words."""
 VOYAGE = "VoyageQwen3BidirectionalEmbedModel"
+NEMOTRON_VL = "LlamaNemotronVLModel"
+SEEING_POOLERS = frozenset({NEMOTRON_VL})
+"""Those of POOLERS that see."""
 POOLERS: Mapping[str, tuple[str, str, bool]] = {
     "ColBERTModel": ("bert", "none", False),
     "ColBERTModernBertModel": ("modernbert", "none", True),
@@ -26,6 +29,7 @@ POOLERS: Mapping[str, tuple[str, str, bool]] = {
     JINA_RANKING: ("qwen3", "none", False),
     JINA_V5: ("qwen3", "none", True),
     VOYAGE: ("eurobert", "none", False),
+    NEMOTRON_VL: ("llama_nemotron_vl", "none", False),
     "LlamaEmbeddingModel": ("llama", "none", True),
     "LlamaForClassification": ("llama", "sequence", False),
 }

@@ -32,6 +32,7 @@ from headrace.back.models.families import (
     text_config,
 )
 from headrace.back.models.media_families import WITH_MEDIA
+from headrace.back.models.pooling_families import POOLERS
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.published_families import DEEP_HEADS, HEAD_NAMES, RENAMED
 from headrace.back.models.text_parts import TEXT_TYPES
@@ -53,6 +54,7 @@ NATIVE = {
     *ENCODER_DECODERS.values(),
     *JUDGES.values(),
     *(family for family, _ in EMBEDDERS.values()),
+    *(family for family, _, _ in POOLERS.values()),
     *("late_vision", "two_towers", "frame_labels"),
 }
 FAMILIES: Registry[BuildFamily] = Registry(

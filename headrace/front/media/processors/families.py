@@ -63,6 +63,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "siglip2": "headrace.front.media.processors.siglip2:Siglip2Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",
         "two_squares": "headrace.front.media.processors.square:TwoSquaresProcessor",
+        "nemotron_tiles": "headrace.front.media.processors.square:CoveringTilesProcessor",
         "tiled": "headrace.front.media.processors.square:TiledProcessor",
         "idefics2": "headrace.front.media.processors.shrunk:Idefics2Processor",
         "aria": "headrace.front.media.processors.shrunk:AriaProcessor",

@@ -16,6 +16,8 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.media.picture import channels_of, patches_of, resized
 from headrace.front.media.processing import ProcessedMedia, Sampling, TowerInput
 
+COVERED = 0.6
+
 
 class SquareProcessor:
     """See `Processor`: an image is one square. It has no video."""
@@ -104,7 +106,7 @@ class TiledProcessor(SquareProcessor):
     def image(self, picture: Image.Image) -> ProcessedMedia:
         """An input for each tile, between the image's two marks."""
         settings, side = self._settings, self._settings.side
-        columns, rows = tiling(picture.width, picture.height, settings.tiles, side)
+        columns, rows = self.tiles_of(picture)
         whole = resized(
             picture, height=rows * side, width=columns * side, resample=settings.resample
         )
@@ -117,6 +119,11 @@ class TiledProcessor(SquareProcessor):
             squares.append(resized(picture, height=side, width=side, resample=settings.resample))
         inputs = tuple(self.input_of(square) for square in squares)
         return ProcessedMedia(inputs=inputs, layout=("<img>", *range(len(inputs)), "</img>"))
+
+    def tiles_of(self, picture: Image.Image) -> tuple[int, int]:
+        """Columns and rows."""
+        settings = self._settings
+        return tiling(picture.width, picture.height, settings.tiles, settings.side)
 
     def frames_of(self, video: Sampling) -> list[int]:
         """The middle one of each of so many equal parts."""
@@ -137,6 +144,28 @@ class TiledProcessor(SquareProcessor):
         for number in range(len(inputs)):
             layout += [f"{chr(10) * bool(number)}Frame{number + 1}: <img>", number, "</img>"]
         return ProcessedMedia(inputs=inputs, layout=tuple(layout))
+
+
+class CoveringTilesProcessor(TiledProcessor):
+    """Nemotron's: between ratio and size of a tiling the best, where six tenths of the picture's
+    pixels are as good as all."""
+
+    def tiles_of(self, picture: Image.Image) -> tuple[int, int]:
+        """The first of the best among tilings of fewest tiles."""
+        (least, most), side = self._settings.tiles, self._settings.side
+        ratio, pixels = picture.width / picture.height, picture.width * picture.height
+        counts = range(1, most + 1)
+        choices = sorted(
+            ((x, y) for x in counts for y in counts if least <= x * y <= most),
+            key=lambda one: (one[0] * one[1], one),
+        )
+
+        def worth(one: tuple[int, int]) -> float:
+            own = one[0] / one[1]
+            covered = min(one[0] * one[1] * side**2 / pixels, COVERED)
+            return covered * min(own / ratio, ratio / own)
+
+        return max(choices, key=worth)
 
 
 def tiling(

@@ -96,6 +96,26 @@ def _phi3(files: CheckpointFiles) -> MediaSpec | None:
     return msgspec.structs.replace(spec, written={"image": "<|image|>"})
 
 
+def _nemotron_vl(files: CheckpointFiles) -> MediaSpec | None:
+    """The numbers of tiles are those of its processor, where config.json has none."""
+    config, vision = files.config, vision_section(files.config)
+    mark = special_token(files.folder, "<IMG_CONTEXT>")
+    token = mark if config.raw.get("img_context_token_id") is None else None
+    token = config.int("img_context_token_id", token, ge=0)
+    if token is None:
+        return None
+    if not config.bool("use_thumbnail", True):
+        raise config.wrong("use_thumbnail", "true")
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=round(1 / config.float("downsample_ratio", 0.5, ge=0.01, le=1.0)),
+        side=side_pixels(vision),
+        tiles=(1, config.int("max_input_tiles", 6, ge=1, le=256)),
+        resample=3,
+    )
+    return image_only("nemotron_tiles", settings, _with_token(config, token))
+
+
 def _fuyu(files: CheckpointFiles) -> MediaSpec | None:
     """Its config has no part for a tower, as there is none."""
     image, config = files.image, files.config
@@ -130,6 +150,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     "ovis2_5": _ovis2_5,
     "phi4_multimodal": _phi4,
     "phi3_v": _phi3,
+    "llama_nemotron_vl": _nemotron_vl,
     "ovis2_6": _ovis2_5,
     "ovis2_6_moe": _ovis2_5,
 }
