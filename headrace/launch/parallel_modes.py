@@ -23,15 +23,18 @@ from headrace.launch.feature_pairs import (
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.rank_modes import EXPERTS, SHARED, beside_ranks, with_modes
 
-PIPELINE_ON_GPUS = False
-"""Whether stages may lie on GPUs: off, as their steps have run on CPUs alone."""
+ON_GPUS = False
+"""Whether stages and parts of sequences may lie on GPUs: off, as they have run on CPUs alone."""
 TENSOR, PIPELINE, REPLICAS = "tensor parallelism", "pipeline parallelism", "replicas"
-EXPERT, CONTEXT = EXPERTS.name, SHARED.name
+EXPERT, CONTEXT, SEQUENCE = EXPERTS.name, SHARED.name, "sequence parallelism"
 _REPLICAS = ShownPair(
     "launch/test_topology.py::test_replicas_share_the_devices_and_one_core_sees_them_all",
     "each copy of the model is as one alone",
 )
 _STAGES = ShownPair("e2e/test_pipeline.py::test_stages_answer_as_one_worker")
+_PARTS = ShownPair("e2e/test_pipeline.py::test_parts_of_long_prompts_give_the_same_tokens")
+_BETWEEN = UnshownPair("rows are divided between the layers, what these hold within them")
+_PLAIN_SUMS = RefusedPair("its layers do not read and write one residual of a decoder's tokens")
 _GRAMMARS = ShownPair("e2e/test_pipeline.py::test_grammars_are_followed_over_several_processes")
 _DRAFTS = ShownPair("e2e/test_pipeline.py::test_ranks_draft_without_a_difference")
 _FILES = RefusedPair("each stage would have files of its own, which nobody puts together")
@@ -42,19 +45,47 @@ MODES = (
         name=TENSOR,
         option="--tensor-parallel",
         wanted=lambda start: start.options.device.tensor_parallel > 1,
-        beside={PIPELINE: _STAGES, REPLICAS: _REPLICAS, **beside_ranks(TENSOR)},
+        beside={
+            PIPELINE: _STAGES,
+            REPLICAS: _REPLICAS,
+            SEQUENCE: _PARTS,
+            **beside_ranks(TENSOR),
+        },
     ),
     Feature(
         name=PIPELINE,
         option="--pipeline-parallel",
         wanted=lambda start: start.options.device.pipeline_parallel > 1,
-        beside={TENSOR: _STAGES, REPLICAS: _REPLICAS, **beside_ranks(PIPELINE)},
+        beside={
+            TENSOR: _STAGES,
+            REPLICAS: _REPLICAS,
+            SEQUENCE: _PARTS,
+            **beside_ranks(PIPELINE),
+        },
+    ),
+    Feature(
+        name=SEQUENCE,
+        option="--sequence-parallel",
+        wanted=lambda start: start.options.device.sequence_parallel,
+        beside={
+            TENSOR: _PARTS,
+            PIPELINE: _PARTS,
+            REPLICAS: _REPLICAS,
+            EXPERT: _BETWEEN,
+            CONTEXT: _BETWEEN,
+        },
     ),
     Feature(
         name=REPLICAS,
         option="--replicas",
         wanted=lambda start: start.options.device.replicas > 1,
-        beside={TENSOR: _REPLICAS, PIPELINE: _REPLICAS, EXPERT: _REPLICAS, CONTEXT: _REPLICAS},
+        beside={
+            TENSOR: _REPLICAS,
+            PIPELINE: _REPLICAS,
+            EXPERT: _REPLICAS,
+            CONTEXT: _REPLICAS,
+            SEQUENCE: _REPLICAS,
+        },
     ),
     with_modes(EXPERTS, REPLICAS, _REPLICAS),
     with_modes(SHARED, REPLICAS, _REPLICAS),
@@ -71,10 +102,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="GPUs",
         option="--device cuda",
-        wanted=lambda start: start.engine.device.device == "cuda" and not PIPELINE_ON_GPUS,
+        wanted=lambda start: start.engine.device.device == "cuda" and not ON_GPUS,
         beside={
             TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
             PIPELINE: RefusedPair("the steps of stages have run on CPUs alone"),
+            SEQUENCE: RefusedPair("it has run on CPUs alone"),
         },
     ),
     Feature(
@@ -127,6 +159,9 @@ FEATURES: tuple[Feature, ...] = (
             PIPELINE: RefusedPair(
                 "a drafter reads hidden states and shares embeddings and head, which lie on "
                 "different stages; ngram needs none of them"
+            ),
+            SEQUENCE: RefusedPair(
+                "a drafter reads the residual between layers, of which ranks have parts"
             ),
         },
     ),
@@ -190,6 +225,7 @@ FEATURES: tuple[Feature, ...] = (
                 "models/test_media_parallel.py::test_two_ranks_give_the_logits_of_one"
             ),
             PIPELINE: _ONE_KIND,
+            SEQUENCE: _PLAIN_SUMS,
         },
     ),
     Feature(
@@ -201,6 +237,7 @@ FEATURES: tuple[Feature, ...] = (
                 "models/test_encoder_decoders.py::test_two_ranks_give_the_logits_of_one"
             ),
             PIPELINE: _ONE_KIND,
+            SEQUENCE: _PLAIN_SUMS,
         },
     ),
     Feature(
@@ -212,6 +249,7 @@ FEATURES: tuple[Feature, ...] = (
                 "models/test_encoder_decoders.py::test_two_ranks_give_the_logits_of_one"
             ),
             PIPELINE: _ONE_KIND,
+            SEQUENCE: _PLAIN_SUMS,
         },
     ),
     Feature(
@@ -221,6 +259,7 @@ FEATURES: tuple[Feature, ...] = (
         beside={
             TENSOR: RefusedPair("layers of that library are not divided"),
             PIPELINE: RefusedPair("layers of that library are not split into stages"),
+            SEQUENCE: RefusedPair("layers of that library are not divided"),
         },
     ),
     Feature(
@@ -230,6 +269,7 @@ FEATURES: tuple[Feature, ...] = (
         beside={
             TENSOR: UnshownPair("it takes GPUs"),
             PIPELINE: RefusedPair("layers are streamed by their numbers in the whole model"),
+            SEQUENCE: RefusedPair("the layers around those with parts are of another kind"),
         },
     ),
     Feature(
@@ -316,8 +356,8 @@ _INTRODUCTION = """# Features beside each other
 Generated by `make docs` from headrace/launch/parallel_modes.py, by which a start is refused too.
 Columns are ways of running a model on several devices; what they are: [PARALLELISM.md](PARALLELISM.md).
 *yes*: the test named below shows the pair at work. *no*: it is refused, for the reason given there.
-*unshown*: it is taken, and no test shows it. *as one*: replicas are whole copies, each of which is as
-the model alone.
+*unshown*: it is taken, and no test shows it. *as one*: replicas are whole copies, and sequences are
+divided between layers alone: what goes without them goes with them.
 """
 
 

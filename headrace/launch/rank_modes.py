@@ -75,4 +75,7 @@ def with_modes(mode: Feature, replicas: str, entry: Entry) -> Feature:
     own = _OF_EXPERTS if mode is EXPERTS else _OF_CONTEXT
     names = ("tensor parallelism", "pipeline parallelism", EXPERTS.name, SHARED.name)
     beside = {name: own[name] for name in names if name != mode.name}
+    beside["sequence parallelism"] = UnshownPair(
+        "rows are divided between the layers, what these hold within them"
+    )
     return replace(mode, beside={**beside, replicas: entry})

@@ -39,8 +39,6 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
     kind = choose.pick("--device", requested.device, machine.kind, f"{machine.count} found")
     if kind == "cuda" and machine.kind != "cuda":
         raise ConfigError("--device cuda: no CUDA device was found on this machine")
-    if requested.sequence_parallel:
-        raise ConfigError("--sequence-parallel is not built yet")
     world = requested.tensor_parallel * requested.pipeline_parallel
     ranks = world * requested.replicas
     if kind == "cuda" and ranks > machine.count:
@@ -123,6 +121,11 @@ def _check_shares(requested: DeviceOptions) -> None:
             "--enable-expert-parallel shares out experts to the devices of --tensor-parallel, which is 1: raise "
             "that, or leave it out",
             field="enable_expert_parallel",
+        )
+    if requested.sequence_parallel and requested.tensor_parallel == 1:
+        raise ConfigError(
+            "--sequence-parallel divides rows between the ranks of --tensor-parallel, which is 1",
+            field="sequence_parallel",
         )
 
 

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from headrace.back.executor.choose import make_executor
 from headrace.back.executor.processes import ProcessExecutor
+from headrace.back.parallel.mesh import SEQUENCE_ROWS
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import (
     DeviceOptions,
@@ -23,6 +25,7 @@ from headrace.base.config.tree import (
     SpeculationOptions,
 )
 from headrace.base.errors import EngineDead
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
@@ -32,6 +35,7 @@ from tests.e2e import test_grammar_drafts, test_speculation
 from tests.e2e.test_speculation import Answer, assert_equal, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+FLOAT32 = {"dtype": "float32"}
 NGRAM = SpeculationOptions(method="ngram", num_speculative_tokens=4, adaptive=False)
 
 
@@ -44,8 +48,9 @@ class Case(NamedTuple):
     speculation: SpeculationOptions | None = None
     model: dict[str, Any] = {}
     kv: dict[str, Any] = {}
+    step: int = 64
 
-    def spec(self, stages: int) -> EngineSpec:
+    def spec(self, stages: int, *, in_parts: bool = False) -> EngineSpec:
         tree = Options(
             device=DeviceOptions(
                 device="cpu",
@@ -53,11 +58,12 @@ class Case(NamedTuple):
                 tensor_parallel=self.ranks,
                 pipeline_parallel=stages,
                 pipeline_layers=self.layers if stages > 1 else None,
+                sequence_parallel=in_parts,
             ),
             model=ModelOptions(max_model_len=512, **({"deterministic": True} | self.model)),
             kv=KVOptions(kv_blocks=200, **self.kv),
             scheduler=SchedulerOptions(
-                speculative_config=self.speculation, max_step_tokens=64, max_running=12
+                speculative_config=self.speculation, max_step_tokens=self.step, max_running=12
             ),
         )
         return resolve_options(tree).engine
@@ -104,13 +110,13 @@ class Asked(NamedTuple):
 
 @pytest.mark.parametrize(
     "case",
-    [(2, Case()), (2, Case(speculation=NGRAM)), (1, Case(ranks=2))],
+    [(2, Case()), (2, Case(speculation=NGRAM)), (1, Case(ranks=2, model=FLOAT32))],
     ids=["stages", "stages-drafts", "ranks"],
 )
 def test_grammars_are_followed_over_several_processes(case: tuple[int, Case]) -> None:
     """Masks go to the last stage alone, which samples; rows that have some draft nothing there."""
     written = []
-    for spec in (Case().spec(1), case[1].spec(case[0])):
+    for spec in (Case(model=case[1].model).spec(1), case[1].spec(case[0])):
         assert spec.grammar is not None
         path = spec.grammar.tokenizer_path
         hook = GrammarHook(
@@ -133,6 +139,34 @@ def test_ranks_draft_without_a_difference(method: str) -> None:
     drafted, core = answers(Case(ranks=2, speculation=drafts).spec(1))
     assert_equal(answers(Case(ranks=2).spec(1))[0], drafted)
     assert core.scheduler.speculation.stats.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_parts_of_long_prompts_give_the_same_tokens(stages: int) -> None:
+    """PAR-09: prompts of more tokens than SEQUENCE_ROWS, and of fewer; chunks of one behind the other."""
+    case, written = Case(ranks=2, model=FLOAT32, step=SEQUENCE_ROWS + 40), []
+    rng = np.random.default_rng(2)
+    requests = [
+        EngineRequest(
+            id=id,
+            prompt=rng.integers(300, 4000, length).astype("<i4").tobytes(),
+            stop=StopRules(max_tokens=8, min_tokens=8),
+            sampling=RowSampling(
+                temperature=0.0, logprobs=1, prompt_logprobs=0 if id == 3 else None
+            ),
+        )
+        for id, length in enumerate(
+            (SEQUENCE_ROWS + 31, 40, 2 * SEQUENCE_ROWS - 61, SEQUENCE_ROWS + 1)
+        )
+    ]
+    for in_parts in (False, True):
+        spec = case.spec(stages, in_parts=in_parts)
+        core = EngineCore(spec, make_executor(spec))
+        try:
+            written.append(run(core, requests))
+        finally:
+            core.close()
+    assert_equal(*written)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from headrace.launch.parallel_modes import (
     FEATURES,
     MODES,
     REPLICAS,
+    SEQUENCE,
     features_page,
     pairs,
 )
@@ -27,7 +28,7 @@ def test_every_pair_has_an_answer() -> None:
     """Replicas are whole copies: what goes with them goes without saying."""
     for row in (*MODES, *FEATURES):
         for mode in MODES:
-            said = row is mode or mode.name in row.beside or mode.name == REPLICAS
+            said = row is mode or mode.name in {*row.beside, REPLICAS, SEQUENCE}
             assert said, (row.name, mode.name)
 
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -38,6 +39,7 @@ from headrace.back.executor.inline import StepThreads
 from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.resident import Resident, build_resident, set_threads
 from headrace.back.parallel.mesh import (
+    SEQUENCE_ROWS,
     Mesh,
     staged_mesh,
     with_shared_context,
@@ -75,6 +77,8 @@ def join_mesh(begin: StartWorker) -> Mesh:
         mesh = with_shared_context(
             mesh, context.ranks, interleave=context.interleave, exchange=context.exchange
         )
+    if spec.device.sequence_parallel:
+        mesh = replace(mesh, sequence_rows=SEQUENCE_ROWS)
     return with_whole_experts(mesh) if spec.device.expert_parallel else mesh
 
 

@@ -157,6 +157,8 @@ class RMSNorm:
         """Has `norm` and `add_norm` give QuantizedRows (linear_quant/rows.py) from now on, for the
         one GEMM that reads them; `below`: for fewer rows only; `fixed`: the scale of all rows.
         False if no kernel does."""
+        if self._scope.mesh.sequence_rows:  # ranks gather rows between the norm and the GEMM
+            return False
         problem = RMSNormQuantProblem(**vars(self._problem), group=group, fixed=fixed is not None)
         quantized_rows = self._scope.bind_fused(QUANT_OP, problem, self.weight_E, fixed)
         if quantized_rows is None:
@@ -172,9 +174,12 @@ class RMSNorm:
         return True
 
     def sum_norm(self, partial: Partial, residual_TE: torch.Tensor) -> torch.Tensor:
-        """See the class. In one kernel where there is one for the message; but sums that must not
-        depend on its size (`ordered`) are always followed by the same norm."""
+        """See the class; the residual may be of this rank's rows alone. In one kernel where there
+        is one for the message; but sums that must not depend on its size (`ordered`) are always
+        followed by the same norm."""
         share_TE, axis = partial.share, partial.axis
+        if share_TE.shape[0] != residual_TE.shape[0]:
+            return partial.normed_in_parts(self.add_norm, residual_TE)
         if axis.summing is not None and not axis.ordered and axis.summing.takes(share_TE):
             return axis.summing.add_norm(share_TE, residual_TE, self.weight_E, self.eps)
         return self.add_norm(partial.total(), residual_TE)

@@ -36,6 +36,7 @@ from headrace.back.models.decoder_layer import (
     tapped,
 )
 from headrace.back.models.families import HEADS, WIDTH
+from headrace.back.models.sequence_layer import in_parts
 from headrace.back.models.stage import stage_of
 from headrace.back.models.streamed_layer import host_layer, streamed
 from headrace.back.models.weights import Param, WeightPlan, names_within
@@ -186,9 +187,8 @@ class Decoder:
                 beside=spec.embedding_beside,
             )
         self._embedding = self._table if stage.is_first else stage.received(sizes.width, scope)
-        self._positions = None
-        if stage.is_first and spec.positions is not None:
-            self._positions = spec.positions.build(inside, sizes.width)
+        positions = spec.positions if stage.is_first else None
+        self._positions = positions and positions.build(inside, sizes.width)
         self._embedding_norm = None
         if stage.is_first and names.embedding_norm is not None:
             at = inside / names.embedding_norm
@@ -207,7 +207,7 @@ class Decoder:
             self._layers += built
             self.kv_forms += self._layers[-1].kv_forms
             params_of.append(tuple(self._ledger.params[first:]))
-        self._layers = streamed(self._layers, inside)
+        self._layers = in_parts(streamed(self._layers, inside), inside, spec.layers)
         return tuple(params_of)
 
     def _logits_head(self, scope: Scope, spec: DecoderSpec) -> LogitsHead:

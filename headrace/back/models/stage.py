@@ -19,7 +19,7 @@ import torch
 
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.scope import Ledger, Scope
-from headrace.back.models.decoder_layer import DecoderLayerSpec, Layer, LayerSpec
+from headrace.back.models.decoder_layer import DecoderLayerSpec, DecoderSizes, Layer, LayerSpec
 from headrace.back.models.weights import Param, WeightPlan
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.mesh import Axis
@@ -110,6 +110,9 @@ class DecoderParts(Protocol):
     """What of a decoder's specification says whether it can be split."""
 
     @property
+    def sizes(self) -> DecoderSizes: ...
+
+    @property
     def layers(self) -> tuple[DecoderLayerSpec, ...]: ...
 
     @property
@@ -140,6 +143,7 @@ def stage_of(scope: Scope, spec: DecoderParts, build: BuildWhole) -> Stage:
     plan = build(whole)
     if scope.adapters is not None and whole.adapters is not None:
         scope.adapters.elsewhere = whole.adapters.modules
+    shared = spec.sizes.tied and scope.head.kind == "lm"  # the first of all: the table of tokens
     in_layers = {id(param) for params in plan.layers for param in params}
     places = [i for i, param in enumerate(plan.params) if id(param) in in_layers]
     layer_bytes = [_bytes(params) for params in plan.layers]
@@ -148,7 +152,7 @@ def stage_of(scope: Scope, spec: DecoderParts, build: BuildWhole) -> Stage:
         axis.size,
         layer_bytes,
         before=_bytes(plan.params[: places[0]]),
-        behind=_bytes(plan.params[places[-1] + 1 :]),
+        behind=_bytes(plan.params[places[-1] + 1 :]) + _bytes(plan.params[: int(shared)]),
     )
     stops = list(accumulate(counts))
     scope.ledger.note(_decision(scope, counts))

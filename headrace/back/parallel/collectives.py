@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from headrace.back.parallel.mesh import Axis
 
@@ -21,6 +23,16 @@ class Partial:
     def total(self) -> torch.Tensor:
         """The sum, in place."""
         return all_reduce(self.share, self.axis)
+
+    def normed_in_parts(
+        self,
+        add_norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        residual_RE: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `add_norm` gives for all rows, of which each rank adds and norms its own: the
+        residual is that of its R rows."""
+        normed_RE = add_norm(sum_of_rows(self.share, self.axis), residual_RE)
+        return all_rows(normed_RE, self.axis, self.share.shape[0])
 
 
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -75,3 +87,42 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     parts = [torch.empty_like(x) for _ in range(axis.size)]
     dist.all_gather(parts, x.contiguous(), group=axis.group)
     return torch.cat(parts, dim=-1)
+
+
+def rows_of_rank(num_rows: int, axis: Axis) -> int:
+    """Rows of each rank where ranks have parts of them: equally many, padding on the last ones."""
+    return -(-num_rows // axis.size)
+
+
+def own_rows(x_TE: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A copy [R, E] of this rank's rows, with zeros for padding."""
+    count = rows_of_rank(x_TE.shape[0], axis)
+    own = x_TE[axis.rank * count : (axis.rank + 1) * count]
+    padded = x_TE.new_zeros(count, x_TE.shape[1])
+    padded[: own.shape[0]] = own
+    return padded
+
+
+def sum_of_rows(x_TE: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of `x` over the axis, [R, E]: of this rank's rows alone (reduce-scatter). With
+    `all_rows` as many bytes as all_reduce."""
+    count = rows_of_rank(x_TE.shape[0], axis)
+    sent = F.pad(x_TE, (0, 0, 0, count * axis.size - x_TE.shape[0])).contiguous()
+    if not axis.ordered and x_TE.device.type == "cuda":
+        own = sent.new_empty(count, sent.shape[1])
+        dist.reduce_scatter_tensor(own, sent, group=axis.group)
+        return own
+    parts = torch.empty_like(sent)  # added here, in the order of the ranks
+    dist.all_to_all_single(parts, sent, group=axis.group)
+    shares = parts.view(axis.size, count, -1)
+    total = shares[0].float()
+    for share in shares[1:]:
+        total += share
+    return total.to(x_TE.dtype)
+
+
+def all_rows(x_RE: torch.Tensor, axis: Axis, num_rows: int) -> torch.Tensor:
+    """The ranks' rows one behind the other, without padding: [num_rows, E]."""
+    parts = x_RE.new_empty(axis.size * x_RE.shape[0], x_RE.shape[1])
+    dist.all_gather_into_tensor(parts, x_RE.contiguous(), group=axis.group)
+    return parts[:num_rows]

@@ -24,6 +24,9 @@ OPTIONS = {
     "dcp": "decode_context_parallel_size",
 }
 """The option that sets each axis's size."""
+SEQUENCE_ROWS = 256
+"""Tokens of a step from which on --sequence-parallel divides them: of fewer the residual takes no
+memory, and one message is quicker than two."""
 
 
 class Summing(Protocol):
@@ -84,7 +87,8 @@ class ContextSplit:
 class Mesh:
     """All axes. `Mesh()` is the mesh of one. `dcp`: who shares out the KV. `pipe`: what this rank's
     stage of a pipeline sends to the others; None where there is one stage. `stage_layers`: the
-    layers of each stage, where they are stated."""
+    layers of each stage, where they are stated. `sequence_rows`: in steps of at least so many
+    tokens each rank of "tp" keeps a part of the residual's rows between the layers; 0: in none."""
 
     tp: Axis = Axis()
     pp: Axis = Axis(name="pp")
@@ -93,6 +97,7 @@ class Mesh:
     dcp: ContextSplit = ContextSplit()
     pipe: Pipe | None = None
     stage_layers: tuple[int, ...] = ()
+    sequence_rows: int = 0
 
     @property
     def size(self) -> int:

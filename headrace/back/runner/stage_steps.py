@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from headrace.back.kernels.native.library import loaded
+from headrace.back.runner.batch import StepShape
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.devices import bucket_steps, exact_steps, why_exact
 from headrace.back.runner.sizes import Bucket
-from headrace.back.runner.steps import StepResources, Steps, StepTensors
+from headrace.back.runner.steps import AwaitMasks, StepResources, Steps, StepTensors
+from headrace.back.sampling.in_step import SamplerInput
 from headrace.base.config.resolved import Decision, EngineSpec
+from headrace.base.wire.step import StepPlan
 
 _WHY = "stages of a pipeline wait for each other within their steps"
 
@@ -28,7 +33,7 @@ def make_stage_steps(
         CalledSteps(loaded()),
         num_groups=num_groups,
         sizes=ExactSizes,
-        kind=BucketSteps if is_last else ForwardSteps,
+        kind=StageSteps if is_last else ForwardSteps,
     )
 
 
@@ -45,7 +50,20 @@ class CalledSteps(CpuGraphs):
         return False
 
 
-class ForwardSteps(BucketSteps):
+class StageSteps(BucketSteps):
+    """Steps whose drafts are proposed in front of them on every stage alike: rows that wait for
+    masks, which the last stage alone has, draft nothing."""
+
+    def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
+        """See Steps."""
+        begun = super().begin(replace(plan, deferred=()), needs, masks)
+        return replace(begun, deferred=plan.deferred)
+
+    def finish(self, plan: StepPlan, shape: StepShape) -> None:
+        """See Steps."""
+
+
+class ForwardSteps(StageSteps):
     """Steps that end with the layers: of stages behind which there are others."""
 
     def _step(self, bucket: Bucket) -> StepTensors:
