@@ -37,8 +37,14 @@ WHOLE_INT4 = {False: "int4-whole", True: "int4-asym-whole"}
 """4-bit integers with a scale (True: and a minimum) for each output: GPUs only (gpu_int4.py)."""
 NVFP4 = "nvfp4"
 """e2m1 numbers with a scale for 16 inputs, itself an e4m3 number times one for all."""
+INT8_ASYMMETRIC = {
+    name: Scheme(name, 8, group, asymmetric=True)
+    for name, group in (("int8-asym", 32), ("int8-asym-g64", 64), ("int8-asym-g128", 128))
+}
+"""8-bit integers with a zero point, or a float that is added, for so many inputs: CPUs only."""
 PANEL_SCHEMES = {
     **SCHEMES,
+    **INT8_ASYMMETRIC,
     BLOCKS: ONLINE_SCHEMES["fp8-block"],
     MICROSCALED: ONLINE_SCHEMES["mxfp8"],
     NVFP4: ONLINE_SCHEMES["nvfp4"],
@@ -129,7 +135,7 @@ def _plain_scheme(tensor: QuantizedTensor) -> str | None:
     floating = tensor.floating
     asymmetric = "zeros" in tensor.members and not numbers.symmetric
     wanted = (tensor.kept_bits, None if whole else group, asymmetric, floating)
-    for scheme in SCHEMES.values():
+    for scheme in (*SCHEMES.values(), *INT8_ASYMMETRIC.values()):
         if (scheme.bits, scheme.group, scheme.asymmetric, scheme.floating) == wanted:
             return scheme.name if rows <= 1 else None
     return WHOLE_INT4[asymmetric] if whole and tensor.kept_bits == 4 and not floating else None
@@ -337,7 +343,8 @@ def normal_values(
     name: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values as a scheme has them, and minima: value * scale - minimum. Asymmetric values begin at
-    0; symmetric ones lie around it, where unsigned ones have the middle of their range."""
+    0; those that take 8 bits, and symmetric ones, lie around 0, where unsigned ones have the middle
+    of their range."""
     values = groups.values_RC
     if scheme.floating:
         return values.view(torch.int8), None
@@ -345,13 +352,15 @@ def normal_values(
     offset = (
         (half if numbers.signed else 0) if scheme.asymmetric else (0 if numbers.signed else -half)
     )
+    low = half if scheme.asymmetric and scheme.bits == 8 else 0
     zeros = groups.zeros_RG
     if groups.added_RG is not None:
-        return values.to(torch.int8), -groups.added_RG[:, source]
+        minima = -groups.added_RG[:, source] - low * scales_RG
+        return (values.to(torch.int16) - low).to(torch.int8), minima
     if scheme.asymmetric:
         assert zeros is not None, name
-        minima = (zeros[:, source].float() + offset) * scales_RG
-        return (values.to(torch.int16) + offset).to(torch.int8), minima
+        minima = (zeros[:, source].float() + (offset - low)) * scales_RG
+        return (values.to(torch.int16) + (offset - low)).to(torch.int8), minima
     if zeros is not None and not bool((zeros + offset == 0).all()):
         raise CheckpointError(
             f"{name}: a zero point is not {-offset}, although its quantization_config says that "

@@ -20,6 +20,7 @@ from tests.kernels.mixture import beside_error, experts_problem
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MINIMA = ("int8-asym-g32", "int8-asym-g64", "int8-asym-g128")
 
 
 def problem_of(form, dtype, activation="silu", odd=False):
@@ -69,9 +70,15 @@ def test_what_adapters_add_goes_in_front_of_the_activation(newest, form):
     assert error <= OP.tolerance(problem)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", MINIMA)
+def test_eight_bits_with_minima_equal_the_definition(library, form):
+    test_equals_the_definition_in_every_form(library, form, torch.bfloat16)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in MINIMA])
 def test_equals_the_definition_in_every_form(library, form, dtype):
     problem = problem_of(form, dtype)
     weights = weights_of(problem)

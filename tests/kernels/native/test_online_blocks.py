@@ -18,6 +18,7 @@ from headrace.back.kernels.linear_blocks.layout import (
 from headrace.back.kernels.linear_blocks.native import KERNEL, bind_with
 from headrace.back.kernels.linear_blocks.op import OP, LinearBlocksProblem
 from headrace.back.kernels.linear_blocks.quantize import quantize_with
+from headrace.back.quant.kept import INT8_ASYMMETRIC
 from headrace.back.quant.online import layout_of
 from headrace.back.quant.scheme import ONLINE_SCHEMES
 from tests.kernels.native.test_linear_blocks import close, values
@@ -47,7 +48,29 @@ def defined(asked, weight, bias, x):
 
 
 def test_every_grouped_scheme_has_a_coding_and_every_coding_a_scheme():
-    assert {layout_of(SCHEMES[name]).name for name in GROUPED} == {*ONLINE_LAYOUTS, "MXFP4"}
+    schemes = [SCHEMES[name] for name in GROUPED] + list(INT8_ASYMMETRIC.values())
+    assert {layout_of(scheme).name for scheme in schemes} == {*ONLINE_LAYOUTS, "MXFP4"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param(f"int8-asym-g{group}", dtype, marks=mark)
+        for group in (32, 64, 128)
+        for dtype in DTYPES
+        for mark in ([pytest.mark.slow] if (group, dtype) != (64, torch.bfloat16) else [()])
+    ],
+)
+def test_eight_bits_with_minima_equal_the_definition(library, layout, dtype):
+    for rows, outputs, inputs in SIZES:
+        kinds = ((layout, outputs),)
+        asked = LinearBlocksProblem(
+            device="cpu", dtype=dtype, inputs=inputs, kinds=kinds, bias=True
+        )
+        weight, bias = weight_for(asked), values(outputs, dtype=dtype, seed=2)
+        x = values(rows, inputs + 8, dtype=dtype)[:, 4:-4]
+        exact = defined(asked, weight, bias, x)
+        close(bind_with(library, asked, weight, bias)(x), exact, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -173,9 +173,10 @@ ONLINE_LAYOUTS: dict[str, BlockLayout] = {
         *_online(12, "int4", 4, 8),
         *_online(15, "int4-asym", 4, minimum=True),
         *_online(18, "int8", 8, 128),
+        *_online(23, "int8-asym", 8, 128, minimum=True),
     )
 }
-"""Made from plain weights while they load."""
+"""Made from plain weights while they load; "int8-asym" of checkpoints alone."""
 NVFP4 = BlockLayout(name="nvfp4", number=22, block=32, size=0, part=16, bits=4, levels=E2M1_LEVELS,
                     dtype=torch.bfloat16, scaled_parts=True)  # fmt: skip
 """Scales of 16 inputs, which are e4m3 numbers times one for all, are rounded to bfloat16."""

@@ -63,6 +63,10 @@ using Int4 = Coding<NUMBER, GROUP, GROUP, 4, 8, false, false, false, bf16>;
 template <int NUMBER, int GROUP>
 using Int4Asymmetric = Coding<NUMBER, GROUP, GROUP, 4, 0, true, false, false, bf16>;
 
+// Values around the middle of their range, so that minima are small beside them.
+template <int NUMBER, int GROUP>
+using Int8Asymmetric = Coding<NUMBER, GROUP, GROUP, 8, 128, true, false, false, bf16>;
+
 // Calls f with the coding of that number; 0 if there is none.
 template <class Function>
 HR_INLINE bool with_coding(int64_t number, Function f) {
@@ -90,6 +94,9 @@ HR_INLINE bool with_coding(int64_t number, Function f) {
     case 20: f(Int8<20, 128>{}); return true;
     case 21: f(MXFP4{}); return true;
     case 22: f(E2m1{}); return true;
+    case 23: f(Int8Asymmetric<23, 32>{}); return true;
+    case 24: f(Int8Asymmetric<24, 64>{}); return true;
+    case 25: f(Int8Asymmetric<25, 128>{}); return true;
     default: return false;
   }
 }

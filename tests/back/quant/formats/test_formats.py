@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.bitnet import pack_weights
 
+from headrace.back.kernels.linear_blocks.layout import (
+    ONLINE_LAYOUTS,
+    dequantize_rows,
+    empty_segment,
+    write_quantized,
+)
 from headrace.back.models.load.quantized import QuantizedSource
+from headrace.back.quant.kept import INT8_ASYMMETRIC, normal_values
 from headrace.base.config.levels import LEVELS
 from headrace.base.errors import CheckpointError
 from tests.back.quant.formats.stored_weights import Stored, golden, golden_cases, open_weight
@@ -366,7 +373,7 @@ KEPT = {
     "mxfp6": "",
     "mlx-2": "int4-asym-g64",
     "mlx-4": "int4-asym-g64",
-    "mlx-8": "",
+    "mlx-8": "int8-asym-g64",
     "mlx-mxfp4": "mxfp4",
     "mlx-nvfp4": "nvfp4",
     "mlx-mxfp8": "",
@@ -386,6 +393,25 @@ def test_what_a_kernel_can_read_keeps_its_numbers(case: str, tmp_path: Path) -> 
                 numbers = torch.tensor(LEVELS["e2m1"])[groups.values_RC.long()]
                 groups = replace(groups, values_RC=numbers)
             torch.testing.assert_close(groups.dequantized(), expected.float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", ["mlx-8", "mlx-6", "hqq-8"])
+def test_eight_bits_with_zero_points_fit_into_panels(case: str, tmp_path: Path) -> None:
+    """Minima lie around 0, so that what bfloat16 rounds of them is less than a step."""
+    config, stored, expected = golden(case)
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        groups, numbers = source.groups("module.weight", (slice(None), slice(None)))
+        scheme = INT8_ASYMMETRIC[source.entries["module.weight"].scheme]
+    scales = groups.scales_RG.float()
+    values, minima = normal_values(groups, scales, slice(None), scheme, numbers, "module.weight")
+    assert minima is not None and scheme.group is not None
+    layout = ONLINE_LAYOUTS[f"int8-asym-g{scheme.group}"]
+    segment = empty_segment(layout, *expected.shape)
+    write_quantized(segment, 0, values, scales.bfloat16(), minima.bfloat16())
+    got = dequantize_rows(segment, torch.arange(len(expected)))
+    step = scales.repeat_interleave(scheme.group, 1).abs()
+    rounding = expected.float().abs() / 256 + step
+    assert bool(((got - expected.float()).abs() <= rounding).all())
 
 
 def test_a_bit_too_many_of_a_sparse_row_is_named(tmp_path: Path) -> None:
