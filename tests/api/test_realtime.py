@@ -127,6 +127,7 @@ def test_turns_are_detected_and_heard_as_files_of_their_samples(
 def test_a_growing_text_of_vllms_dialect_ends_with_the_final_commit(
     ear: Served, ear_client: openai.OpenAI, early: bool
 ) -> None:
+    """REG-095: a final commit of nothing is done too."""
     samples = np.concatenate([tone(0.9), tone(0.8, 900.0), tone(0.7, 150.0)])
     with opened(ear) as socket:
         send(socket, "session.update", model="ear")

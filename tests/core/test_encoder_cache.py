@@ -106,6 +106,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_a_request_waits_while_its_image_finds_no_place() -> None:
+    """REG-089: the budget is one of tokens, and nobody hangs."""
     driver, books, _ = media_driver(8)
     driver.add(make_request(1, 20, media=(image(1, 4), image(2, 10)), max_tokens=30))
     driver.step()

@@ -220,7 +220,7 @@ def test_images_beside_the_content_stand_before_it(
 
 
 def test_scripts_hand_over_images(seeing: Seeing, expected: str) -> None:
-    """MOD-15: as a conversation, as text with a placeholder, as ids with all of them."""
+    """MOD-15: as a conversation, as text with a placeholder, as ids with all of them. REG-051."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
     prompt = chat(SEEN + QUESTION)
     image = picture(*SIZE)

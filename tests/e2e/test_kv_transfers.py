@@ -161,6 +161,7 @@ KINDS = ("bundled", *(pytest.param(kind, marks=pytest.mark.slow) for kind in CON
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_is_computed_by_one_and_answered_by_another(pair: Pair, kind: str) -> None:
+    """REG-072: the names of transfers are no engine's; whichever comes first waits."""
     model = MODEL if kind == "bundled" else pair.models.model(kind)
     (first, sender), (second, receiver) = (pair.engine(model) for _ in range(2))
     wanted, _ = pair.say(second)
@@ -183,6 +184,7 @@ def test_a_prompt_is_computed_by_one_and_answered_by_another(pair: Pair, kind: s
 
 
 def test_what_does_not_come_is_computed_again(pair: Pair) -> None:
+    """REG-073: nor is anything of others ever served."""
     first, sender = pair.engine()
     second, receiver = pair.engine()
     wanted, _ = pair.say(first, count=4)
@@ -229,6 +231,7 @@ def test_files_are_bounded_and_older_ones_go(pair: Pair) -> None:
 
 
 def test_a_request_may_end_instead_and_one_that_is_dropped_leaves_nothing(pair: Pair) -> None:
+    """REG-074: an end that is told once more does not raise."""
     first, _ = pair.engine()
     second, receiver = pair.engine(kv_load_failure="fail")
     _, finished = pair.end(second, pair.add(second, took()))
@@ -237,6 +240,7 @@ def test_a_request_may_end_instead_and_one_that_is_dropped_leaves_nothing(pair: 
     dropped = pair.add(second, took(is_sent=False))
     second.core.step(wait=True)
     second.core.abort([dropped])
+    receiver.finish(dropped)
     assert receiver.num_held == 0 and at_rest(second)
     _, finished = pair.end(first, pair.add(first, took(), adapter="x"))
     assert finished.error is not None

@@ -129,7 +129,7 @@ def test_images_alone(name: str, tmp_path: Path) -> None:
     ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-vl", "qwen3.5"))],
 )
 def test_images_and_video(name: str, tmp_path: Path) -> None:
-    """MUL-02: the outer marks stay around the blocks of a stamped video."""
+    """MUL-02: the outer marks stay around the blocks of a stamped video. REG-088."""
     ids = write_tokenizer(tmp_path)
     case = test_qwen_vl.CASES[name]
     case = dataclasses.replace(case, text=text_of(case, ids))

@@ -99,7 +99,7 @@ def test_a_kernel_that_disagrees_with_the_reference_is_not_used(op_of: Any, wron
 
 
 def test_a_kernel_whose_module_is_missing_is_a_reason_not_a_broken_import() -> None:
-    """PLT-07."""
+    """PLT-07. REG-120."""
     answer = load_kernel("headrace.back.kernels.no_such_module:KERNEL")
     assert isinstance(answer, str) and "no_such_module" in answer
 

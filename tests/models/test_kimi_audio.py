@@ -137,7 +137,8 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kimi]:
 
 
 def test_two_streams_of_one_prompt_and_company(kimi: Kimi) -> None:
-    """Sounds of uneven lengths with text between, in chunks too; beside text alone, and again from the cache."""
+    """Sounds of uneven lengths with text between, in chunks too; beside text alone, and again from the cache.
+    REG-052."""
     sounds = [sound(0.731), sound(0.29)]
     turn = [
         SPECIAL["<|im_kimia_user_msg_start|>"],

@@ -126,7 +126,7 @@ def test_sounds_are_heard_as_by_the_reference(version: str, seconds: float, tmp_
 
 @pytest.mark.parametrize("version", ["4.0", None, "next"])
 def test_versions_that_are_not_served_are_named(version: Any, tmp_path: Path) -> None:
-    """MOD-04."""
+    """MOD-04. REG-053."""
     config = {**config_of("4.5"), "version": version}
     write_files(tmp_path, config)
     with pytest.raises(CheckpointError, match=r"version .* 2\.6, 4\.5"):

@@ -141,7 +141,7 @@ def test_pictures_are_seen_as_by_the_reference(version: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("version", [2.5, "3", None, "next"])
 def test_versions_that_are_not_served_are_named(version: Any, tmp_path: Path) -> None:
-    """MOD-04."""
+    """MOD-04. REG-053."""
     config = {**whole_config("4.5"), "version": version}
     if version is None:
         del config["version"]

@@ -248,6 +248,7 @@ def test_text_alone(seen: Seen) -> None:
 
 @pytest.mark.parametrize("step_tokens", [5, 9])
 def test_chunks_cut_images(seen: Seen, step_tokens: int) -> None:
+    """REG-027."""
     engine = seen.engine.with_steps(seen.folder, max_step_tokens=step_tokens)
     for prompt in (two_images(seen), with_video(seen)):
         compare_answers(engine.run(prompt)[0], seen.expected(prompt))
@@ -280,7 +281,7 @@ def test_beside_text_and_each_other_with_recorded_decodes(seen: Seen) -> None:
 
 
 def test_an_image_is_encoded_once(seen: Seen) -> None:
-    """ENG-23: in two requests at a time, and in one after them."""
+    """ENG-23: in two requests at a time, and in one after them. REG-027."""
     engine = seen.engine.with_steps(seen.folder)
     state = seen.engine.executor._resident.runner._state
     before = state.cache.num_encoded

@@ -117,7 +117,8 @@ def test_inputs_that_ranks_cannot_share_are_refused_with_both_numbers(
     ids=["2", "2-alike", "4"],
 )
 def test_ranks_give_the_logits_of_one(count: int, others: Container[str], tmp_path: Path) -> None:
-    """REG-057: gpt-oss has experts with biases, of which one rank alone adds those of the downs."""
+    """REG-057: gpt-oss has experts with biases, of which one rank alone adds those of the downs.
+    REG-049, of Qwen3-Next."""
     compare_ranks([name for name in NAMES if name not in others], count, tmp_path)
 
 

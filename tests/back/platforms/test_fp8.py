@@ -20,6 +20,7 @@ from headrace.back.platforms.fp8 import FNUZ, OCP, Fp8Encoding, fp8_encoding
 def test_amds_first_encoding_is_that_of_gfx942_alone(
     arch: str, expected: Fp8Encoding | None
 ) -> None:
+    """REG-117."""
     device = FAKES["mi300x"]
     found = type(device)(
         **{field: getattr(device, field) for field in device.__dataclass_fields__}

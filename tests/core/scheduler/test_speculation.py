@@ -161,8 +161,8 @@ def test_rows_whose_samples_count_tokens_draft_like_others():
 
 
 def test_steps_schedule_as_without_drafts():
-    """SPC-05: a budget of as many tokens as rows leaves no room for drafts in itself, and needs none."""
-    spec = make_spec(speculation=spec_of(5), max_step_tokens=8, max_running=8, num_blocks=256)
+    """SPC-05: a budget of as many tokens as rows leaves no room for drafts in itself, and needs none. REG-082."""
+    spec = make_spec(speculation=spec_of(5), max_step_tokens=16, max_running=16, num_blocks=512)
     driver = Driver(spec, behaviour=NullBehaviour(accepts=many))
     driver.add(*(make_request(id, 8, max_tokens=30) for id in range(16)))
     driver.run()

@@ -98,7 +98,7 @@ def test_an_image_never_has_more_patches_than_an_input_may() -> None:
 @pytest.mark.parametrize("count", range(1, 41))
 @pytest.mark.parametrize("temporal", [1, 2, 3, 4])
 def test_odd_frame_counts_repeat_the_last_frame(count: int, temporal: int, oracle: Any) -> None:
-    """MUL-01: grid_t is the ceiling, rows and times follow the temporal patch."""
+    """MUL-01: grid_t is the ceiling, rows and times follow the temporal patch. REG-086."""
     settings = ProcessorSettings(
         patch=4,
         merge=2,

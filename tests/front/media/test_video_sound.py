@@ -101,7 +101,8 @@ def clip(seconds: int, *, hertz: float | None) -> bytes:
 
 
 def test_the_sound_of_a_file() -> None:
-    """One channel of 16 kHz, whose loudest tone is that of the file; a video without sound is a video alone."""
+    """One channel of 16 kHz, whose loudest tone is that of the file; a video without sound is a video alone.
+    REG-090."""
     data = clip(2, hertz=600.0)
     samples = samples_of(sound(data, DecodingLimits()))
     assert abs(len(samples) - 32_000) < 3000

@@ -35,6 +35,7 @@ PROBLEM = AttentionProblem(
 def test_a_capability_allows_what_the_table_says(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """REG-054."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     found = (

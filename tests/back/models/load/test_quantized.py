@@ -326,7 +326,7 @@ def add_tensors(folder: Path, tensors: Stored) -> None:
 
 @pytest.mark.parametrize("naming", CACHE_NAMES)
 def test_scales_of_the_cache_are_used_under_all_their_names(naming: str, tmp_path: Path) -> None:
-    """QNT-13: the runtime scale is the stored one. One for all heads, or one for each."""
+    """QNT-13: the runtime scale is the stored one. One for all heads, or one for each. REG-061."""
     quantize_folder(tmp_path, "int8")
     heads = 2
     of_head = torch.full((heads, 1, 1), 0.37)
