@@ -66,7 +66,7 @@ _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
     "torchao-int4", "hqq", "modelopt-int4", "mlx", "quark-uint4", "quark-int4", "ternary", "ternary-inverse",
     "awq-gemv", "awq-gemv-fast", "awq-marlin", "gptq-marlin", "gptq-marlin-24", "marlin-24", "eetq",
-    "torchao-tiles",
+    "torchao-tiles", "metal",
 )  # fmt: skip
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 

@@ -337,6 +337,13 @@ def _bitsandbytes(config: ConfigReader) -> StoredQuantization:
     return everything("bitsandbytes", numbers, plain_modules(config))
 
 
+def _metal(config: ConfigReader) -> StoredQuantization:
+    """What transformers makes for Apple's GPUs: as MLX, under a name of its own."""
+    size, bits = config.int("group_size", 64, ge=1), bits_of(config, (2, 4, 8), 4)
+    numbers = Numbers(arrangement="metal", bits=bits, group=(1, size), signed=False)
+    return everything("metal", numbers, plain_modules(config))
+
+
 def _bitnet(config: ConfigReader) -> StoredQuantization:
     """BitNet b1.58: -1, 0 and 1 with one scale, which BitLinear divides by."""
     config.choice("quantization_mode", ("offline",), "offline")
@@ -366,6 +373,7 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "bitsandbytes": _bitsandbytes,
     "bitnet": _bitnet,
     "eetq": _eetq,
+    "metal": _metal,
     "quark": _quark,
     "torchao": torchao,
     "hqq": hqq,

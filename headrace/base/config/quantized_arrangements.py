@@ -289,16 +289,15 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         )
         for kind in ("hqq", "hqq-axis0")
     },
-    "mlx": Arrangement(
-        roles={
-            "values": "{weight}",
-            "scales": "{module}.scales",
-            "zeros": "{module}.biases",
-        },
-        dtypes=("U32",),
-        shape=words_shape,
-        expected=rows_by_group_members,
-    ),
+    **{
+        kind: Arrangement(
+            roles={"values": "{weight}", "scales": "{module}.scales", "zeros": added},
+            dtypes=("U32",),
+            shape=words_shape,
+            expected=rows_by_group_members,
+        )
+        for kind, added in (("mlx", "{module}.biases"), ("metal", "{module}.qbiases"))
+    },
     **{
         f"mlx-{mode}": Arrangement(
             roles={"values": "{weight}", "scales": "{module}.scales"},

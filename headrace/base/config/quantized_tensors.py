@@ -58,7 +58,7 @@ _READ_AS_STORED = {
     *("gptq", "awq", "packed", "scaled", "fp8-blocks"),
     *("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "nvfp4", "nvfp4-packed", "modelopt-int4"),
     *("awq-gemv", "awq-gemv-fast", "awq-marlin", "gptq-marlin", "gptq-marlin-24", "marlin-24"),
-    *("eetq", "torchao-int8", "torchao-float8", "torchao-int4", "torchao-tiles"),
+    *("eetq", "metal", "torchao-int8", "torchao-float8", "torchao-int4", "torchao-tiles"),
     *("mlx", "mlx-mxfp4", "mlx-nvfp4", "quark-uint4", "quark-int4"),
 }
 """Arrangements whose numbers some device's kernels read; all else becomes floats."""

@@ -76,6 +76,7 @@ READERS: Mapping[str, Reader] = {
     "hqq": hqq.by_input,
     "hqq-axis0": hqq.by_output,
     "mlx": packed.mlx,
+    "metal": packed.mlx,
     "mlx-mxfp4": floats4.in_words(floats4.powers),
     "mlx-nvfp4": floats4.in_words(floats4.modelopt),
     "mlx-mxfp8": floats4.in_words(floats4.microscaled),

@@ -46,13 +46,13 @@ GROUP = 32
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
 
-def grouped(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Values 0 .. 15, zero points and scales [O, G], and the weight they stand for."""
+def grouped(weight: torch.Tensor, top: int = 15) -> tuple[torch.Tensor, ...]:
+    """Values 0 .. top, zero points and scales [O, G], and the weight they stand for."""
     groups = weight.unflatten(1, (-1, GROUP))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scales = ((high - low) / 15).half().float()
-    zeros = (-low / scales).round().clamp(0, 15)
-    values = (groups / scales + zeros).round().clamp(0, 15)
+    scales = ((high - low) / top).half().float()
+    zeros = (-low / scales).round().clamp(0, top)
+    values = (groups / scales + zeros).round().clamp(0, top)
     return values.flatten(1), zeros[..., 0], scales[..., 0], ((values - zeros) * scales).flatten(1)
 
 
@@ -230,18 +230,19 @@ NATIVE = pytest.mark.skipif(
 )
 
 
-def mlx(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
-    values, zeros, scales, plain = grouped(weight)
+def mlx(name: str, weight: torch.Tensor, bits: int = 4) -> tuple[Stored, torch.Tensor]:
+    values, zeros, scales, plain = grouped(weight, (1 << bits) - 1)
     return {
-        f"{name}.weight": bit_stream(values, 4).view(torch.uint32),
+        f"{name}.weight": bit_stream(values, bits).view(torch.uint32),
         f"{name}.scales": scales,
         f"{name}.biases": -zeros * scales,
     }, plain
 
 
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernels", [pytest.param(True, marks=NATIVE), False])
 def test_mlx_packs_the_table_of_tokens_too(
-    kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: bool, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """QNT-01: whole numbers with a float that is added, read as they are where there are kernels."""
     if not kernels:
@@ -253,13 +254,13 @@ def test_mlx_packs_the_table_of_tokens_too(
     for name, weight in load_file(tmp_path / "model.safetensors").items():
         stored[name] = weight
         if weight.dim() == 2:
-            parts, back[name] = mlx(name.removesuffix(".weight"), weight)
+            parts, back[name] = mlx(name.removesuffix(".weight"), weight, bits)
             stored |= parts
     save_file(
         {name: value.contiguous() for name, value in stored.items()}, tmp_path / "model.safetensors"
     )
     oracle.load_state_dict(back)
-    written = {"quant_method": "mlx", "group_size": GROUP, "bits": 4}
+    written = {"quant_method": "mlx", "group_size": GROUP, "bits": bits}
     model, decisions = load(tmp_path, quantization_config=written)
     (weights,) = (one for one in decisions if one.field == "weights")
     assert ("dequantized" in weights.why) != kernels, weights
@@ -269,9 +270,10 @@ def test_mlx_packs_the_table_of_tokens_too(
         assert (row - expected).norm() < (0.05 if kernels else 1e-4) * expected.norm()
 
 
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernels", [pytest.param(True, marks=NATIVE), False])
 def test_mlx_stacks_the_experts_of_a_layer(
-    kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: bool, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a name of its own, all experts' gates in one tensor; where there are kernels they stay quantized."""
     if not kernels:
@@ -287,7 +289,7 @@ def test_mlx_stacks_the_experts_of_a_layer(
         if not tail:
             stored |= {} if ".experts." in name else {name: weight}
             continue
-        parts = [mlx("m", plain[f"{head}.experts.{i}.{tail}"]) for i in range(experts)]
+        parts = [mlx("m", plain[f"{head}.experts.{i}.{tail}"], bits) for i in range(experts)]
         stem = f"{head}.switch_mlp.{tail.removesuffix('.weight')}"
         for role in ("weight", "scales", "biases"):
             stored[f"{stem}.{role}"] = torch.stack([part[f"m.{role}"] for part, _ in parts])
@@ -300,10 +302,12 @@ def test_mlx_stacks_the_experts_of_a_layer(
     save_file(
         {name: value.contiguous() for name, value in stored.items()}, tmp_path / "model.safetensors"
     )
-    written = {"quant_method": "mlx", "group_size": GROUP, "bits": 4}
+    written = {"quant_method": "mlx", "group_size": GROUP, "bits": bits}
     model, decisions = load(tmp_path, quantization_config=written)
     (weights,) = (one for one in decisions if one.field == "weights")
-    assert weights.chosen == ("floats" if not kernels else f"{3 * 3 * experts} 4-bit mlx"), weights
+    assert weights.chosen == ("floats" if not kernels else f"{3 * 3 * experts} {bits}-bit mlx"), (
+        weights
+    )
     rows = [list(range(3, 30)), [5, 1, 2]]
     ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):

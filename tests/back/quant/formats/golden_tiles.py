@@ -55,9 +55,10 @@ def _linear(weight: torch.Tensor) -> torch.nn.Linear:
 
 def _integers(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scales and zero points [O, G], and the weight [O, I] that they and integers stand for."""
-    scales = (torch.rand(OUTPUTS, INPUTS // size) / 50 + 0.01).half()
+    outputs = 16
+    scales = (torch.rand(outputs, INPUTS // size) / 50 + 0.01).half()
     zeros = torch.randint(0, 16, scales.shape)
-    values = torch.randint(0, 16, (OUTPUTS, INPUTS))
+    values = torch.randint(0, 16, (outputs, INPUTS))
     shifted = values - zeros.repeat_interleave(size, 1)
     return scales, zeros, shifted * scales.float().repeat_interleave(size, 1)
 

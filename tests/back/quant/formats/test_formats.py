@@ -165,6 +165,27 @@ def test_ternary_weights_of_bitnet_are_those_that_transformers_packs(
     assert_rectangles(source, "module.weight", expected)
 
 
+@pytest.mark.parametrize(("bits", "scheme"), [(2, "int4-asym"), (8, "int8-asym")])
+def test_metal_of_transformers_is_read_as_it_reads_it(
+    bits: int, scheme: str, tmp_path: Path
+) -> None:
+    from transformers.integrations import metal_quantization as metal
+
+    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(bits))
+    packed, scales, biases = metal._affine_quantize_tensor(weight, 32, bits)
+    expected = metal._affine_dequantize_tensor(packed, scales, biases, 32, bits)
+    stored = {"module.weight": packed, "module.scales": scales, "module.qbiases": biases}
+    config = {"quant_method": "metal", "bits": bits, "group_size": 32}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert source.entries["module.weight"].scheme == scheme
+        target = torch.empty(24, 96)
+        source.copy("module.weight", (24, 96), (slice(0, 24), slice(0, 96)), target)
+        torch.testing.assert_close(target, expected, rtol=1e-5, atol=1e-6)
+    del stored["module.qbiases"]
+    with pytest.raises(CheckpointError, match=r"module\.qbiases is missing"):
+        open_weight(tmp_path, config, stored)
+
+
 def test_fp8_in_blocks_whose_last_ones_are_cut(tmp_path: Path) -> None:
     weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 3, generator=torch.Generator().manual_seed(2))
