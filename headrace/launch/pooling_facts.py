@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.back.models.pooling_families import PAIRS
 from headrace.base.config.gguf import GGUFFile
 from headrace.base.config.gguf_encoders import gguf_pooling
 from headrace.base.config.hf import ConfigReader
@@ -45,7 +46,9 @@ def read_pooling(
     activation = _activation(config, head, labels)
     if head == "sequence":
         how = _judged(config) if encodes else "last"
-        return PoolingSpec(how=how, head=head, labels=labels, activation=activation)
+        named = config.list("architectures", ("",), of=str)[0]
+        pair = PAIRS.get(named)
+        return PoolingSpec(how=how, head=head, labels=labels, activation=activation, pair=pair)
     stated = modules or Modules(how="mean" if encodes else "last", normalize=True)
     return PoolingSpec(
         how=stated.how,

@@ -119,3 +119,26 @@ def test_a_list_of_documents_is_read_in_one_prompt(tmp_path: Path) -> None:
         assert one.status_code == 200, one.text
         refused = served.post("/v1/embeddings", {"input": QUERY}).json()
         assert refused["error"]["param"] == "model"
+
+
+def test_nvidias_reranker_reads_a_pair_as_it_was_trained(tmp_path: Path) -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "pad_token_id"}
+    config = transformers.LlamaConfig(**sizes, num_labels=1, attn_implementation="eager")
+    torch.manual_seed(5)
+    oracle = transformers.LlamaForSequenceClassification(config).eval()
+    for parameter in oracle.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    oracle.save_pretrained(tmp_path)
+    tokenizer = write_tokenizer(tmp_path)
+    with_heads(tmp_path, "LlamaBidirectionalForSequenceClassification", {})
+    with serving(None, str(tmp_path), "--threads", "1", "--dtype", "float32") as served:
+        body = {"query": QUERY, "documents": DOCUMENTS, "use_activation": False}
+        results = served.post("/rerank", body).json()["results"]
+    for one in results:
+        text = f"question:{QUERY} \n \n passage:{DOCUMENTS[one['index']]}"
+        ids = tokenizer.encode(text).ids
+        sees_all = torch.zeros(1, 1, len(ids), len(ids))
+        with torch.inference_mode():
+            states = oracle.model(torch.tensor([ids]), attention_mask=sees_all)[0]
+            score = oracle.score(states.mean(1))[0, 0].item()
+        assert one["relevance_score"] == pytest.approx(score, abs=1e-3)

@@ -203,6 +203,7 @@ def test_nvidias_reranker_judges_by_the_mean_of_a_llama_that_sees_both_sides(
     raw |= {"architectures": ["LlamaBidirectionalForSequenceClassification"]}
     facts, spec = stored(tmp_path, raw, load_file(tmp_path / "model.safetensors"))
     assert facts.encodes and facts.pooling.how == "mean" and facts.num_labels == 1
+    assert facts.pooling.pair == ("question:", " \n \n passage:")
     text, model = TEXTS[0], loaded(spec)
     sees_all = torch.zeros(1, 1, len(text), len(text))
     with torch.inference_mode():

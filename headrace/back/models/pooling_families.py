@@ -15,6 +15,10 @@ BGE_M3, SPLADE = "BgeM3EmbeddingModel", "BertSpladeSparseEmbeddingModel"
 JINA_RANKING, JINA_V5 = "JinaForRanking", "JinaEmbeddingsV5Model"
 WEIGH_WORDS = frozenset({"bert"})
 """Families with a head that weighs words."""
+PAIRS: Mapping[str, tuple[str, str]] = {
+    "LlamaBidirectionalForSequenceClassification": ("question:", " \n \n passage:"),
+}
+"""What stands before the query and before the document, of models that judge pairs."""
 VOYAGE = "VoyageQwen3BidirectionalEmbedModel"
 NEMOTRON_VL = "LlamaNemotronVLModel"
 SEEING_POOLERS = frozenset({NEMOTRON_VL})

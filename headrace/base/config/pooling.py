@@ -45,6 +45,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `image_form`: the text around an image that is embedded, where no chat template makes it.
     `padded`: a text is filled up to so many tokens, with this one; (0, 0): it is not.
+    `pair`: what stands before the query and before the document of a pair that is judged; None:
+    they are encoded as the tokenizer says.
     `listwise`: the tokens behind a document and the query where all are in one prompt. `ends`: the
     ids around a text, of which the first has no vector of its own and neither has a weight.
     `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the
@@ -68,3 +70,4 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     padded: tuple[int, int] = (0, 0)
     listwise: tuple[str, str] | None = None
     ends: tuple[int, int] | None = None
+    pair: tuple[str, str] | None = None

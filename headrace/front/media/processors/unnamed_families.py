@@ -9,7 +9,7 @@ import msgspec
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.front.media.processors.cut_families import CheckpointFiles
-from headrace.front.media.processors.files import special_token, written_as
+from headrace.front.media.processors.files import read_keys, special_token, written_as
 from headrace.front.media.processors.reading import (
     image_only,
     pixel_bounds,
@@ -104,16 +104,19 @@ def _nemotron_vl(files: CheckpointFiles) -> MediaSpec | None:
     token = config.int("img_context_token_id", token, ge=0)
     if token is None:
         return None
-    if not config.bool("use_thumbnail", True):
+    keys = read_keys(files.folder, "processor_config.json")
+    if not keys.bool("use_thumbnail", config.bool("use_thumbnail", True)):
         raise config.wrong("use_thumbnail", "true")
+    most = keys.int("max_input_tiles", config.int("max_dynamic_patch", 6, ge=1), ge=1, le=256)
     settings = ProcessorSettings(
         patch=vision.int("patch_size", 16, ge=1, le=1024),
         merge=round(1 / config.float("downsample_ratio", 0.5, ge=0.01, le=1.0)),
         side=side_pixels(vision),
-        tiles=(1, config.int("max_input_tiles", 6, ge=1, le=256)),
+        tiles=(1, most),
         resample=3,
     )
-    return image_only("nemotron_tiles", settings, _with_token(config, token))
+    spec = image_only("nemotron_tiles", settings, _with_token(config, token))
+    return msgspec.structs.replace(spec, written={"image": "<IMG_CONTEXT>"})
 
 
 def _fuyu(files: CheckpointFiles) -> MediaSpec | None:

@@ -48,6 +48,7 @@ from headrace.front.server.pooling.schema import (
     Sent,
 )
 from headrace.front.text.threads import TEXT_THREADS
+from headrace.front.text.tokenizer import Tokenizer
 
 
 async def post_score(context: RequestContext, document: Any) -> Response:
@@ -163,7 +164,7 @@ async def _crossed(
             limit = most if scoring_input.truncate is None else None
             services.tokenizer.check_length(side, limit, field=field)
         cut = scoring_input.document_tokens
-        encode = partial(services.tokenizer.encode_pair, query, text, second_tokens=cut)
+        encode = partial(_pair, services.tokenizer, spec.pair, query, text, second_tokens=cut)
         ids, second_at = await TEXT_THREADS.run(len(query) + len(text), encode)
         inputs.append(
             PoolInput(
@@ -177,6 +178,24 @@ async def _crossed(
     answers = await pooled(context, inputs, job)
     activation = spec.activation if scoring_input.activate else "none"
     return [float(probabilities(a.values, activation)[0, 0]) for a in answers], answers
+
+
+def _pair(
+    tokenizer: Tokenizer,
+    form: tuple[str, str] | None,
+    query: str,
+    document: str,
+    *,
+    second_tokens: int | None,
+) -> tuple[list[int], int]:
+    """The ids of a pair, of the document at most so many, and where its second text begins: see
+    Tokenizer.encode_pair."""
+    if form is None:
+        return tokenizer.encode_pair(query, document, second_tokens=second_tokens)
+    if second_tokens is not None:
+        document = tokenizer.decode(tokenizer.encode_plain(document)[:second_tokens])
+    before, between = form
+    return tokenizer.encode(f"{before}{query}{between}{document}"), 0
 
 
 async def _compared(
