@@ -1,6 +1,6 @@
 """Decoders in plain PyTorch that differ from Llama's by a few facts, each written from its published configuration and
 the tensor names of its checkpoint: PLaMo 13B, PLM 1.8B, Refact 1.6B, Talkie 13B, Maincoder 1B, Solar Pro, Step 1,
-Rnj-1.
+Rnj-1, ruGPT-3 XL.
 
 One row at a time, whole; T tokens, E hidden size, H heads, K KV heads, D head_dim.
 """
@@ -442,6 +442,72 @@ def rnj1_logits(config: Config, weights: Tensors, row: list[int]) -> torch.Tenso
     return 20 * (y_TV / 20).tanh()
 
 
+RUGPT_3_XL = named(
+    "RuGPT3XL",
+    **{"hidden_act": "gelu", "layer_norm_eps": 1e-5, "tie_word_embeddings": True},
+    **{"sparse_mode": "alternating", "sparse_block_size": 2, "sparse_num_local_blocks": 4},
+    **{"sparse_num_global_blocks": 1, "sparse_num_different_global_patterns": 3},
+)
+WIDE: Config = {
+    **{**RUGPT_3_XL, "sparse_mode": "all", "sparse_num_global_blocks": 2},
+    **{"sparse_num_different_global_patterns": 2, "hidden_act": "gelu_new"},
+}
+
+
+def rugpt_tensors(config: Config) -> Tensors:
+    matrices = {f"self_attn.{one}_proj": (E, E) for one in "qkvo"}
+    matrices |= {"mlp.up_proj": (INNER, E), "mlp.down_proj": (E, INNER)}
+    norms = {"input_layernorm": (E,), "post_attention_layernorm": (E,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, E)}
+    shapes |= {"model.embed_positions.weight": (128, E), "model.norm.weight": (E,)}
+    for layer in range(LAYERS):
+        for name, shape in (matrices | norms).items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+            shapes[f"model.layers.{layer}.{name}.bias"] = shape[:1]
+    return random_tensors(shapes | {"model.norm.bias": (E,)})
+
+
+def fixed_layout(config: Config, tokens: int) -> torch.Tensor:
+    """[H, T, T]: a query sees its own group of blocks, and a few blocks of every group, others for each head."""
+    group, wide = config["sparse_num_local_blocks"], config["sparse_num_global_blocks"]
+    sees = torch.zeros(H, tokens, tokens, dtype=torch.bool)
+    for head in range(H):
+        turn = head % config["sparse_num_different_global_patterns"]
+        first = group - (turn + 1) * wide
+        for query in range(tokens):
+            for key in range(query + 1):
+                at, to = (place // config["sparse_block_size"] for place in (query, key))
+                within = first <= to % group < first + wide
+                sees[head, query, key] = at // group == to // group or within
+    return sees
+
+
+def rugpt_logits(config: Config, weights: Tensors, row: list[int]) -> torch.Tensor:
+    """Layer norms, learned positions, biases; layers see all or by blocks in turn."""
+    table = weights["model.embed_tokens.weight"]
+    x_TE = table[row] + weights["model.embed_positions.weight"][: len(row)]
+    fixed = fixed_layout(config, len(row))
+    rounded = "tanh" if config["hidden_act"] == "gelu_new" else "none"
+    for layer in range(LAYERS):
+        own = of_layer(weights, f"model.layers.{layer}.")
+
+        def linear(name: str, x: torch.Tensor, own: Tensors = own) -> torch.Tensor:
+            return F.linear(x, own[f"{name}.weight"], own[f"{name}.bias"])
+
+        def normed(name: str, x: torch.Tensor, own: Tensors = own) -> torch.Tensor:
+            return F.layer_norm(x, (E,), own[f"{name}.weight"], own[f"{name}.bias"], 1e-5)
+
+        h_TE = normed("input_layernorm", x_TE)
+        q, k, v = (linear(f"self_attn.{one}_proj", h_TE).unflatten(1, (H, D)) for one in "qkv")
+        whole = config["sparse_mode"] == "alternating" and layer % 2
+        y_TX = attended(q, k, v, sees_HTT=None if whole else fixed)
+        x_TE = x_TE + linear("self_attn.o_proj", y_TX)
+        inner = linear("mlp.up_proj", normed("post_attention_layernorm", x_TE))
+        x_TE = x_TE + linear("mlp.down_proj", F.gelu(inner, approximate=rounded))
+    last = F.layer_norm(x_TE, (E,), weights["model.norm.weight"], weights["model.norm.bias"], 1e-5)
+    return last @ table.T
+
+
 def of_llama(config: Config) -> Tensors:
     return random_tensors(llama_shapes(2))
 
@@ -455,5 +521,7 @@ SMALL: dict[str, tuple[SmallDecoder, Config]] = {
     "solar": (SmallDecoder(of_llama, solar_logits), SOLAR),
     "iquest-loop": (SmallDecoder(looped_tensors, looped_logits), LOOPED),
     "rnj-1": (SmallDecoder(rnj1_tensors, rnj1_logits), RNJ_1),
+    "rugpt-3-xl": (SmallDecoder(rugpt_tensors, rugpt_logits), RUGPT_3_XL),
+    "rugpt-3-xl-wide": (SmallDecoder(rugpt_tensors, rugpt_logits), WIDE),
     "step-1": (SmallDecoder(of_llama, step1_logits), STEP_1),
 }

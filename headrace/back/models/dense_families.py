@@ -44,6 +44,7 @@ DENSE: Mapping[str, str] = {
     "HeliumForCausalLM": "helium",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1",
     "GPT2LMHeadModel": "gpt2",
+    "RuGPT3XLForCausalLM": "rugpt3xl",
     "OpenAIGPTLMHeadModel": "openai_gpt",
     "CTRLLMHeadModel": "ctrl",
     "MllamaForCausalLM": "mllama",
